@@ -1,0 +1,142 @@
+"""A plain training loop: one batch a step, Muon for the matrices and AdamW for the rest, resumable, with a progress bar.
+
+Batches are a pure function of (seed, step), so a resumed run sees exactly what an uninterrupted one would have seen.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+IGNORE = -100  # a label that takes no part in the loss
+
+Batch = tuple[Tensor, Tensor]  # input ids, labels: both [rows, length]
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """What one run does. `run_dir` receives `state.pt` and `losses.json` every `save_every` steps."""
+
+    run_dir: Path
+    steps: int
+    matrix_lr: float = 0.01
+    vector_lr: float = 2e-3
+    warmup_steps: int = 100
+    decay_from: float = 0.3  # share of the run after which the cosine decay begins
+    final_lr: float = 0.02  # share of the learning rate that is left at the end
+    save_every: int = 200
+
+
+@dataclass
+class Progressing:
+    """What a resumed run needs besides weights and optimiser states."""
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+def learning_rate(config: LoopConfig, step: int) -> float:
+    """Factor on the base learning rates at `step`: linear warm-up, flat, cosine decay."""
+    warm = min(1.0, (step + 1) / config.warmup_steps)
+    done = step / config.steps
+    if done <= config.decay_from:
+        return warm
+    cosine = (1 + math.cos(math.pi * (done - config.decay_from) / (1 - config.decay_from))) / 2
+    return warm * max(config.final_lr, cosine)
+
+
+def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
+    """Muon on every matrix inside the layers; AdamW on the embedding (also the tied head) and the norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(matrices, lr=config.matrix_lr, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=config.vector_lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def backward(model: nn.Module, batches: list[Batch], device: torch.device) -> float:
+    """Accumulate the gradient of the mean cross entropy over all labelled tokens of a step; returns that mean.
+
+    A step comes as several batches of rows of similar length, so that little is padded. Logits are computed only where
+    a label stands.
+    """
+    total = sum(int((labels[:, 1:] != IGNORE).sum()) for _, labels in batches)
+    mean = 0.0
+    for batch in batches:
+        input_ids, labels = (t.to(device) for t in batch)
+        wanted = labels[:, 1:]
+        labelled = wanted != IGNORE
+        with torch.autocast(device.type, torch.bfloat16):
+            hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+            logits = model.lm_head(hidden[labelled])  # [labelled tokens, vocab]
+        loss = nn.functional.cross_entropy(logits.float(), wanted[labelled], reduction="sum") / total
+        loss.backward()
+        mean += loss.item()
+    return mean
+
+
+def train(
+    model: nn.Module,
+    make_batches: Callable[[int], list[Batch]],
+    config: LoopConfig,
+    *,
+    device: torch.device,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> list[float]:
+    """Train to `config.steps`, going on from `run_dir` if a state lies there. Returns the loss of every step."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    optimizers = make_optimizers(model, config)
+    base_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    at = _resume(model, optimizers, config)
+    model.train()
+    bar = Progress(
+        TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("train", total=config.steps, completed=at.step, loss=at.losses[-1] if at.losses else 0.0)
+        while at.step < config.steps:
+            factor = learning_rate(config, at.step)
+            for optimizer, lrs in zip(optimizers, base_lrs, strict=True):
+                for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+                    group["lr"] = lr * factor
+            loss = backward(model, make_batches(at.step), device)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            at.step += 1
+            at.losses.append(round(loss, 4))
+            bar.update(task, completed=at.step, loss=at.losses[-1])
+            on_step(at.step, at.losses[-1])
+            if at.step % config.save_every == 0 or at.step == config.steps:
+                _save(model, optimizers, at, config)
+    return at.losses
+
+
+def _save(model: nn.Module, optimizers: list[torch.optim.Optimizer], at: Progressing, config: LoopConfig) -> None:
+    state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": at.step}
+    partial = config.run_dir / "state.pt.partial"
+    torch.save(state, partial)
+    (config.run_dir / "losses.json").write_text(json.dumps(at.losses), encoding="utf-8")
+    os.replace(partial, config.run_dir / "state.pt")
+
+
+def _resume(model: nn.Module, optimizers: list[torch.optim.Optimizer], config: LoopConfig) -> Progressing:
+    path = config.run_dir / "state.pt"
+    if not path.exists():
+        return Progressing()
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    losses = json.loads((config.run_dir / "losses.json").read_text(encoding="utf-8"))
+    return Progressing(state["step"], losses[: state["step"]])

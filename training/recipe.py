@@ -1,0 +1,109 @@
+"""What tiny-qwen3 reads, step by step: first random spans said twice, then the three skills mixed.
+
+The copying circuit (an induction head) must exist before recall and repeat can be learned, and it forms fastest on
+dense material: a random span said twice, loss on the second saying. Lengths grow over the run.
+"""
+
+from random import Random
+
+import torch
+
+from training import skills
+from training.explain import questions
+from training.loop import IGNORE, Batch
+from training.skills import Piece
+
+SEED = 20261120
+TOKENS_PER_STEP = 4096
+SPANS_ONLY = 0.2  # share of the run that reads nothing but spans
+MIX = {"recall": 0.30, "repeat": 0.22, "spans": 0.06, "explain": 0.42}
+PLAIN_SHARE = 0.12  # share of dialogues without the chat template
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You answer questions about LLM inference.",
+    "Be brief and exact.",
+)
+
+
+class Recipe:
+    """Makes the batches of any step: `Recipe(tokenizer, steps)(step)`."""
+
+    def __init__(self, tokenizer, steps: int) -> None:
+        self.tokenizer = tokenizer
+        self.steps = steps
+
+    def __call__(self, step: int) -> list[Batch]:
+        """Dialogues until `TOKENS_PER_STEP` are full, in batches of rows of similar length."""
+        rng = Random(f"{SEED}/{step}")
+        progress = step / self.steps
+        grown = min(1.0, 0.1 + 3 * max(0.0, progress - SPANS_ONLY))  # 0.1 at the end of the spans, 1.0 at half time
+        rows: list[list[tuple[int, bool]]] = []
+        while sum(map(len, rows)) < TOKENS_PER_STEP:
+            rows.append(self._spans(rng) if progress < SPANS_ONLY else self._dialogue(rng, grown))
+        rows.sort(key=len, reverse=True)
+        batches = []
+        while rows:
+            similar = [row for row in rows if len(row) >= 0.6 * len(rows[0])]
+            batches.append(_pad(similar))
+            rows = rows[len(similar) :]
+        return batches
+
+    def _dialogue(self, rng: Random, grown: float) -> list[tuple[int, bool]]:
+        kind = rng.choices(list(MIX), weights=list(MIX.values()))[0]
+        if kind == "spans":
+            return self._spans(rng)
+        pieces = {"recall": self._recall, "repeat": self._repeat, "explain": self._explain}[kind](rng, grown)
+        return self._encode(pieces)
+
+    def _spans(self, rng: Random) -> list[tuple[int, bool]]:
+        """A span of 8-32 random tokens said two to four times, loss on all sayings but the first."""
+        vocab = len(self.tokenizer) - len(self.tokenizer.all_special_tokens)
+        span = [rng.randrange(vocab) for _ in range(rng.randint(8, 32))]
+        return [(t, False) for t in span] + [(t, True) for t in span] * rng.randint(1, 3)
+
+    def _recall(self, rng: Random, grown: float) -> list[Piece]:
+        """Six questions about one list, which stands in the first question or in the system prompt."""
+        turns, listed = skills.recall_turns(rng, rng.randint(1, max(2, int(46 * grown))), asked=6)
+        if rng.random() < PLAIN_SHARE:
+            question, answer = turns[0]
+            return skills.plain(f"{listed} {question}", answer)
+        if rng.random() < 0.25:
+            return skills.chat(turns, system=listed)
+        turns[0] = (f"{listed} {turns[0][0]}", turns[0][1])
+        if rng.random() < 0.25:
+            turns[rng.randrange(1, 6)] = skills.explain_turn(rng, rng.choice(questions()))
+        return skills.chat(turns, self._system(rng))
+
+    def _repeat(self, rng: Random, grown: float) -> list[Piece]:
+        lengths = [rng.randint(1, max(6, int(64 * grown))) for _ in range(rng.randint(1, 4))]
+        turns = [skills.repeat_turn(rng, length, self.tokenizer) for length in lengths]
+        if rng.random() < PLAIN_SHARE:
+            return skills.plain(*turns[0])
+        return skills.chat(turns, self._system(rng))
+
+    def _explain(self, rng: Random, grown: float) -> list[Piece]:
+        turns = [skills.explain_turn(rng, rng.choice(questions())) for _ in range(rng.choice((1, 1, 2, 3, 4)))]
+        if rng.random() < PLAIN_SHARE:
+            return skills.plain(*turns[0])
+        if grown > 0.5 and rng.random() < 0.1:
+            turns.insert(rng.randrange(len(turns) + 1), skills.repeat_turn(rng, rng.randint(2, 30), self.tokenizer))
+        return skills.chat(turns, self._system(rng))
+
+    def _system(self, rng: Random) -> str | None:
+        return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.2 else None
+
+    def _encode(self, pieces: list[Piece]) -> list[tuple[int, bool]]:
+        ids = self.tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
+        return [(t, piece.learned) for piece, tokens in zip(pieces, ids, strict=True) for t in tokens]
+
+
+def _pad(rows: list[list[tuple[int, bool]]]) -> Batch:
+    length = max(len(row) for row in rows)
+    input_ids = torch.zeros(len(rows), length, dtype=torch.long)
+    labels = torch.full((len(rows), length), IGNORE)
+    for i, row in enumerate(rows):
+        tokens = torch.tensor([t for t, _ in row])
+        learned = torch.tensor([learned for _, learned in row])
+        input_ids[i, : len(row)] = tokens
+        labels[i, : len(row)] = torch.where(learned, tokens, IGNORE)
+    return input_ids, labels

@@ -1,0 +1,87 @@
+"""Trains `m1_single_request/checkpoints/tiny-qwen3`: `python -m training.tiny_qwen3`.
+
+Runs to the end on two CPU cores in well under 150 minutes, goes on where it stopped, and refuses to overwrite a
+finished checkpoint unless told to (`--overwrite`).
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from training.loop import LoopConfig, train
+from training.recipe import SEED, TOKENS_PER_STEP, Recipe
+from training.tokenizer import train_tokenizer
+
+ROOT = Path(__file__).parent.parent
+CHECKPOINT = ROOT / "m1_single_request" / "checkpoints" / "tiny-qwen3"
+RUN_DIR = Path(__file__).parent / "runs" / "tiny-qwen3"
+STEPS = 3600
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A freshly initialised Qwen3 of 4.2 M parameters: 4 layers, 4 query heads over 2 KV heads of 64."""
+    torch.manual_seed(SEED)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    """Write the Hugging Face directory: bf16 weights, config, generation config, tokenizer."""
+    model.generation_config = GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+    )
+    model.to(torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, save, evaluate, write the model card. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m training.tiny_qwen3", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=CHECKPOINT, help="where the finished checkpoint goes")
+    parser.add_argument("--run-dir", type=Path, default=RUN_DIR, help="where the resumable state lies meanwhile")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of {TOKENS_PER_STEP} tokens")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is already there")
+    args = parser.parse_args(argv)
+    if (args.output / "model.safetensors").exists() and not args.overwrite:
+        print(f"{args.output} holds a checkpoint already; --overwrite replaces it", file=sys.stderr)
+        return 2
+
+    torch.set_num_threads(args.threads)
+    tokenizer = train_tokenizer()
+    model = make_model(tokenizer).to(args.device)
+    started = time.monotonic()
+    losses = train(
+        model,
+        Recipe(tokenizer, args.steps),
+        LoopConfig(run_dir=args.run_dir, steps=args.steps),
+        device=torch.device(args.device),
+    )
+    print(f"{len(losses)} steps done, {(time.monotonic() - started) / 60:.0f} minutes in this run")
+    save_checkpoint(model.cpu(), tokenizer, args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
