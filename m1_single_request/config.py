@@ -1,0 +1,110 @@
+"""What an engine is told when it is built: frozen dataclasses, validated on construction.
+
+m1 knows two: which model, and what to trace. Later milestones add a scheduler, a cache and so on; each milestone
+exports exactly the configurations that it honours. vLLM has the same split (`ModelConfig`, `SchedulerConfig`, ...).
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from m1_single_request.errors import ConfigError
+
+DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3"
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model runs, where, and in which precision."""
+
+    model: str | Path = DEFAULT_MODEL
+    """A local Hugging Face directory, or a hub id such as `Qwen/Qwen3-0.6B`."""
+    device: str = "auto"
+    """A torch device. `auto`: CUDA where there is a GPU, else CPU."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16` or `float16`. `auto`: bfloat16 on CUDA, float32 on CPU."""
+    max_model_len: int | None = None
+    """Prompt plus output never exceed this many tokens. None: what the model was made for."""
+    seed: int = 0
+    """Requests without a seed of their own derive one from this and their number."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | Path) or not str(self.model):
+            raise ConfigError(f"model={self.model!r} must be a directory or a hub id")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"dtype={self.dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
+        for name, low in (("max_model_len", 2), ("seed", None)):
+            value = getattr(self, name)
+            if name == "max_model_len" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
+                raise ConfigError(f"{name}={value!r} must be a whole number{f' of at least {low}' if low else ''}")
+        self.torch_device()
+
+    def torch_device(self) -> torch.device:
+        """The device that `device` names; a `ConfigError` where this machine has none such."""
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device={self.device!r} is not a torch device: use auto, cpu or cuda") from error
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r} is not supported: use auto, cpu or cuda")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"device={self.device!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
+        return device
+
+    def torch_dtype(self) -> torch.dtype:
+        """The precision that `dtype` names."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if self.torch_device().type == "cuda" else torch.float32
+        return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Which readers are attached to the trace from the start; `engine.tracer.attach` adds others at any time."""
+
+    console: Literal["off", "summary", "verbose"] = "off"
+    """A line per step, or every decision in sentences."""
+    jsonl: str | Path | None = None
+    """Write one event a line to this file."""
+    chrome: str | Path | None = None
+    """Write a trace for Perfetto or chrome://tracing to this file when the engine is closed."""
+
+    def __post_init__(self) -> None:
+        if self.console not in ("off", "summary", "verbose"):
+            raise ConfigError(f"console={self.console!r} is unknown: use off, summary or verbose")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an m1 engine can be told. The field `x` is the engine's keyword `x_config`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+
+
+def assemble_config(config_type: type, default_model: str | Path, model: Any, configs: dict[str, Any]) -> Any:
+    """Build a milestone's `EngineConfig` from the keywords of `LLMEngine(model, x_config=...)`.
+
+    Raises `ConfigError` for an unknown keyword, a value of the wrong class, or a model that is named twice.
+    """
+    from dataclasses import fields
+
+    known = {f"{f.name}_config": f for f in fields(config_type)}
+    for keyword, value in configs.items():
+        if keyword not in known:
+            raise ConfigError(f"{keyword}= is unknown here: this milestone takes {', '.join(known)}")
+        wanted = known[keyword].type
+        if isinstance(wanted, type) and not isinstance(value, wanted):
+            raise ConfigError(f"{keyword}= must be a {wanted.__name__}, not {value!r}")
+    if model is not None and "model_config" in configs:
+        raise ConfigError(f"the model is named twice: {model!r}, and in model_config")
+    if "model_config" not in configs:
+        configs = configs | {"model_config": ModelConfig(model=default_model if model is None else model)}
+    return config_type(**{known[keyword].name: value for keyword, value in configs.items()})

@@ -1,0 +1,65 @@
+"""Token ids to text, one token at a time, never showing half a character.
+
+A token is a piece of bytes, and a character may need several. So the text of the newest tokens is decoded again with
+each token, and what ends in U+FFFD (the mark of broken bytes) waits until it is complete or the request ends. The pieces
+joined are exactly `tokenizer.decode(all ids)`. vLLM: `v1/engine/detokenizer.py`; SGLang: `detokenizer_manager.py`.
+"""
+
+from transformers import PreTrainedTokenizerBase
+
+INCOMPLETE = "\ufffd"
+
+
+class IncrementalDetokenizer:
+    """The growing text of one sequence.
+
+    ids   [ ........ settled ........ | context | newest ]
+                                       ^_start   ^_read
+    Only `ids[_start:]` is decoded per token. `_shown` of its characters are in `text` already. The context is there for
+    tokenizers that treat the first token of a text differently (a leading space, say).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []
+        self._start = 0
+        self._read = 0
+        self._shown = 0
+        self.text = ""
+
+    def push(self, token_id: int) -> str:
+        """Read one token and return the text that became complete with it (possibly none)."""
+        self._ids.append(token_id)
+        window = self._decode(self._ids[self._start :])
+        complete = window.rstrip(INCOMPLETE)
+        new = complete[self._shown :]
+        self.text += new
+        self._shown = max(self._shown, len(complete))
+        if window and complete == window:
+            self._start, self._read = self._read, len(self._ids)
+            self._shown = len(self._decode(self._ids[self._start :]))
+        return new
+
+    def tail(self) -> str:
+        """The broken bytes that are still held back, as U+FFFD: what to append when nothing more will come."""
+        return self._decode(self._ids[self._start :])[self._shown :]
+
+    def mark(self) -> tuple[int, int, int, int, int]:
+        """A point to `rewind` to."""
+        return len(self._ids), self._start, self._read, self._shown, len(self.text)
+
+    def rewind(self, mark: tuple[int, int, int, int, int]) -> None:
+        """Forget every token pushed since `mark`."""
+        num_ids, self._start, self._read, self._shown, length = mark
+        del self._ids[num_ids:]
+        self.text = self.text[:length]
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone as text, special tokens included."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )

@@ -1,0 +1,41 @@
+"""Random numbers without a generator: each draw is a pure function of (seed, position, stream).
+
+A generator carries state, and state depends on what else ran: a request batched with others, preempted, or retried would
+draw other numbers. Here the number for output position t depends on the request's seed and t alone, so none of that can
+change a sample. The mixing is the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+generators", 2014). vLLM keeps one torch.Generator per seeded request; SGLang hashes (seed, position) in its deterministic mode.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser: a bijection of 64-bit words in which every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int], stream: int = 0) -> np.ndarray:
+    """One number in [0, 1) per (seed, position) pair: float64 `[n]`, 53 random bits each.
+
+    `stream` tells apart several draws at one position (a speculative verifier needs more than one).
+    """
+    words = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for part in (np.asarray(positions, dtype=np.uint64), np.uint64(stream)):
+            words = _mix(words + _GOLDEN) ^ _mix((part + np.uint64(1)) * _GOLDEN)
+        words = _mix(words + _GOLDEN)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def derive_seed(engine_seed: int, request_number: int) -> int:
+    """The seed of a request that named none: fixed by the engine's seed and the request's place in line."""
+    words = np.array([engine_seed % 2**64], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        words = _mix(_mix(words + _GOLDEN) + np.uint64(request_number) * _GOLDEN)
+    return int(words[0] >> np.uint64(1))

@@ -1,0 +1,299 @@
+"""What the trace can say: every decision of the engine is one typed event.
+
+An event is a frozen dataclass with the numbers behind the decision, and `explain()` says it as a person would. Fields
+marked volatile (times, floats computed by the model) differ between machines; `JsonlReader(stable=True)` leaves them out.
+Later milestones add their events in their own `events.py`. Events are built only when a reader is attached: the call
+site tests `if tracer:` first.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+
+def volatile() -> Any:
+    """A field whose value differs between runs or machines."""
+    return field(metadata={"volatile": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """The root of all events. `kind` is the class name in snake case; `style` is the console's colour."""
+
+    style: ClassVar[str] = "default"
+    detail: ClassVar[bool] = False
+    """Details are shown by the verbose console only one level deeper."""
+
+    @property
+    def kind(self) -> str:
+        name = type(self).__name__
+        return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+    def explain(self) -> str:
+        """One or two sentences with the numbers in them."""
+        raise NotImplementedError
+
+    def data(self, *, stable: bool = False) -> dict[str, Any]:
+        """The fields as plain JSON values; without the volatile ones if `stable`."""
+        kept = [f for f in fields(self) if not (stable and f.metadata.get("volatile"))]
+        return {f.name: getattr(self, f.name) for f in kept}
+
+
+def size(num_bytes: int) -> str:
+    """A number of bytes for people: `96.0 KiB`."""
+    value, unit = float(num_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{num_bytes} bytes" if unit == "bytes" else f"{value:,.1f} {unit}"
+
+
+def some(count: int, noun: str) -> str:
+    """`1 token`, `3 tokens`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStarted(Event):
+    """The model is loaded and the engine is ready."""
+
+    style: ClassVar[str] = "bold"
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    num_parameters: int
+    weight_bytes: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kv_bytes_per_token: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+    def explain(self) -> str:
+        return (
+            f"{self.architecture} ({self.model}) is ready on {self.device}: {self.num_parameters / 1e6:,.1f} M parameters, "
+            f"{size(self.weight_bytes)} as {self.dtype}. The KV of one token takes 2 (K and V) x {self.num_layers} layers x "
+            f"{self.num_kv_heads} KV heads x {self.head_dim} x {self.kv_bytes_per_value} bytes = "
+            f"{self.kv_bytes_per_token:,} bytes."
+        )
+
+    @property
+    def kv_bytes_per_value(self) -> int:
+        return self.kv_bytes_per_token // (2 * self.num_layers * self.num_kv_heads * self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestAdded(Event):
+    """A request passed all checks and joined the waiting queue."""
+
+    style: ClassVar[str] = "cyan"
+    rid: str
+    len: int
+    """Prompt tokens."""
+    max_tokens: int
+    num_waiting: int
+    """Requests before it in the queue."""
+
+    def explain(self) -> str:
+        before = f"behind {self.num_waiting}" if self.num_waiting else "first in line"
+        return (
+            f"{self.rid} arrives: {some(self.len, 'prompt token')}, asks for at most {self.max_tokens} more; "
+            f"it waits, {before}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admit(Event):
+    """The scheduler moved a request from waiting to running."""
+
+    style: ClassVar[str] = "cyan"
+    rid: str
+    prefix: int
+    """Tokens whose KV exists already; always 0 before m4."""
+    extend: int
+    """Tokens to prefill."""
+    num_waiting: int
+    """Requests that still wait."""
+
+    def explain(self) -> str:
+        rest = f"{some(self.num_waiting, 'request')} must wait: m1 runs one at a time" if self.num_waiting else "no other waits"
+        return f"{self.rid} is admitted with {some(self.extend, 'token')} to prefill; {rest}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Event):
+    """What goes through the model in this step."""
+
+    style: ClassVar[str] = "bold blue"
+    mode: str
+    """`prefill` or `decode`."""
+    rids: tuple[str, ...]
+    extend_lens: tuple[int, ...]
+    """New tokens per request."""
+    prefix_lens: tuple[int, ...]
+    """Tokens per request whose KV is read instead of computed."""
+    seq_lens: tuple[int, ...]
+
+    def explain(self) -> str:
+        rid, new, old = self.rids[0], self.extend_lens[0], self.prefix_lens[0]
+        if self.mode == "prefill":
+            return (
+                f"Prefill of {rid}: its {some(new, 'prompt token')} (positions 0 to {new - 1}) go through the model in one "
+                f"pass; each weight is read once for all of them."
+            )
+        return (
+            f"Decode of {rid}: only its newest token (position {old}) goes through the model; the keys and values of the "
+            f"{some(old, 'token')} before it are read from the cache, not computed again."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alloc(Event):
+    """KV memory grew."""
+
+    style: ClassVar[str] = "magenta"
+    detail: ClassVar[bool] = True
+    owner: str
+    tokens: int
+    """Tokens added."""
+    total_tokens: int
+    total_bytes: int
+
+    def explain(self) -> str:
+        each = self.total_bytes // self.total_tokens
+        return (
+            f"KV cache of {self.owner}: +{some(self.tokens, 'token')}, now {self.total_tokens:,} x {each:,} bytes = "
+            f"{size(self.total_bytes)}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Free(Event):
+    """KV memory was given back."""
+
+    style: ClassVar[str] = "magenta"
+    owner: str
+    tokens: int
+    bytes: int
+
+    def explain(self) -> str:
+        return f"KV cache of {self.owner} is released: {some(self.tokens, 'token')}, {size(self.bytes)}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled(Event):
+    """How a token was chosen."""
+
+    style: ClassVar[str] = "yellow"
+    detail: ClassVar[bool] = True
+    rid: str
+    position: int
+    """Index among the output tokens."""
+    token_id: int
+    text: str
+    greedy: bool
+    settings: str
+    """The sampling parameters that act on this row, in the order in which they act; empty for plain greedy."""
+    uniform: float | None
+    """The row's random number, a function of (seed, position) alone."""
+    candidates: tuple[tuple[str, float], ...] = volatile()
+    """The model's best tokens and their probabilities before any setting acts."""
+
+    def explain(self) -> str:
+        best = ", ".join(f"{text!r} {probability:.1%}" for text, probability in self.candidates)
+        chosen = f"{self.text!r} (token {self.token_id})"
+        if self.greedy:
+            how = f"greedy{f' after {self.settings}' if self.settings else ''} takes {chosen}"
+        else:
+            how = f"{self.settings}: the number {self.uniform:.4f}, fixed by seed and position, draws {chosen}"
+        return f"The model's favourites: {best}. For output {self.position + 1}, {how}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Event):
+    """A request received tokens."""
+
+    style: ClassVar[str] = "green"
+    rid: str
+    tokens: tuple[int, ...]
+    out_len: int
+    """Output tokens so far."""
+    max_tokens: int
+    text: str
+    """The text so far, as far as it is complete."""
+
+    def explain(self) -> str:
+        return f"{self.rid} has {self.out_len} of at most {some(self.max_tokens, 'output token')}: {self.text!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextHeld(Event):
+    """The end of the text is not shown yet, because a stop string may begin there."""
+
+    style: ClassVar[str] = "yellow"
+    detail: ClassVar[bool] = True
+    rid: str
+    text: str
+    stops: tuple[str, ...]
+
+    def explain(self) -> str:
+        stops = " or ".join(repr(stop) for stop in self.stops)
+        return f"{self.text!r} is held back from the stream: it may be the beginning of the stop string {stops}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish(Event):
+    """A request ended."""
+
+    style: ClassVar[str] = "bold green"
+    rid: str
+    reason: str
+    """`stop`, `length`, `abort` or `error`."""
+    matched: str
+    """What ended it: a token, a stop string, a limit, an error."""
+    out_len: int
+
+    def explain(self) -> str:
+        return f"{self.rid} ends after {some(self.out_len, 'output token')} ({self.reason}): {self.matched}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort(Event):
+    """The caller gave a request up. It takes effect at the end of the step."""
+
+    style: ClassVar[str] = "red"
+    rid: str
+    state: str
+    """Where the request was: `waiting` or `running`."""
+
+    def explain(self) -> str:
+        return f"{self.rid} is aborted while {self.state}; what it holds is released at the end of the next step."
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """A step is over; where its time went."""
+
+    style: ClassVar[str] = "dim"
+    num_tokens: int
+    """Tokens that went through the model."""
+    num_waiting: int
+    num_running: int
+    kv_tokens: int
+    """Tokens whose KV is held after the step."""
+    schedule_ms: float = volatile()
+    execute_ms: float = volatile()
+    sample_ms: float = volatile()
+    update_ms: float = volatile()
+
+    @property
+    def total_ms(self) -> float:
+        return self.schedule_ms + self.execute_ms + self.sample_ms + self.update_ms
+
+    def explain(self) -> str:
+        return (
+            f"Step of {self.total_ms:.2f} ms: schedule {self.schedule_ms:.2f}, model {self.execute_ms:.2f}, "
+            f"sample {self.sample_ms:.2f}, update and text {self.update_ms:.2f}."
+        )

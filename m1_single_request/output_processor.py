@@ -1,0 +1,71 @@
+"""Turns a request's state into the `RequestOutput` that its caller sees.
+
+Text that may still be the beginning of a stop string is held back until that is decided, so that a stream never shows
+what a stop would cut. vLLM: `v1/engine/output_processor.py`; SGLang does this in its detokenizer process.
+"""
+
+from m1_single_request.events import TextHeld
+from m1_single_request.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from m1_single_request.request import FinishError, Request
+from m1_single_request.stop_checker import held_back
+from m1_single_request.tracer import Tracer
+
+
+class OutputProcessor:
+    """Makes outputs; changes nothing in the request."""
+
+    def __init__(self, *, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    def make_output(self, request: Request) -> RequestOutput:
+        """The output of `request` as of now."""
+        data, reason = request.sequence.data, request.finish_reason
+        logprobs = None
+        if request.sampling_params.logprobs is not None:
+            logprobs = tuple(row for row in data.output_logprobs if row is not None)
+        completion = CompletionOutput(
+            index=0,
+            text=self.visible_text(request),
+            token_ids=tuple(data.output_token_ids),
+            cumulative_logprob=None
+            if logprobs is None
+            else sum(row[t].logprob for row, t in zip(logprobs, data.output_token_ids, strict=True)),
+            logprobs=logprobs,
+            finish_reason=None if reason is None else reason.reason,
+            stop_reason=None if reason is None else reason.stop_reason,
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=tuple(data.prompt_token_ids),
+            prompt_logprobs=None if data.prompt_logprobs is None else tuple(data.prompt_logprobs),
+            outputs=(completion,),
+            finished=request.is_finished,
+            metrics=make_metrics(request),
+            error=reason.error if isinstance(reason, FinishError) else None,
+        )
+
+    def visible_text(self, request: Request) -> str:
+        """The text that may be shown now; all of it once the request has finished."""
+        sequence = request.sequence
+        detokenizer, stops = sequence.detokenizer, sequence.sampling_params.stop
+        if sequence.text_end is not None:
+            return detokenizer.text[: sequence.text_end]
+        if request.is_finished:
+            return detokenizer.text + detokenizer.tail()
+        held = held_back(detokenizer.text, stops)
+        if held and self.tracer:
+            self.tracer.emit(TextHeld(rid=request.request_id, text=detokenizer.text[-held:], stops=stops))
+        return detokenizer.text[: len(detokenizer.text) - held]
+
+
+def make_metrics(request: Request) -> RequestMetrics:
+    """The request's times and token counts as of now. Nothing is ever cached in m1: that comes with m4."""
+    return RequestMetrics(
+        arrival_time=request.arrival_time,
+        first_token_time=request.first_token_time,
+        finished_time=request.finished_time,
+        num_prompt_tokens=request.sequence.get_prompt_len(),
+        num_cached_tokens=0,
+        num_output_tokens=request.sequence.get_output_len(),
+    )

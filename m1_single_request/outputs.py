@@ -1,0 +1,116 @@
+"""What a user gets back: a `RequestOutput` so far after every step, complete when `finished`.
+
+The names are vLLM's. Outputs are frozen: each step makes a new one, and nobody's copy changes behind their back.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token's log-probability under the model itself, before penalties and temperature."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token. Of a token outside the asked-for best: how many are at least as likely."""
+    decoded_token: str
+    """The token alone as text (U+FFFD where it is half a character)."""
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Token id -> `Logprob` at one position: the requested best ones, and always the token that is there."""
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One generated continuation."""
+
+    index: int
+    text: str
+    """Text so far. While unfinished it leaves out what may be half a character or the beginning of a stop string."""
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None
+    """Sum of the sampled tokens' logprobs, where logprobs were asked for."""
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort`, `error`, or None while unfinished."""
+    stop_reason: int | str | None = None
+    """The stop string, or the id from `stop_token_ids`; None for end of sequence."""
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened (monotonic seconds) and how many tokens they took."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first output token (TTFT)."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Mean seconds between output tokens after the first (TPOT); None before the end or with fewer than two."""
+        if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+    @property
+    def latency(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request's state after a step."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt as text; None where it came as token ids."""
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    """One entry a prompt token, where asked for; the first is None."""
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    metrics: RequestMetrics
+    error: BaseException | None = None
+    """What went wrong, where `finish_reason` is `error`."""
+
+    @property
+    def text(self) -> str:
+        """The text of the first completion."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids of the first completion."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The finish reason of the first completion."""
+        return self.outputs[0].finish_reason
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the engine was built, and what it holds now."""
+
+    num_steps: int
+    num_waiting: int
+    num_running: int
+    num_finished: dict[str, int]
+    """Finish reason -> number of requests."""
+    num_prompt_tokens: int
+    """Prompt tokens that were prefilled."""
+    num_output_tokens: int
+    kv_tokens: int
+    """Tokens whose KV is held now."""
+    kv_bytes: int

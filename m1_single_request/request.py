@@ -1,0 +1,198 @@
+"""A request on its way through the engine: what it asked for, what it has so far, and why it ended.
+
+The scheduled unit is a `Request` with exactly one `Sequence`. Only the scheduler changes these objects.
+vLLM calls the same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the family of finish reasons is SGLang's.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
+
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.outputs import Logprob, TokenLogprobs
+from m1_single_request.sampler import LogprobRow
+from m1_single_request.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life; with one sequence a request, the same as its request's."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+# --- why a request ended ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BaseFinishReason:
+    """Why a request ended. `reason` is what the output says, `stop_reason` the id or string that did it, if one did."""
+
+    reason: ClassVar[str]
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class FinishMatchedToken(BaseFinishReason):
+    """An end-of-sequence id or one of `stop_token_ids` was produced."""
+
+    reason: ClassVar[str] = "stop"
+    token_id: int
+    is_eos: bool
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The id for `stop_token_ids`, None for the model's own end of sequence (as in vLLM)."""
+        return None if self.is_eos else self.token_id
+
+
+@dataclass(frozen=True)
+class FinishMatchedStr(BaseFinishReason):
+    """A stop string appeared in the text."""
+
+    reason: ClassVar[str] = "stop"
+    text: str
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.text
+
+
+@dataclass(frozen=True)
+class FinishLength(BaseFinishReason):
+    """`max_tokens` or `max_model_len` was reached; `limit` names it."""
+
+    reason: ClassVar[str] = "length"
+    limit: str
+    value: int
+
+
+@dataclass(frozen=True)
+class FinishAbort(BaseFinishReason):
+    """The caller gave up: `abort_request`, or a stream closed early."""
+
+    reason: ClassVar[str] = "abort"
+
+
+@dataclass(frozen=True)
+class FinishError(BaseFinishReason):
+    """The request failed; other requests went on."""
+
+    reason: ClassVar[str] = "error"
+    error: BaseException
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SequenceData:
+    """The tokens of one sequence, and what is known of each."""
+
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_computed_tokens: int = 0  # tokens whose KV exists; while decoding this is prompt + output - 1
+
+
+class Sequence:
+    """One growing sequence of tokens and its text."""
+
+    def __init__(
+        self,
+        seq_id: str,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling_params: SamplingParams,
+        detokenizer: IncrementalDetokenizer,
+    ) -> None:
+        self.seq_id = seq_id
+        self.request_id = request_id
+        self.data = SequenceData(prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.detokenizer = detokenizer
+        self.status = SequenceStatus.WAITING
+        self.text_end: int | None = None  # where a stop string cuts the text
+
+    def add_token_id(self, token_id: int, logprobs: LogprobRow | None = None) -> None:
+        """Append one output token. Its KV does not exist yet: the next step computes it."""
+        self.data.output_token_ids.append(token_id)
+        self.data.output_logprobs.append(self._named(logprobs))
+
+    def set_prompt_logprobs(self, rows: list[LogprobRow]) -> None:
+        """Record the log-probabilities of the prompt's tokens after the first, which has none."""
+        self.data.prompt_logprobs = [None, *(self._named(row) for row in rows)]
+
+    def _named(self, row: LogprobRow | None) -> TokenLogprobs | None:
+        if row is None:
+            return None
+        columns = zip(row.token_ids, row.logprobs, row.ranks, strict=True)
+        text = self.detokenizer.token_text
+        return {token: Logprob(logprob, rank, text(token)) for token, logprob, rank in columns}
+
+    def get_prompt_len(self) -> int:
+        return len(self.data.prompt_token_ids)
+
+    def get_output_len(self) -> int:
+        return len(self.data.output_token_ids)
+
+    def get_len(self) -> int:
+        return self.get_prompt_len() + self.get_output_len()
+
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+
+class Request:
+    """One request: its prompt, its parameters, its sequence and the times of its life (monotonic seconds)."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        sequence: Sequence,
+        seed: int,
+        arrival_time: float,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sequences = {sequence.seq_id: sequence}
+        self.sampling_params = sequence.sampling_params
+        self.seed = seed
+        self.status = RequestStatus.WAITING
+        self.to_finish: BaseFinishReason | None = None  # marked by abort; takes effect at the step's update
+        self.finish_reason: BaseFinishReason | None = None
+        self.arrival_time = arrival_time
+        self.first_token_time: float | None = None
+        self.finished_time: float | None = None
+
+    @property
+    def sequence(self) -> Sequence:
+        """The one sequence of this request."""
+        return next(iter(self.sequences.values()))
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.sequence.data.prompt_token_ids
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def set_status(self, status: RequestStatus) -> None:
+        """Change the status of the request and of its sequence."""
+        self.status = status
+        self.sequence.status = SequenceStatus(status.value)

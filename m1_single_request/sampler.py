@@ -1,0 +1,121 @@
+"""Logits to tokens, for any number of rows at once.
+
+The order is fixed (vLLM's and Hugging Face's, one filter after the other on what is left):
+
+    logits -> min_tokens, logit_bias -> penalties -> greedy? take the best
+                                                  -> temperature -> min_p -> top_k -> top_p -> draw
+
+Log-probabilities are those of the untouched logits. A draw inverts the cumulative distribution, in token-id order, at the
+row's own random number (`draws.py`), so a row's token does not depend on the rows beside it. vLLM: `v1/sample/sampler.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m1_single_request.sampling_metadata import SamplingMetadata
+
+
+@dataclass(frozen=True)
+class LogprobRow:
+    """Log-probabilities at one position: parallel lists, the token that is there first, then the best ones."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """One token per row, and its log-probabilities where they were asked for."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[LogprobRow | None, ...]
+
+
+class Sampler:
+    """Stateless: everything it needs comes in the metadata."""
+
+    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        """Choose one token per row. `logits` `[rows, vocab]`, any float type; it is not modified."""
+        logits = logits.float()
+        tokens = self.choose(logits, metadata)
+        logprobs: list[LogprobRow | None] = [None] * len(tokens)
+        asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
+        if asked:
+            counts = [k for k in metadata.num_logprobs if k is not None]
+            rows = gather_logprobs(logits[asked], tokens[asked], max(counts))
+            for i, k, row in zip(asked, counts, rows, strict=True):
+                logprobs[i] = _best(row, k)
+        return SamplerOutput(tuple(tokens.tolist()), tuple(logprobs))
+
+    def choose(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+        """The chosen token ids `[rows]` for float32 `logits` `[rows, vocab]`."""
+        if metadata.bias is not None:
+            logits = logits + metadata.bias
+        if metadata.penalties is not None:
+            logits = apply_penalties(logits, metadata)
+        best = logits.argmax(dim=-1)
+        if metadata.all_greedy:
+            return best
+        assert metadata.uniforms is not None  # there is a row that draws
+        probs = filtered_probs(logits / metadata.temperature[:, None], metadata)
+        return torch.where(metadata.greedy, best, draw(probs, metadata.uniforms))
+
+
+def apply_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Repetition over prompt and output, then frequency and presence over the output. `[rows, vocab]` in and out."""
+    assert metadata.penalties is not None and metadata.seen is not None and metadata.output_counts is not None
+    repetition, frequency, presence = (penalty[:, None] for penalty in metadata.penalties)
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(metadata.seen, scaled, logits)
+    return logits - frequency * metadata.output_counts - presence * (metadata.output_counts > 0)
+
+
+def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """The distribution to draw from, float64 `[rows, vocab]`: softmax, then min_p, top_k, top_p on what each leaves."""
+    probs = torch.softmax(logits, dim=-1, dtype=torch.float64)
+    if metadata.min_p is not None:
+        floor = metadata.min_p[:, None] * probs.amax(dim=-1, keepdim=True)
+        probs = probs.masked_fill(probs < floor, 0.0)
+    if metadata.top_k is None and metadata.top_p is None:
+        return probs
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    if metadata.top_k is not None:
+        rank = torch.arange(probs.shape[-1], device=probs.device)
+        ranked = ranked.masked_fill(rank >= metadata.top_k[:, None], 0.0)
+    if metadata.top_p is not None:
+        better = ranked.cumsum(dim=-1) - ranked  # mass of the better tokens
+        limit = metadata.top_p[:, None] * ranked.sum(dim=-1, keepdim=True)
+        dropped = (better >= limit) & (metadata.top_p[:, None] < 1)
+        dropped[:, 0] = False
+        ranked = ranked.masked_fill(dropped, 0.0)
+    return torch.zeros_like(probs).scatter(-1, order, ranked)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Invert the cumulative distribution: the first token whose cumulative mass exceeds `uniforms` `[rows]` of the total.
+
+    `probs` `[rows, vocab]` need not sum to one. A token of probability zero is never drawn.
+    """
+    cumulative = probs.cumsum(dim=-1)
+    target = uniforms[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def gather_logprobs(logits: Tensor, token_ids: Tensor, num_best: int) -> list[LogprobRow]:
+    """Log-probabilities of `token_ids` `[rows]` and of the `num_best` best tokens under `logits` `[rows, vocab]`."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    own = logprobs.gather(-1, token_ids[:, None])
+    ranks = (logprobs >= own).sum(dim=-1)
+    best, best_ids = logprobs.topk(min(num_best, logprobs.shape[-1]), dim=-1)
+    columns = (token_ids, own[:, 0], ranks, best_ids, best)
+    return [
+        LogprobRow((token, *ids), (value, *values), (rank, *range(1, len(ids) + 1)))
+        for token, value, rank, ids, values in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def _best(row: LogprobRow, k: int) -> LogprobRow:
+    return LogprobRow(row.token_ids[: k + 1], row.logprobs[: k + 1], row.ranks[: k + 1])

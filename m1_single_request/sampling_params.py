@@ -1,0 +1,149 @@
+"""How one request wants its tokens chosen, and when it wants to stop.
+
+The fields and their meaning are those of vLLM's `SamplingParams`. All values are checked when the object is made, so that a
+bad one never reaches the engine; what only the model can judge (token ids within the vocabulary) `InputProcessor` checks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from m1_single_request.errors import InvalidParamsError
+
+GREEDY_EPSILON = 1e-5  # a temperature below this means greedy
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling and stop rules of one request; immutable, and validated on construction (`InvalidParamsError`).
+
+    The order in which the values act on the logits is fixed (see `Sampler`): min_tokens and logit_bias, penalties,
+    greedy choice, temperature, min_p, top_k, top_p.
+    """
+
+    max_tokens: int = 128
+    """At most this many output tokens."""
+    min_tokens: int = 0
+    """Nothing but a length limit ends the request before it has this many output tokens; stop ids cannot be sampled."""
+    temperature: float = 0.0
+    """Logits are divided by this. Below 1e-5 the choice is greedy, whatever top_k, top_p and min_p say."""
+    top_k: int = -1
+    """Sample among the k best tokens; -1 means all."""
+    top_p: float = 1.0
+    """Sample among the fewest best tokens whose probabilities reach p together."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely token."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token that the output holds already."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for every time that the output holds the token."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these token ids."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the output where they first appear; cut off unless `include_stop_str_in_output`."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the output, besides the model's end-of-sequence ids."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string, or the text of the stop token, in the output text."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence ids (`stop_token_ids` still stop)."""
+    seed: int | None = None
+    """Makes draws reproducible. None: derived from the engine's seed and the request's number."""
+    logprobs: int | None = None
+    """Report the log-probabilities of this many best tokens per output position; the sampled one always is there too."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's own tokens; the first has none."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    n: int = 1
+    """How many independent outputs. More than one needs shared KV blocks: m3."""
+
+    def __post_init__(self) -> None:
+        _integer(self, "max_tokens", low=1)
+        _integer(self, "min_tokens", low=0, high=self.max_tokens, high_is="max_tokens")
+        _integer(self, "n", low=1)
+        _integer(self, "seed", low=-(2**63), high=2**63 - 1, optional=True)
+        _integer(self, "logprobs", low=0, optional=True)
+        _integer(self, "prompt_logprobs", low=0, optional=True)
+        _integer(self, "top_k", low=-1)
+        if self.top_k == 0:
+            raise InvalidParamsError("top_k=0 would leave no token: use -1 for all tokens, or at least 1")
+        _number(self, "temperature", low=0.0)
+        _number(self, "top_p", low=0.0, high=1.0, open_low=True)
+        _number(self, "min_p", low=0.0, high=1.0)
+        _number(self, "presence_penalty", low=-2.0, high=2.0)
+        _number(self, "frequency_penalty", low=-2.0, high=2.0)
+        _number(self, "repetition_penalty", low=0.0, high=2.0, open_low=True)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParamsError(f"{name}={getattr(self, name)!r} must be True or False")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the best token is taken instead of drawing one."""
+        return self.temperature < GREEDY_EPSILON
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty changes the logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def _integer(
+    params: SamplingParams, name: str, *, low: int, high: int | None = None, high_is: str = "", optional: bool = False
+) -> None:
+    value = getattr(params, name)
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidParamsError(f"{name}={value!r} must be a whole number")
+    if value < low:
+        raise InvalidParamsError(f"{name}={value} is too small: it must be at least {low}")
+    if high is not None and value > high:
+        raise InvalidParamsError(f"{name}={value} is too large: it must be at most {high_is or high}{f' ({high})' * bool(high_is)}")
+
+
+def _number(
+    params: SamplingParams, name: str, *, low: float, high: float = math.inf, open_low: bool = False
+) -> None:
+    value = getattr(params, name)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InvalidParamsError(f"{name}={value!r} must be a number")
+    above = value > low if open_low else value >= low
+    if not (above and value <= high and math.isfinite(value)):
+        bound = f"{'greater than' if open_low else 'at least'} {low}" + (f" and at most {high}" if high < math.inf else "")
+        raise InvalidParamsError(f"{name}={value} is out of range: it must be finite, {bound}")
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
+        raise InvalidParamsError(f"stop={stop!r} must be a string or a list of strings, none of them empty")
+    return tuple(dict.fromkeys(strings))
+
+
+def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(_is_token_id(i) for i in ids):
+        raise InvalidParamsError(f"stop_token_ids={ids!r} must be a list of token ids (whole numbers from 0)")
+    return tuple(dict.fromkeys(ids))
+
+
+def _bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise InvalidParamsError(f"logit_bias={bias!r} must map token ids to numbers")
+    for token_id, value in bias.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not _is_token_id(token_id) or not is_number:
+            raise InvalidParamsError(f"logit_bias={{{token_id!r}: {value!r}}} must map a token id to a finite number")
+    return dict(bias) or None
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
