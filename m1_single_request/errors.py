@@ -38,6 +38,10 @@ class DuplicateRequestError(InvalidRequestError):
     """The request id belongs to a request that has not finished yet."""
 
 
+class ForwardError(EngineError, RuntimeError):
+    """The model ran but what it computed is unusable. The requests of that step fail with it."""
+
+
 class EngineUsageError(EngineError, RuntimeError):
     """The engine was used in a way that it does not support: from a second thread, or from inside a step."""
 

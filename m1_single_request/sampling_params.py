@@ -93,6 +93,21 @@ class SamplingParams:
         """Whether any penalty changes the logits."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
+    def describe(self) -> str:
+        """The settings that act on the logits, in the order in which they act; empty for plain greedy."""
+        acting = [
+            ("min_tokens", self.min_tokens > 0),
+            ("logit_bias", self.logit_bias is not None),
+            ("repetition_penalty", self.repetition_penalty != 1),
+            ("frequency_penalty", self.frequency_penalty != 0),
+            ("presence_penalty", self.presence_penalty != 0),
+            ("temperature", not self.is_greedy),
+            ("min_p", not self.is_greedy and self.min_p > 0),
+            ("top_k", not self.is_greedy and self.top_k > 0),
+            ("top_p", not self.is_greedy and self.top_p < 1),
+        ]
+        return ", ".join(f"{name} {getattr(self, name)}" for name, acts in acting if acts)
+
 
 def _integer(
     params: SamplingParams, name: str, *, low: int, high: int | None = None, high_is: str = "", optional: bool = False

@@ -1,0 +1,123 @@
+"""From what a user hands in to a `Request`: tokenise, check everything, then and only then build.
+
+Whatever can never run is refused here, before any state changes, with an error that names the value and the limit.
+vLLM: `v1/engine/processor.py`; SGLang: `tokenizer_manager.py`, a process of its own.
+"""
+
+from collections.abc import Mapping, Sequence as SequenceOf
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.draws import derive_seed
+from m1_single_request.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError
+from m1_single_request.request import Request, Sequence
+from m1_single_request.sampling_params import SamplingParams
+
+Prompt = str | SequenceOf[int]
+Message = Mapping[str, Any]
+
+
+class InputProcessor:
+    """Holds the tokenizer and the model's limits; changes nothing."""
+
+    def __init__(
+        self,
+        *,
+        request_class: type[Request],
+        detokenizer_class: type[IncrementalDetokenizer],
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+    ) -> None:
+        self.request_class = request_class
+        self.detokenizer_class = detokenizer_class
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.seed = seed
+
+    def process_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, number: int, arrival_time: float
+    ) -> Request:
+        """Check a prompt and its parameters against the model and build the request.
+
+        `number` is the request's place in line, from which its seed is derived if it names none. Raises a child of
+        `InvalidRequestError`.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidParamsError(f"params must be SamplingParams, not {params!r}")
+        self._check_params(params)
+        token_ids = self._token_ids(prompt)
+        self._check_tokens(token_ids, request_id)
+        detokenizer = self.detokenizer_class(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+        sequence = Sequence(f"{request_id}/0", request_id, token_ids, params, detokenizer)
+        seed = derive_seed(self.seed, number) if params.seed is None else params.seed
+        text = prompt if isinstance(prompt, str) else None
+        return self.request_class(request_id, text, sequence, seed, arrival_time)
+
+    def apply_chat_template(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> list[int]:
+        """Render messages with the tokenizer's chat template, ready for the assistant's answer, as token ids.
+
+        `options` go to the template (`enable_thinking=False` for Qwen3, say). Raises `InvalidPromptError`.
+        """
+        if not messages or isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+            raise InvalidPromptError(f"messages must be a list of {{'role': ..., 'content': ...}}, not {messages!r}")
+        for message in messages:
+            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+                raise InvalidPromptError(f"message {message!r} needs a role and a content, both strings")
+        if self.tokenizer.chat_template is None:
+            raise InvalidPromptError("this model has no chat template: use generate() with a prompt of your own")
+        arguments = {"add_generation_prompt": True, **(options or {}), "tokenize": False}
+        try:
+            text = self.tokenizer.apply_chat_template([dict(m) for m in messages], **arguments)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidPromptError(f"the chat template refuses these messages: {error}") from error
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.n > 1:
+            raise InvalidParamsError(
+                f"n={params.n}: several outputs of one prompt share its KV, which needs the blocks of m3_paged_attention; "
+                f"here n must be 1"
+            )
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for token_id in ids:
+                if token_id >= self.vocab_size:
+                    raise InvalidParamsError(f"{name}: token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > self.vocab_size:
+                raise InvalidParamsError(f"{name}={value} is more than the vocabulary of {self.vocab_size} tokens")
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            try:
+                return self.tokenizer.encode(prompt)
+            except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is no text
+                raise InvalidPromptError(f"the prompt is not valid text: {error}") from error
+        if isinstance(prompt, SequenceOf) and not isinstance(prompt, bytes):
+            ids = list(prompt)
+            if all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+                return ids
+        raise InvalidPromptError(f"a prompt is a string or a list of token ids, not {_short(prompt)}")
+
+    def _check_tokens(self, token_ids: list[int], request_id: str) -> None:
+        if not token_ids:
+            raise InvalidPromptError(f"request {request_id!r} has an empty prompt: there is no token to continue from")
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidPromptError(f"token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})")
+        if len(token_ids) >= self.max_model_len:
+            raise PromptTooLongError(
+                f"request {request_id!r} has {len(token_ids)} prompt tokens; max_model_len is {self.max_model_len} for "
+                f"prompt and output together, so at most {self.max_model_len - 1} are possible"
+            )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

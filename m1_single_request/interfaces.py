@@ -1,0 +1,186 @@
+"""What each role of the engine must offer, as Protocols: the seams at which parts are exchanged.
+
+Constructor arguments are keyword-only and fixed here, so that a part written by a reader fits wherever the default one
+does. `ROLES` maps the role's name to its Protocol; `check_parts` compares a table of parts against it.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence as SequenceOf
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from m1_single_request.config import ModelConfig
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.errors import ConfigError
+from m1_single_request.input_processor import Message, Prompt
+from m1_single_request.model_loader import LoadedModel
+from m1_single_request.model_runner import ModelInputs
+from m1_single_request.outputs import EngineStats, RequestOutput
+from m1_single_request.request import BaseFinishReason, Request, Sequence
+from m1_single_request.sampler import SamplerOutput
+from m1_single_request.sampling_metadata import SamplingMetadata
+from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.scheduler import SampledTokens, SchedulerOutput
+from m1_single_request.stop_checker import StopVerdict
+from m1_single_request.tracer import Tracer
+
+
+class ModelLoaderInterface(Protocol):
+    """Brings a model into memory."""
+
+    def __call__(self, config: ModelConfig) -> LoadedModel: ...
+
+
+class InputProcessorInterface(Protocol):
+    """Checks what a user hands in and builds requests."""
+
+    def __init__(
+        self,
+        *,
+        request_class: type[Request],
+        detokenizer_class: type[IncrementalDetokenizer],
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+    ) -> None: ...
+    def process_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, number: int, arrival_time: float
+    ) -> Request: ...
+    def apply_chat_template(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> list[int]: ...
+
+
+class RequestInterface(Protocol):
+    """The scheduled unit."""
+
+    def __init__(
+        self, request_id: str, prompt: str | None, sequence: Sequence, seed: int, arrival_time: float
+    ) -> None: ...
+    def set_status(self, status: Any) -> None: ...
+
+
+class DetokenizerInterface(Protocol):
+    """Grows the text of one sequence."""
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None: ...
+    def push(self, token_id: int) -> str: ...
+    def tail(self) -> str: ...
+    def mark(self) -> Any: ...
+    def rewind(self, mark: Any) -> None: ...
+    def token_text(self, token_id: int) -> str: ...
+
+
+class StopCheckerInterface(Protocol):
+    """Decides where an output ends."""
+
+    def __init__(self, *, eos_token_ids: Iterable[int], max_model_len: int) -> None: ...
+    def stop_ids(self, sequence: Sequence) -> frozenset[int]: ...
+    def check(self, sequence: Sequence, new_token_ids: SequenceOf[int]) -> StopVerdict: ...
+
+
+class SchedulerInterface(Protocol):
+    """Decides who runs."""
+
+    def __init__(self, *, stop_checker: StopCheckerInterface, tracer: Tracer) -> None: ...
+    def add_request(self, request: Request) -> None: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def schedule(self) -> SchedulerOutput | None: ...
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput | None, sampled: Mapping[str, SampledTokens]
+    ) -> list[Request]: ...
+    def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]: ...
+    def check_invariants(self) -> None: ...
+
+
+class ModelRunnerInterface(Protocol):
+    """Runs the model and holds the KV."""
+
+    def __init__(self, *, loaded_model: LoadedModel, tracer: Tracer) -> None: ...
+    def prepare_inputs(self, scheduler_output: SchedulerOutput) -> ModelInputs: ...
+    def execute_model(self, inputs: ModelInputs) -> dict[str, Tensor]: ...
+    def free_request_cache(self, request_id: str) -> None: ...
+    def clear_kv_caches(self) -> None: ...
+    def num_kv_tokens(self) -> int: ...
+
+
+class SamplerInterface(Protocol):
+    """Chooses tokens."""
+
+    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput: ...
+
+
+class OutputProcessorInterface(Protocol):
+    """Makes what the caller sees."""
+
+    def __init__(self, *, tracer: Tracer) -> None: ...
+    def make_output(self, request: Request) -> RequestOutput: ...
+
+
+class EngineCoreInterface(Protocol):
+    """Runs steps."""
+
+    def __init__(
+        self, *, input_processor: Any, scheduler: Any, model_runner: Any, sampler: Any, output_processor: Any, tracer: Tracer
+    ) -> None: ...
+    def add_request(self, request: Request) -> None: ...
+    def abort_request(self, request_id: str) -> bool: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def step(self) -> dict[str, RequestOutput]: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
+
+
+class WiringInterface(Protocol):
+    """Assembles an engine core from a configuration and a table of parts."""
+
+    def __call__(self, config: Any, parts: Mapping[str, Any], tracer: Tracer) -> EngineCoreInterface: ...
+
+
+ROLES: dict[str, type] = {
+    "wiring": WiringInterface,
+    "model_loader": ModelLoaderInterface,
+    "input_processor": InputProcessorInterface,
+    "request": RequestInterface,
+    "detokenizer": DetokenizerInterface,
+    "stop_checker": StopCheckerInterface,
+    "scheduler": SchedulerInterface,
+    "model_runner": ModelRunnerInterface,
+    "sampler": SamplerInterface,
+    "output_processor": OutputProcessorInterface,
+    "engine_core": EngineCoreInterface,
+}
+
+
+def check_parts(parts: Mapping[str, Any], roles: Mapping[str, type]) -> None:
+    """Raise `ConfigError` for an unknown role, or a part that lacks a method or a constructor argument of its role."""
+    for role, part in parts.items():
+        if role not in roles:
+            raise ConfigError(f"parts: there is no role {role!r}; the roles are {', '.join(roles)}")
+        protocol = roles[role]
+        name = getattr(part, "__name__", repr(part))
+        if not callable(part):
+            raise ConfigError(f"parts: {role!r} must be a class or a function, not {part!r}")
+        if isinstance(part, type):
+            lacking = [m for m in _methods(protocol) if not callable(getattr(part, m, None))]
+            if lacking:
+                raise ConfigError(f"parts: {role!r}: {name} has no {', '.join(f'{m}()' for m in lacking)}")
+        refused = _refused_arguments(part, protocol)
+        if refused:
+            raise ConfigError(f"parts: {role!r}: {name} does not take the argument {', '.join(refused)}")
+
+
+def _methods(protocol: type) -> list[str]:
+    return [name for name, value in vars(protocol).items() if inspect.isfunction(value) and not name.startswith("_")]
+
+
+def _refused_arguments(part: Any, protocol: type) -> list[str]:
+    """Names of keyword arguments that the role is built with and `part` does not accept."""
+    if "__init__" not in vars(protocol) or not isinstance(part, type):
+        return []
+    wanted = [p for p in inspect.signature(protocol.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    accepted = inspect.signature(part).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in accepted):
+        return []
+    names = {p.name for p in accepted}
+    return [p.name for p in wanted if p.name not in names]

@@ -1,0 +1,302 @@
+"""What a user holds: prompts in, outputs out.
+
+Written once for all milestones. A milestone's own `LLMEngine` names its table of parts, its configuration type and its default model,
+and inherits everything else. The face is vLLM's `LLM` and `LLMEngine` in one; SGLang calls it `Engine`.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from m1_single_request.config import DEFAULT_MODEL, EngineConfig, assemble_config
+from m1_single_request.errors import (
+    ConfigError,
+    EngineClosedError,
+    EngineUsageError,
+    InvalidRequestError,
+)
+from m1_single_request.input_processor import Message, Prompt
+from m1_single_request.interfaces import ROLES, check_parts
+from m1_single_request.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.trace_readers import readers_of
+from m1_single_request.tracer import Tracer
+from m1_single_request.wiring import PARTS
+
+Params = SamplingParams | None
+
+
+class LLMEngine:
+    """An engine with one model. Not thread-safe: it belongs to the thread that built it, and says so otherwise.
+
+    `LLMEngine()` runs the checkpoint that ships with the course, `LLMEngine("path or hub id")` any supported model,
+    `LLMEngine(model_config=ModelConfig(...), trace_config=TraceConfig(...))` one that is configured. `parts` replaces classes by
+    role, for this engine alone. Also a context manager: leaving it closes the engine.
+    """
+
+    parts: ClassVar[Mapping[str, Any]] = PARTS
+    roles: ClassVar[Mapping[str, type]] = ROLES
+    config_type: ClassVar[type] = EngineConfig
+    default_model: ClassVar[str | Path] = DEFAULT_MODEL
+
+    def __init__(self, model: str | Path | None = None, *, parts: Mapping[str, Any] | None = None, **configs: Any) -> None:
+        self.config = assemble_config(self.config_type, self.default_model, model, configs)
+        table = {**self.parts, **(parts or {})}
+        check_parts(table, self.roles)
+        self.tracer = Tracer()
+        for reader in readers_of(self.config.trace):
+            self.tracer.attach(reader)
+        self._thread = threading.get_ident()
+        self._stepping = False
+        self._closed = False
+        self._number = 0
+        self._mailboxes: dict[str, deque[RequestOutput]] = {}  # of requests that somebody here waits for
+        self._undelivered: dict[str, RequestOutput] = {}  # of requests that only `step()` reports
+        self._abandoned: set[str] = set()  # aborted by closing their stream: nobody wants the last output
+        self.engine_core = table["wiring"](self.config, table, self.tracer)
+
+    # --- whole answers ------------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt, params: Params = None, *, request_id: str | None = None) -> RequestOutput:
+        """Answer one prompt (text or token ids) and return the finished output."""
+        with self.stream(prompt, params, request_id=request_id) as outputs:
+            return _last(outputs)
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], params: Params | Sequence[SamplingParams] = None
+    ) -> dict[str, RequestOutput]:
+        """Answer several prompts; returns finished outputs by request id, in order of submission.
+
+        `params` is one for all or one per prompt. A prompt that cannot run gets an output with `finish_reason="error"`;
+        the others run.
+        """
+        each = _one_per_prompt(prompts, params)
+        streams: dict[str, RequestStream | RequestOutput] = {}
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                request_id = self._new_id()
+                try:
+                    streams[request_id] = self.stream(prompt, own, request_id=request_id)
+                except InvalidRequestError as error:
+                    self._number += 1
+                    streams[request_id] = _refused(request_id, prompt, error)
+            return {rid: _last(s) if isinstance(s, RequestStream) else s for rid, s in streams.items()}
+        finally:
+            for stream in streams.values():
+                if isinstance(stream, RequestStream):
+                    stream.close()
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: Params = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation: `[{"role": "user", "content": "..."}, ...]`, rendered with the model's chat template."""
+        prompt = self.chat_prompt(messages, chat_template_kwargs=chat_template_kwargs)
+        return self.generate(prompt, params, request_id=request_id)
+
+    def chat_prompt(
+        self, messages: Sequence[Message], *, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The token ids that `chat` would run: for `stream` and `add_request`, which take any prompt."""
+        self._check_usable()
+        return self.engine_core.input_processor.apply_chat_template(messages, chat_template_kwargs)
+
+    # --- as it comes --------------------------------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, params: Params = None, *, request_id: str | None = None) -> "RequestStream":
+        """Queue a prompt now and iterate over its `RequestOutput` so far, one per step that added tokens.
+
+        Several streams may be open at once, beside `step()`. Closing one early aborts its request.
+        """
+        request_id = self._submit(prompt, params, request_id)
+        self._mailboxes[request_id] = deque()
+        return RequestStream(self, request_id)
+
+    # --- step by step -------------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, params: Params = None, *, request_id: str | None = None) -> str:
+        """Queue a prompt and return its request id; `step()` reports it. Raises before anything changes."""
+        return self._submit(prompt, params, request_id)
+
+    def step(self) -> dict[str, RequestOutput]:
+        """Run one step; returns the new state of the requests of `add_request` that changed, `{}` on an idle engine.
+
+        Outputs of streams go to their streams.
+        """
+        self._check_usable()
+        if self.engine_core.has_unfinished_requests():
+            self._advance()
+        outputs, self._undelivered = self._undelivered, {}
+        return outputs
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request, in whatever state it is: the next step reports `finish_reason="abort"`.
+
+        Takes exact ids. Returns False if there is no such unfinished request.
+        """
+        self._check_thread()
+        return self.engine_core.abort_request(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step()` has anything to compute or to report."""
+        self._check_thread()
+        return self.engine_core.has_unfinished_requests() or bool(self._undelivered)
+
+    def stats(self) -> EngineStats:
+        """Totals since the engine was built, and what it holds now."""
+        self._check_thread()
+        return self.engine_core.stats()
+
+    def close(self) -> None:
+        """Release everything. Open requests end without a further output; the engine cannot be used any more."""
+        self._check_thread()
+        if not self._closed:
+            self._closed = True
+            self.engine_core.close()
+            self._mailboxes.clear()
+            self._undelivered.clear()
+            self.tracer.close()
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _submit(self, prompt: Prompt, params: Params, request_id: str | None) -> str:
+        self._check_usable()
+        if request_id is None:
+            request_id = self._new_id()
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(f"request_id={request_id!r} must be a string that is not empty")
+        request = self.engine_core.input_processor.process_request(
+            request_id,
+            prompt,
+            SamplingParams() if params is None else params,
+            number=self._number,
+            arrival_time=time.monotonic(),
+        )
+        self.engine_core.add_request(request)
+        self._number += 1
+        return request_id
+
+    def _new_id(self) -> str:
+        """An id for a request that named none; the user may have taken the obvious one."""
+        number = self._number
+        while f"req-{number}" in self._mailboxes or f"req-{number}" in self.engine_core.scheduler.requests:
+            number += 1
+        return f"req-{number}"
+
+    def _abandon(self, request_id: str) -> None:
+        """Nobody waits for this request any more."""
+        if self._mailboxes.pop(request_id, None) is not None:
+            self.engine_core.abort_request(request_id)
+            self._abandoned.add(request_id)
+
+    def _advance(self) -> None:
+        """Run one step and put every output where it belongs."""
+        self._check_usable()
+        self._stepping = True
+        try:
+            outputs = self.engine_core.step()
+        finally:
+            self._stepping = False
+        for request_id, output in outputs.items():
+            if request_id in self._mailboxes:
+                self._mailboxes[request_id].append(output)
+            elif request_id not in self._abandoned:
+                self._undelivered[request_id] = output
+            elif output.finished:
+                self._abandoned.remove(request_id)
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise EngineUsageError("an engine belongs to the thread that built it; this call came from another thread")
+
+    def _check_usable(self) -> None:
+        self._check_thread()
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
+        if self._stepping:
+            raise EngineUsageError("the engine is inside a step; a trace reader must not call it")
+
+
+class RequestStream(Iterator[RequestOutput]):
+    """The outputs of one request as they come. Closing it (or dropping it) before the end aborts the request."""
+
+    def __init__(self, engine: LLMEngine, request_id: str) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._finished = False
+
+    def __next__(self) -> RequestOutput:
+        if self._finished:
+            raise StopIteration
+        engine = self._engine
+        engine._check_usable()
+        while not (mailbox := engine._mailboxes[self.request_id]):
+            engine._advance()
+        output = mailbox.popleft()
+        if output.finished:
+            self._finished = True
+            del engine._mailboxes[self.request_id]
+        return output
+
+    def close(self) -> None:
+        """Abort the request if it has not finished; what it held is released by the next step."""
+        if not self._finished:
+            self._finished = True
+            self._engine._abandon(self.request_id)
+
+    def __enter__(self) -> "RequestStream":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if threading.get_ident() == self._engine._thread:
+            self.close()
+
+
+def _last(outputs: Iterable[RequestOutput]) -> RequestOutput:
+    for output in outputs:
+        pass
+    return output
+
+
+def _one_per_prompt(prompts: Sequence[Prompt], params: Params | Sequence[SamplingParams]) -> list[Params]:
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise InvalidRequestError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    if not isinstance(params, Sequence):
+        raise InvalidRequestError(f"params must be SamplingParams or a list of them, not {params!r}")
+    if len(params) != len(prompts):
+        raise InvalidRequestError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each")
+    return list(params)
+
+
+def _refused(request_id: str, prompt: Prompt, error: InvalidRequestError) -> RequestOutput:
+    """The output of a request that never ran."""
+    now = time.monotonic()
+    ids = () if isinstance(prompt, str) or not isinstance(prompt, Sequence) else tuple(prompt)
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=ids,
+        prompt_logprobs=None,
+        outputs=(CompletionOutput(0, "", (), None, None, finish_reason="error"),),
+        finished=True,
+        metrics=RequestMetrics(now, None, now, len(ids), 0, 0),
+        error=error,
+    )

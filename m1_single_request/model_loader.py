@@ -1,0 +1,135 @@
+"""Loads a real model: any local Hugging Face directory or hub id of a supported architecture.
+
+transformers builds the network and reads the weights; this file decides what is acceptable and turns every way in which
+loading can fail into one clear sentence. Remote code is never run and only safetensors are read, because a pickle file
+can run any program when it is opened. vLLM: `model_executor/model_loader`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from m1_single_request.config import ModelConfig
+from m1_single_request.errors import ConfigError, ModelLoadError
+
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in place, with what the engine must know of it."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    dtype: torch.dtype
+    eos_token_ids: frozenset[int]
+    """The union of what config, generation config and tokenizer name."""
+    max_model_len: int
+    vocab_size: int
+    """Rows of the embedding, which may be more than the tokenizer has tokens."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token over all layers."""
+        config = self.model.config
+        values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
+        return values * self.dtype.itemsize
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    """Length of one head's vectors; older configs leave it to be derived."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
+    name = str(config.model)
+    _check_directory(name)
+    hf_config = _load(name, "its config", lambda: AutoConfig.from_pretrained(name, trust_remote_code=False))
+    architecture = (getattr(hf_config, "architectures", None) or ["none"])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise ModelLoadError(f"{name}: architecture {architecture} is not supported; supported are {supported}")
+    max_model_len = _max_model_len(config, hf_config)
+    device, dtype = config.torch_device(), config.torch_dtype()
+    tokenizer = _load(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
+    model, report = _load(
+        name,
+        "its weights",
+        lambda: AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        ),
+    )
+    _check_weights(name, report)
+    return LoadedModel(
+        name=name,
+        model=model.to(device).eval(),
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        eos_token_ids=_eos_token_ids(hf_config, model.generation_config, tokenizer),
+        max_model_len=max_model_len,
+        vocab_size=hf_config.vocab_size,
+    )
+
+
+def _check_directory(name: str) -> None:
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ModelLoadError(f"{name} has no config.json: is it a Hugging Face model directory?")
+        if not any(path.glob("*.safetensors")):
+            raise ModelLoadError(f"{name} has no .safetensors file; only safetensors weights are read")
+        if not (path / "tokenizer.json").exists() and not (path / "tokenizer_config.json").exists():
+            raise ModelLoadError(f"{name} has no tokenizer.json: the tokenizer's files are missing")
+    elif path.exists():
+        raise ModelLoadError(f"{name} is a file: give the directory that holds config.json and model.safetensors")
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ModelLoadError(f"{name} does not exist: give a model directory, or a hub id such as Qwen/Qwen3-0.6B")
+
+
+def _load(name: str, part: str, call):
+    try:
+        return call()
+    except Exception as error:  # transformers, tokenizers, safetensors and the hub each raise families of their own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = "" if Path(name).is_dir() else " (no such local directory, so it was taken for a hub id)"
+        raise ModelLoadError(f"{name}{where}: {part} cannot be loaded: {reason}") from error
+
+
+def _check_weights(name: str, report: dict) -> None:
+    for key, what in (("missing_keys", "lack"), ("unexpected_keys", "have unexpected"), ("mismatched_keys", "misshape")):
+        tensors = sorted(str(t) for t in report.get(key) or ())
+        if tensors:
+            more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+            raise ModelLoadError(f"{name}: the weights {what} {', '.join(tensors[:3])}{more}; the files do not fit config.json")
+
+
+def _max_model_len(config: ModelConfig, hf_config: PreTrainedConfig) -> int:
+    limit = hf_config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len={config.max_model_len} is more than the {limit} positions of {config.model}")
+    return config.max_model_len or limit
+
+
+def _eos_token_ids(
+    config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    named = (config.eos_token_id, getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
+    ids: set[int] = set()
+    for value in named:
+        ids.update(value if isinstance(value, Iterable) else () if value is None else (value,))
+    return frozenset(ids)

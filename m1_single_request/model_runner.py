@@ -1,0 +1,112 @@
+"""Tensors in, logits out: the only place that touches the model and the KV cache.
+
+The model is transformers' own, with one `past_key_values` per request: after the prefill it holds the keys and values of
+the whole prompt, and each decode step appends those of one token. m2 batches requests, m3 brings the project's own model
+and a KV cache in blocks. vLLM: `v1/worker/gpu_model_runner.py`; SGLang: `model_executor/model_runner.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from m1_single_request.errors import EngineDeadError, ForwardError
+from m1_single_request.events import Alloc, Free
+from m1_single_request.model_loader import LoadedModel
+from m1_single_request.scheduler import SchedulerOutput
+from m1_single_request.tracer import Tracer
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One step's tensors, and what the runner must know to use them."""
+
+    request_id: str
+    input_ids: Tensor  # int64 [1, new tokens]
+    positions: Tensor  # int64 [1, new tokens]
+    num_computed_tokens: int
+    num_logits: int
+
+
+class ModelRunner:
+    """Runs what the scheduler decided, and owns the KV of every request that has started."""
+
+    def __init__(self, *, loaded_model: LoadedModel, tracer: Tracer) -> None:
+        self.model = loaded_model.model
+        self.device = loaded_model.device
+        self.kv_bytes_per_token = loaded_model.kv_bytes_per_token
+        self.tracer = tracer
+        self.request_caches: dict[str, DynamicCache] = {}
+
+    def prepare_inputs(self, scheduler_output: SchedulerOutput) -> ModelInputs:
+        """The decision as tensors on the model's device."""
+        start, new = scheduler_output.start_position, scheduler_output.token_ids
+        return ModelInputs(
+            request_id=scheduler_output.request_id,
+            input_ids=torch.tensor([new], device=self.device),
+            positions=torch.arange(start, start + len(new), device=self.device)[None],
+            num_computed_tokens=start,
+            num_logits=len(new) if scheduler_output.wants_prompt_logits else 1,
+        )
+
+    @torch.inference_mode()
+    def execute_model(self, inputs: ModelInputs) -> dict[str, Tensor]:
+        """Run the new tokens through the model; their keys and values stay in the request's cache.
+
+        Returns the logits of the last `num_logits` new tokens by request id: float32 `[num_logits, vocab]`. Raises
+        `EngineDeadError` if the device is lost, any other exception if only this step failed.
+        """
+        cache = self._cache_at(inputs.request_id, inputs.num_computed_tokens)
+        try:
+            output = self.model(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=inputs.num_logits,
+            )
+            logits = output.logits[0].float()
+            if logits.isnan().any():
+                raise ForwardError(f"the model computed NaN logits for request {inputs.request_id!r}")
+        except torch.AcceleratorError as error:
+            raise EngineDeadError(f"the device failed beyond recovery: {error}") from error
+        if self.tracer:
+            total = cache.get_seq_length()
+            self.tracer.emit(
+                Alloc(
+                    owner=inputs.request_id,
+                    tokens=inputs.input_ids.shape[1],
+                    total_tokens=total,
+                    total_bytes=total * self.kv_bytes_per_token,
+                )
+            )
+        return {inputs.request_id: logits}
+
+    def free_request_cache(self, request_id: str) -> None:
+        """Release the KV of a request; one that never started holds none."""
+        cache = self.request_caches.pop(request_id, None)
+        if cache is not None and self.tracer:
+            tokens = cache.get_seq_length()
+            self.tracer.emit(Free(owner=request_id, tokens=tokens, bytes=tokens * self.kv_bytes_per_token))
+
+    def clear_kv_caches(self) -> None:
+        """Release the KV of all requests."""
+        for request_id in list(self.request_caches):
+            self.free_request_cache(request_id)
+
+    def num_kv_tokens(self) -> int:
+        """Tokens whose KV is held now."""
+        return sum(cache.get_seq_length() for cache in self.request_caches.values())
+
+    def _cache_at(self, request_id: str, start: int) -> DynamicCache:
+        """The request's cache with exactly `start` tokens in it.
+
+        It can hold more: if a step was interrupted after its forward, its tokens were never committed.
+        """
+        if start == 0:
+            self.request_caches[request_id] = DynamicCache(config=self.model.config)
+        cache = self.request_caches[request_id]
+        if cache.get_seq_length() > start:
+            cache.crop(start)
+        return cache

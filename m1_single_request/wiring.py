@@ -1,0 +1,79 @@
+"""The engine's table of contents: which class plays which role, and how the parts are put together.
+
+`PARTS` is the summary of a milestone: each later one is the previous table with the roles it replaces.
+`LLMEngine(parts={"scheduler": MyScheduler})` replaces one for a single engine.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from m1_single_request.config import EngineConfig
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.engine_core import EngineCore
+from m1_single_request.events import EngineStarted
+from m1_single_request.input_processor import InputProcessor
+from m1_single_request.model_loader import LoadedModel, head_dim, load_model
+from m1_single_request.model_runner import ModelRunner
+from m1_single_request.output_processor import OutputProcessor
+from m1_single_request.request import Request
+from m1_single_request.sampler import Sampler
+from m1_single_request.scheduler import Scheduler
+from m1_single_request.stop_checker import StopChecker
+from m1_single_request.tracer import Tracer
+
+
+def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
+    """Load the model and put the parts together."""
+    loaded = parts["model_loader"](config.model)
+    if tracer:
+        tracer.emit(describe_model(loaded))
+    stop_checker = parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len)
+    return parts["engine_core"](
+        input_processor=parts["input_processor"](
+            request_class=parts["request"],
+            detokenizer_class=parts["detokenizer"],
+            tokenizer=loaded.tokenizer,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            seed=config.model.seed,
+        ),
+        scheduler=parts["scheduler"](stop_checker=stop_checker, tracer=tracer),
+        model_runner=parts["model_runner"](loaded_model=loaded, tracer=tracer),
+        sampler=parts["sampler"](),
+        output_processor=parts["output_processor"](tracer=tracer),
+        tracer=tracer,
+    )
+
+
+PARTS: dict[str, Any] = {
+    "wiring": build_engine_core,
+    "model_loader": load_model,
+    "input_processor": InputProcessor,
+    "request": Request,
+    "detokenizer": IncrementalDetokenizer,
+    "stop_checker": StopChecker,
+    "scheduler": Scheduler,
+    "model_runner": ModelRunner,
+    "sampler": Sampler,
+    "output_processor": OutputProcessor,
+    "engine_core": EngineCore,
+}
+
+
+def describe_model(loaded: LoadedModel) -> EngineStarted:
+    """The event that introduces a loaded model; built only for a reader."""
+    config, parameters = loaded.model.config, list(loaded.model.parameters())
+    return EngineStarted(
+        model=loaded.name.rsplit("/", 1)[-1],
+        architecture=type(loaded.model).__name__,
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        num_parameters=sum(p.numel() for p in parameters),
+        weight_bytes=sum(p.nbytes for p in parameters),
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim(config),
+        kv_bytes_per_token=loaded.kv_bytes_per_token,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
+    )
