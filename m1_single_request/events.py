@@ -93,14 +93,16 @@ class RequestAdded(Event):
     len: int
     """Prompt tokens."""
     max_tokens: int
+    seed: int
+    """Its own, or derived from the engine's seed and the request's number."""
     num_waiting: int
     """Requests before it in the queue."""
 
     def explain(self) -> str:
-        before = f"behind {self.num_waiting}" if self.num_waiting else "first in line"
+        before = f"behind {some(self.num_waiting, 'other')}" if self.num_waiting else "first in line"
         return (
             f"{self.rid} arrives: {some(self.len, 'prompt token')}, asks for at most {self.max_tokens} more; "
-            f"it waits, {before}."
+            f"it waits, {before}. Its draws, if any, come from seed {self.seed}."
         )
 
 

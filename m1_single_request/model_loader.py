@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as hf_logging
 
 from m1_single_request.config import ModelConfig
 from m1_single_request.errors import ConfigError, ModelLoadError
@@ -102,12 +103,17 @@ def _check_directory(name: str) -> None:
 
 
 def _load(name: str, part: str, call):
+    had_bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # the trace is what speaks here
     try:
         return call()
     except Exception as error:  # transformers, tokenizers, safetensors and the hub each raise families of their own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = "" if Path(name).is_dir() else " (no such local directory, so it was taken for a hub id)"
         raise ModelLoadError(f"{name}{where}: {part} cannot be loaded: {reason}") from error
+    finally:
+        if had_bars:
+            hf_logging.enable_progress_bar()
 
 
 def _check_weights(name: str, report: dict) -> None:
