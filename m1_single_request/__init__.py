@@ -1,12 +1,13 @@
 """Milestone 1: one request at a time, complete and traced.
 
-The loop of every LLM engine, at its smallest: schedule, prepare inputs, execute, sample, update, decode text, release. One
-request runs at a time on transformers' own model; the others wait in order. All of the public face is here already, and later
-milestones keep it: this same line imports the engine of any of them.
+The loop of every LLM engine, at its smallest: schedule, prepare inputs, execute, sample, update, decode text, release.
+One request runs at a time on transformers' own model; the others wait in order. All of the public face is here already,
+and later milestones keep it: this same line imports the engine of any of them.
 
     from m1_single_request import LLMEngine, SamplingParams
 
-Read `llm_engine.py`, then `engine_core.py`, `scheduler.py`, `model_runner.py`, `sampler.py`; `wiring.py` is the table of contents.
+Read `llm_engine.py`, then `engine_core.py`, `scheduler.py`, `model_runner.py`, `sampler.py`; `wiring.py` is the table
+of contents.
 """
 
 from m1_single_request.config import DEFAULT_MODEL, EngineConfig, ModelConfig, TraceConfig

@@ -1,7 +1,8 @@
 """The engine in action: `python -m m1_single_request.demo`.
 
-Without flags: a short tour on the checkpoint that ships with the course, every decision explained, then a table of what it cost.
-`--prompt` answers one prompt, `--chat` is a conversation in the terminal. Later milestones keep these flags and add their own.
+Without flags: a short tour on the checkpoint that ships with the course, every decision explained, then a table of what
+it cost. `--prompt` answers one prompt, `--chat` is a conversation in the terminal. Later milestones keep these flags
+and add their own.
 """
 
 import argparse
@@ -16,10 +17,13 @@ from rich.table import Table
 
 from m1_single_request.config import DTYPES, ModelConfig, TraceConfig
 from m1_single_request.errors import EngineError
-from m1_single_request.events import size
+from m1_single_request.events import EngineStarted, Finish, RequestAdded, Result, StepDone, TextHeld, size
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.trace_readers import ConsoleReader
+from m1_single_request.tracer import TraceRecord
+from m1_single_request.wiring import describe_model
 
 TOUR_QUESTION = "What is a KV cache?"
 TOUR_FACTS = "The code of zebra is 4821. The code of lamp is 0937. The code of otter is 6650."
@@ -34,7 +38,11 @@ def make_parser(prog: str = "python -m m1_single_request.demo") -> argparse.Argu
     parser.add_argument("--model", help="a Hugging Face directory or hub id; default: the embedded checkpoint")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
-    parser.add_argument("--trace", choices=("verbose", "summary", "off"), help="default: verbose, in a chat off")
+    parser.add_argument(
+        "--trace",
+        choices=("verbose", "summary", "off"),
+        help="default: verbose; in the tour, the first and last steps of each request; in a chat, off",
+    )
     parser.add_argument("--trace-file", metavar="OUT.jsonl", help="also write every event to this file")
     parser.add_argument("--max-tokens", type=int, default=128)
     sampling = parser.add_argument_group("sampling")
@@ -62,10 +70,15 @@ def main(argv: Sequence[str] | None = None, *, engine_type: type[LLMEngine] = LL
     console = Console(highlight=False)
     try:
         params = SamplingParams(**{flag: getattr(args, flag) for flag in SAMPLING_FLAGS})
-        level = args.trace or ("off" if args.chat else "verbose")
+        is_tour = not args.chat and args.prompt is None
+        level: Any = args.trace or ("off" if args.chat or is_tour else "verbose")
         model = ModelConfig(model=args.model or engine_type.default_model, device=args.device, dtype=args.dtype)
         trace = TraceConfig(console=level, jsonl=args.trace_file)
         with engine_type(model_config=model, trace_config=trace) as engine:
+            if is_tour and args.trace is None:
+                engine.tracer.attach(TourReader(console))
+                if engine.tracer:
+                    engine.tracer.emit(describe_model(engine.engine_core.model_runner.loaded_model))
             if args.chat:
                 chat(engine, params, console)
             elif args.prompt is not None:
@@ -78,6 +91,30 @@ def main(argv: Sequence[str] | None = None, *, engine_type: type[LLMEngine] = LL
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+class TourReader:
+    """A console trace for a first look: each request's first steps and its last in full, the others a line each."""
+
+    def __init__(self, console: Console, *, full_steps: int = 3) -> None:
+        self.full_steps = full_steps
+        self._full = ConsoleReader(verbose=True, console=console)
+        self._short = ConsoleReader(verbose=False, console=console)
+        self._step: list[TraceRecord] = []
+
+    def read(self, record: TraceRecord) -> None:
+        """Keep a step's records until it is over, then print them one way or the other."""
+        self._step.append(record)
+        if isinstance(record.event, EngineStarted | RequestAdded | StepDone):
+            events = [kept.event for kept in self._step]
+            late = any(isinstance(e, Result) and e.out_len > self.full_steps for e in events)
+            held = any(isinstance(e, Finish | TextHeld) for e in events)
+            for kept in self._step:
+                (self._short if late and not held else self._full).read(kept)
+            self._step.clear()
+
+    def close(self) -> None:
+        """Nothing is left between steps."""
 
 
 # --- the tour ---------------------------------------------------------------------------------------------------------
@@ -106,9 +143,9 @@ def tour(engine: LLMEngine, params: SamplingParams, console: Console) -> None:
         ),
         (
             "4. A stop string",
-            "Text that may be the beginning of the stop string is held back until that is decided.",
+            "The text says 'so far' first: what may be the beginning of 'so each' is held back until that is decided.",
             [{"role": "user", "content": TOUR_QUESTION}],
-            {"stop": "so that", "max_tokens": 64},
+            {"stop": "so each", "max_tokens": 64},
         ),
     ]
     outputs = []
@@ -133,7 +170,9 @@ def show_answer(console: Console, output: RequestOutput, question: str | None = 
         raise EngineError(f"{output.request_id} failed: {output.error}") from output.error
     console.print(f"[bold]answer[/bold]    {escape(output.text)}")
     stop = output.outputs[0].stop_reason
-    console.print(f"[dim]{output.finish_reason}{'' if stop is None else f' {stop!r}'}, {len(output.token_ids)} tokens[/dim]\n")
+    console.print(
+        f"[dim]{output.finish_reason}{'' if stop is None else f' {stop!r}'}, {len(output.token_ids)} tokens[/dim]\n"
+    )
 
 
 def cost_table(engine: LLMEngine, output: RequestOutput) -> Table:
@@ -144,7 +183,9 @@ def cost_table(engine: LLMEngine, output: RequestOutput) -> Table:
     kv_tokens = metrics.num_prompt_tokens + metrics.num_output_tokens - 1
     table.add_row("prompt", f"{metrics.num_prompt_tokens} tokens")
     table.add_row("output", f"{metrics.num_output_tokens} tokens")
-    table.add_row("time to first token (TTFT)", f"{ttft * 1e3:.1f} ms: {metrics.num_prompt_tokens / ttft:,.0f} prompt tokens/s")
+    table.add_row(
+        "time to first token (TTFT)", f"{ttft * 1e3:.1f} ms: {metrics.num_prompt_tokens / ttft:,.0f} prompt tokens/s"
+    )
     if tpot is not None:
         table.add_row("time per output token (TPOT)", f"{tpot * 1e3:.2f} ms: {1 / tpot:,.0f} tokens/s")
     table.add_row(
@@ -172,25 +213,22 @@ def why_memory_bound(engine: LLMEngine, output: RequestOutput) -> str:
         f"{operations / (weight_bytes + kv_bytes):.2f} per byte read.",
         f"This machine was just measured at {bandwidth / 1e9:.1f} GB/s and {flops / 1e9:.0f} GFLOP/s: "
         f"{flops / bandwidth:.0f} operations in the time of one byte.",
-        f"So reading takes at least {read_ms:.2f} ms, computing {compute_ms:.2f} ms: "
-        + (
-            "the step waits for memory."
-            if read_ms > compute_ms
-            else "here computing takes longer, because weights this small stay in the processor's cache."
-        ),
+        f"So reading takes {read_ms:.2f} ms, computing {compute_ms:.2f} ms: the step waits for "
+        f"{'memory' if read_ms > compute_ms else 'the processor'}. "
+        "What stays in the processor's caches is read faster.",
         f"The prefill did {prompt} tokens with one read of the weights, {prompt} times the operations per byte.",
     ]
     if tpot := metrics.time_per_output_token:
         share = max(read_ms, compute_ms) / (tpot * 1e3)
         lines.append(
-            f"A measured step took {tpot * 1e3:.2f} ms, so this bound explains {share:.0%} of it; the rest is Python and "
-            f"kernel launches, which weigh heavily on a model this small and little on a large one."
+            f"A measured step took {tpot * 1e3:.2f} ms, so this bound explains {share:.0%} of it; the rest is Python "
+            f"and kernel launches, which weigh heavily on a model this small and little on a large one."
         )
     return "\n".join(lines)
 
 
 def measure_machine(model: Any) -> tuple[float, float]:
-    """Operations per second of a matrix product and bytes per second of a large read, with the model's device and dtype."""
+    """Operations per second of a matrix product, bytes per second of a large read, on the model's device and dtype."""
     import torch
 
     parameter = next(model.parameters())

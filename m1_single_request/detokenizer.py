@@ -1,8 +1,9 @@
 """Token ids to text, one token at a time, never showing half a character.
 
 A token is a piece of bytes, and a character may need several. So the text of the newest tokens is decoded again with
-each token, and what ends in U+FFFD (the mark of broken bytes) waits until it is complete or the request ends. The pieces
-joined are exactly `tokenizer.decode(all ids)`. vLLM: `v1/engine/detokenizer.py`; SGLang: `detokenizer_manager.py`.
+each token, and what ends in U+FFFD (the mark of broken bytes) waits until it is complete or the request ends. The
+pieces joined are exactly `tokenizer.decode(all ids)`. vLLM: `v1/engine/detokenizer.py`; SGLang:
+`detokenizer_manager.py`.
 """
 
 from transformers import PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ class IncrementalDetokenizer:
         new = complete[self._shown :]
         self.text += new
         self._shown = max(self._shown, len(complete))
-        if window and complete == window:
+        if new and complete == window:  # not for a skipped token: alone it would be an empty context
             self._start, self._read = self._read, len(self._ids)
             self._shown = len(self._decode(self._ids[self._start :]))
         return new
@@ -57,9 +58,8 @@ class IncrementalDetokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token alone as text, special tokens included."""
-        return self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._decode([token_id], skip_special_tokens=False)
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+    def _decode(self, ids: list[int], *, skip_special_tokens: bool | None = None) -> str:
+        skip = self._skip_special_tokens if skip_special_tokens is None else skip_special_tokens
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))

@@ -1,9 +1,10 @@
 """Random numbers without a generator: each draw is a pure function of (seed, position, stream).
 
-A generator carries state, and state depends on what else ran: a request batched with others, preempted, or retried would
-draw other numbers. Here the number for output position t depends on the request's seed and t alone, so none of that can
-change a sample. The mixing is the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
-generators", 2014). vLLM keeps one torch.Generator per seeded request; SGLang hashes (seed, position) in its deterministic mode.
+A generator carries state, and state depends on what else ran: a request batched with others, preempted, or retried
+would draw other numbers. Here the number for output position t depends on the request's seed and t alone, so none of
+that can change a sample. The mixing is the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
+number generators", 2014). vLLM keeps one torch.Generator per seeded request; SGLang hashes (seed, position) in its
+deterministic mode.
 """
 
 from collections.abc import Sequence
@@ -25,9 +26,9 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], stream: int = 0) ->
 
     `stream` tells apart several draws at one position (a speculative verifier needs more than one).
     """
-    words = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
+    words: np.ndarray = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
     with np.errstate(over="ignore"):
-        for part in (np.asarray(positions, dtype=np.uint64), np.uint64(stream)):
+        for part in (np.asarray(positions, dtype=np.uint64), np.asarray(stream, dtype=np.uint64)):
             words = _mix(words + _GOLDEN) ^ _mix((part + np.uint64(1)) * _GOLDEN)
         words = _mix(words + _GOLDEN)
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -7,6 +7,7 @@ vLLM: `v1/engine/core.py`; SGLang: `Scheduler.event_loop_normal`.
 """
 
 import time
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class EngineCore:
         self.dead: EngineDeadError | None = None
         self._num_finished: dict[str, int] = {}
         self._num_prompt_tokens = 0
-        self._num_output_tokens = 0
+        self._num_output_tokens = 0  # of finished requests
 
     def add_request(self, request: Request) -> None:
         """Queue a checked request; it runs in later steps."""
@@ -70,6 +71,7 @@ class EngineCore:
         """
         self._check_alive()
         if not self.has_unfinished_requests():
+            self._release()
             return {}
         self.iteration += 1
         self.tracer.step = self.iteration
@@ -88,15 +90,11 @@ class EngineCore:
         times += [time.perf_counter()] * (4 - len(times))
         changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
         outputs = {r.request_id: self.output_processor.make_output(r) for r in changed}  # 6 decode text
-        for request in changed:
-            if request.is_finished:
-                self.model_runner.free_request_cache(request.request_id)  # 7 release
+        self._release()  # 7 release
         self._count(scheduler_output, sampled, changed)
         times.append(time.perf_counter())
         if self.tracer:
-            schedule, execute, sample, update = (
-                (after - before) * 1e3 for before, after in zip(times, times[1:], strict=False)
-            )
+            schedule, execute, sample, update = ((after - before) * 1e3 for before, after in pairwise(times))
             self.tracer.emit(
                 StepDone(
                     num_tokens=len(scheduler_output.token_ids) if scheduler_output else 0,
@@ -114,13 +112,14 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Totals so far and what is held now."""
         kv_tokens = self.model_runner.num_kv_tokens()
+        unfinished = self.scheduler.requests.values()
         return EngineStats(
             num_steps=self.iteration,
             num_waiting=len(self.scheduler.waiting),
             num_running=len(self.scheduler.running),
             num_finished=dict(self._num_finished),
             num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
+            num_output_tokens=self._num_output_tokens + sum(r.sequence.get_output_len() for r in unfinished),
             kv_tokens=kv_tokens,
             kv_bytes=kv_tokens * self.model_runner.kv_bytes_per_token,
         )
@@ -175,6 +174,16 @@ class EngineCore:
                 )
             )
 
+    def _release(self) -> None:
+        """Free the KV of every request that the scheduler no longer knows.
+
+        It looks at what is held, not at what has just finished: a step that was interrupted on its way leaves nothing
+        behind.
+        """
+        for request_id in self.model_runner.held_request_ids():
+            if request_id not in self.scheduler.requests:
+                self.model_runner.free_request_cache(request_id)
+
     def _fail(self, scheduler_output: SchedulerOutput, error: Exception) -> None:
         """Mark the requests of the failed step, or all of them if the device is lost, to end with this error."""
         failed = [scheduler_output.request_id]
@@ -193,7 +202,7 @@ class EngineCore:
         if sampled and scheduler_output is not None and scheduler_output.is_prefill:
             self._num_prompt_tokens += len(scheduler_output.token_ids)
         for request in changed:
-            self._num_output_tokens += request.request_id in sampled
             if request.finish_reason is not None:
+                self._num_output_tokens += request.sequence.get_output_len()
                 reason = request.finish_reason.reason
                 self._num_finished[reason] = self._num_finished.get(reason, 0) + 1

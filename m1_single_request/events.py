@@ -1,9 +1,9 @@
 """What the trace can say: every decision of the engine is one typed event.
 
 An event is a frozen dataclass with the numbers behind the decision, and `explain()` says it as a person would. Fields
-marked volatile (times, floats computed by the model) differ between machines; `JsonlReader(stable=True)` leaves them out.
-Later milestones add their events in their own `events.py`. Events are built only when a reader is attached: the call
-site tests `if tracer:` first.
+marked volatile (times, floats computed by the model) differ between machines; `JsonlReader(stable=True)` leaves them
+out. Later milestones add their events in their own `events.py`. Events are built only when a reader is attached: the
+call site tests `if tracer:` first.
 """
 
 from dataclasses import dataclass, field, fields
@@ -73,10 +73,10 @@ class EngineStarted(Event):
 
     def explain(self) -> str:
         return (
-            f"{self.architecture} ({self.model}) is ready on {self.device}: {self.num_parameters / 1e6:,.1f} M parameters, "
-            f"{size(self.weight_bytes)} as {self.dtype}. The KV of one token takes 2 (K and V) x {self.num_layers} layers x "
-            f"{self.num_kv_heads} KV heads x {self.head_dim} x {self.kv_bytes_per_value} bytes = "
-            f"{self.kv_bytes_per_token:,} bytes."
+            f"{self.architecture} ({self.model}) is ready on {self.device}: {self.num_parameters / 1e6:,.1f} M "
+            f"parameters, {size(self.weight_bytes)} as {self.dtype}. The KV of one token takes 2 (K and V) x "
+            f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim} x {self.kv_bytes_per_value} "
+            f"bytes = {self.kv_bytes_per_token:,} bytes."
         )
 
     @property
@@ -120,7 +120,8 @@ class Admit(Event):
     """Requests that still wait."""
 
     def explain(self) -> str:
-        rest = f"{some(self.num_waiting, 'request')} must wait: m1 runs one at a time" if self.num_waiting else "no other waits"
+        others = some(self.num_waiting, "request")
+        rest = f"{others} must wait: m1 runs one at a time" if self.num_waiting else "no other waits"
         return f"{self.rid} is admitted with {some(self.extend, 'token')} to prefill; {rest}."
 
 
@@ -142,12 +143,12 @@ class Batch(Event):
         rid, new, old = self.rids[0], self.extend_lens[0], self.prefix_lens[0]
         if self.mode == "prefill":
             return (
-                f"Prefill of {rid}: its {some(new, 'prompt token')} (positions 0 to {new - 1}) go through the model in one "
-                f"pass; each weight is read once for all of them."
+                f"Prefill of {rid}: its {some(new, 'prompt token')} (positions 0 to {new - 1}) go through the model in "
+                f"one pass; each weight is read once for all of them."
             )
         return (
-            f"Decode of {rid}: only its newest token (position {old}) goes through the model; the keys and values of the "
-            f"{some(old, 'token')} before it are read from the cache, not computed again."
+            f"Decode of {rid}: only its newest token (position {old}) goes through the model; the keys and values of "
+            f"the {some(old, 'token')} before it are read from the cache, not computed again."
         )
 
 

@@ -7,7 +7,7 @@ vLLM: `v1/engine/processor.py`; SGLang: `tokenizer_manager.py`, a process of its
 from collections.abc import Mapping, Sequence as SequenceOf
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
@@ -18,6 +18,8 @@ from m1_single_request.sampling_params import SamplingParams
 
 Prompt = str | SequenceOf[int]
 Message = Mapping[str, Any]
+
+TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message", "tools", "documents"}  # transformers' own
 
 
 class InputProcessor:
@@ -64,30 +66,54 @@ class InputProcessor:
 
         `options` go to the template (`enable_thinking=False` for Qwen3, say). Raises `InvalidPromptError`.
         """
-        if not messages or isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
-            raise InvalidPromptError(f"messages must be a list of {{'role': ..., 'content': ...}}, not {messages!r}")
+        is_list = isinstance(messages, SequenceOf) and not isinstance(messages, str)
+        if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
+            raise InvalidPromptError(
+                f"messages must be a list of {{'role': ..., 'content': ...}}, not {_short(messages)}"
+            )
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidPromptError(f"chat_template_kwargs must map names to values, not {_short(options)}")
         for message in messages:
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
                 raise InvalidPromptError(f"message {message!r} needs a role and a content, both strings")
         if self.tokenizer.chat_template is None:
             raise InvalidPromptError("this model has no chat template: use generate() with a prompt of your own")
+        self._check_template_options(options or {})
         arguments = {"add_generation_prompt": True, **(options or {}), "tokenize": False}
         try:
             text = self.tokenizer.apply_chat_template([dict(m) for m in messages], **arguments)
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidPromptError(f"the chat template refuses these messages: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self._encode(str(text), add_special_tokens=False)
+
+    def _check_template_options(self, options: Mapping[str, Any]) -> None:
+        """Refuse an option that the template never reads: Jinja would ignore it in silence."""
+        template = self.tokenizer.chat_template
+        if not options or not isinstance(template, str):
+            return
+        try:
+            known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+        except TemplateError:  # the template uses an extension of transformers' own: nothing is known of its variables
+            return
+        for name in options:
+            if name not in known | TEMPLATE_ARGUMENTS:
+                reads = ", ".join(sorted(known))
+                raise InvalidPromptError(
+                    f"chat_template_kwargs: this model's template does not know {name!r}; it reads {reads}"
+                )
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.n > 1:
             raise InvalidParamsError(
-                f"n={params.n}: several outputs of one prompt share its KV, which needs the blocks of m3_paged_attention; "
-                f"here n must be 1"
+                f"n={params.n}: several outputs of one prompt share its KV, which needs the blocks of "
+                f"m3_paged_attention; here n must be 1"
             )
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
             for token_id in ids:
                 if token_id >= self.vocab_size:
-                    raise InvalidParamsError(f"{name}: token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})")
+                    raise InvalidParamsError(
+                        f"{name}: token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})"
+                    )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > self.vocab_size:
@@ -95,15 +121,18 @@ class InputProcessor:
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            try:
-                return self.tokenizer.encode(prompt)
-            except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is no text
-                raise InvalidPromptError(f"the prompt is not valid text: {error}") from error
-        if isinstance(prompt, SequenceOf) and not isinstance(prompt, bytes):
-            ids = list(prompt)
-            if all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            return self._encode(prompt)
+        if isinstance(prompt, SequenceOf) and not isinstance(prompt, bytes | bytearray | memoryview):
+            ids = [i for i in prompt if isinstance(i, int) and not isinstance(i, bool)]
+            if len(ids) == len(prompt):
                 return ids
         raise InvalidPromptError(f"a prompt is a string or a list of token ids, not {_short(prompt)}")
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is no text
+            raise InvalidPromptError(f"the prompt is not valid text: {_short(text)}") from error
 
     def _check_tokens(self, token_ids: list[int], request_id: str) -> None:
         if not token_ids:

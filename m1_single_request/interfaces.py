@@ -5,7 +5,7 @@ does. `ROLES` maps the role's name to its Protocol; `check_parts` compares a tab
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence as SequenceOf
+from collections.abc import Collection, Iterable, Mapping, Sequence as SequenceOf
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -48,7 +48,9 @@ class InputProcessorInterface(Protocol):
     def process_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, number: int, arrival_time: float
     ) -> Request: ...
-    def apply_chat_template(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> list[int]: ...
+    def apply_chat_template(
+        self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None
+    ) -> list[int]: ...
 
 
 class RequestInterface(Protocol):
@@ -82,6 +84,10 @@ class StopCheckerInterface(Protocol):
 class SchedulerInterface(Protocol):
     """Decides who runs."""
 
+    requests: dict[str, Request]
+    waiting: Collection[Request]
+    running: list[Request]
+
     def __init__(self, *, stop_checker: StopCheckerInterface, tracer: Tracer) -> None: ...
     def add_request(self, request: Request) -> None: ...
     def has_unfinished_requests(self) -> bool: ...
@@ -101,6 +107,7 @@ class ModelRunnerInterface(Protocol):
     def execute_model(self, inputs: ModelInputs) -> dict[str, Tensor]: ...
     def free_request_cache(self, request_id: str) -> None: ...
     def clear_kv_caches(self) -> None: ...
+    def held_request_ids(self) -> list[str]: ...
     def num_kv_tokens(self) -> int: ...
 
 
@@ -121,7 +128,14 @@ class EngineCoreInterface(Protocol):
     """Runs steps."""
 
     def __init__(
-        self, *, input_processor: Any, scheduler: Any, model_runner: Any, sampler: Any, output_processor: Any, tracer: Tracer
+        self,
+        *,
+        input_processor: Any,
+        scheduler: Any,
+        model_runner: Any,
+        sampler: Any,
+        output_processor: Any,
+        tracer: Tracer,
     ) -> None: ...
     def add_request(self, request: Request) -> None: ...
     def abort_request(self, request_id: str) -> bool: ...
@@ -178,7 +192,7 @@ def _refused_arguments(part: Any, protocol: type) -> list[str]:
     """Names of keyword arguments that the role is built with and `part` does not accept."""
     if "__init__" not in vars(protocol) or not isinstance(part, type):
         return []
-    wanted = [p for p in inspect.signature(protocol.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    wanted = [p for p in inspect.signature(vars(protocol)["__init__"]).parameters.values() if p.kind is p.KEYWORD_ONLY]
     accepted = inspect.signature(part).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in accepted):
         return []

@@ -1,7 +1,7 @@
 """What a user holds: prompts in, outputs out.
 
-Written once for all milestones. A milestone's own `LLMEngine` names its table of parts, its configuration type and its default model,
-and inherits everything else. The face is vLLM's `LLM` and `LLMEngine` in one; SGLang calls it `Engine`.
+Written once for all milestones. A milestone's own `LLMEngine` names its table of parts, its configuration type and its
+default model, and inherits everything else. The face is vLLM's `LLM` and `LLMEngine` in one; SGLang calls it `Engine`.
 """
 
 import threading
@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 from m1_single_request.config import DEFAULT_MODEL, EngineConfig, assemble_config
 from m1_single_request.errors import (
     ConfigError,
+    DuplicateRequestError,
     EngineClosedError,
+    EngineError,
     EngineUsageError,
     InvalidRequestError,
 )
@@ -33,8 +35,8 @@ class LLMEngine:
     """An engine with one model. Not thread-safe: it belongs to the thread that built it, and says so otherwise.
 
     `LLMEngine()` runs the checkpoint that ships with the course, `LLMEngine("path or hub id")` any supported model,
-    `LLMEngine(model_config=ModelConfig(...), trace_config=TraceConfig(...))` one that is configured. `parts` replaces classes by
-    role, for this engine alone. Also a context manager: leaving it closes the engine.
+    `LLMEngine(model_config=ModelConfig(...), trace_config=TraceConfig(...))` one that is configured. `parts` replaces
+    classes by role, for this engine alone. Also a context manager: leaving it closes the engine.
     """
 
     parts: ClassVar[Mapping[str, Any]] = PARTS
@@ -42,8 +44,12 @@ class LLMEngine:
     config_type: ClassVar[type] = EngineConfig
     default_model: ClassVar[str | Path] = DEFAULT_MODEL
 
-    def __init__(self, model: str | Path | None = None, *, parts: Mapping[str, Any] | None = None, **configs: Any) -> None:
+    def __init__(
+        self, model: str | Path | None = None, *, parts: Mapping[str, Any] | None = None, **configs: Any
+    ) -> None:
         self.config = assemble_config(self.config_type, self.default_model, model, configs)
+        if parts is not None and not isinstance(parts, Mapping):
+            raise ConfigError(f"parts must map roles to classes, not {parts!r}")
         table = {**self.parts, **(parts or {})}
         check_parts(table, self.roles)
         self.tracer = Tracer()
@@ -56,7 +62,11 @@ class LLMEngine:
         self._mailboxes: dict[str, deque[RequestOutput]] = {}  # of requests that somebody here waits for
         self._undelivered: dict[str, RequestOutput] = {}  # of requests that only `step()` reports
         self._abandoned: set[str] = set()  # aborted by closing their stream: nobody wants the last output
-        self.engine_core = table["wiring"](self.config, table, self.tracer)
+        try:
+            self.engine_core = table["wiring"](self.config, table, self.tracer)
+        except BaseException:
+            self.tracer.close()
+            raise
 
     # --- whole answers ------------------------------------------------------------------------------------------------
 
@@ -97,7 +107,7 @@ class LLMEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> RequestOutput:
-        """Answer a conversation: `[{"role": "user", "content": "..."}, ...]`, rendered with the model's chat template."""
+        """Answer a conversation: `[{"role": "user", "content": "..."}, ...]`, put through the model's chat template."""
         prompt = self.chat_prompt(messages, chat_template_kwargs=chat_template_kwargs)
         return self.generate(prompt, params, request_id=request_id)
 
@@ -131,7 +141,7 @@ class LLMEngine:
         Outputs of streams go to their streams.
         """
         self._check_usable()
-        if self.engine_core.has_unfinished_requests():
+        if self.engine_core.has_unfinished_requests() or not self._undelivered:
             self._advance()
         outputs, self._undelivered = self._undelivered, {}
         return outputs
@@ -156,8 +166,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """Release everything. Open requests end without a further output; the engine cannot be used any more."""
-        self._check_thread()
         if not self._closed:
+            self._check_usable()
             self._closed = True
             self.engine_core.close()
             self._mailboxes.clear()
@@ -178,6 +188,8 @@ class LLMEngine:
             request_id = self._new_id()
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(f"request_id={request_id!r} must be a string that is not empty")
+        if self._is_taken(request_id):
+            raise DuplicateRequestError(f"request id {request_id!r} is in use: unfinished, or its end not fetched yet")
         request = self.engine_core.input_processor.process_request(
             request_id,
             prompt,
@@ -191,16 +203,22 @@ class LLMEngine:
 
     def _new_id(self) -> str:
         """An id for a request that named none; the user may have taken the obvious one."""
-        number = self._number
-        while f"req-{number}" in self._mailboxes or f"req-{number}" in self.engine_core.scheduler.requests:
-            number += 1
-        return f"req-{number}"
+        while self._is_taken(f"req-{self._number}"):
+            self._number += 1
+        return f"req-{self._number}"
+
+    def _is_taken(self, request_id: str) -> bool:
+        """Whether a request of this id is unfinished, or has outputs that nobody fetched yet."""
+        holders = (self._mailboxes, self._undelivered, self.engine_core.scheduler.requests)
+        return any(request_id in holder for holder in holders)
 
     def _abandon(self, request_id: str) -> None:
         """Nobody waits for this request any more."""
+        self._check_thread()
         if self._mailboxes.pop(request_id, None) is not None:
             self.engine_core.abort_request(request_id)
-            self._abandoned.add(request_id)
+            if request_id in self.engine_core.scheduler.requests:
+                self._abandoned.add(request_id)
 
     def _advance(self) -> None:
         """Run one step and put every output where it belongs."""
@@ -244,6 +262,8 @@ class RequestStream(Iterator[RequestOutput]):
         engine = self._engine
         engine._check_usable()
         while not (mailbox := engine._mailboxes[self.request_id]):
+            if self.request_id not in engine.engine_core.scheduler.requests:
+                raise EngineError(f"the outputs of {self.request_id!r} were lost: a step was interrupted on its way")
             engine._advance()
         output = mailbox.popleft()
         if output.finished:
@@ -254,8 +274,8 @@ class RequestStream(Iterator[RequestOutput]):
     def close(self) -> None:
         """Abort the request if it has not finished; what it held is released by the next step."""
         if not self._finished:
-            self._finished = True
             self._engine._abandon(self.request_id)
+            self._finished = True
 
     def __enter__(self) -> "RequestStream":
         return self
@@ -269,9 +289,7 @@ class RequestStream(Iterator[RequestOutput]):
 
 
 def _last(outputs: Iterable[RequestOutput]) -> RequestOutput:
-    for output in outputs:
-        pass
-    return output
+    return deque(outputs, maxlen=1)[0]
 
 
 def _one_per_prompt(prompts: Sequence[Prompt], params: Params | Sequence[SamplingParams]) -> list[Params]:
@@ -279,7 +297,7 @@ def _one_per_prompt(prompts: Sequence[Prompt], params: Params | Sequence[Samplin
         raise InvalidRequestError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
     if params is None or isinstance(params, SamplingParams):
         return [params] * len(prompts)
-    if not isinstance(params, Sequence):
+    if isinstance(params, str) or not isinstance(params, Sequence):
         raise InvalidRequestError(f"params must be SamplingParams or a list of them, not {params!r}")
     if len(params) != len(prompts):
         raise InvalidRequestError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each")
@@ -289,7 +307,9 @@ def _one_per_prompt(prompts: Sequence[Prompt], params: Params | Sequence[Samplin
 def _refused(request_id: str, prompt: Prompt, error: InvalidRequestError) -> RequestOutput:
     """The output of a request that never ran."""
     now = time.monotonic()
-    ids = () if isinstance(prompt, str) or not isinstance(prompt, Sequence) else tuple(prompt)
+    ids: tuple[int, ...] = ()
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+        ids = tuple(prompt)
     return RequestOutput(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,

@@ -5,9 +5,10 @@ loading can fail into one clear sentence. Remote code is never run and only safe
 can run any program when it is opened. vLLM: `model_executor/model_loader`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -66,22 +67,30 @@ def load_model(config: ModelConfig) -> LoadedModel:
         raise ModelLoadError(f"{name}: architecture {architecture} is not supported; supported are {supported}")
     max_model_len = _max_model_len(config, hf_config)
     device, dtype = config.torch_device(), config.torch_dtype()
+    if (Path(name) / "generation_config.json").exists():  # a broken one would be passed over, and its EOS ids with it
+        _load(name, "its generation config", lambda: GenerationConfig.from_pretrained(name))
     tokenizer = _load(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     model, report = _load(
         name,
         "its weights",
         lambda: AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            name,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported; nothing is ignored below
         ),
     )
     _check_weights(name, report)
+    eos = _eos_token_ids(hf_config, model.generation_config, tokenizer)
     return LoadedModel(
         name=name,
         model=model.to(device).eval(),
         tokenizer=tokenizer,
         device=device,
         dtype=dtype,
-        eos_token_ids=_eos_token_ids(hf_config, model.generation_config, tokenizer),
+        eos_token_ids=frozenset(i for i in eos if 0 <= i < hf_config.vocab_size),  # others can never come
         max_model_len=max_model_len,
         vocab_size=hf_config.vocab_size,
     )
@@ -93,7 +102,9 @@ def _check_directory(name: str) -> None:
         if not (path / "config.json").exists():
             raise ModelLoadError(f"{name} has no config.json: is it a Hugging Face model directory?")
         if not any(path.glob("*.safetensors")):
-            raise ModelLoadError(f"{name} has no .safetensors file; only safetensors weights are read")
+            raise ModelLoadError(
+                f"{name} has no .safetensors file; only those are read: write them with transformers' save_pretrained"
+            )
         if not (path / "tokenizer.json").exists() and not (path / "tokenizer_config.json").exists():
             raise ModelLoadError(f"{name} has no tokenizer.json: the tokenizer's files are missing")
     elif path.exists():
@@ -102,26 +113,34 @@ def _check_directory(name: str) -> None:
         raise ModelLoadError(f"{name} does not exist: give a model directory, or a hub id such as Qwen/Qwen3-0.6B")
 
 
-def _load(name: str, part: str, call):
-    had_bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # the trace is what speaks here
+def _load(name: str, part: str, call: Callable[[], Any]) -> Any:
+    had_bars, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    hf_logging.disable_progress_bar()  # the trace and our errors are what speaks here
+    hf_logging.set_verbosity_error()
     try:
         return call()
     except Exception as error:  # transformers, tokenizers, safetensors and the hub each raise families of their own
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = "" if Path(name).is_dir() else " (no such local directory, so it was taken for a hub id)"
-        raise ModelLoadError(f"{name}{where}: {part} cannot be loaded: {reason}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        where, to_do = "", "check its files, or get them again"
+        if not Path(name).is_dir():
+            where = " (no such local directory, so it was taken for a hub id)"
+            to_do = "check the id and the connection, or give a local directory"
+        raise ModelLoadError(f"{name}{where}: {part} cannot be loaded: {reason.rstrip('.')}; {to_do}") from error
     finally:
+        hf_logging.set_verbosity(verbosity)
         if had_bars:
             hf_logging.enable_progress_bar()
 
 
-def _check_weights(name: str, report: dict) -> None:
-    for key, what in (("missing_keys", "lack"), ("unexpected_keys", "have unexpected"), ("mismatched_keys", "misshape")):
-        tensors = sorted(str(t) for t in report.get(key) or ())
+def _check_weights(name: str, report: dict[str, Any]) -> None:
+    faults = {"missing_keys": "lack", "unexpected_keys": "have unexpected", "mismatched_keys": "have other shapes for"}
+    for key, what in faults.items():
+        tensors = sorted(t if isinstance(t, str) else t[0] for t in report.get(key) or ())
         if tensors:
             more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-            raise ModelLoadError(f"{name}: the weights {what} {', '.join(tensors[:3])}{more}; the files do not fit config.json")
+            listed = ", ".join(tensors[:3]) + more
+            raise ModelLoadError(f"{name}: the weights {what} {listed}; the files do not fit config.json")
 
 
 def _max_model_len(config: ModelConfig, hf_config: PreTrainedConfig) -> int:

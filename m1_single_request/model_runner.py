@@ -1,8 +1,8 @@
 """Tensors in, logits out: the only place that touches the model and the KV cache.
 
-The model is transformers' own, with one `past_key_values` per request: after the prefill it holds the keys and values of
-the whole prompt, and each decode step appends those of one token. m2 batches requests, m3 brings the project's own model
-and a KV cache in blocks. vLLM: `v1/worker/gpu_model_runner.py`; SGLang: `model_executor/model_runner.py`.
+The model is transformers' own, with one `past_key_values` per request: after the prefill it holds the keys and values
+of the whole prompt, and each decode step appends those of one token. m2 batches requests, m3 brings the project's own
+model and a KV cache in blocks. vLLM: `v1/worker/gpu_model_runner.py`; SGLang: `model_executor/model_runner.py`.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ class ModelRunner:
     """Runs what the scheduler decided, and owns the KV of every request that has started."""
 
     def __init__(self, *, loaded_model: LoadedModel, tracer: Tracer) -> None:
+        self.loaded_model = loaded_model
         self.model = loaded_model.model
         self.device = loaded_model.device
         self.kv_bytes_per_token = loaded_model.kv_bytes_per_token
@@ -67,8 +68,8 @@ class ModelRunner:
                 logits_to_keep=inputs.num_logits,
             )
             logits = output.logits[0].float()
-            if logits.isnan().any():
-                raise ForwardError(f"the model computed NaN logits for request {inputs.request_id!r}")
+            if not logits.isfinite().all():
+                raise ForwardError(f"the model computed NaN or infinite logits for request {inputs.request_id!r}")
         except torch.AcceleratorError as error:
             raise EngineDeadError(f"the device failed beyond recovery: {error}") from error
         if self.tracer:
@@ -95,6 +96,10 @@ class ModelRunner:
         for request_id in list(self.request_caches):
             self.free_request_cache(request_id)
 
+    def held_request_ids(self) -> list[str]:
+        """The requests whose KV is held, oldest first."""
+        return list(self.request_caches)
+
     def num_kv_tokens(self) -> int:
         """Tokens whose KV is held now."""
         return sum(cache.get_seq_length() for cache in self.request_caches.values())
@@ -108,5 +113,5 @@ class ModelRunner:
             self.request_caches[request_id] = DynamicCache(config=self.model.config)
         cache = self.request_caches[request_id]
         if cache.get_seq_length() > start:
-            cache.crop(start)
+            cache.crop(start - cache.get_seq_length())  # negative: how many tokens to remove
         return cache

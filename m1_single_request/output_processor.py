@@ -55,7 +55,7 @@ class OutputProcessor:
             return detokenizer.text + detokenizer.tail()
         held = held_back(detokenizer.text, stops)
         if held and self.tracer:
-            self.tracer.emit(TextHeld(rid=request.request_id, text=detokenizer.text[-held:], stops=stops))
+            self.tracer.emit(TextHeld(rid=request.request_id, text=detokenizer.text[-held:], stops=tuple(stops)))
         return detokenizer.text[: len(detokenizer.text) - held]
 
 

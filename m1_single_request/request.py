@@ -1,7 +1,7 @@
 """A request on its way through the engine: what it asked for, what it has so far, and why it ended.
 
-The scheduled unit is a `Request` with exactly one `Sequence`. Only the scheduler changes these objects.
-vLLM calls the same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the family of finish reasons is SGLang's.
+The scheduled unit is a `Request` with exactly one `Sequence`. Only the scheduler changes these objects. vLLM calls the
+same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the family of finish reasons is SGLang's.
 """
 
 from dataclasses import dataclass, field

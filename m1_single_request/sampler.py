@@ -5,8 +5,9 @@ The order is fixed (vLLM's and Hugging Face's, one filter after the other on wha
     logits -> min_tokens, logit_bias -> penalties -> greedy? take the best
                                                   -> temperature -> min_p -> top_k -> top_p -> draw
 
-Log-probabilities are those of the untouched logits. A draw inverts the cumulative distribution, in token-id order, at the
-row's own random number (`draws.py`), so a row's token does not depend on the rows beside it. vLLM: `v1/sample/sampler.py`.
+Log-probabilities are those of the untouched logits. A draw inverts the cumulative distribution, in token-id order, at
+the row's own random number (`draws.py`), so a row's token does not depend on the rows beside it. vLLM:
+`v1/sample/sampler.py`.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from m1_single_request.errors import ForwardError
 from m1_single_request.sampling_metadata import SamplingMetadata
+
+LARGEST = torch.finfo(torch.float32).max  # two infinite logits would make the softmax undefined
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class Sampler:
         """Choose one token per row. `logits` `[rows, vocab]`, any float type; it is not modified."""
         logits = logits.float()
         tokens = self.choose(logits, metadata)
+        token_ids = tuple(tokens.tolist())
+        if max(token_ids) >= logits.shape[-1]:
+            raise ForwardError("no token can be sampled: the settings leave every token at probability zero")
         logprobs: list[LogprobRow | None] = [None] * len(tokens)
         asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
         if asked:
@@ -48,7 +55,7 @@ class Sampler:
             rows = gather_logprobs(logits[asked], tokens[asked], max(counts))
             for i, k, row in zip(asked, counts, rows, strict=True):
                 logprobs[i] = _best(row, k)
-        return SamplerOutput(tuple(tokens.tolist()), tuple(logprobs))
+        return SamplerOutput(token_ids, tuple(logprobs))
 
     def choose(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """The chosen token ids `[rows]` for float32 `logits` `[rows, vocab]`."""
@@ -57,10 +64,13 @@ class Sampler:
         if metadata.penalties is not None:
             logits = apply_penalties(logits, metadata)
         best = logits.argmax(dim=-1)
+        if metadata.bias is not None and logits.gather(-1, best[:, None]).isneginf().any():
+            raise ForwardError("no token can be sampled: the settings leave every token at probability zero")
         if metadata.all_greedy:
             return best
         assert metadata.uniforms is not None  # there is a row that draws
-        probs = filtered_probs(logits / metadata.temperature[:, None], metadata)
+        scaled = (logits / metadata.temperature[:, None]).clamp(max=LARGEST)
+        probs = filtered_probs(scaled, metadata)
         return torch.where(metadata.greedy, best, draw(probs, metadata.uniforms))
 
 
@@ -70,6 +80,7 @@ def apply_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     repetition, frequency, presence = (penalty[:, None] for penalty in metadata.penalties)
     scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(metadata.seen, scaled, logits)
+    logits = logits.clamp(max=LARGEST)
     return logits - frequency * metadata.output_counts - presence * (metadata.output_counts > 0)
 
 
@@ -95,7 +106,7 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert the cumulative distribution: the first token whose cumulative mass exceeds `uniforms` `[rows]` of the total.
+    """Invert the cumulative distribution: the first token whose cumulative mass exceeds the share `uniforms` `[rows]`.
 
     `probs` `[rows, vocab]` need not sum to one. A token of probability zero is never drawn.
     """

@@ -13,6 +13,9 @@ from torch import Tensor
 from m1_single_request.draws import uniforms
 from m1_single_request.sampling_params import SamplingParams
 
+MIN_REPETITION_PENALTY = 1e-30  # smaller ones would be zero in float32
+MAX_TEMPERATURE = 1e30  # beyond this all tokens are equally likely anyway, and float32 ends at 3.4e38
+
 
 @dataclass(frozen=True)
 class SamplingRow:
@@ -28,7 +31,7 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """Per-row parameters of one batch; all tensors are on the logits' device, `[rows]` unless a comment says otherwise."""
+    """Per-row parameters of one batch; all tensors on the logits' device, `[rows]` unless a comment says otherwise."""
 
     greedy: Tensor  # bool
     all_greedy: bool
@@ -59,14 +62,16 @@ class SamplingMetadata:
         return cls(
             greedy=column(greedy, torch.bool),
             all_greedy=all(greedy),
-            temperature=column([1.0 if g else p.temperature for g, p in zip(greedy, params, strict=True)]),
+            temperature=column(
+                [1.0 if g else min(p.temperature, MAX_TEMPERATURE) for g, p in zip(greedy, params, strict=True)]
+            ),
             uniforms=torch.from_numpy(draws).to(device) if drawn else None,
             min_p=column([p.min_p for p in params]) if any(p.min_p > 0 for p in drawn) else None,
             top_k=column(top_k, torch.int64) if any(0 < p.top_k < vocab_size for p in drawn) else None,
             top_p=column([p.top_p for p in params]) if any(p.top_p < 1 for p in drawn) else None,
             bias=_bias(rows, vocab_size, device),
             penalties=(
-                column([p.repetition_penalty for p in params]),
+                column([max(p.repetition_penalty, MIN_REPETITION_PENALTY) for p in params]),
                 column([p.frequency_penalty for p in params]),
                 column([p.presence_penalty for p in params]),
             )

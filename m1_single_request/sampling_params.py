@@ -1,7 +1,8 @@
 """How one request wants its tokens chosen, and when it wants to stop.
 
-The fields and their meaning are those of vLLM's `SamplingParams`. All values are checked when the object is made, so that a
-bad one never reaches the engine; what only the model can judge (token ids within the vocabulary) `InputProcessor` checks.
+The fields and their meaning are those of vLLM's `SamplingParams`. All values are checked when the object is made, so
+that a bad one never reaches the engine; what only the model can judge (token ids within the vocabulary)
+`InputProcessor` checks.
 """
 
 import math
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from m1_single_request.errors import InvalidParamsError
 
+MAX_BIAS = 100  # enough to force or to ban a token; the OpenAI API has the same range
 GREEDY_EPSILON = 1e-5  # a temperature below this means greedy
 
 
@@ -40,7 +42,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Added to the logits of these token ids; from -100 to 100."""
     stop: str | Sequence[str] = ()
     """Strings that end the output where they first appear; cut off unless `include_stop_str_in_output`."""
     stop_token_ids: Sequence[int] = ()
@@ -52,7 +54,7 @@ class SamplingParams:
     seed: int | None = None
     """Makes draws reproducible. None: derived from the engine's seed and the request's number."""
     logprobs: int | None = None
-    """Report the log-probabilities of this many best tokens per output position; the sampled one always is there too."""
+    """Report the log-probabilities of this many best tokens per output position, and always that of the sampled one."""
     prompt_logprobs: int | None = None
     """The same for the prompt's own tokens; the first has none."""
     skip_special_tokens: bool = True
@@ -120,30 +122,36 @@ def _integer(
     if value < low:
         raise InvalidParamsError(f"{name}={value} is too small: it must be at least {low}")
     if high is not None and value > high:
-        raise InvalidParamsError(f"{name}={value} is too large: it must be at most {high_is or high}{f' ({high})' * bool(high_is)}")
+        ceiling = f"{high_is} ({high})" if high_is else str(high)
+        raise InvalidParamsError(f"{name}={value} is too large: it must be at most {ceiling}")
 
 
-def _number(
-    params: SamplingParams, name: str, *, low: float, high: float = math.inf, open_low: bool = False
-) -> None:
+def _number(params: SamplingParams, name: str, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
     value = getattr(params, name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidParamsError(f"{name}={value!r} must be a number")
     above = value > low if open_low else value >= low
-    if not (above and value <= high and math.isfinite(value)):
-        bound = f"{'greater than' if open_low else 'at least'} {low}" + (f" and at most {high}" if high < math.inf else "")
-        raise InvalidParamsError(f"{name}={value} is out of range: it must be finite, {bound}")
+    if not (above and value <= high and abs(value) < math.inf):
+        bound = f"{'greater than' if open_low else 'at least'} {low}"
+        ceiling = f" and at most {high}" if high < math.inf else ""
+        raise InvalidParamsError(f"{name}={value} is out of range: it must be finite, {bound}{ceiling}")
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
         raise InvalidParamsError(f"stop={stop!r} must be a string or a list of strings, none of them empty")
+    if any("\ud800" <= character <= "\udfff" for s in strings for character in s):
+        raise InvalidParamsError(f"stop={stop!r} has half a surrogate pair, which no text can contain")
     return tuple(dict.fromkeys(strings))
 
 
 def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(_is_token_id(i) for i in ids):
+    if (
+        isinstance(ids, str | bytes | bytearray)
+        or not isinstance(ids, Sequence)
+        or not all(_is_token_id(i) for i in ids)
+    ):
         raise InvalidParamsError(f"stop_token_ids={ids!r} must be a list of token ids (whole numbers from 0)")
     return tuple(dict.fromkeys(ids))
 
@@ -154,9 +162,11 @@ def _bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     if not isinstance(bias, Mapping):
         raise InvalidParamsError(f"logit_bias={bias!r} must map token ids to numbers")
     for token_id, value in bias.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not _is_token_id(token_id) or not is_number:
-            raise InvalidParamsError(f"logit_bias={{{token_id!r}: {value!r}}} must map a token id to a finite number")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not _is_token_id(token_id) or not is_number or not -MAX_BIAS <= value <= MAX_BIAS:
+            raise InvalidParamsError(
+                f"logit_bias={{{token_id!r}: {value!r}}} must map a token id to a number from -{MAX_BIAS} to {MAX_BIAS}"
+            )
     return dict(bias) or None
 
 

@@ -1,8 +1,9 @@
 """One place decides whether a request ends: stop strings, stop ids, length limits.
 
-The scheduler asks before it commits anything, because what comes after a stop must enter neither the output nor a cache.
-Several tokens may arrive at once (from m5 on); the earliest stop among them wins, and at one token a string wins over an
-id, an id over a length. vLLM splits this between `check_stop` and the detokenizer; SGLang has `Req.check_finished`.
+The scheduler asks before it commits anything, because what comes after a stop must enter neither the output nor a
+cache. Several tokens may arrive at once (from m5 on); the earliest stop among them wins, and at one token a string wins
+over an id, an id over a length. vLLM splits this between `check_stop` and the detokenizer; SGLang has
+`Req.check_finished`.
 """
 
 from collections.abc import Iterable, Sequence as SequenceOf
@@ -43,8 +44,8 @@ class StopChecker:
     def check(self, sequence: Sequence, new_token_ids: SequenceOf[int]) -> StopVerdict:
         """Judge `new_token_ids`, which the sequence does not hold yet.
 
-        Afterwards the sequence's detokenizer has read exactly the accepted tokens, less the text of a stop token that is
-        not to be shown.
+        Afterwards the sequence's detokenizer has read exactly the accepted tokens, less the text of a stop token that
+        is not to be shown.
         """
         params, detokenizer = sequence.sampling_params, sequence.detokenizer
         stop_ids = self.stop_ids(sequence)
@@ -75,8 +76,8 @@ class StopChecker:
 def _first_match(text: str, already: int, stops: SequenceOf[str]) -> tuple[str, int] | None:
     """The stop string that is complete first in `text`, given that none ended within the first `already` characters.
 
-    Returns it with the position behind it. Earliest end first, so that the answer does not depend on how the text was cut
-    into tokens; of two that end together the longer wins.
+    Returns it with the position behind it. Earliest end first, so that the answer does not depend on how the text was
+    cut into tokens; of two that end together the longer wins.
     """
     found = []
     for stop in stops:
@@ -93,6 +94,6 @@ def held_back(text: str, stops: SequenceOf[str]) -> int:
     """How many characters at the end of `text` may be the beginning of a stop string."""
     longest = max((len(stop) for stop in stops), default=0)
     for size in range(min(longest - 1, len(text)), 0, -1):
-        if any(stop.startswith(text[-size:]) for stop in stops):
+        if any(len(stop) > size and stop.startswith(text[-size:]) for stop in stops):
             return size
     return 0

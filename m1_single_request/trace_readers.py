@@ -48,7 +48,7 @@ class ConsoleReader:
         if isinstance(event, EngineStarted):
             self.console.print(Text(event.explain(), style=event.style))
         elif isinstance(event, Batch):
-            self._line = [f"{event.mode:<7} {some(sum(event.extend_lens), 'token'):>12}  {', '.join(event.rids)}"]
+            self._line = [f"{event.mode:<7} {some(sum(event.extend_lens), 'token'):>9}  {', '.join(event.rids)}"]
         elif isinstance(event, Result):
             self._line.append(f"output {event.out_len}/{event.max_tokens}")
         elif isinstance(event, Finish):

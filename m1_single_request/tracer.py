@@ -6,7 +6,10 @@ all. vLLM and SGLang log and export metrics instead; neither records every decis
 
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from m1_single_request.events import Event
@@ -57,17 +60,19 @@ class Tracer:
         """Hand `event` to every reader. Never raises: a broken reader must not break the engine."""
         record = TraceRecord(self.step, time.monotonic(), event)
         for reader in tuple(self._readers):
-            self._guarded(reader, lambda reader=reader: reader.read(record))
+            self._guarded(reader, partial(reader.read, record))
 
     def close(self) -> None:
         """Detach and close all readers."""
         for reader in tuple(self._readers):
             self.detach(reader)
 
-    def _guarded(self, reader: TraceReader, call) -> None:
+    def _guarded(self, reader: TraceReader, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
             if reader in self._readers:
                 self._readers.remove(reader)
+                with suppress(Exception):  # whatever it still holds, a file perhaps
+                    reader.close()
             warnings.warn(f"trace reader {reader!r} failed and was detached: {error!r}", RuntimeWarning, stacklevel=3)

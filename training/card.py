@@ -98,7 +98,9 @@ def draw_losses(losses: Sequence[float], path: Path, *, span_steps: int) -> None
     from matplotlib.figure import Figure
 
     window = max(1, len(losses) // 100)
-    means = [sum(losses[max(0, i - window) : i + 1]) / len(losses[max(0, i - window) : i + 1]) for i in range(len(losses))]
+    means = [
+        sum(losses[max(0, i - window) : i + 1]) / len(losses[max(0, i - window) : i + 1]) for i in range(len(losses))
+    ]
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     axes = figure.subplots()
     axes.plot(losses, color="0.8", linewidth=0.6, label="each step")

@@ -1,7 +1,7 @@
 """Measures the three skills of a checkpoint by greedy generation: `python -m training.evaluate [path]`.
 
-Independent of the engine: transformers loads the saved bf16 file and generates. Lists and texts are drawn from a seed that
-training never uses; of every question the trained wordings and the one that was held out are asked.
+Independent of the engine: transformers loads the saved bf16 file and generates. Lists and texts are drawn from a seed
+that training never uses; of every question the trained wordings and the one that was held out are asked.
 """
 
 import argparse
@@ -90,7 +90,9 @@ def evaluate(path: Path, *, batch_size: int = 50, show_wrong: int = 0) -> list[S
             right[case.skill, case.size].append(answer == case.answer)
             if answer != case.answer and shown.get(case.skill, 0) < show_wrong:
                 shown[case.skill] = shown.get(case.skill, 0) + 1
-                Console().print(f"{case.messages[-1]['content']!r}\n  wanted {case.answer!r}\n  got    {answer!r}", markup=False)
+                Console().print(
+                    f"{case.messages[-1]['content']!r}\n  wanted {case.answer!r}\n  got    {answer!r}", markup=False
+                )
     return [Score(skill, size, sum(hits), len(hits)) for (skill, size), hits in right.items()]
 
 

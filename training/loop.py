@@ -1,4 +1,4 @@
-"""A plain training loop: one batch a step, Muon for the matrices and AdamW for the rest, resumable, with a progress bar.
+"""A plain training loop: Muon for the matrices and AdamW for the rest, resumable, with a progress bar.
 
 Batches are a pure function of (seed, step), so a resumed run sees exactly what an uninterrupted one would have seen.
 """
@@ -89,7 +89,6 @@ def train(
     config: LoopConfig,
     *,
     device: torch.device,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
     """Train to `config.steps`, going on from `run_dir` if a state lies there. Returns the loss of every step."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -116,7 +115,6 @@ def train(
             at.step += 1
             at.losses.append(round(loss, 4))
             bar.update(task, completed=at.step, loss=at.losses[-1])
-            on_step(at.step, at.losses[-1])
             if at.step % config.save_every == 0 or at.step == config.steps:
                 _save(model, optimizers, at, config)
     return at.losses

@@ -70,7 +70,7 @@ MARKS = (".", ",", ";", ":", "!", "?", "-", "(", ")", '"', "'", "/", "+", "=", "
 
 
 def repeat_text(rng: Random, length: int, tokenizer) -> str:
-    """An unseen text of about `length` tokens, never more: words, now and then digits, marks, or strange characters."""
+    """An unseen text of about `length` tokens (a capital may cost one more): words, digits, marks, odd characters."""
     style = rng.random()
     text, tokens = "", 0
     while True:
@@ -112,7 +112,8 @@ LEADS = ("Please answer: ", "Hi! ", "Hello. ", "A question: ", "Please: ", "Help
 def explain_turn(rng: Random, question: Question) -> tuple[str, str]:
     """One of the trained wordings, sometimes roughened, and the answer written for it.
 
-    Roughening (a lead-in, a lost word, no capital, no question mark) is what lets the model answer wordings it never saw.
+    Roughening (a lead-in, a lost word, no capital, no question mark) is what lets the model answer wordings it never
+    saw.
     """
     words = rng.choice(question.asked)
     if rng.random() < 0.5:

@@ -12,14 +12,16 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from training.card import write_card
+from training.evaluate import evaluate, summary
 from training.loop import LoopConfig, train
-from training.recipe import SEED, TOKENS_PER_STEP, Recipe
+from training.recipe import SEED, SPANS_ONLY, TOKENS_PER_STEP, Recipe
 from training.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / "m1_single_request" / "checkpoints" / "tiny-qwen3"
 RUN_DIR = Path(__file__).parent / "runs" / "tiny-qwen3"
-STEPS = 3600
+STEPS = 3200
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -54,6 +56,17 @@ def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
     tokenizer.save_pretrained(path)
 
 
+def recipe_facts(args: argparse.Namespace, minutes: float) -> dict[str, object]:
+    """What the model card says of the run."""
+    threads = f"{args.threads} CPU thread{'' if args.threads == 1 else 's'}" if args.device == "cpu" else args.device
+    return {
+        "tokens_per_step": f"{TOKENS_PER_STEP:,}",
+        "seed": SEED,
+        "span_share": SPANS_ONLY,
+        "minutes": f"The last stretch of the run took {minutes:.0f} minutes on {threads} (torch {torch.__version__}).",
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train, save, evaluate, write the model card. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m training.tiny_qwen3", description=__doc__.splitlines()[0])
@@ -78,8 +91,12 @@ def main(argv: list[str] | None = None) -> int:
         LoopConfig(run_dir=args.run_dir, steps=args.steps),
         device=torch.device(args.device),
     )
-    print(f"{len(losses)} steps done, {(time.monotonic() - started) / 60:.0f} minutes in this run")
+    minutes = (time.monotonic() - started) / 60
     save_checkpoint(model.cpu(), tokenizer, args.output)
+    scores = evaluate(args.output)
+    write_card(args.output, model, tokenizer, losses, scores, recipe=recipe_facts(args, minutes))
+    for score in summary(scores):
+        print(f"{score.skill}: {score.right}/{score.total} = {score.share:.1%}")
     return 0
 
 

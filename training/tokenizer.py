@@ -24,10 +24,8 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 
-# What may be merged into one token: a contraction, letters with one leading mark or space, one digit, marks, white space.
-SPLIT = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+# What may be one token: a contraction, letters with one leading mark or space, one digit, marks, white space.
+SPLIT = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -50,8 +48,7 @@ def tokenizer_corpus() -> Iterator[str]:
             weight = WORD_WEIGHT if form[-len(word) :] == word else WORD_WEIGHT // 20
             yield from [form] * weight
     for question in questions():
-        for wording in question.asked:
-            yield wording
+        yield from question.asked
         yield from [question.answer] * 4
 
 

@@ -1,0 +1,379 @@
+"""What the notebooks lean on: `check` grades an exercise by its behaviour, `show_source` quotes code from the packages.
+
+A grader runs the reader's answer beside the package's own on inputs that tell the typical mistakes apart, and says
+which one it sees. It looks at results only, never at how they came about. A wrong answer is a verdict and not an
+exception, so that a notebook with open exercises still runs to its end.
+"""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import product
+from typing import Any
+
+import torch
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from m1_single_request import LLMEngine, SamplingParams
+from m1_single_request.events import Batch
+from m1_single_request.model_loader import head_dim
+from m1_single_request.sampler import filtered_probs
+from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m1_single_request.stop_checker import held_back as reference_held_back
+from m1_single_request.tracer import TraceRecord
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found. True if the answer passed."""
+
+    exercise: str
+    passed: bool
+    message: str
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __repr__(self) -> str:
+        return textwrap.fill(f"{self.exercise}: {'passed' if self.passed else 'not yet'}. {self.message}", 110)
+
+
+class Mismatch(Exception):
+    """What a grader raises when the answer differs from the reference; the message is for the reader."""
+
+
+Grader = Callable[[Any], str]
+"""Takes the reader's answer, returns what was checked; raises `Mismatch`."""
+
+GRADERS: dict[str, Grader] = {}
+
+
+def grader(name: str) -> Callable[[Grader], Grader]:
+    """Register a grader under the name by which notebooks call it."""
+
+    def register(function: Grader) -> Grader:
+        GRADERS[name] = function
+        return function
+
+    return register
+
+
+def check(exercise: str, answer: Any) -> Verdict:
+    """Grade `answer`. Raises `KeyError` only for an exercise that does not exist."""
+    if exercise not in GRADERS:
+        raise KeyError(f"there is no exercise {exercise!r}; there are {', '.join(GRADERS)}")
+    try:
+        return Verdict(exercise, True, GRADERS[exercise](answer))
+    except Mismatch as found:
+        return Verdict(exercise, False, str(found))
+    except NotImplementedError:
+        return Verdict(exercise, False, "Nothing is written here yet.")
+    except Exception as error:
+        return Verdict(exercise, False, f"Your code raised {type(error).__name__}: {error}")
+
+
+class Listing:
+    """Source code that a notebook shows in colours and a terminal as plain text."""
+
+    def __init__(self, title: str, source: str) -> None:
+        self.title = title
+        self.source = source
+
+    def __repr__(self) -> str:
+        return f"{self.title}\n{self.source}"
+
+    def _repr_html_(self) -> str:
+        pre = (
+            "background: #272822 !important; font-size: 0.85em; padding: 0.8em; margin: 0"  # whatever the page's theme
+        )
+        style = HtmlFormatter(noclasses=True, style="monokai", prestyles=pre)
+        return f"<b><code>{escape(self.title)}</code></b>{highlight(self.source, PythonLexer(), style)}"
+
+
+def listing(thing: Any) -> Listing:
+    """The source of a class or function as it stands in the installed package."""
+    thing = inspect.unwrap(thing)
+    title = f"{thing.__module__.replace('.', '/')}.py: {thing.__qualname__}"
+    return Listing(title, textwrap.dedent(inspect.getsource(thing)).rstrip())
+
+
+def show_source(*things: Any) -> None:
+    """Show the source of classes and functions in a notebook."""
+    from IPython.display import display  # not needed for grading
+
+    for thing in things:
+        display(listing(thing))
+
+
+# --- m1: exercises ----------------------------------------------------------------------------------------------------
+
+
+@grader("m1.kv_bytes")
+def grade_kv_bytes(kv_bytes: Callable[[PreTrainedConfig, int, int], int]) -> str:
+    """`kv_bytes(config, num_tokens, bytes_per_value)`: the memory that the keys and values of some tokens take."""
+    odd = Qwen3Config(hidden_size=252, num_hidden_layers=5, num_attention_heads=9, num_key_value_heads=3, head_dim=32)
+    small = Qwen3Config(
+        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128
+    )
+    llama = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+    for name, config, tokens, width in (
+        ("5 layers, hidden size 252, 9 heads over 3 KV heads, head_dim 32", odd, 11, 4),
+        ("the shape of Qwen3-0.6B", small, 1000, 2),
+        ("the shape of Llama 3 8B", llama, 8192, 2),
+        ("the shape of Llama 3 8B", llama, 0, 2),
+    ):
+        values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
+        got = kv_bytes(config, tokens, width)
+        if got != values * tokens * width:
+            hint = f" {_kv_hint(got)}" if config is odd else ""
+            raise Mismatch(
+                f"{name}; {tokens:,} tokens, {width} bytes a value: that makes {values * tokens * width:,} bytes, "
+                f"you say {got!r}.{hint}"
+            )
+    return "Three models and several lengths agree with the formula that the engine uses."
+
+
+def _kv_hint(got: int) -> str:
+    """The mistake behind a wrong answer to the first case: 2 x 5 layers x 3 heads x 32 x 11 tokens x 4 bytes."""
+    return {
+        5 * 3 * 32 * 11 * 4: "Keys and values are two tensors of the same size.",
+        2 * 3 * 32 * 11 * 4: "Every layer has keys and values of its own.",
+        2 * 5 * 9 * 32 * 11 * 4: "Only the KV heads are kept: num_key_value_heads, not num_attention_heads.",
+        2
+        * 5
+        * 3
+        * (252 // 9)
+        * 11
+        * 4: "head_dim is not always hidden_size // num_attention_heads: the config names it.",
+        2 * 5 * 3 * 32 * 4: "Every token has keys and values of its own.",
+        2 * 5 * 3 * 32 * 11: "A value takes bytes_per_value bytes.",
+    }.get(got, "")
+
+
+@grader("m1.top_p_filter")
+def grade_top_p(top_p_filter: Callable[[Tensor, float], Tensor]) -> str:
+    """`top_p_filter(probs, p)`: drop all but the fewest best tokens that reach p; scaling what is left is allowed."""
+    rng = torch.Generator().manual_seed(0)
+    cases = [
+        ([0.4, 0.3, 0.2, 0.1], 0.5),
+        ([0.1, 0.4, 0.2, 0.3], 0.5),
+        ([0.1, 0.4, 0.2, 0.3], 0.05),
+        ([0.5, 0.25, 0.125, 0.125], 0.7),
+        ([0.4, 0.3, 0.2, 0.1], 1.0),
+        *((torch.rand(50, generator=rng).pow(4).tolist(), p) for p in (0.3, 0.9, 0.99)),
+    ]
+    for values, p in cases:
+        probs = torch.tensor(values, dtype=torch.float64)
+        probs /= probs.sum()
+        before = probs.clone()
+        got = top_p_filter(probs, p)
+        if not torch.equal(probs, before):
+            raise Mismatch("The function changes its input. Work on a copy: others may still read it.")
+        if not isinstance(got, Tensor) or got.shape != probs.shape:
+            raise Mismatch(f"A tensor of {len(values)} probabilities is wanted, you return {_short(got)}.")
+        _compare_top_p(probs, p, got.double(), _reference_top_p(probs, p))
+    return "The same tokens are kept as in the engine's sampler, for eight distributions."
+
+
+def _reference_top_p(probs: Tensor, p: float) -> Tensor:
+    params = SamplingParams(temperature=1.0, top_p=p)
+    row = SamplingRow(params=params, seed=0, prompt_token_ids=(0,), output_token_ids=())
+    metadata = SamplingMetadata.from_rows([row], vocab_size=len(probs), device=probs.device)
+    return filtered_probs(probs.log()[None], metadata)[0]
+
+
+def _compare_top_p(probs: Tensor, p: float, got: Tensor, wanted: Tensor) -> None:
+    case = f"With probabilities {_short([round(v, 3) for v in probs.tolist()])} and p = {p}"
+    kept, right = (got > 0).nonzero()[:, 0].tolist(), (wanted > 0).nonzero()[:, 0].tolist()
+    if kept == right:
+        if not torch.allclose(got / got.sum(), wanted / wanted.sum(), atol=1e-6):
+            raise Mismatch(f"{case} the right tokens are kept, but their ratios have changed.")
+        return
+    if not kept:
+        hint = "No token is left to draw: the best one always stays."
+    elif len(kept) == len(right):
+        hint = "The number of tokens is right. Is the answer back in the order of token ids, after sorting?"
+    elif len(kept) < len(right):
+        hint = "Too few. The token that carries the sum to p or over it stays: what counts is the sum before it."
+    else:
+        hint = "Too many. A token goes if the better ones reach p already."
+    raise Mismatch(f"{case} the tokens {_short(right)} stay, you keep {_short(kept)}. {hint}")
+
+
+@grader("m1.held_back")
+def grade_held_back(held_back: Callable[[str, Sequence[str]], int]) -> str:
+    """`held_back(text, stops)`: how many characters at the end may be the beginning of a stop string."""
+    spoken = [
+        ("I will look. Obs", ("Observation:",)),
+        ("I will look.", ("Observation:",)),
+        ("no stops", ()),
+        ("", ("\n\n",)),
+        ("one line\n", ("\n\n", "END")),
+        ("xaab", ("ab!", "aabc")),
+        ("xaba", ("abab",)),
+        ("caf\u00e9 \u4e16", ("\u4e16\u754c",)),
+    ]
+    letters = ("".join(text) for size in range(5) for text in product("ab", repeat=size))
+    spelled = [(text, stops) for text in letters for stops in (("aab",), ("ba", "abb"), ("bbbb",))]
+    for text, stops in spoken + [(t, s) for t, s in spelled if not any(stop in t for stop in s)]:
+        got, wanted = held_back(text, stops), reference_held_back(text, stops)
+        if got == wanted:
+            continue
+        case = f"held_back({text!r}, {stops!r}) is {wanted}, you return {got!r}."
+        if not isinstance(got, int):
+            raise Mismatch(case)
+        if got < wanted:
+            raise Mismatch(f"{case} A stream would show the beginning of a stop string and have to take it back.")
+        raise Mismatch(f"{case} Text is held back that can no longer become a stop string.")
+    return "About a hundred texts: nothing is shown too early, nothing is held too long."
+
+
+@grader("m1.shortest_first")
+def grade_shortest_first(scheduler_class: type) -> str:
+    """A scheduler part that admits the shortest waiting prompt first; equal lengths in order of arrival."""
+    lengths = {"nine": 9, "three": 3, "seven": 7, "three too": 3, "one, late": 1}
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with LLMEngine(parts={"scheduler": scheduler_class}) as engine:
+        for rid in ("nine", "three", "seven", "three too"):
+            engine.add_request(_prompt(lengths[rid]), params, request_id=rid)
+        finished = dict(_steps(engine, limit=1))
+        engine.add_request(_prompt(1), params, request_id="one, late")
+        finished |= _steps(engine, limit=40)
+    if missing := [rid for rid in lengths if rid not in finished]:
+        raise Mismatch(f"These requests never finished: {', '.join(missing)}.")
+    if list(finished) != ["three", "one, late", "three too", "seven", "nine"]:
+        hint = {
+            ("nine", "three", "seven", "three too", "one, late"): " That is the order of arrival.",
+            ("nine", "seven", "three", "three too", "one, late"): " That is the longest first.",
+            ("three too", "one, late", "three", "seven", "nine"): " Of two equal ones the earlier goes first.",
+            ("three", "three too", "seven", "nine", "one, late"): " A request that arrives later takes part, too.",
+        }.get(tuple(finished), "")
+        raise Mismatch(
+            f"Three, one (late), three, seven, nine should finish in this order; you have {list(finished)}.{hint}"
+        )
+    alone = _tokens_alone(lengths.values())
+    if any(tokens != alone[lengths[rid]] for rid, tokens in finished.items()):
+        raise Mismatch("The order is right, but the tokens of a request have changed.")
+    return "Five requests: the right order, no request lost, the same tokens, the invariants hold after every step."
+
+
+# --- m1: labs ---------------------------------------------------------------------------------------------------------
+
+
+@grader("m1.off_by_one")
+def grade_off_by_one(scheduler_class: type) -> str:
+    """The lab's scheduler, repaired: the count of computed tokens leaves out the newest token."""
+    prefixes = _Prefixes()
+    with LLMEngine(parts={"scheduler": scheduler_class}) as engine:
+        engine.tracer.attach(prefixes)
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        engine.add_request(_prompt(9), params)
+        finished = list(_steps(engine, limit=10))
+    if prefixes.seen != [0, 9, 10, 11]:
+        raise Mismatch(f"A prompt of 9 tokens runs at the start positions 0, 9, 10, 11; yours at {prefixes.seen}.")
+    if [tokens for _, tokens in finished] != [_tokens_alone([9], num=4)[9]]:
+        raise Mismatch("The positions are right, but the tokens are not those of the engine's own scheduler.")
+    return "Start positions 0, 9, 10, 11, and the invariants hold after every step."
+
+
+class _Prefixes:
+    """A trace reader that keeps how many tokens each step found in the cache."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def read(self, record: TraceRecord) -> None:
+        """Keep the start position of a step."""
+        if isinstance(record.event, Batch):
+            self.seen += record.event.prefix_lens
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+@grader("m1.detokenizer")
+def grade_detokenizer(detokenizer_class: type) -> str:
+    """The lab's detokenizer, repaired: what it shows is always the beginning of what it will show."""
+    with LLMEngine() as engine:
+        tokenizer = engine.engine_core.input_processor.tokenizer
+    cat = tokenizer.encode("\U0001f408")
+    texts = {
+        text: tokenizer.encode(text) for text in ("Plain words.", "caf\u00e9 \u4e16\u754c", "\U0001f408\U0001f600!")
+    }
+    texts["half a cat"] = cat[:-1]
+    texts["half a cat and more"] = [*cat[:-1], *tokenizer.encode(" more")]
+    for text, ids in texts.items():
+        detokenizer = detokenizer_class(tokenizer)
+        whole, shown, pieces = tokenizer.decode(ids), "", []
+        for number, token_id in enumerate(ids, start=1):
+            piece = detokenizer.push(token_id)
+            pieces.append(piece)
+            shown += piece
+            if shown != detokenizer.text:
+                raise Mismatch(f"{text!r}: push() returned {pieces} so far, but text is {detokenizer.text!r}.")
+            if not whole.startswith(shown):
+                raise Mismatch(
+                    f"{text!r}: after {number} of {len(ids)} tokens {shown!r} is shown, which is not how it goes on."
+                )
+            if text == "Plain words." and shown != tokenizer.decode(ids[:number]):
+                raise Mismatch(f"{text!r}: after {number} tokens only {shown!r} is shown. Nothing there needs to wait.")
+        if shown + detokenizer.tail() != whole:
+            raise Mismatch(f"{text!r}: shown and tail() together are {shown + detokenizer.tail()!r}, not {whole!r}.")
+    _grade_rewind(detokenizer_class(tokenizer), tokenizer.encode("one two"), tokenizer)
+    return "Plain text at once, characters only when they are whole, broken bytes at the end, and rewind() works."
+
+
+def _grade_rewind(detokenizer: Any, ids: list[int], tokenizer: Any) -> None:
+    detokenizer.push(ids[0])
+    before = detokenizer.mark()
+    detokenizer.push(ids[-1])
+    detokenizer.rewind(before)
+    for token_id in ids[1:]:
+        detokenizer.push(token_id)
+    if detokenizer.text != tokenizer.decode(ids):
+        raise Mismatch(
+            f"After mark(), a token and rewind(), the text is {detokenizer.text!r}, not {tokenizer.decode(ids)!r}."
+        )
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _prompt(length: int) -> list[int]:
+    return [300 + (7 * i) % 101 for i in range(length)]
+
+
+def _steps(engine: LLMEngine, *, limit: int) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """Run up to `limit` steps with the invariants checked after each; yields what finished: (request id, tokens)."""
+    for _ in range(limit):
+        outputs = engine.step()
+        try:
+            engine.engine_core.scheduler.check_invariants()
+        except AssertionError as error:
+            what = str(error).splitlines()[0] if str(error) else "the queues contradict each other"
+            raise Mismatch(f"check_invariants() fails after step {engine.stats().num_steps}: {what}.") from error
+        for rid, output in outputs.items():
+            if output.error is not None:
+                raise Mismatch(f"The request {rid!r} failed: {output.error}")
+            if output.finished:
+                yield rid, output.token_ids
+        if not engine.has_unfinished_requests():
+            return
+
+
+def _tokens_alone(lengths: Iterable[int], *, num: int = 2) -> dict[int, tuple[int, ...]]:
+    """What the engine's own parts answer, by length of the prompt."""
+    params = SamplingParams(max_tokens=num, ignore_eos=True)
+    with LLMEngine() as engine:
+        return {length: engine.generate(_prompt(length), params).token_ids for length in set(lengths)}
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 70 else f"{text[:67]}..."

@@ -1,0 +1,35 @@
+"""README.md: its two commands stand as promised, its examples run, its links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    "command", ["pip install -e . && python -m m1_single_request.demo", 'pip install -e ".[test]" && pytest']
+)
+def test_each_of_the_two_commands_is_a_block_of_its_own(command: str) -> None:
+    assert f"{command}\n" in blocks("bash")
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[0])
+def test_the_example_runs(code: str) -> None:
+    scope: dict[str, object] = {"__name__": "readme"}
+    exec(compile(code, "README.md", "exec"), scope)
+    engine = scope["engine"]
+    assert engine.stats().num_running == 0
+    engine.close()
+
+
+def test_every_link_leads_to_a_file() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)", TEXT) if "://" not in link]
+    assert links and [link for link in links if not (ROOT / link).exists()] == []

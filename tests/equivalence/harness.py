@@ -1,0 +1,183 @@
+"""Holds every milestone to the same tokens: the list of milestones, the reference, and the one comparison.
+
+"The same" means identical up to the first position where the reference's two best logits are closer than 1e-4, in
+float32 on the CPU: there two correct programs may add in another order and choose differently, and everything behind it
+differs too. Such a cut hides what lies behind it, so a suite in which more than 2 % of the prompts are cut fails.
+
+A new milestone joins by adding its name to `MILESTONES`.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+MILESTONES = ["m1_single_request"]
+
+NEAR_TIE = 1e-4
+MAX_CUT_SHARE = 0.02
+
+Prompt = str | list[int]
+
+
+# --- the reference ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers answered to one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    gaps: tuple[float, ...]
+    """Per output position: the best logit less the second best."""
+
+    @property
+    def cut(self) -> int | None:
+        """The first position that is too close to call, if there is one."""
+        return next((i for i, gap in enumerate(self.gaps) if gap < NEAR_TIE), None)
+
+
+class ReferenceModel:
+    """A checkpoint in the hands of transformers alone."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self.eos_token_ids = self._eos_token_ids()
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """A prompt as token ids."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Token ids as the text that an engine shows."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def answer(self, prompt: Prompt, max_tokens: int) -> Reference:
+        """Greedy generation."""
+        ids = torch.tensor([self.token_ids(prompt)])
+        result = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=self.eos_token_ids,
+            pad_token_id=self.eos_token_ids[0],
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        logits = torch.cat(result.logits)  # [output tokens, vocab]
+        best = logits.topk(2, dim=-1).values
+        return Reference(
+            prompt_token_ids=tuple(ids[0].tolist()),
+            token_ids=tuple(result.sequences[0, ids.shape[1] :].tolist()),
+            gaps=tuple((best[:, 0] - best[:, 1]).tolist()),
+        )
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """log_softmax of the logits after each token: `[tokens, vocab]`, without any cache."""
+        return self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].log_softmax(dim=-1)
+
+    def _eos_token_ids(self) -> list[int]:
+        sources = (self.model.config, self.model.generation_config, self.tokenizer)
+        ids: set[int] = set()
+        for value in (source.eos_token_id for source in sources):
+            ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        return sorted(ids)
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison that passed has seen."""
+
+    num_prompts: int
+    num_cut: int
+
+
+def compare(references: Sequence[Reference], answers: Iterable[Sequence[int]]) -> Comparison:
+    """Raise `AssertionError` unless every answer is its reference's, and few enough of them had to be cut."""
+    num_cut = 0
+    for number, (reference, answer) in enumerate(zip(references, answers, strict=True)):
+        num_cut += reference.cut is not None
+        wanted, given = reference.token_ids[: reference.cut], tuple(answer)
+        given = given if reference.cut is None else given[: reference.cut]
+        if wanted != given:
+            at = next((i for i, (w, g) in enumerate(zip(wanted, given, strict=False)) if w != g), None)
+            at = min(len(wanted), len(given)) if at is None else at
+            gap = f", where the two best logits are {reference.gaps[at]:.4g} apart" if at < len(reference.gaps) else ""
+            raise AssertionError(f"prompt {number} differs at output {at}{gap}:\nwanted {wanted}\n   got {given}")
+    if num_cut > MAX_CUT_SHARE * len(references):
+        raise AssertionError(
+            f"{num_cut} of {len(references)} prompts were cut at two logits closer than {NEAR_TIE}: more than "
+            f"{MAX_CUT_SHARE:.0%}. Use a model with clearer gaps."
+        )
+    return Comparison(len(references), num_cut)
+
+
+# --- the ways to ask an engine ----------------------------------------------------------------------------------------
+
+
+def make_engine(milestone: str, directory: Path, **configs: Any) -> Any:
+    """An engine of `milestone` as the rule wants it: float32 on the CPU."""
+    package = importlib.import_module(milestone)
+    model_config = package.ModelConfig(model=directory, device="cpu", dtype="float32")
+    return package.LLMEngine(model_config=model_config, **configs)
+
+
+def by_generate(engine: Any, prompts: Sequence[Prompt], params: Any) -> list[Any]:
+    """One after the other."""
+    return [engine.generate(prompt, params) for prompt in prompts]
+
+
+def by_generate_batch(engine: Any, prompts: Sequence[Prompt], params: Any) -> list[Any]:
+    """All at once."""
+    return list(engine.generate_batch(prompts, params).values())
+
+
+def by_streams(engine: Any, prompts: Sequence[Prompt], params: Any) -> list[Any]:
+    """Streams side by side, each read a little in turn; what a stream says must only ever grow."""
+    streams = {number: engine.stream(prompt, params) for number, prompt in enumerate(prompts)}
+    last: dict[int, Any] = {}
+    while streams:
+        for number, stream in list(streams.items()):
+            output = next(stream)
+            if before := last.get(number):
+                assert output.token_ids[: len(before.token_ids)] == before.token_ids
+                assert output.text.startswith(before.text)
+            last[number] = output
+            if output.finished:
+                assert next(stream, None) is None
+                del streams[number]
+    return [last[number] for number in range(len(prompts))]
+
+
+def by_steps(engine: Any, prompts: Sequence[Prompt], params: Any) -> list[Any]:
+    """`step()` by `step()`; a new request arrives at every third one, the last ones first."""
+    coming = list(enumerate(prompts))
+    ids: dict[str, int] = {}
+    done: dict[int, Any] = {}
+    while coming or engine.has_unfinished_requests():
+        if coming:
+            number, prompt = coming.pop()
+            ids[engine.add_request(prompt, params)] = number
+        for _ in range(3 if coming else 1):
+            done |= {ids[rid]: output for rid, output in engine.step().items() if output.finished}
+    return [done[number] for number in range(len(prompts))]
+
+
+WAYS: dict[str, Callable[[Any, Sequence[Prompt], Any], list[Any]]] = {
+    "generate": by_generate,
+    "generate_batch": by_generate_batch,
+    "stream": by_streams,
+    "step": by_steps,
+}

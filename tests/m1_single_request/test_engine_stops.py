@@ -1,0 +1,142 @@
+"""Where answers end, and what makes a draw reproducible, seen through the face."""
+
+import pytest
+
+from m1_single_request import LLMEngine, RequestOutput, SamplingParams
+from tests.m1_single_request.engines import MakeEngine, drain, greedy
+
+PROMPT = [11, 12, 13]
+
+
+@pytest.fixture
+def free(make_engine: MakeEngine) -> RequestOutput:
+    """What the model says to PROMPT if nothing stops it; its first tokens differ from each other."""
+    output = make_engine().generate(PROMPT, greedy(12))
+    assert len(set(output.token_ids[:6])) == 6
+    return output
+
+
+# --- length -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_max_tokens_ends_the_output(engine: LLMEngine, free: RequestOutput, max_tokens: int) -> None:
+    output = engine.generate(PROMPT, greedy(max_tokens))
+    assert output.token_ids == free.token_ids[:max_tokens]
+    assert (output.finish_reason, output.outputs[0].stop_reason) == ("length", None)
+
+
+def test_max_tokens_far_beyond_the_model_is_no_error(engine: LLMEngine) -> None:
+    output = engine.generate([11] * 250, greedy(10**12))
+    assert (len(output.token_ids), output.finish_reason) == (6, "length")
+
+
+# --- end of sequence --------------------------------------------------------------------------------------------------
+
+
+def test_any_end_of_sequence_id_ends_the_output(make_engine: MakeEngine, free: RequestOutput) -> None:
+    for position in (0, 2, 5):
+        engine = make_engine(eos_token_ids=[4090, free.token_ids[position]])
+        output = engine.generate(PROMPT, SamplingParams(max_tokens=12))
+        assert output.token_ids == free.token_ids[: position + 1]
+        assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+        tokenizer = engine.engine_core.input_processor.tokenizer
+        assert output.text == tokenizer.decode(free.token_ids[:position]), "the text of the stop token is not shown"
+
+
+def test_ignore_eos_goes_on(make_engine: MakeEngine, free: RequestOutput) -> None:
+    engine = make_engine(eos_token_ids=[free.token_ids[2]])
+    output = engine.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))
+    assert (output.token_ids, output.finish_reason) == (free.token_ids, "length")
+
+
+def test_at_the_last_token_end_of_sequence_wins_over_length(make_engine: MakeEngine, free: RequestOutput) -> None:
+    engine = make_engine(eos_token_ids=[free.token_ids[2]])
+    assert engine.generate(PROMPT, SamplingParams(max_tokens=3)).finish_reason == "stop"
+
+
+# --- stop ids and stop strings ----------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_id_ends_the_output_and_is_named(engine: LLMEngine, free: RequestOutput) -> None:
+    stop = free.token_ids[3]
+    output = engine.generate(PROMPT, greedy(12, stop_token_ids=[stop]))
+    assert output.token_ids == free.token_ids[:4]
+    assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+    shown = engine.generate(PROMPT, greedy(12, stop_token_ids=[stop], include_stop_str_in_output=True))
+    assert free.text.startswith(shown.text) and len(shown.text) > len(output.text)
+
+
+def test_a_stop_string_across_tokens_ends_the_output_and_is_cut(engine: LLMEngine, free: RequestOutput) -> None:
+    tokenizer = engine.engine_core.input_processor.tokenizer
+    texts = [tokenizer.decode([token]) for token in free.token_ids]
+    stop = texts[2][-2:] + texts[3][:2]
+    assert free.text.count(stop) == 1
+    end = free.text.index(stop)
+    output = engine.generate(PROMPT, greedy(12, stop=["never said", stop]))
+    assert output.text == free.text[:end]
+    assert output.token_ids == free.token_ids[:4]
+    assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+    kept = engine.generate(PROMPT, greedy(12, stop=stop, include_stop_str_in_output=True))
+    assert kept.text == free.text[: end + len(stop)]
+
+
+def test_min_tokens_keeps_stops_away(make_engine: MakeEngine, free: RequestOutput) -> None:
+    engine = make_engine(eos_token_ids=[free.token_ids[1]])
+    output = engine.generate(PROMPT, SamplingParams(max_tokens=12, min_tokens=6))
+    assert len(output.token_ids) >= 6
+    assert output.token_ids[0] == free.token_ids[0]
+    assert free.token_ids[1] not in output.token_ids[:5], "it cannot be sampled before"
+    tokenizer = engine.engine_core.input_processor.tokenizer
+    stop = tokenizer.decode([free.token_ids[0]])
+    assert len(engine.generate(PROMPT, greedy(12, stop=stop)).token_ids) == 1
+    assert len(engine.generate(PROMPT, greedy(12, stop=stop, min_tokens=4)).token_ids) >= 4
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+DRAWN = {"temperature": 1.5, "max_tokens": 8, "ignore_eos": True}
+
+
+def test_a_seed_fixes_the_answer_in_every_company(make_engine: MakeEngine) -> None:
+    params = SamplingParams(**DRAWN, seed=7)
+    expected = make_engine().generate(PROMPT, params).token_ids
+    engine = make_engine(seed=5)
+    engine.generate("before", SamplingParams(**DRAWN))
+    outputs = list(engine.generate_batch(["a", PROMPT, "b", PROMPT], params).values())
+    assert outputs[1].token_ids == outputs[3].token_ids == expected
+    assert list(engine.stream(PROMPT, params))[-1].token_ids == expected
+    rid = engine.add_request(PROMPT, params)
+    assert drain(engine)[rid].token_ids == expected
+
+
+def test_different_seeds_give_different_answers(engine: LLMEngine) -> None:
+    answers = {engine.generate(PROMPT, SamplingParams(**DRAWN, seed=seed)).token_ids for seed in range(-3, 5)}
+    assert len(answers) == 8
+
+
+def test_without_a_seed_the_engines_seed_and_the_place_in_line_decide(make_engine: MakeEngine) -> None:
+    def answers(seed: int) -> list[tuple[int, ...]]:
+        outputs = make_engine(seed=seed).generate_batch([PROMPT] * 4, SamplingParams(**DRAWN))
+        return [output.token_ids for output in outputs.values()]
+
+    assert answers(3) == answers(3)
+    assert answers(3) != answers(4)
+    assert len(set(answers(3))) == 4
+
+
+def test_the_place_in_line_does_not_depend_on_how_one_asks(make_engine: MakeEngine) -> None:
+    params = SamplingParams(**DRAWN)
+    expected = [o.token_ids for o in make_engine().generate_batch([PROMPT] * 3, params).values()]
+    engine = make_engine()
+    streams = [engine.stream(PROMPT, params, request_id=rid) for rid in ("z", "y", "x")]
+    assert [list(stream)[-1].token_ids for stream in reversed(streams)] == expected[::-1]
+    engine = make_engine()
+    assert [engine.generate(PROMPT, params).token_ids for _ in range(3)] == expected
+
+
+def test_a_refused_prompt_of_a_batch_keeps_its_place_in_line(make_engine: MakeEngine) -> None:
+    params = SamplingParams(**DRAWN)
+    whole = list(make_engine().generate_batch([PROMPT] * 3, params).values())
+    holed = list(make_engine().generate_batch([PROMPT, "", PROMPT], params).values())
+    assert [holed[0].token_ids, holed[2].token_ids] == [whole[0].token_ids, whole[2].token_ids]

@@ -1,0 +1,275 @@
+"""When something breaks inside: the requests of that step fail with it, what they held is freed, the engine goes on."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from m1_single_request import EngineDeadError, EngineError, ForwardError, LLMEngine, RequestOutput
+from m1_single_request.model_runner import ModelInputs, ModelRunner
+from m1_single_request.output_processor import OutputProcessor
+from m1_single_request.request import Request
+from m1_single_request.sampler import Sampler, SamplerOutput
+from m1_single_request.sampling_metadata import SamplingMetadata
+from m1_single_request.scheduler import SchedulerOutput
+from tests.m1_single_request.engines import MakeEngine, drain, failing_runner, greedy, held
+
+PROMPT = [31, 32, 33]
+BOOM = RuntimeError("the forward broke")
+
+
+@pytest.fixture
+def expected(make_engine: MakeEngine) -> tuple[int, ...]:
+    """What a healthy engine answers to PROMPT."""
+    return make_engine().generate(PROMPT, greedy(6)).token_ids
+
+
+def run_three(engine: LLMEngine) -> list[Any]:
+    """PROMPT as `a`, `b`, `c`, stepped to the end; nothing may be held after any request's end."""
+    for rid in ("a", "b", "c"):
+        engine.add_request(PROMPT, greedy(6), request_id=rid)
+    last = drain(engine)
+    assert held(engine) == 0
+    return [last[rid] for rid in ("a", "b", "c")]
+
+
+@pytest.mark.parametrize("after_forward", [False, True], ids=["before its KV exists", "with its KV in place"])
+@pytest.mark.parametrize(("position", "kept"), [(0, 0), (len(PROMPT), 1), (len(PROMPT) + 3, 4)])
+def test_a_failed_forward_fails_its_request_alone(
+    make_engine: MakeEngine, expected: tuple[int, ...], position: int, kept: int, after_forward: bool
+) -> None:
+    runner = failing_runner(BOOM, rid="b", position=position, after_forward=after_forward)
+    engine = make_engine({"model_runner": runner})
+    first, failed, last = run_three(engine)
+    assert failed.finished and failed.finish_reason == "error"
+    assert failed.error is BOOM
+    assert failed.token_ids == expected[:kept]
+    assert first.token_ids == last.token_ids == expected
+    assert first.error is None and last.error is None
+    assert engine.stats().num_finished == {"length": 2, "error": 1}
+    assert engine.generate(PROMPT, greedy(6)).token_ids == expected
+
+
+def test_the_failed_step_frees_at_once(make_engine: MakeEngine) -> None:
+    engine = make_engine({"model_runner": failing_runner(BOOM, rid="b", position=4, after_forward=True)})
+    engine.add_request(PROMPT, greedy(6), request_id="b")
+    engine.step()
+    engine.step()
+    assert held(engine) == 4
+    assert engine.step()["b"].finish_reason == "error"
+    assert held(engine) == 0
+    assert not engine.has_unfinished_requests()
+
+
+def test_every_way_to_ask_reports_the_error_in_the_output(make_engine: MakeEngine) -> None:
+    def engine() -> LLMEngine:
+        return make_engine({"model_runner": failing_runner(BOOM, rid="req-0", position=4)})
+
+    assert engine().generate(PROMPT, greedy(6)).error is BOOM
+    outputs = list(engine().generate_batch([PROMPT, PROMPT], greedy(6)).values())
+    assert [output.finish_reason for output in outputs] == ["error", "length"]
+    streamed = list(engine().stream(PROMPT, greedy(6)))
+    assert [output.finish_reason for output in streamed] == [None, None, "error"]
+    assert streamed[-1].error is BOOM
+
+
+def test_a_failed_sampler_fails_its_request_alone(make_engine: MakeEngine, expected: tuple[int, ...]) -> None:
+    class FailingSampler(Sampler):
+        calls = 0
+
+        def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+            self.calls += 1
+            if self.calls == 8:  # the second token of `b`
+                raise BOOM
+            return super().__call__(logits, metadata)
+
+    first, failed, last = run_three(make_engine({"sampler": FailingSampler}))
+    assert (failed.error, failed.token_ids) == (BOOM, expected[:1])
+    assert first.token_ids == last.token_ids == expected
+
+
+def test_a_failed_preparation_fails_its_request_alone(make_engine: MakeEngine, expected: tuple[int, ...]) -> None:
+    class FailingRunner(ModelRunner):
+        def prepare_inputs(self, scheduler_output: SchedulerOutput) -> ModelInputs:
+            if scheduler_output.request_id == "b":
+                raise BOOM
+            return super().prepare_inputs(scheduler_output)
+
+    first, failed, last = run_three(make_engine({"model_runner": FailingRunner}))
+    assert failed.error is BOOM
+    assert first.token_ids == last.token_ids == expected
+
+
+def test_an_abort_in_the_step_that_fails_stays_an_abort(make_engine: MakeEngine) -> None:
+    class AbortingRunner(ModelRunner):
+        def execute_model(self, inputs: ModelInputs) -> dict[str, Tensor]:
+            engine.abort_request("a")
+            raise BOOM
+
+    engine = make_engine({"model_runner": AbortingRunner})
+    engine.add_request(PROMPT, greedy(6), request_id="a")
+    output = drain(engine)["a"]
+    assert (output.finish_reason, output.error) == ("abort", None)
+
+
+# --- logits that are no numbers ---------------------------------------------------------------------------------------
+
+
+def spoiling_runner(spoil: Callable[[Tensor], Any], call: int) -> type[ModelRunner]:
+    """A runner whose model's logits are spoilt at the given call."""
+
+    class SpoilingRunner(ModelRunner):
+        def __init__(self, **parts: Any) -> None:
+            super().__init__(**parts)
+            model, calls = self.model, []
+
+            def spoilt(**inputs: Any) -> Any:
+                calls.append(1)
+                logits = model(**inputs).logits.clone()
+                if len(calls) == call:
+                    spoil(logits)
+                return SimpleNamespace(logits=logits)
+
+            spoilt.config = model.config  # type: ignore[attr-defined]
+            self.model = spoilt
+
+    return SpoilingRunner
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0}], ids=["greedy", "drawn"])
+def test_logits_that_are_no_numbers_fail_the_request(
+    make_engine: MakeEngine, expected: tuple[int, ...], value: float, params: dict[str, Any]
+) -> None:
+    runner = spoiling_runner(lambda logits: logits[0, -1].__setitem__(17, value), call=3)
+    engine = make_engine({"model_runner": runner})
+    output = engine.generate(PROMPT, greedy(6, **params))
+    assert isinstance(output.error, ForwardError)
+    assert output.request_id in str(output.error)
+    assert len(output.token_ids) == 2
+    assert held(engine) == 0
+    assert engine.generate(PROMPT, greedy(6)).token_ids == expected
+
+
+# --- a lost device ----------------------------------------------------------------------------------------------------
+
+
+def lose_device(logits: Tensor) -> None:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
+
+
+@pytest.mark.parametrize("raised_by", ["runner", "torch"])
+def test_a_lost_device_fails_every_request_and_then_every_call(make_engine: MakeEngine, raised_by: str) -> None:
+    if raised_by == "runner":
+        runner = failing_runner(EngineDeadError("the device is gone"), rid="a", position=len(PROMPT))
+    else:
+        runner = spoiling_runner(lose_device, call=2)
+    engine = make_engine({"model_runner": runner})
+    for rid in ("a", "b", "c"):
+        engine.add_request(PROMPT, greedy(6), request_id=rid)
+    stream = engine.stream("streamed", greedy(6))
+    engine.step()
+    outputs = engine.step()
+    assert list(outputs) == ["a", "b", "c"]
+    streamed = list(stream)
+    assert len(streamed) == 1
+    for output in [*outputs.values(), *streamed]:
+        assert output.finish_reason == "error"
+        assert isinstance(output.error, EngineDeadError)
+    assert [len(output.token_ids) for output in outputs.values()] == [1, 0, 0]
+    assert held(engine) == 0
+    assert not engine.has_unfinished_requests()
+    for call in (
+        lambda: engine.generate("a", greedy(1)),
+        lambda: engine.stream("a", greedy(1)),
+        lambda: engine.add_request("a", greedy(1)),
+        lambda: engine.generate_batch(["a"], greedy(1)),
+        lambda: engine.step(),
+    ):
+        with pytest.raises(EngineDeadError):
+            call()
+    assert engine.stats().num_finished == {"error": 4}
+    engine.close()
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after_forward", [False, True], ids=["before its KV exists", "with its KV in place"])
+@pytest.mark.parametrize("position", [0, len(PROMPT), len(PROMPT) + 2])
+def test_an_interrupted_step_can_be_repeated(
+    make_engine: MakeEngine, expected: tuple[int, ...], position: int, after_forward: bool
+) -> None:
+    runner = failing_runner(KeyboardInterrupt(), rid="b", position=position, after_forward=after_forward)
+    engine = make_engine({"model_runner": runner})
+    for rid in ("a", "b", "c"):
+        engine.add_request(PROMPT, greedy(6), request_id=rid)
+    interrupts, last = 0, {}
+    while engine.has_unfinished_requests():
+        try:
+            last |= engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        engine.engine_core.scheduler.check_invariants()
+        if engine.stats().num_running:
+            running = engine.engine_core.scheduler.running[0].sequence
+            assert interrupts or held(engine) == running.data.num_computed_tokens
+    assert interrupts == 1
+    assert [last[rid].token_ids for rid in ("a", "b", "c")] == [expected] * 3
+    assert engine.stats().num_finished == {"length": 3}
+
+
+@pytest.mark.parametrize("after_forward", [False, True], ids=["before its KV exists", "with its KV in place"])
+def test_an_interrupted_stream_can_be_read_on(
+    make_engine: MakeEngine, expected: tuple[int, ...], after_forward: bool
+) -> None:
+    runner = failing_runner(KeyboardInterrupt(), rid="s", position=4, after_forward=after_forward)
+    stream = make_engine({"model_runner": runner}).stream(PROMPT, greedy(6), request_id="s")
+    assert len([next(stream), next(stream)]) == 2
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert [len(output.token_ids) for output in stream] == [3, 4, 5, 6]
+
+
+def test_an_interrupted_generate_leaves_a_usable_engine(make_engine: MakeEngine, expected: tuple[int, ...]) -> None:
+    runner = failing_runner(KeyboardInterrupt(), rid="req-0", position=4, after_forward=True)
+    engine = make_engine({"model_runner": runner})
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPT, greedy(6))
+    assert engine.generate(PROMPT, greedy(6)).token_ids == expected
+    assert held(engine) == 0
+    assert engine.stats().num_finished == {"abort": 1, "length": 1}
+
+
+@pytest.mark.parametrize("finishing", [False, True], ids=["on the way", "at the last token"])
+def test_an_interrupt_after_the_update_releases_everything(
+    make_engine: MakeEngine, expected: tuple[int, ...], finishing: bool
+) -> None:
+    class InterruptedProcessor(OutputProcessor):
+        left = 1
+
+        def make_output(self, request: Request) -> RequestOutput:
+            if request.is_finished == finishing and request.sequence.get_output_len() > 2 and self.left:
+                self.left = 0
+                raise KeyboardInterrupt
+            return super().make_output(request)
+
+    engine = make_engine({"output_processor": InterruptedProcessor})
+    stream = engine.stream(PROMPT, greedy(6))
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    if finishing:  # the output that ends the stream is lost: it says so instead of waiting for ever
+        with pytest.raises(EngineError, match="lost"):
+            next(stream)
+    else:
+        assert [output.token_ids for output in stream] == [expected[:length] for length in (4, 5, 6)]
+    engine.step()
+    assert held(engine) == 0
+    assert engine.generate(PROMPT, greedy(6)).token_ids == expected
+
+
+def test_errors_of_ours_have_one_root() -> None:
+    assert issubclass(ForwardError, EngineError) and issubclass(EngineDeadError, EngineError)

@@ -1,0 +1,321 @@
+"""Loading: which directories are models, and one clear error that says what to do for each that is not."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging as hf_logging
+
+from m1_single_request import DEFAULT_MODEL, ConfigError, LLMEngine, ModelConfig, ModelLoadError
+from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, LoadedModel, load_model
+from tests.equivalence.models import ARCHITECTURES, save_random_model
+from tests.m1_single_request.engines import MAX_MODEL_LEN, greedy
+
+
+@pytest.fixture
+def directory(model_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model, to be damaged."""
+    return Path(shutil.copytree(model_dir, tmp_path / "model"))
+
+
+def load(model: Any, **settings: Any) -> LoadedModel:
+    return load_model(ModelConfig(**{"model": model, "device": "cpu"} | settings))
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def refusal(model: Any, **settings: Any) -> str:
+    """The one line that says why this model cannot be loaded."""
+    with pytest.raises(ModelLoadError) as caught:
+        load(model, **settings)
+    message = str(caught.value)
+    assert str(model) in message, "it names the model"
+    assert "\n" not in message and "Traceback" not in message
+    return message
+
+
+# --- what loads -------------------------------------------------------------------------------------------------------
+
+
+def test_the_embedded_checkpoint_is_the_default() -> None:
+    with LLMEngine() as engine:
+        assert engine.config.model.model == DEFAULT_MODEL
+        assert engine.generate("What is a KV cache?", greedy(2)).finished
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_supported_architecture_loads(architecture: str, tmp_path: Path) -> None:
+    loaded = load(save_random_model(tmp_path, architecture))
+    config = loaded.model.config
+    assert type(loaded.model).__name__ in SUPPORTED_ARCHITECTURES
+    assert loaded.dtype == next(loaded.model.parameters()).dtype == torch.float32
+    assert loaded.vocab_size == config.vocab_size == loaded.model.get_input_embeddings().num_embeddings
+    head_dim = 24 if architecture == "qwen3" else 16
+    assert loaded.kv_bytes_per_token == 2 * 2 * config.num_key_value_heads * head_dim * 4
+    assert not loaded.model.training
+
+
+def test_a_directory_may_be_named_in_every_form(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model_dir.parent)
+    for name in (model_dir, str(model_dir), f"{model_dir}/", model_dir.name, Path(model_dir.name)):
+        assert load(name).max_model_len == MAX_MODEL_LEN
+    monkeypatch.chdir(model_dir.parents[1])
+    assert load(f"{model_dir.parent.name}/{model_dir.name}").max_model_len == MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_on_the_cpu(model_dir: Path, dtype: str) -> None:
+    config = ModelConfig(model=model_dir, device="cpu", dtype=dtype)
+    with LLMEngine(model_config=config) as engine:
+        runner = engine.engine_core.model_runner
+        assert next(runner.model.parameters()).dtype == getattr(torch, dtype)
+        assert runner.kv_bytes_per_token * 2 == load(model_dir).kv_bytes_per_token
+        assert engine.generate([5, 6], greedy(4)).finish_reason == "length"
+
+
+def test_weights_in_several_files_load(directory: Path) -> None:
+    whole = load(directory)
+    (directory / "model.safetensors").unlink()
+    whole.model.save_pretrained(directory, max_shard_size="300KB")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    for name, tensor in load(directory).model.state_dict().items():
+        assert torch.equal(tensor, whole.model.state_dict()[name])
+
+
+def test_tied_and_untied_embeddings_load(tmp_path: Path) -> None:
+    for tied in (True, False):
+        model = load(save_random_model(tmp_path / str(tied), "qwen3", tie_word_embeddings=tied)).model
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_loading_says_nothing_and_leaves_no_settings_behind(
+    directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[logging.LogRecord] = []
+    listener = logging.Handler()
+    monkeypatch.setattr(listener, "emit", said.append)
+    hf_logging.add_handler(listener)
+    hf_logging.enable_progress_bar()
+    verbosity = hf_logging.get_verbosity()
+    capfd.readouterr()
+    load(directory)
+    edit_weights(directory, lambda tensors: tensors.pop("model.norm.weight"))
+    refusal(directory)
+    hf_logging.remove_handler(listener)
+    assert capfd.readouterr() == ("", "") and not said
+    assert hf_logging.is_progress_bar_enabled() and hf_logging.get_verbosity() == verbosity
+
+
+# --- length and end of sequence ---------------------------------------------------------------------------------------
+
+
+def test_the_length_limit_is_the_models_or_less(model_dir: Path) -> None:
+    assert load(model_dir).max_model_len == MAX_MODEL_LEN
+    assert load(model_dir, max_model_len=10).max_model_len == 10
+    assert load(model_dir, max_model_len=MAX_MODEL_LEN).max_model_len == MAX_MODEL_LEN
+    with pytest.raises(ConfigError, match=f"max_model_len={MAX_MODEL_LEN + 1}.*{MAX_MODEL_LEN}"):
+        load(model_dir, max_model_len=MAX_MODEL_LEN + 1)
+
+
+def test_the_ends_of_sequence_are_a_union(directory: Path) -> None:
+    tokenizers_own = load(directory).tokenizer.eos_token_id
+    edit_json(directory / "config.json", eos_token_id=7)
+    edit_json(directory / "generation_config.json", eos_token_id=[8, 9])
+    assert load(directory).eos_token_ids == {7, 8, 9, tokenizers_own}
+    edit_json(directory / "config.json", eos_token_id=[7, 10])
+    edit_json(directory / "generation_config.json", eos_token_id=9)
+    assert load(directory).eos_token_ids == {7, 9, 10, tokenizers_own}
+    edit_json(directory / "config.json", eos_token_id=None)
+    (directory / "generation_config.json").unlink()
+    assert load(directory).eos_token_ids == {tokenizers_own}
+
+
+def test_each_end_of_sequence_ends_an_answer(directory: Path) -> None:
+    with LLMEngine(directory) as engine:
+        free = engine.generate([5, 6], greedy(8)).token_ids
+    edit_json(directory / "generation_config.json", eos_token_id=[4000, free[3]])
+    with LLMEngine(directory) as engine:
+        output = engine.generate([5, 6])
+    assert (output.token_ids, output.finish_reason) == (free[:4], "stop")
+
+
+@pytest.mark.parametrize("eos", [4096, 99999, -1])
+def test_an_end_of_sequence_outside_the_vocabulary_is_left_out(directory: Path, eos: int) -> None:
+    edit_json(directory / "config.json", eos_token_id=eos)
+    assert eos not in load(directory).eos_token_ids
+    with LLMEngine(directory) as engine:
+        assert engine.generate([5], greedy(3, ignore_eos=False, min_tokens=2)).error is None
+
+
+# --- what is no model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "../no/where", "nowhere", "a/b/c", "~/nowhere"])
+def test_a_path_that_does_not_exist_is_named(name: str) -> None:
+    assert "does not exist: give a model directory, or a hub id" in refusal(name)
+
+
+def test_a_hub_id_without_a_network_fails_at_once() -> None:
+    message = refusal("nobody/no-such-model")
+    assert "taken for a hub id" in message and "connection" in message
+
+
+def test_a_file_is_no_directory(directory: Path) -> None:
+    assert "is a file: give the directory" in refusal(directory / "model.safetensors")
+
+
+def test_an_empty_directory_is_no_model(tmp_path: Path) -> None:
+    assert "no config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["config.json"], "has no config.json"),
+        (["model.safetensors"], "has no .safetensors file"),
+        (["tokenizer.json", "tokenizer_config.json"], "has no tokenizer.json"),
+        (["tokenizer.json"], "its tokenizer cannot be loaded"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, list) else "",
+)
+def test_a_missing_file_is_named(directory: Path, names: list[str], message: str) -> None:
+    for name in names:
+        (directory / name).unlink()
+    assert message in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"broken": ', b"", b"\xff\xfe\x00", b"[]"], ids=["cut", "empty", "binary", "list"]
+)
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("config.json", "its config"),
+        ("generation_config.json", "its generation config"),
+        ("tokenizer.json", "its tokenizer"),
+        ("tokenizer_config.json", "its tokenizer"),
+    ],
+)
+def test_a_broken_file_is_named(directory: Path, name: str, part: str, content: bytes) -> None:
+    (directory / name).write_bytes(content)
+    message = refusal(directory)
+    assert f"{part} cannot be loaded: " in message
+    assert message.endswith("check its files, or get them again")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 1000, -1])
+def test_weights_that_are_cut_off_are_refused(directory: Path, keep: int) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    assert "its weights cannot be loaded" in refusal(directory)
+
+
+def test_a_pickle_is_never_read(directory: Path) -> None:
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    message = refusal(directory)
+    assert "no .safetensors file" in message and "save_pretrained" in message
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(Q_PROJ), f"the weights lack {Q_PROJ}"),
+        (lambda tensors: tensors.update(extra=torch.zeros(3)), "the weights have unexpected extra"),
+        (lambda tensors: tensors.update({Q_PROJ: torch.zeros(3, 5)}), f"the weights have other shapes for {Q_PROJ}"),
+        (lambda tensors: tensors.pop("lm_head.weight"), "the weights lack lm_head.weight"),
+        (lambda tensors: [tensors.pop(name) for name in list(tensors)[:9]], " and 6 more"),
+    ],
+    ids=["missing", "unexpected", "misshapen", "no head", "many"],
+)
+def test_tensors_that_do_not_fit_are_named(directory: Path, change: Callable[..., Any], message: str) -> None:
+    edit_weights(directory, change)
+    refused = refusal(directory)
+    assert message in refused
+    assert "do not fit config.json" in refused
+
+
+@pytest.mark.parametrize(
+    "values", [{"vocab_size": 4000}, {"num_attention_heads": 2}, {"intermediate_size": 65}], ids=str
+)
+def test_a_config_that_does_not_fit_its_weights_is_refused(directory: Path, values: dict[str, int]) -> None:
+    edit_json(directory / "config.json", **values)
+    assert "other shapes" in refusal(directory)
+
+
+@pytest.mark.parametrize("values", [{"hidden_size": "wide"}, {"eos_token_id": "x"}, {"num_hidden_layers": 7}], ids=str)
+def test_a_config_value_that_makes_no_sense_is_named(directory: Path, values: dict[str, Any]) -> None:
+    edit_json(directory / "config.json", **values)
+    message = refusal(directory)
+    assert "its config cannot be loaded" in message and next(iter(values)) in message
+
+
+# --- architectures and code that is not ours --------------------------------------------------------------------------
+
+
+def test_another_architecture_is_refused_with_those_that_are_supported(directory: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1, n_positions=8)).save_pretrained(directory)
+    message = refusal(directory)
+    assert "architecture GPT2LMHeadModel is not supported" in message
+    assert all(name in message for name in SUPPORTED_ARCHITECTURES)
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["Qwen3Model"], ["Qwen3MoeForCausalLM"]], ids=str)
+def test_a_config_must_name_a_supported_architecture(directory: Path, architectures: Any) -> None:
+    edit_json(directory / "config.json", architectures=architectures)
+    assert "is not supported; supported are" in refusal(directory)
+
+
+def test_an_unknown_model_type_is_refused(directory: Path) -> None:
+    edit_json(directory / "config.json", model_type="martian")
+    assert "martian" in refusal(directory)
+
+
+EVIL = """
+from pathlib import Path
+Path({marker!r}).touch()
+from transformers import Qwen3Config, Qwen3ForCausalLM, PreTrainedTokenizerFast
+class Config(Qwen3Config): model_type = "martian"
+class Model(Qwen3ForCausalLM): config_class = Config
+class Tokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "martian"])
+def test_code_beside_the_weights_is_never_run(directory: Path, tmp_path: Path, model_type: str) -> None:
+    marker = tmp_path / "was here"
+    (directory / "evil.py").write_text(EVIL.format(marker=str(marker)))
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    edit_json(directory / "config.json", model_type=model_type, auto_map=auto_map)
+    edit_json(directory / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.Tokenizer"]})
+    if model_type == "qwen3":  # a type that transformers knows: its own class is used
+        with LLMEngine(directory) as engine:
+            assert engine.generate([5], greedy(2)).finished
+    else:
+        assert "its config cannot be loaded" in refusal(directory)
+    assert not marker.exists()
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(ConfigError, match="device='cuda:99'"):
+        ModelConfig(model="/nowhere", device="cuda:99")

@@ -1,0 +1,177 @@
+"""Parts of one's own: what fits is used by this engine alone, what does not fit is a readable error."""
+
+import functools
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from m1_single_request import PARTS, ROLES, ConfigError, LLMEngine, RequestOutput
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.output_processor import OutputProcessor
+from m1_single_request.request import FinishMatchedToken, Request, Sequence
+from m1_single_request.sampler import Sampler, SamplerOutput
+from m1_single_request.sampling_metadata import SamplingMetadata
+from m1_single_request.scheduler import Scheduler
+from m1_single_request.stop_checker import StopChecker, StopVerdict
+from m1_single_request.tracer import Tracer
+from tests.m1_single_request.engines import MakeEngine, drain, greedy
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_every_role_has_a_part_and_every_part_a_role() -> None:
+    assert PARTS.keys() == ROLES.keys() == LLMEngine.parts.keys() == LLMEngine.roles.keys()
+
+
+class SchedulerWithoutUpdate:
+    def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None: ...
+    def add_request(self, request: Request) -> None: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def schedule(self) -> None: ...
+    def finish_requests(self, request_ids: Any, reason: Any) -> list[str]: ...
+    def check_invariants(self) -> None: ...
+
+
+class SchedulerWithoutTracer(Scheduler):
+    def __init__(self, *, stop_checker: StopChecker) -> None:
+        super().__init__(stop_checker=stop_checker, tracer=Tracer())
+
+
+class SamplerThatCannotBeCalled:
+    """Has no `__call__`."""
+
+
+class SchedulerWithAttribute(Scheduler):
+    schedule = "not a method"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"radix_cache": Scheduler}, "no role 'radix_cache'.*scheduler"),
+        ({5: Scheduler}, "no role 5"),
+        ({"scheduler": SchedulerWithoutUpdate}, r"'scheduler': SchedulerWithoutUpdate has no update_from_output\(\)"),
+        ({"scheduler": SchedulerWithAttribute}, r"SchedulerWithAttribute has no schedule\(\)"),
+        ({"scheduler": SchedulerWithoutTracer}, "SchedulerWithoutTracer does not take the argument tracer"),
+        ({"scheduler": dict}, r"dict has no add_request\(\), "),
+        ({"scheduler": None}, "must be a class or a function, not None"),
+        ({"sampler": "greedy"}, "must be a class or a function, not 'greedy'"),
+        ({"wiring": 5}, "must be a class or a function, not 5"),
+        ({"model_runner": Scheduler}, "Scheduler has no prepare_inputs"),
+    ],
+    ids=str,
+)
+def test_a_part_that_does_not_fit_is_refused_before_anything_is_loaded(parts: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine("/nowhere", parts=parts)
+
+
+@pytest.mark.parametrize("parts", [[("scheduler", Scheduler)], Scheduler, "scheduler"], ids=str)
+def test_parts_are_a_table(parts: Any) -> None:
+    with pytest.raises(ConfigError, match="parts must map"):
+        LLMEngine("/nowhere", parts=parts)
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+class NewestFirst(Scheduler):
+    """Last come, first served."""
+
+    def _admit(self) -> None:
+        self.waiting.reverse()
+        super()._admit()
+        self.waiting.reverse()
+
+
+def test_a_scheduler_of_ones_own_decides_the_order(make_engine: MakeEngine) -> None:
+    def order(engine: LLMEngine) -> list[str]:
+        for rid in ("a", "b", "c"):
+            engine.add_request([5, 6], greedy(2), request_id=rid)
+        ended = []
+        while engine.has_unfinished_requests():
+            ended += [rid for rid, output in engine.step().items() if output.finished]
+        return ended
+
+    assert order(make_engine({"scheduler": NewestFirst})) == ["c", "b", "a"]
+    assert order(make_engine()) == ["a", "b", "c"], "other engines are not affected"
+    assert PARTS["scheduler"] is Scheduler
+
+
+class Second(Sampler):
+    """Takes the second best token, always."""
+
+    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        return SamplerOutput(tuple(logits.topk(2).indices[:, 1].tolist()), (None,) * len(logits))
+
+
+def test_a_sampler_of_ones_own_chooses_the_tokens(make_engine: MakeEngine) -> None:
+    usual, own = make_engine(), make_engine({"sampler": Second})
+    expected = usual.generate([5, 6], greedy(1, logprobs=2)).outputs[0].logprobs[0]
+    second = next(token_id for token_id, entry in expected.items() if entry.rank == 2)
+    assert own.generate([5, 6], greedy(1)).token_ids == (second,)
+    assert usual.generate([5, 6], greedy(1)).token_ids != (second,)
+
+
+class StopsAtTwo(StopChecker):
+    """Two tokens are enough."""
+
+    def check(self, sequence: Sequence, new_token_ids: SequenceOf[int]) -> StopVerdict:
+        verdict = super().check(sequence, new_token_ids)
+        if sequence.get_output_len() + len(new_token_ids) == 2:
+            return StopVerdict(len(new_token_ids), FinishMatchedToken(new_token_ids[-1], is_eos=False))
+        return verdict
+
+
+def test_a_stop_checker_of_ones_own_ends_the_answers(make_engine: MakeEngine) -> None:
+    output = make_engine({"stop_checker": StopsAtTwo}).generate([5, 6], greedy(9))
+    assert (len(output.token_ids), output.finish_reason) == (2, "stop")
+    assert output.outputs[0].stop_reason == output.token_ids[-1]
+
+
+class Shouting(IncrementalDetokenizer):
+    def push(self, token_id: int) -> str:
+        before = len(self.text)
+        super().push(token_id)
+        self.text = self.text.upper()
+        return self.text[before:]
+
+
+class Tagging(OutputProcessor):
+    def visible_text(self, request: Request) -> str:
+        return f"[{super().visible_text(request)}]"
+
+
+def test_text_parts_of_ones_own_make_the_text(make_engine: MakeEngine) -> None:
+    usual = make_engine().generate("a", greedy(6)).text
+    engine = make_engine({"detokenizer": Shouting, "output_processor": Tagging})
+    output: RequestOutput = engine.generate("a", greedy(6))
+    assert output.text == f"[{usual.upper()}]"
+
+
+def test_a_function_that_builds_the_part_fits_as_well(make_engine: MakeEngine) -> None:
+    made = []
+
+    def scheduler(**parts: Any) -> Scheduler:
+        made.append(NewestFirst(**parts))
+        return made[-1]
+
+    engine = make_engine({"scheduler": scheduler, "sampler": functools.partial(Second)})
+    assert engine.engine_core.scheduler is made[0]
+    engine.add_request("a", greedy(2))
+    assert len(drain(engine)) == 1
+
+
+def test_wiring_of_ones_own_gets_configuration_table_and_tracer(make_engine: MakeEngine) -> None:
+    seen = []
+
+    def wiring(config: Any, parts: Any, tracer: Tracer) -> Any:
+        seen.append((config, parts, tracer))
+        return PARTS["wiring"](config, parts, tracer)
+
+    engine = make_engine({"wiring": wiring, "sampler": Second})
+    config, parts, tracer = seen[0]
+    assert config is engine.config and tracer is engine.tracer
+    assert parts["sampler"] is Second and parts["scheduler"] is Scheduler and parts["wiring"] is wiring

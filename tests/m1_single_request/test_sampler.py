@@ -1,0 +1,619 @@
+"""The sampler against a slow oracle: the right distribution, row by row, whatever stands in the rows beside it."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings, strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from m1_single_request import ForwardError, SamplingParams
+from m1_single_request.draws import uniforms
+from m1_single_request.sampler import Sampler, gather_logprobs
+from m1_single_request.sampling_metadata import SamplingRow
+from tests.m1_single_request.helpers import (
+    adjusted_logits,
+    exact_distribution,
+    filtered,
+    fits,
+    measured_distribution,
+    metadata_of,
+    row,
+    sample,
+    sample_at,
+    softmax,
+)
+
+VOCAB = 12
+LARGEST_UNIFORM = 1 - 2**-53
+FOUR = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
+
+
+def some_logits(num_rows: int = 1, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> Tensor:
+    return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def kept(logits: list[float], **params: Any) -> set[int]:
+    """The tokens that a row can draw at all."""
+    shares = measured_distribution(logits, row(**{"temperature": 1.0} | params))
+    return set(np.flatnonzero(shares).tolist())
+
+
+# --- the pipeline -----------------------------------------------------------------------------------------------------
+
+a_number = st.floats(-2, 2).map(lambda x: round(x, 3))
+some_params = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 9e-6, 0.3, 0.7, 1.0, 1.8])},
+    optional={
+        "top_k": st.integers(1, VOCAB + 3),
+        "top_p": st.floats(0.05, 1.0).map(lambda x: round(x, 3)),
+        "min_p": st.floats(0.0, 0.9).map(lambda x: round(x, 3)),
+        "presence_penalty": a_number,
+        "frequency_penalty": a_number,
+        "repetition_penalty": st.floats(0.2, 2.0).map(lambda x: round(x, 3)),
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), a_number.map(lambda x: 5 * x), max_size=3),
+        "min_tokens": st.integers(0, 4),
+    },
+)
+some_ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
+
+
+def is_clear_cut(logits: list[float], params: SamplingParams, history: dict[str, Any]) -> bool:
+    """Whether a filter's limit is far enough from every token for float32 to see it where the oracle sees it."""
+    values = adjusted_logits(logits, params, **history)
+    if params.is_greedy:
+        return float(np.diff(np.sort(values))[-1]) > 1e-4
+    probs = softmax(values / params.temperature)
+    supports = set()
+    for nudge in (-1e-5, 0.0, 1e-5):
+        ranked = np.sort(probs)[::-1]
+        if 0 < params.top_k < len(ranked) and ranked[params.top_k - 1] - ranked[params.top_k] < 1e-6:
+            return False
+        min_p = min(1.0, max(0.0, params.min_p * (1 + nudge)))
+        top_p = params.top_p if params.top_p == 1 else min(1 - 1e-9, params.top_p * (1 + nudge))
+        supports.add(tuple(filtered(probs, min_p=min_p, top_k=params.top_k, top_p=top_p) > 0))
+    return len(supports) == 1
+
+
+@settings(max_examples=150)
+@given(
+    logits=st.lists(st.floats(-6, 6, width=32), min_size=VOCAB, max_size=VOCAB),
+    params=some_params,
+    prompt=some_ids.filter(bool),
+    output=some_ids,
+    stop_ids=st.sets(st.integers(0, VOCAB - 1), max_size=2),
+)
+def test_any_row_draws_from_the_distribution_of_the_oracle(
+    logits: list[float], params: dict[str, Any], prompt: list[int], output: list[int], stop_ids: set[int]
+) -> None:
+    wanted = SamplingParams(**params)
+    history: dict[str, Any] = {"prompt": prompt, "output": output, "stop_ids": sorted(stop_ids)}
+    assume(is_clear_cut(logits, wanted, history))
+    measured = measured_distribution(logits, row(wanted, **history), num=2048)
+    exact = exact_distribution(logits, wanted, **history)
+    assert np.abs(measured - exact).max() <= 2 / 2048
+    assert not (measured[exact == 0] > 0).any(), "a filtered token was drawn"
+
+
+def test_filters_act_one_after_the_other_each_on_what_is_left() -> None:
+    """top_k 2 leaves .4 and .3, of which the first has .57 >= .5. Both filters on the full distribution keep two."""
+    assert kept(FOUR, top_k=2, top_p=0.5) == {0}
+    assert kept(FOUR, top_p=0.5) == {0, 1}
+    assert kept(FOUR, top_k=2) == {0, 1}
+
+
+def test_min_p_acts_before_top_p() -> None:
+    """min_p .6 leaves .4 and .3; top_p .5 of these is the first alone. The other way round both stay."""
+    assert kept(FOUR, min_p=0.6, top_p=0.5) == {0}
+    assert kept(FOUR, min_p=0.6) == {0, 1}
+
+
+def test_temperature_acts_before_the_filters() -> None:
+    assert kept(FOUR, top_p=0.38) == {0}
+    assert kept(FOUR, top_p=0.38, temperature=2.0) == {0, 1}
+    assert kept(FOUR, min_p=0.3) == {0, 1, 2}
+    assert kept(FOUR, min_p=0.3, temperature=2.0) == {0, 1, 2, 3}
+
+
+def test_penalties_act_before_temperature() -> None:
+    one = row(temperature=2.0, presence_penalty=1.0, output=[0])
+    expected = softmax((np.array(FOUR) - [1, 0, 0, 0]) / 2.0)
+    assert np.abs(measured_distribution(FOUR, one) - expected).max() < 2 / 4096
+
+
+@pytest.mark.parametrize(
+    ("top_p", "expected"),
+    [(1e-300, {0}), (1e-9, {0}), (0.39, {0}), (0.41, {0, 1}), (0.69, {0, 1}), (0.71, {0, 1, 2}), (0.95, {0, 1, 2, 3})],
+)
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float, expected: set[int]) -> None:
+    assert kept(FOUR, top_p=top_p) == expected
+
+
+@pytest.mark.parametrize(
+    ("min_p", "expected"),
+    [(0.0, {0, 1, 2, 3}), (0.2, {0, 1, 2, 3}), (0.3, {0, 1, 2}), (0.6, {0, 1}), (0.8, {0}), (1.0, {0})],
+)
+def test_min_p_drops_what_is_less_likely_than_its_share_of_the_best(min_p: float, expected: set[int]) -> None:
+    assert kept(FOUR, min_p=min_p) == expected
+
+
+@pytest.mark.parametrize(
+    ("top_k", "expected"),
+    [(1, {0}), (2, {0, 1}), (3, {0, 1, 2}), (4, {0, 1, 2, 3}), (99, {0, 1, 2, 3}), (-1, {0, 1, 2, 3})],
+)
+def test_top_k_keeps_the_k_best(top_k: int, expected: set[int]) -> None:
+    assert kept(FOUR, top_k=top_k) == expected
+
+
+def test_filters_renormalise_what_they_leave() -> None:
+    measured = measured_distribution(FOUR, row(temperature=1.0, top_k=2))
+    assert np.abs(measured - [4 / 7, 3 / 7, 0, 0]).max() < 2 / 4096
+
+
+def test_top_k_keeps_exactly_k_of_equally_likely_tokens_the_lowest_ids_first() -> None:
+    assert kept([1.0, 3.0, 1.0, 1.0, 2.0], top_k=3) == {0, 1, 4}
+    assert kept([0.0] * 6, top_k=2) == {0, 1}
+
+
+def test_min_p_keeps_all_of_equally_likely_tokens() -> None:
+    assert kept([1.0, 1.0, 0.0, 1.0], min_p=1.0) == {0, 1, 3}
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "temperature 1": {"temperature": 1.0},
+    "temperature 0.6": {"temperature": 0.6},
+    "temperature 2": {"temperature": 2.0},
+    "top_k": {"temperature": 1.0, "top_k": 5},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "all filters": {"temperature": 1.4, "min_p": 0.02, "top_k": 8, "top_p": 0.9},
+    "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "bias": {"temperature": 1.0, "logit_bias": {0: 2.0, 3: -1.0}, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_draws_over_seeds_have_the_exact_distribution(name: str) -> None:
+    num, logits = 20_000, some_logits(seed=3)
+    params = SamplingParams(**SETTINGS[name])
+    history: dict[str, Any] = {"prompt": [1, 2], "output": [2, 5, 5]}
+    tokens = sample(logits.expand(num, -1), [row(params, seed=seed, **history) for seed in range(num)]).token_ids
+    exact = exact_distribution(logits[0].tolist(), params, **history)
+    assert fits(np.bincount(tokens, minlength=VOCAB).tolist(), exact.tolist())
+
+
+def test_draws_over_the_positions_of_one_request_have_the_exact_distribution() -> None:
+    num, logits = 4000, some_logits(seed=4)
+    output = [0] * num
+    rows = [row(temperature=1.0, top_p=0.9, seed=11, output=output[:t]) for t in range(num)]
+    tokens = sample(logits.expand(num, -1), rows).token_ids
+    exact = exact_distribution(logits[0].tolist(), SamplingParams(temperature=1.0, top_p=0.9))
+    assert fits(np.bincount(tokens, minlength=VOCAB).tolist(), exact.tolist())
+
+
+def test_the_number_of_a_row_is_that_of_its_seed_and_output_position() -> None:
+    rows = [row(temperature=1.0, seed=s, output=[1] * t) for s, t in ((3, 0), (3, 1), (-8, 5))]
+    assert metadata_of(rows, VOCAB).uniforms.tolist() == uniforms([3, 3, -8], [0, 1, 5]).tolist()  # type: ignore[union-attr]
+
+
+def test_one_seed_repeats_itself_and_another_draws_something_else() -> None:
+    logits = some_logits(64, vocab=1000, seed=1, scale=0.1)
+    runs = [
+        sample(logits, [row(temperature=1.0, seed=seed, output=[0] * t) for t in range(64)]).token_ids
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1]
+    assert sum(a == b for a, b in zip(runs[0], runs[2], strict=True)) < 8
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"min_p": 0.2, "top_k": 3, "top_p": 0.9}]
+)
+@pytest.mark.parametrize("uniform", [0.0, 2**-53, 0.5, LARGEST_UNIFORM])
+def test_a_token_of_probability_zero_is_never_drawn_even_at_the_ends(filters: dict[str, Any], uniform: float) -> None:
+    never = -math.inf
+    for logits in (
+        [never, never, 1.0, 0.5, never, 0.0, 0.2, never, never],
+        [0.0, never, never, never],
+        [never, never, never, 0.0],
+        [-800.0, 0.0, -800.0, 0.1, -800.0],  # far too small for a float64: exp(-800) is 0
+    ):
+        (token,) = sample_at(logits, row(temperature=1.0, **filters), [uniform])
+        assert exact_distribution(logits, SamplingParams(temperature=1.0, **filters))[token] > 0
+
+
+def test_the_extreme_numbers_draw_the_first_and_the_last_possible_token() -> None:
+    logits = [-math.inf, 0.0, 1.0, 2.0, -math.inf]
+    assert sample_at(logits, row(temperature=1.0), [0.0, LARGEST_UNIFORM]) == (1, 3)
+    assert sample_at(logits, row(temperature=1.0, top_k=2), [0.0, LARGEST_UNIFORM]) == (2, 3)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, LARGEST_UNIFORM])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_largest_number_stays_inside_a_large_vocabulary(seed: int, uniform: float) -> None:
+    """The cumulative sum of many small numbers is not exactly one; the last token must be found all the same."""
+    logits = some_logits(vocab=5000, seed=seed)[0].tolist()
+    some_filters: list[dict[str, Any]] = [{}, {"top_p": 0.95}, {"top_k": 777, "min_p": 1e-4}]
+    for filters in some_filters:
+        (token,) = sample_at(logits, row(temperature=1.0, **filters), [uniform])
+        assert 0 <= token < 5000
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1.0, 1e5])
+@pytest.mark.parametrize(
+    "settings", [{"logit_bias": {1: 100.0}}, {"repetition_penalty": 1e-30}, {"repetition_penalty": 1e-300}]
+)
+def test_extreme_settings_draw_a_token_that_exists(temperature: float, settings: dict[str, Any]) -> None:
+    """Whatever overflows on the way: a softmax of something infinite would be no distribution at all."""
+    one = row(temperature=temperature, prompt=[1], **settings)
+    tokens = sample_at([1.0, 2.0, 3.0, -1e38, 1e38], one, [0.0, 0.5, LARGEST_UNIFORM])
+    assert set(tokens) <= {0, 1, 2, 4}
+
+
+@pytest.mark.parametrize("temperature", [1e35, 1e300, 10**400], ids=["1e35", "1e300", "10**400"])
+def test_an_endless_temperature_makes_all_tokens_equally_likely(temperature: float) -> None:
+    assert np.abs(measured_distribution(FOUR, row(temperature=temperature)) - 0.25).max() < 2 / 4096
+
+
+def test_a_row_without_a_single_possible_token_is_an_error() -> None:
+    one = row(temperature=1.0, min_tokens=1, stop_ids=[0, 1, 2, 3])
+    with pytest.raises(ForwardError, match="no token"):
+        sample([FOUR], [one])
+
+
+# --- greedy -----------------------------------------------------------------------------------------------------------
+
+
+def test_temperature_zero_takes_the_best_token_whatever_the_filters_say() -> None:
+    logits = some_logits(200, seed=5)
+    best = tuple(logits.argmax(-1).tolist())
+    some_filters: list[dict[str, Any]] = [{}, {"top_p": 0.3}, {"top_k": 2, "min_p": 0.5}, {"top_p": 0.99, "top_k": 500}]
+    for filters in some_filters:
+        rows = [row(temperature=0.0, seed=i, **filters) for i in range(200)]
+        assert sample(logits, rows).token_ids == best
+    mixed = [row(temperature=0.0 if i % 2 else 5.0, top_p=0.5, seed=i) for i in range(200)]
+    assert sample(logits, mixed).token_ids[1::2] == best[1::2]
+
+
+def test_the_greedy_threshold_is_one_in_a_hundred_thousand() -> None:
+    """Two tokens 1e-6 apart: at the threshold both are drawn, below it never the second."""
+    logits = [[1.0, 1.0 - 1e-6]] * 400
+    below = sample(logits, [row(temperature=9.9e-6, seed=i) for i in range(400)]).token_ids
+    at = sample(logits, [row(temperature=1e-5, seed=i) for i in range(400)]).token_ids
+    assert set(below) == {0} and set(at) == {0, 1}
+
+
+def test_the_first_of_equally_good_tokens_is_the_greedy_choice() -> None:
+    assert sample([[0.0, 2.0, 2.0, 1.0]], [row()]).token_ids == (1,)
+
+
+# --- penalties, bias, min_tokens --------------------------------------------------------------------------------------
+
+
+def penalised(logits: list[float], **settings: Any) -> list[float]:
+    """The logits as the draw sees them, up to a constant: log of the measured shares at temperature 1."""
+    shares = measured_distribution(logits, row(temperature=1.0, **settings), num=200_000)
+    return [math.log(share / shares[-1]) for share in shares]
+
+
+LAST = 0.0  # the last token is in no history: the others are measured against it
+
+
+def test_repetition_divides_positive_and_multiplies_negative_logits_of_prompt_and_output() -> None:
+    seen = {"prompt": [0, 1], "output": [2, 3, 3], "repetition_penalty": 2.0}
+    assert penalised([2.0, -1.0, 1.0, -0.5, 1.0, LAST], **seen) == pytest.approx(
+        [1.0, -2.0, 0.5, -1.0, 1.0, 0.0], abs=1e-3
+    )
+
+
+def test_repetition_below_one_encourages() -> None:
+    seen = {"prompt": [0, 1], "repetition_penalty": 0.5}
+    assert penalised([0.5, -1.0, 1.0, LAST], **seen) == pytest.approx([1.0, -0.5, 1.0, 0.0], abs=1e-3)
+
+
+def test_frequency_counts_the_output_only() -> None:
+    seen = {"prompt": [0, 0, 1], "output": [1, 2, 2], "frequency_penalty": 1.0}
+    assert penalised([1.0, 1.0, 1.0, LAST], **seen) == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-3)
+
+
+def test_presence_subtracts_once_over_the_output_only() -> None:
+    seen = {"prompt": [0, 0, 1], "output": [1, 2, 2], "presence_penalty": 1.0}
+    assert penalised([1.0, 1.0, 1.0, LAST], **seen) == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-3)
+
+
+def test_a_penalty_of_two_once_is_minus_two_and_of_one_twice_is_minus_two_or_minus_one() -> None:
+    assert penalised([0.0, LAST], output=[0], frequency_penalty=2.0)[0] == pytest.approx(-2, abs=1e-3)
+    assert penalised([0.0, LAST], output=[0, 0], frequency_penalty=1.0)[0] == pytest.approx(-2, abs=1e-3)
+    assert penalised([0.0, LAST], output=[0, 0], presence_penalty=1.0)[0] == pytest.approx(-1, abs=1e-3)
+
+
+def test_repetition_acts_before_frequency_and_presence() -> None:
+    """2 / 2 - 0.5 - 0.25 = 0.25; the other way round it would be (2 - 0.75) / 2 = 0.625."""
+    seen = {"output": [0], "repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25}
+    assert penalised([2.0, LAST], **seen)[0] == pytest.approx(0.25, abs=1e-3)
+
+
+def test_bias_acts_before_the_penalties() -> None:
+    """(1 + 1) / 2 = 1; the other way round it would be 1 / 2 + 1 = 1.5."""
+    seen = {"output": [0], "repetition_penalty": 2.0, "logit_bias": {0: 1.0}}
+    assert penalised([1.0, LAST], **seen)[0] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_penalties_change_the_greedy_choice_too() -> None:
+    assert sample([[2.0, 1.9, 0.0]], [row(output=[0], presence_penalty=0.2)]).token_ids == (1,)
+    assert sample([[2.0, 1.9, 0.0]], [row(prompt=[0], repetition_penalty=1.2)]).token_ids == (1,)
+    assert sample([[2.0, 1.9, 0.0]], [row(prompt=[0], presence_penalty=2.0)]).token_ids == (0,)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_forces_and_bans(temperature: float) -> None:
+    logits = some_logits(50, seed=6)
+    forced = [row(temperature=temperature, seed=i, logit_bias={3: 100}) for i in range(50)]
+    assert set(sample(logits, forced).token_ids) == {3}
+    banned = [row(temperature=temperature, seed=i, logit_bias=dict.fromkeys(range(11), -100)) for i in range(50)]
+    assert set(sample(logits, banned).token_ids) == {11}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_ids_are_blocked_for_exactly_min_tokens_steps(temperature: float) -> None:
+    """Tokens 0 and 1 are stop ids and by far the best; token 2 is next."""
+    logits = [[50.0, 49.0, 20.0, 0.0]]
+    chosen = [
+        sample(logits, [row(temperature=temperature, min_tokens=3, stop_ids=[0, 1], output=[2] * done)]).token_ids[0]
+        for done in range(5)
+    ]
+    assert [token in (0, 1) for token in chosen] == [False, False, False, True, True]
+
+
+def test_no_bias_lifts_the_block_of_min_tokens() -> None:
+    one = row(min_tokens=2, stop_ids=[0], logit_bias={0: 100.0})
+    assert sample([[0.0, 1.0, 2.0]], [one]).token_ids == (2,)
+
+
+def test_min_tokens_blocks_only_the_rows_that_need_it() -> None:
+    rows = [
+        row(min_tokens=1, stop_ids=[0]),
+        row(stop_ids=[0]),
+        row(min_tokens=1, stop_ids=[0], output=[2]),
+        row(min_tokens=5),
+    ]
+    assert sample([[3.0, 2.0, 1.0]] * 4, rows).token_ids == (1, 0, 0, 0)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def mixed_rows(num: int, vocab: int, seed: int = 0) -> list[SamplingRow]:
+    """Rows of every kind, from plain greedy to all settings at once."""
+    rng = np.random.default_rng(seed)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.2, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 0.9, "min_p": 0.01, "top_k": 40, "top_p": 0.95, "logprobs": 3},
+        {"temperature": 0.0, "repetition_penalty": 1.5, "logprobs": 0},
+        {"temperature": 1.0, "frequency_penalty": 0.7, "presence_penalty": -0.3},
+        {"temperature": 1.0, "logit_bias": {1: 3.0, 2: -3.0}, "logprobs": 5},
+        {"temperature": 1.5, "min_tokens": 4},
+    ]
+    return [
+        row(
+            SamplingParams(**kinds[i % len(kinds)]),
+            seed=int(rng.integers(2**40)),
+            prompt=rng.integers(vocab, size=3).tolist(),
+            output=rng.integers(vocab, size=int(rng.integers(7))).tolist(),
+            stop_ids=rng.integers(vocab, size=2).tolist(),
+        )
+        for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("vocab", [33, 4096])
+def test_a_row_of_a_mixed_batch_gets_exactly_what_it_gets_alone(vocab: int) -> None:
+    """Its mates switch on sorting, penalties and bias for the whole batch; no token and no log-probability may move."""
+    rows, logits = mixed_rows(40, vocab), some_logits(40, vocab, seed=8)
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], rows[i : i + 1]) for i in range(40)]
+    assert together.token_ids == tuple(one.token_ids[0] for one in alone)
+    assert together.logprobs == tuple(one.logprobs[0] for one in alone)
+
+
+def test_the_distribution_of_a_plain_row_is_untouched_by_mates_that_are_filtered() -> None:
+    """Not only its token: no random number, however close to a limit, finds a difference."""
+    logits = some_logits(2, vocab=200, seed=9)
+    logits[0, 0] = -60.0  # nearly impossible, and the first: the number zero draws it
+    plain, filtering = row(temperature=1.0), row(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=1.2)
+    edges = softmax(logits[0].double().numpy()).cumsum()[:-1]
+    numbers = np.concatenate([[0.0], edges, np.nextafter(edges, 0), np.nextafter(edges, 1)])
+
+    def tokens(mates: int) -> tuple[int, ...]:
+        rows = [plain] * len(numbers) + [filtering] * mates
+        draws = torch.from_numpy(np.concatenate([numbers, [0.5] * mates]))
+        metadata = dataclasses.replace(metadata_of(rows, 200), uniforms=draws)
+        batch = torch.cat([logits[:1].expand(len(numbers), -1), logits[1:].expand(mates, -1)])
+        return Sampler()(batch, metadata).token_ids[: len(numbers)]
+
+    assert tokens(0) == tokens(3)
+    assert tokens(3)[0] == 0
+
+
+def test_the_order_of_rows_and_their_mates_change_no_token() -> None:
+    rows, logits = mixed_rows(30, 64, seed=2), some_logits(30, 64, seed=10)
+    expected = dict(enumerate(sample(logits, rows).token_ids))
+    rng = np.random.default_rng(0)
+    for size in (30, 17, 4):
+        order = rng.permutation(30)[:size].tolist()
+        tokens = sample(logits[order], [rows[i] for i in order]).token_ids
+        assert dict(zip(order, tokens, strict=True)) == {i: expected[i] for i in order}
+
+
+def test_equal_rows_of_one_batch_draw_equal_tokens() -> None:
+    tokens = sample(some_logits().expand(9, -1), [row(temperature=1.0, top_p=0.9, seed=77)] * 9).token_ids
+    assert len(set(tokens)) == 1
+
+
+# --- fast paths -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def operations() -> Iterator[Counter[str]]:
+    """Counts the tensor operations that run inside."""
+    seen: Counter[str] = Counter()
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():  # type: ignore[no-untyped-call]
+        yield seen
+
+
+def test_an_all_greedy_batch_draws_nothing_and_sorts_nothing() -> None:
+    rows = [row(top_p=0.5, top_k=2, min_p=0.1, seed=i) for i in range(4)]
+    metadata = metadata_of(rows, VOCAB)
+    assert metadata.all_greedy
+    assert metadata.uniforms is metadata.top_k is metadata.top_p is metadata.min_p is None
+    with operations() as seen:
+        Sampler()(some_logits(4), metadata)
+    assert seen["argmax"] == 1
+    assert not {"sort", "cumsum", "_softmax", "searchsorted", "_log_softmax", "topk"} & set(seen)
+
+
+def test_a_batch_with_temperature_only_sorts_nothing() -> None:
+    rows = [row(temperature=1.0, seed=1), row(temperature=0.0, top_p=0.5), row(temperature=0.5, top_k=VOCAB, top_p=1.0)]
+    metadata = metadata_of(rows, VOCAB)
+    assert metadata.top_k is metadata.top_p is metadata.min_p is None
+    assert metadata.bias is metadata.seen is metadata.output_counts is None and metadata.penalties is None
+    with operations() as seen:
+        Sampler()(some_logits(3), metadata)
+    assert seen["_softmax"] == 1
+    assert not {"sort", "topk", "_log_softmax"} & set(seen)
+
+
+def test_one_filtered_row_is_enough_to_sort() -> None:
+    with operations() as seen:
+        sample(some_logits(2), [row(temperature=1.0), row(temperature=1.0, top_p=0.9)])
+    assert seen["sort"] == 1
+
+
+def test_what_no_row_uses_is_not_built() -> None:
+    assert metadata_of([row(logit_bias={1: 1.0})], VOCAB).penalties is None
+    assert metadata_of([row(presence_penalty=1.0)], VOCAB).bias is None
+    assert metadata_of([row(min_tokens=1, stop_ids=[2], output=[0])], VOCAB).bias is None
+    assert metadata_of([row(min_tokens=1)], VOCAB).bias is None, "there is no stop id to block"
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_logits_of_any_float_type_give_the_tokens_of_their_values(dtype: torch.dtype) -> None:
+    rows, logits = mixed_rows(20, 50), some_logits(20, 50, seed=11).to(dtype)
+    result, expected = sample(logits, rows), sample(logits.float(), rows)
+    assert (result.token_ids, result.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_logits_are_not_modified(dtype: torch.dtype) -> None:
+    logits = some_logits(20, 50, seed=12).to(dtype)
+    before = logits.clone()
+    sample(logits, mixed_rows(20, 50))
+    assert torch.equal(logits, before)
+
+
+def test_logits_with_gaps_in_memory_are_read_right() -> None:
+    rows, logits = mixed_rows(10, 50), some_logits(10, 50, seed=13)
+    strided = torch.stack([logits, logits + 1], dim=-1)[..., 0]
+    assert not strided.is_contiguous()
+    assert sample(strided, rows) == sample(logits, rows)
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def log_softmax(logits: Tensor) -> np.ndarray:
+    values: np.ndarray = logits.double().numpy()
+    top = values.max(-1, keepdims=True)
+    return np.asarray(values - top - np.log(np.exp(values - top).sum(-1, keepdims=True)))
+
+
+def test_logprobs_are_those_of_the_untouched_logits() -> None:
+    num, vocab = 30, 500
+    rows = [dataclasses.replace(r, params=dataclasses.replace(r.params, logprobs=4)) for r in mixed_rows(num, vocab)]
+    logits = some_logits(num, vocab, seed=14, scale=5.0)
+    result, exact = sample(logits, rows), log_softmax(logits)
+    for i, (token, columns) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
+        assert columns is not None and columns.token_ids[0] == token
+        for token_id, logprob in zip(columns.token_ids, columns.logprobs, strict=True):
+            assert logprob == pytest.approx(exact[i, token_id], abs=1e-5)
+
+
+def test_ranks_say_how_many_tokens_are_at_least_as_likely() -> None:
+    num, vocab = 30, 100
+    logits = some_logits(num, vocab, seed=15)
+    result = sample(logits, [row(temperature=3.0, logprobs=3, seed=i) for i in range(num)])
+    for values, token, columns in zip(logits.tolist(), result.token_ids, result.logprobs, strict=True):
+        assert columns is not None
+        assert columns.ranks[0] == sum(value >= values[token] for value in values)
+        best = sorted(range(vocab), key=lambda token_id: -values[token_id])[:3]
+        assert columns.token_ids == (token, *best) and columns.ranks[1:] == (1, 2, 3)
+    assert any(columns.ranks[0] > 3 for columns in result.logprobs if columns)
+
+
+def test_a_tie_worsens_the_rank() -> None:
+    (columns,) = gather_logprobs(torch.tensor([[1.0, 1.0, 0.0, 2.0]]), torch.tensor([0]), 0)
+    assert columns.ranks == (3,)
+
+
+@pytest.mark.parametrize("k", [0, 1, 5, VOCAB])
+def test_k_best_tokens_are_reported_and_the_sampled_one_always(k: int) -> None:
+    """In the output's dictionary that makes k entries where the sampled token is among the best, else k + 1."""
+    result = sample(some_logits(40, seed=16), [row(temperature=2.0, seed=i, logprobs=k) for i in range(40)])
+    sizes = set()
+    for token, columns in zip(result.token_ids, result.logprobs, strict=True):
+        assert columns is not None
+        assert len(columns.token_ids) == len(columns.logprobs) == len(columns.ranks) == k + 1
+        assert columns.token_ids[0] == token
+        entries = set(columns.token_ids)
+        assert len(entries) == (k if token in columns.token_ids[1:] else k + 1)
+        sizes.add(len(entries))
+    assert sizes == ({k, k + 1} if 0 < k < VOCAB else {max(k, 1)})
+
+
+def test_each_row_gets_as_many_logprobs_as_it_asked_for() -> None:
+    rows = [row(logprobs=k) for k in (None, 0, 7, None, 2)]
+    result = sample(some_logits(5, seed=17), rows)
+    assert [None if columns is None else len(columns.token_ids) for columns in result.logprobs] == [None, 1, 8, None, 3]
+
+
+def test_logprobs_of_chosen_tokens_are_gathered_row_by_row() -> None:
+    """How the prompt's own tokens get theirs."""
+    logits, tokens = some_logits(6, 40, seed=18), torch.tensor([0, 39, 7, 7, 1, 20])
+    exact = log_softmax(logits)
+    for i, columns in enumerate(gather_logprobs(logits, tokens, 2)):
+        assert columns.token_ids[0] == tokens[i]
+        assert columns.logprobs[0] == pytest.approx(exact[i, tokens[i]], abs=1e-5)
+        assert columns.token_ids[1:] == tuple(np.argsort(-exact[i])[:2].tolist())
+
+
+def test_asking_for_logprobs_changes_no_token() -> None:
+    rows, logits = mixed_rows(20, 64, seed=3), some_logits(20, 64, seed=19)
+    asking = [dataclasses.replace(r, params=dataclasses.replace(r.params, logprobs=5)) for r in rows]
+    assert sample(logits, rows).token_ids == sample(logits, asking).token_ids
+
+
+def test_a_banned_token_has_the_logprob_of_minus_infinity() -> None:
+    (columns,) = gather_logprobs(torch.tensor([[0.0, -math.inf]]), torch.tensor([1]), 2)
+    assert columns.logprobs == (-math.inf, 0.0, -math.inf) and columns.ranks == (2, 1, 2)

@@ -1,0 +1,573 @@
+"""The trace: a tracer that costs nothing unread, readers that cannot hurt, events that explain themselves."""
+
+import dataclasses
+import inspect
+import io
+import json
+import re
+import statistics
+import time
+import timeit
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from m1_single_request import (
+    DEFAULT_MODEL,
+    ChromeTraceReader,
+    ConfigError,
+    ConsoleReader,
+    JsonlReader,
+    LLMEngine,
+    ModelConfig,
+    SamplingParams,
+    TraceConfig,
+    Tracer,
+    TraceReader,
+    TraceRecord,
+    events,
+)
+from m1_single_request.events import (
+    Abort,
+    Admit,
+    Alloc,
+    Batch,
+    EngineStarted,
+    Event,
+    Finish,
+    Free,
+    RequestAdded,
+    Result,
+    Sampled,
+    StepDone,
+    TextHeld,
+    size,
+    some,
+)
+
+STARTED = EngineStarted(
+    model="tiny", architecture="Qwen3ForCausalLM", device="cpu", dtype="float32", num_parameters=4_200_000,
+    weight_bytes=16_800_000, num_layers=4, num_kv_heads=2, head_dim=64, kv_bytes_per_token=4096, max_model_len=512,
+    eos_token_ids=(91, 89),
+)  # fmt: skip
+PREFILL = Batch(mode="prefill", rids=("req-7",), extend_lens=(31,), prefix_lens=(0,), seq_lens=(31,))
+DECODE = Batch(mode="decode", rids=("req-7",), extend_lens=(1,), prefix_lens=(33,), seq_lens=(34,))
+GREEDY = Sampled(
+    rid="req-7", position=4, token_id=802, text=" cat", greedy=True, settings="", uniform=None,
+    candidates=((" cat", 0.625), (" dog", 0.25)),
+)  # fmt: skip
+DRAWN = dataclasses.replace(GREEDY, greedy=False, settings="temperature 0.7, top_k 5", uniform=0.43219)
+STEP = StepDone(
+    num_tokens=31, num_waiting=2, num_running=1, kv_tokens=64,
+    schedule_ms=0.25, execute_ms=5.5, sample_ms=1.0, update_ms=0.75,
+)  # fmt: skip
+
+EXAMPLES: dict[Event, list[str]] = {
+    STARTED: [
+        "Qwen3ForCausalLM",
+        "tiny",
+        "cpu",
+        "4.2 M",
+        "16.0 MiB",
+        "float32",
+        "4 layers",
+        "2 KV heads",
+        "64",
+        "4,096 bytes",
+        "x 4 bytes",
+    ],
+    RequestAdded(rid="req-7", len=31, max_tokens=16, seed=99, num_waiting=0): [
+        "req-7",
+        "31 prompt tokens",
+        "16",
+        "first in line",
+        "99",
+    ],
+    RequestAdded(rid="req-8", len=1, max_tokens=16, seed=99, num_waiting=3): [
+        "req-8",
+        "1 prompt token,",
+        "behind 3 others",
+    ],
+    Admit(rid="req-7", prefix=0, extend=31, num_waiting=0): ["req-7", "31 tokens", "no other waits"],
+    Admit(rid="req-7", prefix=0, extend=31, num_waiting=2): ["req-7", "31 tokens", "2 requests must wait"],
+    PREFILL: ["Prefill", "req-7", "31 prompt tokens", "0 to 30"],
+    DECODE: ["Decode", "req-7", "position 33", "33 tokens"],
+    Alloc(owner="req-7", tokens=31, total_tokens=31, total_bytes=126976): [
+        "req-7",
+        "+31 tokens",
+        "31 x 4,096 bytes",
+        "124.0 KiB",
+    ],
+    Free(owner="req-7", tokens=34, bytes=139264): ["req-7", "34 tokens", "136.0 KiB"],
+    GREEDY: ["' cat' 62.5%", "' dog' 25.0%", "output 5", "greedy", "token 802"],
+    dataclasses.replace(GREEDY, settings="presence_penalty 0.5"): ["greedy after presence_penalty 0.5"],
+    DRAWN: ["' cat' 62.5%", "temperature 0.7, top_k 5", "0.4322", "token 802", "output 5"],
+    Result(rid="req-7", tokens=(802,), out_len=5, max_tokens=16, text="the\n cat"): [
+        "req-7",
+        "5 of at most 16 output tokens",
+        r"'the\n cat'",
+    ],
+    TextHeld(rid="req-7", text="EN", stops=("END", "ENOUGH")): ["'EN'", "held back", "'END' or 'ENOUGH'"],
+    Finish(rid="req-7", reason="length", matched="max_tokens = 16 is reached", out_len=16): [
+        "req-7",
+        "16 output tokens",
+        "length",
+        "max_tokens = 16",
+    ],
+    Abort(rid="req-7", state="running"): ["req-7", "aborted", "running"],
+    STEP: ["7.50 ms", "schedule 0.25", "model 5.50", "sample 1.00", "text 0.75"],
+}
+
+EVENT_CLASSES = [
+    value
+    for value in vars(events).values()
+    if inspect.isclass(value) and issubclass(value, Event) and value is not Event
+]
+
+
+def record(event: Event, step: int = 3, at: float = 12.5) -> TraceRecord:
+    return TraceRecord(step, at, event)
+
+
+def name_of(event: Event) -> str:
+    return event.kind
+
+
+class Keeper:
+    """A reader that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.records: list[TraceRecord] = []
+        self.closed = 0
+
+    def read(self, record: TraceRecord) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Broken(Keeper):
+    """A reader that fails at its `nth` record, and perhaps when it is closed."""
+
+    def __init__(self, nth: int = 1, close_fails: bool = False) -> None:
+        super().__init__()
+        self.nth, self.close_fails = nth, close_fails
+
+    def read(self, record: TraceRecord) -> None:
+        super().read(record)
+        if len(self.records) == self.nth:
+            raise OSError("disk full")
+
+    def close(self) -> None:
+        super().close()
+        if self.close_fails:
+            raise OSError("still full")
+
+
+# --- the tracer -------------------------------------------------------------------------------------------------------
+
+
+def test_a_tracer_is_true_exactly_while_somebody_listens() -> None:
+    tracer, reader, other = Tracer(), Keeper(), Keeper()
+    assert not tracer
+    tracer.attach(reader)
+    tracer.attach(other)
+    tracer.detach(reader)
+    assert tracer
+    tracer.detach(other)
+    assert not tracer
+
+
+def test_every_reader_hears_everything_from_attach_to_detach_stamped_with_step_and_time() -> None:
+    tracer, early, late = Tracer(), Keeper(), Keeper()
+    tracer.attach(early)
+    begin = time.monotonic()
+    tracer.emit(PREFILL)
+    tracer.step = 5
+    tracer.attach(late)
+    tracer.emit(STEP)
+    tracer.detach(early)
+    tracer.emit(DECODE)
+    assert [(r.step, r.event) for r in early.records] == [(0, PREFILL), (5, STEP)]
+    assert [(r.step, r.event) for r in late.records] == [(5, STEP), (5, DECODE)]
+    times = [r.time for r in (*early.records, late.records[-1])]
+    assert begin <= times[0] <= times[1] <= times[2] <= time.monotonic()
+    assert early.records[1] is late.records[0], "one record for all"
+
+
+def test_detaching_closes_a_reader_once() -> None:
+    tracer, reader = Tracer(), Keeper()
+    tracer.attach(reader)
+    tracer.detach(reader)
+    tracer.detach(reader)
+    assert reader.closed == 1
+
+
+def test_detaching_a_stranger_does_nothing() -> None:
+    stranger = Keeper()
+    Tracer().detach(stranger)
+    assert stranger.closed == 0
+
+
+def test_closing_the_tracer_closes_all_readers_and_leaves_it_usable() -> None:
+    tracer, readers = Tracer(), [Keeper(), Keeper()]
+    for reader in readers:
+        tracer.attach(reader)
+    tracer.close()
+    tracer.emit(STEP)
+    assert not tracer and [(reader.closed, reader.records) for reader in readers] == [(1, []), (1, [])]
+    tracer.attach(readers[0])
+    tracer.emit(STEP)
+    assert len(readers[0].records) == 1
+
+
+def test_a_reader_that_fails_is_detached_with_a_warning_and_the_others_go_on() -> None:
+    tracer, first, broken, last = Tracer(), Keeper(), Broken(nth=2), Keeper()
+    for reader in (first, broken, last):
+        tracer.attach(reader)
+    tracer.emit(PREFILL)
+    with pytest.warns(RuntimeWarning, match=r"Broken.*detached.*disk full"):
+        tracer.emit(DECODE)
+    tracer.emit(STEP)
+    assert len(broken.records) == 2
+    assert [r.event for r in first.records] == [r.event for r in last.records] == [PREFILL, DECODE, STEP]
+
+
+def test_a_reader_that_fails_to_close_does_not_keep_the_others_open() -> None:
+    tracer, broken, other = Tracer(), Broken(close_fails=True), Keeper()
+    tracer.attach(broken)
+    tracer.attach(other)
+    with pytest.warns(RuntimeWarning, match="still full"):
+        tracer.close()
+    assert (broken.closed, other.closed) == (1, 1) and not tracer
+
+
+def test_a_reader_may_detach_itself_while_it_reads() -> None:
+    class Once(Keeper):
+        def read(self, record: TraceRecord) -> None:
+            super().read(record)
+            tracer.detach(self)
+
+    tracer, once, other = Tracer(), Once(), Keeper()
+    tracer.attach(once)
+    tracer.attach(other)
+    tracer.emit(PREFILL)
+    tracer.emit(STEP)
+    assert (len(once.records), once.closed, len(other.records)) == (1, 1, 2)
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_an_example_of_every_event() -> None:
+    assert {type(event) for event in EXAMPLES} == set(EVENT_CLASSES)
+
+
+@pytest.mark.parametrize("cls", EVENT_CLASSES)
+def test_every_event_is_documented_frozen_and_named_after_its_class(cls: type[Event]) -> None:
+    assert cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}("), "a docstring of its own, not the dataclass's"
+    event = next(event for event in EXAMPLES if type(event) is cls)
+    assert re.fullmatch(r"[a-z]+(_[a-z]+)*", event.kind)
+    assert event.kind.replace("_", "") == cls.__name__.lower()
+    assert "".join(part.capitalize() for part in event.kind.split("_")) == cls.__name__
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(event, dataclasses.fields(event)[0].name, None)
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=name_of)
+def test_an_event_explains_itself_in_sentences_with_its_numbers(event: Event) -> None:
+    text = event.explain()
+    assert text[-1] in ".!?'\"" and "\n" not in text
+    for part in EXAMPLES[event]:
+        assert part in text
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=name_of)
+def test_an_events_data_are_its_fields_as_plain_json(event: Event) -> None:
+    data = event.data()
+    assert list(data) == [field.name for field in dataclasses.fields(event)]
+    assert json.loads(json.dumps(data)) == json.loads(json.dumps(dataclasses.asdict(event)))
+
+
+def test_stable_data_leave_out_what_differs_between_machines_and_nothing_else() -> None:
+    assert list(STEP.data(stable=True)) == ["num_tokens", "num_waiting", "num_running", "kv_tokens"]
+    assert set(DRAWN.data()) - set(DRAWN.data(stable=True)) == {"candidates"}
+    others = [event for event in EXAMPLES if not isinstance(event, StepDone | Sampled)]
+    assert all(event.data(stable=True) == event.data() for event in others)
+
+
+def test_numbers_of_bytes_and_things_are_written_for_people() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 1536, 1024**2, 5 * 1024**3, 5000 * 1024**3)] == [
+        "0 bytes", "1023 bytes", "1.0 KiB", "1.5 KiB", "1.0 MiB", "5.0 GiB", "5,000.0 GiB",
+    ]  # fmt: skip
+    assert [some(n, "token") for n in (0, 1, 2, 1234)] == ["0 tokens", "1 token", "2 tokens", "1,234 tokens"]
+
+
+# --- JSONL ------------------------------------------------------------------------------------------------------------
+
+
+def written(path: Path, *, stable: bool = False) -> list[dict[str, Any]]:
+    """All examples, written and read back."""
+    reader = JsonlReader(path, stable=stable)
+    for number, event in enumerate(EXAMPLES):
+        reader.read(record(event, step=number, at=number / 2))
+    reader.close()
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_jsonl_has_one_line_an_event_with_step_time_kind_and_fields(tmp_path: Path) -> None:
+    lines = written(tmp_path / "t.jsonl")
+    for number, (line, event) in enumerate(zip(lines, EXAMPLES, strict=True)):
+        assert list(line)[:3] == ["step", "time", "event"]
+        fields = json.loads(json.dumps(event.data()))
+        assert line == {"step": number, "time": number / 2, "event": event.kind} | fields
+
+
+def test_stable_jsonl_leaves_out_times_and_volatile_fields(tmp_path: Path) -> None:
+    lines = written(tmp_path / "t.jsonl", stable=True)
+    for line, event in zip(lines, EXAMPLES, strict=True):
+        assert "time" not in line
+        assert list(line) == ["step", "event", *event.data(stable=True)]
+    assert not any(key.endswith("_ms") or key == "candidates" for line in lines for key in line)
+
+
+def test_jsonl_is_in_the_file_at_once_and_keeps_any_text(tmp_path: Path) -> None:
+    event = Result(rid="req-7", tokens=(1,), out_len=1, max_tokens=2, text='日本 🙂 "quoted"\n\u2028\0')
+    path = tmp_path / "t.jsonl"
+    reader = JsonlReader(path)
+    reader.read(record(event))
+    content = path.read_text(encoding="utf-8")
+    reader.close()
+    assert content.count("\n") == 1 and "日本 🙂" in content
+    assert json.loads(content)["text"] == event.text
+
+
+@pytest.mark.parametrize("reader", [JsonlReader, ChromeTraceReader])
+def test_a_trace_file_that_cannot_be_written_is_a_clear_error(reader: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.*cannot be written"):
+        reader(tmp_path / "nowhere" / "trace.json")
+
+
+# --- Chrome trace -----------------------------------------------------------------------------------------------------
+
+
+def chrome(path: Path, records: list[TraceRecord]) -> list[dict[str, Any]]:
+    """The trace events of a written file."""
+    reader = ChromeTraceReader(path)
+    for one in records:
+        reader.read(one)
+    reader.close()
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert set(document) >= {"traceEvents"}
+    events: list[dict[str, Any]] = document["traceEvents"]
+    return events
+
+
+def test_a_chrome_trace_of_every_event_is_valid(tmp_path: Path) -> None:
+    entries = chrome(tmp_path / "t.json", [record(event) for event in EXAMPLES])
+    for entry in entries:
+        assert entry["ph"] in "MiXC" and isinstance(entry["pid"], int) and isinstance(entry["tid"], int)
+        assert entry["ph"] == "M" or isinstance(entry["ts"], float | int)
+        assert entry["ph"] != "X" or entry["dur"] >= 0
+    instants = {entry["name"] for entry in entries if entry["ph"] == "i"}
+    assert instants == {event.kind for event in EXAMPLES} - {"engine_started", "step_done"}
+
+
+def test_a_chrome_trace_has_a_lane_for_the_engine_and_one_for_each_request(tmp_path: Path) -> None:
+    events = [RequestAdded(rid=rid, len=1, max_tokens=1, seed=0, num_waiting=0) for rid in ("a", "b", "a")]
+    entries = chrome(tmp_path / "t.json", [record(event) for event in [*events, Free(owner="b", tokens=1, bytes=1)]])
+    lanes = {entry["args"]["name"]: entry["tid"] for entry in entries if entry["ph"] == "M"}
+    assert set(lanes) == {"engine", "a", "b"} and len(set(lanes.values())) == 3
+    assert [e["tid"] for e in entries if e["ph"] == "i"] == [lanes["a"], lanes["b"], lanes["a"], lanes["b"]]
+
+
+def test_a_step_is_a_span_of_its_request_and_four_phases_of_the_engine_end_to_end(tmp_path: Path) -> None:
+    entries = chrome(tmp_path / "t.json", [record(PREFILL, at=10.0), record(STEP, at=10.01)])
+    lanes = {entry["args"]["name"]: entry["tid"] for entry in entries if entry["ph"] == "M"}
+    (whole,) = [e for e in entries if e["ph"] == "X" and e["tid"] == lanes["req-7"]]
+    assert (whole["name"], whole["args"]["step"]) == ("prefill", 3)
+    assert whole["dur"] == pytest.approx(7500) and whole["ts"] + whole["dur"] == pytest.approx(10.01e6)
+    phases = [e for e in entries if e["ph"] == "X" and e["tid"] == lanes["engine"]]
+    assert [(e["name"], e["dur"]) for e in phases] == [
+        ("schedule", 250),
+        ("execute", 5500),
+        ("sample", 1000),
+        ("update", 750),
+    ]
+    ends = [whole["ts"], *(e["ts"] + e["dur"] for e in phases)]
+    assert [e["ts"] for e in phases] == pytest.approx(ends[:-1]) and ends[-1] == pytest.approx(10.01e6)
+
+
+def test_a_step_counts_tokens_kv_and_running_requests(tmp_path: Path) -> None:
+    entries = chrome(tmp_path / "t.json", [record(PREFILL), record(STEP)])
+    counters = {entry["name"]: list(entry["args"].values()) for entry in entries if entry["ph"] == "C"}
+    assert counters == {"batched tokens": [31], "KV tokens": [64], "running": [1]}
+
+
+def test_a_step_without_a_batch_is_no_span_of_the_request_before(tmp_path: Path) -> None:
+    entries = chrome(tmp_path / "t.json", [record(PREFILL), record(STEP), record(STEP, step=4)])
+    assert len([e for e in entries if e["ph"] == "X" and e["name"] in ("prefill", "idle")]) == 1
+
+
+def test_an_empty_chrome_trace_is_valid(tmp_path: Path) -> None:
+    assert [entry["ph"] for entry in chrome(tmp_path / "t.json", [])] == ["M"]
+
+
+# --- console ----------------------------------------------------------------------------------------------------------
+
+
+def printed(records: list[TraceRecord], *, verbose: bool) -> str:
+    """What the console reader prints, without colours."""
+    file = io.StringIO()
+    reader = ConsoleReader(verbose=verbose, console=Console(file=file, width=400, highlight=False))
+    for one in records:
+        reader.read(one)
+    reader.close()
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=name_of)
+def test_the_verbose_console_says_every_event_with_its_numbers(event: Event) -> None:
+    text = printed([record(event)], verbose=True)
+    assert event.explain() in text
+    assert "step 3" in text
+
+
+def test_the_verbose_console_names_each_step_once_and_indents_what_belongs_to_it() -> None:
+    lines = printed([record(STARTED, step=0), record(PREFILL), record(GREEDY), record(DECODE, step=4)], verbose=True)
+    said = [line.rstrip() for line in lines.splitlines() if line.strip()]
+    assert said == [
+        STARTED.explain(),
+        "step 3",
+        f"  {PREFILL.explain()}",
+        f"    {GREEDY.explain()}",
+        "step 4",
+        f"  {DECODE.explain()}",
+    ]
+
+
+@pytest.mark.parametrize("text", ["[bold]no markup[/bold]", "[/nothing]", ":smile: \\[x]", "\x1b[31mred"])
+def test_the_console_prints_text_of_the_model_as_it_is(text: str) -> None:
+    """Neither rich's markup nor a terminal's escape codes that happen to be in a text do anything."""
+    event = Result(rid="req-7", tokens=(1,), out_len=1, max_tokens=2, text=text)
+    said = printed([record(event)], verbose=True)
+    assert repr(text) in said and "\x1b" not in said
+
+
+def test_the_summary_is_a_line_per_step_with_its_numbers() -> None:
+    result = Result(rid="req-7", tokens=(802,), out_len=5, max_tokens=16, text="the cat")
+    end = Finish(rid="req-7", reason="length", matched="max_tokens = 16 is reached", out_len=16)
+    text = printed([record(STARTED, step=0), *map(record, (PREFILL, GREEDY, result, end, STEP))], verbose=False)
+    started, line = text.splitlines()
+    assert started.rstrip() == STARTED.explain()
+    for part in (
+        "step    3",
+        "prefill",
+        "31 tokens",
+        "req-7",
+        "output 5/16",
+        "ends: length",
+        "KV 64 tokens",
+        "2 waiting",
+        "7.5 ms",
+    ):
+        assert part in line
+
+
+def test_the_summary_of_a_step_does_not_repeat_the_step_before() -> None:
+    abort = Finish(rid="req-9", reason="abort", matched="the caller gave it up", out_len=0)
+    text = printed([*map(record, (PREFILL, STEP)), record(abort, step=4), record(STEP, step=4)], verbose=False)
+    first, second = text.splitlines()
+    assert "prefill" in first and "prefill" not in second
+    assert "req-9 ends: abort" in second and "step    4" in second
+
+
+# --- readers from the configuration -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loaded_engine() -> Any:
+    """The engine that ships, without a reader."""
+    with LLMEngine(model_config=ModelConfig(device="cpu")) as engine:
+        yield engine
+
+
+def test_a_real_run_reaches_all_readers_with_the_same_events(loaded_engine: LLMEngine, tmp_path: Path) -> None:
+    file, keeper = io.StringIO(), Keeper()
+    readers: list[TraceReader] = [
+        keeper,
+        JsonlReader(tmp_path / "t.jsonl"),
+        ChromeTraceReader(tmp_path / "t.json"),
+        ConsoleReader(console=Console(file=file, width=2000, highlight=False)),
+    ]
+    for reader in readers:
+        loaded_engine.tracer.attach(reader)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, stop=["never"], seed=1)
+    loaded_engine.generate([1, 2, 3], params, request_id="mine")
+    for reader in readers:
+        loaded_engine.tracer.detach(reader)
+    assert not loaded_engine.tracer
+
+    kinds = [r.event.kind for r in keeper.records]
+    assert kinds.count("batch") == kinds.count("sampled") == kinds.count("step_done") == 3
+    assert [r.step for r in keeper.records] == sorted(r.step for r in keeper.records)
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["event"] for line in lines] == kinds
+    entries = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert [e["name"] for e in entries if e["ph"] == "X" and e["tid"]] == ["prefill", "decode", "decode"]
+    for one in keeper.records:
+        assert one.event.explain() in file.getvalue()
+
+
+def test_the_configuration_names_the_readers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = TraceConfig(console="summary", jsonl=tmp_path / "t.jsonl", chrome=tmp_path / "t.json")
+    with LLMEngine(model_config=ModelConfig(device="cpu"), trace_config=trace) as engine:
+        engine.generate([1, 2], SamplingParams(max_tokens=1))
+    assert "step    1" in capsys.readouterr().out
+    first = json.loads((tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert first["event"] == "engine_started" and first["model"] == DEFAULT_MODEL.name
+    assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_unread_trace_costs_less_than_a_thousandth_of_a_step(
+    loaded_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a site does unread is to ask the tracer; that, times all sites, against a decode step of the real model.
+
+    Measured at about a ten-thousandth. Medians, so that a machine busy with something else disturbs little.
+    """
+    params = SamplingParams(max_tokens=48, ignore_eos=True, stop="never", temperature=1.0)
+
+    def decode_steps() -> list[float]:
+        loaded_engine.add_request([1, 2, 3], params)
+        loaded_engine.step()  # the prefill
+        seconds = []
+        while loaded_engine.has_unfinished_requests():
+            begin = time.perf_counter()
+            loaded_engine.step()
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+
+    assert not loaded_engine.tracer
+    seconds = decode_steps()
+    asked: list[Tracer] = []
+
+    def ask(tracer: Tracer) -> bool:
+        asked.append(tracer)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracer, "__bool__", ask)
+        num_steps = len(decode_steps())
+    sites = len(asked) / num_steps
+    assert sites >= 5, "batch, alloc, sampled, result, step done"
+
+    number = 20_000
+    tests = timeit.repeat("if core.tracer: pass", globals={"core": loaded_engine.engine_core}, number=number, repeat=9)
+    assert sites * statistics.median(tests) / number < statistics.median(seconds) / 1000

@@ -1,0 +1,365 @@
+"""The graders of the notebooks: folded solutions pass, typical wrong answers fail with a hint that names the mistake.
+
+Solutions live in one place, the notebook; they are read from its folded cells and run as they stand there.
+"""
+
+import json
+import re
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import RESULTS
+from benchmarks.m1_single_request import traced_steps
+from m1_single_request import LLMEngine
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.model_loader import head_dim
+from m1_single_request.scheduler import Scheduler
+from notebooks.checks import GRADERS, check, listing
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+ANSWERS = {
+    "m1.off_by_one": "OffByOne",
+    "m1.detokenizer": "HastyDetokenizer",
+    "m1.kv_bytes": "kv_bytes",
+    "m1.top_p_filter": "top_p_filter",
+    "m1.held_back": "held_back",
+    "m1.shortest_first": "ShortestFirst",
+}
+
+
+def cells(kind: str) -> list[dict]:
+    notebook = json.loads((NOTEBOOKS / "m1_single_request.ipynb").read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+def source(cell: dict) -> str:
+    return "".join(cell["source"])
+
+
+def folded_solutions() -> dict[str, object]:
+    """Everything that the folded cells define, by name; each cell runs on its own, as a reader would paste it."""
+    found: dict[str, object] = {}
+    for cell in cells("markdown"):
+        for code in re.findall(r"<details>.*?```python\n(.*?)```.*?</details>", source(cell), re.DOTALL):
+            names: dict[str, object] = {}
+            exec(code, names)
+            found |= names
+    return found
+
+
+# --- solutions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exercise", GRADERS)
+def test_the_folded_solution_of_every_exercise_passes(exercise):
+    verdict = check(exercise, folded_solutions()[ANSWERS[exercise]])
+    assert verdict, verdict
+
+
+def test_every_exercise_is_checked_in_the_notebook_with_the_name_that_its_solution_has():
+    code = "\n".join(map(source, cells("code")))
+    assert dict(re.findall(r'^check\("([\w.]+)", (\w+)\)', code, re.MULTILINE)) == ANSWERS
+
+
+def test_the_engines_own_code_passes_where_it_is_the_reference():
+    assert check("m1.off_by_one", Scheduler)
+    assert check("m1.detokenizer", IncrementalDetokenizer)
+
+
+# --- wrong answers ----------------------------------------------------------------------------------------------------
+
+
+def open_exercise(*_):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("exercise", GRADERS)
+def test_an_open_exercise_is_a_verdict_and_not_an_exception(exercise):
+    verdict = check(exercise, open_exercise)
+    assert not verdict
+    assert verdict.message
+
+
+def test_an_exercise_where_nothing_is_written_says_so():
+    assert repr(check("m1.kv_bytes", open_exercise)) == "m1.kv_bytes: not yet. Nothing is written here yet."
+
+
+def test_an_answer_that_raises_is_told_what_was_raised():
+    assert "raised IndexError: string index out of range" in check("m1.held_back", lambda text, stops: ""[1]).message
+
+
+def test_an_unknown_exercise_is_refused_with_the_names_of_those_there_are():
+    with pytest.raises(KeyError, match=r"m1\.nothing.*m1\.kv_bytes"):
+        check("m1.nothing", None)
+
+
+def layers_times(config, heads, dim):
+    return 2 * config.num_hidden_layers * heads * dim
+
+
+WRONG_KV_BYTES = {
+    "two tensors": lambda c, n, b: c.num_hidden_layers * c.num_key_value_heads * head_dim(c) * n * b,
+    "Every layer": lambda c, n, b: 2 * c.num_key_value_heads * head_dim(c) * n * b,
+    "Only the KV heads": lambda c, n, b: layers_times(c, c.num_attention_heads, head_dim(c)) * n * b,
+    "head_dim is not always": lambda c, n, b: (
+        layers_times(c, c.num_key_value_heads, c.hidden_size // c.num_attention_heads) * n * b
+    ),
+    "Every token": lambda c, n, b: layers_times(c, c.num_key_value_heads, head_dim(c)) * b,
+    "bytes_per_value": lambda c, n, b: layers_times(c, c.num_key_value_heads, head_dim(c)) * n,
+    "you say None": lambda c, n, b: None,
+}
+
+
+@pytest.mark.parametrize("hint", WRONG_KV_BYTES)
+def test_a_wrong_size_of_the_kv_is_met_with_the_factor_that_is_missing(hint):
+    verdict = check("m1.kv_bytes", WRONG_KV_BYTES[hint])
+    assert not verdict
+    assert hint in verdict.message
+
+
+def drops_the_token_that_reaches_p(probs, p):
+    ranked, order = probs.sort(descending=True)
+    return torch.zeros_like(probs).scatter(0, order, ranked * (ranked.cumsum(0) <= p))
+
+
+def keeps_one_too_many(probs, p):
+    ranked, order = probs.sort(descending=True)
+    better_but_one = ranked.cumsum(0) - ranked - ranked.roll(1)
+    return torch.zeros_like(probs).scatter(0, order, ranked * (better_but_one < p))
+
+
+def leaves_the_answer_sorted(probs, p):
+    ranked = probs.sort(descending=True).values
+    return ranked * (ranked.cumsum(0) - ranked < p)
+
+
+def keeps_all_above_p(probs, p):
+    return probs * (probs >= p)
+
+
+def makes_the_rest_equal(probs, p):
+    ranked, order = probs.sort(descending=True)
+    return torch.zeros_like(probs).scatter(0, order, (ranked.cumsum(0) - ranked < p).to(probs.dtype))
+
+
+def zeroes_its_input(probs, p):
+    ranked, order = probs.sort(descending=True)
+    probs[order[ranked.cumsum(0) - ranked >= p]] = 0.0
+    return probs
+
+
+WRONG_TOP_P = [
+    (drops_the_token_that_reaches_p, "Too few"),
+    (keeps_one_too_many, "Too many"),
+    (leaves_the_answer_sorted, "order of token ids"),
+    (keeps_all_above_p, "the best one always stays"),
+    (makes_the_rest_equal, "ratios have changed"),
+    (zeroes_its_input, "changes its input"),
+    (lambda probs, p: probs.tolist(), "A tensor of 4 probabilities"),
+]
+
+
+@pytest.mark.parametrize(("answer", "hint"), WRONG_TOP_P)
+def test_a_wrong_top_p_is_met_with_a_hint(answer, hint):
+    verdict = check("m1.top_p_filter", answer)
+    assert not verdict
+    assert hint in verdict.message
+
+
+def finds_the_shortest_first(text, stops):
+    sizes = range(1, len(text) + 1)
+    return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
+
+
+def asks_the_first_stop_only(text, stops):
+    return finds_the_longest(text, stops[:1])
+
+
+def finds_the_longest(text, stops):
+    sizes = range(len(text), 0, -1)
+    return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
+
+
+def holds_as_much_as_a_stop_may_need(text, stops):
+    return min(len(text), max((len(stop) - 1 for stop in stops), default=0))
+
+
+WRONG_HELD_BACK = [
+    (lambda text, stops: 0, "have to take it back"),
+    (finds_the_shortest_first, "have to take it back"),
+    (asks_the_first_stop_only, "have to take it back"),
+    (holds_as_much_as_a_stop_may_need, "can no longer become a stop string"),
+    (lambda text, stops: None, "you return None"),
+]
+
+
+@pytest.mark.parametrize(("answer", "hint"), WRONG_HELD_BACK)
+def test_wrongly_held_text_is_met_with_what_would_happen(answer, hint):
+    verdict = check("m1.held_back", answer)
+    assert not verdict
+    assert hint in verdict.message
+
+
+def queue_sorted_by(key):
+    class Sorted(Scheduler):
+        def add_request(self, request):
+            super().add_request(request)
+            self.waiting = deque(sorted(self.waiting, key=key))
+
+    return Sorted
+
+
+class SortsOnce(Scheduler):
+    """Sorts what waits when the first request is admitted, and never again."""
+
+    def schedule(self):
+        if not self.running and not hasattr(self, "sorted"):
+            self.sorted = True
+            self.waiting = deque(sorted(self.waiting, key=lambda r: r.sequence.get_prompt_len()))
+        return super().schedule()
+
+
+class EqualOnesTurnRound(Scheduler):
+    def add_request(self, request):
+        super().add_request(request)
+        self.waiting = deque(sorted(reversed(self.waiting), key=lambda r: r.sequence.get_prompt_len()))
+
+
+class Loses(Scheduler):
+    """Takes the request out of the queue by hand and forgets to put it back."""
+
+    def add_request(self, request):
+        super().add_request(request)
+        if request.sequence.get_prompt_len() > 5:
+            self.waiting.remove(request)
+
+
+WRONG_POLICIES = [
+    (Scheduler, "That is the order of arrival"),
+    (queue_sorted_by(lambda r: -r.sequence.get_prompt_len()), "That is the longest first"),
+    (EqualOnesTurnRound, "the earlier goes first"),
+    (SortsOnce, "A request that arrives later takes part"),
+    (Loses, "check_invariants() fails after step 1"),
+    (IncrementalDetokenizer, "has no add_request()"),
+]
+
+
+@pytest.mark.parametrize(("answer", "hint"), WRONG_POLICIES)
+def test_a_wrong_policy_is_met_with_what_it_does(answer, hint):
+    verdict = check("m1.shortest_first", answer)
+    assert not verdict
+    assert hint in verdict.message
+
+
+# --- the labs ---------------------------------------------------------------------------------------------------------
+
+
+def defined_in_the_notebook(name: str) -> object:
+    """A class as the notebook plants it, with the bug in it."""
+    (cell,) = [source(c) for c in cells("code") if re.search(rf"^class {name}\b", source(c), re.MULTILINE)]
+    (code,) = re.findall(rf"^class {name}\b.*?(?=^\S|\Z)", cell, re.DOTALL | re.MULTILINE)
+    names: dict[str, object] = {"Scheduler": Scheduler}
+    exec(code, names)
+    return names[name]
+
+
+def test_the_planted_position_bug_is_caught_by_the_books():
+    verdict = check("m1.off_by_one", defined_in_the_notebook("OffByOne"))
+    assert not verdict
+    assert (
+        "check_invariants() fails after step 1: a decoding request has KV for all tokens but the newest"
+        in verdict.message
+    )
+
+
+def test_a_count_of_computed_tokens_that_stands_still_is_caught():
+    class StandsStill(Scheduler):
+        def update_from_output(self, scheduler_output, sampled):
+            changed = super().update_from_output(scheduler_output, sampled)
+            for request in changed:
+                request.sequence.data.num_computed_tokens = request.sequence.get_prompt_len()
+            return changed
+
+    verdict = check("m1.off_by_one", StandsStill)
+    assert not verdict
+    assert "check_invariants() fails after step 2" in verdict.message
+
+
+def test_the_planted_detokenizer_bug_is_caught_at_the_first_half_character():
+    verdict = check("m1.detokenizer", defined_in_the_notebook("HastyDetokenizer"))
+    assert not verdict
+    assert "is shown, which is not how it goes on" in verdict.message
+
+
+def variant(**methods):
+    """The folded detokenizer with some methods replaced."""
+    return type("Variant", (folded_solutions()["HastyDetokenizer"],), methods)
+
+
+def hold_everything(self, token_id):
+    self.ids.append(token_id)
+    return ""
+
+
+def forget_to_return(self, token_id):
+    self.ids.append(token_id)
+    self.text = self.decode(self.ids).rstrip("\ufffd")
+    return ""
+
+
+def keep_the_ids(self, mark):
+    self.text = self.text[: mark[1]]
+
+
+WRONG_DETOKENIZERS = [
+    ({"push": hold_everything}, "Nothing there needs to wait"),
+    ({"push": forget_to_return}, "but text is"),
+    ({"tail": lambda self: ""}, "tail() together"),
+    ({"rewind": keep_the_ids}, "After mark(), a token and rewind()"),
+]
+
+
+@pytest.mark.parametrize(("methods", "hint"), WRONG_DETOKENIZERS)
+def test_a_half_repaired_detokenizer_is_met_with_a_hint(methods, hint):
+    verdict = check("m1.detokenizer", variant(**methods))
+    assert not verdict
+    assert hint in verdict.message
+
+
+# --- the notebook and the page ----------------------------------------------------------------------------------------
+
+
+def test_a_listing_is_the_source_of_the_package_in_text_and_colours():
+    shown = listing(Scheduler.schedule)
+    assert repr(shown).startswith("m1_single_request/scheduler.py: Scheduler.schedule\ndef schedule(self)")
+    assert "<span" in shown._repr_html_() and "monokai" not in shown._repr_html_()
+
+
+def test_the_notebook_is_stored_as_it_ran_from_top_to_bottom_without_errors_or_machine_paths():
+    path = NOTEBOOKS / "m1_single_request.ipynb"
+    ran = cells("code")
+    assert [cell["execution_count"] for cell in ran] == list(range(1, len(ran) + 1))
+    outputs = [output for cell in ran for output in cell["outputs"]]
+    assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
+    assert not re.search(r"site-packages|/home/|/Users/|/tmp/", json.dumps(outputs))
+    assert path.stat().st_size < 1_000_000
+
+
+def test_the_stored_outputs_come_from_the_checkpoint_that_ships():
+    asked = re.search(r'engine\.chat\(\[{"role": "user", "content": "([^"]+)"}\]\)', source(cells("code")[0]))
+    with LLMEngine() as engine:
+        answer = engine.chat([{"role": "user", "content": asked[1]}]).text
+    assert "".join(cells("code")[0]["outputs"][0]["text"]) == f"{answer}\n"
+
+
+def test_the_trace_on_the_page_is_what_the_engine_says_today():
+    def words(text: str) -> str:  # without line breaks, and without probabilities: machines differ in the last digit
+        return re.sub(r"The model's favourites: .*?%\. For", "For", " ".join(text.split()))
+
+    with LLMEngine() as engine:
+        assert words((RESULTS / "m1_single_request_trace.txt").read_text(encoding="utf-8")) == words(
+            traced_steps(engine)
+        )

@@ -1,0 +1,228 @@
+"""The rules of the architecture that a syntax tree can show, one function each: source in, findings out.
+
+A finding is a line for people: where, and what is wrong. An empty list means that the rule is kept.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tests.structure.sources import FUNCTIONS, Class, FunctionNode, Module, Source
+
+VERBS = ("schedule", "update_from_output", "step", "execute_model")
+MAX_OVERRIDES = 3
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+PICKLES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
+FACTORY_MARK = "built only for a reader"
+
+
+def verbs_are_not_overridden(source: Source) -> list[str]:
+    """A milestone that changes one of the loop's verbs writes that class anew."""
+    found = []
+    for cls in source.classes.values():
+        for base in _foreign_ancestors(source, cls):
+            for verb in VERBS:
+                if verb in cls.members and base.implements(verb):
+                    found.append(f"{_at(cls.module, cls.members[verb])}: {cls.name} overrides {verb} of {base.name}")
+    return found
+
+
+def inheritance_crosses_once(source: Source) -> list[str]:
+    """From a class up to its last ancestor, the way leads at most once into another milestone."""
+    return [
+        f"{_at(cls.module, cls.node)}: {cls.name} inherits through {_crossings(source, cls)} milestones, at most 1"
+        for cls in source.classes.values()
+        if _crossings(source, cls) > 1
+    ]
+
+
+def overriding_is_announced(source: Source) -> list[str]:
+    """At most three methods of another milestone's class are overridden, each called a seam in its docstring."""
+    found = []
+    for cls in source.classes.values():
+        overridden = {}
+        for base in _foreign_ancestors(source, cls):
+            for name in cls.members:
+                if base.implements(name) and name not in overridden:
+                    overridden[name] = base
+        if len(overridden) > MAX_OVERRIDES:
+            names = ", ".join(overridden)
+            found.append(f"{_at(cls.module, cls.node)}: {cls.name} overrides {names}: at most {MAX_OVERRIDES} methods")
+        for name, base in overridden.items():
+            if not _announces(base, name):
+                found.append(f"{_at(cls.module, cls.members[name])}: {base.name} announces no seam {name}")
+    return found
+
+
+def engines_only_set_attributes(source: Source) -> list[str]:
+    """`LLMEngine` is written once; a later one names its parts, its default model and its config type."""
+    found = []
+    for cls in source.classes.values():
+        if not any(source.is_a(base, "LLMEngine") for base in _foreign_ancestors(source, cls)):
+            continue
+        for statement in cls.node.body:
+            is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+            if not is_docstring and not isinstance(statement, ast.Assign | ast.AnnAssign):
+                found.append(f"{_at(cls.module, statement)}: {cls.name} does more than set class attributes")
+    return found
+
+
+def sizes_are_kept(source: Source) -> list[str]:
+    """A longer file or function holds a second idea."""
+    found = []
+    for module in source.modules.values():
+        lines = len(module.text.splitlines())
+        if lines > MAX_FILE_LINES:
+            found.append(f"{module.name}: {lines} lines, at most {MAX_FILE_LINES}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, FUNCTIONS):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    found.append(f"{_at(module, node)}: {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}")
+    return found
+
+
+def docstrings_are_there(source: Source) -> list[str]:
+    """Every module, public class and public function says what it is for.
+
+    A method needs none if it is private or a dunder, if an ancestor documents it, if it is a Protocol's stub, or if it
+    is an accessor of one or two statements.
+    """
+    found = []
+    for module in source.modules.values():
+        if not ast.get_docstring(module.tree):
+            found.append(f"{module.name}: the module has no docstring")
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found += _undocumented_in_class(source, Class(module, node))
+            elif isinstance(node, FUNCTIONS) and not node.name.startswith("_") and not ast.get_docstring(node):
+                found.append(f"{_at(module, node)}: the function {node.name} has no docstring")
+    return found
+
+
+def nothing_prints_or_pickles(source: Source) -> list[str]:
+    """An engine does not print (only a demo does), and no file that could run a program is ever read."""
+    found = []
+    for module in source.modules.values():
+        for node in ast.walk(module.tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called == "torch.load" or (called == "print" and not module.name.endswith(".demo")):
+                found.append(f"{_at(module, node)}: calls {called}()")
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found += [f"{_at(module, node)}: imports {name}" for name in names if name.split(".")[0] in PICKLES]
+    return found
+
+
+def events_cost_nothing_unread(source: Source) -> list[str]:
+    """Every event is built under `if tracer:`, in the same function.
+
+    A function may build one for its caller if its docstring says "built only for a reader"; then everything that
+    mentions the function stands under such a test.
+    """
+    events = {name for name, cls in source.classes.items() if source.is_a(cls, "Event")}
+    factories = {f"{m.name}.{f.name}" for m in source.modules.values() for f in _functions(m) if _is_factory(f)}
+    found = []
+    for module in source.modules.values():
+        for node, parents in _with_parents(module.tree):
+            if isinstance(node, ast.Call) and source.full_name(module, node.func) in events:
+                inside_factory = any(isinstance(p, FUNCTIONS) and _is_factory(p) for p in parents)
+                if not inside_factory and not _under_tracer(node, parents):
+                    found.append(f"{_at(module, node)}: {ast.unparse(node.func)} is built without a test of the tracer")
+            is_read = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+            if is_read and source.full_name(module, node) in factories and not _under_tracer(node, parents):
+                found.append(f"{_at(module, node)}: {ast.unparse(node)} is used without a test of the tracer")
+    return found
+
+
+RULES = (
+    verbs_are_not_overridden,
+    inheritance_crosses_once,
+    overriding_is_announced,
+    engines_only_set_attributes,
+    sizes_are_kept,
+    docstrings_are_there,
+    nothing_prints_or_pickles,
+    events_cost_nothing_unread,
+)
+
+
+def _at(module: Module, node: ast.stmt | ast.expr) -> str:
+    return f"{module.name}:{node.lineno}"
+
+
+def _foreign_ancestors(source: Source, cls: Class) -> list[Class]:
+    return [base for base in source.ancestors(cls) if base.package != cls.package]
+
+
+def _crossings(source: Source, cls: Class) -> int:
+    """The most steps from one milestone into another on a way from `cls` to an ancestor."""
+    ways = [_crossings(source, base) + (base.package != cls.package) for base in source.bases(cls)]
+    return max(ways, default=0)
+
+
+def _announces(base: Class, method: str) -> bool:
+    lines = (ast.get_docstring(base.node) or "").splitlines()
+    return any(re.search(r"\bseams?\b", line, re.I) and re.search(rf"\b{method}\b", line) for line in lines)
+
+
+def _undocumented_in_class(source: Source, cls: Class) -> list[str]:
+    found = []
+    if not ast.get_docstring(cls.node):
+        found.append(f"{_at(cls.module, cls.node)}: the class {cls.node.name} has no docstring")
+    for node in cls.node.body:
+        if not isinstance(node, FUNCTIONS) or node.name.startswith("_") or ast.get_docstring(node):
+            continue
+        inherited = any(_documents(base, node.name) for base in source.ancestors(cls))
+        if not inherited and not cls.is_protocol and _num_statements(node) > 2:
+            found.append(f"{_at(cls.module, node)}: the method {cls.node.name}.{node.name} has no docstring")
+    return found
+
+
+def _documents(cls: Class, method: str) -> bool:
+    node = cls.members.get(method)
+    return isinstance(node, FUNCTIONS) and bool(ast.get_docstring(node))
+
+
+def _num_statements(node: FunctionNode) -> int:
+    """All statements of the body, those inside other statements included."""
+    return sum(isinstance(inner, ast.stmt) for statement in node.body for inner in ast.walk(statement))
+
+
+def _functions(module: Module) -> list[FunctionNode]:
+    return [node for node in module.tree.body if isinstance(node, FUNCTIONS)]
+
+
+def _is_factory(node: FunctionNode) -> bool:
+    """Whether it only makes an event for its caller: it says so, and its last statement returns a call."""
+    if FACTORY_MARK not in (ast.get_docstring(node) or ""):
+        return False
+    last = node.body[-1]
+    return isinstance(last, ast.Return) and isinstance(last.value, ast.Call)
+
+
+def _with_parents(tree: ast.AST, parents: tuple[ast.AST, ...] = ()) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
+    """Every node with the nodes around it, innermost first."""
+    yield tree, parents
+    for child in ast.iter_child_nodes(tree):
+        yield from _with_parents(child, (tree, *parents))
+
+
+def _under_tracer(node: ast.AST, parents: tuple[ast.AST, ...]) -> bool:
+    """Whether `node` runs only if a tracer is true, by an `if` of the same function."""
+    for parent in parents:
+        if isinstance(parent, ast.If) and node in parent.body and _tests_tracer(parent.test):
+            return True
+        if isinstance(parent, (*FUNCTIONS, ast.Lambda)):
+            return False
+        node = parent
+    return False
+
+
+def _tests_tracer(test: ast.expr) -> bool:
+    """`tracer`, `self.tracer`, or several conditions of which one is that."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(_tests_tracer(value) for value in test.values)
+    name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
+    return name.lstrip("_") == "tracer"

@@ -1,0 +1,171 @@
+"""Milestone packages as syntax trees: modules, classes with their ancestors, and what a name refers to.
+
+Nothing is imported or run. A name is followed through imports, re-exports included, to the class that it means.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file: `name` is its dotted name, `imports` maps local names to what they mean elsewhere."""
+
+    name: str
+    text: str
+    is_package: bool = False
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def package(self) -> str:
+        """The milestone that it belongs to."""
+        return self.name.split(".")[0]
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    name = alias.name if alias.asname else alias.name.split(".")[0]
+                    found[alias.asname or name] = name
+            elif isinstance(node, ast.ImportFrom):
+                origin = self._origin(node)
+                found.update({alias.asname or alias.name: f"{origin}.{alias.name}" for alias in node.names})
+        return found
+
+    def _origin(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        above = self.name.split(".")[: None if self.is_package else -1]
+        above = above[: len(above) - node.level + 1]
+        return ".".join([*above, *([node.module] if node.module else [])])
+
+
+@dataclass(frozen=True)
+class Class:
+    """A class of a milestone, by its full name."""
+
+    module: Module
+    node: ast.ClassDef
+
+    @property
+    def name(self) -> str:
+        return f"{self.module.name}.{self.node.name}"
+
+    @property
+    def package(self) -> str:
+        return self.module.package
+
+    @cached_property
+    def members(self) -> dict[str, ast.stmt]:
+        """Methods, and names that are bound in the class body."""
+        found: dict[str, ast.stmt] = {}
+        for statement in self.node.body:
+            if isinstance(statement, FUNCTIONS):
+                found[statement.name] = statement
+            elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                found[statement.target.id] = statement
+            elif isinstance(statement, ast.Assign):
+                found.update({target.id: statement for target in statement.targets if isinstance(target, ast.Name)})
+        return found
+
+    @property
+    def is_protocol(self) -> bool:
+        return any(_last_name(base) == "Protocol" for base in self.node.bases)
+
+    def implements(self, method: str) -> bool:
+        """Whether it has a body for `method`: not a Protocol's stub, not abstract, not `raise NotImplementedError`."""
+        node = self.members.get(method)
+        if not isinstance(node, FUNCTIONS) or self.is_protocol:
+            return False
+        if any("abstract" in ast.unparse(decorator) for decorator in node.decorator_list):
+            return False
+        body = without_docstring(node)
+        return not (len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.unparse(body[0]))
+
+
+@dataclass
+class Source:
+    """All modules that are looked at together."""
+
+    modules: dict[str, Module] = field(default_factory=dict)
+
+    @classmethod
+    def from_texts(cls, texts: Mapping[str, str]) -> "Source":
+        """Modules from `{"m1_x.scheduler": "class Scheduler: ..."}`; a name without a dot is a package's `__init__`."""
+        return cls({name: Module(name, text, is_package="." not in name) for name, text in texts.items()})
+
+    @classmethod
+    def from_packages(cls, root: Path, packages: list[str]) -> "Source":
+        """Every Python file of `packages`, which lie in `root`."""
+        modules = {}
+        for path in sorted(path for package in packages for path in (root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            name = ".".join(parts[:-1] if is_package else parts)
+            modules[name] = Module(name, path.read_text(encoding="utf-8"), is_package)
+        return cls(modules)
+
+    @cached_property
+    def classes(self) -> dict[str, Class]:
+        """Top-level classes by full name."""
+        return {
+            f"{module.name}.{node.name}": Class(module, node)
+            for module in self.modules.values()
+            for node in module.tree.body
+            if isinstance(node, ast.ClassDef)
+        }
+
+    def full_name(self, module: Module, expression: ast.expr) -> str:
+        """What `expression` (a name, or attributes of one) refers to, as a dotted name; "" for anything else."""
+        if isinstance(expression, ast.Subscript):  # a generic base: Base[int]
+            return self.full_name(module, expression.value)
+        if isinstance(expression, ast.Attribute):
+            owner = self.full_name(module, expression.value)
+            return self._follow(f"{owner}.{expression.attr}") if owner else ""
+        if not isinstance(expression, ast.Name):
+            return ""
+        return self._follow(module.imports.get(expression.id, f"{module.name}.{expression.id}"))
+
+    def _follow(self, name: str) -> str:
+        """Through re-exports (`m1_x.Name`, imported there from `m1_x.module`) to where it is defined."""
+        seen = set()
+        while name not in self.classes and name not in seen:
+            seen.add(name)
+            owner, _, last = name.rpartition(".")
+            name = self.modules[owner].imports.get(last, name) if owner in self.modules else name
+        return name
+
+    def bases(self, cls: Class) -> list[Class]:
+        """Its direct bases among the milestones' classes."""
+        names = [self.full_name(cls.module, base) for base in cls.node.bases]
+        return [self.classes[name] for name in names if name in self.classes and name != cls.name]
+
+    def ancestors(self, cls: Class) -> Iterator[Class]:
+        """Bases, their bases and so on; nearest first."""
+        for base in self.bases(cls):
+            yield base
+            yield from self.ancestors(base)
+
+    def is_a(self, cls: Class, name: str) -> bool:
+        """Whether it is called `name` or has an ancestor that is."""
+        return any(c.node.name == name for c in (cls, *self.ancestors(cls)))
+
+
+def without_docstring(node: FunctionNode) -> list[ast.stmt]:
+    """The statements of a function after its docstring."""
+    return node.body[1:] if ast.get_docstring(node) is not None else node.body
+
+
+def _last_name(expression: ast.expr) -> str:
+    return ast.unparse(expression).split("[")[0].rpartition(".")[2]

@@ -1,0 +1,47 @@
+"""The milestone packages keep the rules of the architecture, and every tool knows every milestone."""
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.structure import rules
+from tests.structure.sources import Source
+
+ROOT = Path(__file__).parents[2]
+MILESTONES = sorted(path.parent.name for path in ROOT.glob("m[1-6]_*/__init__.py"))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    return Source.from_packages(ROOT, MILESTONES)
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_the_milestones_keep_the_rule(rule: Callable[[Source], list[str]], source: Source) -> None:
+    found = rule(source)
+    assert not found, "\n".join(found)
+
+
+def test_the_rules_see_the_engine(source: Source) -> None:
+    """An empty list of findings must not come from an empty list of files."""
+    names = {name.removeprefix("m1_single_request.") for name in source.classes if name.startswith("m1_")}
+    assert {"llm_engine.LLMEngine", "scheduler.Scheduler", "events.Batch", "sampler.Sampler"} <= names
+
+
+def test_the_import_contracts_cover_every_milestone() -> None:
+    linter = PYPROJECT["tool"]["importlinter"]
+    upward, checkout = linter["contracts"]
+    assert sorted(linter["root_packages"]) == MILESTONES
+    assert sorted(checkout["source_modules"]) == MILESTONES
+    assert set(MILESTONES) <= {layer.strip("()") for layer in upward["layers"]}
+
+
+def test_mypy_checks_every_milestone() -> None:
+    assert set(MILESTONES) <= set(PYPROJECT["tool"]["mypy"]["files"])
+
+
+def test_every_milestone_says_that_it_is_typed() -> None:
+    assert [name for name in MILESTONES if not (ROOT / name / "py.typed").exists()] == []

@@ -1,0 +1,74 @@
+"""The training loop resumes exactly, and never overwrites a checkpoint by accident."""
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from training import tiny_qwen3
+from training.evaluate import Score, summary
+from training.loop import IGNORE, Batch, LoopConfig, learning_rate, train
+
+
+def tiny_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=1, tie_word_embeddings=True, **sizes))
+
+
+def batches(step: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(50, (3, 12), generator=generator)
+    labels = ids.clone()
+    labels[:, :4] = IGNORE
+    return [(ids[:2], labels[:2]), (ids[2:], labels[2:])]
+
+
+def run(path, make_batches) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = tiny_model()
+    config = LoopConfig(run_dir=path, steps=6, warmup_steps=2, save_every=2)
+    losses = train(model, make_batches, config, device=torch.device("cpu"))
+    return losses, model.state_dict()
+
+
+def test_a_run_that_was_killed_and_resumed_ends_exactly_where_an_uninterrupted_one_does(tmp_path):
+    losses, weights = run(tmp_path / "whole", batches)
+
+    def killed(step: int) -> list[Batch]:
+        if step == 3:
+            raise KeyboardInterrupt
+        return batches(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts", killed)
+    resumed_losses, resumed = run(tmp_path / "parts", batches)
+    assert resumed_losses == losses
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+def test_a_finished_run_trains_no_further(tmp_path):
+    losses, _ = run(tmp_path, batches)
+
+    def none_left(step: int) -> list[Batch]:
+        raise AssertionError(f"step {step} was trained again")
+
+    assert run(tmp_path, none_left)[0] == losses
+
+
+def test_the_learning_rate_warms_up_stays_and_decays(tmp_path):
+    config = LoopConfig(run_dir=tmp_path, steps=1000, warmup_steps=100)
+    rates = [learning_rate(config, step) for step in range(1000)]
+    assert rates[0] == 0.01 and rates[99] == rates[299] == 1.0
+    assert rates[-1] == pytest.approx(config.final_lr) and rates[300:] == sorted(rates[300:], reverse=True)
+
+
+def test_training_refuses_to_overwrite_a_checkpoint(tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_bytes(b"precious")
+    assert tiny_qwen3.main(["--output", str(tmp_path), "--run-dir", str(tmp_path / "run")]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (tmp_path / "model.safetensors").read_bytes() == b"precious" and not (tmp_path / "run").exists()
+
+
+def test_the_summary_adds_up_a_skill_over_its_sizes():
+    scores = [Score("recall", "3", 4, 5), Score("recall", "9", 1, 5), Score("repeat", "3", 2, 2)]
+    assert summary(scores) == [Score("recall", "all", 5, 10), Score("repeat", "all", 2, 2)]
+    assert summary(scores)[0].share == 0.5

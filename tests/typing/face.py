@@ -1,0 +1,107 @@
+"""The public face as a user writes it. mypy reads this file; nothing runs it.
+
+Every `assert_type` says what a user's editor shows. Every `type: ignore` marks a mistake that the types must catch: if
+they stop catching it, mypy reports the comment as unused.
+"""
+
+from pathlib import Path
+from typing import Any, assert_type
+
+from m1_single_request import (
+    PARTS,
+    ROLES,
+    ChromeTraceReader,
+    CompletionOutput,
+    ConsoleReader,
+    EngineStats,
+    JsonlReader,
+    LLMEngine,
+    Logprob,
+    ModelConfig,
+    RequestMetrics,
+    RequestOutput,
+    RequestStream,
+    SamplingParams,
+    TraceConfig,
+    Tracer,
+    TraceReader,
+    TraceRecord,
+)
+
+
+def whole_answers(engine: LLMEngine) -> None:
+    """`generate`, `generate_batch` and `chat` return finished outputs."""
+    params = SamplingParams(max_tokens=8, temperature=0.7, stop=["."], logit_bias={3: -1.0}, logprobs=2)
+    assert_type(engine.generate("text", params), RequestOutput)
+    assert_type(engine.generate([1, 2, 3]), RequestOutput)
+    assert_type(engine.generate_batch(["one", [2, 3]], params), dict[str, RequestOutput])
+    assert_type(engine.generate_batch(["one", "two"], [params, SamplingParams()]), dict[str, RequestOutput])
+    messages = [{"role": "user", "content": "What is a KV cache?"}]
+    assert_type(engine.chat(messages, params, chat_template_kwargs={"enable_thinking": False}), RequestOutput)
+    assert_type(engine.chat_prompt(messages), list[int])
+
+
+def as_it_comes(engine: LLMEngine) -> None:
+    """`stream` iterates over outputs; `step` reports what `add_request` queued."""
+    with engine.stream("text", SamplingParams(seed=1), request_id="mine") as outputs:
+        assert_type(outputs, RequestStream)
+        for output in outputs:
+            assert_type(output, RequestOutput)
+    request_id = engine.add_request("text")
+    assert_type(request_id, str)
+    while engine.has_unfinished_requests():
+        assert_type(engine.step(), dict[str, RequestOutput])
+    assert_type(engine.abort_request(request_id), bool)
+    assert_type(engine.stats(), EngineStats)
+
+
+def outputs(output: RequestOutput) -> None:
+    """What stands in an output."""
+    assert_type(output.text, str)
+    assert_type(output.token_ids, tuple[int, ...])
+    assert_type(output.finish_reason, str | None)
+    assert_type(output.outputs, tuple[CompletionOutput, ...])
+    assert_type(output.outputs[0].stop_reason, int | str | None)
+    assert_type(output.outputs[0].logprobs, tuple[dict[int, Logprob], ...] | None)
+    assert_type(output.metrics, RequestMetrics)
+    assert_type(output.metrics.time_to_first_token, float | None)
+    assert_type(output.error, BaseException | None)
+
+
+class Counter:
+    """A reader of the trace needs no base class: `read` and `close` make it one."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def read(self, record: TraceRecord) -> None:
+        """Keep the event's kind."""
+        self.kinds.append(record.event.kind)
+
+    def close(self) -> None:
+        """Nothing to write."""
+
+
+def configured() -> None:
+    """An engine with a configuration, parts of its own and readers."""
+    parts: dict[str, Any] = PARTS | {"sampler": PARTS["sampler"]}
+    assert_type(ROLES, dict[str, type])
+    model, trace = ModelConfig(model=Path("somewhere"), dtype="bfloat16"), TraceConfig(console="summary")
+    with LLMEngine(model_config=model, trace_config=trace, parts=parts) as engine:
+        assert_type(engine, LLMEngine)
+        assert_type(engine.tracer, Tracer)
+        readers: list[TraceReader] = [Counter(), ConsoleReader(), JsonlReader("a.jsonl"), ChromeTraceReader("a.json")]
+        for reader in readers:
+            engine.tracer.attach(reader)
+    assert_type(LLMEngine("somewhere"), LLMEngine)
+
+
+def mistakes(engine: LLMEngine, output: RequestOutput) -> None:
+    """What the types refuse."""
+    SamplingParams(max_token=8)  # type: ignore[call-arg]
+    SamplingParams(max_tokens="8")  # type: ignore[arg-type]
+    TraceConfig(console="loud")  # type: ignore[arg-type]
+    engine.generate(7)  # type: ignore[arg-type]
+    engine.generate("text", {"max_tokens": 8})  # type: ignore[arg-type]
+    engine.tracer.attach(print)  # type: ignore[arg-type]
+    output.finished = True  # type: ignore[misc]
