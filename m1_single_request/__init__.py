@@ -1,6 +1,6 @@
 """Milestone 1: one request at a time, complete and traced.
 
-The loop of every LLM engine, at its smallest: schedule, prepare inputs, execute, sample, update, decode text, release.
+The loop of every LLM engine, at its smallest: schedule, prepare inputs, execute, sample, update, make outputs, release.
 One request runs at a time on transformers' own model; the others wait in order. All of the public face is here already,
 and later milestones keep it: this same line imports the engine of any of them.
 

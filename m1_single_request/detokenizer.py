@@ -16,8 +16,9 @@ class IncrementalDetokenizer:
 
     ids   [ ........ settled ........ | context | newest ]
                                        ^_start   ^_read
-    Only `ids[_start:]` is decoded per token. `_shown` of its characters are in `text` already. The context is there for
-    tokenizers that treat the first token of a text differently (a leading space, say).
+    Only `ids[_start:]` is decoded per token; `_emitted` of its characters are in `text` already. Once the newest tokens
+    are complete they become the context, from `_start` to `_read`: some tokenizers treat the first token of a text
+    differently (they drop its leading space), and with a context before it no new token is the first.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
@@ -26,7 +27,7 @@ class IncrementalDetokenizer:
         self._ids: list[int] = []
         self._start = 0
         self._read = 0
-        self._shown = 0
+        self._emitted = 0
         self.text = ""
 
     def push(self, token_id: int) -> str:
@@ -34,25 +35,25 @@ class IncrementalDetokenizer:
         self._ids.append(token_id)
         window = self._decode(self._ids[self._start :])
         complete = window.rstrip(INCOMPLETE)
-        new = complete[self._shown :]
+        new = complete[self._emitted :]
         self.text += new
-        self._shown = max(self._shown, len(complete))
-        if new and complete == window:  # not for a skipped token: alone it would be an empty context
+        self._emitted = max(self._emitted, len(complete))
+        if new and complete == window:  # a special token that is skipped has no text and cannot serve as context
             self._start, self._read = self._read, len(self._ids)
-            self._shown = len(self._decode(self._ids[self._start :]))
+            self._emitted = len(self._decode(self._ids[self._start :]))
         return new
 
     def tail(self) -> str:
         """The broken bytes that are still held back, as U+FFFD: what to append when nothing more will come."""
-        return self._decode(self._ids[self._start :])[self._shown :]
+        return self._decode(self._ids[self._start :])[self._emitted :]
 
     def mark(self) -> tuple[int, int, int, int, int]:
         """A point to `rewind` to."""
-        return len(self._ids), self._start, self._read, self._shown, len(self.text)
+        return len(self._ids), self._start, self._read, self._emitted, len(self.text)
 
     def rewind(self, mark: tuple[int, int, int, int, int]) -> None:
         """Forget every token pushed since `mark`."""
-        num_ids, self._start, self._read, self._shown, length = mark
+        num_ids, self._start, self._read, self._emitted, length = mark
         del self._ids[num_ids:]
         self.text = self.text[:length]
 

@@ -1,6 +1,6 @@
 """One step of the engine: the loop that everything in this course hangs on.
 
-    schedule -> prepare inputs -> execute -> sample -> update -> decode text -> release
+    schedule -> prepare inputs -> execute -> sample -> update -> make outputs -> release
 
 All seven stand in `step()`, in this order. m3 moves preparing and sampling into the model runner, next to the tensors.
 vLLM: `v1/engine/core.py`; SGLang: `Scheduler.event_loop_normal`.
@@ -67,7 +67,8 @@ class EngineCore:
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; returns the new state of every request that changed. `{}` on an idle engine.
 
-        An exception in the model or the sampler fails the requests of this step, and only them.
+        An exception in the model or the sampler fails the requests of this step, and only them; a lost device
+        (`EngineDeadError`) fails all, and the engine with them.
         """
         self._check_alive()
         if not self.has_unfinished_requests():
@@ -87,9 +88,9 @@ class EngineCore:
                 sampled = self._sample(scheduler_output, logits)  # 4 sample
             except Exception as error:
                 self._fail(scheduler_output, error)
-        times += [time.perf_counter()] * (4 - len(times))
+        times += [time.perf_counter()] * (4 - len(times))  # a step that ran nothing, or failed, has empty phases
         changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
-        outputs = {r.request_id: self.output_processor.make_output(r) for r in changed}  # 6 decode text
+        outputs = {r.request_id: self.output_processor.make_output(r) for r in changed}  # 6 make outputs
         self._release()  # 7 release
         self._count(scheduler_output, sampled, changed)
         times.append(time.perf_counter())

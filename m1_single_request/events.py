@@ -93,16 +93,18 @@ class RequestAdded(Event):
     len: int
     """Prompt tokens."""
     max_tokens: int
+    greedy: bool
     seed: int
-    """Its own, or derived from the engine's seed and the request's number."""
+    """Its own, or derived from the engine's seed and the request's number; a greedy request draws nothing."""
     num_waiting: int
     """Requests before it in the queue."""
 
     def explain(self) -> str:
         before = f"behind {some(self.num_waiting, 'other')}" if self.num_waiting else "first in line"
+        draws = "" if self.greedy else f" Its draws come from seed {self.seed}."
         return (
             f"{self.rid} arrives: {some(self.len, 'prompt token')}, asks for at most {self.max_tokens} more; "
-            f"it waits, {before}. Its draws, if any, come from seed {self.seed}."
+            f"it waits, {before}.{draws}"
         )
 
 
@@ -205,12 +207,16 @@ class Sampled(Event):
     """The model's best tokens and their probabilities before any setting acts."""
 
     def explain(self) -> str:
-        best = ", ".join(f"{text!r} {probability:.1%}" for text, probability in self.candidates)
+        likely = [f"{text!r} {probability:.1%}" for text, probability in self.candidates if probability >= 0.001]
+        best = ", ".join(likely) + (", nothing else above 0.1%" if len(likely) < len(self.candidates) else "")
         chosen = f"{self.text!r} (token {self.token_id})"
         if self.greedy:
             how = f"greedy{f' after {self.settings}' if self.settings else ''} takes {chosen}"
         else:
-            how = f"{self.settings}: the number {self.uniform:.4f}, fixed by seed and position, draws {chosen}"
+            how = (
+                f"{self.settings}: the number {self.uniform:.4f}, fixed by the seed and the place in the answer, falls "
+                f"on {chosen}"
+            )
         return f"The model's favourites: {best}. For output {self.position + 1}, {how}."
 
 
@@ -233,15 +239,18 @@ class Result(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TextHeld(Event):
-    """The end of the text is not shown yet, because a stop string may begin there."""
+    """The end of the text is not shown yet: a stop string may begin there, or a character is incomplete."""
 
     style: ClassVar[str] = "yellow"
     detail: ClassVar[bool] = True
     rid: str
     text: str
     stops: tuple[str, ...]
+    """The stop strings that may begin; empty if it is half a character."""
 
     def explain(self) -> str:
+        if not self.stops:
+            return "The last bytes are half a character: they are held back until the rest of it comes."
         stops = " or ".join(repr(stop) for stop in self.stops)
         return f"{self.text!r} is held back from the stream: it may be the beginning of the stop string {stops}."
 
@@ -277,7 +286,7 @@ class Abort(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """A step is over; where its time went."""
+    """A step is over; where its time went. Execute includes preparing inputs; update includes outputs and release."""
 
     style: ClassVar[str] = "dim"
     num_tokens: int

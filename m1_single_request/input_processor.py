@@ -1,7 +1,7 @@
 """From what a user hands in to a `Request`: tokenise, check everything, then and only then build.
 
 Whatever can never run is refused here, before any state changes, with an error that names the value and the limit.
-vLLM: `v1/engine/processor.py`; SGLang: `tokenizer_manager.py`, a process of its own.
+vLLM: `v1/engine/input_processor.py`; SGLang: `tokenizer_manager.py`, a process of its own.
 """
 
 from collections.abc import Mapping, Sequence as SequenceOf

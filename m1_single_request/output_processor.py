@@ -54,8 +54,11 @@ class OutputProcessor:
         if request.is_finished:
             return detokenizer.text + detokenizer.tail()
         held = held_back(detokenizer.text, stops)
-        if held and self.tracer:
-            self.tracer.emit(TextHeld(rid=request.request_id, text=detokenizer.text[-held:], stops=tuple(stops)))
+        if self.tracer and held:
+            begun = tuple(stop for stop in stops if held_back(detokenizer.text, [stop]))
+            self.tracer.emit(TextHeld(rid=request.request_id, text=detokenizer.text[-held:], stops=begun))
+        if self.tracer and (half := detokenizer.tail()):
+            self.tracer.emit(TextHeld(rid=request.request_id, text=half, stops=()))
         return detokenizer.text[: len(detokenizer.text) - held]
 
 

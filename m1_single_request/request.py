@@ -23,7 +23,7 @@ class RequestStatus(Enum):
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life; with one sequence a request, the same as its request's."""
+    """Where a sequence is in its life: as its request, as long as that has one sequence (n > 1 comes with m3)."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -173,7 +173,7 @@ class Request:
         self.sampling_params = sequence.sampling_params
         self.seed = seed
         self.status = RequestStatus.WAITING
-        self.to_finish: BaseFinishReason | None = None  # marked by abort; takes effect at the step's update
+        self.to_finish: BaseFinishReason | None = None  # why it will end, once known; takes effect at an update
         self.finish_reason: BaseFinishReason | None = None
         self.arrival_time = arrival_time
         self.first_token_time: float | None = None

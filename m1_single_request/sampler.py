@@ -1,6 +1,6 @@
 """Logits to tokens, for any number of rows at once.
 
-The order is fixed (vLLM's and Hugging Face's, one filter after the other on what is left):
+The order is fixed (vLLM's, one filter after the other on what is left):
 
     logits -> min_tokens, logit_bias -> penalties -> greedy? take the best
                                                   -> temperature -> min_p -> top_k -> top_p -> draw

@@ -57,7 +57,6 @@ class SamplingMetadata:
             return torch.tensor(values, dtype=dtype, device=device)
 
         top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-        draws = uniforms([row.seed for row in rows], [len(row.output_token_ids) for row in rows])
         has_penalties = any(p.has_penalties for p in params)
         return cls(
             greedy=column(greedy, torch.bool),
@@ -65,7 +64,7 @@ class SamplingMetadata:
             temperature=column(
                 [1.0 if g else min(p.temperature, MAX_TEMPERATURE) for g, p in zip(greedy, params, strict=True)]
             ),
-            uniforms=torch.from_numpy(draws).to(device) if drawn else None,
+            uniforms=_draws(rows, device) if drawn else None,
             min_p=column([p.min_p for p in params]) if any(p.min_p > 0 for p in drawn) else None,
             top_k=column(top_k, torch.int64) if any(0 < p.top_k < vocab_size for p in drawn) else None,
             top_p=column([p.top_p for p in params]) if any(p.top_p < 1 for p in drawn) else None,
@@ -81,6 +80,11 @@ class SamplingMetadata:
             output_counts=_output_counts(rows, vocab_size, device) if has_penalties else None,
             num_logprobs=tuple(p.logprobs for p in params),
         )
+
+
+def _draws(rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
+    draws = uniforms([row.seed for row in rows], [len(row.output_token_ids) for row in rows])
+    return torch.from_numpy(draws).to(device)
 
 
 def _bias(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:

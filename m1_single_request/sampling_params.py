@@ -1,8 +1,8 @@
 """How one request wants its tokens chosen, and when it wants to stop.
 
-The fields and their meaning are those of vLLM's `SamplingParams`. All values are checked when the object is made, so
-that a bad one never reaches the engine; what only the model can judge (token ids within the vocabulary)
-`InputProcessor` checks.
+The fields and their meaning are those of vLLM's `SamplingParams`; the defaults are not: greedy, 128 tokens. All values
+are checked when the object is made, so that a bad one never reaches the engine; what only the model can judge (token
+ids within the vocabulary) `InputProcessor` checks.
 """
 
 import math

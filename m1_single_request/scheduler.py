@@ -75,6 +75,7 @@ class Scheduler:
                     rid=request.request_id,
                     len=request.sequence.get_prompt_len(),
                     max_tokens=request.sampling_params.max_tokens,
+                    greedy=request.sampling_params.is_greedy,
                     seed=request.seed,
                     num_waiting=len(self.waiting),
                 )

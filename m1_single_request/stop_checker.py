@@ -52,10 +52,10 @@ class StopChecker:
         for accepted, token_id in enumerate(new_token_ids, start=1):
             num_output = sequence.get_output_len() + accepted
             before = detokenizer.mark()
-            shown = len(detokenizer.text)
+            already = len(detokenizer.text)
             detokenizer.push(token_id)
             if num_output >= params.min_tokens:
-                if match := _first_match(detokenizer.text, shown, params.stop):
+                if match := _first_match(detokenizer.text, already, params.stop):
                     string, end = match
                     cut = end if params.include_stop_str_in_output else end - len(string)
                     return StopVerdict(accepted, FinishMatchedStr(string), cut)

@@ -25,13 +25,20 @@ class ConsoleReader:
         self.console = console or Console(highlight=False)
         self._step = 0
         self._line: list[str] = []
+        self._texts: dict[str, str] = {}  # by request: its text so far
 
     def read(self, record: TraceRecord) -> None:
         """Print a record, or keep it for the step's line."""
+        event = record.event
+        new = event.text[len(self._texts.get(event.rid, "")) :] if isinstance(event, Result) else ""
         if self.verbose:
             self._say(record)
         else:
-            self._summarise(record.event, record.step)
+            self._summarise(event, record.step, new)
+        if isinstance(event, Result):
+            self._texts[event.rid] = event.text
+        elif isinstance(event, Finish):
+            self._texts.pop(event.rid, None)
 
     def close(self) -> None:
         """Nothing is buffered beyond a step."""
@@ -44,17 +51,18 @@ class ConsoleReader:
         line = Text(record.event.explain(), style=record.event.style)
         self.console.print(Padding(line, (0, 0, 0, indent)))
 
-    def _summarise(self, event: Event, step: int) -> None:
+    def _summarise(self, event: Event, step: int, new_text: str) -> None:
         if isinstance(event, EngineStarted):
             self.console.print(Text(event.explain(), style=event.style))
         elif isinstance(event, Batch):
-            self._line = [f"{event.mode:<7} {some(sum(event.extend_lens), 'token'):>9}  {', '.join(event.rids)}"]
+            self._line = [f"{event.mode:<7} {some(sum(event.extend_lens), 'token')}  {', '.join(event.rids)}"]
         elif isinstance(event, Result):
-            self._line.append(f"output {event.out_len}/{event.max_tokens}")
+            self._line.append(f"output {event.out_len:>3} {new_text!r}")
         elif isinstance(event, Finish):
             self._line.append(f"{event.rid} ends: {event.reason}")
         elif isinstance(event, StepDone):
-            state = f"KV {some(event.kv_tokens, 'token')}, {event.num_waiting} waiting, {event.total_ms:.1f} ms"
+            waiting = f"{event.num_waiting} waiting, " if event.num_waiting else ""
+            state = f"KV {some(event.kv_tokens, 'token')}, {waiting}{event.total_ms:.1f} ms"
             self.console.print(Text(f"step {step:>4}  " + "  ".join([*self._line, state])))
             self._line = []
 

@@ -10,7 +10,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import product
+from itertools import combinations, pairwise, product
+from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from m1_single_request import LLMEngine, SamplingParams
 from m1_single_request.events import Batch
 from m1_single_request.model_loader import head_dim
-from m1_single_request.sampler import filtered_probs
+from m1_single_request.output_processor import OutputProcessor
+from m1_single_request.sampler import SamplerOutput, filtered_probs
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.stop_checker import held_back as reference_held_back
 from m1_single_request.tracer import TraceRecord
@@ -139,21 +141,24 @@ def grade_kv_bytes(kv_bytes: Callable[[PreTrainedConfig, int, int], int]) -> str
     return "Three models and several lengths agree with the formula that the engine uses."
 
 
+KV_FACTORS = (
+    (2, 1, "Keys and values are two tensors of the same size."),
+    (5, 1, "Every layer has keys and values of its own."),
+    (3, 9, "Only the KV heads are kept: num_key_value_heads, not num_attention_heads."),
+    (32, 252 // 9, "head_dim is not always hidden_size // num_attention_heads: the config names it."),
+    (11, 1, "Every token has keys and values of its own."),
+    (4, 1, "A value takes bytes_per_value bytes."),
+)
+"""The factors of the first case, what stands in their place when one is mistaken, and what to say then."""
+
+
 def _kv_hint(got: int) -> str:
-    """The mistake behind a wrong answer to the first case: 2 x 5 layers x 3 heads x 32 x 11 tokens x 4 bytes."""
-    return {
-        5 * 3 * 32 * 11 * 4: "Keys and values are two tensors of the same size.",
-        2 * 3 * 32 * 11 * 4: "Every layer has keys and values of its own.",
-        2 * 5 * 9 * 32 * 11 * 4: "Only the KV heads are kept: num_key_value_heads, not num_attention_heads.",
-        2
-        * 5
-        * 3
-        * (252 // 9)
-        * 11
-        * 4: "head_dim is not always hidden_size // num_attention_heads: the config names it.",
-        2 * 5 * 3 * 32 * 4: "Every token has keys and values of its own.",
-        2 * 5 * 3 * 32 * 11: "A value takes bytes_per_value bytes.",
-    }.get(got, "")
+    """The fewest mistakes that explain a wrong answer to the first case."""
+    for number in range(1, len(KV_FACTORS) + 1):
+        for mistaken in combinations(KV_FACTORS, number):
+            if got == prod(f[1] if f in mistaken else f[0] for f in KV_FACTORS):
+                return " And: ".join(factor[2] for factor in mistaken)
+    return ""
 
 
 @grader("m1.top_p_filter")
@@ -165,6 +170,7 @@ def grade_top_p(top_p_filter: Callable[[Tensor, float], Tensor]) -> str:
         ([0.1, 0.4, 0.2, 0.3], 0.5),
         ([0.1, 0.4, 0.2, 0.3], 0.05),
         ([0.5, 0.25, 0.125, 0.125], 0.7),
+        ([0.5, 0.25, 0.25], 0.5),  # the best token alone reaches p exactly
         ([0.4, 0.3, 0.2, 0.1], 1.0),
         *((torch.rand(50, generator=rng).pow(4).tolist(), p) for p in (0.3, 0.9, 0.99)),
     ]
@@ -178,7 +184,7 @@ def grade_top_p(top_p_filter: Callable[[Tensor, float], Tensor]) -> str:
         if not isinstance(got, Tensor) or got.shape != probs.shape:
             raise Mismatch(f"A tensor of {len(values)} probabilities is wanted, you return {_short(got)}.")
         _compare_top_p(probs, p, got.double(), _reference_top_p(probs, p))
-    return "The same tokens are kept as in the engine's sampler, for eight distributions."
+    return "The same tokens are kept as in the engine's sampler, for nine distributions."
 
 
 def _reference_top_p(probs: Tensor, p: float) -> Tensor:
@@ -202,7 +208,7 @@ def _compare_top_p(probs: Tensor, p: float, got: Tensor, wanted: Tensor) -> None
     elif len(kept) < len(right):
         hint = "Too few. The token that carries the sum to p or over it stays: what counts is the sum before it."
     else:
-        hint = "Too many. A token goes if the better ones reach p already."
+        hint = "Too many. A token goes if the better ones reach p already; exactly p is enough."
     raise Mismatch(f"{case} the tokens {_short(right)} stay, you keep {_short(kept)}. {hint}")
 
 
@@ -242,21 +248,25 @@ def grade_shortest_first(scheduler_class: type) -> str:
     with LLMEngine(parts={"scheduler": scheduler_class}) as engine:
         for rid in ("nine", "three", "seven", "three too"):
             engine.add_request(_prompt(lengths[rid]), params, request_id=rid)
+            if rid not in engine.engine_core.scheduler.requests:
+                raise Mismatch(
+                    f"After add_request() the scheduler does not know the request {rid!r}: "
+                    "did you call super().add_request(request)?"
+                )
         finished = dict(_steps(engine, limit=1))
         engine.add_request(_prompt(1), params, request_id="one, late")
         finished |= _steps(engine, limit=40)
     if missing := [rid for rid in lengths if rid not in finished]:
         raise Mismatch(f"These requests never finished: {', '.join(missing)}.")
-    if list(finished) != ["three", "one, late", "three too", "seven", "nine"]:
+    wanted = ["three", "one, late", "three too", "seven", "nine"]
+    if list(finished) != wanted:
         hint = {
             ("nine", "three", "seven", "three too", "one, late"): " That is the order of arrival.",
             ("nine", "seven", "three", "three too", "one, late"): " That is the longest first.",
             ("three too", "one, late", "three", "seven", "nine"): " Of two equal ones the earlier goes first.",
             ("three", "three too", "seven", "nine", "one, late"): " A request that arrives later takes part, too.",
         }.get(tuple(finished), "")
-        raise Mismatch(
-            f"Three, one (late), three, seven, nine should finish in this order; you have {list(finished)}.{hint}"
-        )
+        raise Mismatch(f"The requests should finish in the order {wanted}; yours finish as {list(finished)}.{hint}")
     alone = _tokens_alone(lengths.values())
     if any(tokens != alone[lengths[rid]] for rid, tokens in finished.items()):
         raise Mismatch("The order is right, but the tokens of a request have changed.")
@@ -302,15 +312,16 @@ def grade_detokenizer(detokenizer_class: type) -> str:
     """The lab's detokenizer, repaired: what it shows is always the beginning of what it will show."""
     with LLMEngine() as engine:
         tokenizer = engine.engine_core.input_processor.tokenizer
-    cat = tokenizer.encode("\U0001f408")
-    texts = {
-        text: tokenizer.encode(text) for text in ("Plain words.", "caf\u00e9 \u4e16\u754c", "\U0001f408\U0001f600!")
-    }
-    texts["half a cat"] = cat[:-1]
-    texts["half a cat and more"] = [*cat[:-1], *tokenizer.encode(" more")]
-    for text, ids in texts.items():
-        detokenizer = detokenizer_class(tokenizer)
-        whole, shown, pieces = tokenizer.decode(ids), "", []
+    cat, more = tokenizer.encode("\U0001f408"), tokenizer.encode(" more")
+    plain, marked = "Plain words.", tokenizer.encode("Plain<|im_end|> words")
+    cases = [
+        (text, tokenizer.encode(text), True) for text in (plain, "caf\u00e9 \u4e16\u754c", "\U0001f408\U0001f600!")
+    ]
+    cases += [("half a cat", cat[:-1], True), ("half a cat and more", [*cat[:-1], *more], True)]
+    cases += [("a special token, to be skipped", marked, True), ("a special token, to be shown", marked, False)]
+    for text, ids, skip in cases:
+        detokenizer = detokenizer_class(tokenizer, skip_special_tokens=skip)
+        whole, shown, pieces = tokenizer.decode(ids, skip_special_tokens=skip), "", []
         for number, token_id in enumerate(ids, start=1):
             piece = detokenizer.push(token_id)
             pieces.append(piece)
@@ -319,14 +330,20 @@ def grade_detokenizer(detokenizer_class: type) -> str:
                 raise Mismatch(f"{text!r}: push() returned {pieces} so far, but text is {detokenizer.text!r}.")
             if not whole.startswith(shown):
                 raise Mismatch(
-                    f"{text!r}: after {number} of {len(ids)} tokens {shown!r} is shown, which is not how it goes on."
+                    f"{text!r}: after {number} of {len(ids)} tokens {shown!r} is shown, which is not how it goes on "
+                    f"(skip_special_tokens={skip})."
                 )
-            if text == "Plain words." and shown != tokenizer.decode(ids[:number]):
+            if text == plain and shown != tokenizer.decode(ids[:number]):
                 raise Mismatch(f"{text!r}: after {number} tokens only {shown!r} is shown. Nothing there needs to wait.")
+        if shown != whole.rstrip("\ufffd"):
+            raise Mismatch(
+                f"{text!r}: after all {len(ids)} tokens only {shown!r} of {whole!r} is shown. Only an end that is "
+                "broken may wait: broken bytes before it can no longer become a character."
+            )
         if shown + detokenizer.tail() != whole:
             raise Mismatch(f"{text!r}: shown and tail() together are {shown + detokenizer.tail()!r}, not {whole!r}.")
     _grade_rewind(detokenizer_class(tokenizer), tokenizer.encode("one two"), tokenizer)
-    return "Plain text at once, characters only when they are whole, broken bytes at the end, and rewind() works."
+    return "Plain text at once, characters only when they are whole, broken bytes and special tokens; rewind() works."
 
 
 def _grade_rewind(detokenizer: Any, ids: list[int], tokenizer: Any) -> None:
@@ -340,6 +357,66 @@ def _grade_rewind(detokenizer: Any, ids: list[int], tokenizer: Any) -> None:
         raise Mismatch(
             f"After mark(), a token and rewind(), the text is {detokenizer.text!r}, not {tokenizer.decode(ids)!r}."
         )
+
+
+@grader("m1.output_processor")
+def grade_output_processor(output_processor_class: type) -> str:
+    """The lab's output processor, repaired: a stream never takes back, and holds back as little as it can."""
+    with LLMEngine() as engine:
+        tokenizer = engine.engine_core.input_processor.tokenizer
+    end = tokenizer.eos_token_id
+    half_a_cat = [*tokenizer.encode("Look \U0001f408")[:-1], end]
+    cases: list[tuple[str, list[int], SamplingParams]] = [
+        (
+            name,
+            [*tokenizer.encode(text), end],
+            SamplingParams(max_tokens=64, stop=stop, include_stop_str_in_output=shown),
+        )
+        for name, text, stop, shown in (
+            ("no stop string", "Look! It rains.", (), False),
+            ("a stop string", "Look! Observation: rain", ("Observation:",), False),
+            ("a stop string that is to be shown", "Look! Observation: rain", ("Observation:",), True),
+            ("what looked like a stop string", "Obs. Observed rain.", ("Observation:", "rainy"), False),
+            ("an end that looks like a stop string", "I will look. Obs", ("Observation:",), False),
+        )
+    ]
+    cases.append(("an end in half a character", half_a_cat, SamplingParams(max_tokens=64)))
+    for name, ids, params in cases:
+        got = _streamed(ids, params, output_processor_class)
+        wanted = _streamed(ids, params, OutputProcessor)
+        where = f"{name[0].upper()}{name[1:]}: "
+        if any(not isinstance(text, str) for text in got):
+            raise Mismatch(f"{where}visible_text() must return a text, yours returned {_short(got)}.")
+        for now, later in pairwise(got):
+            if not later.startswith(now):
+                raise Mismatch(f"{where}the stream showed {now!r} and then took it back: {later!r}.")
+        if got[-1] != wanted[-1]:
+            hint = (
+                "When a request has finished, nothing waits any more: all text and the detokenizer's tail() are shown."
+            )
+            raise Mismatch(f"{where}at the end {got[-1]!r} is shown, not {wanted[-1]!r}. {hint}")
+        for number, (mine, right) in enumerate(zip(got, wanted, strict=True), start=1):
+            if mine != right:
+                what = "held back too long" if len(mine) < len(right) else "shown too early"
+                raise Mismatch(f"{where}after step {number} {mine!r} is shown, not {right!r}: text is {what}.")
+    return "Six streams: nothing taken back, nothing held too long, and all of it at the end."
+
+
+class _Script:
+    """A sampler that says given tokens, whatever the logits are."""
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self.token_ids = iter(token_ids)
+
+    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        return SamplerOutput((next(self.token_ids),), (None,))
+
+
+def _streamed(script: list[int], params: SamplingParams, output_processor_class: type) -> list[str]:
+    """The texts that a stream shows, step by step, if the model says the tokens of `script`."""
+    parts = {"output_processor": output_processor_class, "sampler": lambda: _Script(script)}
+    with LLMEngine(parts=parts) as engine:
+        return [output.text for output in engine.stream(_prompt(1), params)]
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ MILESTONES = ["m1_single_request"]
 
 NEAR_TIE = 1e-4
 MAX_CUT_SHARE = 0.02
+MANY_STEPS = 10_000
 
 Prompt = str | list[int]
 
@@ -166,7 +167,9 @@ def by_steps(engine: Any, prompts: Sequence[Prompt], params: Any) -> list[Any]:
     coming = list(enumerate(prompts))
     ids: dict[str, int] = {}
     done: dict[int, Any] = {}
-    while coming or engine.has_unfinished_requests():
+    for _ in range(MANY_STEPS):
+        if not coming and not engine.has_unfinished_requests():
+            break
         if coming:
             number, prompt = coming.pop()
             ids[engine.add_request(prompt, params)] = number

@@ -15,7 +15,7 @@ import pytest
 from m1_single_request import LLMEngine, ModelConfig
 from m1_single_request.model_loader import LoadedModel, load_model
 from tests.equivalence.models import save_random_model
-from tests.m1_single_request.engines import MAX_MODEL_LEN, MakeEngine, held
+from tests.m1_single_request.engines import MAX_MODEL_LEN, MakeEngine, held, unfinished
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +79,7 @@ def check_nothing_is_held(engine: LLMEngine) -> None:
     core = engine.engine_core
     core.scheduler.check_invariants()
     if core.dead is None and not engine._closed:
-        while engine.has_unfinished_requests():
+        for _ in unfinished(engine):
             engine.step()
             core.scheduler.check_invariants()
         assert not core.scheduler.requests

@@ -3,7 +3,7 @@
 A part of a test is put in with `make_engine({"sampler": scripted([...])})`, as a reader of the course would do it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from m1_single_request.sampler import Sampler, SamplerOutput
 from m1_single_request.sampling_metadata import SamplingMetadata
 
 MAX_MODEL_LEN = 256
+MANY_STEPS = 1000
 
 
 class MakeEngine(Protocol):
@@ -41,10 +42,19 @@ def greedy(max_tokens: int, **params: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True} | params)
 
 
+def unfinished(engine: LLMEngine) -> Iterator[None]:
+    """`for _ in unfinished(engine): engine.step()`, which fails instead of going on for ever."""
+    for _ in range(MANY_STEPS):
+        if not engine.has_unfinished_requests():
+            return
+        yield
+    raise AssertionError(f"the engine is not done after {MANY_STEPS} steps")
+
+
 def drain(engine: LLMEngine) -> dict[str, Any]:
     """Step until nothing is left; the last output of every request that `step()` reported."""
     last: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
+    for _ in unfinished(engine):
         outputs = engine.step()
         engine.engine_core.scheduler.check_invariants()
         assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"

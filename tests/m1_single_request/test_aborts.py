@@ -116,7 +116,8 @@ def test_an_abort_within_a_step_takes_effect_at_its_update(
     after = engine.add_request("other", greedy(3))
     reader = OnEvent(engine.tracer, kind, lambda: engine.abort_request("mine"), nth=nth)
     last: dict[str, Any] = {}
-    while not (last and last[rid].finished):
+    while rid not in last or not last[rid].finished:
+        assert engine.stats().num_steps - before < 9, "the abort took no effect"
         last |= engine.step()
         engine.engine_core.scheduler.check_invariants()
     assert (reader.result, reader.error) == (True, None)

@@ -16,7 +16,7 @@ from m1_single_request import (
     LLMEngine,
     SamplingParams,
 )
-from tests.m1_single_request.engines import MakeEngine, OnEvent, drain, greedy, held
+from tests.m1_single_request.engines import MakeEngine, OnEvent, drain, greedy, held, unfinished
 
 PROMPT = "Once upon a time"
 
@@ -137,7 +137,7 @@ def test_an_idle_step_does_nothing(engine: LLMEngine) -> None:
 def test_every_step_reports_what_changed(engine: LLMEngine) -> None:
     rid = engine.add_request(PROMPT, greedy(3))
     seen = []
-    while engine.has_unfinished_requests():
+    for _ in unfinished(engine):
         outputs = engine.step()
         assert list(outputs) == [rid]
         seen.append(outputs[rid])

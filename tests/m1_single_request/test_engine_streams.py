@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from m1_single_request import LLMEngine, RequestOutput, SamplingParams
-from tests.m1_single_request.engines import MakeEngine, drain, greedy, held, scripted
+from tests.m1_single_request.engines import MakeEngine, drain, greedy, held, scripted, unfinished
 
 
 def check_growth(outputs: list[RequestOutput]) -> str:
@@ -68,7 +68,7 @@ def test_a_stream_keeps_what_came_while_others_were_read(engine: LLMEngine) -> N
 
 def test_a_stream_that_nobody_reads_runs_all_the_same(engine: LLMEngine) -> None:
     stream = engine.stream("unread", greedy(3))
-    while engine.has_unfinished_requests():
+    for _ in unfinished(engine):
         assert engine.step() == {}
     assert len(list(stream)) == 3
 

@@ -63,12 +63,13 @@ def test_the_stored_trace_shows_every_kind_of_decision() -> None:
         "alloc",
         "sampled",
         "result",
+        "text_held",
         "finish",
         "free",
         "step_done",
     }
-    rids = {event["rid"] for event in events(GOLDEN) if event["event"] == "finish"}
-    assert rids == {"greedy", "drawn"}
+    ends = {event["rid"]: event["reason"] for event in events(GOLDEN) if event["event"] == "finish"}
+    assert ends == {"greedy": "length", "drawn": "stop"}
 
 
 def test_the_stored_trace_holds_nothing_that_another_machine_would_compute_otherwise() -> None:

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from m1_single_request import LLMEngine, RequestOutput, SamplingParams
-from tests.m1_single_request.engines import MakeEngine, held
+from tests.m1_single_request.engines import MakeEngine, held, unfinished
 
 PROMPTS = st.sampled_from([(5,), (6, 7, 8), (9, 10), tuple(range(40, 60))])
 PARAMS = st.sampled_from(
@@ -121,7 +121,7 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        while self.engine.has_unfinished_requests():
+        for _ in unfinished(self.engine):
             self.step()
             self.queues_agree_and_kv_is_that_of_the_running_request()
         while self.streams:

@@ -16,7 +16,7 @@ from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.scheduler import Scheduler
 from m1_single_request.stop_checker import StopChecker, StopVerdict
 from m1_single_request.tracer import Tracer
-from tests.m1_single_request.engines import MakeEngine, drain, greedy
+from tests.m1_single_request.engines import MakeEngine, drain, greedy, unfinished
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ def test_a_scheduler_of_ones_own_decides_the_order(make_engine: MakeEngine) -> N
         for rid in ("a", "b", "c"):
             engine.add_request([5, 6], greedy(2), request_id=rid)
         ended = []
-        while engine.has_unfinished_requests():
+        for _ in unfinished(engine):
             ended += [rid for rid, output in engine.step().items() if output.finished]
         return ended
 

@@ -69,7 +69,8 @@ def is_clear_cut(logits: list[float], params: SamplingParams, history: dict[str,
     """Whether a filter's limit is far enough from every token for float32 to see it where the oracle sees it."""
     values = adjusted_logits(logits, params, **history)
     if params.is_greedy:
-        return float(np.diff(np.sort(values))[-1]) > 1e-4
+        second, best = np.sort(values)[-2:]
+        return float(best - second) > 1e-4
     probs = softmax(values / params.temperature)
     supports = set()
     for nudge in (-1e-5, 0.0, 1e-5):

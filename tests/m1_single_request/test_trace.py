@@ -468,7 +468,7 @@ def test_the_summary_is_a_line_per_step_with_its_numbers() -> None:
         "prefill",
         "31 tokens",
         "req-7",
-        "output 5/16",
+        "output   5",
         "ends: length",
         "KV 64 tokens",
         "2 waiting",
