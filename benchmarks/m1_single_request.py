@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from benchmarks import ASSETS, RESULTS, describe, environment, interleaved, markdown_table
 from m1_single_request import DEFAULT_MODEL, ConsoleReader, LLMEngine, SamplingParams
-from m1_single_request.demo import measure_machine
+from m1_single_request.demo_tour import measure_machine
 from m1_single_request.events import Event, StepDone, size
 from m1_single_request.model_loader import head_dim
 from m1_single_request.tracer import TraceRecord
@@ -191,7 +191,7 @@ def forward_cost(model: Any, new: int, context: int) -> tuple[float, float]:
 
 def roofline(bench: Bench, prefills: Sequence[Row], decodes: Sequence[Row]) -> dict[str, Any]:
     """What the machine can do, and what prefill and decode make of it."""
-    flops, bandwidth = measure_machine(bench.model)
+    flops, bandwidth = measure_machine(next(bench.model.parameters()))
     points = []
     for kind, rows, key in (("prefill", prefills, "ttft"), ("decode", decodes, "tpot")):
         for row in rows:

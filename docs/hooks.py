@@ -1,7 +1,7 @@
-"""What MkDocs does not do by itself: show the notebooks, which lie beside docs/, and follow links to and from them.
+"""What MkDocs does not do by itself: follow links that leave docs/, to notebooks, source files and measurements.
 
 Links are written as GitHub needs them: a page links to `../notebooks/x.ipynb`, a notebook to `../docs/x.md`. On the
-site both lie in one tree.
+site both lie in one tree; a link to a source file leads to its page of the reference.
 """
 
 import logging
@@ -16,19 +16,30 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 LOG = logging.getLogger("mkdocs.hooks.notebooks")
+BESIDE = {"notebooks": "*.ipynb", "benchmarks/results": "*.json"}
+"""Folders beside docs/ whose files the site has, too."""
+CLASSES = {"llm_engine": "llm_engine.LLMEngine", "events": "events.Event"}
+"""Modules that the reference shows class by class: where a link to the file leads."""
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks among the files
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add every notebook to the site's files."""
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        files.append(File(f"notebooks/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls))
+    """Add the notebooks and the measurements to the site's files."""
+    for folder, pattern in BESIDE.items():
+        for path in sorted((ROOT / folder).glob(pattern)):
+            files.append(File(f"{folder}/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links from a page to notebooks, as the site needs them; MkDocs checks them afterwards."""
-    return re.sub(r"\]\(\.\./(notebooks/[\w.-]+\.ipynb)", r"](\1", markdown)
+    """Links that leave docs/, as the site needs them; MkDocs checks them afterwards. What is for GitHub only goes."""
+
+    def to_reference(link: re.Match[str]) -> str:
+        return f"[{link[1]}][{link[2]}.{CLASSES.get(link[3], link[3])}]"
+
+    markdown = re.sub(r"<!-- on GitHub only -->.*?<!-- end -->\n", "", markdown, flags=re.DOTALL)
+    markdown = re.sub(r"\[([^\]]+)\]\(\.\./(m\d_\w+)/(\w+)\.py\)", to_reference, markdown)
+    return re.sub(r"\]\(\.\./(notebooks/[\w.-]+\.ipynb|benchmarks/results/[\w.-]+\.json)", r"](\1", markdown)
 
 
 def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:

@@ -50,7 +50,7 @@ STATIONS = (
     ),
     Station(
         "3. Question 1 again, drawn instead of taken",
-        "A high temperature gives unlikely tokens a chance. A draw depends on the seed and the place in the answer alone.",
+        "A high temperature gives unlikely tokens a chance. A draw depends on seed and place in the answer alone.",
         QUESTION,
         {"temperature": 3.0, "top_k": 20, "seed": 7, "max_tokens": 12},
     ),
@@ -178,7 +178,7 @@ def why_memory_bound(engine: LLMEngine, output: RequestOutput) -> str:
 
 
 def measure_machine(like: torch.Tensor) -> tuple[float, float]:
-    """Operations per second of a matrix product, bytes per second of a large read; on the device of `like`, in its dtype."""
+    """Operations per second of a matrix product and bytes per second of a large read, where `like` lives."""
     square = torch.randn(512, 512, device=like.device, dtype=like.dtype)
     large = torch.ones(64 * 2**20, device=like.device)  # 256 MiB: larger than any cache
 

@@ -139,7 +139,8 @@ class InputProcessor:
             raise InvalidPromptError(f"request {request_id!r} has an empty prompt: there is no token to continue from")
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
-                raise InvalidPromptError(f"token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})")
+                number = str(token_id) if abs(token_id) < 10**18 else "of over 18 digits"
+                raise InvalidPromptError(f"token id {number} is outside the vocabulary (0 to {self.vocab_size - 1})")
         if len(token_ids) >= self.max_model_len:
             raise PromptTooLongError(
                 f"request {request_id!r} has {len(token_ids)} prompt tokens; max_model_len is {self.max_model_len} for "

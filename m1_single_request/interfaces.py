@@ -87,6 +87,7 @@ class SchedulerInterface(Protocol):
     requests: dict[str, Request]
     waiting: Collection[Request]
     running: list[Request]
+    stop_checker: StopCheckerInterface
 
     def __init__(self, *, stop_checker: StopCheckerInterface, tracer: Tracer) -> None: ...
     def add_request(self, request: Request) -> None: ...
@@ -101,6 +102,8 @@ class SchedulerInterface(Protocol):
 
 class ModelRunnerInterface(Protocol):
     """Runs the model and holds the KV."""
+
+    kv_bytes_per_token: int
 
     def __init__(self, *, loaded_model: LoadedModel, tracer: Tracer) -> None: ...
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> ModelInputs: ...
@@ -179,22 +182,27 @@ def check_parts(parts: Mapping[str, Any], roles: Mapping[str, type]) -> None:
             lacking = [m for m in _methods(protocol) if not callable(getattr(part, m, None))]
             if lacking:
                 raise ConfigError(f"parts: {role!r}: {name} has no {', '.join(f'{m}()' for m in lacking)}")
-        refused = _refused_arguments(part, protocol)
+        refused, extra = _argument_differences(part, protocol)
         if refused:
             raise ConfigError(f"parts: {role!r}: {name} does not take the argument {', '.join(refused)}")
+        if extra:
+            raise ConfigError(f"parts: {role!r}: {name} needs the argument {', '.join(extra)}, which nobody gives it")
 
 
 def _methods(protocol: type) -> list[str]:
     return [name for name, value in vars(protocol).items() if inspect.isfunction(value) and not name.startswith("_")]
 
 
-def _refused_arguments(part: Any, protocol: type) -> list[str]:
-    """Names of keyword arguments that the role is built with and `part` does not accept."""
-    if "__init__" not in vars(protocol) or not isinstance(part, type):
-        return []
-    wanted = [p for p in inspect.signature(vars(protocol)["__init__"]).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    accepted = inspect.signature(part).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in accepted):
-        return []
+def _argument_differences(part: Any, protocol: type) -> tuple[list[str], list[str]]:
+    """Constructor arguments that the role is built with and `part` refuses; and those that only `part` insists on."""
+    if not isinstance(part, type):
+        return [], []
+    init = vars(protocol).get("__init__")
+    given = [p for p in inspect.signature(init).parameters.values() if p.name != "self"] if init else []
+    accepted = list(inspect.signature(part).parameters.values())
     names = {p.name for p in accepted}
-    return [p.name for p in wanted if p.name not in names]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted)
+    refused = [p.name for p in given if p.kind is p.KEYWORD_ONLY and p.name not in names and not takes_any]
+    optional = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    insisted = [p.name for p in accepted if p.default is p.empty and p.kind not in optional]
+    return refused, [name for name in insisted if name not in {p.name for p in given}]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -197,7 +198,8 @@ class LLMEngine:
             number=self._number,
             arrival_time=time.monotonic(),
         )
-        self.engine_core.add_request(request)
+        with self._busy():
+            self.engine_core.add_request(request)
         self._number += 1
         return request_id
 
@@ -223,11 +225,8 @@ class LLMEngine:
     def _advance(self) -> None:
         """Run one step and put every output where it belongs."""
         self._check_usable()
-        self._stepping = True
-        try:
+        with self._busy():
             outputs = self.engine_core.step()
-        finally:
-            self._stepping = False
         for request_id, output in outputs.items():
             if request_id in self._mailboxes:
                 self._mailboxes[request_id].append(output)
@@ -235,6 +234,15 @@ class LLMEngine:
                 self._undelivered[request_id] = output
             elif output.finished:
                 self._abandoned.remove(request_id)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """While the core works, whoever is called from inside it (a trace reader) must not call back."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:

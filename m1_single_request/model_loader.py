@@ -61,7 +61,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     name = str(config.model)
     _check_directory(name)
     hf_config = _load(name, "its config", lambda: AutoConfig.from_pretrained(name, trust_remote_code=False))
-    architecture = (getattr(hf_config, "architectures", None) or ["none"])[0]
+    named = getattr(hf_config, "architectures", None)
+    architecture = named[0] if isinstance(named, list) and named else "none"
     if architecture not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
         raise ModelLoadError(f"{name}: architecture {architecture} is not supported; supported are {supported}")
@@ -98,7 +99,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 def _check_directory(name: str) -> None:
     path = Path(name)
-    if path.is_dir():
+    try:
+        is_directory, is_there = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:  # too long for a file name, or not a name at all
+        raise ModelLoadError(f"{name[:80]!r} is neither a directory nor a hub id: {error}") from error
+    if is_directory:
         if not (path / "config.json").exists():
             raise ModelLoadError(f"{name} has no config.json: is it a Hugging Face model directory?")
         if not any(path.glob("*.safetensors")):
@@ -107,7 +112,7 @@ def _check_directory(name: str) -> None:
             )
         if not (path / "tokenizer.json").exists() and not (path / "tokenizer_config.json").exists():
             raise ModelLoadError(f"{name} has no tokenizer.json: the tokenizer's files are missing")
-    elif path.exists():
+    elif is_there:
         raise ModelLoadError(f"{name} is a file: give the directory that holds config.json and model.safetensors")
     elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelLoadError(f"{name} does not exist: give a model directory, or a hub id such as Qwen/Qwen3-0.6B")

@@ -121,7 +121,10 @@ class Scheduler:
         changed = [request for request in self.requests.values() if request.to_finish or request.request_id in sampled]
         for request in changed:
             if request.to_finish is None and scheduler_output is not None:
-                self._commit(request, scheduler_output, sampled[request.request_id])
+                try:
+                    self._commit(request, scheduler_output, sampled[request.request_id])
+                except Exception as error:  # a tokenizer or a part of somebody's own: only this request fails with it
+                    request.to_finish = FinishError(error)
             if request.to_finish is not None:
                 self._finish(request, request.to_finish)
         return changed

@@ -381,9 +381,9 @@ def grade_output_processor(output_processor_class: type) -> str:
         )
     ]
     cases.append(("an end in half a character", half_a_cat, SamplingParams(max_tokens=64)))
-    for name, ids, params in cases:
-        got = _streamed(ids, params, output_processor_class)
-        wanted = _streamed(ids, params, OutputProcessor)
+    scripts = [(ids, params) for _, ids, params in cases]
+    streams = zip(cases, _streamed(scripts, output_processor_class), _streamed(scripts, OutputProcessor), strict=True)
+    for (name, _, _), got, wanted in streams:
         where = f"{name[0].upper()}{name[1:]}: "
         if any(not isinstance(text, str) for text in got):
             raise Mismatch(f"{where}visible_text() must return a text, yours returned {_short(got)}.")
@@ -412,11 +412,12 @@ class _Script:
         return SamplerOutput((next(self.token_ids),), (None,))
 
 
-def _streamed(script: list[int], params: SamplingParams, output_processor_class: type) -> list[str]:
-    """The texts that a stream shows, step by step, if the model says the tokens of `script`."""
-    parts = {"output_processor": output_processor_class, "sampler": lambda: _Script(script)}
-    with LLMEngine(parts=parts) as engine:
-        return [output.text for output in engine.stream(_prompt(1), params)]
+def _streamed(scripts: Iterable[tuple[list[int], SamplingParams]], output_processor_class: type) -> Iterable[list[str]]:
+    """The texts that a stream shows, step by step, for each script: the tokens that the model says."""
+    with LLMEngine(parts={"output_processor": output_processor_class}) as engine:
+        for token_ids, params in scripts:
+            engine.engine_core.sampler = _Script(token_ids)  # type: ignore[assignment]
+            yield [output.text for output in engine.stream(_prompt(1), params)]
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------

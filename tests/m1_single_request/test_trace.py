@@ -78,14 +78,14 @@ EXAMPLES: dict[Event, list[str]] = {
         "4,096 bytes",
         "x 4 bytes",
     ],
-    RequestAdded(rid="req-7", len=31, max_tokens=16, seed=99, num_waiting=0): [
+    RequestAdded(rid="req-7", len=31, max_tokens=16, greedy=False, seed=99, num_waiting=0): [
         "req-7",
         "31 prompt tokens",
         "16",
         "first in line",
         "99",
     ],
-    RequestAdded(rid="req-8", len=1, max_tokens=16, seed=99, num_waiting=3): [
+    RequestAdded(rid="req-8", len=1, max_tokens=16, greedy=True, seed=99, num_waiting=3): [
         "req-8",
         "1 prompt token,",
         "behind 3 others",
@@ -377,7 +377,7 @@ def test_a_chrome_trace_of_every_event_is_valid(tmp_path: Path) -> None:
 
 
 def test_a_chrome_trace_has_a_lane_for_the_engine_and_one_for_each_request(tmp_path: Path) -> None:
-    events = [RequestAdded(rid=rid, len=1, max_tokens=1, seed=0, num_waiting=0) for rid in ("a", "b", "a")]
+    events = [RequestAdded(rid=rid, len=1, max_tokens=1, greedy=True, seed=0, num_waiting=0) for rid in ("a", "b", "a")]
     entries = chrome(tmp_path / "t.json", [record(event) for event in [*events, Free(owner="b", tokens=1, bytes=1)]])
     lanes = {entry["args"]["name"]: entry["tid"] for entry in entries if entry["ph"] == "M"}
     assert set(lanes) == {"engine", "a", "b"} and len(set(lanes.values())) == 3

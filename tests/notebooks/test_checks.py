@@ -16,13 +16,16 @@ from benchmarks.m1_single_request import traced_steps
 from m1_single_request import LLMEngine
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.model_loader import head_dim
+from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler
+from m1_single_request.stop_checker import held_back
 from notebooks.checks import GRADERS, check, listing
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 ANSWERS = {
     "m1.off_by_one": "OffByOne",
     "m1.detokenizer": "HastyDetokenizer",
+    "m1.output_processor": "HastyOutput",
     "m1.kv_bytes": "kv_bytes",
     "m1.top_p_filter": "top_p_filter",
     "m1.held_back": "held_back",
@@ -67,6 +70,7 @@ def test_every_exercise_is_checked_in_the_notebook_with_the_name_that_its_soluti
 def test_the_engines_own_code_passes_where_it_is_the_reference():
     assert check("m1.off_by_one", Scheduler)
     assert check("m1.detokenizer", IncrementalDetokenizer)
+    assert check("m1.output_processor", OutputProcessor)
 
 
 # --- wrong answers ----------------------------------------------------------------------------------------------------
@@ -120,6 +124,12 @@ def test_a_wrong_size_of_the_kv_is_met_with_the_factor_that_is_missing(hint):
     assert hint in verdict.message
 
 
+def test_two_mistakes_in_the_size_of_the_kv_are_both_named():
+    verdict = check("m1.kv_bytes", lambda c, n, b: layers_times(c, c.num_attention_heads, head_dim(c)) // 2 * n * b)
+    assert not verdict
+    assert "two tensors" in verdict.message and "Only the KV heads" in verdict.message
+
+
 def drops_the_token_that_reaches_p(probs, p):
     ranked, order = probs.sort(descending=True)
     return torch.zeros_like(probs).scatter(0, order, ranked * (ranked.cumsum(0) <= p))
@@ -129,6 +139,11 @@ def keeps_one_too_many(probs, p):
     ranked, order = probs.sort(descending=True)
     better_but_one = ranked.cumsum(0) - ranked - ranked.roll(1)
     return torch.zeros_like(probs).scatter(0, order, ranked * (better_but_one < p))
+
+
+def goes_on_where_p_is_reached_exactly(probs, p):
+    ranked, order = probs.sort(descending=True)
+    return torch.zeros_like(probs).scatter(0, order, ranked * (ranked.cumsum(0) - ranked <= p))
 
 
 def leaves_the_answer_sorted(probs, p):
@@ -154,6 +169,7 @@ def zeroes_its_input(probs, p):
 WRONG_TOP_P = [
     (drops_the_token_that_reaches_p, "Too few"),
     (keeps_one_too_many, "Too many"),
+    (goes_on_where_p_is_reached_exactly, "exactly p is enough"),
     (leaves_the_answer_sorted, "order of token ids"),
     (keeps_all_above_p, "the best one always stays"),
     (makes_the_rest_equal, "ratios have changed"),
@@ -237,11 +253,17 @@ class Loses(Scheduler):
             self.waiting.remove(request)
 
 
+class ForgetsSuper(Scheduler):
+    def add_request(self, request):
+        self.waiting = deque(sorted([*self.waiting, request], key=lambda r: r.sequence.get_prompt_len()))
+
+
 WRONG_POLICIES = [
     (Scheduler, "That is the order of arrival"),
     (queue_sorted_by(lambda r: -r.sequence.get_prompt_len()), "That is the longest first"),
     (EqualOnesTurnRound, "the earlier goes first"),
     (SortsOnce, "A request that arrives later takes part"),
+    (ForgetsSuper, "did you call super().add_request(request)?"),
     (Loses, "check_invariants() fails after step 1"),
     (IncrementalDetokenizer, "has no add_request()"),
 ]
@@ -261,7 +283,7 @@ def defined_in_the_notebook(name: str) -> object:
     """A class as the notebook plants it, with the bug in it."""
     (cell,) = [source(c) for c in cells("code") if re.search(rf"^class {name}\b", source(c), re.MULTILINE)]
     (code,) = re.findall(rf"^class {name}\b.*?(?=^\S|\Z)", cell, re.DOTALL | re.MULTILINE)
-    names: dict[str, object] = {"Scheduler": Scheduler}
+    names: dict[str, object] = {"Scheduler": Scheduler, "OutputProcessor": OutputProcessor}
     exec(code, names)
     return names[name]
 
@@ -314,17 +336,99 @@ def keep_the_ids(self, mark):
     self.text = self.text[: mark[1]]
 
 
+def wait_while_anything_is_broken(self, token_id):
+    self.ids.append(token_id)
+    text = self.decode(self.ids)
+    new = "" if "\ufffd" in text else text[len(self.text) :]
+    self.text += new
+    return new
+
+
+def show_special_tokens(self, ids):
+    return self.tokenizer.decode(ids)
+
+
+def skip_special_tokens(self, ids):
+    return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
 WRONG_DETOKENIZERS = [
     ({"push": hold_everything}, "Nothing there needs to wait"),
     ({"push": forget_to_return}, "but text is"),
     ({"tail": lambda self: ""}, "tail() together"),
     ({"rewind": keep_the_ids}, "After mark(), a token and rewind()"),
+    ({"push": wait_while_anything_is_broken}, "Only an end that is broken may wait"),
+    ({"decode": show_special_tokens}, "skip_special_tokens=True"),
+    ({"decode": skip_special_tokens}, "a special token, to be shown"),
 ]
 
 
 @pytest.mark.parametrize(("methods", "hint"), WRONG_DETOKENIZERS)
 def test_a_half_repaired_detokenizer_is_met_with_a_hint(methods, hint):
     verdict = check("m1.detokenizer", variant(**methods))
+    assert not verdict
+    assert hint in verdict.message
+
+
+def test_the_planted_output_processor_is_caught_when_it_takes_text_back():
+    verdict = check("m1.output_processor", defined_in_the_notebook("HastyOutput"))
+    assert not verdict
+    assert "and then took it back" in verdict.message
+
+
+def showing(visible_text):
+    """An output processor with this `visible_text`, for a request that runs or ends without a stop string."""
+
+    class Showing(OutputProcessor):
+        def visible_text(self, request):
+            if request.sequence.text_end is not None:
+                return super().visible_text(request)
+            return visible_text(request)
+
+    return Showing
+
+
+def longest_stop_less_one(request):
+    text, stops = request.sequence.detokenizer.text, request.sampling_params.stop
+    if request.is_finished:
+        return text + request.sequence.detokenizer.tail()
+    return text[: max(0, len(text) - max((len(stop) - 1 for stop in stops), default=0))]
+
+
+def held_to_the_end(request):
+    text = request.sequence.detokenizer.text
+    return text[: len(text) - held_back(text, request.sampling_params.stop)]
+
+
+def without_the_tail(request):
+    text = request.sequence.detokenizer.text
+    return text if request.is_finished else held_to_the_end(request)
+
+
+def cut_by_minus_held(request):
+    detokenizer = request.sequence.detokenizer
+    if request.is_finished:
+        return detokenizer.text + detokenizer.tail()
+    return detokenizer.text[: -held_back(detokenizer.text, request.sampling_params.stop)]
+
+
+def ignoring_text_end():
+    return type("Ignoring", (OutputProcessor,), {"visible_text": lambda _, r: r.sequence.detokenizer.text})
+
+
+WRONG_OUTPUT_PROCESSORS = [
+    (showing(longest_stop_less_one), "held back too long"),
+    (showing(held_to_the_end), "When a request has finished, nothing waits any more"),
+    (showing(without_the_tail), "An end in half a character: at the end 'Look ' is shown"),
+    (showing(cut_by_minus_held), "held back too long"),
+    (showing(lambda request: None), "must return a text"),
+    (ignoring_text_end(), "at the end 'Look! Observation:"),
+]
+
+
+@pytest.mark.parametrize(("answer", "hint"), WRONG_OUTPUT_PROCESSORS)
+def test_a_half_repaired_output_processor_is_met_with_a_hint(answer, hint):
+    verdict = check("m1.output_processor", answer)
     assert not verdict
     assert hint in verdict.message
 
