@@ -4,13 +4,14 @@ m1 knows two: which model, and what to trace. Later milestones add a scheduler, 
 exports exactly the configurations that it honours. vLLM has the same split (`ModelConfig`, `SchedulerConfig`, ...).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
 
 from m1_single_request.errors import ConfigError
+from m1_single_request.tracer import TraceReader
 
 DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3"
 
@@ -21,8 +22,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class ModelConfig:
     """Which model runs, where, and in which precision."""
 
-    model: str | Path = DEFAULT_MODEL
-    """A local Hugging Face directory, or a hub id such as `Qwen/Qwen3-0.6B`."""
+    model: str | Path | None = None
+    """A local Hugging Face directory, or a hub id such as `Qwen/Qwen3-0.6B`. None: the checkpoint that ships."""
     device: str = "auto"
     """A torch device. `auto`: CUDA where there is a GPU, else CPU."""
     dtype: str = "auto"
@@ -33,7 +34,7 @@ class ModelConfig:
     """Requests without a seed of their own derive one from this and their number."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str | Path) or not str(self.model):
+        if self.model is not None and (not isinstance(self.model, str | Path) or not str(self.model)):
             raise ConfigError(f"model={self.model!r} must be a directory or a hub id")
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"dtype={self.dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
@@ -76,6 +77,9 @@ class TraceConfig:
     chrome: str | Path | None = None
     """Write a trace for Perfetto or chrome://tracing to this file when the engine is closed."""
 
+    readers: tuple[TraceReader, ...] = ()
+    """Readers of your own; they hear the engine start, too."""
+
     def __post_init__(self) -> None:
         if self.console not in ("off", "summary", "verbose"):
             raise ConfigError(f"console={self.console!r} is unknown: use off, summary or verbose")
@@ -94,17 +98,18 @@ def assemble_config(config_type: type, default_model: str | Path, model: Any, co
 
     Raises `ConfigError` for an unknown keyword, a value of the wrong class, or a model that is named twice.
     """
-    from dataclasses import fields
-
+    hints = get_type_hints(config_type)
     known = {f"{f.name}_config": f for f in fields(config_type)}
     for keyword, value in configs.items():
         if keyword not in known:
             raise ConfigError(f"{keyword}= is unknown here: this milestone takes {', '.join(known)}")
-        wanted = known[keyword].type
-        if isinstance(wanted, type) and not isinstance(value, wanted):
-            raise ConfigError(f"{keyword}= must be a {wanted.__name__}, not {value!r}")
+        wanted = hints[known[keyword].name]
+        if not isinstance(value, wanted):
+            raise ConfigError(f"{keyword}= must be a {getattr(wanted, '__name__', wanted)}, not {value!r}")
     if model is not None and "model_config" in configs:
         raise ConfigError(f"the model is named twice: {model!r}, and in model_config")
-    if "model_config" not in configs:
-        configs = configs | {"model_config": ModelConfig(model=default_model if model is None else model)}
-    return config_type(**{known[keyword].name: value for keyword, value in configs.items()})
+    model_config = configs.get("model_config") or hints["model"](model=model)
+    if model_config.model is None:
+        model_config = replace(model_config, model=default_model)
+    values = {known[keyword].name: value for keyword, value in configs.items()}
+    return config_type(**values | {"model": model_config})

@@ -19,7 +19,6 @@ from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import ConsoleReader
 from m1_single_request.tracer import TraceReader
-from m1_single_request.wiring import describe_model
 
 
 def make_parser(prog: str = "python -m m1_single_request.demo") -> argparse.ArgumentParser:
@@ -65,12 +64,9 @@ def main(argv: Sequence[str] | None = None, *, engine_type: type[LLMEngine] = LL
     try:
         params = SamplingParams(**{flag: getattr(args, flag) for flag in SAMPLING_FLAGS})
         model = ModelConfig(model=args.model or engine_type.default_model, device=args.device, dtype=args.dtype)
-        with engine_type(model_config=model, trace_config=TraceConfig(jsonl=args.trace_file)) as engine:
-            reader = make_reader(args, console)
-            if reader is not None:
-                engine.tracer.attach(reader)
-            if engine.tracer:
-                engine.tracer.emit(describe_model(engine.engine_core.model_runner.loaded_model))
+        reader = make_reader(args, console)
+        trace = TraceConfig(jsonl=args.trace_file, readers=(reader,) if reader else ())
+        with engine_type(model_config=model, trace_config=trace) as engine:
             if args.chat:
                 chat(engine, params, console)
             elif args.prompt is not None:

@@ -9,6 +9,7 @@ vLLM: `v1/engine/core.py`; SGLang: `Scheduler.event_loop_normal`.
 import time
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from m1_single_request.errors import EngineDeadError
@@ -63,6 +64,10 @@ class EngineCore:
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to do."""
         return self.scheduler.has_unfinished_requests()
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether this request still waits or runs."""
+        return request_id in self.scheduler.requests
 
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; returns the new state of every request that changed. `{}` on an idle engine.
@@ -188,6 +193,8 @@ class EngineCore:
     def _fail(self, scheduler_output: SchedulerOutput, error: Exception) -> None:
         """Mark the requests of the failed step, or all of them if the device is lost, to end with this error."""
         failed = [scheduler_output.request_id]
+        if isinstance(error, torch.AcceleratorError):  # CUDA cannot be used any more in this process
+            error = EngineDeadError(f"the device failed beyond recovery: {error}")
         if isinstance(error, EngineDeadError):
             self.dead = error
             failed = list(self.scheduler.requests)

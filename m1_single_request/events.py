@@ -263,12 +263,14 @@ class Finish(Event):
     rid: str
     reason: str
     """`stop`, `length`, `abort` or `error`."""
-    matched: str
-    """What ended it: a token, a stop string, a limit, an error."""
+    matched: int | str | None
+    """The stop token's id, the stop string, or the name of the limit that was reached."""
+    why: str
+    """The same in words."""
     out_len: int
 
     def explain(self) -> str:
-        return f"{self.rid} ends after {some(self.out_len, 'output token')} ({self.reason}): {self.matched}."
+        return f"{self.rid} ends after {some(self.out_len, 'output token')} ({self.reason}): {self.why}."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,10 @@ TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message", "tools"
 
 
 class InputProcessor:
-    """Holds the tokenizer and the model's limits; changes nothing."""
+    """Holds the tokenizer and the model's limits; changes nothing.
+
+    Seam for later milestones: `check_limits`, what this engine can run at all.
+    """
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class InputProcessor:
         self._check_params(params)
         token_ids = self._token_ids(prompt)
         self._check_tokens(token_ids, request_id)
+        self.check_limits(token_ids, params, request_id)
         detokenizer = self.detokenizer_class(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
         sequence = Sequence(f"{request_id}/0", request_id, token_ids, params, detokenizer)
         seed = derive_seed(self.seed, number) if params.seed is None else params.seed
@@ -103,11 +107,6 @@ class InputProcessor:
                 )
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.n > 1:
-            raise InvalidParamsError(
-                f"n={params.n}: several outputs of one prompt share its KV, which needs the blocks of "
-                f"m3_paged_attention; here n must be 1"
-            )
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
             for token_id in ids:
                 if token_id >= self.vocab_size:
@@ -139,8 +138,16 @@ class InputProcessor:
             raise InvalidPromptError(f"request {request_id!r} has an empty prompt: there is no token to continue from")
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
-                number = str(token_id) if abs(token_id) < 10**18 else "of over 18 digits"
+                number = str(token_id) if abs(token_id) < 10**100 else "of over 100 digits"
                 raise InvalidPromptError(f"token id {number} is outside the vocabulary (0 to {self.vocab_size - 1})")
+
+    def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
+        """Refuse what this engine can never run (`InvalidRequestError`)."""
+        if params.n > 1:
+            raise InvalidParamsError(
+                f"n={params.n}: several outputs of one prompt share its KV, which needs the blocks of "
+                f"m3_paged_attention; here n must be 1"
+            )
         if len(token_ids) >= self.max_model_len:
             raise PromptTooLongError(
                 f"request {request_id!r} has {len(token_ids)} prompt tokens; max_model_len is {self.max_model_len} for "

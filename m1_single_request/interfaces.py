@@ -130,6 +130,8 @@ class OutputProcessorInterface(Protocol):
 class EngineCoreInterface(Protocol):
     """Runs steps."""
 
+    input_processor: InputProcessorInterface
+
     def __init__(
         self,
         *,
@@ -143,6 +145,7 @@ class EngineCoreInterface(Protocol):
     def add_request(self, request: Request) -> None: ...
     def abort_request(self, request_id: str) -> bool: ...
     def has_unfinished_requests(self) -> bool: ...
+    def is_unfinished(self, request_id: str) -> bool: ...
     def step(self) -> dict[str, RequestOutput]: ...
     def stats(self) -> EngineStats: ...
     def close(self) -> None: ...
@@ -179,7 +182,7 @@ def check_parts(parts: Mapping[str, Any], roles: Mapping[str, type]) -> None:
         if not callable(part):
             raise ConfigError(f"parts: {role!r} must be a class or a function, not {part!r}")
         if isinstance(part, type):
-            lacking = [m for m in _methods(protocol) if not callable(getattr(part, m, None))]
+            lacking = [m for m in _methods(protocol) if not _has_method(part, m)]
             if lacking:
                 raise ConfigError(f"parts: {role!r}: {name} has no {', '.join(f'{m}()' for m in lacking)}")
         refused, extra = _argument_differences(part, protocol)
@@ -190,7 +193,15 @@ def check_parts(parts: Mapping[str, Any], roles: Mapping[str, type]) -> None:
 
 
 def _methods(protocol: type) -> list[str]:
-    return [name for name, value in vars(protocol).items() if inspect.isfunction(value) and not name.startswith("_")]
+    """Names of the methods that the role has, also from the Protocols it extends."""
+    classes = [cls for cls in protocol.__mro__ if cls not in (object, Protocol)]
+    found = {name: value for cls in classes for name, value in vars(cls).items() if inspect.isfunction(value)}
+    return [name for name in found if name == "__call__" or not name.startswith("_")]
+
+
+def _has_method(part: type, name: str) -> bool:
+    """Whether instances of `part` have the method. A class itself is always callable, which says nothing."""
+    return callable(next((vars(cls)[name] for cls in part.__mro__ if name in vars(cls)), None))
 
 
 def _argument_differences(part: Any, protocol: type) -> tuple[list[str], list[str]]:

@@ -62,7 +62,6 @@ class LLMEngine:
         self._number = 0
         self._mailboxes: dict[str, deque[RequestOutput]] = {}  # of requests that somebody here waits for
         self._undelivered: dict[str, RequestOutput] = {}  # of requests that only `step()` reports
-        self._abandoned: set[str] = set()  # aborted by closing their stream: nobody wants the last output
         try:
             self.engine_core = table["wiring"](self.config, table, self.tracer)
         except BaseException:
@@ -73,7 +72,7 @@ class LLMEngine:
 
     def generate(self, prompt: Prompt, params: Params = None, *, request_id: str | None = None) -> RequestOutput:
         """Answer one prompt (text or token ids) and return the finished output."""
-        with self.stream(prompt, params, request_id=request_id) as outputs:
+        with self._open(prompt, params, request_id, latest_only=True) as outputs:
             return _last(outputs)
 
     def generate_batch(
@@ -90,7 +89,7 @@ class LLMEngine:
             for prompt, own in zip(prompts, each, strict=True):
                 request_id = self._new_id()
                 try:
-                    streams[request_id] = self.stream(prompt, own, request_id=request_id)
+                    streams[request_id] = self._open(prompt, own, request_id, latest_only=True)
                 except InvalidRequestError as error:
                     self._number += 1
                     streams[request_id] = _refused(request_id, prompt, error)
@@ -126,9 +125,7 @@ class LLMEngine:
 
         Several streams may be open at once, beside `step()`. Closing one early aborts its request.
         """
-        request_id = self._submit(prompt, params, request_id)
-        self._mailboxes[request_id] = deque()
-        return RequestStream(self, request_id)
+        return self._open(prompt, params, request_id)
 
     # --- step by step -------------------------------------------------------------------------------------------------
 
@@ -183,6 +180,13 @@ class LLMEngine:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _open(
+        self, prompt: Prompt, params: Params, request_id: str | None, *, latest_only: bool = False
+    ) -> "RequestStream":
+        request_id = self._submit(prompt, params, request_id)
+        self._mailboxes[request_id] = deque(maxlen=1 if latest_only else None)
+        return RequestStream(self, request_id)
+
     def _submit(self, prompt: Prompt, params: Params, request_id: str | None) -> str:
         self._check_usable()
         if request_id is None:
@@ -211,16 +215,15 @@ class LLMEngine:
 
     def _is_taken(self, request_id: str) -> bool:
         """Whether a request of this id is unfinished, or has outputs that nobody fetched yet."""
-        holders = (self._mailboxes, self._undelivered, self.engine_core.scheduler.requests)
-        return any(request_id in holder for holder in holders)
+        unfetched = request_id in self._mailboxes or request_id in self._undelivered
+        return unfetched or self.engine_core.is_unfinished(request_id)
 
     def _abandon(self, request_id: str) -> None:
         """Nobody waits for this request any more."""
         self._check_thread()
-        if self._mailboxes.pop(request_id, None) is not None:
+        if self._mailboxes.pop(request_id, None) is not None and self.engine_core.is_unfinished(request_id):
             self.engine_core.abort_request(request_id)
-            if request_id in self.engine_core.scheduler.requests:
-                self._abandoned.add(request_id)
+            self._mailboxes[request_id] = deque(maxlen=0)  # takes its last output and keeps nothing
 
     def _advance(self) -> None:
         """Run one step and put every output where it belongs."""
@@ -228,12 +231,13 @@ class LLMEngine:
         with self._busy():
             outputs = self.engine_core.step()
         for request_id, output in outputs.items():
-            if request_id in self._mailboxes:
-                self._mailboxes[request_id].append(output)
-            elif request_id not in self._abandoned:
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is None:
                 self._undelivered[request_id] = output
-            elif output.finished:
-                self._abandoned.remove(request_id)
+                continue
+            mailbox.append(output)
+            if output.finished and mailbox.maxlen == 0:
+                del self._mailboxes[request_id]
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -270,7 +274,7 @@ class RequestStream(Iterator[RequestOutput]):
         engine = self._engine
         engine._check_usable()
         while not (mailbox := engine._mailboxes[self.request_id]):
-            if self.request_id not in engine.engine_core.scheduler.requests:
+            if not engine.engine_core.is_unfinished(self.request_id):
                 raise EngineError(f"the outputs of {self.request_id!r} were lost: a step was interrupted on its way")
             engine._advance()
         output = mailbox.popleft()

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from m1_single_request.config import ModelConfig
+from m1_single_request.config import DEFAULT_MODEL, ModelConfig
 from m1_single_request.errors import ConfigError, ModelLoadError
 
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
@@ -58,7 +58,7 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
-    name = str(config.model)
+    name = str(DEFAULT_MODEL if config.model is None else config.model)
     _check_directory(name)
     hf_config = _load(name, "its config", lambda: AutoConfig.from_pretrained(name, trust_remote_code=False))
     named = getattr(hf_config, "architectures", None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from m1_single_request.errors import EngineDeadError, ForwardError
+from m1_single_request.errors import ForwardError
 from m1_single_request.events import Alloc, Free
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.scheduler import SchedulerOutput
@@ -33,7 +33,6 @@ class ModelRunner:
     """Runs what the scheduler decided, and owns the KV of every request that has started."""
 
     def __init__(self, *, loaded_model: LoadedModel, tracer: Tracer) -> None:
-        self.loaded_model = loaded_model
         self.model = loaded_model.model
         self.device = loaded_model.device
         self.kv_bytes_per_token = loaded_model.kv_bytes_per_token
@@ -55,23 +54,20 @@ class ModelRunner:
     def execute_model(self, inputs: ModelInputs) -> dict[str, Tensor]:
         """Run the new tokens through the model; their keys and values stay in the request's cache.
 
-        Returns the logits of the last `num_logits` new tokens by request id: float32 `[num_logits, vocab]`. Raises
-        `EngineDeadError` if the device is lost, any other exception if only this step failed.
+        Returns the logits of the last `num_logits` new tokens by request id: float32 `[num_logits, vocab]`. Whatever
+        it raises fails this step alone, except `torch.AcceleratorError`: that device is lost.
         """
         cache = self._cache_at(inputs.request_id, inputs.num_computed_tokens)
-        try:
-            output = self.model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=inputs.num_logits,
-            )
-            logits = output.logits[0].float()
-            if not logits.isfinite().all():
-                raise ForwardError(f"the model computed NaN or infinite logits for request {inputs.request_id!r}")
-        except torch.AcceleratorError as error:
-            raise EngineDeadError(f"the device failed beyond recovery: {error}") from error
+        output = self.model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=inputs.num_logits,
+        )
+        logits = output.logits[0].float()
+        if not logits.isfinite().all():
+            raise ForwardError(f"the model computed NaN or infinite logits for request {inputs.request_id!r}")
         if self.tracer:
             total = cache.get_seq_length()
             self.tracer.emit(

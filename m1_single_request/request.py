@@ -43,6 +43,11 @@ class BaseFinishReason:
     def stop_reason(self) -> int | str | None:
         return None
 
+    @property
+    def matched(self) -> int | str | None:
+        """What was met: the stop token's id, the stop string, the name of the limit; for the trace."""
+        return self.stop_reason
+
 
 @dataclass(frozen=True)
 class FinishMatchedToken(BaseFinishReason):
@@ -56,6 +61,10 @@ class FinishMatchedToken(BaseFinishReason):
     def stop_reason(self) -> int | str | None:
         """The id for `stop_token_ids`, None for the model's own end of sequence (as in vLLM)."""
         return None if self.is_eos else self.token_id
+
+    @property
+    def matched(self) -> int | str | None:
+        return self.token_id
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,10 @@ class FinishLength(BaseFinishReason):
     reason: ClassVar[str] = "length"
     limit: str
     value: int
+
+    @property
+    def matched(self) -> int | str | None:
+        return self.limit
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,8 @@ class Scheduler:
                 Finish(
                     rid=request.request_id,
                     reason=reason.reason,
-                    matched=describe(reason, request),
+                    matched=reason.matched,
+                    why=describe(reason, request),
                     out_len=request.sequence.get_output_len(),
                 )
             )

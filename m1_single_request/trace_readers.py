@@ -149,7 +149,7 @@ def open_for_writing(path: str | Path) -> Any:
 
 def readers_of(config: TraceConfig) -> list[TraceReader]:
     """The readers that a `TraceConfig` asks for."""
-    readers: list[TraceReader] = []
+    readers: list[TraceReader] = list(config.readers)
     if config.console != "off":
         readers.append(ConsoleReader(verbose=config.console == "verbose"))
     if config.jsonl is not None:

@@ -416,7 +416,7 @@ def _streamed(scripts: Iterable[tuple[list[int], SamplingParams]], output_proces
     """The texts that a stream shows, step by step, for each script: the tokens that the model says."""
     with LLMEngine(parts={"output_processor": output_processor_class}) as engine:
         for token_ids, params in scripts:
-            engine.engine_core.sampler = _Script(token_ids)  # type: ignore[assignment]
+            engine.engine_core.sampler = _Script(token_ids)
             yield [output.text for output in engine.stream(_prompt(1), params)]
 
 

@@ -43,7 +43,6 @@ def test_a_wrong_configuration_is_refused(arguments: dict[str, Any], message: st
         {"max_model_len": True},
         {"seed": None},
         {"seed": 0.5},
-        {"model": None},
         {"model": ["a"]},
     ],
     ids=str,

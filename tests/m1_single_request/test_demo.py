@@ -66,9 +66,9 @@ def test_the_tour_explains_every_station_and_what_it_cost(processes: dict[str, s
     out, err = processes["tour"].communicate(timeout=120)
     assert (processes["tour"].returncode, err) == (0, "")
     said = " ".join(out.split())  # the console breaks lines where it likes
-    for words in ("is ready on", "Prefill of", "Decode of", "The model's favourites", "greedy", "draw", "held back"):
+    for words in ("is ready on", "Prefill of", "Decode of", "The model's favourites", "greedy", "falls on", "held back"):
         assert words in said, words
-    for row in ("time to first token", "time per output token", "KV cache at the end", "memory-bound", "GB/s"):
+    for row in ("time to first token", "time per output token", "KV cache at the end", "waits for memory", "GB/s"):
         assert row in said, row
 
 
@@ -186,7 +186,7 @@ def test_every_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("prompt", ["", "a " * 5000], ids=["empty", "too long"])
 def test_a_prompt_that_cannot_run_is_one_clear_line(prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--prompt", prompt, "--trace", "off"]) == 2
+    assert demo.main(["--prompt", prompt, "--raw", "--trace", "off"]) == 2
     err = capsys.readouterr().err
     assert len(err.strip().splitlines()) == 1
     assert "empty" in err or "max_model_len" in err

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from m1_single_request import PARTS, JsonlReader, LLMEngine, ModelConfig, SamplingParams, Tracer
+from m1_single_request import JsonlReader, LLMEngine, ModelConfig, SamplingParams, TraceConfig
 
 GOLDEN = Path(__file__).parent / "golden" / "two_requests.jsonl"
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -23,13 +23,9 @@ DRAWN = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, seed=7, stop="k
 
 def record(path: Path) -> None:
     """Answer a question twice, greedily and drawn with a stop string, and write the stable trace to `path`."""
-
-    def wiring(config: Any, parts: Any, tracer: Tracer) -> Any:
-        tracer.attach(JsonlReader(path, stable=True))
-        return PARTS["wiring"](config, parts, tracer)
-
     config = ModelConfig(device="cpu", dtype="float32")
-    with LLMEngine(model_config=config, parts={"wiring": wiring}) as engine:
+    trace = TraceConfig(readers=(JsonlReader(path, stable=True),))
+    with LLMEngine(model_config=config, trace_config=trace) as engine:
         engine.chat(QUESTION, GREEDY, request_id="greedy")
         engine.chat(QUESTION, DRAWN, request_id="drawn")
 

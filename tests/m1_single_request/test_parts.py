@@ -43,6 +43,11 @@ class SamplerThatCannotBeCalled:
     """Has no `__call__`."""
 
 
+class SamplerThatInsists(Sampler):
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
+
+
 class SchedulerWithAttribute(Scheduler):
     schedule = "not a method"  # type: ignore[assignment]
 
@@ -54,6 +59,8 @@ class SchedulerWithAttribute(Scheduler):
         ({5: Scheduler}, "no role 5"),
         ({"scheduler": SchedulerWithoutUpdate}, r"'scheduler': SchedulerWithoutUpdate has no update_from_output\(\)"),
         ({"scheduler": SchedulerWithAttribute}, r"SchedulerWithAttribute has no schedule\(\)"),
+        ({"sampler": SamplerThatCannotBeCalled}, r"SamplerThatCannotBeCalled has no __call__\(\)"),
+        ({"sampler": SamplerThatInsists}, r"SamplerThatInsists needs the argument strength"),
         ({"scheduler": SchedulerWithoutTracer}, "SchedulerWithoutTracer does not take the argument tracer"),
         ({"scheduler": dict}, r"dict has no add_request\(\), "),
         ({"scheduler": None}, "must be a class or a function, not None"),

@@ -110,7 +110,7 @@ EXAMPLES: dict[Event, list[str]] = {
         r"'the\n cat'",
     ],
     TextHeld(rid="req-7", text="EN", stops=("END", "ENOUGH")): ["'EN'", "held back", "'END' or 'ENOUGH'"],
-    Finish(rid="req-7", reason="length", matched="max_tokens = 16 is reached", out_len=16): [
+    Finish(rid="req-7", reason="length", matched="max_tokens", why="max_tokens = 16 is reached", out_len=16): [
         "req-7",
         "16 output tokens",
         "length",
@@ -459,7 +459,7 @@ def test_the_console_prints_text_of_the_model_as_it_is(text: str) -> None:
 
 def test_the_summary_is_a_line_per_step_with_its_numbers() -> None:
     result = Result(rid="req-7", tokens=(802,), out_len=5, max_tokens=16, text="the cat")
-    end = Finish(rid="req-7", reason="length", matched="max_tokens = 16 is reached", out_len=16)
+    end = Finish(rid="req-7", reason="length", matched="max_tokens", why="max_tokens = 16 is reached", out_len=16)
     text = printed([record(STARTED, step=0), *map(record, (PREFILL, GREEDY, result, end, STEP))], verbose=False)
     started, line = text.splitlines()
     assert started.rstrip() == STARTED.explain()
@@ -478,7 +478,7 @@ def test_the_summary_is_a_line_per_step_with_its_numbers() -> None:
 
 
 def test_the_summary_of_a_step_does_not_repeat_the_step_before() -> None:
-    abort = Finish(rid="req-9", reason="abort", matched="the caller gave it up", out_len=0)
+    abort = Finish(rid="req-9", reason="abort", matched=None, why="the caller gave it up", out_len=0)
     text = printed([*map(record, (PREFILL, STEP)), record(abort, step=4), record(STEP, step=4)], verbose=False)
     first, second = text.splitlines()
     assert "prefill" in first and "prefill" not in second
