@@ -48,7 +48,7 @@ question, line break, answer. It knows nothing about the world, answers only in 
 ## How it was made
 
 `python -m training.tiny_qwen3`: {steps} steps of about {tokens_per_step} tokens of generated text (seed {seed}), {span_share:.0%} of them nothing but
-random spans said several times, from which the copying circuit forms; then the three skills mixed, with growing lengths. Muon for the matrices,
+random spans said twice, from which the copying circuit forms; then the three skills mixed, with growing lengths. Muon for the matrices,
 AdamW for embeddings and norms, bf16 autocast. {minutes}
 
 ![loss curve](loss.png)

@@ -54,6 +54,8 @@ def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
     )
     model.to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
+    for file in path.iterdir():
+        file.chmod(0o644)  # safetensors writes for the owner alone
 
 
 def recipe_facts(args: argparse.Namespace, minutes: float) -> dict[str, object]:
