@@ -49,10 +49,10 @@ STATIONS = (
         {},
     ),
     Station(
-        "3. Question 1 again, drawn instead of taken",
-        "A high temperature gives unlikely tokens a chance. A draw depends on seed and place in the answer alone.",
-        QUESTION,
-        {"temperature": 3.0, "top_k": 20, "seed": 7, "max_tokens": 12},
+        "3. A vague question, drawn instead of taken",
+        "The model could say many things here. Which one it says depends on the seed and the place in the answer alone.",
+        "Explain.",
+        {"temperature": 1.0, "top_p": 0.9, "seed": 0, "max_tokens": 48},
     ),
     Station(
         "4. A stop string",
