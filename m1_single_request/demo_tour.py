@@ -50,7 +50,7 @@ STATIONS = (
     ),
     Station(
         "3. A vague question, drawn instead of taken",
-        "The model could say many things here. Which one it says depends on the seed and the place in the answer alone.",
+        "The model could say many things here. What it says depends on the seed and the place in the answer alone.",
         "Explain.",
         {"temperature": 1.0, "top_p": 0.9, "seed": 0, "max_tokens": 48},
     ),
