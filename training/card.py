@@ -52,6 +52,9 @@ random spans said twice, from which the copying circuit forms; then the three sk
 AdamW for embeddings and norms, bf16 autocast. {minutes}
 
 ![loss curve](loss.png)
+
+The first valley is the copying circuit forming on spans of 400 different tokens; the hump behind it is the vocabulary of the spans growing
+to all 4,089 ordinary tokens, which the circuit then covers, too. The second peak is the first sight of the skills.
 """
 
 
