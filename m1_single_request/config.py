@@ -83,6 +83,12 @@ class TraceConfig:
     def __post_init__(self) -> None:
         if self.console not in ("off", "summary", "verbose"):
             raise ConfigError(f"console={self.console!r} is unknown: use off, summary or verbose")
+        if not isinstance(self.readers, tuple):
+            raise ConfigError(f"readers={self.readers!r} must be a tuple of trace readers")
+        for name in ("jsonl", "chrome"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | Path):
+                raise ConfigError(f"{name}={value!r} must be a path")
 
 
 @dataclass(frozen=True, kw_only=True)

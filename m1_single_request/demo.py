@@ -6,6 +6,7 @@ and add their own.
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -60,6 +61,9 @@ SAMPLING_FLAGS = (
 def main(argv: Sequence[str] | None = None, *, engine_type: type[LLMEngine] = LLMEngine) -> int:
     """Run the demo; returns the exit status."""
     args = make_parser().parse_args(argv)
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows a question mark
+            stream.reconfigure(errors="replace")
     console = Console(highlight=False)
     try:
         params = SamplingParams(**{flag: getattr(args, flag) for flag in SAMPLING_FLAGS})
@@ -76,6 +80,9 @@ def main(argv: Sequence[str] | None = None, *, engine_type: type[LLMEngine] = LL
     except EngineError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # the other end of a pipe is gone, or the disk is full
+        print(f"the output cannot be written: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

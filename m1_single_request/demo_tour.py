@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from m1_single_request.errors import EngineError
 from m1_single_request.events import EngineStarted, Finish, RequestAdded, Result, StepDone, TextHeld, size
@@ -118,12 +118,11 @@ def show_answer(console: Console, output: RequestOutput, question: str | None = 
     if output.error is not None:
         raise EngineError(f"{output.request_id} failed: {output.error}") from output.error
     if question is not None:
-        console.print(f"[bold]question[/bold]  {escape(question)}")
-    console.print(f"[bold]answer[/bold]    {escape(output.text)}")
+        console.print(Text.assemble(("question  ", "bold"), question))
+    console.print(Text.assemble(("answer    ", "bold"), output.text))
     stop = output.outputs[0].stop_reason
-    console.print(
-        f"[dim]{output.finish_reason}{'' if stop is None else f' {stop!r}'}, {len(output.token_ids)} tokens[/dim]\n"
-    )
+    why = f"{output.finish_reason}{'' if stop is None else f' {stop!r}'}, {len(output.token_ids)} tokens\n"
+    console.print(Text(why, style="dim"))
 
 
 def cost_table(engine: LLMEngine, output: RequestOutput) -> Table:

@@ -19,7 +19,7 @@ from m1_single_request.sampling_params import SamplingParams
 Prompt = str | SequenceOf[int]
 Message = Mapping[str, Any]
 
-TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message", "tools", "documents"}  # transformers' own
+TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # transformers' own
 
 
 class InputProcessor:
@@ -86,7 +86,7 @@ class InputProcessor:
         arguments = {"add_generation_prompt": True, **(options or {}), "tokenize": False}
         try:
             text = self.tokenizer.apply_chat_template([dict(m) for m in messages], **arguments)
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program of its own
             raise InvalidPromptError(f"the chat template refuses these messages: {error}") from error
         return self._encode(str(text), add_special_tokens=False)
 

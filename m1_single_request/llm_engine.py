@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,6 +61,7 @@ class LLMEngine:
         self._number = 0
         self._mailboxes: dict[str, deque[RequestOutput]] = {}  # of requests that somebody here waits for
         self._undelivered: dict[str, RequestOutput] = {}  # of requests that only `step()` reports
+        self._dropped: deque[str] = deque()  # streams that were let go of in another thread
         try:
             self.engine_core = table["wiring"](self.config, table, self.tracer)
         except BaseException:
@@ -150,12 +150,12 @@ class LLMEngine:
         Takes exact ids. Returns False if there is no such unfinished request.
         """
         self._check_thread()
-        return self.engine_core.abort_request(request_id)
+        return not self._closed and self.engine_core.abort_request(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to compute or to report."""
         self._check_thread()
-        return self.engine_core.has_unfinished_requests() or bool(self._undelivered)
+        return not self._closed and (self.engine_core.has_unfinished_requests() or bool(self._undelivered))
 
     def stats(self) -> EngineStats:
         """Totals since the engine was built, and what it holds now."""
@@ -166,11 +166,13 @@ class LLMEngine:
         """Release everything. Open requests end without a further output; the engine cannot be used any more."""
         if not self._closed:
             self._check_usable()
-            self._closed = True
-            self.engine_core.close()
-            self._mailboxes.clear()
-            self._undelivered.clear()
-            self.tracer.close()
+            try:
+                self.engine_core.close()
+                self._mailboxes.clear()
+                self._undelivered.clear()
+            finally:
+                self.tracer.close()
+                self._closed = True
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -183,11 +185,15 @@ class LLMEngine:
     def _open(
         self, prompt: Prompt, params: Params, request_id: str | None, *, latest_only: bool = False
     ) -> "RequestStream":
-        request_id = self._submit(prompt, params, request_id)
-        self._mailboxes[request_id] = deque(maxlen=1 if latest_only else None)
-        return RequestStream(self, request_id)
+        return RequestStream(self, self._submit(prompt, params, request_id, deque(maxlen=1 if latest_only else None)))
 
-    def _submit(self, prompt: Prompt, params: Params, request_id: str | None) -> str:
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: Params,
+        request_id: str | None,
+        mailbox: deque[RequestOutput] | None = None,
+    ) -> str:
         self._check_usable()
         if request_id is None:
             request_id = self._new_id()
@@ -202,8 +208,17 @@ class LLMEngine:
             number=self._number,
             arrival_time=time.monotonic(),
         )
-        with self._busy():
+        if mailbox is not None:
+            self._mailboxes[request_id] = mailbox
+        self._stepping = True
+        try:
             self.engine_core.add_request(request)
+        except BaseException:  # interrupted, perhaps: nobody will wait for it
+            self._mailboxes.pop(request_id, None)
+            self.engine_core.abort_request(request_id)
+            raise
+        finally:
+            self._stepping = False
         self._number += 1
         return request_id
 
@@ -215,21 +230,30 @@ class LLMEngine:
 
     def _is_taken(self, request_id: str) -> bool:
         """Whether a request of this id is unfinished, or has outputs that nobody fetched yet."""
-        unfetched = request_id in self._mailboxes or request_id in self._undelivered
-        return unfetched or self.engine_core.is_unfinished(request_id)
+        if self.engine_core.is_unfinished(request_id) or request_id in self._undelivered:
+            return True
+        mailbox = self._mailboxes.get(request_id)
+        return mailbox is not None and mailbox.maxlen != 0  # a closed stream's may be left over from an interrupt
 
     def _abandon(self, request_id: str) -> None:
         """Nobody waits for this request any more."""
         self._check_thread()
-        if self._mailboxes.pop(request_id, None) is not None and self.engine_core.is_unfinished(request_id):
+        if self._mailboxes.pop(request_id, None) is None:
+            return
+        if self._stepping or self.engine_core.is_unfinished(request_id):
             self.engine_core.abort_request(request_id)
             self._mailboxes[request_id] = deque(maxlen=0)  # takes its last output and keeps nothing
 
     def _advance(self) -> None:
         """Run one step and put every output where it belongs."""
         self._check_usable()
-        with self._busy():
+        while self._dropped:
+            self._abandon(self._dropped.popleft())
+        self._stepping = True  # whoever is called from inside the step (a trace reader) must not call back
+        try:
             outputs = self.engine_core.step()
+        finally:
+            self._stepping = False
         for request_id, output in outputs.items():
             mailbox = self._mailboxes.get(request_id)
             if mailbox is None:
@@ -238,15 +262,6 @@ class LLMEngine:
             mailbox.append(output)
             if output.finished and mailbox.maxlen == 0:
                 del self._mailboxes[request_id]
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        """While the core works, whoever is called from inside it (a trace reader) must not call back."""
-        self._stepping = True
-        try:
-            yield
-        finally:
-            self._stepping = False
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
@@ -298,6 +313,8 @@ class RequestStream(Iterator[RequestOutput]):
     def __del__(self) -> None:
         if threading.get_ident() == self._engine._thread:
             self.close()
+        elif not self._finished:  # the garbage collector runs in any thread; the next step closes it
+            self._engine._dropped.append(self.request_id)
 
 
 def _last(outputs: Iterable[RequestOutput]) -> RequestOutput:

@@ -5,7 +5,7 @@ loading can fail into one clear sentence. Remote code is never run and only safe
 can run any program when it is opened. vLLM: `model_executor/model_loader`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,13 @@ def load_model(config: ModelConfig) -> LoadedModel:
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=False,
+            attn_implementation="sdpa",  # not the config's choice: it may name code on the hub
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are reported; nothing is ignored below
         ),
     )
     _check_weights(name, report)
+    model.config.return_dict = True  # the runner reads outputs by name, whatever the config says
     eos = _eos_token_ids(hf_config, model.generation_config, tokenizer)
     return LoadedModel(
         name=name,
@@ -110,6 +112,8 @@ def _check_directory(name: str) -> None:
             raise ModelLoadError(
                 f"{name} has no .safetensors file; only those are read: write them with transformers' save_pretrained"
             )
+        if (path / "adapter_config.json").exists():
+            raise ModelLoadError(f"{name} is an adapter (adapter_config.json): merge it into its base model first")
         if not (path / "tokenizer.json").exists() and not (path / "tokenizer_config.json").exists():
             raise ModelLoadError(f"{name} has no tokenizer.json: the tokenizer's files are missing")
     elif is_there:
@@ -150,6 +154,10 @@ def _check_weights(name: str, report: dict[str, Any]) -> None:
 
 def _max_model_len(config: ModelConfig, hf_config: PreTrainedConfig) -> int:
     limit = hf_config.max_position_embeddings
+    if not isinstance(limit, int) or limit < 2:
+        raise ModelLoadError(
+            f"{config.model}: max_position_embeddings={limit!r} in config.json leaves no room for a token"
+        )
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is more than the {limit} positions of {config.model}")
     return config.max_model_len or limit
@@ -161,5 +169,10 @@ def _eos_token_ids(
     named = (config.eos_token_id, getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
     ids: set[int] = set()
     for value in named:
-        ids.update(value if isinstance(value, Iterable) else () if value is None else (value,))
+        several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in several):
+            raise ModelLoadError(
+                f"eos_token_id={value!r} must be a token id or a list of them; correct the model's config"
+            )
+        ids.update(several)
     return frozenset(ids)

@@ -22,7 +22,7 @@ class OutputProcessor:
         data, reason = request.sequence.data, request.finish_reason
         logprobs = None
         if request.sampling_params.logprobs is not None:
-            logprobs = tuple(row for row in data.output_logprobs if row is not None)
+            logprobs = tuple(dict(row) for row in data.output_logprobs if row is not None)
         completion = CompletionOutput(
             index=0,
             text=self.visible_text(request),
@@ -38,7 +38,9 @@ class OutputProcessor:
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=tuple(data.prompt_token_ids),
-            prompt_logprobs=None if data.prompt_logprobs is None else tuple(data.prompt_logprobs),
+            prompt_logprobs=None
+            if data.prompt_logprobs is None
+            else tuple(row and dict(row) for row in data.prompt_logprobs),
             outputs=(completion,),
             finished=request.is_finished,
             metrics=make_metrics(request),

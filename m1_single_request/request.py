@@ -6,7 +6,7 @@ same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the fa
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.outputs import Logprob, TokenLogprobs
@@ -142,8 +142,20 @@ class Sequence:
 
     def add_token_id(self, token_id: int, logprobs: LogprobRow | None = None) -> None:
         """Append one output token. Its KV does not exist yet: the next step computes it."""
+        named = self._named(logprobs)
         self.data.output_token_ids.append(token_id)
-        self.data.output_logprobs.append(self._named(logprobs))
+        self.data.output_logprobs.append(named)
+
+    def mark(self) -> tuple[int, int, Any]:
+        """A point to `rewind` to."""
+        return len(self.data.output_token_ids), self.data.num_computed_tokens, self.detokenizer.mark()
+
+    def rewind(self, mark: tuple[int, int, Any]) -> None:
+        """Forget every token, and its text, since `mark`."""
+        num_output, self.data.num_computed_tokens, text = mark
+        del self.data.output_token_ids[num_output:], self.data.output_logprobs[num_output:]
+        self.detokenizer.rewind(text)
+        self.text_end = None
 
     def set_prompt_logprobs(self, rows: list[LogprobRow]) -> None:
         """Record the log-probabilities of the prompt's tokens after the first, which has none."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from m1_single_request.errors import InvalidParamsError
 
 MAX_BIAS = 100  # enough to force or to ban a token; the OpenAI API has the same range
+MAX_BITS = 4096  # Python refuses to print much larger numbers, so no message could name them
 GREEDY_EPSILON = 1e-5  # a temperature below this means greedy
 
 
@@ -119,6 +120,8 @@ def _integer(
         return
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidParamsError(f"{name}={value!r} must be a whole number")
+    if value.bit_length() > MAX_BITS:
+        raise InvalidParamsError(f"{name} has {value.bit_length()} bits, which no setting needs")
     if value < low:
         raise InvalidParamsError(f"{name}={value} is too small: it must be at least {low}")
     if high is not None and value > high:
@@ -130,6 +133,8 @@ def _number(params: SamplingParams, name: str, *, low: float, high: float = math
     value = getattr(params, name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidParamsError(f"{name}={value!r} must be a number")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise InvalidParamsError(f"{name} has {value.bit_length()} bits, which no setting needs")
     above = value > low if open_low else value >= low
     if not (above and value <= high and abs(value) < math.inf):
         bound = f"{'greater than' if open_low else 'at least'} {low}"

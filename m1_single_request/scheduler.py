@@ -159,9 +159,9 @@ class Scheduler:
         request = next((r for r in self.waiting if r.to_finish is None), None)
         if request is None:
             return
-        self.waiting.remove(request)
-        self.running.append(request)
+        self.running.append(request)  # first, so that an interrupt never leaves it in no queue
         request.set_status(RequestStatus.RUNNING)
+        self.waiting.remove(request)
         if self.tracer:
             self.tracer.emit(
                 Admit(
@@ -175,14 +175,20 @@ class Scheduler:
     def _commit(self, request: Request, scheduler_output: SchedulerOutput, sampled: SampledTokens) -> None:
         """Append the tokens that the stop checker accepts, and mark the request if they end it."""
         sequence = request.sequence
-        verdict = self.stop_checker.check(sequence, sampled.token_ids)
-        sequence.data.num_computed_tokens += len(scheduler_output.token_ids)
-        for token_id, row in zip(sampled.token_ids[: verdict.num_accepted], sampled.logprobs, strict=False):
-            sequence.add_token_id(token_id, row)
-        if sampled.prompt_logprobs is not None:
-            sequence.set_prompt_logprobs(list(sampled.prompt_logprobs))
-        sequence.text_end = verdict.text_end
-        request.to_finish = verdict.finish_reason
+        before = sequence.mark()
+        try:
+            verdict = self.stop_checker.check(sequence, sampled.token_ids)
+            for token_id, row in zip(sampled.token_ids[: verdict.num_accepted], sampled.logprobs, strict=False):
+                sequence.add_token_id(token_id, row)
+            if sampled.prompt_logprobs is not None:
+                sequence.set_prompt_logprobs(list(sampled.prompt_logprobs))
+            sequence.text_end = verdict.text_end
+            sequence.data.num_computed_tokens += len(scheduler_output.token_ids)
+        except BaseException:  # a part that failed, or Ctrl-C: the step counts whole or not at all
+            sequence.rewind(before)
+            raise
+        if request.to_finish is None:  # an abort may have come meanwhile
+            request.to_finish = verdict.finish_reason
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
         if self.tracer:
@@ -198,11 +204,13 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: BaseFinishReason) -> None:
         """Take a request out of all queues. The step releases what the runner holds for it."""
-        (self.running if request in self.running else self.waiting).remove(request)
-        del self.requests[request.request_id]
         request.finish_reason = reason
         request.finished_time = time.monotonic()
         request.set_status(RequestStatus.FINISHED)
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+        del self.requests[request.request_id]  # last: as long as it is here, an interrupted update is made again
         if self.tracer:
             self.tracer.emit(
                 Finish(

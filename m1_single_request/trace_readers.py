@@ -17,12 +17,20 @@ from m1_single_request.events import Batch, EngineStarted, Event, Finish, Result
 from m1_single_request.tracer import TraceReader, TraceRecord
 
 
+class TraceConsole(Console):
+    """A console that does not end the program when its output is closed (`| head`): the tracer detaches its reader."""
+
+    def on_broken_pipe(self) -> None:
+        """Let the reader fail, which is what the tracer expects."""
+        raise BrokenPipeError("the console's output was closed")
+
+
 class ConsoleReader:
     """Prints the trace: `verbose` says every decision in sentences, `summary` one line per step."""
 
     def __init__(self, *, verbose: bool = True, console: Console | None = None) -> None:
         self.verbose = verbose
-        self.console = console or Console(highlight=False)
+        self.console = console or TraceConsole(highlight=False)
         self._step = 0
         self._line: list[str] = []
         self._texts: dict[str, str] = {}  # by request: its text so far
@@ -142,9 +150,9 @@ class ChromeTraceReader:
 def open_for_writing(path: str | Path) -> Any:
     """Open a trace file, or say clearly why not (`ConfigError`)."""
     try:
-        return open(path, "w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the trace file {str(path)!r} cannot be written: {error.strerror}") from error
+        return open(path, "w", encoding="utf-8", errors="backslashreplace")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the trace file {str(path)!r} cannot be written: {error}") from error
 
 
 def readers_of(config: TraceConfig) -> list[TraceReader]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from m1_single_request.errors import ConfigError
 from m1_single_request.events import Event
 
 
@@ -47,14 +48,16 @@ class Tracer:
         return bool(self._readers)
 
     def attach(self, reader: TraceReader) -> None:
-        """Let `reader` hear everything from now on."""
+        """Let `reader` hear everything from now on. Raises `ConfigError` if it cannot `read` and `close`."""
+        if not all(callable(getattr(reader, name, None)) for name in ("read", "close")):
+            raise ConfigError(f"a trace reader needs read(record) and close(); {type(reader).__name__} has not both")
         self._readers.append(reader)
 
     def detach(self, reader: TraceReader) -> None:
         """Stop handing records to `reader` and close it; nothing happens if it is not attached."""
         if reader in self._readers:
             self._readers.remove(reader)
-            self._guarded(reader, reader.close)
+            self._guarded(reader, lambda: reader.close())
 
     def emit(self, event: Event) -> None:
         """Hand `event` to every reader. Never raises: a broken reader must not break the engine."""
@@ -75,4 +78,6 @@ class Tracer:
                 self._readers.remove(reader)
                 with suppress(Exception):  # whatever it still holds, a file perhaps
                     reader.close()
-            warnings.warn(f"trace reader {reader!r} failed and was detached: {error!r}", RuntimeWarning, stacklevel=3)
+            said = f"trace reader {type(reader).__name__} failed and was detached: {type(error).__name__}: {error}"
+            with suppress(Warning):  # warnings may be errors here, and those of a reader are not the engine's
+                warnings.warn(said, RuntimeWarning, stacklevel=3)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as hf_logging
 
-from m1_single_request import DEFAULT_MODEL, ConfigError, LLMEngine, ModelConfig, ModelLoadError
+from m1_single_request import DEFAULT_MODEL, ConfigError, LLMEngine, ModelConfig, ModelLoadError, SamplingParams
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, LoadedModel, load_model
 from tests.equivalence.models import ARCHITECTURES, save_random_model
 from tests.m1_single_request.engines import MAX_MODEL_LEN, greedy
@@ -319,3 +319,28 @@ def test_code_beside_the_weights_is_never_run(directory: Path, tmp_path: Path, m
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read() -> None:
     with pytest.raises(ConfigError, match="device='cuda:99'"):
         ModelConfig(model="/nowhere", device="cuda:99")
+
+
+@pytest.mark.parametrize("eos", ["foo", [None], [3, "x"], [[1]], True, {"a": 1}], ids=repr)
+def test_an_end_of_sequence_that_is_no_token_id_is_refused(directory: Path, eos: Any) -> None:
+    edit_json(directory / "generation_config.json", eos_token_id=eos)
+    with pytest.raises(ModelLoadError):
+        load(directory)
+
+
+@pytest.mark.parametrize("positions", [-5, 0, 1])
+def test_a_model_without_room_for_a_token_is_refused(directory: Path, positions: int) -> None:
+    edit_json(directory / "config.json", max_position_embeddings=positions)
+    assert "max_position_embeddings" in refusal(directory)
+
+
+def test_an_adapter_is_refused(directory: Path) -> None:
+    (directory / "adapter_config.json").write_text("{}")
+    assert "merge it into its base model" in refusal(directory)
+
+
+@pytest.mark.parametrize("settings", [{"attn_implementation": "paged|eager"}, {"return_dict": False}], ids=str)
+def test_the_config_does_not_choose_how_the_model_runs(directory: Path, settings: dict[str, Any]) -> None:
+    edit_json(directory / "config.json", **settings)
+    with LLMEngine(directory) as engine:
+        assert engine.generate([5, 6], SamplingParams(max_tokens=2)).finish_reason == "length"

@@ -1,0 +1,162 @@
+"""A step counts whole or not at all: whatever interrupts it, the tokens afterwards are the same and nothing is lost.
+
+A signal's exception can come between any two lines, so these tests raise KeyboardInterrupt from inside the parts that a
+step runs through.
+"""
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+
+from m1_single_request import ConfigError, LLMEngine, TraceConfig, TraceRecord
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.events import Finish, Result
+from tests.m1_single_request.engines import MakeEngine, drain, greedy, held
+
+PROMPT = [5, 6, 7]
+
+
+class InterruptedDetokenizer(IncrementalDetokenizer):
+    """Reads its token and is interrupted right after, the third time."""
+
+    pushes = 0
+
+    def push(self, token_id: int) -> str:
+        new = super().push(token_id)
+        type(self).pushes += 1
+        if type(self).pushes == 3:
+            raise KeyboardInterrupt
+        return new
+
+
+class FailsToName(IncrementalDetokenizer):
+    """Cannot name a token, once."""
+
+    failed = False
+
+    def token_text(self, token_id: int) -> str:
+        if not type(self).failed:
+            type(self).failed = True
+            raise ValueError("no name")
+        return super().token_text(token_id)
+
+
+def test_an_interrupt_in_the_middle_of_a_commit_doubles_nothing(make_engine: MakeEngine) -> None:
+    expected = make_engine().generate(PROMPT, greedy(8))
+    InterruptedDetokenizer.pushes = 0
+    engine = make_engine({"detokenizer": InterruptedDetokenizer})
+    rid = engine.add_request(PROMPT, greedy(8))
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(8):
+            engine.step()
+    output = drain(engine)[rid]
+    assert (output.token_ids, output.text) == (expected.token_ids, expected.text)
+    assert held(engine) == 0
+
+
+def test_a_part_that_fails_in_the_middle_of_a_commit_fails_only_its_request(make_engine: MakeEngine) -> None:
+    FailsToName.failed = False
+    engine = make_engine({"detokenizer": FailsToName})
+    outputs = engine.generate_batch([PROMPT, PROMPT], greedy(3, logprobs=1))
+    first, second = outputs.values()
+    assert (first.finish_reason, str(first.error), first.token_ids) == ("error", "no name", ())
+    assert (second.finish_reason, len(second.token_ids)) == ("length", 3)
+
+
+class AbortsAtResult:
+    """Gives a request up while its token is being committed."""
+
+    def __init__(self) -> None:
+        self.engine: LLMEngine | None = None
+
+    def read(self, record: TraceRecord) -> None:
+        if self.engine and isinstance(record.event, Result) and record.event.out_len == 2:
+            assert self.engine.abort_request(record.event.rid)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_an_abort_that_was_accepted_is_never_lost(make_engine: MakeEngine) -> None:
+    reader = AbortsAtResult()
+    engine = make_engine(trace_config=TraceConfig(readers=(reader,)))
+    reader.engine = engine
+    assert engine.generate(PROMPT, greedy(9)).finish_reason == "abort"
+
+
+class ClosesAtFinish:
+    """Closes a stream in the very step that ends it."""
+
+    stream: Any = None
+
+    def read(self, record: TraceRecord) -> None:
+        if isinstance(record.event, Finish) and self.stream is not None:
+            self.stream.close()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_stream_that_is_closed_while_it_ends_leaves_nothing_behind(make_engine: MakeEngine) -> None:
+    reader = ClosesAtFinish()
+    engine = make_engine(trace_config=TraceConfig(readers=(reader,)))
+    reader.stream = engine.stream(PROMPT, greedy(2), request_id="x")
+    assert drain(engine) == {}
+    reader.stream = None
+    assert engine.generate(PROMPT, greedy(2), request_id="x").finish_reason == "length"
+
+
+def test_a_stream_that_another_thread_lets_go_of_is_aborted(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    box = [engine.stream(PROMPT, greedy(50), request_id="x")]
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    assert drain(engine) == {}
+    assert engine.stats().num_finished == {"abort": 1} and engine.stats().num_steps == 1
+
+
+def test_what_a_reader_of_the_output_does_to_it_changes_no_later_output(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    expected = engine.generate(PROMPT, greedy(4, logprobs=2, prompt_logprobs=1))
+    last: Any = None
+    for last in engine.stream(PROMPT, greedy(4, logprobs=2, prompt_logprobs=1)):
+        if not last.finished:
+            last.outputs[0].logprobs[0].clear()
+            last.prompt_logprobs[1].clear()
+    assert (last.outputs, last.prompt_logprobs) == (expected.outputs, expected.prompt_logprobs)
+
+
+def test_a_closed_engine_claims_no_work(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request(PROMPT, greedy(4), request_id="x")
+    engine.close()
+    assert not engine.has_unfinished_requests() and not engine.abort_request("x")
+
+
+class Broken:
+    """Fails at its first record."""
+
+    def read(self, record: TraceRecord) -> None:
+        raise OSError("gone")
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_failing_reader_disturbs_nothing_even_where_warnings_are_errors(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    expected = engine.generate(PROMPT, greedy(3)).token_ids
+    engine.tracer.attach(Broken())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.generate(PROMPT, greedy(3)).token_ids == expected
+    assert not engine.tracer
+
+
+@pytest.mark.parametrize("reader", [object(), 5, "text"])
+def test_a_reader_that_cannot_read_is_refused(make_engine: MakeEngine, reader: Any) -> None:
+    with pytest.raises(ConfigError, match=r"read\(record\) and close\(\)"):
+        make_engine().tracer.attach(reader)
