@@ -59,17 +59,29 @@ class EngineStarted(Event):
 
     style: ClassVar[str] = "bold"
     model: str
+    """The directory's name, or the hub id's last part."""
     architecture: str
+    """The class of the network."""
     device: str
+    """Where the weights lie."""
     dtype: str
+    """Precision of weights and KV."""
     num_parameters: int
+    """Tied embeddings count once."""
     weight_bytes: int
+    """What a decode step has to read, besides the KV."""
     num_layers: int
+    """Layers, each with K and V of its own."""
     num_kv_heads: int
+    """Heads that keep keys and values; several query heads share one (GQA)."""
     head_dim: int
+    """Length of one head's key or value."""
     kv_bytes_per_token: int
+    """K and V of one token over all layers."""
     max_model_len: int
+    """Limit of prompt and output together, in tokens."""
     eos_token_ids: tuple[int, ...]
+    """Tokens that end an answer: config, generation config and tokenizer together."""
 
     def explain(self) -> str:
         return (
@@ -90,10 +102,13 @@ class RequestAdded(Event):
 
     style: ClassVar[str] = "cyan"
     rid: str
+    """Request id."""
     len: int
     """Prompt tokens."""
     max_tokens: int
+    """Output tokens it asks for at most."""
     greedy: bool
+    """Whether it takes the best token instead of drawing one."""
     seed: int
     """Its own, or derived from the engine's seed and the request's number; a greedy request draws nothing."""
     num_waiting: int
@@ -114,6 +129,7 @@ class Admit(Event):
 
     style: ClassVar[str] = "cyan"
     rid: str
+    """Request id."""
     prefix: int
     """Tokens whose KV exists already; always 0 before m4."""
     extend: int
@@ -135,11 +151,13 @@ class Batch(Event):
     mode: str
     """`prefill` or `decode`."""
     rids: tuple[str, ...]
+    """Request ids, one per row of the fields below."""
     extend_lens: tuple[int, ...]
     """New tokens per request."""
     prefix_lens: tuple[int, ...]
     """Tokens per request whose KV is read instead of computed."""
     seq_lens: tuple[int, ...]
+    """Tokens per request after this step's forward: prefix plus extend."""
 
     def explain(self) -> str:
         rid, new, old = self.rids[0], self.extend_lens[0], self.prefix_lens[0]
@@ -161,10 +179,13 @@ class Alloc(Event):
     style: ClassVar[str] = "magenta"
     detail: ClassVar[bool] = True
     owner: str
+    """Whose memory it is: a request id."""
     tokens: int
     """Tokens added."""
     total_tokens: int
+    """Tokens the owner holds now."""
     total_bytes: int
+    """The same in bytes."""
 
     def explain(self) -> str:
         each = self.total_bytes // self.total_tokens
@@ -180,8 +201,11 @@ class Free(Event):
 
     style: ClassVar[str] = "magenta"
     owner: str
+    """Whose memory it was: a request id."""
     tokens: int
+    """Tokens given back."""
     bytes: int
+    """The same in bytes."""
 
     def explain(self) -> str:
         return f"KV cache of {self.owner} is released: {some(self.tokens, 'token')}, {size(self.bytes)}."
@@ -194,11 +218,15 @@ class Sampled(Event):
     style: ClassVar[str] = "yellow"
     detail: ClassVar[bool] = True
     rid: str
+    """Request id."""
     position: int
     """Index among the output tokens."""
     token_id: int
+    """The chosen token."""
     text: str
+    """The chosen token alone as text."""
     greedy: bool
+    """Whether the best token was taken instead of drawing one."""
     settings: str
     """The sampling parameters that act on this row, in the order in which they act; empty for plain greedy."""
     uniform: float | None
@@ -226,10 +254,13 @@ class Result(Event):
 
     style: ClassVar[str] = "green"
     rid: str
+    """Request id."""
     tokens: tuple[int, ...]
+    """The new tokens that the stop checker accepted."""
     out_len: int
     """Output tokens so far."""
     max_tokens: int
+    """Output tokens it asked for at most."""
     text: str
     """The text so far, as far as it is complete."""
 
@@ -244,7 +275,9 @@ class TextHeld(Event):
     style: ClassVar[str] = "yellow"
     detail: ClassVar[bool] = True
     rid: str
+    """Request id."""
     text: str
+    """What is held back."""
     stops: tuple[str, ...]
     """The stop strings that may begin; empty if it is half a character."""
 
@@ -261,6 +294,7 @@ class Finish(Event):
 
     style: ClassVar[str] = "bold green"
     rid: str
+    """Request id."""
     reason: str
     """`stop`, `length`, `abort` or `error`."""
     matched: int | str | None
@@ -268,6 +302,7 @@ class Finish(Event):
     why: str
     """The same in words."""
     out_len: int
+    """Output tokens in all."""
 
     def explain(self) -> str:
         return f"{self.rid} ends after {some(self.out_len, 'output token')} ({self.reason}): {self.why}."
@@ -279,6 +314,7 @@ class Abort(Event):
 
     style: ClassVar[str] = "red"
     rid: str
+    """Request id."""
     state: str
     """Where the request was: `waiting` or `running`."""
 
@@ -294,13 +330,19 @@ class StepDone(Event):
     num_tokens: int
     """Tokens that went through the model."""
     num_waiting: int
+    """Requests that wait after the step."""
     num_running: int
+    """Requests that run on."""
     kv_tokens: int
     """Tokens whose KV is held after the step."""
     schedule_ms: float = volatile()
+    """Deciding what runs."""
     execute_ms: float = volatile()
+    """Preparing inputs, and the model."""
     sample_ms: float = volatile()
+    """Choosing the tokens."""
     update_ms: float = volatile()
+    """Committing them, making outputs, releasing memory."""
 
     @property
     def total_ms(self) -> float:

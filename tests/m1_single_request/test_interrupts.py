@@ -12,7 +12,7 @@ import pytest
 
 from m1_single_request import ConfigError, LLMEngine, TraceConfig, TraceRecord
 from m1_single_request.detokenizer import IncrementalDetokenizer
-from m1_single_request.events import Finish, Result
+from m1_single_request.events import Finish
 from tests.m1_single_request.engines import MakeEngine, drain, greedy, held
 
 PROMPT = [5, 6, 7]
@@ -65,25 +65,24 @@ def test_a_part_that_fails_in_the_middle_of_a_commit_fails_only_its_request(make
     assert (second.finish_reason, len(second.token_ids)) == ("length", 3)
 
 
-class AbortsAtResult:
-    """Gives a request up while its token is being committed."""
+class AbortsWhilePushing(IncrementalDetokenizer):
+    """Gives its request up while the token that ends it is being committed, as a signal handler may."""
 
-    def __init__(self) -> None:
-        self.engine: LLMEngine | None = None
+    engine: LLMEngine | None = None
+    pushes = 0
 
-    def read(self, record: TraceRecord) -> None:
-        if self.engine and isinstance(record.event, Result) and record.event.out_len == 2:
-            assert self.engine.abort_request(record.event.rid)
-
-    def close(self) -> None:
-        """Nothing to close."""
+    def push(self, token_id: int) -> str:
+        type(self).pushes += 1
+        if self.pushes == 2 and self.engine is not None:
+            assert self.engine.abort_request("x")
+        return super().push(token_id)
 
 
 def test_an_abort_that_was_accepted_is_never_lost(make_engine: MakeEngine) -> None:
-    reader = AbortsAtResult()
-    engine = make_engine(trace_config=TraceConfig(readers=(reader,)))
-    reader.engine = engine
-    assert engine.generate(PROMPT, greedy(9)).finish_reason == "abort"
+    AbortsWhilePushing.pushes, AbortsWhilePushing.engine = 0, None
+    engine = AbortsWhilePushing.engine = make_engine({"detokenizer": AbortsWhilePushing})
+    assert engine.generate(PROMPT, greedy(2), request_id="x").finish_reason == "abort"
+    AbortsWhilePushing.engine = None
 
 
 class ClosesAtFinish:

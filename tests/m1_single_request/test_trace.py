@@ -1,5 +1,6 @@
 """The trace: a tracer that costs nothing unread, readers that cannot hurt, events that explain themselves."""
 
+import ast
 import dataclasses
 import inspect
 import io
@@ -8,6 +9,7 @@ import re
 import statistics
 import time
 import timeit
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +277,20 @@ def test_every_event_is_documented_frozen_and_named_after_its_class(cls: type[Ev
     assert "".join(part.capitalize() for part in event.kind.split("_")) == cls.__name__
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(event, dataclasses.fields(event)[0].name, None)
+
+
+@pytest.mark.parametrize("cls", EVENT_CLASSES)
+def test_every_field_of_an_event_is_documented_below_it(cls: type[Event]) -> None:
+    """A string right after the field: that is where the site's page of events takes it from."""
+    [definition] = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    documented = {
+        field.target.id
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }  # fmt: skip
+    assert {field.name for field in dataclasses.fields(cls)} <= documented
 
 
 @pytest.mark.parametrize("event", EXAMPLES, ids=name_of)
