@@ -208,6 +208,7 @@ class LLMEngine:
             number=self._number,
             arrival_time=time.monotonic(),
         )
+        self._mailboxes.pop(request_id, None)  # at most a closed stream's, which would swallow the outputs
         if mailbox is not None:
             self._mailboxes[request_id] = mailbox
         self._stepping = True

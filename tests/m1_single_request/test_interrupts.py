@@ -107,6 +107,19 @@ def test_a_stream_that_is_closed_while_it_ends_leaves_nothing_behind(make_engine
     assert engine.generate(PROMPT, greedy(2), request_id="x").finish_reason == "length"
 
 
+def test_a_stream_that_had_ended_when_a_reader_closed_it_swallows_nothing_later(make_engine: MakeEngine) -> None:
+    """It waits, ended but unread, while another request's step runs; then its id is used again."""
+    reader = ClosesAtFinish()
+    engine = make_engine(trace_config=TraceConfig(readers=(reader,)))
+    ended = engine.stream(PROMPT, greedy(1), request_id="x")
+    engine.step()
+    reader.stream = ended
+    engine.generate(PROMPT, greedy(2), request_id="y")
+    reader.stream = None
+    engine.add_request(PROMPT, greedy(2), request_id="x")
+    assert drain(engine)["x"].finish_reason == "length"
+
+
 def test_a_stream_that_another_thread_lets_go_of_is_aborted(make_engine: MakeEngine) -> None:
     engine = make_engine()
     box = [engine.stream(PROMPT, greedy(50), request_id="x")]
