@@ -26,8 +26,9 @@ from m1_single_request.errors import (
     PromptTooLongError,
 )
 from m1_single_request.interfaces import ROLES
-from m1_single_request.llm_engine import LLMEngine, RequestStream
+from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
+from m1_single_request.request_stream import RequestStream
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
 from m1_single_request.tracer import Tracer, TraceReader, TraceRecord

@@ -8,13 +8,14 @@ and add their own.
 import argparse
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
 from m1_single_request.config import DTYPES, ModelConfig, TraceConfig
-from m1_single_request.demo_tour import TourReader, ask, show_answer, tour
+from m1_single_request.demo_tour import TourReader, show_answer, tour
 from m1_single_request.errors import EngineError
+from m1_single_request.input_processor import Prompt
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
@@ -32,10 +33,11 @@ def make_parser(prog: str = "python -m m1_single_request.demo") -> argparse.Argu
     parser.add_argument("--model", help="a Hugging Face directory or hub id; default: the embedded checkpoint")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
+    parser.add_argument("--max-model-len", type=int, help="prompt and output together; default: the model's own limit")
     parser.add_argument(
         "--trace",
         choices=("verbose", "summary", "off"),
-        help="default: verbose; in the tour, the first and last steps of each request; in a chat, off",
+        help="default: verbose with --prompt, off with --chat; without either, what the tour finds best",
     )
     parser.add_argument("--trace-file", metavar="OUT.jsonl", help="also write every event to this file")
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -58,25 +60,32 @@ SAMPLING_FLAGS = (
 )  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None, *, engine_type: type[LLMEngine] = LLMEngine) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
-    args = make_parser().parse_args(argv)
+    return exit_status(run, make_parser().parse_args(argv))
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Do what the flags say."""
+    params = sampling_params(args)
+    reader = TourReader(console) if is_tour(args) and args.trace is None else console_reader(args, console)
+    with LLMEngine(model_config=model_config(args), trace_config=trace_config(args, reader)) as engine:
+        if is_tour(args):
+            tour(engine, params, console, reader)
+        else:
+            converse(engine, args, params, console)
+
+
+# --- what the demos of all milestones have in common ------------------------------------------------------------------
+
+
+def exit_status(run: Callable[[argparse.Namespace, Console], None], args: argparse.Namespace) -> int:
+    """Run a demo and turn whatever can go wrong into one clear line and an exit status."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows a question mark
             stream.reconfigure(errors="replace")
-    console = Console(highlight=False)
     try:
-        params = SamplingParams(**{flag: getattr(args, flag) for flag in SAMPLING_FLAGS})
-        model = ModelConfig(model=args.model or engine_type.default_model, device=args.device, dtype=args.dtype)
-        reader = make_reader(args, console)
-        trace = TraceConfig(jsonl=args.trace_file, readers=(reader,) if reader else ())
-        with engine_type(model_config=model, trace_config=trace) as engine:
-            if args.chat:
-                chat(engine, params, console)
-            elif args.prompt is not None:
-                show_answer(console, answer(engine, args.prompt, params, raw=args.raw))
-            else:
-                tour(engine, params, console, reader)
+        run(args, Console(highlight=False))
     except EngineError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -88,20 +97,50 @@ def main(argv: Sequence[str] | None = None, *, engine_type: type[LLMEngine] = LL
     return 0
 
 
-def make_reader(args: argparse.Namespace, console: Console) -> TraceReader | None:
-    """The console trace that the flags ask for."""
-    is_tour = not args.chat and args.prompt is None
-    if args.trace is None and is_tour:
-        return TourReader(console)
-    level = args.trace or ("off" if args.chat else "verbose")
+def is_tour(args: argparse.Namespace) -> bool:
+    """Whether nothing was asked, so that the demo shows what it likes."""
+    return not args.chat and args.prompt is None
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The sampling flags, checked."""
+    return SamplingParams(**{flag: getattr(args, flag) for flag in SAMPLING_FLAGS})
+
+
+def model_config(args: argparse.Namespace) -> ModelConfig:
+    """The model flags, checked."""
+    return ModelConfig(model=args.model or None, device=args.device, dtype=args.dtype, max_model_len=args.max_model_len)
+
+
+def trace_config(args: argparse.Namespace, *readers: TraceReader | None) -> TraceConfig:
+    """The trace file of the flags, and these readers."""
+    return TraceConfig(jsonl=args.trace_file, readers=tuple(reader for reader in readers if reader))
+
+
+def console_reader(args: argparse.Namespace, console: Console) -> TraceReader | None:
+    """The trace on the console that the flags ask for."""
+    level = args.trace or ("verbose" if args.prompt is not None else "off")
     return None if level == "off" else ConsoleReader(verbose=level == "verbose", console=console)
 
 
+def converse(engine: LLMEngine, args: argparse.Namespace, params: SamplingParams, console: Console) -> None:
+    """What `--prompt` and `--chat` do."""
+    if args.chat:
+        chat(engine, params, console)
+    else:
+        show_answer(console, answer(engine, args.prompt, params, raw=args.raw))
+
+
 def answer(engine: LLMEngine, prompt: str, params: SamplingParams, *, raw: bool) -> RequestOutput:
-    """Answer one prompt: as a user's message where the model has a chat template, unless it is to be taken as it is."""
+    """Answer one prompt."""
+    return engine.generate(as_prompt(engine, prompt, raw=raw), params)
+
+
+def as_prompt(engine: LLMEngine, text: str, *, raw: bool = False) -> Prompt:
+    """A text as a user's message where the model has a chat template, unless it is to be taken as it is."""
     if raw or engine.engine_core.input_processor.tokenizer.chat_template is None:
-        return engine.generate(prompt, params)
-    return ask(engine, prompt, params)
+        return text
+    return engine.chat_prompt([{"role": "user", "content": text}])
 
 
 # --- the conversation -------------------------------------------------------------------------------------------------

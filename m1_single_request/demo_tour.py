@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from m1_single_request.errors import EngineError
-from m1_single_request.events import EngineStarted, Finish, RequestAdded, Result, StepDone, TextHeld, size
+from m1_single_request.events import Finish, RequestAdded, Result, TextHeld, size
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
@@ -66,7 +66,8 @@ STATIONS = (
 class TourReader:
     """A console trace for a first look: the first steps of each request and its last in full, most others in a line.
 
-    A step that holds text back, and the one after it, are shown in full, too.
+    A step that holds text back, and the one after it, are shown in full, too. What a step shows is decided for all
+    requests in it together.
     """
 
     def __init__(self, console: Console, *, full_steps: int = 2) -> None:
@@ -78,11 +79,13 @@ class TourReader:
     def read(self, record: TraceRecord) -> None:
         """Keep a step's records until it is over, then print them one way or the other."""
         self._step.append(record)
-        if isinstance(record.event, EngineStarted | RequestAdded | StepDone):
+        event = record.event
+        if event.headline or event.ends_step or isinstance(event, RequestAdded):
             events = [kept.event for kept in self._step]
-            late = any(isinstance(e, Result) and e.out_len > self.full_steps for e in events)
+            lengths = [e.out_len for e in events if isinstance(e, Result)]
+            early = not lengths or min(lengths) <= self.full_steps
             held = any(isinstance(e, TextHeld) for e in events)
-            self._console.verbose = not late or held or self._held or any(isinstance(e, Finish) for e in events)
+            self._console.verbose = early or held or self._held or any(isinstance(e, Finish) for e in events)
             for kept in self._step:
                 self._console.read(kept)
             self._held = held

@@ -1,23 +1,38 @@
-"""Token ids to text, one token at a time, never showing half a character.
+"""Token ids to text, when somebody asks for it, never showing half a character.
 
-A token is a piece of bytes, and a character may need several. So the text of the newest tokens is decoded again with
-each token, and what ends in U+FFFD (the mark of broken bytes) waits until it is complete or the request ends. The
-pieces joined are exactly `tokenizer.decode(all ids)`. vLLM: `v1/engine/detokenizer.py`; SGLang:
-`detokenizer_manager.py`.
+A token is a piece of bytes, and a character may need several. So the text of the newest tokens is decoded together with
+a few before them, and what ends in U+FFFD (the mark of broken bytes) waits until it is complete or the request ends.
+The text and its tail are exactly `tokenizer.decode(all ids)`, however often they are asked for. vLLM:
+`v1/engine/detokenizer.py`; SGLang: `detokenizer_manager.py`.
 """
+
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"
 
 
+class Reading(NamedTuple):
+    """How far the tokens have been read. A step forward is a new `Reading`, so an interrupt leaves no half a step."""
+
+    text: str = ""
+    tail: str = ""
+    """What the decoded tokens have behind `text`: broken bytes that wait."""
+    start: int = 0
+    newest: int = 0
+    end: int = 0
+    emitted: int = 0
+    """How many characters of the decoded window are in `text` already."""
+
+
 class IncrementalDetokenizer:
     """The growing text of one sequence.
 
-    ids   [ ........ settled ........ | context | newest ]
-                                       ^_start   ^_read
-    Only `ids[_start:]` is decoded per token; `_emitted` of its characters are in `text` already. Once the newest tokens
-    are complete they become the context, from `_start` to `_read`: some tokenizers treat the first token of a text
+    ids   [ ........ settled ........ | context | newest | noted ]
+                                       ^start    ^newest  ^end
+    A token is only noted when it comes. To read what was noted, `ids[start:]` is decoded. Once the newest tokens are
+    complete they become the context, from `start` to `newest`: some tokenizers treat the first token of a text
     differently (they drop its leading space), and with a context before it no new token is the first.
     """
 
@@ -25,41 +40,61 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
-        self._start = 0
-        self._read = 0
-        self._emitted = 0
-        self.text = ""
+        self._reading = Reading()
 
-    def push(self, token_id: int) -> str:
-        """Read one token and return the text that became complete with it (possibly none)."""
+    def push(self, token_id: int) -> None:
+        """Note one token. It is decoded when somebody asks for the text."""
         self._ids.append(token_id)
-        window = self._decode(self._ids[self._start :])
-        complete = window.rstrip(INCOMPLETE)
-        new = complete[self._emitted :]
-        self.text += new
-        self._emitted = max(self._emitted, len(complete))
-        if new and complete == window:  # a special token that is skipped has no text and cannot serve as context
-            self._start, self._read = self._read, len(self._ids)
-            self._emitted = len(self._decode(self._ids[self._start :]))
-        return new
+
+    @property
+    def text(self) -> str:
+        """All characters that are complete."""
+        return self._read().text
 
     def tail(self) -> str:
         """The broken bytes that are still held back, as U+FFFD: what to append when nothing more will come."""
-        return self._decode(self._ids[self._start :])[self._emitted :]
+        return self._read().tail
 
-    def mark(self) -> tuple[int, int, int, int, int]:
+    def mark(self) -> tuple[int, Reading]:
         """A point to `rewind` to."""
-        return len(self._ids), self._start, self._read, self._emitted, len(self.text)
+        return len(self._ids), self._reading
 
-    def rewind(self, mark: tuple[int, int, int, int, int]) -> None:
-        """Forget every token pushed since `mark`."""
-        num_ids, self._start, self._read, self._emitted, length = mark
+    def rewind(self, mark: tuple[int, Reading]) -> None:
+        """Forget every token pushed since `mark`, read or not."""
+        num_ids, self._reading = mark
         del self._ids[num_ids:]
-        self.text = self.text[:length]
 
     def token_text(self, token_id: int) -> str:
         """One token alone as text, special tokens included."""
         return self._decode([token_id], skip_special_tokens=False)
+
+    def _read(self) -> Reading:
+        """Read what was noted: in one go if no character is broken, otherwise token by token.
+
+        There are tokenizers that make U+FFFD of a whole run of bytes because of a broken one at its end. Read so, a
+        request that is asked once at its end has the text of one that is asked at every token.
+        """
+        noted = len(self._ids) - self._reading.end
+        if noted > 1:
+            whole = self._read_to(len(self._ids))
+            if INCOMPLETE not in whole.text[len(self._reading.text) :] + whole.tail:
+                self._reading, noted = whole, 0
+        for _ in range(noted):
+            self._reading = self._read_to(self._reading.end + 1)
+        return self._reading
+
+    def _read_to(self, end: int) -> Reading:
+        """The reading after the tokens before `end`."""
+        text, _, start, newest, _, emitted = self._reading
+        window = self._decode(self._ids[start:end])
+        complete = window.rstrip(INCOMPLETE)
+        new = complete[emitted:]
+        emitted = max(emitted, len(complete))
+        tail = window[emitted:]
+        if new and complete == window:  # a special token that is skipped has no text and cannot serve as context
+            start, newest = newest, end
+            emitted = len(self._decode(self._ids[start:end]))
+        return Reading(text + new, tail, start, newest, end, emitted)
 
     def _decode(self, ids: list[int], *, skip_special_tokens: bool | None = None) -> str:
         skip = self._skip_special_tokens if skip_special_tokens is None else skip_special_tokens

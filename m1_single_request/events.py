@@ -1,56 +1,14 @@
-"""What the trace can say: every decision of the engine is one typed event.
+"""What the trace of m1 can say: every decision of the engine is one typed event.
 
-An event is a frozen dataclass with the numbers behind the decision, and `explain()` says it as a person would. Fields
-marked volatile (times, floats computed by the model) differ between machines; `JsonlReader(stable=True)` leaves them
-out. Later milestones add their events in their own `events.py`. Events are built only when a reader is attached: the
-call site tests `if tracer:` first.
+`explain()` says the decision as a person would. Fields marked volatile (times, floats computed by the model) differ
+between machines; `JsonlReader(stable=True)` leaves them out. Later milestones add their events in their own
+`events.py`. Events are built only when a reader is attached: the call site tests `if tracer:` first.
 """
 
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
-
-def volatile() -> Any:
-    """A field whose value differs between runs or machines."""
-    return field(metadata={"volatile": True})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """The root of all events. `kind` is the class name in snake case; `style` is the console's colour."""
-
-    style: ClassVar[str] = "default"
-    detail: ClassVar[bool] = False
-    """Details are shown by the verbose console only one level deeper."""
-
-    @property
-    def kind(self) -> str:
-        name = type(self).__name__
-        return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
-
-    def explain(self) -> str:
-        """One or two sentences with the numbers in them."""
-        raise NotImplementedError
-
-    def data(self, *, stable: bool = False) -> dict[str, Any]:
-        """The fields as plain JSON values; without the volatile ones if `stable`."""
-        kept = [f for f in fields(self) if not (stable and f.metadata.get("volatile"))]
-        return {f.name: getattr(self, f.name) for f in kept}
-
-
-def size(num_bytes: int) -> str:
-    """A number of bytes for people: `96.0 KiB`."""
-    value, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{num_bytes} bytes" if unit == "bytes" else f"{value:,.1f} {unit}"
-
-
-def some(count: int, noun: str) -> str:
-    """`1 token`, `3 tokens`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+from m1_single_request.trace_event import Event as Event, size as size, some as some, volatile as volatile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +16,7 @@ class EngineStarted(Event):
     """The model is loaded and the engine is ready."""
 
     style: ClassVar[str] = "bold"
+    headline: ClassVar[bool] = True
     model: str
     """The directory's name, or the hub id's last part."""
     architecture: str
@@ -171,6 +130,12 @@ class Batch(Event):
             f"the {some(old, 'token')} before it are read from the cache, not computed again."
         )
 
+    def brief(self) -> str:
+        return f"{self.mode:<7} {some(sum(self.extend_lens), 'token')}"
+
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        return tuple((rid, self.mode) for rid in self.rids)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alloc(Event):
@@ -245,7 +210,7 @@ class Sampled(Event):
                 f"{self.settings}: the number {self.uniform:.4f}, fixed by the seed and the place in the answer, falls "
                 f"on {chosen}"
             )
-        return f"The model's favourites: {best}. For output {self.position + 1}, {how}."
+        return f"The model's favourites for {self.rid}: {best}. For output {self.position + 1}, {how}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,11 +226,16 @@ class Result(Event):
     """Output tokens so far."""
     max_tokens: int
     """Output tokens it asked for at most."""
-    text: str
-    """The text so far, as far as it is complete."""
+    new_text: str
+    """The text that became complete with them; joined over the request, the text so far."""
 
     def explain(self) -> str:
-        return f"{self.rid} has {self.out_len} of at most {some(self.max_tokens, 'output token')}: {self.text!r}"
+        grows = f"grows by {self.new_text!r}" if self.new_text else "does not grow"
+        most = some(self.max_tokens, "output token")
+        return f"{self.rid} has {self.out_len} of at most {most}; its text {grows}."
+
+    def brief(self) -> str:
+        return f"{self.rid} #{self.out_len} {self.new_text!r}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,9 +253,10 @@ class TextHeld(Event):
 
     def explain(self) -> str:
         if not self.stops:
-            return "The last bytes are half a character: they are held back until the rest of it comes."
+            return f"The last bytes of {self.rid} are half a character: they are held back until the rest of it comes."
         stops = " or ".join(repr(stop) for stop in self.stops)
-        return f"{self.text!r} is held back from the stream: it may be the beginning of the stop string {stops}."
+        where = f"the stream of {self.rid}"
+        return f"{self.text!r} is held back from {where}: it may be the beginning of the stop string {stops}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +278,9 @@ class Finish(Event):
     def explain(self) -> str:
         return f"{self.rid} ends after {some(self.out_len, 'output token')} ({self.reason}): {self.why}."
 
+    def brief(self) -> str:
+        return f"{self.rid} ends: {self.reason}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Abort(Event):
@@ -327,8 +301,9 @@ class StepDone(Event):
     """A step is over; where its time went. Execute includes preparing inputs; update includes outputs and release."""
 
     style: ClassVar[str] = "dim"
+    ends_step: ClassVar[bool] = True
     num_tokens: int
-    """Tokens that went through the model."""
+    """Tokens that went through the model, padding not counted."""
     num_waiting: int
     """Requests that wait after the step."""
     num_running: int
@@ -346,10 +321,21 @@ class StepDone(Event):
 
     @property
     def total_ms(self) -> float:
-        return self.schedule_ms + self.execute_ms + self.sample_ms + self.update_ms
+        return sum(self.phases().values())
 
     def explain(self) -> str:
         return (
             f"Step of {self.total_ms:.2f} ms: schedule {self.schedule_ms:.2f}, model {self.execute_ms:.2f}, "
             f"sample {self.sample_ms:.2f}, update and text {self.update_ms:.2f}."
         )
+
+    def brief(self) -> str:
+        waiting = f"{self.num_waiting} waiting, " if self.num_waiting else ""
+        return f"KV {some(self.kv_tokens, 'token')}, {waiting}{self.total_ms:.1f} ms"
+
+    def counters(self) -> dict[str, float]:
+        return {"batched tokens": self.num_tokens, "KV tokens": self.kv_tokens, "running": self.num_running}
+
+    def phases(self) -> dict[str, float]:
+        model, update = self.execute_ms, self.update_ms
+        return {"schedule": self.schedule_ms, "execute": model, "sample": self.sample_ms, "update": update}

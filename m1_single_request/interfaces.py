@@ -21,7 +21,8 @@ from m1_single_request.request import BaseFinishReason, Request, Sequence
 from m1_single_request.sampler import SamplerOutput
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.scheduler import SampledTokens, SchedulerOutput
+from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.scheduler import SchedulerOutput
 from m1_single_request.stop_checker import StopVerdict
 from m1_single_request.tracer import Tracer
 
@@ -66,7 +67,9 @@ class DetokenizerInterface(Protocol):
     """Grows the text of one sequence."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None: ...
-    def push(self, token_id: int) -> str: ...
+    def push(self, token_id: int) -> None: ...
+    @property
+    def text(self) -> str: ...
     def tail(self) -> str: ...
     def mark(self) -> Any: ...
     def rewind(self, mark: Any) -> None: ...
@@ -87,7 +90,6 @@ class SchedulerInterface(Protocol):
     requests: dict[str, Request]
     waiting: Collection[Request]
     running: list[Request]
-    stop_checker: StopCheckerInterface
 
     def __init__(self, *, stop_checker: StopCheckerInterface, tracer: Tracer) -> None: ...
     def add_request(self, request: Request) -> None: ...
@@ -138,7 +140,7 @@ class EngineCoreInterface(Protocol):
         input_processor: Any,
         scheduler: Any,
         model_runner: Any,
-        sampler: Any,
+        sampling_step: Any,
         output_processor: Any,
         tracer: Tracer,
     ) -> None: ...

@@ -7,7 +7,7 @@ default model, and inherits everything else. The face is vLLM's `LLM` and `LLMEn
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,13 +16,14 @@ from m1_single_request.errors import (
     ConfigError,
     DuplicateRequestError,
     EngineClosedError,
-    EngineError,
     EngineUsageError,
     InvalidRequestError,
 )
 from m1_single_request.input_processor import Message, Prompt
 from m1_single_request.interfaces import ROLES, check_parts
 from m1_single_request.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from m1_single_request.progress import BatchProgress
+from m1_single_request.request_stream import RequestStream
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import readers_of
 from m1_single_request.tracer import Tracer
@@ -72,32 +73,47 @@ class LLMEngine:
 
     def generate(self, prompt: Prompt, params: Params = None, *, request_id: str | None = None) -> RequestOutput:
         """Answer one prompt (text or token ids) and return the finished output."""
-        with self._open(prompt, params, request_id, latest_only=True) as outputs:
+        with self._open(prompt, params, request_id, final_only=True) as outputs:
             return _last(outputs)
 
     def generate_batch(
-        self, prompts: Sequence[Prompt], params: Params | Sequence[SamplingParams] = None
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | Sequence[SamplingParams] = None,
+        *,
+        progress: bool | None = None,
     ) -> dict[str, RequestOutput]:
         """Answer several prompts; returns finished outputs by request id, in order of submission.
 
         `params` is one for all or one per prompt. A prompt that cannot run gets an output with `finish_reason="error"`;
-        the others run.
+        the others run. `progress` shows a bar on stderr: None does so on a terminal if it takes more than a second.
         """
         each = _one_per_prompt(prompts, params)
-        streams: dict[str, RequestStream | RequestOutput] = {}
+        if progress is not None and not isinstance(progress, bool):
+            raise InvalidRequestError(f"progress={progress!r} must be True, False or None")
+        results: dict[str, RequestStream | RequestOutput] = {}
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 request_id = self._new_id()
                 try:
-                    streams[request_id] = self._open(prompt, own, request_id, latest_only=True)
+                    results[request_id] = self._open(prompt, own, request_id, final_only=True)
                 except InvalidRequestError as error:
                     self._number += 1
-                    streams[request_id] = _refused(request_id, prompt, error)
-            return {rid: _last(s) if isinstance(s, RequestStream) else s for rid, s in streams.items()}
+                    results[request_id] = _refused(request_id, prompt, error)
+            streams = {rid: result for rid, result in results.items() if isinstance(result, RequestStream)}
+            with BatchProgress(len(results), show=progress) as bar:
+                while streams:  # every request ends, so this does
+                    ended = [rid for rid, stream in streams.items() if stream.is_ready()]
+                    for request_id in ended:
+                        results[request_id] = next(streams.pop(request_id))
+                    bar.update(len(results) - len(streams))
+                    if streams and not ended:
+                        self._advance()
+            return {rid: result for rid, result in results.items() if isinstance(result, RequestOutput)}
         finally:
-            for stream in streams.values():
-                if isinstance(stream, RequestStream):
-                    stream.close()
+            for result in results.values():
+                if isinstance(result, RequestStream):
+                    result.close()
 
     def chat(
         self,
@@ -120,7 +136,7 @@ class LLMEngine:
 
     # --- as it comes --------------------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, params: Params = None, *, request_id: str | None = None) -> "RequestStream":
+    def stream(self, prompt: Prompt, params: Params = None, *, request_id: str | None = None) -> RequestStream:
         """Queue a prompt now and iterate over its `RequestOutput` so far, one per step that added tokens.
 
         Several streams may be open at once, beside `step()`. Closing one early aborts its request.
@@ -183,9 +199,10 @@ class LLMEngine:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _open(
-        self, prompt: Prompt, params: Params, request_id: str | None, *, latest_only: bool = False
-    ) -> "RequestStream":
-        return RequestStream(self, self._submit(prompt, params, request_id, deque(maxlen=1 if latest_only else None)))
+        self, prompt: Prompt, params: Params, request_id: str | None, *, final_only: bool = False
+    ) -> RequestStream:
+        mailbox: deque[RequestOutput] = deque()
+        return RequestStream(self, self._submit(prompt, params, request_id, mailbox, final_only=final_only))
 
     def _submit(
         self,
@@ -193,6 +210,8 @@ class LLMEngine:
         params: Params,
         request_id: str | None,
         mailbox: deque[RequestOutput] | None = None,
+        *,
+        final_only: bool = False,
     ) -> str:
         self._check_usable()
         if request_id is None:
@@ -208,6 +227,7 @@ class LLMEngine:
             number=self._number,
             arrival_time=time.monotonic(),
         )
+        request.final_only = final_only
         self._mailboxes.pop(request_id, None)  # at most a closed stream's, which would swallow the outputs
         if mailbox is not None:
             self._mailboxes[request_id] = mailbox
@@ -274,48 +294,6 @@ class LLMEngine:
             raise EngineClosedError("the engine is closed")
         if self._stepping:
             raise EngineUsageError("the engine is inside a step; a trace reader must not call it")
-
-
-class RequestStream(Iterator[RequestOutput]):
-    """The outputs of one request as they come. Closing it (or dropping it) before the end aborts the request."""
-
-    def __init__(self, engine: LLMEngine, request_id: str) -> None:
-        self.request_id = request_id
-        self._engine = engine
-        self._finished = False
-
-    def __next__(self) -> RequestOutput:
-        if self._finished:
-            raise StopIteration
-        engine = self._engine
-        engine._check_usable()
-        while not (mailbox := engine._mailboxes[self.request_id]):
-            if not engine.engine_core.is_unfinished(self.request_id):
-                raise EngineError(f"the outputs of {self.request_id!r} were lost: a step was interrupted on its way")
-            engine._advance()
-        output = mailbox.popleft()
-        if output.finished:
-            self._finished = True
-            del engine._mailboxes[self.request_id]
-        return output
-
-    def close(self) -> None:
-        """Abort the request if it has not finished; what it held is released by the next step."""
-        if not self._finished:
-            self._engine._abandon(self.request_id)
-            self._finished = True
-
-    def __enter__(self) -> "RequestStream":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if threading.get_ident() == self._engine._thread:
-            self.close()
-        elif not self._finished:  # the garbage collector runs in any thread; the next step closes it
-            self._engine._dropped.append(self.request_id)
 
 
 def _last(outputs: Iterable[RequestOutput]) -> RequestOutput:

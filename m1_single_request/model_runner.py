@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from m1_single_request.errors import ForwardError
 from m1_single_request.events import Alloc, Free
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.scheduler import SchedulerOutput
@@ -66,8 +65,6 @@ class ModelRunner:
             logits_to_keep=inputs.num_logits,
         )
         logits = output.logits[0].float()
-        if not logits.isfinite().all():
-            raise ForwardError(f"the model computed NaN or infinite logits for request {inputs.request_id!r}")
         if self.tracer:
             total = cache.get_seq_length()
             self.tracer.emit(

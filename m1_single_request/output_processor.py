@@ -64,6 +64,28 @@ class OutputProcessor:
         return detokenizer.text[: len(detokenizer.text) - held]
 
 
+def failed_output(request: Request, error: Exception) -> RequestOutput:
+    """The output of a request whose text cannot be made: its tokens, and what went wrong."""
+    completion = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=tuple(request.sequence.data.output_token_ids),
+        cumulative_logprob=None,
+        logprobs=None,
+        finish_reason=FinishError.reason,
+    )
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=tuple(request.prompt_token_ids),
+        prompt_logprobs=None,
+        outputs=(completion,),
+        finished=True,
+        metrics=make_metrics(request),
+        error=error,
+    )
+
+
 def make_metrics(request: Request) -> RequestMetrics:
     """The request's times and token counts as of now. Nothing is ever cached in m1: that comes with m4."""
     return RequestMetrics(

@@ -197,6 +197,7 @@ class Request:
         self.sequences = {sequence.seq_id: sequence}
         self.sampling_params = sequence.sampling_params
         self.seed = seed
+        self.final_only = False  # its caller reads only the last output, so no other is made (vLLM: FINAL_ONLY)
         self.status = RequestStatus.WAITING
         self.to_finish: BaseFinishReason | None = None  # why it will end, once known; takes effect at an update
         self.finish_reason: BaseFinishReason | None = None

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m1_single_request.errors import ForwardError
 from m1_single_request.sampling_metadata import SamplingMetadata
 
 LARGEST = torch.finfo(torch.float32).max  # two infinite logits would make the softmax undefined
@@ -36,6 +35,8 @@ class SamplerOutput:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[LogprobRow | None, ...]
+    impossible_rows: tuple[int, ...] = ()
+    """Rows whose settings leave every token at probability zero: their entries above mean nothing."""
 
 
 class Sampler:
@@ -46,8 +47,9 @@ class Sampler:
         logits = logits.float()
         tokens = self.choose(logits, metadata)
         token_ids = tuple(tokens.tolist())
-        if max(token_ids) >= logits.shape[-1]:
-            raise ForwardError("no token can be sampled: the settings leave every token at probability zero")
+        impossible = tuple(i for i, token_id in enumerate(token_ids) if token_id >= logits.shape[-1])
+        if impossible:
+            tokens = tokens.clamp(max=logits.shape[-1] - 1)
         logprobs: list[LogprobRow | None] = [None] * len(tokens)
         asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
         if asked:
@@ -55,23 +57,26 @@ class Sampler:
             rows = gather_logprobs(logits[asked], tokens[asked], max(counts))
             for i, k, row in zip(asked, counts, rows, strict=True):
                 logprobs[i] = _best(row, k)
-        return SamplerOutput(token_ids, tuple(logprobs))
+        return SamplerOutput(token_ids, tuple(logprobs), impossible)
 
     def choose(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """The chosen token ids `[rows]` for float32 `logits` `[rows, vocab]`."""
+        """The chosen token ids `[rows]` for float32 `logits` `[rows, vocab]`; `vocab` where no token is possible."""
         if metadata.bias is not None:
             logits = logits + metadata.bias
         if metadata.penalties is not None:
             logits = apply_penalties(logits, metadata)
         best = logits.argmax(dim=-1)
-        if metadata.bias is not None and logits.gather(-1, best[:, None]).isneginf().any():
-            raise ForwardError("no token can be sampled: the settings leave every token at probability zero")
+        if metadata.bias is not None:  # only a bias can forbid every token
+            impossible = logits.gather(-1, best[:, None])[:, 0].isneginf()
+            best = best.masked_fill(impossible, logits.shape[-1])
+            logits = logits.masked_fill(impossible[:, None], 0.0)  # any distribution will do
         if metadata.all_greedy:
             return best
         assert metadata.uniforms is not None  # there is a row that draws
         scaled = (logits / metadata.temperature[:, None]).clamp(max=LARGEST)
         probs = filtered_probs(scaled, metadata)
-        return torch.where(metadata.greedy, best, draw(probs, metadata.uniforms))
+        drawn = draw(probs, metadata.uniforms)
+        return torch.where(metadata.greedy | (best == logits.shape[-1]), best, drawn)
 
 
 def apply_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

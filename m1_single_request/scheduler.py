@@ -6,24 +6,15 @@ runs alone, its whole prompt first (prefill), then one token a step (decode). m2
 vLLM: `v1/core/sched/scheduler.py`; SGLang: `managers/scheduler.py`.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from m1_single_request.errors import DuplicateRequestError
-from m1_single_request.events import Abort, Admit, Batch, Finish, RequestAdded, Result
-from m1_single_request.request import (
-    BaseFinishReason,
-    FinishAbort,
-    FinishError,
-    FinishLength,
-    FinishMatchedStr,
-    FinishMatchedToken,
-    Request,
-    RequestStatus,
-)
-from m1_single_request.sampler import LogprobRow
+from m1_single_request.events import Admit, Batch, RequestAdded
+from m1_single_request.request import BaseFinishReason, Request, RequestStatus
+from m1_single_request.request_updater import RequestUpdater
+from m1_single_request.sampling_step import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 
@@ -45,21 +36,11 @@ class SchedulerOutput:
         return self.start_position == 0
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """What the sampler chose for one request in one step."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[LogprobRow | None, ...]
-    prompt_logprobs: tuple[LogprobRow, ...] | None = None
-    """For the prompt's tokens after the first; with the prefill, where asked for."""
-
-
 class Scheduler:
     """The only one that changes requests. Nothing is released between `schedule` and `update_from_output`."""
 
     def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None:
-        self.stop_checker = stop_checker
+        self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
         self.tracer = tracer
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -121,26 +102,18 @@ class Scheduler:
         changed = [request for request in self.requests.values() if request.to_finish or request.request_id in sampled]
         for request in changed:
             if request.to_finish is None and scheduler_output is not None:
-                try:
-                    self._commit(request, scheduler_output, sampled[request.request_id])
-                except Exception as error:  # a tokenizer or a part of somebody's own: only this request fails with it
-                    request.to_finish = FinishError(error)
+                self.updater.commit(request, sampled[request.request_id], num_new_kv=len(scheduler_output.token_ids))
             if request.to_finish is not None:
                 self._finish(request, request.to_finish)
         return changed
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
-        marked = []
-        for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is None or request.to_finish is not None:
-                continue
-            request.to_finish = reason
-            marked.append(request_id)
-            if self.tracer and isinstance(reason, FinishAbort):
-                self.tracer.emit(Abort(rid=request_id, state=request.status.value))
-        return marked
+        return [
+            request_id
+            for request_id in request_ids
+            if request_id in self.requests and self.updater.mark(self.requests[request_id], reason)
+        ]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the queues contradict each other; tests call this after every step."""
@@ -172,66 +145,11 @@ class Scheduler:
                 )
             )
 
-    def _commit(self, request: Request, scheduler_output: SchedulerOutput, sampled: SampledTokens) -> None:
-        """Append the tokens that the stop checker accepts, and mark the request if they end it."""
-        sequence = request.sequence
-        before = sequence.mark()
-        try:
-            verdict = self.stop_checker.check(sequence, sampled.token_ids)
-            for token_id, row in zip(sampled.token_ids[: verdict.num_accepted], sampled.logprobs, strict=False):
-                sequence.add_token_id(token_id, row)
-            if sampled.prompt_logprobs is not None:
-                sequence.set_prompt_logprobs(list(sampled.prompt_logprobs))
-            sequence.text_end = verdict.text_end
-            sequence.data.num_computed_tokens += len(scheduler_output.token_ids)
-        except BaseException:  # a part that failed, or Ctrl-C: the step counts whole or not at all
-            sequence.rewind(before)
-            raise
-        if request.to_finish is None:  # an abort may have come meanwhile
-            request.to_finish = verdict.finish_reason
-        if request.first_token_time is None:
-            request.first_token_time = time.monotonic()
-        if self.tracer:
-            self.tracer.emit(
-                Result(
-                    rid=request.request_id,
-                    tokens=sampled.token_ids[: verdict.num_accepted],
-                    out_len=sequence.get_output_len(),
-                    max_tokens=request.sampling_params.max_tokens,
-                    text=sequence.detokenizer.text,
-                )
-            )
-
     def _finish(self, request: Request, reason: BaseFinishReason) -> None:
         """Take a request out of all queues. The step releases what the runner holds for it."""
-        request.finish_reason = reason
-        request.finished_time = time.monotonic()
-        request.set_status(RequestStatus.FINISHED)
+        self.updater.end(request, reason)
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
         del self.requests[request.request_id]  # last: as long as it is here, an interrupted update is made again
-        if self.tracer:
-            self.tracer.emit(
-                Finish(
-                    rid=request.request_id,
-                    reason=reason.reason,
-                    matched=reason.matched,
-                    why=describe(reason, request),
-                    out_len=request.sequence.get_output_len(),
-                )
-            )
-
-
-def describe(reason: BaseFinishReason, request: Request) -> str:
-    """A finish reason in words."""
-    if isinstance(reason, FinishMatchedToken):
-        kind = "the end-of-sequence token" if reason.is_eos else "the stop token"
-        return f"{kind} {reason.token_id} ({request.sequence.detokenizer.token_text(reason.token_id)!r}) came"
-    if isinstance(reason, FinishMatchedStr):
-        return f"the stop string {reason.text!r} appeared"
-    if isinstance(reason, FinishLength):
-        return f"{reason.limit} = {reason.value} is reached"
-    if isinstance(reason, FinishError):
-        return f"{type(reason.error).__name__}: {reason.error}"
-    return "the caller gave it up"
+        self.updater.trace_end(request)

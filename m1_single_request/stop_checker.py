@@ -17,6 +17,8 @@ from m1_single_request.request import (
     Sequence,
 )
 
+NO_IDS: frozenset[int] = frozenset()
+
 
 @dataclass(frozen=True)
 class StopVerdict:
@@ -39,23 +41,25 @@ class StopChecker:
     def stop_ids(self, sequence: Sequence) -> frozenset[int]:
         """Every id that ends this sequence: its own, and the model's unless they are ignored."""
         params = sequence.sampling_params
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        models = NO_IDS if params.ignore_eos else self.eos_token_ids
+        return models.union(params.stop_token_ids) if params.stop_token_ids else models
 
     def check(self, sequence: Sequence, new_token_ids: SequenceOf[int]) -> StopVerdict:
         """Judge `new_token_ids`, which the sequence does not hold yet.
 
-        Afterwards the sequence's detokenizer has read exactly the accepted tokens, less the text of a stop token that
-        is not to be shown.
+        Afterwards the sequence's detokenizer holds exactly the accepted tokens, less a stop token whose text is not to
+        be shown. Text is asked for only where there are stop strings to look for.
         """
         params, detokenizer = sequence.sampling_params, sequence.detokenizer
-        stop_ids = self.stop_ids(sequence)
+        stop_ids, num_output = self.stop_ids(sequence), sequence.get_output_len()
         for accepted, token_id in enumerate(new_token_ids, start=1):
-            num_output = sequence.get_output_len() + accepted
+            num_output += 1
+            may_stop = num_output >= params.min_tokens
+            already = len(detokenizer.text) if params.stop and may_stop else 0
             before = detokenizer.mark()
-            already = len(detokenizer.text)
             detokenizer.push(token_id)
-            if num_output >= params.min_tokens:
-                if match := _first_match(detokenizer.text, already, params.stop):
+            if may_stop:
+                if params.stop and (match := _first_match(detokenizer.text, already, params.stop)):
                     string, end = match
                     cut = end if params.include_stop_str_in_output else end - len(string)
                     return StopVerdict(accepted, FinishMatchedStr(string), cut)

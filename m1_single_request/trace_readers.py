@@ -1,6 +1,7 @@
 """Readers of the trace: the console for people, JSONL for programs, Chrome trace for Perfetto.
 
 A reader only listens. Attach your own with `engine.tracer.attach(reader)`: anything with `read(record)` and `close()`.
+These here know no event but the root `Event`, so they serve every milestone: an event says itself how it is shown.
 """
 
 import json
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError
-from m1_single_request.events import Batch, EngineStarted, Event, Finish, Result, StepDone, some
+from m1_single_request.trace_event import Event
 from m1_single_request.tracer import TraceReader, TraceRecord
 
 
@@ -25,6 +26,9 @@ class TraceConsole(Console):
         raise BrokenPipeError("the console's output was closed")
 
 
+MOST_BRIEFS = 4  # how many events of a kind a summary line names; the others it counts
+
+
 class ConsoleReader:
     """Prints the trace: `verbose` says every decision in sentences, `summary` one line per step."""
 
@@ -32,47 +36,46 @@ class ConsoleReader:
         self.verbose = verbose
         self.console = console or TraceConsole(highlight=False)
         self._step = 0
-        self._line: list[str] = []
-        self._texts: dict[str, str] = {}  # by request: its text so far
+        self._briefs: dict[str, list[str]] = {}  # by kind of event: what the coming summary line says
+        self._line = 0  # the step of that line
 
     def read(self, record: TraceRecord) -> None:
         """Print a record, or keep it for the step's line."""
-        event = record.event
-        new = event.text[len(self._texts.get(event.rid, "")) :] if isinstance(event, Result) else ""
         if self.verbose:
             self._say(record)
+        elif record.event.headline:
+            self.console.print(Text(record.event.explain(), style=record.event.style))
         else:
-            self._summarise(event, record.step, new)
-        if isinstance(event, Result):
-            self._texts[event.rid] = event.text
-        elif isinstance(event, Finish):
-            self._texts.pop(event.rid, None)
+            self._summarise(record.event, record.step)
 
     def close(self) -> None:
         """Nothing is buffered beyond a step."""
 
     def _say(self, record: TraceRecord) -> None:
+        event = record.event
         if record.step != self._step:
             self._step = record.step
             self.console.print(Text(f"\nstep {record.step}", style="bold"))
-        indent = 0 if isinstance(record.event, EngineStarted) else 4 if record.event.detail else 2
-        line = Text(record.event.explain(), style=record.event.style)
-        self.console.print(Padding(line, (0, 0, 0, indent)))
+        indent = 0 if event.headline else 4 if event.detail else 2
+        self.console.print(Padding(Text(event.explain(), style=event.style), (0, 0, 0, indent)))
 
-    def _summarise(self, event: Event, step: int, new_text: str) -> None:
-        if isinstance(event, EngineStarted):
-            self.console.print(Text(event.explain(), style=event.style))
-        elif isinstance(event, Batch):
-            self._line = [f"{event.mode:<7} {some(sum(event.extend_lens), 'token')}  {', '.join(event.rids)}"]
-        elif isinstance(event, Result):
-            self._line.append(f"output {event.out_len:>3} {new_text!r}")
-        elif isinstance(event, Finish):
-            self._line.append(f"{event.rid} ends: {event.reason}")
-        elif isinstance(event, StepDone):
-            waiting = f"{event.num_waiting} waiting, " if event.num_waiting else ""
-            state = f"KV {some(event.kv_tokens, 'token')}, {waiting}{event.total_ms:.1f} ms"
-            self.console.print(Text(f"step {step:>4}  " + "  ".join([*self._line, state])))
-            self._line = []
+    def _summarise(self, event: Event, step: int) -> None:
+        if step > self._line:
+            self._line = step
+            self._briefs.clear()  # of a step that was interrupted before its end
+        brief = event.brief()
+        if brief is not None:
+            self._briefs.setdefault(event.kind, []).append(brief)
+        if event.ends_step:
+            said = [text for briefs in self._briefs.values() for text in at_most(MOST_BRIEFS, briefs)]
+            self.console.print(Text("  ".join([f"step {step:>4}", *said])))
+            self._line = step + 1  # what is said before the next step begins stands in the line of that step
+            self._briefs.clear()
+
+
+def at_most(limit: int, texts: list[str]) -> list[str]:
+    """The first `limit` texts, and how many more there are."""
+    return texts if len(texts) <= limit else [*texts[:limit], f"and {len(texts) - limit} more"]
 
 
 class JsonlReader:
@@ -98,52 +101,55 @@ class JsonlReader:
 
 
 class ChromeTraceReader:
-    """Writes a trace for https://ui.perfetto.dev: a lane per request, the engine's steps, counters.
+    """Writes a trace for https://ui.perfetto.dev: a lane per request with its steps, the engine's lane, curves.
 
-    The file is written by `close()`: the format is one JSON document.
+    An event about one request is a mark in the lane of that request, any other a mark in the engine's. The file is
+    written by `close()`: the format is one JSON document.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._file = open_for_writing(path)
         self._events: list[dict[str, Any]] = []
-        self._lanes: dict[str, int] = {"engine": 0}
-        self._batch: Batch | None = None
+        self._lanes: dict[str | None, int] = {None: 0}  # by request; None: the engine's
+        self._step = 0
+        self._bars: list[tuple[str, str]] = []
 
     def read(self, record: TraceRecord) -> None:
         """Keep a record as trace events."""
         event, now = record.event, record.time * 1e6
-        if isinstance(event, Batch):
-            self._batch = event
-        elif isinstance(event, StepDone):
-            self._step(record.step, event, now)
-        rids = getattr(event, "rids", ()) or filter(None, [getattr(event, "rid", getattr(event, "owner", None))])
-        for rid in rids:
-            self._add(ph="i", s="t", name=event.kind, ts=now, lane=rid, args=event.data())
+        if record.step != self._step:
+            self._step = record.step
+            self._bars.clear()
+        bars, rids = event.lanes(), event.request_ids()
+        self._bars += bars
+        for name, value in event.counters().items():
+            self._add(None, ph="C", name=name, ts=now, args={name: value})
+        if event.ends_step:
+            self._draw_step(event.phases(), now)
+        else:
+            lane = rids[0] if len(rids) == 1 and not bars else None
+            self._add(lane, ph="i", s="t", name=event.kind, ts=now, args=event.data())
 
     def close(self) -> None:
         """Write the document."""
         names = [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": lane}}
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": lane or "engine"}}
             for lane, tid in self._lanes.items()
         ]
         json.dump({"traceEvents": names + self._events, "displayTimeUnit": "ms"}, self._file)
         self._file.close()
 
-    def _step(self, step: int, event: StepDone, now: float) -> None:
-        mode = self._batch.mode if self._batch else "idle"
-        begin = now - event.total_ms * 1e3
-        for rid in self._batch.rids if self._batch else ():
-            self._add(ph="X", name=mode, ts=begin, dur=event.total_ms * 1e3, lane=rid, args={"step": step})
-        for phase in ("schedule", "execute", "sample", "update"):
-            duration = getattr(event, f"{phase}_ms") * 1e3
-            self._add(ph="X", name=phase, ts=begin, dur=duration, lane="engine", args={"step": step})
-            begin += duration
-        counters = {"batched tokens": event.num_tokens, "KV tokens": event.kv_tokens, "running": event.num_running}
-        for name, value in counters.items():
-            self._add(ph="C", name=name, ts=now, lane="engine", args={name: value})
-        self._batch = None
+    def _draw_step(self, phases: dict[str, float], now: float) -> None:
+        """The step that ends now: a bar for each of its requests, and its phases end to end."""
+        whole, args = sum(phases.values()) * 1e3, {"step": self._step}
+        begin = now - whole
+        for rid, label in self._bars:
+            self._add(rid, ph="X", name=label, ts=begin, dur=whole, args=args)
+        for phase, duration in phases.items():
+            self._add(None, ph="X", name=phase, ts=begin, dur=duration * 1e3, args=args)
+            begin += duration * 1e3
 
-    def _add(self, *, lane: str, **entry: Any) -> None:
+    def _add(self, lane: str | None, **entry: Any) -> None:
         self._events.append(entry | {"pid": 1, "tid": self._lanes.setdefault(lane, len(self._lanes))})
 
 

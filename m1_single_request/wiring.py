@@ -17,6 +17,7 @@ from m1_single_request.model_runner import ModelRunner
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler
+from m1_single_request.sampling_step import SamplingStep
 from m1_single_request.scheduler import Scheduler
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
@@ -39,7 +40,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         ),
         scheduler=parts["scheduler"](stop_checker=stop_checker, tracer=tracer),
         model_runner=parts["model_runner"](loaded_model=loaded, tracer=tracer),
-        sampler=parts["sampler"](),
+        sampling_step=SamplingStep(sampler=parts["sampler"](), stop_checker=stop_checker, tracer=tracer),
         output_processor=parts["output_processor"](tracer=tracer),
         tracer=tracer,
     )

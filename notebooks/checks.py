@@ -182,7 +182,7 @@ def grade_top_p(top_p_filter: Callable[[Tensor, float], Tensor]) -> str:
         if not torch.equal(probs, before):
             raise Mismatch("The function changes its input. Work on a copy: others may still read it.")
         if not isinstance(got, Tensor) or got.shape != probs.shape:
-            raise Mismatch(f"A tensor of {len(values)} probabilities is wanted, you return {_short(got)}.")
+            raise Mismatch(f"A tensor of {len(values)} probabilities is wanted, you return {short(got)}.")
         _compare_top_p(probs, p, got.double(), _reference_top_p(probs, p))
     return "The same tokens are kept as in the engine's sampler, for nine distributions."
 
@@ -195,7 +195,7 @@ def _reference_top_p(probs: Tensor, p: float) -> Tensor:
 
 
 def _compare_top_p(probs: Tensor, p: float, got: Tensor, wanted: Tensor) -> None:
-    case = f"With probabilities {_short([round(v, 3) for v in probs.tolist()])} and p = {p}"
+    case = f"With probabilities {short([round(v, 3) for v in probs.tolist()])} and p = {p}"
     kept, right = (got > 0).nonzero()[:, 0].tolist(), (wanted > 0).nonzero()[:, 0].tolist()
     if kept == right:
         if not torch.allclose(got / got.sum(), wanted / wanted.sum(), atol=1e-6):
@@ -209,7 +209,7 @@ def _compare_top_p(probs: Tensor, p: float, got: Tensor, wanted: Tensor) -> None
         hint = "Too few. The token that carries the sum to p or over it stays: what counts is the sum before it."
     else:
         hint = "Too many. A token goes if the better ones reach p already; exactly p is enough."
-    raise Mismatch(f"{case} the tokens {_short(right)} stay, you keep {_short(kept)}. {hint}")
+    raise Mismatch(f"{case} the tokens {short(right)} stay, you keep {short(kept)}. {hint}")
 
 
 @grader("m1.held_back")
@@ -247,15 +247,15 @@ def grade_shortest_first(scheduler_class: type) -> str:
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     with LLMEngine(parts={"scheduler": scheduler_class}) as engine:
         for rid in ("nine", "three", "seven", "three too"):
-            engine.add_request(_prompt(lengths[rid]), params, request_id=rid)
+            engine.add_request(ids_of(lengths[rid]), params, request_id=rid)
             if rid not in engine.engine_core.scheduler.requests:
                 raise Mismatch(
                     f"After add_request() the scheduler does not know the request {rid!r}: "
                     "did you call super().add_request(request)?"
                 )
-        finished = dict(_steps(engine, limit=1))
-        engine.add_request(_prompt(1), params, request_id="one, late")
-        finished |= _steps(engine, limit=40)
+        finished = dict(run_steps(engine, limit=1))
+        engine.add_request(ids_of(1), params, request_id="one, late")
+        finished |= run_steps(engine, limit=40)
     if missing := [rid for rid in lengths if rid not in finished]:
         raise Mismatch(f"These requests never finished: {', '.join(missing)}.")
     wanted = ["three", "one, late", "three too", "seven", "nine"]
@@ -267,7 +267,7 @@ def grade_shortest_first(scheduler_class: type) -> str:
             ("three", "three too", "seven", "nine", "one, late"): " A request that arrives later takes part, too.",
         }.get(tuple(finished), "")
         raise Mismatch(f"The requests should finish in the order {wanted}; yours finish as {list(finished)}.{hint}")
-    alone = _tokens_alone(lengths.values())
+    alone = tokens_alone(lengths.values())
     if any(tokens != alone[lengths[rid]] for rid, tokens in finished.items()):
         raise Mismatch("The order is right, but the tokens of a request have changed.")
     return "Five requests: the right order, no request lost, the same tokens, the invariants hold after every step."
@@ -283,11 +283,11 @@ def grade_off_by_one(scheduler_class: type) -> str:
     with LLMEngine(parts={"scheduler": scheduler_class}) as engine:
         engine.tracer.attach(prefixes)
         params = SamplingParams(max_tokens=4, ignore_eos=True)
-        engine.add_request(_prompt(9), params)
-        finished = list(_steps(engine, limit=10))
+        engine.add_request(ids_of(9), params)
+        finished = list(run_steps(engine, limit=10))
     if prefixes.seen != [0, 9, 10, 11]:
         raise Mismatch(f"A prompt of 9 tokens runs at the start positions 0, 9, 10, 11; yours at {prefixes.seen}.")
-    if [tokens for _, tokens in finished] != [_tokens_alone([9], num=4)[9]]:
+    if [tokens for _, tokens in finished] != [tokens_alone([9], num=4)[9]]:
         raise Mismatch("The positions are right, but the tokens are not those of the engine's own scheduler.")
     return "Start positions 0, 9, 10, 11, and the invariants hold after every step."
 
@@ -321,13 +321,12 @@ def grade_detokenizer(detokenizer_class: type) -> str:
     cases += [("a special token, to be skipped", marked, True), ("a special token, to be shown", marked, False)]
     for text, ids, skip in cases:
         detokenizer = detokenizer_class(tokenizer, skip_special_tokens=skip)
-        whole, shown, pieces = tokenizer.decode(ids, skip_special_tokens=skip), "", []
+        whole, shown = tokenizer.decode(ids, skip_special_tokens=skip), ""
         for number, token_id in enumerate(ids, start=1):
-            piece = detokenizer.push(token_id)
-            pieces.append(piece)
-            shown += piece
-            if shown != detokenizer.text:
-                raise Mismatch(f"{text!r}: push() returned {pieces} so far, but text is {detokenizer.text!r}.")
+            detokenizer.push(token_id)
+            before, shown = shown, detokenizer.text
+            if not shown.startswith(before):
+                raise Mismatch(f"{text!r}: {before!r} was shown and then taken back: {shown!r}.")
             if not whole.startswith(shown):
                 raise Mismatch(
                     f"{text!r}: after {number} of {len(ids)} tokens {shown!r} is shown, which is not how it goes on "
@@ -386,7 +385,7 @@ def grade_output_processor(output_processor_class: type) -> str:
     for (name, _, _), got, wanted in streams:
         where = f"{name[0].upper()}{name[1:]}: "
         if any(not isinstance(text, str) for text in got):
-            raise Mismatch(f"{where}visible_text() must return a text, yours returned {_short(got)}.")
+            raise Mismatch(f"{where}visible_text() must return a text, yours returned {short(got)}.")
         for now, later in pairwise(got):
             if not later.startswith(now):
                 raise Mismatch(f"{where}the stream showed {now!r} and then took it back: {later!r}.")
@@ -416,18 +415,18 @@ def _streamed(scripts: Iterable[tuple[list[int], SamplingParams]], output_proces
     """The texts that a stream shows, step by step, for each script: the tokens that the model says."""
     with LLMEngine(parts={"output_processor": output_processor_class}) as engine:
         for token_ids, params in scripts:
-            engine.engine_core.sampler = _Script(token_ids)
-            yield [output.text for output in engine.stream(_prompt(1), params)]
+            engine.engine_core.sampling_step.sampler = _Script(token_ids)
+            yield [output.text for output in engine.stream(ids_of(1), params)]
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _prompt(length: int) -> list[int]:
+def ids_of(length: int) -> list[int]:
     return [300 + (7 * i) % 101 for i in range(length)]
 
 
-def _steps(engine: LLMEngine, *, limit: int) -> Iterable[tuple[str, tuple[int, ...]]]:
+def run_steps(engine: LLMEngine, *, limit: int) -> Iterable[tuple[str, tuple[int, ...]]]:
     """Run up to `limit` steps with the invariants checked after each; yields what finished: (request id, tokens)."""
     for _ in range(limit):
         outputs = engine.step()
@@ -445,13 +444,13 @@ def _steps(engine: LLMEngine, *, limit: int) -> Iterable[tuple[str, tuple[int, .
             return
 
 
-def _tokens_alone(lengths: Iterable[int], *, num: int = 2) -> dict[int, tuple[int, ...]]:
+def tokens_alone(lengths: Iterable[int], *, num: int = 2) -> dict[int, tuple[int, ...]]:
     """What the engine's own parts answer, by length of the prompt."""
     params = SamplingParams(max_tokens=num, ignore_eos=True)
     with LLMEngine() as engine:
-        return {length: engine.generate(_prompt(length), params).token_ids for length in set(lengths)}
+        return {length: engine.generate(ids_of(length), params).token_ids for length in set(lengths)}
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 70 else f"{text[:67]}..."

@@ -1,6 +1,7 @@
-"""Text token by token: the pieces joined are what the tokenizer makes of all ids, and no half character is shown."""
+"""The text of tokens, whenever it is asked for: it is what the tokenizer makes of all ids, and no half character."""
 
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
@@ -32,17 +33,19 @@ def tokenizer_ids(tokenizer: PreTrainedTokenizerBase) -> st.SearchStrategy[list[
 
 
 def check(tokenizer: Any, ids: list[int], skip_special_tokens: bool) -> None:
-    """Push all ids: every property that must hold at every token and at the end."""
+    """Push all ids, asked at every token, and asked at the end only: every property that must hold."""
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    joined = ""
+    unasked = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    text = ""
     for token_id in ids:
-        before = detokenizer.text
-        new = detokenizer.push(token_id)
-        joined += new
-        assert detokenizer.text == before + new == joined, "text grows by what was returned and is never taken back"
-        assert not joined.endswith(BROKEN), "text never ends in half a character"
-    assert joined + detokenizer.tail() == decode_all(tokenizer, ids, skip_special_tokens=skip_special_tokens)
-    assert detokenizer.text == joined, "asking for the tail changes nothing"
+        detokenizer.push(token_id)
+        unasked.push(token_id)
+        assert detokenizer.text.startswith(text), "text is never taken back"
+        text = detokenizer.text
+        assert not text.endswith(BROKEN), "text never ends in half a character"
+    assert text + detokenizer.tail() == decode_all(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+    assert detokenizer.text == text, "asking for the tail changes nothing"
+    assert (unasked.tail(), unasked.text) == (detokenizer.tail(), text), "asking in between changes nothing"
 
 
 def byte_ids(data: bytes) -> list[int]:
@@ -114,8 +117,14 @@ def test_every_byte_string_survives_the_tokens_of_single_bytes(data: bytes) -> N
 
 
 def pushes(ids: list[int], tokenizer: Any = None, **settings: Any) -> list[str]:
+    """What each token adds to the text."""
     detokenizer = IncrementalDetokenizer(tokenizer or real_tokenizer(), **settings)
-    return [detokenizer.push(token_id) for token_id in ids]
+    added = []
+    for token_id in ids:
+        before = len(detokenizer.text)
+        detokenizer.push(token_id)
+        added.append(detokenizer.text[before:])
+    return added
 
 
 def test_a_character_appears_with_its_last_byte() -> None:
@@ -176,15 +185,19 @@ def test_rewinding_restores_everything(data: st.DataObject, skip_special_tokens:
     detokenizer = IncrementalDetokenizer(real_tokenizer(), skip_special_tokens=skip_special_tokens)
     straight = IncrementalDetokenizer(real_tokenizer(), skip_special_tokens=skip_special_tokens)
     for token_id in kept:
-        assert detokenizer.push(token_id) == straight.push(token_id)
+        detokenizer.push(token_id)
+        straight.push(token_id)
     mark = detokenizer.mark()
     for _ in range(2):  # one mark serves more than once
         for token_id in forgotten:
             detokenizer.push(token_id)
+            assert detokenizer.text.startswith(straight.text)
         detokenizer.rewind(mark)
         assert (detokenizer.text, detokenizer.tail()) == (straight.text, straight.tail())
     for token_id in after:
-        assert detokenizer.push(token_id) == straight.push(token_id)
+        detokenizer.push(token_id)
+        straight.push(token_id)
+        assert detokenizer.text == straight.text
     assert (detokenizer.text, detokenizer.tail()) == (straight.text, straight.tail())
 
 
@@ -193,10 +206,142 @@ def test_rewinding_gives_back_half_a_character() -> None:
     detokenizer = IncrementalDetokenizer(real_tokenizer())
     detokenizer.push(first)
     mark = detokenizer.mark()
-    assert detokenizer.push(second) == "é"
+    detokenizer.push(second)
+    assert detokenizer.text == "é"
     detokenizer.rewind(mark)
     assert (detokenizer.text, detokenizer.tail()) == ("", BROKEN)
-    assert detokenizer.push(second) == "é"
+    detokenizer.push(second)
+    assert detokenizer.text == "é"
+
+
+def test_a_mark_among_tokens_that_nobody_has_read_yet_holds_after_they_were_read() -> None:
+    a, first, second, b = byte_ids("aéb".encode())
+    detokenizer = IncrementalDetokenizer(real_tokenizer())
+    for token_id in (a, first):
+        detokenizer.push(token_id)
+    mark = detokenizer.mark()
+    for token_id in (second, b):
+        detokenizer.push(token_id)
+    assert detokenizer.text == "aéb"
+    detokenizer.rewind(mark)
+    detokenizer.push(b)
+    assert (detokenizer.text, detokenizer.tail()) == (f"a{BROKEN}b", "")
+
+
+def test_tokens_that_nobody_has_read_can_be_forgotten_unread() -> None:
+    detokenizer = IncrementalDetokenizer(real_tokenizer())
+    mark = detokenizer.mark()
+    for token_id in byte_ids(b"abc"):
+        detokenizer.push(token_id)
+    detokenizer.rewind(mark)
+    assert (detokenizer.text, detokenizer.tail()) == ("", "")
+
+
+# --- asked at any moment ----------------------------------------------------------------------------------------------
+
+
+class Push(NamedTuple):
+    token_id: int
+
+
+class Rewind(NamedTuple):
+    to: int
+    """Which of the marks, counted round."""
+
+
+def moments(ids: st.SearchStrategy[int]) -> st.SearchStrategy[list[Any]]:
+    """Any order of pushing, asking, marking and rewinding."""
+    push = ids.map(Push)
+    rewind = st.integers(0, 5).map(Rewind)
+    return st.lists(st.one_of(push, push, push, st.sampled_from(["text", "tail", "mark"]), rewind), max_size=30)
+
+
+def check_moments(tokenizer: Any, steps: list[Any], skip_special_tokens: bool) -> None:
+    """Whenever it is asked, and whatever was asked before: what the tokenizer makes of all ids that are there."""
+
+    def whole() -> str:
+        return decode_all(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    ids: list[int] = []
+    marks: list[tuple[int, Any]] = [(0, detokenizer.mark())]
+    for step in [*steps, "text", "tail"]:
+        if isinstance(step, Push):
+            ids.append(step.token_id)
+            detokenizer.push(step.token_id)
+        elif isinstance(step, Rewind):
+            del marks[step.to % len(marks) + 1 :]  # later marks are void
+            length, mark = marks[-1]
+            del ids[length:]
+            detokenizer.rewind(mark)
+        elif step == "mark":
+            marks.append((len(ids), detokenizer.mark()))
+        elif step == "text":
+            assert detokenizer.text == whole().rstrip(BROKEN)
+        else:
+            assert detokenizer.tail() == whole()[len(whole().rstrip(BROKEN)) :]
+
+
+PIECES_OF_CHARACTERS = [*b"a ", *"é🙂日".encode(), 0x80, 0xC3, 0xFF, 0xEF, 0xBF, 0xBD]
+
+
+@settings(max_examples=500)
+@given(data=st.data(), skip_special_tokens=st.booleans())
+def test_the_text_is_the_tokenizers_at_whatever_moments_it_is_asked(
+    data: st.DataObject, skip_special_tokens: bool
+) -> None:
+    tokenizer = real_tokenizer()
+    pieces = st.sampled_from(byte_ids(bytes(PIECES_OF_CHARACTERS)) + tokenizer.all_special_ids)
+    ids = st.one_of(pieces, pieces, st.integers(0, len(tokenizer) - 1))
+    check_moments(tokenizer, data.draw(moments(ids)), skip_special_tokens)
+
+
+class Watched:
+    """The shipped tokenizer. It notes how many ids it is given, and may be interrupted at one of its calls."""
+
+    def __init__(self, fatal: int | None = None) -> None:
+        self.decoded: list[int] = []
+        self.fatal = fatal
+
+    def decode(self, ids: list[int], **settings: Any) -> str:
+        self.decoded.append(len(ids))
+        if len(self.decoded) == self.fatal:
+            raise KeyboardInterrupt
+        return decode_all(real_tokenizer(), ids, skip_special_tokens=settings["skip_special_tokens"])
+
+
+def test_a_token_is_decoded_only_when_somebody_asks_and_many_in_one_go() -> None:
+    tokenizer, text = Watched(), "A café and a 🐈. " * 20
+    ids = real_tokenizer().encode(text)
+    detokenizer = IncrementalDetokenizer(tokenizer)  # type: ignore[arg-type]
+    for token_id in ids:
+        detokenizer.push(token_id)
+        detokenizer.mark()
+    assert tokenizer.decoded == []
+    assert detokenizer.text + detokenizer.tail() == text
+    assert tokenizer.decoded == [len(ids)] * 2, "the text, and the context of what may follow"
+    assert detokenizer.text + detokenizer.tail() and len(tokenizer.decoded) == 2, "asking again reads nothing"
+    for token_id in ids[:9]:
+        detokenizer.push(token_id)
+        detokenizer.tail()
+    assert max(tokenizer.decoded[-4:]) < 9, "what follows is read with a short context again"
+
+
+@pytest.mark.parametrize("text", ["plain words", "a café 🙂"])
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_an_interrupted_reading_is_made_again_and_doubles_nothing(text: str, every: int) -> None:
+    """Ctrl-C while the tokenizer decodes, at each of its calls in turn."""
+    ids = byte_ids(text.encode())
+    for fatal in range(1, 3 * len(ids)):
+        detokenizer = IncrementalDetokenizer(Watched(fatal))  # type: ignore[arg-type]
+        for number, token_id in enumerate(ids, start=1):
+            detokenizer.push(token_id)
+            if number % every == 0:
+                with suppress(KeyboardInterrupt):
+                    detokenizer.tail()
+        with suppress(KeyboardInterrupt):
+            detokenizer.tail()
+        assert (detokenizer.text, detokenizer.tail()) == (text, "")
 
 
 # --- tokenizers that treat the first token of a text differently ------------------------------------------------------
@@ -271,7 +416,37 @@ def test_broken_fallback_bytes_never_take_text_back_and_never_end_in_half_a_char
     data: st.DataObject, style: bool
 ) -> None:
     pieces = llama_ids(style, ["▁the", "▁", "a", *fallback("é日🙂"), "<0xFF>"])
-    detokenizer, joined = IncrementalDetokenizer(llama(style)), ""
-    for token_id in data.draw(st.lists(st.sampled_from(pieces), max_size=12)):
-        joined += detokenizer.push(token_id)
-        assert detokenizer.text == joined and not joined.endswith(BROKEN)
+    ids = data.draw(st.lists(st.sampled_from(pieces), max_size=12))
+    detokenizer, unasked, text = IncrementalDetokenizer(llama(style)), IncrementalDetokenizer(llama(style)), ""
+    for token_id in ids:
+        detokenizer.push(token_id)
+        unasked.push(token_id)
+        assert detokenizer.text.startswith(text) and not detokenizer.text.endswith(BROKEN)
+        text = detokenizer.text
+    assert (unasked.text, unasked.tail()) == (text, detokenizer.tail()), "asking in between changes nothing"
+
+
+@pytest.mark.parametrize("style", LLAMA_STYLES)
+@settings(max_examples=300)
+@given(data=st.data(), skip_special_tokens=st.booleans())
+def test_the_text_with_leading_spaces_is_the_tokenizers_at_whatever_moments_it_is_asked(
+    data: st.DataObject, skip_special_tokens: bool, style: bool
+) -> None:
+    words = [i for token, i in llama(style).get_vocab().items() if not token.startswith("<0x")]
+    ids = st.sampled_from(words + 4 * llama(style).all_special_ids)
+    check_moments(llama(style), data.draw(moments(ids)), skip_special_tokens)
+
+
+@pytest.mark.parametrize("style", LLAMA_STYLES)
+@given(data=st.data(), parts=st.lists(st.sampled_from(KNOWN), max_size=8))
+def test_characters_of_fallback_bytes_are_out_at_the_end_at_whatever_moments_they_are_asked(
+    data: st.DataObject, parts: list[str], style: bool
+) -> None:
+    ids = llama(style).encode("".join(parts), add_special_tokens=False)
+    detokenizer, text = IncrementalDetokenizer(llama(style)), ""
+    for token_id in ids:
+        detokenizer.push(token_id)
+        if data.draw(st.booleans()):
+            assert detokenizer.text.startswith(text) and not detokenizer.text.endswith(BROKEN)
+            text = detokenizer.text
+    assert detokenizer.text + detokenizer.tail() == decode_all(llama(style), ids, skip_special_tokens=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request import EngineDeadError, EngineError, ForwardError, LLMEngine, RequestOutput
+from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.model_runner import ModelInputs, ModelRunner
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.request import Request
@@ -276,3 +277,46 @@ def test_an_interrupt_after_the_update_releases_everything(
 
 def test_errors_of_ours_have_one_root() -> None:
     assert issubclass(ForwardError, EngineError) and issubclass(EngineDeadError, EngineError)
+
+
+# --- text that cannot be made -----------------------------------------------------------------------------------------
+
+
+class CannotRead(IncrementalDetokenizer):
+    """Fails whenever text is asked for that a token of 3 and more belongs to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pushed = 0
+
+    def push(self, token_id: int) -> None:
+        self.pushed += 1
+        super().push(token_id)
+
+    @property
+    def text(self) -> str:
+        if self.pushed >= 3:
+            raise ValueError("no such token")
+        return super().text
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_tokenizer_that_fails_spoils_no_other_request(make_engine: MakeEngine, traced: bool) -> None:
+    engine = make_engine({"detokenizer": CannotRead})
+    if traced:
+        engine.tracer.attach(SimpleNamespace(read=lambda record: None, close=lambda: None))
+    outputs = engine.generate_batch([PROMPT] * 3, [greedy(2), greedy(6), greedy(2)])
+    assert [output.finish_reason for output in outputs.values()] == ["length", "error", "length"]
+    failed = outputs["req-1"]
+    assert isinstance(failed.error, ValueError) and failed.text == ""
+    assert held(engine) == 0 and not engine.has_unfinished_requests()
+    assert engine.stats().num_finished == {"length": 2, "error": 1}
+
+
+def test_a_stream_whose_text_fails_ends_with_the_error(make_engine: MakeEngine) -> None:
+    engine = make_engine({"detokenizer": CannotRead})
+    seen = list(engine.stream(PROMPT, greedy(6)))
+    assert [len(output.token_ids) for output in seen[:-1]] == [1, 2]
+    assert seen[-1].finish_reason == "error" and isinstance(seen[-1].error, ValueError)
+    assert held(engine) == 0
+    assert engine.generate(PROMPT, greedy(2)).finish_reason == "length"

@@ -19,16 +19,15 @@ PROMPT = [5, 6, 7]
 
 
 class InterruptedDetokenizer(IncrementalDetokenizer):
-    """Reads its token and is interrupted right after, the third time."""
+    """Notes its token and is interrupted right after, the third time."""
 
     pushes = 0
 
-    def push(self, token_id: int) -> str:
-        new = super().push(token_id)
+    def push(self, token_id: int) -> None:
+        super().push(token_id)
         type(self).pushes += 1
         if type(self).pushes == 3:
             raise KeyboardInterrupt
-        return new
 
 
 class FailsToName(IncrementalDetokenizer):
@@ -71,11 +70,11 @@ class AbortsWhilePushing(IncrementalDetokenizer):
     engine: LLMEngine | None = None
     pushes = 0
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_id: int) -> None:
         type(self).pushes += 1
         if self.pushes == 2 and self.engine is not None:
             assert self.engine.abort_request("x")
-        return super().push(token_id)
+        super().push(token_id)
 
 
 def test_an_abort_that_was_accepted_is_never_lost(make_engine: MakeEngine) -> None:

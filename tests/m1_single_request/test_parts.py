@@ -139,11 +139,9 @@ def test_a_stop_checker_of_ones_own_ends_the_answers(make_engine: MakeEngine) ->
 
 
 class Shouting(IncrementalDetokenizer):
-    def push(self, token_id: int) -> str:
-        before = len(self.text)
-        super().push(token_id)
-        self.text = self.text.upper()
-        return self.text[before:]
+    @property
+    def text(self) -> str:
+        return super().text.upper()
 
 
 class Tagging(OutputProcessor):

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from m1_single_request import ForwardError, SamplingParams
+from m1_single_request import SamplingParams
 from m1_single_request.draws import uniforms
 from m1_single_request.sampler import Sampler, gather_logprobs
 from m1_single_request.sampling_metadata import SamplingRow
@@ -265,10 +265,16 @@ def test_an_endless_temperature_makes_all_tokens_equally_likely(temperature: flo
     assert np.abs(measured_distribution(FOUR, row(temperature=temperature)) - 0.25).max() < 2 / 4096
 
 
-def test_a_row_without_a_single_possible_token_is_an_error() -> None:
-    one = row(temperature=1.0, min_tokens=1, stop_ids=[0, 1, 2, 3])
-    with pytest.raises(ForwardError, match="no token"):
-        sample([FOUR], [one])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_single_possible_token_is_named_and_harms_no_other(temperature: float) -> None:
+    impossible = row(temperature=temperature, min_tokens=1, stop_ids=[0, 1, 2, 3])
+    others = [row(temperature=1.0, seed=3, logprobs=1), row(logprobs=2)]
+    mixed = sample([FOUR] * 3, [others[0], impossible, others[1]])
+    assert mixed.impossible_rows == (1,)
+    alone = sample([FOUR] * 2, others)
+    assert alone.impossible_rows == ()
+    assert (mixed.token_ids[0], mixed.token_ids[2]) == alone.token_ids
+    assert (mixed.logprobs[0], mixed.logprobs[2]) == alone.logprobs
 
 
 # --- greedy -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.request import BaseFinishReason, FinishLength, FinishMatchedStr, FinishMatchedToken, Sequence
 from m1_single_request.stop_checker import StopChecker, StopVerdict, held_back
 from tests.m1_single_request.helpers import PieceTokenizer, sequence_of
@@ -292,6 +293,42 @@ def test_what_lies_behind_a_stop_is_not_read() -> None:
     assert judge(LETTERS, [0, 1, 2], stop="b")[1].detokenizer.text == "ab"
     assert judge(LETTERS, [0, 1, 2], stop_token_ids=[1])[1].detokenizer.text == "a"
     assert judge(LETTERS, [0, 1, 2], max_tokens=2)[1].detokenizer.text == "ab"
+
+
+class CountingTokenizer(PieceTokenizer):
+    """Counts how often it is asked."""
+
+    num_calls = 0
+
+    def decode(self, ids: SequenceOf[int], **settings: Any) -> str:
+        self.num_calls += 1
+        return super().decode(ids, **settings)
+
+
+def counted(**settings: Any) -> tuple[Sequence, CountingTokenizer]:
+    """A sequence without output, and its tokenizer, which counts."""
+    sequence = sequence_of({}, **settings)
+    tokenizer = CountingTokenizer(LETTERS | SPECIAL, SPECIAL)
+    sequence.detokenizer = IncrementalDetokenizer(tokenizer)  # type: ignore[arg-type]
+    return sequence, tokenizer
+
+
+@pytest.mark.parametrize("last", [1, 7, EOS])
+def test_without_stop_strings_nothing_is_decoded_until_somebody_asks(last: int) -> None:
+    sequence, tokenizer = counted(stop_token_ids=[7], max_tokens=3)
+    for token_id in (1, 2, last):
+        verdict = checker().check(sequence, [token_id])
+        sequence.add_token_id(token_id)
+    assert verdict.finish_reason is not None and tokenizer.num_calls == 0
+    assert sequence.detokenizer.text == ("bcb" if last == 1 else "bc") and tokenizer.num_calls > 0
+
+
+def test_stop_strings_are_looked_for_only_where_they_may_stop() -> None:
+    sequence, tokenizer = counted(stop="de", min_tokens=3)
+    assert checker().check(sequence, [1, 2]) == StopVerdict(2) and tokenizer.num_calls == 0
+    for token_id in (1, 2):
+        sequence.add_token_id(token_id)
+    assert checker().check(sequence, [3, 4]) == StopVerdict(2, FinishMatchedStr("de"), 2)
 
 
 def test_the_checker_adds_no_token_to_the_sequence() -> None:

@@ -31,6 +31,7 @@ from m1_single_request import (
     TraceRecord,
     events,
 )
+from m1_single_request.demo_tour import TourReader
 from m1_single_request.events import (
     Abort,
     Admit,
@@ -48,6 +49,7 @@ from m1_single_request.events import (
     size,
     some,
 )
+from tests.m1_single_request.engines import MakeEngine, drain, greedy, scripted
 
 STARTED = EngineStarted(
     model="tiny", architecture="Qwen3ForCausalLM", device="cpu", dtype="float32", num_parameters=4_200_000,
@@ -65,6 +67,66 @@ STEP = StepDone(
     num_tokens=31, num_waiting=2, num_running=1, kv_tokens=64,
     schedule_ms=0.25, execute_ms=5.5, sample_ms=1.0, update_ms=0.75,
 )  # fmt: skip
+
+
+def result(rid: str, out_len: int, new_text: str) -> Result:
+    return Result(rid=rid, tokens=(802,), out_len=out_len, max_tokens=16, new_text=new_text)
+
+
+def finish(rid: str) -> Finish:
+    return Finish(rid=rid, reason="length", matched="max_tokens", why="max_tokens = 16 is reached", out_len=16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixed(Event):
+    """An event as a later milestone brings it: its requests share a step, and each does something else in it."""
+
+    rids: tuple[str, ...]
+    """Request ids."""
+    modes: tuple[str, ...]
+    """What each of them does."""
+    padding: int
+    """Tokens without a use."""
+
+    def explain(self) -> str:
+        return f"{some(len(self.rids), 'request')} share the step, {some(self.padding, 'token')} of it padding."
+
+    def brief(self) -> str:
+        return f"{len(self.rids)} together"
+
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        return tuple(zip(self.rids, self.modes, strict=True))
+
+    def counters(self) -> dict[str, float]:
+        return {"padded tokens": self.padding}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quiet(Event):
+    """An event that says no more than it must."""
+
+    pages: int
+    """Some number."""
+
+    def explain(self) -> str:
+        return f"{self.pages} pages are gone."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrival(Event):
+    """An event that comes between steps."""
+
+    rid: str
+    """Request id."""
+
+    def explain(self) -> str:
+        return f"{self.rid} is here."
+
+    def brief(self) -> str:
+        return f"{self.rid} comes"
+
+
+MIXED = Mixed(rids=("a", "b", "c"), modes=("prefill", "decode", "decode"), padding=5)
 
 EXAMPLES: dict[Event, list[str]] = {
     STARTED: [
@@ -106,18 +168,11 @@ EXAMPLES: dict[Event, list[str]] = {
     GREEDY: ["' cat' 62.5%", "' dog' 25.0%", "output 5", "greedy", "token 802"],
     dataclasses.replace(GREEDY, settings="presence_penalty 0.5"): ["greedy after presence_penalty 0.5"],
     DRAWN: ["' cat' 62.5%", "temperature 0.7, top_k 5", "0.4322", "token 802", "output 5"],
-    Result(rid="req-7", tokens=(802,), out_len=5, max_tokens=16, text="the\n cat"): [
-        "req-7",
-        "5 of at most 16 output tokens",
-        r"'the\n cat'",
-    ],
+    result("req-7", 5, "\n cat"): ["req-7", "5 of at most 16 output tokens", r"grows by '\n cat'"],
+    result("req-7", 1, ""): ["req-7", "1 of at most 16 output tokens", "does not grow"],
     TextHeld(rid="req-7", text="EN", stops=("END", "ENOUGH")): ["'EN'", "held back", "'END' or 'ENOUGH'"],
-    Finish(rid="req-7", reason="length", matched="max_tokens", why="max_tokens = 16 is reached", out_len=16): [
-        "req-7",
-        "16 output tokens",
-        "length",
-        "max_tokens = 16",
-    ],
+    TextHeld(rid="req-7", text="\ufffd", stops=()): ["req-7", "half a character"],
+    finish("req-7"): ["req-7", "16 output tokens", "length", "max_tokens = 16"],
     Abort(rid="req-7", state="running"): ["req-7", "aborted", "running"],
     STEP: ["7.50 ms", "schedule 0.25", "model 5.50", "sample 1.00", "text 0.75"],
 }
@@ -301,6 +356,27 @@ def test_an_event_explains_itself_in_sentences_with_its_numbers(event: Event) ->
         assert part in text
 
 
+@pytest.mark.parametrize("event", [event for event in EXAMPLES if event.request_ids()], ids=name_of)
+def test_an_event_names_its_request_whenever_it_speaks_for_itself(event: Event) -> None:
+    """A step may have many requests, and in the trace of one their events stand side by side."""
+    (rid,) = event.request_ids()
+    assert rid == "req-7" or isinstance(event, RequestAdded)
+    assert rid in event.explain()
+    assert event.brief() is None or rid in event.brief() or event.lanes()
+
+
+def test_capitals_in_a_row_are_one_word_of_an_events_kind() -> None:
+    names = ("KVUsage", "StepDone", "LastKV", "Batch", "Top2Kept")
+    kinds = [dataclasses.make_dataclass(name, [], bases=(Quiet,), frozen=True)(pages=1).kind for name in names]
+    assert kinds == ["kv_usage", "step_done", "last_kv", "batch", "top2_kept"]
+
+
+def test_an_event_is_about_the_requests_that_its_fields_name() -> None:
+    assert MIXED.request_ids() == ("a", "b", "c")
+    assert Arrival(rid="a").request_ids() == Free(owner="a", tokens=1, bytes=1).request_ids() == ("a",)
+    assert STARTED.request_ids() == STEP.request_ids() == Quiet(pages=1).request_ids() == ()
+
+
 @pytest.mark.parametrize("event", EXAMPLES, ids=name_of)
 def test_an_events_data_are_its_fields_as_plain_json(event: Event) -> None:
     data = event.data()
@@ -351,14 +427,53 @@ def test_stable_jsonl_leaves_out_times_and_volatile_fields(tmp_path: Path) -> No
 
 
 def test_jsonl_is_in_the_file_at_once_and_keeps_any_text(tmp_path: Path) -> None:
-    event = Result(rid="req-7", tokens=(1,), out_len=1, max_tokens=2, text='日本 🙂 "quoted"\n\u2028\0')
+    event = result("req-7", 1, '日本 🙂 "quoted"\n\u2028\0')
     path = tmp_path / "t.jsonl"
     reader = JsonlReader(path)
     reader.read(record(event))
     content = path.read_text(encoding="utf-8")
     reader.close()
     assert content.count("\n") == 1 and "日本 🙂" in content
-    assert json.loads(content)["text"] == event.text
+    assert json.loads(content)["new_text"] == event.new_text
+
+
+def test_jsonl_writes_an_event_of_another_milestone_with_all_its_fields(tmp_path: Path) -> None:
+    reader = JsonlReader(tmp_path / "t.jsonl", stable=True)
+    reader.read(record(MIXED))
+    reader.close()
+    assert json.loads((tmp_path / "t.jsonl").read_text(encoding="utf-8")) == {
+        "step": 3,
+        "event": "mixed",
+        "rids": ["a", "b", "c"],
+        "modes": ["prefill", "decode", "decode"],
+        "padding": 5,
+    }
+
+
+def test_the_new_texts_of_a_request_joined_are_its_text(make_engine: MakeEngine) -> None:
+    text = "a café 🐈!"
+    token_ids = make_engine().engine_core.input_processor.tokenizer.encode(text)
+    engine, keeper = make_engine({"sampler": scripted(token_ids)}), Keeper()
+    engine.tracer.attach(keeper)
+    assert engine.generate("b", greedy(len(token_ids))).text == text
+    pieces = [r.event.new_text for r in keeper.records if isinstance(r.event, Result)]
+    assert len(pieces) == len(token_ids) and "".join(pieces) == text
+    assert "" in pieces, "half a character is no text yet"
+
+
+def test_a_reader_that_comes_late_hears_only_the_text_that_is_new(make_engine: MakeEngine) -> None:
+    tokenizer = make_engine().engine_core.input_processor.tokenizer
+    token_ids = tokenizer.encode("one two three")
+    engine, keeper = make_engine({"sampler": scripted(token_ids)}), Keeper()
+    engine.add_request("b", greedy(len(token_ids)))
+    for _ in token_ids[1:]:
+        engine.step()
+    engine.tracer.attach(keeper)
+    (output,) = drain(engine).values()
+    assert output.text == "one two three"
+    assert [r.event.new_text for r in keeper.records if isinstance(r.event, Result)] == [
+        tokenizer.decode(token_ids[-1])
+    ]
 
 
 @pytest.mark.parametrize("reader", [JsonlReader, ChromeTraceReader])
@@ -389,7 +504,7 @@ def test_a_chrome_trace_of_every_event_is_valid(tmp_path: Path) -> None:
         assert entry["ph"] == "M" or isinstance(entry["ts"], float | int)
         assert entry["ph"] != "X" or entry["dur"] >= 0
     instants = {entry["name"] for entry in entries if entry["ph"] == "i"}
-    assert instants == {event.kind for event in EXAMPLES} - {"engine_started", "step_done"}
+    assert instants == {event.kind for event in EXAMPLES} - {"step_done"}
 
 
 def test_a_chrome_trace_has_a_lane_for_the_engine_and_one_for_each_request(tmp_path: Path) -> None:
@@ -421,6 +536,47 @@ def test_a_step_counts_tokens_kv_and_running_requests(tmp_path: Path) -> None:
     entries = chrome(tmp_path / "t.json", [record(PREFILL), record(STEP)])
     counters = {entry["name"]: list(entry["args"].values()) for entry in entries if entry["ph"] == "C"}
     assert counters == {"batched tokens": [31], "KV tokens": [64], "running": [1]}
+
+
+def test_each_request_of_a_step_has_a_bar_that_says_what_it_does(tmp_path: Path) -> None:
+    late = Mixed(rids=("d",), modes=("decode",), padding=0)
+    entries = chrome(tmp_path / "t.json", [record(MIXED, at=10.0), record(late, at=10.0), record(STEP, at=10.01)])
+    lanes = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
+    bars = [e for e in entries if e["ph"] == "X" and lanes[e["tid"]] != "engine"]
+    assert [(lanes[e["tid"]], e["name"]) for e in bars] == [
+        ("a", "prefill"),
+        ("b", "decode"),
+        ("c", "decode"),
+        ("d", "decode"),
+    ]
+    assert [e["dur"] for e in bars] == pytest.approx([7500] * 4)
+    assert [e["ts"] for e in bars] == pytest.approx([10.01e6 - 7500] * 4)
+
+
+def test_an_event_about_many_requests_or_none_is_one_mark_of_the_engine(tmp_path: Path) -> None:
+    events = [MIXED, Quiet(pages=2), PREFILL, finish("b")]
+    entries = chrome(tmp_path / "t.json", [record(event) for event in events])
+    lanes = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
+    marks = [(lanes[e["tid"]], e["name"]) for e in entries if e["ph"] == "i"]
+    assert marks == [("engine", "mixed"), ("engine", "quiet"), ("engine", "batch"), ("b", "finish")]
+
+
+def test_an_event_brings_its_own_counters(tmp_path: Path) -> None:
+    entries = chrome(tmp_path / "t.json", [record(MIXED), record(STEP)])
+    counters = [(entry["name"], entry["args"]) for entry in entries if entry["ph"] == "C"]
+    assert counters[0] == ("padded tokens", {"padded tokens": 5})
+    assert [name for name, _ in counters[1:]] == ["batched tokens", "KV tokens", "running"]
+
+
+def test_a_step_that_was_interrupted_leaves_no_bar_in_the_next(tmp_path: Path) -> None:
+    idle = [record(STEP, step=4)]
+    assert not [e for e in chrome(tmp_path / "t.json", [record(MIXED), *idle]) if e["name"] in ("prefill", "decode")]
+
+
+def test_a_request_may_have_the_engines_name(tmp_path: Path) -> None:
+    entries = chrome(tmp_path / "t.json", [record(Arrival(rid="engine")), record(STEP)])
+    (mark,) = [e for e in entries if e["ph"] == "i"]
+    assert mark["tid"] not in {e["tid"] for e in entries if e["ph"] == "X"}
 
 
 def test_a_step_without_a_batch_is_no_span_of_the_request_before(tmp_path: Path) -> None:
@@ -468,29 +624,19 @@ def test_the_verbose_console_names_each_step_once_and_indents_what_belongs_to_it
 @pytest.mark.parametrize("text", ["[bold]no markup[/bold]", "[/nothing]", ":smile: \\[x]", "\x1b[31mred"])
 def test_the_console_prints_text_of_the_model_as_it_is(text: str) -> None:
     """Neither rich's markup nor a terminal's escape codes that happen to be in a text do anything."""
-    event = Result(rid="req-7", tokens=(1,), out_len=1, max_tokens=2, text=text)
+    event = result("req-7", 1, text)
     said = printed([record(event)], verbose=True)
     assert repr(text) in said and "\x1b" not in said
 
 
 def test_the_summary_is_a_line_per_step_with_its_numbers() -> None:
-    result = Result(rid="req-7", tokens=(802,), out_len=5, max_tokens=16, text="the cat")
-    end = Finish(rid="req-7", reason="length", matched="max_tokens", why="max_tokens = 16 is reached", out_len=16)
-    text = printed([record(STARTED, step=0), *map(record, (PREFILL, GREEDY, result, end, STEP))], verbose=False)
+    said = [PREFILL, GREEDY, result("req-7", 5, " cat"), finish("req-7"), STEP]
+    text = printed([record(STARTED, step=0), *map(record, said)], verbose=False)
     started, line = text.splitlines()
     assert started.rstrip() == STARTED.explain()
-    for part in (
-        "step    3",
-        "prefill",
-        "31 tokens",
-        "req-7",
-        "output   5",
-        "ends: length",
-        "KV 64 tokens",
-        "2 waiting",
-        "7.5 ms",
-    ):
-        assert part in line
+    assert line == (
+        "step    3  prefill 31 tokens  req-7 #5 ' cat'  req-7 ends: length  KV 64 tokens, 2 waiting, 7.5 ms"
+    )
 
 
 def test_the_summary_of_a_step_does_not_repeat_the_step_before() -> None:
@@ -499,6 +645,56 @@ def test_the_summary_of_a_step_does_not_repeat_the_step_before() -> None:
     first, second = text.splitlines()
     assert "prefill" in first and "prefill" not in second
     assert "req-9 ends: abort" in second and "step    4" in second
+
+
+def test_the_summary_names_a_few_requests_of_a_large_step_and_counts_the_others() -> None:
+    rids = [f"r{number}" for number in range(16)]
+    said: list[Event] = [MIXED]
+    for number, rid in enumerate(rids):  # as an update says it: one request after the other
+        said.append(result(rid, number + 1, " x"))
+        if number % 3 == 0:
+            said.append(finish(rid))
+    text = printed([record(event) for event in [*said, Quiet(pages=1), STEP]], verbose=False)
+    assert text.splitlines() == [
+        "step    3  3 together  "
+        "r0 #1 ' x'  r1 #2 ' x'  r2 #3 ' x'  r3 #4 ' x'  and 12 more  "
+        "r0 ends: length  r3 ends: length  r6 ends: length  r9 ends: length  and 2 more  "
+        "KV 64 tokens, 2 waiting, 7.5 ms"
+    ]
+
+
+def test_the_summary_says_what_came_between_two_steps_in_the_line_of_the_second() -> None:
+    between = Arrival(rid="a")
+    records = [record(STEP, step=3), record(between, step=3), record(PREFILL, step=4), record(STEP, step=4)]
+    first, second = printed(records, verbose=False).splitlines()
+    assert "comes" not in first
+    assert second.startswith("step    4  a comes  prefill")
+
+
+def test_a_step_that_was_interrupted_leaves_nothing_in_the_summary_of_the_next() -> None:
+    records = [record(STEP, step=2), record(PREFILL), record(DECODE, step=4), record(STEP, step=4)]
+    *_, last = printed(records, verbose=False).splitlines()
+    assert last.startswith("step    4  decode") and "prefill" not in last
+
+
+def test_the_verbose_console_says_an_event_of_another_milestone() -> None:
+    said = printed([record(MIXED), record(Quiet(pages=2))], verbose=True).splitlines()
+    assert [line.rstrip() for line in said if line.strip()] == [
+        "step 3",
+        "  3 requests share the step, 5 tokens of it padding.",
+        "  2 pages are gone.",
+    ]
+
+
+def test_the_tour_shows_a_step_in_full_while_any_request_in_it_is_new() -> None:
+    file = io.StringIO()
+    reader = TourReader(Console(file=file, width=400, highlight=False), full_steps=2)
+    for step, lengths in ((3, (9, 2)), (4, (10, 3))):
+        for event in (MIXED, *(result(rid, n, " x") for rid, n in zip("ab", lengths, strict=True)), STEP):
+            reader.read(record(event, step=step))
+    said = file.getvalue()
+    assert "a has 9 of" in said and "b has 2 of" in said and "b has 3 of" not in said
+    assert "step    4  3 together  a #10 ' x'  b #3 ' x'" in said and "step    3" not in said
 
 
 # --- readers from the configuration -----------------------------------------------------------------------------------

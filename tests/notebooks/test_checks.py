@@ -323,13 +323,12 @@ def variant(**methods):
 
 def hold_everything(self, token_id):
     self.ids.append(token_id)
-    return ""
 
 
-def forget_to_return(self, token_id):
+def show_nothing_while_anything_is_broken(self, token_id):
     self.ids.append(token_id)
-    self.text = self.decode(self.ids).rstrip("\ufffd")
-    return ""
+    text = self.decode(self.ids)
+    self.text = "" if "\ufffd" in text else text
 
 
 def keep_the_ids(self, mark):
@@ -339,9 +338,8 @@ def keep_the_ids(self, mark):
 def wait_while_anything_is_broken(self, token_id):
     self.ids.append(token_id)
     text = self.decode(self.ids)
-    new = "" if "\ufffd" in text else text[len(self.text) :]
-    self.text += new
-    return new
+    if "\ufffd" not in text:
+        self.text = text
 
 
 def show_special_tokens(self, ids):
@@ -354,7 +352,7 @@ def skip_special_tokens(self, ids):
 
 WRONG_DETOKENIZERS = [
     ({"push": hold_everything}, "Nothing there needs to wait"),
-    ({"push": forget_to_return}, "but text is"),
+    ({"push": show_nothing_while_anything_is_broken}, "was shown and then taken back"),
     ({"tail": lambda self: ""}, "tail() together"),
     ({"rewind": keep_the_ids}, "After mark(), a token and rewind()"),
     ({"push": wait_while_anything_is_broken}, "Only an end that is broken may wait"),

@@ -150,6 +150,14 @@ def test_overriding_what_is_no_seam_is_found() -> None:
     assert "m1_x.scheduler.Scheduler announces no seam secret" in line
 
 
+def test_a_constructor_that_hands_on_is_fine_and_one_that_does_not_is_found() -> None:
+    thing = "class Thing:\n    def __init__(self): self.a = 1"
+    later = "from m1_x.thing import Thing\nclass Later(Thing):\n    def __init__(self, more):\n        "
+    assert findings(rules.overriding_is_announced, later + "super().__init__()", m1_x__thing=thing) == []
+    (line,) = findings(rules.overriding_is_announced, later + "self.more = more", m1_x__thing=thing)
+    assert "announces no seam __init__" in line
+
+
 def test_overriding_three_seams_is_fine() -> None:
     methods = "".join(f"\n    def {name}(self): return 3" for name in ("order", "admit", "count", "more"))
     assert findings(rules.overriding_is_announced, f"from m1_x import Base\nclass Later(Base):{methods}") == []

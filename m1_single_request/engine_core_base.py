@@ -1,0 +1,202 @@
+"""What every milestone's engine core does besides the step itself: intake, aborts, failures, outputs, totals.
+
+The step is the course's subject, so each milestone that changes it writes it anew, in an `engine_core.py` of its own;
+the rest is said once, here.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sized
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from m1_single_request.errors import EngineDeadError
+from m1_single_request.events import StepDone
+from m1_single_request.input_processor import InputProcessor
+from m1_single_request.output_processor import OutputProcessor, failed_output
+from m1_single_request.outputs import EngineStats, RequestOutput
+from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, Request
+from m1_single_request.tracer import Tracer
+
+
+class UnfinishedRequests(Protocol):
+    """What the engine core asks of any scheduler besides its two verbs."""
+
+    requests: dict[str, Request]
+    running: list[Request]
+
+    @property
+    def waiting(self) -> Sized: ...
+    def add_request(self, request: Request) -> None: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]: ...
+
+
+class KVHolder(Protocol):
+    """Whoever holds the KV tensors: the model runner, or the executor that hides where the runner is."""
+
+    kv_bytes_per_token: int
+
+    def free_request_cache(self, request_id: str) -> None: ...
+    def clear_kv_caches(self) -> None: ...
+    def held_request_ids(self) -> list[str]: ...
+    def num_kv_tokens(self) -> int: ...
+
+
+class EngineCoreBase(ABC):
+    """Owns the parts. Single-threaded: nothing happens outside `step()`.
+
+    Seams for later milestones: `step`, which each writes anew; `stats`, which knows more there.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_processor: InputProcessor,
+        scheduler: UnfinishedRequests,
+        kv_holder: KVHolder,
+        output_processor: OutputProcessor,
+        tracer: Tracer,
+    ) -> None:
+        self.input_processor = input_processor
+        self.output_processor = output_processor
+        self.tracer = tracer
+        self.iteration = 0
+        self.dead: EngineDeadError | None = None
+        self._unfinished = scheduler
+        self._kv_holder = kv_holder
+        self._num_finished: dict[str, int] = {}
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0  # of finished requests
+
+    @abstractmethod
+    def step(self) -> dict[str, RequestOutput]:
+        """Run one step; returns the new state of every request that changed. `{}` on an idle engine."""
+
+    def add_request(self, request: Request) -> None:
+        """Queue a checked request; it runs in later steps."""
+        self._check_alive()
+        self._unfinished.add_request(request)
+
+    def abort_request(self, request_id: str) -> bool:
+        """Mark a request to end at the next step's update. False if it is unknown, finished or already marked."""
+        return bool(self._unfinished.finish_requests([request_id], FinishAbort()))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step()` has anything to do."""
+        return self._unfinished.has_unfinished_requests()
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether this request still waits or runs."""
+        return request_id in self._unfinished.requests
+
+    def stats(self) -> EngineStats:
+        """Totals so far and what is held now."""
+        kv_tokens = self._kv_holder.num_kv_tokens()
+        unfinished = self._unfinished.requests.values()
+        return EngineStats(
+            num_steps=self.iteration,
+            num_waiting=len(self._unfinished.waiting),
+            num_running=len(self._unfinished.running),
+            num_finished=dict(self._num_finished),
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens + sum(r.sequence.get_output_len() for r in unfinished),
+            kv_tokens=kv_tokens,
+            kv_bytes=kv_tokens * self._kv_holder.kv_bytes_per_token,
+        )
+
+    def close(self) -> None:
+        """Release the KV of all requests."""
+        self._kv_holder.clear_kv_caches()
+
+    def _begin_step(self) -> bool:
+        """Start a step, or release what an interrupted one left behind and return False: there is nothing to do."""
+        self._check_alive()
+        if not self.has_unfinished_requests():
+            self._release()
+            return False
+        self.iteration += 1
+        self.tracer.step = self.iteration
+        return True
+
+    def _make_outputs(self, changed: Iterable[Request]) -> dict[str, RequestOutput]:
+        """What the callers of these requests see now.
+
+        Who waits for a whole answer only gets no output before. The trace hears of all: `TextHeld` comes from here.
+        """
+        outputs: dict[str, RequestOutput] = {}
+        for request in changed:
+            asked = request.is_finished or not request.final_only
+            if not asked and not self.tracer:
+                continue
+            try:
+                output = self.output_processor.make_output(request)
+            except Exception as error:  # a tokenizer of somebody's own, say: no other request may suffer
+                if not request.is_finished:  # it ends with the next step
+                    self._fail([request.request_id], error)
+                    continue
+                request.finish_reason = FinishError(error)
+                output = failed_output(request, error)
+            if asked:
+                outputs[request.request_id] = output
+        return outputs
+
+    def _release(self) -> None:
+        """Free the KV of every request that the scheduler no longer knows.
+
+        It looks at what is held, not at what has just finished: a step that was interrupted on its way leaves nothing
+        behind.
+        """
+        for request_id in self._kv_holder.held_request_ids():
+            if request_id not in self._unfinished.requests:
+                self._kv_holder.free_request_cache(request_id)
+
+    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        """Mark these requests, or all of them if the device is lost, to end with this error."""
+        if isinstance(error, torch.AcceleratorError):  # CUDA cannot be used any more in this process
+            error = EngineDeadError(f"the device failed beyond recovery: {error}")
+        if isinstance(error, EngineDeadError):
+            self.dead = error
+            request_ids = list(self._unfinished.requests)
+        self._unfinished.finish_requests(request_ids, FinishError(error))
+
+    def _fail_each(self, errors: Mapping[str, Exception]) -> None:
+        """Mark each request to end with an error of its own."""
+        for request_id, error in errors.items():
+            self._fail([request_id], error)
+
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(f"the engine is dead and accepts nothing: {self.dead}") from self.dead
+
+    def _end_step(
+        self, times: list[float], *, num_tokens: int, num_prompt_tokens: int, changed: Iterable[Request]
+    ) -> None:
+        """Add a step to the totals and tell the trace where its time went.
+
+        `times`: when it began, and when schedule, execute and sample were over. `num_prompt_tokens`: those among
+        `num_tokens` that were prefilled.
+        """
+        self._num_prompt_tokens += num_prompt_tokens
+        for request in changed:
+            if request.finish_reason is not None:
+                self._num_output_tokens += request.sequence.get_output_len()
+                reason = request.finish_reason.reason
+                self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
+        if self.tracer:
+            laps = pairwise([*times, time.perf_counter()])
+            schedule, execute, sample, update = ((after - before) * 1e3 for before, after in laps)
+            self.tracer.emit(
+                StepDone(
+                    num_tokens=num_tokens,
+                    num_waiting=len(self._unfinished.waiting),
+                    num_running=len(self._unfinished.running),
+                    kv_tokens=self._kv_holder.num_kv_tokens(),
+                    schedule_ms=schedule,
+                    execute_ms=execute,
+                    sample_ms=sample,
+                    update_ms=update,
+                )
+            )

@@ -1,0 +1,49 @@
+"""A progress bar for long batches, for people who wait at a terminal."""
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+PATIENCE = 1.0  # seconds: what is over sooner needs no bar
+
+
+class BatchProgress:
+    """Counts finished requests on stderr, and leaves nothing behind there.
+
+    `show`: True or False, or None for "on a terminal, if it takes longer than a second".
+    """
+
+    def __init__(self, total: int, *, show: bool | None) -> None:
+        self._total = total
+        console = Console(stderr=True)
+        self._wanted = console.is_terminal if show is None else show
+        self._begin = time.monotonic() + (PATIENCE if show is None else 0.0)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("requests", total=total)
+        self._started = False
+
+    def update(self, num_finished: int) -> None:
+        """So many requests have ended."""
+        if not self._wanted:
+            return
+        if not self._started and time.monotonic() >= self._begin:
+            self._bar.start()
+            self._started = True
+        if self._started:
+            self._bar.update(self._task, completed=num_finished)
+
+    def __enter__(self) -> "BatchProgress":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._started:
+            self._bar.stop()

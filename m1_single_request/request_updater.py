@@ -1,0 +1,112 @@
+"""What a step's result means for one request: commit its tokens, or end it.
+
+Every scheduler of the course updates its requests through this one part, whatever it decides about queues and memory.
+The stop checker is asked before anything is committed, and a commit happens whole or not at all. vLLM keeps the same
+rules in `Scheduler.update_from_output` and `check_stop`; SGLang in `Req` and its output processor mixin.
+"""
+
+import time
+
+from m1_single_request.events import Abort, Finish, Result
+from m1_single_request.request import (
+    BaseFinishReason,
+    FinishAbort,
+    FinishError,
+    FinishLength,
+    FinishMatchedStr,
+    FinishMatchedToken,
+    Request,
+    RequestStatus,
+)
+from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.stop_checker import StopChecker
+from m1_single_request.tracer import Tracer
+
+
+class RequestUpdater:
+    """Changes requests on behalf of a scheduler; knows no queue."""
+
+    def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None:
+        self.stop_checker = stop_checker
+        self.tracer = tracer
+
+    def mark(self, request: Request, reason: BaseFinishReason) -> bool:
+        """Note that `request` is to end with `reason` at the next update. False if it was marked already."""
+        if request.to_finish is not None:
+            return False
+        request.to_finish = reason
+        if self.tracer and isinstance(reason, FinishAbort):
+            self.tracer.emit(Abort(rid=request.request_id, state=request.status.value))
+        return True
+
+    def commit(self, request: Request, sampled: SampledTokens, *, num_new_kv: int) -> None:
+        """Append the tokens that the stop checker accepts, and mark the request if they end it.
+
+        `num_new_kv`: how many of its tokens got their KV in this step. Whatever a part raises here (a tokenizer of
+        somebody's own, say) marks this request alone to end with that error.
+        """
+        sequence = request.sequence
+        before = sequence.mark()
+        try:
+            shown = len(sequence.detokenizer.text) if self.tracer else 0
+            verdict = self.stop_checker.check(sequence, sampled.token_ids)
+            for token_id, row in zip(sampled.token_ids[: verdict.num_accepted], sampled.logprobs, strict=False):
+                sequence.add_token_id(token_id, row)
+            if sampled.prompt_logprobs is not None:
+                sequence.set_prompt_logprobs(list(sampled.prompt_logprobs))
+            sequence.text_end = verdict.text_end
+            sequence.data.num_computed_tokens += num_new_kv
+            new_text = sequence.detokenizer.text[shown:] if self.tracer else ""
+        except BaseException as error:  # a part that failed, or Ctrl-C: the step counts whole or not at all
+            sequence.rewind(before)
+            if not isinstance(error, Exception):
+                raise
+            request.to_finish = FinishError(error)
+            return
+        if request.to_finish is None:  # an abort may have come meanwhile
+            request.to_finish = verdict.finish_reason
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+        if self.tracer:
+            self.tracer.emit(
+                Result(
+                    rid=request.request_id,
+                    tokens=sampled.token_ids[: verdict.num_accepted],
+                    out_len=sequence.get_output_len(),
+                    max_tokens=request.sampling_params.max_tokens,
+                    new_text=new_text,
+                )
+            )
+
+    def end(self, request: Request, reason: BaseFinishReason) -> None:
+        """Give the request its end; the scheduler takes it out of its queues."""
+        request.finish_reason = reason
+        request.finished_time = time.monotonic()
+        request.set_status(RequestStatus.FINISHED)
+
+    def trace_end(self, request: Request) -> None:
+        """Tell the trace why the request ended, once it is in no queue any more."""
+        if self.tracer and request.finish_reason is not None:
+            self.tracer.emit(
+                Finish(
+                    rid=request.request_id,
+                    reason=request.finish_reason.reason,
+                    matched=request.finish_reason.matched,
+                    why=describe(request.finish_reason, request),
+                    out_len=request.sequence.get_output_len(),
+                )
+            )
+
+
+def describe(reason: BaseFinishReason, request: Request) -> str:
+    """A finish reason in words."""
+    if isinstance(reason, FinishMatchedToken):
+        kind = "the end-of-sequence token" if reason.is_eos else "the stop token"
+        return f"{kind} {reason.token_id} ({request.sequence.detokenizer.token_text(reason.token_id)!r}) came"
+    if isinstance(reason, FinishMatchedStr):
+        return f"the stop string {reason.text!r} appeared"
+    if isinstance(reason, FinishLength):
+        return f"{reason.limit} = {reason.value} is reached"
+    if isinstance(reason, FinishError):
+        return f"{type(reason.error).__name__}: {reason.error}"
+    return "the caller gave it up"

@@ -1,0 +1,121 @@
+"""Step 4 of the loop, for any number of requests: from the rows of logits to each request's next token.
+
+The sampler knows rows of numbers only. Here the rows of all requests of a step are put together, the requests'
+parameters become `SamplingMetadata`, and what comes back is sorted by request again. A row that cannot be used fails
+its own request and no other. m3 calls this inside the model runner, next to the tensors.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m1_single_request.errors import ForwardError
+from m1_single_request.events import Sampled
+from m1_single_request.request import Request
+from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs
+from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m1_single_request.stop_checker import StopChecker
+from m1_single_request.tracer import Tracer
+
+NUM_CANDIDATES = 4  # how many of the model's favourites the trace names
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """What the sampler chose for one request in one step."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[LogprobRow | None, ...]
+    prompt_logprobs: tuple[LogprobRow, ...] | None = None
+    """For the prompt's tokens after the first; with the prefill, where asked for."""
+
+
+class SamplingStep:
+    """Runs the sampler once for all requests of a step; changes no request."""
+
+    def __init__(self, *, sampler: Sampler, stop_checker: StopChecker, tracer: Tracer) -> None:
+        self.sampler = sampler
+        self.stop_checker = stop_checker
+        self.tracer = tracer
+
+    def __call__(
+        self, requests: Sequence[Request], logits: Mapping[str, Tensor]
+    ) -> tuple[dict[str, SampledTokens], dict[str, ForwardError]]:
+        """The next token of each request, and the errors of those that can have none, both by request id.
+
+        `logits[request_id]` is float32 `[positions, vocab]`: its last row gives the next token; the rows before it are
+        there if the prompt's logprobs were asked for, and give these.
+        """
+        errors = _not_finite(requests, logits)
+        requests = [request for request in requests if request.request_id not in errors]
+        sampled: dict[str, SampledTokens] = {}
+        if not requests:
+            return sampled, errors
+        last = torch.stack([logits[request.request_id][-1] for request in requests])  # [requests, vocab]
+        rows = [self._row(request) for request in requests]
+        metadata = SamplingMetadata.from_rows(rows, vocab_size=last.shape[-1], device=last.device)
+        chosen = self.sampler(last, metadata)
+        for index, request in enumerate(requests):
+            request_id = request.request_id
+            if index in chosen.impossible_rows:
+                errors[request_id] = ForwardError(
+                    f"no token can be sampled for {request_id!r}: its settings leave every token at probability zero"
+                )
+                continue
+            if self.tracer:
+                self._trace(request, last[index], metadata, index, chosen.token_ids[index])
+            sampled[request_id] = SampledTokens(
+                (chosen.token_ids[index],), (chosen.logprobs[index],), prompt_logprobs(request, logits[request_id])
+            )
+        return sampled, errors
+
+    def _row(self, request: Request) -> SamplingRow:
+        sequence = request.sequence
+        return SamplingRow(
+            params=request.sampling_params,
+            seed=request.seed,
+            prompt_token_ids=sequence.data.prompt_token_ids,
+            output_token_ids=sequence.data.output_token_ids,
+            stop_ids=self.stop_checker.stop_ids(sequence),
+        )
+
+    def _trace(self, request: Request, logits: Tensor, metadata: SamplingMetadata, index: int, token_id: int) -> None:
+        if self.tracer:
+            text, params = request.sequence.detokenizer.token_text, request.sampling_params
+            best, ids = logits.softmax(-1).topk(min(NUM_CANDIDATES, logits.shape[-1]))
+            drawn = metadata.uniforms is not None and not params.is_greedy
+            self.tracer.emit(
+                Sampled(
+                    rid=request.request_id,
+                    position=request.sequence.get_output_len(),
+                    token_id=token_id,
+                    text=text(token_id),
+                    greedy=params.is_greedy,
+                    settings=params.describe(),
+                    uniform=float(metadata.uniforms[index]) if drawn and metadata.uniforms is not None else None,
+                    candidates=tuple((text(i), p) for i, p in zip(ids.tolist(), best.tolist(), strict=True)),
+                )
+            )
+
+
+def prompt_logprobs(request: Request, logits: Tensor) -> tuple[LogprobRow, ...] | None:
+    """The rows for the prompt's tokens after the first; None where they were not asked for or not computed now."""
+    k = request.sampling_params.prompt_logprobs
+    if k is None or request.sequence.get_output_len() > 0:
+        return None
+    targets = torch.tensor(request.prompt_token_ids[1:], device=logits.device)
+    return tuple(gather_logprobs(logits[:-1], targets, k)) if len(targets) else ()
+
+
+def _not_finite(requests: Sequence[Request], logits: Mapping[str, Tensor]) -> dict[str, ForwardError]:
+    """An error for every request whose logits contain NaN or infinity."""
+    sums = torch.stack([logits[request.request_id].sum() for request in requests]).isfinite().tolist()
+    return {
+        request.request_id: ForwardError(
+            f"the model computed NaN or infinite logits for request {request.request_id!r}"
+        )
+        for request, finite in zip(requests, sums, strict=True)
+        if not finite and not logits[request.request_id].isfinite().all()  # finite numbers can have an infinite sum
+    }

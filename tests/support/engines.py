@@ -1,0 +1,167 @@
+"""What the engine tests of every milestone share: one tiny random model, engines around it, readers of the trace.
+
+Loading is the slow part of an engine, so the tiny model is loaded once and every engine of a test is built around it.
+`EngineMaker.check` looks at all of them after the test: their queues must agree, and nothing may be held when the work
+is done or the engine is closed.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from m1_single_request import ModelConfig, SamplingParams, Tracer, TraceRecord
+from m1_single_request.model_loader import LoadedModel, load_model
+from tests.equivalence.models import save_random_model
+
+MAX_MODEL_LEN = 256
+MANY_STEPS = 1000
+
+
+def load_tiny_model(directory: Path) -> LoadedModel:
+    """A Qwen3 of random weights whose only end-of-sequence id is the tokenizer's, saved in `directory` and loaded."""
+    save_random_model(
+        directory,
+        "qwen3",
+        stop_ids=(),
+        hidden_size=32,
+        intermediate_size=64,
+        tie_word_embeddings=False,
+        max_position_embeddings=MAX_MODEL_LEN,
+    )
+    return load_model(ModelConfig(model=directory, device="cpu", dtype="float32"))
+
+
+class EngineMaker:
+    """`make_engine(parts, seed=..., ...)`: an engine of one milestone around a loaded model, changed as told."""
+
+    def __init__(self, package: ModuleType, loaded: LoadedModel) -> None:
+        self.package = package
+        self.loaded = loaded
+        self.engines: list[Any] = []
+
+    def __call__(
+        self,
+        parts: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        chat_template: str | None = None,
+        **configs: Any,
+    ) -> Any:
+        changes: dict[str, Any] = {"max_model_len": max_model_len or self.loaded.max_model_len}
+        if eos_token_ids is not None:
+            changes["eos_token_ids"] = frozenset(eos_token_ids)
+        if chat_template is not None:
+            changes["tokenizer"] = copy.deepcopy(self.loaded.tokenizer)
+            changes["tokenizer"].chat_template = chat_template
+        table = {"model_loader": lambda config: dataclasses.replace(self.loaded, **changes), **(parts or {})}
+        model_config = self.package.ModelConfig(model=self.loaded.name, device="cpu", dtype="float32", seed=seed)
+        self.engines.append(self.package.LLMEngine(model_config=model_config, parts=table, **configs))
+        return self.engines[-1]
+
+    def check(self) -> None:
+        """Look at every engine that was made."""
+        for engine in self.engines:
+            check_nothing_is_held(engine)
+
+
+def check_nothing_is_held(engine: Any) -> None:
+    """Let an engine end what a test left behind, then look whether anything stayed; closes it."""
+    core = engine.engine_core
+    core.scheduler.check_invariants()
+    if core.dead is None and not engine._closed:
+        for _ in unfinished(engine):
+            engine.step()
+            core.scheduler.check_invariants()
+        assert not core.scheduler.requests
+    if not core.scheduler.requests or engine._closed:
+        assert held(engine) == 0
+    engine.close()
+    assert held(engine) == 0
+
+
+def held(engine: Any) -> int:
+    """Tokens whose KV the engine holds."""
+    return int(engine.stats().kv_tokens)
+
+
+def greedy(max_tokens: int, **params: Any) -> SamplingParams:
+    """Greedy parameters that only end at their length, unless told otherwise."""
+    return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True} | params)
+
+
+def unfinished(engine: Any) -> Iterator[None]:
+    """`for _ in unfinished(engine): engine.step()`, which fails instead of going on for ever."""
+    for _ in range(MANY_STEPS):
+        if not engine.has_unfinished_requests():
+            return
+        yield
+    raise AssertionError(f"the engine is not done after {MANY_STEPS} steps")
+
+
+def drain(engine: Any) -> dict[str, Any]:
+    """Step until nothing is left; the last output of every request that `step()` reported."""
+    last: dict[str, Any] = {}
+    for _ in unfinished(engine):
+        outputs = engine.step()
+        engine.engine_core.scheduler.check_invariants()
+        assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
+        last |= outputs
+    return last
+
+
+class Recorder:
+    """A trace reader that keeps everything."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.records: list[TraceRecord] = []
+        tracer.attach(self)
+
+    def read(self, record: TraceRecord) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def kinds(self) -> list[str]:
+        """The kinds of all events so far."""
+        return [record.event.kind for record in self.records]
+
+    def events(self, kind: str) -> list[Any]:
+        """All events of one kind so far."""
+        return [record.event for record in self.records if record.event.kind == kind]
+
+
+class OnEvent:
+    """A trace reader that acts once: at the `nth` event of `kind` (of request `rid`, if given)."""
+
+    def __init__(
+        self, tracer: Tracer, kind: str, action: Callable[[], Any], *, nth: int = 1, rid: str | None = None
+    ) -> None:
+        self.kind, self.action, self.left, self.rid = kind, action, nth, rid
+        self.result: Any = None
+        self.error: BaseException | None = None
+        tracer.attach(self)
+
+    def read(self, record: TraceRecord) -> None:
+        event: Any = record.event
+        rids = getattr(event, "rids", (getattr(event, "rid", None),))
+        if event.kind != self.kind or (self.rid is not None and self.rid not in rids):
+            return
+        self.left -= 1
+        if self.left == 0:
+            try:
+                self.result = self.action()
+            except Exception as error:
+                self.error = error
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    @property
+    def acted(self) -> bool:
+        return self.left <= 0
