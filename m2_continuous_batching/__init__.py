@@ -1,0 +1,75 @@
+"""Milestone 2: requests join and leave a running batch at every step.
+
+m1 answered one request after another, and a decode step read all weights for a single token. Here the scheduler decides
+anew at every step who runs (iteration-level scheduling), and one pass of the model serves them all. What changed since
+m1: the scheduler and its messages, an executor over a runner that takes batches, and KV memory in slots. The loop, the
+sampler, the stops and the face are m1's.
+
+    from m2_continuous_batching import LLMEngine, SamplingParams, SchedulerConfig
+
+Read `scheduler.py`, then `scheduler_output.py`, `input_batch.py`, `padded.py`, `slot_cache.py`; `wiring.py` shows what
+m2 replaces.
+"""
+
+from m1_single_request.config import DEFAULT_MODEL, ModelConfig, TraceConfig
+from m1_single_request.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineUsageError,
+    ForwardError,
+    InvalidParamsError,
+    InvalidPromptError,
+    InvalidRequestError,
+    ModelLoadError,
+    PromptTooLongError,
+)
+from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from m1_single_request.request_stream import RequestStream
+from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
+from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
+from m2_continuous_batching.config import EngineConfig, SchedulerConfig
+from m2_continuous_batching.interfaces import ROLES
+from m2_continuous_batching.llm_engine import LLMEngine
+from m2_continuous_batching.outputs import EngineStats
+from m2_continuous_batching.wiring import PARTS, build_engine_core
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "PARTS",
+    "ROLES",
+    "ChromeTraceReader",
+    "CompletionOutput",
+    "ConfigError",
+    "ConsoleReader",
+    "DuplicateRequestError",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStats",
+    "EngineUsageError",
+    "ForwardError",
+    "InvalidParamsError",
+    "InvalidPromptError",
+    "InvalidRequestError",
+    "JsonlReader",
+    "LLMEngine",
+    "Logprob",
+    "ModelConfig",
+    "ModelLoadError",
+    "PromptTooLongError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestStream",
+    "SamplingParams",
+    "SchedulerConfig",
+    "TraceConfig",
+    "TraceReader",
+    "TraceRecord",
+    "Tracer",
+    "build_engine_core",
+]

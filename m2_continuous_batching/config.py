@@ -1,0 +1,56 @@
+"""What an m2 engine is told: m1's model and trace, and now how many requests may run together.
+
+vLLM: `SchedulerConfig` with the same two limits; SGLang: `max_running_requests` and `max_prefill_tokens`.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from m1_single_request.config import ModelConfig, TraceConfig
+from m1_single_request.errors import ConfigError
+
+Execution = Literal["per_request", "padded"]
+LEAST_BATCHED_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How large a batch may become, and how it is executed."""
+
+    max_num_seqs: int = 16
+    """At most so many requests run at a time."""
+    max_num_batched_tokens: int | None = None
+    """At most so many new tokens go through the model in one step. A prompt runs whole, so a longer one is refused.
+    None: `max_model_len` or 2,048, whichever is larger, so that no prompt is refused for it."""
+    execution: Execution = "padded"
+    """`padded`: one forward for all prefills of a step and one for all decodes, over a dense cache with a slot per
+    request. `per_request`: a forward for each request, as in m1."""
+
+    def __post_init__(self) -> None:
+        if self.execution not in get_args(Execution):
+            raise ConfigError(f"execution={self.execution!r} is unknown: use {' or '.join(get_args(Execution))}")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if name == "max_num_batched_tokens" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
+                f"not every running request could get a token in a step"
+            )
+
+    def resolved(self, max_model_len: int) -> "SchedulerConfig":
+        """The same with every None replaced, for a model of this length."""
+        budget = self.max_num_batched_tokens or max(max_model_len, LEAST_BATCHED_TOKENS, self.max_num_seqs)
+        return replace(self, max_num_batched_tokens=budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an m2 engine can be told. The field `x` is the engine's keyword `x_config`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)

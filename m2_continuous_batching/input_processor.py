@@ -1,0 +1,28 @@
+"""Intake with one more limit: a prompt that cannot pass in a single step is refused at once.
+
+m2 prefills every prompt whole, so one that is longer than the token budget of a step would wait for ever.
+m5 cuts prompts into chunks and lifts this limit.
+"""
+
+from typing import Any
+
+from m1_single_request.errors import PromptTooLongError
+from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor
+from m1_single_request.sampling_params import SamplingParams
+
+
+class InputProcessor(SingleRequestInputProcessor):
+    """m1's, and it knows the token budget."""
+
+    def __init__(self, *, max_num_batched_tokens: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.max_num_batched_tokens = max_num_batched_tokens
+
+    def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
+        """Refuse what this engine can never run (`InvalidRequestError`)."""
+        super().check_limits(token_ids, params, request_id)
+        if len(token_ids) > self.max_num_batched_tokens:
+            raise PromptTooLongError(
+                f"request {request_id!r} has {len(token_ids)} prompt tokens; a prompt goes through the model in one "
+                f"step, and max_num_batched_tokens is {self.max_num_batched_tokens}"
+            )

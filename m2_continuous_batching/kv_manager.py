@@ -1,0 +1,67 @@
+"""Who owns which piece of KV memory: the scheduler's side of it, numbers without tensors.
+
+New in m2: a request is admitted only if its keys and values have a place. Here a place is a slot, a row of the dense
+cache that is as long as the longest request may become; m3 hands out small blocks behind the same three verbs (can
+hold, reserve, release), and the scheduler does not notice. vLLM: `v1/core/kv_cache_manager.py`; SGLang:
+`mem_cache/memory_pool.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class KVManager(Protocol):
+    """Hands out KV memory by number. The ids are the ones that the runner finds its tensors by."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None: ...
+
+    def can_hold(self, request_id: str, num_tokens: int) -> bool:
+        """Whether this request can have room for `num_tokens` tokens in all, with what it owns already."""
+
+    def reserve(self, request_id: str, num_tokens: int) -> list[int]:
+        """Give it room for `num_tokens` tokens in all; returns the ids that are new to it. Only after `can_hold`."""
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """Every id that this request owns, in the order of its tokens."""
+
+    def release(self, request_id: str) -> None:
+        """Take back what this request owns; nothing happens if it owns nothing."""
+
+    def owned(self) -> Mapping[str, list[int]]:
+        """Every owner with its ids."""
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if an id has two owners, or does not exist."""
+
+
+class SlotManager(KVManager):
+    """One slot per request, whatever its length. The lowest free slot goes first, so that slots in use lie together."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None:
+        self.num_slots = max_num_seqs
+        self.slot_len = max_model_len
+        self._slots: dict[str, int] = {}  # the only record: what stands here is owned, all else is free
+
+    def can_hold(self, request_id: str, num_tokens: int) -> bool:
+        return num_tokens <= self.slot_len and (request_id in self._slots or len(self._slots) < self.num_slots)
+
+    def reserve(self, request_id: str, num_tokens: int) -> list[int]:
+        if request_id in self._slots:  # a slot never grows: it was as large as can be from the start
+            return []
+        taken = set(self._slots.values())
+        slot = self._slots[request_id] = next(slot for slot in range(self.num_slots) if slot not in taken)
+        return [slot]
+
+    def block_ids(self, request_id: str) -> list[int]:
+        return [self._slots[request_id]]
+
+    def release(self, request_id: str) -> None:
+        self._slots.pop(request_id, None)
+
+    def owned(self) -> Mapping[str, list[int]]:
+        return {request_id: [slot] for request_id, slot in self._slots.items()}
+
+    def check_invariants(self) -> None:
+        taken = list(self._slots.values())
+        assert len(taken) == len(set(taken)), f"a slot has two owners: {self._slots}"
+        assert all(0 <= slot < self.num_slots for slot in taken), self._slots

@@ -1,0 +1,155 @@
+"""A batch run in two forwards: one for all prefills of the step, one for all decodes.
+
+Every weight is read once for all rows, which is what makes batching pay. The price is padding, and this file counts it:
+
+- a prefill batch is as wide as its longest prompt, `[rows, longest]`;
+- a decode batch is one column, but its rows are the slots from 0 to the highest in use. A slot in between that does not
+  run now goes along idle, because leaving it out would mean to copy the KV of all others (which is done if fewer than
+  half of them run);
+- attention reads every row as far as the longest one goes.
+"""
+
+import torch
+from torch import Tensor
+
+from m1_single_request.events import Free
+from m1_single_request.model_loader import LoadedModel
+from m1_single_request.tracer import Tracer
+from m2_continuous_batching.events import Forward
+from m2_continuous_batching.input_batch import InputBatch
+from m2_continuous_batching.slot_cache import SlotCache
+
+
+class PaddedExecution:
+    """transformers' own model over a `SlotCache`."""
+
+    def __init__(self, *, loaded_model: LoadedModel, max_num_seqs: int, tracer: Tracer) -> None:
+        self.model = loaded_model.model
+        self.decoder, self.lm_head = self.model.get_decoder(), self.model.get_output_embeddings()
+        self.device, self.dtype = loaded_model.device, loaded_model.dtype
+        self.kv_bytes_per_token = loaded_model.kv_bytes_per_token
+        self.tracer = tracer
+        self.cache = SlotCache(loaded_model=loaded_model, max_num_seqs=max_num_seqs)
+        self.slots: dict[str, int] = {}  # the slot of each request that has started
+        self.lens = [0] * max_num_seqs  # tokens of the slot's owner that have KV
+        self.written = [0] * max_num_seqs  # positions of the slot that are not zero, padding included
+        self.num_padded = 0
+
+    def execute(self, batch: InputBatch) -> dict[str, Tensor]:
+        """Logits by request id."""
+        for request_id, block_ids in zip(batch.req_ids, batch.block_ids, strict=True):
+            if block_ids:  # full data once: from here on the runner knows the request's slot
+                (self.slots[request_id],) = block_ids
+        self.num_padded = 0
+        prefills = [row for row, is_prefill in enumerate(batch.is_prefill) if is_prefill]
+        decodes = [row for row, is_prefill in enumerate(batch.is_prefill) if not is_prefill]
+        logits = self._prefill(batch.select(prefills)) if prefills else {}
+        return logits | (self._decode(batch.select(decodes)) if decodes else {})
+
+    def free(self, request_id: str) -> None:
+        """Wipe the slot of a request. The slot itself belongs to the scheduler's KV manager."""
+        slot = self.slots.get(request_id)
+        if slot is None:
+            return
+        tokens = self.lens[slot]
+        self.cache.clear(slot, self.written[slot])
+        self.lens[slot] = self.written[slot] = 0
+        del self.slots[request_id]
+        if self.tracer:
+            self.tracer.emit(Free(owner=request_id, tokens=tokens, bytes=tokens * self.kv_bytes_per_token))
+
+    def lengths(self) -> dict[str, int]:
+        """Tokens held, by request id."""
+        return {request_id: self.lens[slot] for request_id, slot in self.slots.items()}
+
+    def reserved_bytes(self) -> int:
+        """Every slot is reserved from the start, in its full length."""
+        return self.cache.num_bytes
+
+    def _prefill(self, batch: InputBatch) -> dict[str, Tensor]:
+        """Whole prompts, padded on the right: no token sees the padding behind it, and nobody looks at its logits."""
+        token_ids, _, positions = batch.to_tensors(self.device)
+        longest = token_ids.shape[1]
+        slots = [self.slots[request_id] for request_id in batch.req_ids]
+        for slot in slots:
+            self.written[slot] = max(self.written[slot], longest)
+        self.cache.plan_prefill(torch.tensor(slots, device=self.device), longest)
+        hidden = self._forward(token_ids, positions, None)  # [rows, longest, hidden_size]
+        rows: list[int] = []
+        columns: list[int] = []
+        for row, (length, wanted) in enumerate(zip(batch.prompt_lens, batch.num_logits, strict=True)):
+            rows += [row] * wanted
+            columns += range(length - wanted, length)
+            self.lens[slots[row]] = length
+        logits = self.lm_head(hidden[rows, columns]).float()  # [sum of num_logits, vocab]
+        self._count("prefill", batch, num_rows=len(slots), width=longest, kv_width=longest)
+        return dict(zip(batch.req_ids, logits.split(batch.num_logits), strict=True))
+
+    def _decode(self, batch: InputBatch) -> dict[str, Tensor]:
+        """One token a row. An idle row writes behind its slot's last token, where nobody reads in between."""
+        slots = [self.slots[request_id] for request_id in batch.req_ids]
+        together = 2 * len(slots) >= max(slots) + 1
+        rows = list(range(max(slots) + 1)) if together else slots  # the slot of each row of the forward
+        places = slots if together else range(len(slots))  # the row of each request
+        token_ids, positions = [0] * len(rows), [self.lens[slot] for slot in rows]
+        for place, tokens, start in zip(places, batch.token_ids, batch.start_positions, strict=True):
+            token_ids[place], positions[place] = tokens[0], start
+        for slot, position in zip(rows, positions, strict=True):
+            self.written[slot] = max(self.written[slot], position + 1)
+        width = max(batch.start_positions) + 1
+        where = torch.tensor(positions, device=self.device)
+        self.cache.plan_decode(torch.tensor(rows, device=self.device), where, width, together=together)
+        mask = self._decode_mask(where, width)
+        hidden = self._forward(torch.tensor(token_ids, device=self.device)[:, None], where[:, None], mask)
+        logits = self.lm_head(hidden[:, 0]).float()  # [rows, vocab]
+        for slot, start in zip(slots, batch.start_positions, strict=True):
+            self.lens[slot] = start + 1
+        self._count("decode", batch, num_rows=len(rows), width=1, kv_width=width)
+        return {request_id: logits[place : place + 1] for request_id, place in zip(batch.req_ids, places, strict=True)}
+
+    def _decode_mask(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+        """What each row may see: its own positions and none behind. `[rows, 1, 1, width]`, 0 or minus infinity.
+
+        Where layers with a sliding window exist, one mask for each kind of layer.
+        """
+        columns = torch.arange(width, device=self.device)
+        hidden = columns > positions[:, None]
+
+        def mask(hidden: Tensor) -> Tensor:
+            zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+            return zeros.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+        config = self.model.config
+        if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
+            return mask(hidden)
+        out_of_window = columns <= positions[:, None] - config.sliding_window
+        return {"full_attention": mask(hidden), "sliding_attention": mask(hidden | out_of_window)}
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None) -> Tensor:
+        """The last hidden states `[rows, new, hidden_size]`. Without a mask the model makes the causal one itself."""
+        output = self.decoder(
+            input_ids=token_ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state
+
+    def _count(self, mode: str, batch: InputBatch, *, num_rows: int, width: int, kv_width: int) -> None:
+        """Note the padding of one forward: places in its tensors that belong to no token."""
+        padded = num_rows * width - batch.num_tokens
+        self.num_padded += padded
+        if self.tracer:
+            self.tracer.emit(
+                Forward(
+                    mode=mode,
+                    num_requests=batch.batch_size,
+                    num_rows=num_rows,
+                    width=width,
+                    useful_tokens=batch.num_tokens,
+                    padded_tokens=padded,
+                    kv_read=num_rows * kv_width,
+                    kv_needed=sum(batch.start_positions) + batch.num_tokens,
+                )
+            )

@@ -1,0 +1,65 @@
+"""A step's decision while it is being made: the token budget, and who has a share of it."""
+
+from collections.abc import Iterable
+
+from m1_single_request.request import Request
+from m2_continuous_batching.events import Batch
+from m2_continuous_batching.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+class StepPlan:
+    """Filled by the scheduler, one request at a time; `output` is what leaves it."""
+
+    def __init__(self, *, budget: int) -> None:
+        self.budget = budget
+        self.budget_left = budget
+        self.num_scheduled_tokens: dict[str, int] = {}
+        self._prefills: list[NewRequestData] = []
+        self._decodes = CachedRequestData.make_empty()
+
+    def add_prefill(self, request: Request, block_ids: list[int]) -> None:
+        """Schedule a whole prompt."""
+        prompt = request.prompt_token_ids
+        self._prefills.append(NewRequestData(request.request_id, prompt, request.sampling_params, block_ids))
+        self._take(request, len(prompt))
+
+    def add_decode(self, request: Request, new_block_ids: list[int]) -> None:
+        """Schedule the newest token of a request that has run before."""
+        data, decodes = request.sequence.data, self._decodes
+        decodes.req_ids.append(request.request_id)
+        decodes.new_token_ids.append(data.output_token_ids[-1:])
+        decodes.new_block_ids.append(new_block_ids)
+        decodes.num_computed_tokens.append(data.num_computed_tokens)
+        decodes.num_output_tokens.append(len(data.output_token_ids))
+        self._take(request, 1)
+
+    def output(self, *, finished_req_ids: frozenset[str]) -> SchedulerOutput:
+        """The decision, complete."""
+        return SchedulerOutput(
+            scheduled_new_reqs=self._prefills,
+            scheduled_cached_reqs=self._decodes,
+            num_scheduled_tokens=self.num_scheduled_tokens,
+            total_num_scheduled_tokens=self.budget - self.budget_left,
+            finished_req_ids=finished_req_ids,
+        )
+
+    def event(self, *, left: Iterable[str]) -> Batch:
+        """The decision for the trace; built only for a reader."""
+        new, cached = self._prefills, self._decodes
+        prefix_lens = [request.num_computed_tokens for request in new] + cached.num_computed_tokens
+        extend_lens = [len(request.prompt_token_ids) for request in new] + [1] * cached.num_reqs
+        return Batch(
+            mode="mixed" if new and cached.num_reqs else "prefill" if new else "decode",
+            rids=(*(request.req_id for request in new), *cached.req_ids),
+            extend_lens=tuple(extend_lens),
+            prefix_lens=tuple(prefix_lens),
+            seq_lens=tuple(prefix + extend for prefix, extend in zip(prefix_lens, extend_lens, strict=True)),
+            joined=tuple(request.req_id for request in new),
+            left=tuple(sorted(left)),
+            total_tokens=self.budget - self.budget_left,
+            budget=self.budget,
+        )
+
+    def _take(self, request: Request, num_tokens: int) -> None:
+        self.num_scheduled_tokens[request.request_id] = num_tokens
+        self.budget_left -= num_tokens
