@@ -65,7 +65,8 @@ class EngineCore(EngineCoreBase):
             except Exception as error:
                 self._fail([scheduler_output.request_id], error)
         times += [time.perf_counter()] * (4 - len(times))  # a step that ran nothing, or failed, has empty phases
-        changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
+        updated = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
+        changed = self._and_unreported(updated)
         outputs = self._make_outputs(changed)  # 6 make outputs
         self._release()  # 7 release
         num_tokens = len(scheduler_output.token_ids) if scheduler_output else 0

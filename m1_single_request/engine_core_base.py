@@ -65,8 +65,10 @@ class EngineCoreBase(ABC):
         self.tracer = tracer
         self.iteration = 0
         self.dead: EngineDeadError | None = None
-        self._unfinished = scheduler
+        self._scheduler = scheduler
         self._kv_holder = kv_holder
+        self._open: dict[str, Request] = {}  # requests whose end no step has returned yet
+        self._in_step = self._was_interrupted = False
         self._num_finished: dict[str, int] = {}
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0  # of finished requests
@@ -78,28 +80,29 @@ class EngineCoreBase(ABC):
     def add_request(self, request: Request) -> None:
         """Queue a checked request; it runs in later steps."""
         self._check_alive()
-        self._unfinished.add_request(request)
+        self._scheduler.add_request(request)
+        self._open[request.request_id] = request
 
     def abort_request(self, request_id: str) -> bool:
         """Mark a request to end at the next step's update. False if it is unknown, finished or already marked."""
-        return bool(self._unfinished.finish_requests([request_id], FinishAbort()))
+        return bool(self._scheduler.finish_requests([request_id], FinishAbort()))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to do."""
-        return self._unfinished.has_unfinished_requests()
+        return bool(self._open) or self._scheduler.has_unfinished_requests()
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether this request still waits or runs."""
-        return request_id in self._unfinished.requests
+        """Whether this request still waits or runs, or no step has reported its end."""
+        return request_id in self._open or request_id in self._scheduler.requests
 
     def stats(self) -> EngineStats:
         """Totals so far and what is held now."""
         kv_tokens = self._kv_holder.num_kv_tokens()
-        unfinished = self._unfinished.requests.values()
+        unfinished = self._scheduler.requests.values()
         return EngineStats(
             num_steps=self.iteration,
-            num_waiting=len(self._unfinished.waiting),
-            num_running=len(self._unfinished.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_running=len(self._scheduler.running),
             num_finished=dict(self._num_finished),
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens + sum(r.sequence.get_output_len() for r in unfinished),
@@ -117,9 +120,16 @@ class EngineCoreBase(ABC):
         if not self.has_unfinished_requests():
             self._release()
             return False
+        self._was_interrupted, self._in_step = self._in_step, True
         self.iteration += 1
         self.tracer.step = self.iteration
         return True
+
+    def _and_unreported(self, changed: list[Request]) -> list[Request]:
+        """Add the requests that ended in a step that was interrupted before it could say so."""
+        if not self._was_interrupted:
+            return changed
+        return changed + [r for r in self._open.values() if r.is_finished and r not in changed]
 
     def _make_outputs(self, changed: Iterable[Request]) -> dict[str, RequestOutput]:
         """What the callers of these requests see now.
@@ -150,7 +160,7 @@ class EngineCoreBase(ABC):
         behind.
         """
         for request_id in self._kv_holder.held_request_ids():
-            if request_id not in self._unfinished.requests:
+            if request_id not in self._scheduler.requests:
                 self._kv_holder.free_request_cache(request_id)
 
     def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
@@ -159,8 +169,8 @@ class EngineCoreBase(ABC):
             error = EngineDeadError(f"the device failed beyond recovery: {error}")
         if isinstance(error, EngineDeadError):
             self.dead = error
-            request_ids = list(self._unfinished.requests)
-        self._unfinished.finish_requests(request_ids, FinishError(error))
+            request_ids = list(self._scheduler.requests)
+        self._scheduler.finish_requests(request_ids, FinishError(error))
 
     def _fail_each(self, errors: Mapping[str, Exception]) -> None:
         """Mark each request to end with an error of its own."""
@@ -191,8 +201,8 @@ class EngineCoreBase(ABC):
             self.tracer.emit(
                 StepDone(
                     num_tokens=num_tokens,
-                    num_waiting=len(self._unfinished.waiting),
-                    num_running=len(self._unfinished.running),
+                    num_waiting=len(self._scheduler.waiting),
+                    num_running=len(self._scheduler.running),
                     kv_tokens=self._kv_holder.num_kv_tokens(),
                     schedule_ms=schedule,
                     execute_ms=execute,
@@ -200,3 +210,7 @@ class EngineCoreBase(ABC):
                     update_ms=update,
                 )
             )
+        for request in changed:
+            if request.is_finished:
+                self._open.pop(request.request_id, None)
+        self._in_step = False

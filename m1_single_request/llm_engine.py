@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from m1_single_request.config import DEFAULT_MODEL, EngineConfig, assemble_config
 from m1_single_request.errors import (
@@ -190,7 +190,7 @@ class LLMEngine:
                 self.tracer.close()
                 self._closed = True
 
-    def __enter__(self) -> "LLMEngine":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

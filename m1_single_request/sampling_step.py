@@ -48,12 +48,14 @@ class SamplingStep:
         `logits[request_id]` is float32 `[positions, vocab]`: its last row gives the next token; the rows before it are
         there if the prompt's logprobs were asked for, and give these.
         """
-        errors = _not_finite(requests, logits)
-        requests = [request for request in requests if request.request_id not in errors]
+        last = torch.stack([logits[request.request_id][-1] for request in requests])  # [requests, vocab]
+        errors = _not_finite(requests, logits, last)
+        if errors:
+            sound = [i for i, request in enumerate(requests) if request.request_id not in errors]
+            requests, last = [requests[i] for i in sound], last[sound]
         sampled: dict[str, SampledTokens] = {}
         if not requests:
             return sampled, errors
-        last = torch.stack([logits[request.request_id][-1] for request in requests])  # [requests, vocab]
         rows = [self._row(request) for request in requests]
         metadata = SamplingMetadata.from_rows(rows, vocab_size=last.shape[-1], device=last.device)
         chosen = self.sampler(last, metadata)
@@ -109,13 +111,13 @@ def prompt_logprobs(request: Request, logits: Tensor) -> tuple[LogprobRow, ...] 
     return tuple(gather_logprobs(logits[:-1], targets, k)) if len(targets) else ()
 
 
-def _not_finite(requests: Sequence[Request], logits: Mapping[str, Tensor]) -> dict[str, ForwardError]:
-    """An error for every request whose logits contain NaN or infinity."""
-    sums = torch.stack([logits[request.request_id].sum() for request in requests]).isfinite().tolist()
+def _not_finite(requests: Sequence[Request], logits: Mapping[str, Tensor], last: Tensor) -> dict[str, ForwardError]:
+    """An error for every request whose logits contain NaN or infinity. `last` `[requests, vocab]` are its last rows."""
+    suspects = [not finite for finite in last.sum(dim=-1).isfinite().tolist()]  # finite numbers can have such a sum
     return {
         request.request_id: ForwardError(
             f"the model computed NaN or infinite logits for request {request.request_id!r}"
         )
-        for request, finite in zip(requests, sums, strict=True)
-        if not finite and not logits[request.request_id].isfinite().all()  # finite numbers can have an infinite sum
+        for request, suspect in zip(requests, suspects, strict=True)
+        if (suspect or len(logits[request.request_id]) > 1) and not logits[request.request_id].isfinite().all()
     }

@@ -69,7 +69,8 @@ class EngineCore(EngineCoreBase):
             except Exception as error:
                 self._fail(scheduler_output.num_scheduled_tokens, error)
         times += [time.perf_counter()] * (4 - len(times))  # a step that ran nothing, or failed, has empty phases
-        changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
+        updated = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
+        changed = self._and_unreported(updated)
         outputs = self._make_outputs(changed)  # 6 make outputs
         self._release()  # 7 release
         prefilled = [new.req_id for new in scheduler_output.scheduled_new_reqs if new.req_id in sampled]

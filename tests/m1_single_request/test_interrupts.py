@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from m1_single_request import ConfigError, LLMEngine, TraceConfig, TraceRecord
+from m1_single_request import ConfigError, DuplicateRequestError, LLMEngine, RequestOutput, TraceConfig, TraceRecord
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.events import Finish
+from m1_single_request.output_processor import OutputProcessor
+from m1_single_request.request import Request
 from tests.m1_single_request.engines import MakeEngine, drain, greedy, held
 
 PROMPT = [5, 6, 7]
@@ -53,6 +55,37 @@ def test_an_interrupt_in_the_middle_of_a_commit_doubles_nothing(make_engine: Mak
     output = drain(engine)[rid]
     assert (output.token_ids, output.text) == (expected.token_ids, expected.text)
     assert held(engine) == 0
+
+
+class InterruptedAtTheEnd(OutputProcessor):
+    """Is interrupted once, when a request has ended and its last output is to be made."""
+
+    interrupted = False
+
+    def make_output(self, request: Request) -> RequestOutput:
+        if request.is_finished and not type(self).interrupted:
+            type(self).interrupted = True
+            raise KeyboardInterrupt
+        return super().make_output(request)
+
+
+def test_an_end_that_an_interrupt_kept_from_being_reported_is_reported_by_the_next_step(
+    make_engine: MakeEngine,
+) -> None:
+    InterruptedAtTheEnd.interrupted = False
+    engine = make_engine({"output_processor": InterruptedAtTheEnd})
+    engine.add_request(PROMPT, greedy(2), request_id="x")
+    engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.has_unfinished_requests()
+    with pytest.raises(DuplicateRequestError):
+        engine.add_request(PROMPT, request_id="x")
+    output = engine.step()["x"]
+    assert output.finished and output.finish_reason == "length" and len(output.token_ids) == 2
+    assert not engine.has_unfinished_requests() and engine.step() == {} and held(engine) == 0
+    assert engine.stats().num_finished == {"length": 1}
+    assert engine.generate(PROMPT, greedy(2), request_id="x").finish_reason == "length"
 
 
 def test_a_part_that_fails_in_the_middle_of_a_commit_fails_only_its_request(make_engine: MakeEngine) -> None:

@@ -172,10 +172,11 @@ def test_random_traffic_keeps_every_invariant(make_engine: MakeEngine) -> None:
 
 def test_the_invariants_notice_a_lost_request(engine: LLMEngine) -> None:
     engine.add_request("a")
-    engine.engine_core.scheduler.waiting.clear()
+    scheduler = engine.engine_core.scheduler
+    lost = scheduler.waiting.popleft()
     with pytest.raises(AssertionError):
-        engine.engine_core.scheduler.check_invariants()
-    engine.engine_core.scheduler.requests.clear()
+        scheduler.check_invariants()
+    scheduler.waiting.append(lost)
 
 
 def test_the_invariants_notice_a_wrong_token_count(engine: LLMEngine) -> None:
