@@ -121,6 +121,8 @@ class EngineCoreBase(ABC):
             self._release()
             return False
         self._was_interrupted, self._in_step = self._in_step, True
+        if self._was_interrupted:  # before anybody is admitted: what an ended request still holds may be given away
+            self._release()
         self.iteration += 1
         self.tracer.step = self.iteration
         return True

@@ -132,7 +132,8 @@ class SlotLayer(CacheLayerMixin):
 def available_memory(device: torch.device) -> int | None:
     """Bytes that could be reserved on `device`: what is free on a GPU, all there is on a CPU; None if unknown."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, of what was freed
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not every system says

@@ -5,16 +5,17 @@
     req-1  P----x-----|
     req-2        ......P-------|
 
-It is a reader of the trace, like the console's: attach it (`engine.tracer.attach(timeline)`), run, and `draw` it,
-during the run or after it. It shows what continuous batching is about: who was in the batch at which step, and who was
-not.
+A reader of the trace, like the console's: attach it (`engine.tracer.attach(timeline)`), run, and draw it, during the
+run or after it. It shows what continuous batching is about: who was in the batch at which step, and who was not.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import ceil
 from typing import TypeVar
 
+from rich.console import Group
 from rich.text import Text
 
 from m1_single_request.events import Event, Finish, RequestAdded, StepDone
@@ -29,27 +30,28 @@ GLYPHS = {
     "decode": ("-", "black on green"),
     "queued": (".", "yellow"),
 }
-"""Letter and colour of each state; where several steps share a column, the first of these that occurs is shown."""
+"""Letter and colour of each state. Where several steps share a column, it shows the first of these that occurs."""
+LEGEND = {"queued": "queued", "prefill": "prefill", "decode": "decode", "left out": "left out by the budget"}
 DONE = ("|", "bold")
-MOST_BLOCKS = 6  # a longer run is not drawn in more lines, but with more steps in each column
+MOST_BLOCKS = 4  # a run that is longer than so many lines of the terminal gets several steps in a column
 
 
 @dataclass
 class Lane:
-    """One request: the steps before it came, then its state in each step until it ended."""
+    """One request: how many steps were over when it came, then its state in each step until it ended."""
 
     begin: int
     states: list[str] = field(default_factory=list)
     finished: bool = False
 
-    def state(self, first_step: int, num_steps: int) -> str | None:
+    def state(self, step: int, num_steps: int) -> str | None:
         """The most remarkable state in these steps, counted from 0; None where there is none."""
-        here = self.states[max(0, first_step - self.begin) : max(0, first_step + num_steps - self.begin)]
+        here = self.states[max(0, step - self.begin) : max(0, step + num_steps - self.begin)]
         return next((state for state in GLYPHS if state in here), None)
 
 
 class Timeline:
-    """Gathers lanes from the trace, and keeps the records for whoever asks for more (`of`)."""
+    """Gathers lanes from the trace, and keeps the records for whoever wants to know more (`of`)."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
@@ -74,61 +76,71 @@ class Timeline:
             self._end_step(record.step)
 
     def close(self) -> None:
-        """Nothing is buffered beyond a step."""
+        """Everything stays: it can be drawn after the run."""
 
     def of(self, kind: type[E]) -> Iterator[tuple[int, E]]:
         """All events of a kind so far, each with its step."""
-        return ((record.step, record.event) for record in self.records if isinstance(record.event, kind))
+        for record in self.records:
+            if isinstance(record.event, kind):
+                yield record.step, record.event
 
-    def draw(self, width: int, *, latest: bool = False) -> Text:
-        """The whole timeline in lines of at most `width` characters; or, for a live view, its latest part."""
+    def draw(self, width: int, *, latest: bool = False) -> Group:
+        """The timeline in lines of at most `width` characters, and a legend. `latest`: its end only, for a live view.
+
+        A line that is full goes on below, with the lanes that have anything there.
+        """
         labels = max([len("step"), *map(len, self.lanes)]) + 2
-        room = max(1, width - labels - 1)  # columns; the one left over is for the mark of an end
-        each = 1 if latest else max(1, ceil(len(self.steps) / (room * MOST_BLOCKS)))
+        room = max(1, width - labels - 1)  # columns of a line; the one left over is for the mark of an end
+        each = 1 if latest else max(1, ceil(len(self.steps) / (room * MOST_BLOCKS)))  # steps in a column
         columns = ceil(len(self.steps) / each)
         begins = [max(0, columns - room)] if latest else range(0, columns, room)
-        blocks = [self._block(range(begin, min(begin + room, columns)), each, labels, latest) for begin in begins]
-        return Text("\n\n", no_wrap=True, overflow="crop").join(blocks)
-
-    def legend(self, width: int) -> Text:
-        """What the letters mean, for a timeline of this width."""
-        parts = []
-        for state, (letter, style) in (*reversed(GLYPHS.items()), ("done", DONE)):
-            parts.append(Text.assemble((letter, style), f" {state}"))
-        return Text("   ").join(parts)
+        lines = []
+        for begin in begins:
+            lines += self._block(range(begin, min(begin + room, columns)), each, labels, every_lane=latest)
+            lines.append(Text(""))
+        for line in lines:
+            line.no_wrap, line.overflow = True, "crop"
+        legend = [Text.assemble(GLYPHS[state], f" {meaning}") for state, meaning in LEGEND.items()]
+        legend.append(Text.assemble(DONE, " done"))
+        if each > 1:
+            legend.append(Text(f"a column is {each} steps"))
+        return Group(*lines, Text("   ").join(legend))
 
     def _end_step(self, step: int) -> None:
         self.steps.append(step)
+        for request_id in self._now:  # one that was there before this reader has no lane yet
+            self.lanes.setdefault(request_id, Lane(begin=len(self.steps) - 1))
         for request_id, lane in self.lanes.items():
-            if not lane.finished:
-                waits = "left out" if lane.states and lane.states[-1] != "queued" else "queued"
-                lane.states.append(self._now.get(request_id, waits))
-        for request_id in self._ended:
-            self.lanes[request_id].finished = True
+            if request_id in self._now:
+                lane.states.append(self._now[request_id])
+            elif not lane.finished and request_id not in self._ended:
+                lane.states.append("queued")
+            lane.finished |= request_id in self._ended
         self._now.clear()
         self._ended.clear()
 
-    def _block(self, columns: range, each: int, labels: int, every_lane: bool) -> Text:
+    def _block(self, columns: range, each: int, labels: int, *, every_lane: bool) -> list[Text]:
+        """A ruler and the lanes, for some of the columns."""
         lines = [Text("step".ljust(labels) + self._ruler(columns, each), style="dim")]
         for request_id, lane in self.lanes.items():
-            cells = [lane.state(column * each, each) for column in columns]
-            line = Text(request_id.ljust(labels), style="bold")
-            for cell in cells:
-                line.append(*(GLYPHS[cell] if cell else (" ",)))
-            last = (lane.begin + len(lane.states) - 1) // each
+            last = (lane.begin + len(lane.states) - 1) // each  # its last column
+            cells = [lane.state(column * each, each) for column in columns if column <= last]
+            line = Text(request_id.ljust(labels))
+            for state, same in groupby(cells):
+                letter, style = GLYPHS[state] if state else (" ", "")
+                line.append(letter * len(list(same)), style)
             if lane.finished and last in columns:
-                line.right_crop(columns[-1] - last)
                 line.append(*DONE)
             if every_lane or any(cells):
                 lines.append(line)
-        return Text("\n").join(lines)
+        return lines
 
     def _ruler(self, columns: range, each: int) -> str:
-        """Step numbers over the columns they begin at: the first, and every tenth."""
-        line = ""
-        for column in columns:
-            number = self.steps[column * each]
-            is_tenth = number % 10 == 0 if each == 1 else (column - columns[0]) % 10 == 0
-            if column == columns[0] or (is_tenth and len(line) < column - columns[0]):
-                line = line.ljust(column - columns[0]) + str(number)
-        return line[: len(columns)]
+        """Step numbers, each above the column that begins with it: the first of the line, and every tenth column."""
+        ruler = ""
+        for place, column in enumerate(columns):
+            number = str(self.steps[column * each])
+            is_round = (column if each > 1 else column + 1) % 10 == 0
+            if place == 0 or (is_round and len(ruler) < place and place + len(number) <= len(columns)):
+                ruler = ruler.ljust(place) + number
+        return ruler

@@ -92,7 +92,8 @@ def test_a_prompt_is_answered_with_the_flags_that_were_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
-    flags = "--max-tokens 5 --temperature 0.5 --top-k 9 --seed 3 --device cpu --dtype bfloat16 --trace summary".split()
+    flags = "--max-tokens 5 --temperature 0.5 --top-k 9 --seed 3 --trace summary".split()
+    flags += "--device cpu --dtype bfloat16 --max-model-len 64".split()
     assert demo.main(["--prompt", "What is a KV cache?", "--trace-file", str(trace), *flags]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -100,6 +101,7 @@ def test_a_prompt_is_answered_with_the_flags_that_were_given(
     assert "step    1  prefill" in out and "step    2  decode" in out
     events = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
     assert events[0]["event"] == "engine_started" and events[0]["dtype"] == "bfloat16"
+    assert events[0]["max_model_len"] == 64
     added = next(event for event in events if event["event"] == "request_added")
     assert (added["max_tokens"], added["seed"]) == (5, 3)
     sampled = next(event for event in events if event["event"] == "sampled")
@@ -144,6 +146,8 @@ def test_a_wrong_model_path_is_one_clear_line(capsys: pytest.CaptureFixture[str]
         (["--min-p", "2"], "min_p=2.0"),
         (["--repetition-penalty", "0"], "repetition_penalty=0.0"),
         (["--device", "toaster"], "device='toaster'"),
+        (["--max-model-len", "1"], "max_model_len=1"),
+        (["--max-model-len", "9000"], "9000"),
         (["--stop", ""], "stop="),
         (["--trace-file", "/nowhere/at/all/trace.jsonl"], "/nowhere/at/all/trace.jsonl"),
     ],

@@ -1,0 +1,69 @@
+"""Many requests at a time: `python -m m2_continuous_batching.demo`.
+
+Without flags: three questions, a burst of late ones, and a timeline that shows at every step who was in the batch; what
+there is to see in it, with its numbers; then static batching, continuous batching and one request after the other,
+measured on the same requests. `--prompt`, `--chat` and most other flags are m1's.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from m1_single_request import demo as m1
+from m1_single_request.errors import ConfigError
+from m2_continuous_batching.config import SchedulerConfig
+from m2_continuous_batching.demo_tour import tour
+from m2_continuous_batching.llm_engine import LLMEngine
+
+
+def make_parser(prog: str = "python -m m2_continuous_batching.demo") -> argparse.ArgumentParser:
+    """m1's flags, and those of a batch."""
+    parser = m1.make_parser(prog)
+    batching = parser.add_argument_group("batching")
+    batching.add_argument("--max-num-seqs", type=int, default=4, help="so many requests run at a time; default: 4")
+    batching.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        help="so many new tokens go through the model in one step; default: as the longest prompt needs",
+    )
+    batching.add_argument(
+        "--execution",
+        choices=("padded", "per_request"),
+        default="padded",
+        help="all rows of a step in one pass through the model (the default), or each in its own",
+    )
+    batching.add_argument("--num-prompts", type=int, default=24, help="requests in the comparison; default: 24")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit status."""
+    return m1.exit_status(run, make_parser().parse_args(argv))
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Do what the flags say."""
+    if args.num_prompts < 1:
+        raise ConfigError(f"num_prompts={args.num_prompts} must be at least 1")
+    params = m1.sampling_params(args)
+    trace = m1.trace_config(args, m1.console_reader(args, console))
+    model, scheduler = m1.model_config(args), scheduler_config(args)
+    if m1.is_tour(args):
+        tour(model, scheduler, trace, params, console, num_prompts=args.num_prompts)
+        return
+    with LLMEngine(model_config=model, scheduler_config=scheduler, trace_config=trace) as engine:
+        m1.converse(engine, args, params, console)
+
+
+def scheduler_config(args: argparse.Namespace) -> SchedulerConfig:
+    """The flags of a batch, checked."""
+    return SchedulerConfig(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        execution=args.execution,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,253 @@
+"""The timeline: what it draws of a trace, whatever the width, and what it says of it."""
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from m1_single_request.events import Finish, RequestAdded, StepDone
+from m2_continuous_batching import SamplingParams, TraceRecord
+from m2_continuous_batching.events import Batch, LeftOut
+from m2_continuous_batching.timeline import LEGEND, Timeline
+from m2_continuous_batching.timeline_facts import facts
+from tests.m2_continuous_batching.engines import EXECUTIONS, MakeEngine, greedy, limits, unfinished
+
+LETTERS = {"P": "prefill", "-": "decode", ".": "queued", "x": "left out"}
+
+
+def drawn(timeline: Timeline, width: int = 100, **options: Any) -> list[str]:
+    """The lines of a timeline on a console of this width, without the legend."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(timeline.draw(width, **options))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(len(line) <= width for line in lines)
+    return lines[: next(i for i, line in enumerate(lines) if line.startswith(". "))]
+
+
+def added(rid: str) -> RequestAdded:
+    return RequestAdded(rid=rid, len=3, max_tokens=9, greedy=True, seed=0, num_waiting=0)
+
+
+def ended(rid: str) -> Finish:
+    return Finish(rid=rid, reason="length", matched="max_tokens", why="enough", out_len=1)
+
+
+def batch(prefills: str = "", decodes: str = "") -> Batch:
+    """A step of requests with names of one letter; prompts have 3 tokens, contexts 5."""
+    rids, is_new = (*prefills, *decodes), (*[True] * len(prefills), *[False] * len(decodes))
+    return Batch(
+        mode="mixed",
+        rids=rids,
+        extend_lens=tuple(3 if new else 1 for new in is_new),
+        prefix_lens=tuple(0 if new else 5 for new in is_new),
+        seq_lens=tuple(3 if new else 6 for new in is_new),
+        joined=tuple(prefills),
+        left=(),
+        total_tokens=3 * len(prefills) + len(decodes),
+        budget=8,
+    )
+
+
+def done() -> StepDone:
+    return StepDone(
+        num_tokens=1, num_waiting=0, num_running=0, kv_tokens=0,
+        schedule_ms=0.0, execute_ms=0.0, sample_ms=0.0, update_ms=0.0,
+    )  # fmt: skip
+
+
+def heard(*steps: Iterable[Any], first_step: int = 1) -> Timeline:
+    """A timeline that heard these events, step by step."""
+    timeline = Timeline()
+    for number, events in enumerate(steps, first_step):
+        for event in (*events, done()):
+            timeline.read(TraceRecord(number, 0.0, event))
+    timeline.close()
+    return timeline
+
+
+STEPS = (
+    (added("a"), added("b"), batch("ab")),
+    (added("c"), added("d"), LeftOut(rids=("b",), max_num_batched_tokens=8), batch("c", "a")),
+    (batch("", "bca"), ended("a")),
+    (batch("d", "bc"), ended("d"), ended("b")),
+    (batch("", "c"), ended("c")),
+)
+
+
+def test_every_request_has_a_lane_and_every_step_a_column() -> None:
+    assert drawn(heard(*STEPS)) == [
+        "step  1",
+        "a     P--|",
+        "b     Px--|",
+        "c      P---|",
+        "d      ..P|",
+        "",
+    ]
+
+
+def test_a_full_line_goes_on_below_with_the_lanes_that_are_left() -> None:
+    assert drawn(heard(*STEPS), width=10) == [
+        "step  1",
+        "a     P--|",
+        "b     Px-",
+        "c      P-",
+        "d      ..",
+        "",
+        "step  4",
+        "b     -|",
+        "c     --|",
+        "d     P|",
+        "",
+    ]
+
+
+def test_a_live_view_shows_the_latest_steps_of_every_lane() -> None:
+    assert drawn(heard(*STEPS), width=10, latest=True) == [
+        "step  3",
+        "a     -|",
+        "b     --|",
+        "c     ---|",
+        "d     .P|",
+        "",
+    ]
+
+
+def test_a_long_run_has_several_steps_in_a_column_and_hides_no_prefill() -> None:
+    decodes = [(batch("", "a"),)] * 40
+    timeline = heard((added("a"), batch("a")), *decodes, (added("b"), batch("b", "a")), *decodes, (ended("a"),))
+    lines = drawn(timeline, width=27)
+    lane = "".join(line[6:] for line in lines if line.startswith("a"))
+    assert len(timeline.steps) == 83 and 42 <= len(lane) < 80 and lane == f"P{'-' * (len(lane) - 2)}|"
+    (late,) = ("".join(line[6:] for line in lines if line.startswith("b")),)
+    assert late.strip().startswith("P")
+    console = Console(file=io.StringIO(), width=120)
+    console.print(timeline.draw(27))
+    assert "a column is 2 steps" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_every_letter_is_explained() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(heard(*STEPS).draw(120))
+    legend = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
+    for letter, state in LETTERS.items():
+        assert f"{letter} {LEGEND[state]}" in legend
+    assert "| done" in legend and "a column" not in legend
+
+
+def test_an_aborted_request_ends_where_it_is() -> None:
+    timeline = heard(
+        (added("a"), added("b"), batch("a")),
+        (batch("", "a"),),
+        (ended("a"), ended("b")),
+        (added("c"), batch("c"), ended("c")),
+    )
+    assert drawn(timeline) == ["step  1", "a     P-|", "b     ..|", "c        P|", ""]
+
+
+def test_a_reader_that_comes_late_shows_what_it_heard() -> None:
+    timeline = heard(
+        (batch("", "a"),), (added("b"), batch("b", "a"), ended("a"), ended("never heard of")), first_step=9
+    )
+    assert drawn(timeline) == ["step  9", "a     --|", "b      P", ""]
+
+
+def test_nothing_heard_is_nothing_drawn() -> None:
+    timeline = Timeline()
+    assert drawn(timeline) == [] and facts(timeline) == []
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 20, 79])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(heard(*STEPS * 30).draw(width))
+    assert max(map(len, console.file.getvalue().splitlines())) <= width  # type: ignore[attr-defined]
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=EXECUTIONS)
+def story(request: pytest.FixtureRequest, make_engine: MakeEngine) -> tuple[Timeline, dict[str, int]]:
+    """Three requests; then four late ones, of which one is as long as the budget; and how many tokens each made."""
+    engine, timeline = make_engine(**limits(3, 24, request.param)), Timeline()
+    engine.tracer.attach(timeline)
+    lengths = {}
+
+    def add(prompt_len: int, max_tokens: int) -> None:
+        lengths[engine.add_request(list(range(7, 7 + prompt_len)), greedy(max_tokens))] = max_tokens
+
+    for prompt_len, max_tokens in ((9, 4), (3, 12), (5, 20)):
+        add(prompt_len, max_tokens)
+    for _ in range(2):
+        engine.step()
+    for prompt_len, max_tokens in ((24, 3), (4, 2), (6, 5)):
+        add(prompt_len, max_tokens)
+    for _ in unfinished(engine):
+        engine.step()
+    return timeline, lengths
+
+
+def test_a_lane_has_a_place_for_every_token_and_no_step_too_many(story: tuple[Timeline, dict[str, int]]) -> None:
+    timeline, lengths = story
+    for request_id, lane in timeline.lanes.items():
+        assert lane.finished and lane.states.count("prefill") == 1
+        assert lane.states.count("prefill") + lane.states.count("decode") == lengths[request_id]
+    for step in range(len(timeline.steps)):
+        states = [lane.state(step, 1) for lane in timeline.lanes.values()]
+        assert 1 <= sum(state in ("prefill", "decode") for state in states) <= 3
+    assert timeline.lanes["req-1"].states.count("left out") == 1
+
+
+def test_what_it_says_has_the_numbers_of_the_run(story: tuple[Timeline, dict[str, int]]) -> None:
+    timeline, lengths = story
+    said = "\n".join(facts(timeline))
+    for part in (
+        "Step 1 prefills req-0, req-1 and req-2: 9 + 3 + 5 prompt tokens",
+        "Step 8: req-4 joins the batch while req-1 and req-2 are in the middle of their answers.",
+        "req-5 waits longest, 7 steps: 5 behind others in the queue, 2 as the first in line, because as many run as "
+        "max_num_seqs = 3 allows. It joins in step 10, right after the end of req-4.",
+        "Step 5 has no token for req-1 and req-2: the prompt of req-3 takes 24 of the 24 that max_num_batched_tokens "
+        "allows. In step 6 they run before anybody is admitted.",
+        "33.0 KiB held keys and values (step 7)",
+        f"21 steps made the {sum(lengths.values())} output tokens of 6 requests: 2.2 a step.",
+    ):
+        assert part in said, part
+
+
+def test_it_says_which_limit_somebody_waited_for(make_engine: MakeEngine) -> None:
+    engine, timeline = make_engine(**limits(3, 10)), Timeline()
+    engine.tracer.attach(timeline)
+    engine.generate_batch([list(range(7)), list(range(6)), [5]], [greedy(2), greedy(2), greedy(1)])
+    (said,) = (text for text in facts(timeline) if "waits longest" in text)
+    assert said.startswith(
+        "req-1 waits longest, 1 step: 1 as the first in line, because its prompt is longer than the "
+    )
+    assert "rest of the step's token budget, 3. It joins in step 2." in said
+
+
+def test_it_says_what_was_padding_and_what_was_reserved(make_engine: MakeEngine) -> None:
+    said = {}
+    for execution in EXECUTIONS:
+        engine, timeline = make_engine(**limits(2, None, execution)), Timeline()
+        engine.tracer.attach(timeline)
+        engine.generate_batch([[5, 6, 7], [5, 6, 7, 8, 9]], [greedy(2), greedy(2)])
+        said[execution] = "\n".join(facts(timeline))
+    assert "2 rows of 5, as long as the longest prompt: 2 of its 10 places are padding" in said["padded"]
+    assert "Padding: 2 of 12 places in the tensors of these 2 steps hold no token (17%)" in said["padded"]
+    assert "reserved" in said["padded"] and "Nothing is reserved in vain" not in said["padded"]
+    assert "each prompt in a pass of its own" in said["per_request"]
+    assert "Padding: none" in said["per_request"] and "Nothing is reserved in vain" in said["per_request"]
+
+
+def test_a_run_of_one_request_has_little_to_say(make_engine: MakeEngine) -> None:
+    engine, timeline = make_engine(**limits(1)), Timeline()
+    engine.tracer.attach(timeline)
+    engine.generate("a", SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    said = facts(timeline)
+    assert [text.split(":")[0] for text in said] == [
+        "Padding",
+        "KV memory",
+        "3 steps made the 3 output tokens of 1 request",
+    ]
