@@ -52,7 +52,7 @@ def test_the_tour_draws_explains_and_compares(
     assert any("x" in cells for cells in drawn.values()) and any("." in cells for cells in drawn.values())
     said = words(out)
     for part in (
-        "3 questions at the start, 5 more after step 8",
+        f"3 questions at the start, 5 more after step {demo_tour.LATE_AFTER}",
         ". queued P prefill - decode x left out by the budget | done",
         "The code of zebra is 4821.",
         "as many run as max_num_seqs = 4 allows",
