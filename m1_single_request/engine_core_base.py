@@ -67,7 +67,9 @@ class EngineCoreBase(ABC):
         self.dead: EngineDeadError | None = None
         self._scheduler = scheduler
         self._kv_holder = kv_holder
-        self._open: dict[str, Request] = {}  # requests whose end no step has returned yet
+        self._open: dict[str, Request] = {}  # requests whose end nobody was told yet
+        self._told: set[str] = set()  # those among them whose end the last step returned
+        self._counted: set[str] = set()  # those among them whose end is in the totals
         self._in_step = self._was_interrupted = False
         self._num_finished: dict[str, int] = {}
         self._num_prompt_tokens = 0
@@ -80,6 +82,7 @@ class EngineCoreBase(ABC):
     def add_request(self, request: Request) -> None:
         """Queue a checked request; it runs in later steps."""
         self._check_alive()
+        self._forget_told()  # the id may be one of theirs
         self._scheduler.add_request(request)
         self._open[request.request_id] = request
 
@@ -89,11 +92,20 @@ class EngineCoreBase(ABC):
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to do."""
-        return bool(self._open) or self._scheduler.has_unfinished_requests()
+        return len(self._open) > len(self._told) or self._scheduler.has_unfinished_requests()
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether this request still waits or runs, or no step has reported its end."""
-        return request_id in self._open or request_id in self._scheduler.requests
+        is_open = request_id in self._open and request_id not in self._told
+        return is_open or request_id in self._scheduler.requests
+
+    def take_back(self, request_ids: Iterable[str] | None = None) -> None:
+        """Outputs of the last step did not reach their callers (all of them, or those named): it is as if interrupted.
+
+        The next step returns the ends among them again.
+        """
+        self._told.difference_update(self._told.copy() if request_ids is None else request_ids)
+        self._in_step = True
 
     def stats(self) -> EngineStats:
         """Totals so far and what is held now."""
@@ -112,7 +124,10 @@ class EngineCoreBase(ABC):
 
     def close(self) -> None:
         """Release the KV of all requests."""
-        self._kv_holder.clear_kv_caches()
+        if self.dead is None:
+            self._kv_holder.clear_kv_caches()
+        for request_id in self._kv_holder.held_request_ids():
+            self._free(request_id)
 
     def _begin_step(self) -> bool:
         """Start a step, or release what an interrupted one left behind and return False: there is nothing to do."""
@@ -120,6 +135,7 @@ class EngineCoreBase(ABC):
         if not self.has_unfinished_requests():
             self._release()
             return False
+        self._forget_told()
         self._was_interrupted, self._in_step = self._in_step, True
         if self._was_interrupted:  # before anybody is admitted: what an ended request still holds may be given away
             self._release()
@@ -163,7 +179,15 @@ class EngineCoreBase(ABC):
         """
         for request_id in self._kv_holder.held_request_ids():
             if request_id not in self._scheduler.requests:
-                self._kv_holder.free_request_cache(request_id)
+                self._free(request_id)
+
+    def _free(self, request_id: str) -> None:
+        """Free the KV of a request; if the device turns out to be lost, its memory is, too."""
+        try:
+            self._kv_holder.free_request_cache(request_id)
+        except torch.AcceleratorError as error:
+            if self.dead is None:
+                self._fail([], error)
 
     def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
         """Mark these requests, or all of them if the device is lost, to end with this error."""
@@ -192,8 +216,10 @@ class EngineCoreBase(ABC):
         `num_tokens` that were prefilled.
         """
         self._num_prompt_tokens += num_prompt_tokens
-        for request in changed:
-            if request.finish_reason is not None:
+        ended = [request for request in changed if request.is_finished]
+        for request in ended:
+            if request.finish_reason is not None and request.request_id not in self._counted:
+                self._counted.add(request.request_id)
                 self._num_output_tokens += request.sequence.get_output_len()
                 reason = request.finish_reason.reason
                 self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
@@ -212,7 +238,12 @@ class EngineCoreBase(ABC):
                     update_ms=update,
                 )
             )
-        for request in changed:
-            if request.is_finished:
-                self._open.pop(request.request_id, None)
+        self._told.update(request.request_id for request in ended if request.request_id in self._open)
         self._in_step = False
+
+    def _forget_told(self) -> None:
+        """Whoever was told of its end by the last step needs no record any more."""
+        for request_id in list(self._told):
+            self._open.pop(request_id, None)
+            self._counted.discard(request_id)
+            self._told.discard(request_id)

@@ -103,12 +103,10 @@ class LLMEngine:
             streams = {rid: result for rid, result in results.items() if isinstance(result, RequestStream)}
             with BatchProgress(len(results), show=progress) as bar:
                 while streams:  # every request ends, so this does
-                    ended = [rid for rid, stream in streams.items() if stream.is_ready()]
-                    for request_id in ended:
-                        results[request_id] = next(streams.pop(request_id))
+                    for request_id in self._advance():
+                        if request_id in streams:
+                            results[request_id] = next(streams.pop(request_id))
                     bar.update(len(results) - len(streams))
-                    if streams and not ended:
-                        self._advance()
             return {rid: result for rid, result in results.items() if isinstance(result, RequestOutput)}
         finally:
             for result in results.values():
@@ -180,15 +178,21 @@ class LLMEngine:
 
     def close(self) -> None:
         """Release everything. Open requests end without a further output; the engine cannot be used any more."""
-        if not self._closed:
-            self._check_usable()
-            try:
-                self.engine_core.close()
-                self._mailboxes.clear()
-                self._undelivered.clear()
-            finally:
-                self.tracer.close()
-                self._closed = True
+        if self._closed:
+            return
+        self._check_usable()
+        try:
+            self.engine_core.close()
+        except Exception:
+            self._end()
+            raise
+        self._end()  # an interrupt before this line leaves an engine that can be closed again
+
+    def _end(self) -> None:
+        self._mailboxes.clear()
+        self._undelivered.clear()
+        self.tracer.close()
+        self._closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -265,24 +269,34 @@ class LLMEngine:
             self.engine_core.abort_request(request_id)
             self._mailboxes[request_id] = deque(maxlen=0)  # takes its last output and keeps nothing
 
-    def _advance(self) -> None:
-        """Run one step and put every output where it belongs."""
+    def _advance(self) -> list[str]:
+        """Run one step and put every output where it belongs; returns the ids of the requests that have one."""
         self._check_usable()
         while self._dropped:
             self._abandon(self._dropped.popleft())
+        outputs: dict[str, RequestOutput] | None = None
+        delivered: list[str] = []
         self._stepping = True  # whoever is called from inside the step (a trace reader) must not call back
         try:
             outputs = self.engine_core.step()
+            for request_id, output in outputs.items():
+                self._deliver(request_id, output)
+                delivered.append(request_id)
+        except BaseException:  # Ctrl-C, perhaps: what nobody received comes again
+            self.engine_core.take_back(None if outputs is None else outputs.keys() - set(delivered))
+            raise
         finally:
             self._stepping = False
-        for request_id, output in outputs.items():
-            mailbox = self._mailboxes.get(request_id)
-            if mailbox is None:
-                self._undelivered[request_id] = output
-                continue
+        return delivered
+
+    def _deliver(self, request_id: str, output: RequestOutput) -> None:
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is None:
+            self._undelivered[request_id] = output
+        elif output.finished and mailbox.maxlen == 0:
+            del self._mailboxes[request_id]
+        else:
             mailbox.append(output)
-            if output.finished and mailbox.maxlen == 0:
-                del self._mailboxes[request_id]
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:

@@ -103,7 +103,7 @@ class ModelRunner:
         It can hold more: if a step was interrupted after its forward, its tokens were never committed.
         """
         if start == 0:
-            self.request_caches[request_id] = DynamicCache(config=self.model.config)
+            self.request_caches[request_id] = DynamicCache()  # keeps every token, also in layers with a sliding window
         cache = self.request_caches[request_id]
         if cache.get_seq_length() > start:
             cache.crop(start - cache.get_seq_length())  # negative: how many tokens to remove

@@ -57,14 +57,14 @@ class RequestUpdater:
             sequence.text_end = verdict.text_end
             sequence.data.num_computed_tokens += num_new_kv
             new_text = sequence.detokenizer.text[shown:] if self.tracer else ""
+            if request.to_finish is None:  # an abort may have come meanwhile
+                request.to_finish = verdict.finish_reason
         except BaseException as error:  # a part that failed, or Ctrl-C: the step counts whole or not at all
             sequence.rewind(before)
             if not isinstance(error, Exception):
                 raise
             request.to_finish = FinishError(error)
             return
-        if request.to_finish is None:  # an abort may have come meanwhile
-            request.to_finish = verdict.finish_reason
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
         if self.tracer:

@@ -27,7 +27,7 @@ class SchedulerConfig:
     request. `per_request`: a forward for each request, as in m1."""
 
     def __post_init__(self) -> None:
-        if self.execution not in get_args(Execution):
+        if not isinstance(self.execution, str) or self.execution not in get_args(Execution):
             raise ConfigError(f"execution={self.execution!r} is unknown: use {' or '.join(get_args(Execution))}")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)

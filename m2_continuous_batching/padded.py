@@ -39,7 +39,9 @@ class PaddedExecution:
         """Logits by request id."""
         for request_id, block_ids in zip(batch.req_ids, batch.block_ids, strict=True):
             if block_ids:  # full data once: from here on the runner knows the request's slot
-                (self.slots[request_id],) = block_ids
+                (slot,) = block_ids
+                assert self.slots.get(request_id, slot) == slot and slot not in self._slots_of_others(request_id)
+                self.slots[request_id] = slot
         self.num_padded = 0
         prefills = [row for row, is_prefill in enumerate(batch.is_prefill) if is_prefill]
         decodes = [row for row, is_prefill in enumerate(batch.is_prefill) if not is_prefill]
@@ -52,9 +54,11 @@ class PaddedExecution:
         if slot is None:
             return
         tokens = self.lens[slot]
-        self.cache.clear(slot, self.written[slot])
-        self.lens[slot] = self.written[slot] = 0
-        del self.slots[request_id]
+        try:
+            self.cache.clear(slot, self.written[slot])
+        finally:  # on a lost device there is nothing to wipe, but its owner goes all the same
+            self.lens[slot] = self.written[slot] = 0
+            del self.slots[request_id]
         if self.tracer:
             self.tracer.emit(Free(owner=request_id, tokens=tokens, bytes=tokens * self.kv_bytes_per_token))
 
@@ -65,6 +69,9 @@ class PaddedExecution:
     def reserved_bytes(self) -> int:
         """Every slot is reserved from the start, in its full length."""
         return self.cache.num_bytes
+
+    def _slots_of_others(self, request_id: str) -> list[int]:
+        return [slot for owner, slot in self.slots.items() if owner != request_id]
 
     def _prefill(self, batch: InputBatch) -> dict[str, Tensor]:
         """Whole prompts, padded on the right: no token sees the padding behind it, and nobody looks at its logits."""

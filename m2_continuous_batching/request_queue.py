@@ -6,7 +6,7 @@ m1 had a bare deque; from here on the rule has a name, so that later milestones 
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 
 from m1_single_request.request import Request
@@ -39,8 +39,8 @@ class RequestQueue(ABC):
         """Put a request before all others: one that ran already and has to wait again (from m3 on)."""
 
     @abstractmethod
-    def remove_request(self, request: Request) -> None:
-        """Take out a request, wherever it stands. Raises ValueError if it is not here."""
+    def remove_requests(self, requests: Collection[Request]) -> None:
+        """Take out these requests, wherever they stand; one that is not here is no error."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -64,8 +64,12 @@ class FCFSRequestQueue(deque[Request], RequestQueue):
     def prepend_request(self, request: Request) -> None:
         self.appendleft(request)
 
-    def remove_request(self, request: Request) -> None:
-        self.remove(request)
+    def remove_requests(self, requests: Collection[Request]) -> None:
+        if requests:  # one pass, however many there are
+            gone = {id(request) for request in requests}
+            deque.__init__(
+                self, [request for request in self if id(request) not in gone]
+            )  # at once: no interrupt within
 
 
 def create_request_queue(policy: SchedulingPolicy) -> RequestQueue:

@@ -44,7 +44,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.finished_req_ids: set[str] = set()  # not announced yet
         self._left_out: list[str] = []  # running requests for which the last step had no token
-        self._marked: dict[str, Request] = {}  # to end at the next update
+        self._unsettled = False  # whether somebody in `requests` may be about to end, wherever it stands
+        self._num_marks = 0
 
     def add_request(self, request: Request) -> None:
         """Queue a request that has passed the checks of intake."""
@@ -76,14 +77,16 @@ class Scheduler:
         2. One token for every other running request, as far as the budget reaches.
 
         Phase 1 alone would starve phase 2 while prompts keep coming. So whom the budget left out goes first in the next
-        step, before anybody is admitted.
+        step, before anybody is admitted; and so does a prompt whose step was interrupted.
         """
+        self._release()  # an interrupted update may not have come so far
         plan = StepPlan(budget=self.max_num_batched_tokens)
         running = [request for request in self.running if request.to_finish is None]
-        for request in running:
-            if request.request_id in self._left_out or request.sequence.data.num_computed_tokens == 0:
-                self._continue(request, plan)
-        self._admit(plan)
+        first = [r for r in running if r.request_id in self._left_out or r.sequence.data.num_computed_tokens == 0]
+        for request in first:
+            self._continue(request, plan)
+        if all(request.request_id in plan.num_scheduled_tokens for request in first):
+            self._admit(plan)
         for request in running:
             if request.request_id not in plan.num_scheduled_tokens:
                 self._continue(request, plan)
@@ -103,8 +106,11 @@ class Scheduler:
         `sampled` holds the new tokens by request id; a request that failed has none. A request that was marked to
         finish (abort, error) ends now and its tokens of this step are dropped.
         """
-        changed = [r for r in self.running if r.to_finish or r.request_id in sampled]
-        changed += [r for r in self._marked.values() if r.status is RequestStatus.WAITING]
+        candidates = list(self.requests.values()) if self._unsettled else self.running
+        self._unsettled = True  # until all is done: an interrupted update is made again, and looks at everybody
+        num_marks = self._num_marks
+        changed = [request for request in candidates if request.to_finish or request.request_id in sampled]
+        self.waiting.remove_requests([r for r in changed if r.to_finish])
         for request in changed:
             request_id = request.request_id
             if request.to_finish is None:
@@ -113,17 +119,18 @@ class Scheduler:
                 )
             if request.to_finish is not None:
                 self._finish(request, request.to_finish)
+        self._unsettled = self._num_marks > num_marks  # somebody was given up meanwhile
         return changed
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
-        marked = []
-        for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is not None and self.updater.mark(request, reason):
-                self._marked[request_id] = request
-                marked.append(request_id)
-        return marked
+        self._unsettled = True
+        self._num_marks += 1
+        return [
+            request_id
+            for request_id in request_ids
+            if request_id in self.requests and self.updater.mark(self.requests[request_id], reason)
+        ]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if queues and memory contradict each other; tests call this after every step."""
@@ -133,8 +140,7 @@ class Scheduler:
         assert all(r.status is RequestStatus.WAITING for r in self.waiting)
         assert all(r.status is RequestStatus.RUNNING for r in self.running)
         assert sorted(self.kv_manager.owned()) == sorted(running), "whoever runs owns memory, and nobody else"
-        assert set(self._left_out) <= set(running) and not self._marked
-        assert not self.finished_req_ids & set(self.requests)
+        assert set(self._left_out) <= set(running)
         for request in self.running:
             data = request.sequence.data
             assert data.num_computed_tokens == (request.sequence.get_len() - 1 if data.output_token_ids else 0)
@@ -160,7 +166,7 @@ class Scheduler:
         """Phase 1. A request in the queue that is marked to finish, or was admitted already, is only taken out."""
         while self.waiting:
             request = self.waiting.peek_request()
-            if request.to_finish is not None or request.status is not RequestStatus.WAITING:
+            if request.to_finish is not None or request in self.running:
                 self.waiting.pop_request()
                 continue
             num_tokens = request.sequence.get_prompt_len()
@@ -179,8 +185,8 @@ class Scheduler:
                 return
             self.kv_manager.reserve(request.request_id, num_tokens)
             block_ids = self.kv_manager.block_ids(request.request_id)
-            self.running.append(request)  # first, so that an interrupt never leaves it in no queue
             request.set_status(RequestStatus.RUNNING)
+            self.running.append(request)  # and only then out of the queue: an interrupt leaves it in one of them
             self.waiting.pop_request()
             plan.add_prefill(request, block_ids)
             if self.tracer:
@@ -211,12 +217,17 @@ class Scheduler:
     def _finish(self, request: Request, reason: BaseFinishReason) -> None:
         """Take a request out of all queues and release its memory. The step releases what the runner holds for it."""
         self.updater.end(request, reason)
-        self.kv_manager.release(request.request_id)
         if request in self.running:
             self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove_request(request)
-        self._marked.pop(request.request_id, None)
+        if request.request_id in self._left_out:
+            self._left_out.remove(request.request_id)
         self.finished_req_ids.add(request.request_id)
         del self.requests[request.request_id]  # last: as long as it is here, an interrupted update is made again
+        self._release()
         self.updater.trace_end(request)
+
+    def _release(self) -> None:
+        """Take back the memory of everybody who is not here any more."""
+        for request_id in list(self.kv_manager.owned()):
+            if request_id not in self.requests:
+                self.kv_manager.release(request_id)

@@ -57,7 +57,8 @@ class SchedulerOutput:
     """New tokens by request id, in the order of the batch."""
     total_num_scheduled_tokens: int
     finished_req_ids: frozenset[str]
-    """Requests that ended since the last decision, each named exactly once; their memory is free already."""
+    """Requests that ended since the last decision, each named exactly once; their memory is free already. An id that is
+    used again at once stands here and among the new ones: the end came first."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -12,7 +12,7 @@ forward, `plan` says which rows of the batch belong to which slots. m3 replaces 
 never had this stage; TensorRT-LLM calls it a contiguous KV cache.
 """
 
-import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class SlotCache(Cache):
         self.value_cache[:, slot, :, :length].zero_()
 
     def _need(self) -> str:
-        return f"a KV cache of {self.num_slots} slots x {self.slot_len:,} tokens takes {size(self.num_bytes)}"
+        return f"a KV cache of {self.num_slots:,} slots x {self.slot_len:,} tokens takes {size(self.num_bytes)}"
 
     def _check_memory(self, loaded: LoadedModel) -> None:
         """Refuse what cannot fit, with the largest that does."""
@@ -81,7 +81,9 @@ class SlotCache(Cache):
             ways.insert(0, f"max_num_seqs of at most {num_seqs:,}")
         if (length := available // (self.num_slots * per_token)) >= 2:
             ways.insert(0, f"max_model_len of at most {length:,}")
-        raise ConfigError(f"{self._need()}; {loaded.device} has {size(available)}. Use {' or '.join(ways)}")
+        raise ConfigError(
+            f"{self._need()}; of {loaded.device} memory {size(available)} may be taken. Use {' or '.join(ways)}"
+        )
 
 
 class SlotLayer(CacheLayerMixin):
@@ -130,11 +132,27 @@ class SlotLayer(CacheLayerMixin):
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that could be reserved on `device`: what is free on a GPU, all there is on a CPU; None if unknown."""
+    """Bytes that can be reserved on `device`, a tenth of what is free left over; None if the system does not say."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, of what was freed
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        return (int(torch.cuda.mem_get_info(device)[0]) + kept) * 9 // 10
+    found = [found for found in (_free_in_system(), _free_in_cgroup()) if found is not None]
+    return min(found) * 9 // 10 if found else None
+
+
+def _free_in_system() -> int | None:
+    """Linux's own estimate of what can be taken without swapping."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not every system says
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
         return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _free_in_cgroup() -> int | None:
+    """What the limit of a container leaves."""
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:
+        return None
+    return int(limit) - int(used) if limit != "max" else None

@@ -35,10 +35,11 @@ class StepPlan:
 
     def output(self, *, finished_req_ids: frozenset[str]) -> SchedulerOutput:
         """The decision, complete."""
+        rows = [*(request.req_id for request in self._prefills), *self._decodes.req_ids]
         return SchedulerOutput(
             scheduled_new_reqs=self._prefills,
             scheduled_cached_reqs=self._decodes,
-            num_scheduled_tokens=self.num_scheduled_tokens,
+            num_scheduled_tokens={request_id: self.num_scheduled_tokens[request_id] for request_id in rows},
             total_num_scheduled_tokens=self.budget - self.budget_left,
             finished_req_ids=finished_req_ids,
         )

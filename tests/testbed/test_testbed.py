@@ -1,0 +1,223 @@
+"""The test-bed itself: its rule, its speed, and that it notices a scheduler that lies."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from m1_single_request import SamplingParams
+from m2_continuous_batching import LLMEngine, SchedulerConfig, scheduler as scheduler_module
+from m2_continuous_batching.kv_manager import SlotManager
+from m2_continuous_batching.scheduler import Scheduler
+from m2_continuous_batching.scheduler_output import SchedulerOutput
+from tests.testbed.bed import make_bed
+from tests.testbed.fakes import FakeRunner, Row, answer, fake_model_loader
+from tests.testbed.interrupts import interrupted
+
+# --- the fake model ---------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_depends_on_every_token_and_on_their_order() -> None:
+    prompts = [(1, 2, 3), (1, 3, 2), (1, 2), (1, 2, 3, 3), (2, 2, 3)]
+    assert len({answer(prompt, 8) for prompt in prompts}) == len(prompts)
+    assert answer((1, 2, 3), 8) == answer((1, 2, 3), 8)
+    assert answer((1, 2, 3), 8)[:3] == answer((1, 2, 3), 3)
+    assert answer((1, 2, *answer((1, 2), 3)), 5) == answer((1, 2), 8)[3:]
+
+
+def test_an_answer_ends_with_its_first_stop_token() -> None:
+    whole = answer((1, 2, 3), 20)
+    assert answer((1, 2, 3), 20, [whole[4]]) == whole[: whole.index(whole[4]) + 1]
+
+
+def test_the_runner_says_the_answer_however_the_tokens_come() -> None:
+    runner = FakeRunner()
+    said = [
+        runner.run([Row("a", (1, 2), 0, [0])])["a"][0],
+        runner.run([Row("a", (3,), 2, [])])["a"][0],
+        runner.run([Row("a", (3,), 2, [])])["a"][0],  # once more, as after an interrupt
+    ]
+    assert said == [answer((1, 2), 1)[0], *answer((1, 2, 3), 1) * 2]
+    assert runner.run([Row("b", (1, 2, 3), 0, [1], num_logits=3)])["b"] == [answer((1,), 1)[0], *said[:2]]
+    assert (runner.num_kv_tokens("a"), runner.num_kv_tokens()) == (3, 6)
+    runner.free_request_cache("a")
+    assert runner.held_request_ids() == ["b"] and runner.owners == {1: "b"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([Row("a", (5,), 3, [])], "starts at 3, but has KV for 2"),
+        ([Row("b", (5,), 0, [0])], "block 0 is given to b, but a"),
+        ([Row("a", (5,), 2, []), Row("a", (6,), 2, [])], "two rows"),
+        ([Row("a", (), 2, [])], "empty row"),
+    ],
+    ids=["a hole", "a taken block", "two rows", "an empty row"],
+)
+def test_the_runner_refuses_what_no_model_could_run(rows: list[Row], message: str) -> None:
+    runner = FakeRunner()
+    runner.run([Row("a", (1, 2), 0, [0])])
+    with pytest.raises(AssertionError, match=message):
+        runner.run(rows)
+
+
+def test_a_whole_engine_runs_on_the_fake_model() -> None:
+    parts = {"model_loader": fake_model_loader(64), "model_runner": FakeRunner}
+    with LLMEngine(parts=parts, scheduler_config=SchedulerConfig(max_num_seqs=2)) as engine:
+        prompts: list[Any] = ["one", [1, 2, 3], "a long prompt", [9] * 64]
+        params = SamplingParams(max_tokens=5, prompt_logprobs=1)
+        outputs = list(engine.generate_batch(prompts, params).values())
+        assert [output.finish_reason for output in outputs] == ["length"] * 3 + ["error"]
+        for output in outputs[:3]:
+            assert output.token_ids == answer(output.prompt_token_ids, 5)
+            assert output.text == bytes(output.token_ids).decode()
+        assert engine.stats().kv_tokens == 0
+
+
+# --- the bed ----------------------------------------------------------------------------------------------------------
+
+
+def test_thousands_of_checked_steps_a_second() -> None:
+    bed = make_bed(max_num_seqs=4, max_num_batched_tokens=64)
+    for number in range(200):
+        bed.add(1 + number % 20, max_tokens=1 + number % 30)
+    begin = time.process_time()
+    bed.drain()
+    speed = len(bed.steps) / (time.process_time() - begin)
+    assert len(bed.steps) > 500
+    assert speed > 1000, f"{speed:,.0f} steps a second"  # a tenth of what a desktop machine does
+
+
+class Changed(Scheduler):
+    """Says something else than it decided."""
+
+    change: Callable[[SchedulerOutput], dict[str, Any]]
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        return dataclasses.replace(output, **type(self).change(output))
+
+
+class Forgetful(Scheduler):
+    """Sends every request as new, again and again."""
+
+    first: Any = None
+
+    def schedule(self) -> SchedulerOutput:
+        output = super().schedule()
+        self.first = self.first or output.scheduled_new_reqs
+        return dataclasses.replace(output, scheduled_new_reqs=self.first)
+
+
+def cached(**changes: Any) -> Callable[[SchedulerOutput], dict[str, Any]]:
+    """Changes columns of the data of those that go on."""
+
+    def change(output: SchedulerOutput) -> dict[str, Any]:
+        data = output.scheduled_cached_reqs
+        columns = {name: [value] * data.num_reqs for name, value in changes.items()}
+        return {"scheduled_cached_reqs": dataclasses.replace(data, **columns)}
+
+    return change
+
+
+LIES: dict[str, Callable[[SchedulerOutput], dict[str, Any]]] = {
+    "start position": cached(num_computed_tokens=4),
+    "token": cached(new_token_ids=[5]),
+    "output length": cached(num_output_tokens=7),
+    "block": cached(new_block_ids=[3]),
+    "total": lambda output: {"total_num_scheduled_tokens": output.total_num_scheduled_tokens + 1},
+    "an end twice": lambda output: {"finished_req_ids": frozenset({"r0"})},
+    "nobody runs": lambda output: {"num_scheduled_tokens": {}, "total_num_scheduled_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_in_a_message_is_noticed(lie: str) -> None:
+    class Liar(Changed):
+        change = staticmethod(LIES[lie])
+
+    bed = make_bed(scheduler_class=Liar)
+    bed.add(3)
+    with pytest.raises(AssertionError):
+        for _ in range(3):
+            bed.step()
+
+
+def test_a_request_that_is_sent_as_new_twice_is_noticed() -> None:
+    bed = make_bed(scheduler_class=Forgetful)
+    bed.add(3)
+    bed.step()
+    with pytest.raises(AssertionError):
+        bed.step()
+
+
+class Overtaking(Scheduler):
+    def schedule(self) -> SchedulerOutput:
+        self.waiting.reverse()  # type: ignore[attr-defined]
+        return super().schedule()
+
+
+class Leaking(SlotManager):
+    def release(self, request_id: str) -> None:
+        """Keeps it."""
+
+
+class Sharing(SlotManager):
+    """Gives everybody slot 0."""
+
+    def block_ids(self, request_id: str) -> list[int]:
+        return [0]
+
+    def owned(self) -> dict[str, list[int]]:
+        return {rid: [0] for rid in super().owned()}
+
+
+class Frees(Scheduler):
+    """Frees an aborted request at once."""
+
+    def finish_requests(self, request_ids: Any, reason: Any) -> list[str]:
+        for rid in request_ids:
+            self.kv_manager.release(rid)
+        return super().finish_requests(request_ids, reason)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"scheduler_class": Overtaking},
+        {"kv_manager_class": Leaking},
+        {"kv_manager_class": Sharing},
+        {"scheduler_class": Frees},
+    ],
+    ids=lambda parts: next(iter(parts.values())).__name__,
+)
+def test_a_part_that_breaks_a_rule_is_noticed(parts: dict[str, Any]) -> None:
+    bed = make_bed(max_num_seqs=2, **parts)
+    rids = [bed.add(3), bed.add(4, max_tokens=1), bed.add(5)]
+    with pytest.raises(AssertionError):
+        bed.step(between=lambda output: bed.abort(rids[0]))
+
+
+# --- interrupts -------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_comes_before_every_line_once() -> None:
+    places = []
+    for line in count(1):
+        bed = make_bed(checked=False)
+        with interrupted(line, [scheduler_module]) as interrupt:
+            bed.add(3)
+            bed.scheduler.schedule()
+        if interrupt.where is None:
+            break
+        places.append(interrupt.where)
+    assert places[0].startswith("Scheduler.add_request") and places[-1].startswith("Scheduler.schedule")
+    assert any(place.startswith("Scheduler._admit") for place in places)
+
+
+def test_what_somebody_else_interrupts_is_not_swallowed() -> None:
+    with pytest.raises(KeyboardInterrupt), interrupted(1000, [scheduler_module]):
+        raise KeyboardInterrupt
