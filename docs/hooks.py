@@ -2,8 +2,12 @@
 
 Links are written as GitHub needs them: a page links to `../notebooks/x.ipynb`, a notebook to `../docs/x.md`. On the
 site both lie in one tree; a link to a source file leads to its page of the reference.
+
+mkdocstrings shows the source of functions, but not of classes: where a page quotes a class without its members, its
+source is added here.
 """
 
+import ast
 import logging
 import re
 from pathlib import Path
@@ -18,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 LOG = logging.getLogger("mkdocs.hooks.notebooks")
 BESIDE = {"notebooks": "*.ipynb", "benchmarks/results": "*.json"}
 """Folders beside docs/ whose files the site has, too."""
-CLASSES = {"llm_engine": "llm_engine.LLMEngine", "events": "events.Event"}
+CLASSES = {"llm_engine": "llm_engine.LLMEngine", "request_stream": "request_stream.RequestStream"}
 """Modules that the reference shows class by class: where a link to the file leads."""
 
 
@@ -38,8 +42,22 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         return f"[{link[1]}][{link[2]}.{CLASSES.get(link[3], link[3])}]"
 
     markdown = re.sub(r"<!-- on GitHub only -->.*?<!-- end -->\n", "", markdown, flags=re.DOTALL)
+    markdown = re.sub(r"^::: (m\d_[\w.]+)\n    options: .*members: \[\].*$", with_source, markdown, flags=re.MULTILINE)
     markdown = re.sub(r"\[([^\]]+)\]\(\.\./(m\d_\w+)/(\w+)\.py\)", to_reference, markdown)
     return re.sub(r"\]\(\.\./(notebooks/[\w.-]+\.ipynb|benchmarks/results/[\w.-]+\.json)", r"](\1", markdown)
+
+
+def with_source(quoted: re.Match[str]) -> str:
+    """A quoted class, and its source as mkdocstrings would show that of a function."""
+    module, _, name = quoted[1].rpartition(".")
+    path = f"{module.replace('.', '/')}.py"
+    text = (ROOT / path).read_text(encoding="utf-8")
+    (found,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name]
+    first = min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)])
+    lines = "\n".join(text.splitlines()[first - 1 : found.end_lineno])
+    summary = f"<summary>Source code in <code>{path}</code></summary>"
+    code = f'```python linenums="{first}"\n{lines}\n```'
+    return f'{quoted[0]}\n\n<details class="mkdocstrings-source" markdown>{summary}\n\n{code}\n\n</details>'
 
 
 def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:

@@ -124,13 +124,11 @@ class Scheduler:
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
-        self._unsettled = True
-        self._num_marks += 1
-        return [
-            request_id
-            for request_id in request_ids
-            if request_id in self.requests and self.updater.mark(self.requests[request_id], reason)
-        ]
+        known = [request_id for request_id in request_ids if request_id in self.requests]
+        if known:
+            self._unsettled = True
+            self._num_marks += 1
+        return [request_id for request_id in known if self.updater.mark(self.requests[request_id], reason)]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if queues and memory contradict each other; tests call this after every step."""

@@ -1,28 +1,74 @@
-"""Holds every milestone to the same tokens: the list of milestones, the reference, and the one comparison.
+"""Holds every milestone to the same tokens: the list of variants, the reference, and the one comparison.
 
 "The same" means identical up to the first position where the reference's two best logits are closer than 1e-4, in
 float32 on the CPU: there two correct programs may add in another order and choose differently, and everything behind it
 differs too. Such a cut hides what lies behind it, so a suite in which more than 2 % of the prompts are cut fails.
 
-A new milestone joins by adding its name to `MILESTONES`.
+A new milestone joins by adding its variants to `VARIANTS`: one for each way of running that must not change a token.
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-MILESTONES = ["m1_single_request"]
-
 NEAR_TIE = 1e-4
 MAX_CUT_SHARE = 0.02
 MANY_STEPS = 10_000
 
 Prompt = str | list[int]
+
+
+# --- who is held to it ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A milestone in one configuration."""
+
+    milestone: str
+    name: str = ""
+    """What sets it apart from the milestone's other variants."""
+    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Keywords of its engine with the fields of their configuration: `{"scheduler_config": {"max_num_seqs": 16}}`."""
+    ways: Mapping[str, int] = field(
+        default_factory=lambda: {"generate": 4, "generate_batch": 1, "stream": 2, "step": 2}
+    )
+    """The ways (see `WAYS`) in which it is asked, each with its share of the prompts: 1 for all, 2 for every second."""
+
+    def __str__(self) -> str:
+        return f"{self.milestone}-{self.name}" if self.name else self.milestone
+
+    @property
+    def package(self) -> Any:
+        return importlib.import_module(self.milestone)
+
+    def make_engine(self, directory: Path) -> Any:
+        """Its engine as the rule wants it: float32 on the CPU."""
+        configs = {keyword: self._config_class(keyword)(**values) for keyword, values in self.configs.items()}
+        model_config = self.package.ModelConfig(model=directory, device="cpu", dtype="float32")
+        return self.package.LLMEngine(model_config=model_config, **configs)
+
+    def _config_class(self, keyword: str) -> Any:
+        """The class behind an engine's keyword: `scheduler_config` is a `SchedulerConfig`."""
+        return getattr(self.package, "".join(word.capitalize() for word in keyword.split("_")))
+
+
+def _m2(execution: str, **settings: Any) -> Variant:
+    config = {"execution": execution, "max_num_seqs": 16}
+    return Variant("m2_continuous_batching", execution, {"scheduler_config": config}, **settings)
+
+
+VARIANTS = [
+    Variant("m1_single_request", ways={"generate": 1, "generate_batch": 2, "stream": 2, "step": 2}),
+    _m2("padded"),
+    # Each row runs through m1's own runner, which the first variant has put to the test: only the batch is new.
+    _m2("per_request", ways={"generate_batch": 2}),
+]
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
@@ -107,16 +153,25 @@ class Comparison:
 
 def compare(references: Sequence[Reference], answers: Iterable[Sequence[int]]) -> Comparison:
     """Raise `AssertionError` unless every answer is its reference's, and few enough of them had to be cut."""
-    num_cut = 0
     for number, (reference, answer) in enumerate(zip(references, answers, strict=True)):
-        num_cut += reference.cut is not None
-        wanted, given = reference.token_ids[: reference.cut], tuple(answer)
-        given = given if reference.cut is None else given[: reference.cut]
-        if wanted != given:
-            at = next((i for i, (w, g) in enumerate(zip(wanted, given, strict=False)) if w != g), None)
-            at = min(len(wanted), len(given)) if at is None else at
-            gap = f", where the two best logits are {reference.gaps[at]:.4g} apart" if at < len(reference.gaps) else ""
-            raise AssertionError(f"prompt {number} differs at output {at}{gap}:\nwanted {wanted}\n   got {given}")
+        check_answer(reference, answer, f"prompt {number}")
+    return check_cuts(references)
+
+
+def check_answer(reference: Reference, answer: Sequence[int], name: str) -> None:
+    """Raise `AssertionError` unless `answer` is the reference's, as far as that is clear."""
+    wanted, given = reference.token_ids[: reference.cut], tuple(answer)
+    given = given if reference.cut is None else given[: reference.cut]
+    if wanted != given:
+        at = next((i for i, (w, g) in enumerate(zip(wanted, given, strict=False)) if w != g), None)
+        at = min(len(wanted), len(given)) if at is None else at
+        gap = f", where the two best logits are {reference.gaps[at]:.4g} apart" if at < len(reference.gaps) else ""
+        raise AssertionError(f"{name} differs at output {at}{gap}:\nwanted {wanted}\n   got {given}")
+
+
+def check_cuts(references: Sequence[Reference]) -> Comparison:
+    """Raise `AssertionError` if too many of the references are not clear up to their end."""
+    num_cut = sum(reference.cut is not None for reference in references)
     if num_cut > MAX_CUT_SHARE * len(references):
         raise AssertionError(
             f"{num_cut} of {len(references)} prompts were cut at two logits closer than {NEAR_TIE}: more than "
@@ -126,13 +181,6 @@ def compare(references: Sequence[Reference], answers: Iterable[Sequence[int]]) -
 
 
 # --- the ways to ask an engine ----------------------------------------------------------------------------------------
-
-
-def make_engine(milestone: str, directory: Path, **configs: Any) -> Any:
-    """An engine of `milestone` as the rule wants it: float32 on the CPU."""
-    package = importlib.import_module(milestone)
-    model_config = package.ModelConfig(model=directory, device="cpu", dtype="float32")
-    return package.LLMEngine(model_config=model_config, **configs)
 
 
 def by_generate(engine: Any, prompts: Sequence[Prompt], params: Any) -> list[Any]:

@@ -1,40 +1,55 @@
-"""Every milestone gives the tokens that transformers gives, however it is asked.
+"""Every milestone gives the tokens that transformers gives, however it is configured and asked.
 
-The suite is parametrised over `MILESTONES` in `harness.py`; what "the same tokens" means stands there too.
+The suite is parametrised over `VARIANTS` in `harness.py`; what "the same tokens" means stands there too.
 """
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.equivalence.harness import MILESTONES, WAYS, Prompt, Reference, ReferenceModel, compare, make_engine
+from tests.equivalence.harness import VARIANTS, WAYS, Prompt, Reference, ReferenceModel, Variant, compare
 from tests.equivalence.models import MODELS
 from tests.equivalence.prompts import MAX_TOKENS
 
 References = Callable[[str], tuple[list[Prompt], list[Reference]]]
 
 
-@pytest.fixture(scope="module", params=[(m, name) for m in MILESTONES for name in MODELS], ids="-".join)
-def case(request: pytest.FixtureRequest, reference_model: Callable[[str], ReferenceModel]) -> Iterator[tuple[Any, ...]]:
-    """A milestone's package, its engine on one of the models, and that model's name."""
-    milestone, name = request.param
-    with make_engine(milestone, reference_model(name).directory) as engine:
-        yield import_module(milestone), engine, name
+class Case(NamedTuple):
+    """A variant's engine on one of the models."""
+
+    variant: Variant
+    engine: Any
+    model: str
 
 
-@pytest.mark.parametrize("way", WAYS)
+CASES = [(variant, name) for variant in VARIANTS for name in MODELS]
+ASKED = [(case, way) for case in CASES for way in case[0].ways]
+
+
+def id_of(case: tuple[Variant, str]) -> str:
+    return "-".join(map(str, case))
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest, reference_model: Callable[[str], ReferenceModel]) -> Iterator[Case]:
+    """What `CASES` names."""
+    variant, name = request.param
+    with variant.make_engine(reference_model(name).directory) as engine:
+        yield Case(variant, engine, name)
+
+
+@pytest.mark.parametrize(("case", "way"), ASKED, indirect=["case"], ids=[f"{id_of(case)}-{way}" for case, way in ASKED])
 def test_greedy_answers_are_those_of_transformers(
-    case: tuple[Any, ...], way: str, references: References, reference_model: Callable[[str], ReferenceModel]
+    case: Case, way: str, references: References, reference_model: Callable[[str], ReferenceModel]
 ) -> None:
-    package, engine, name = case
+    variant, engine, name = case
     model = reference_model(name)
     prompts, expected = references(name)
     assert len(prompts) == 20
-    if way != "generate":
-        prompts, expected = prompts[::2], expected[::2]  # enough to see that it is another way to the same answers
-    outputs = WAYS[way](engine, prompts, package.SamplingParams(max_tokens=MAX_TOKENS))
+    share = variant.ways[way]  # fewer are enough to see that it is another way to the same answers
+    prompts, expected = prompts[::share], expected[::share]
+    outputs = WAYS[way](engine, prompts, variant.package.SamplingParams(max_tokens=MAX_TOKENS))
     seen = compare(expected, [output.token_ids for output in outputs])
     assert seen.num_prompts == len(prompts)
     for output, reference in zip(outputs, expected, strict=True):
@@ -47,13 +62,14 @@ def test_greedy_answers_are_those_of_transformers(
     assert engine.stats().kv_tokens == 0
 
 
+@pytest.mark.parametrize("case", CASES, indirect=True, ids=id_of)
 def test_logprobs_are_those_of_transformers(
-    case: tuple[Any, ...], references: References, reference_model: Callable[[str], ReferenceModel]
+    case: Case, references: References, reference_model: Callable[[str], ReferenceModel]
 ) -> None:
-    package, engine, name = case
+    variant, engine, name = case
     prompts, _ = references(name)
-    for prompt in prompts[::4]:
-        output = engine.generate(prompt, package.SamplingParams(max_tokens=8, logprobs=3, prompt_logprobs=2))
+    params = variant.package.SamplingParams(max_tokens=8, logprobs=3, prompt_logprobs=2)
+    for output in engine.generate_batch(prompts[::4], params).values():
         token_ids = [*output.prompt_token_ids, *output.token_ids]
         expected = reference_model(name).logprobs(token_ids)
         rows = [*output.prompt_logprobs, *output.outputs[0].logprobs]

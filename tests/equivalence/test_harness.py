@@ -1,8 +1,12 @@
 """The comparison itself: it must be strict where the reference is clear, and lenient nowhere else."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.equivalence.harness import MILESTONES, NEAR_TIE, Comparison, Reference, compare
+from tests.equivalence.harness import NEAR_TIE, VARIANTS, WAYS, Comparison, Reference, compare
+
+ROOT = Path(__file__).parents[2]
 
 
 def reference(*token_ids: int, close_at: int | None = None) -> Reference:
@@ -63,5 +67,14 @@ def test_a_missing_answer_fails() -> None:
         compare(CLEAR, CLEAR_ANSWERS[:-1])
 
 
-def test_the_list_of_milestones_names_each_once() -> None:
-    assert MILESTONES and len(set(MILESTONES)) == len(MILESTONES)
+def test_every_milestone_on_disk_is_held_to_the_comparison() -> None:
+    on_disk = {path.parent.name for path in ROOT.glob("m[1-6]_*/__init__.py")}
+    assert on_disk == {variant.milestone for variant in VARIANTS}
+
+
+def test_every_milestone_is_asked_in_every_way_and_in_one_of_them_all_prompts() -> None:
+    assert len({str(variant) for variant in VARIANTS}) == len(VARIANTS)
+    for milestone in {variant.milestone for variant in VARIANTS}:
+        shares = [share for v in VARIANTS if v.milestone == milestone for share in v.ways.items()]
+        assert {way for way, _ in shares} == WAYS.keys()
+        assert min(share for _, share in shares) == 1

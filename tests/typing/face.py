@@ -27,6 +27,12 @@ from m1_single_request import (
     TraceReader,
     TraceRecord,
 )
+from m2_continuous_batching import (
+    PARTS as M2_PARTS,
+    EngineStats as BatchStats,
+    LLMEngine as BatchEngine,
+    SchedulerConfig,
+)
 
 
 def whole_answers(engine: LLMEngine) -> None:
@@ -36,6 +42,7 @@ def whole_answers(engine: LLMEngine) -> None:
     assert_type(engine.generate([1, 2, 3]), RequestOutput)
     assert_type(engine.generate_batch(["one", [2, 3]], params), dict[str, RequestOutput])
     assert_type(engine.generate_batch(["one", "two"], [params, SamplingParams()]), dict[str, RequestOutput])
+    assert_type(engine.generate_batch(["one", "two"], params, progress=True), dict[str, RequestOutput])
     messages = [{"role": "user", "content": "What is a KV cache?"}]
     assert_type(engine.chat(messages, params, chat_template_kwargs={"enable_thinking": False}), RequestOutput)
     assert_type(engine.chat_prompt(messages), list[int])
@@ -96,6 +103,23 @@ def configured() -> None:
     assert_type(LLMEngine("somewhere"), LLMEngine)
 
 
+def batched() -> None:
+    """m2's engine has m1's face and one more configuration."""
+    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, execution="per_request")
+    parts: dict[str, Any] = M2_PARTS | {"kv_manager": M2_PARTS["kv_manager"]}
+    with BatchEngine("somewhere", scheduler_config=limits, parts=parts) as engine:
+        assert_type(engine, BatchEngine)
+        assert_type(engine.generate_batch([[1], [2]], progress=False), dict[str, RequestOutput])
+        assert_type(engine.generate_batch([[1], [2]], progress=None), dict[str, RequestOutput])
+        whole_answers(engine)
+        as_it_comes(engine)
+        stats = engine.stats()
+        if isinstance(stats, BatchStats):
+            assert_type(stats.padded_tokens, int)
+            assert_type(stats.kv_bytes_reserved, int)
+    assert_type(SchedulerConfig().max_num_batched_tokens, int | None)
+
+
 def mistakes(engine: LLMEngine, output: RequestOutput) -> None:
     """What the types refuse."""
     SamplingParams(max_token=8)  # type: ignore[call-arg]
@@ -105,3 +129,7 @@ def mistakes(engine: LLMEngine, output: RequestOutput) -> None:
     engine.generate("text", {"max_tokens": 8})  # type: ignore[arg-type]
     engine.tracer.attach(print)  # type: ignore[arg-type]
     output.finished = True  # type: ignore[misc]
+    engine.generate_batch(["one"], progress="yes")  # type: ignore[arg-type]
+    SchedulerConfig(8)  # type: ignore[call-arg]
+    SchedulerConfig(execution="fast")  # type: ignore[arg-type]
+    SchedulerConfig(max_seqs=8)  # type: ignore[call-arg]
