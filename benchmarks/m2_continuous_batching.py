@@ -131,7 +131,7 @@ class StaticSide:
 
 def throughput(work: Workload, rounds: int) -> list[Row]:
     """Tokens per second of all sides, and whether they say the same."""
-    reference = work.engine()
+    reference = work.engine(execution="per_request")  # its model is transformers' own, untouched
     model = reference.engine_core.executor.worker.model_runner.model
     sides: dict[str, EngineSide | StaticSide] = {}
     for seqs in (16, 64):

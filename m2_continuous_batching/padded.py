@@ -17,6 +17,7 @@ from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.events import Forward
 from m2_continuous_batching.input_batch import InputBatch
+from m2_continuous_batching.packed_linear import pack_linears
 from m2_continuous_batching.slot_cache import SlotCache
 
 
@@ -25,6 +26,7 @@ class PaddedExecution:
 
     def __init__(self, *, loaded_model: LoadedModel, max_num_seqs: int, tracer: Tracer) -> None:
         self.model = loaded_model.model
+        pack_linears(self.model, num_rows=max_num_seqs)
         self.decoder, self.lm_head = self.model.get_decoder(), self.model.get_output_embeddings()
         self.device, self.dtype = loaded_model.device, loaded_model.dtype
         self.kv_bytes_per_token = loaded_model.kv_bytes_per_token
