@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from benchmarks import ASSETS, RESULTS, environment, interleaved
 from benchmarks.m2_plots import draw_plots
@@ -351,7 +350,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "walls": lambda: walls(work),
         "timeline": lambda: timeline(work),
     }
-    for name, part in track(parts.items(), "measuring", console=Console(stderr=True)):
+    progress = Console(stderr=True)
+    for name, part in parts.items():
+        progress.print(f"{time.strftime('%H:%M:%S')} {name}")
         results[name] = part()
     for folder in (RESULTS, ASSETS):
         folder.mkdir(exist_ok=True)

@@ -42,6 +42,10 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    num_parameters: int = 0
+    """As loaded; tied embeddings count once."""
+    weight_bytes: int = 0
+    """The same in bytes."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -87,6 +91,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     _check_weights(name, report)
     model.config.return_dict = True  # the runner reads outputs by name, whatever the config says
     eos = _eos_token_ids(hf_config, model.generation_config, tokenizer)
+    parameters = list(model.parameters())
     return LoadedModel(
         name=name,
         model=model.to(device).eval(),
@@ -96,6 +101,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
         eos_token_ids=frozenset(i for i in eos if 0 <= i < hf_config.vocab_size),  # others can never come
         max_model_len=max_model_len,
         vocab_size=hf_config.vocab_size,
+        num_parameters=sum(p.numel() for p in parameters),
+        weight_bytes=sum(p.nbytes for p in parameters),
     )
 
 

@@ -63,14 +63,14 @@ PARTS: dict[str, Any] = {
 
 def describe_model(loaded: LoadedModel) -> EngineStarted:
     """The event that introduces a loaded model; built only for a reader."""
-    config, parameters = loaded.model.config, list(loaded.model.parameters())
+    config = loaded.model.config
     return EngineStarted(
         model=loaded.name.rsplit("/", 1)[-1],
         architecture=type(loaded.model).__name__,
         device=str(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
-        num_parameters=sum(p.numel() for p in parameters),
-        weight_bytes=sum(p.nbytes for p in parameters),
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim(config),

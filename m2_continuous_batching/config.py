@@ -21,7 +21,7 @@ class SchedulerConfig:
     """At most so many requests run at a time."""
     max_num_batched_tokens: int | None = None
     """At most so many new tokens go through the model in one step. A prompt runs whole, so a longer one is refused.
-    None: `max_model_len` or 2,048, whichever is larger, so that no prompt is refused for it."""
+    None: the largest of `max_model_len`, 2,048 and `max_num_seqs`, so that no prompt is refused for it."""
     execution: Execution = "padded"
     """`padded`: one forward for all prefills of a step and one for all decodes, over a dense cache with a slot per
     request. `per_request`: a forward for each request, as in m1."""

@@ -1,6 +1,6 @@
 """What the trace can say about a batch: who joined, who could not and why, what ran together, and what was padding.
 
-m1's `Admit` and `Batch` speak of one request, so they are said anew here; all other events of m1 are used as they are.
+m1's `Admit` and `Batch` speak of one request, so they are said anew here; the others of m1 are used as they are.
 """
 
 from dataclasses import dataclass

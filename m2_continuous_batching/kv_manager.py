@@ -1,9 +1,9 @@
 """Who owns which piece of KV memory: the scheduler's side of it, numbers without tensors.
 
 New in m2: a request is admitted only if its keys and values have a place. Here a place is a slot, a row of the dense
-cache that is as long as the longest request may become; m3 hands out small blocks behind the same three verbs (can
-hold, reserve, release), and the scheduler does not notice. vLLM: `v1/core/kv_cache_manager.py`; SGLang:
-`mem_cache/memory_pool.py`.
+cache that is as long as the longest request may become, so whoever was admitted gets to its end. m3 hands out small
+blocks behind the same three verbs (can hold, reserve, release); how the scheduler asks stays, and what it does when a
+running request is refused comes with m3. vLLM: `v1/core/kv_cache_manager.py`; SGLang: `mem_cache/memory_pool.py`.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,11 @@ class KVManager(Protocol):
     def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None: ...
 
     def can_hold(self, request_id: str, num_tokens: int) -> bool:
-        """Whether this request can have room for `num_tokens` tokens in all, with what it owns already."""
+        """Whether this request can have room for `num_tokens` tokens in all, with what it owns already.
+
+        m2's scheduler knows no way to throw a request out: a manager that once said yes to a request must say yes until
+        its end, up to `max_model_len` tokens.
+        """
 
     def reserve(self, request_id: str, num_tokens: int) -> list[int]:
         """Give it room for `num_tokens` tokens in all; returns the ids that are new to it. Only after `can_hold`."""
@@ -31,7 +35,7 @@ class KVManager(Protocol):
         """Every owner with its ids."""
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if an id has two owners, or does not exist."""
+        """Raise AssertionError if memory and owners disagree."""
 
 
 class SlotManager(KVManager):

@@ -36,7 +36,6 @@ class ModelRunner:
 
     def __init__(self, *, loaded_model: LoadedModel, scheduler_config: SchedulerConfig, tracer: Tracer) -> None:
         self.model = loaded_model.model
-        self.device = loaded_model.device
         self.kv_bytes_per_token = loaded_model.kv_bytes_per_token
         self.tracer = tracer
         self.execution: BatchExecution

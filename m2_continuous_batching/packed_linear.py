@@ -2,25 +2,25 @@
 
 Not m2's idea, but its idea brings it out: with 16 rows instead of one, half of a decode step is matrix products, and
 `F.linear` brings the weight into another layout in every call. oneDNN can be given it ready-made. The packed form
-replaces the original. Only large float32 weights gain; all others, and all weights on a GPU, stay as they are.
+replaces the original. Only large float32 weights are packed here; all others, and those on a GPU, stay as they are.
 torch.compile does the same when it freezes a model.
 """
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 MIN_WEIGHTS = 150_000  # below, the call itself costs more than the layout saves
+NUM_ROWS = 16  # the batch for which oneDNN chooses the layout; others work as well, a little slower
 
 
 class PackedLinear(nn.Module):
     """`y = x W^T + b` with `W` in oneDNN's layout; float32, on the CPU."""
 
-    def __init__(self, linear: nn.Linear, num_rows: int) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), num_rows)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), NUM_ROWS)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
@@ -28,8 +28,8 @@ class PackedLinear(nn.Module):
 
 
 @torch.inference_mode()
-def pack_linears(model: PreTrainedModel, *, num_rows: int) -> int:
-    """Replace the large linear layers of `model` by packed ones, made for batches of `num_rows`; returns how many.
+def pack_linears(model: nn.Module) -> int:
+    """Replace the large float32 linear layers of `model` by packed ones; returns how many.
 
     An embedding that shares its weight with the output layer keeps it, so that this one weight is there twice.
     """
@@ -45,7 +45,7 @@ def pack_linears(model: PreTrainedModel, *, num_rows: int) -> int:
         and child.weight.numel() >= MIN_WEIGHTS
     ]
     for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child, num_rows))
+        setattr(parent, name, PackedLinear(child))
     return len(found)
 
 

@@ -1,11 +1,12 @@
 """A batch run in two forwards: one for all prefills of the step, one for all decodes.
 
-Every weight is read once for all rows, which is what makes batching pay. The price is padding, and this file counts it:
+Each of them reads every weight once for all of its rows, which is what makes batching pay. The price is padding, and
+this file counts it:
 
 - a prefill batch is as wide as its longest prompt, `[rows, longest]`;
-- a decode batch is one column, but its rows are the slots from 0 to the highest in use. A slot in between that does not
-  run now goes along idle, because leaving it out would mean to copy the KV of all others (which is done if fewer than
-  half of them run);
+- a decode batch is one column, but its rows are the slots from 0 to the highest that decodes. A slot below it that does
+  not decode now goes along idle, because leaving it out would mean to copy the KV of all others (which is done if fewer
+  than half of them run);
 - attention reads every row as far as the longest one goes.
 """
 
@@ -26,7 +27,7 @@ class PaddedExecution:
 
     def __init__(self, *, loaded_model: LoadedModel, max_num_seqs: int, tracer: Tracer) -> None:
         self.model = loaded_model.model
-        pack_linears(self.model, num_rows=max_num_seqs)
+        pack_linears(self.model)
         self.decoder, self.lm_head = self.model.get_decoder(), self.model.get_output_embeddings()
         self.device, self.dtype = loaded_model.device, loaded_model.dtype
         self.kv_bytes_per_token = loaded_model.kv_bytes_per_token

@@ -1,7 +1,7 @@
 """A batch run one request at a time: correct, simple, and no faster than m1.
 
 Each request has its own `past_key_values`, exactly as in m1, whose runner does the work. Nothing is padded and no KV is
-reserved in vain; but each row reads all weights for itself, and that reading is what a decode step costs.
+reserved in vain; but each row launches all operations and reads all weights for itself.
 """
 
 from torch import Tensor

@@ -77,7 +77,8 @@ class Scheduler:
         2. One token for every other running request, as far as the budget reaches.
 
         Phase 1 alone would starve phase 2 while prompts keep coming. So whom the budget left out goes first in the next
-        step, before anybody is admitted; and so does a prompt whose step was interrupted.
+        step, before anybody is admitted; and so does a prompt whose step was interrupted. If one of these does not fit,
+        nobody is admitted.
         """
         self._release()  # an interrupted update may not have come so far
         plan = StepPlan(budget=self.max_num_batched_tokens)

@@ -7,9 +7,9 @@
     slot 2  | . . . . . . . . . . . . . . . . . . . . . . |   free
 
 A request writes into its own slot only, so joining and leaving moves nobody's data. The dots are the price: reserved,
-and empty. The tensor stands behind transformers' `Cache` interface, so that the unchanged model can use it; before each
-forward, `plan` says which rows of the batch belong to which slots. m3 replaces slots by blocks of a few tokens. vLLM
-never had this stage; TensorRT-LLM calls it a contiguous KV cache.
+and empty. The tensor stands behind transformers' `Cache` interface, so that the model's own code can use it; before
+each forward, `plan_prefill` or `plan_decode` says which rows of the batch belong to which slots. m3 replaces slots by
+blocks of a few tokens. TensorRT-LLM calls such a cache contiguous.
 """
 
 from pathlib import Path
@@ -61,8 +61,8 @@ class SlotCache(Cache):
     def clear(self, slot: int, length: int) -> None:
         """Wipe the first `length` positions of a slot.
 
-        What the next owner does not overwrite it masks, but a mask is a multiplication by zero, and NaN times zero is
-        NaN: a request that failed must not leave any behind.
+        What the next owner does not overwrite it masks, and gives it the weight 0; but the value is still multiplied by
+        that 0, and NaN times zero is NaN: a request that failed must not leave any behind.
         """
         self.key_cache[:, slot, :, :length].zero_()
         self.value_cache[:, slot, :, :length].zero_()

@@ -18,9 +18,9 @@ from typing import TypeVar
 from rich.console import Group
 from rich.text import Text
 
-from m1_single_request.events import Event, Finish, RequestAdded, StepDone
+from m1_single_request.events import Event, Finish, RequestAdded
 from m1_single_request.tracer import TraceRecord
-from m2_continuous_batching.events import Batch, LeftOut
+from m2_continuous_batching.events import LeftOut
 
 E = TypeVar("E", bound=Event)
 
@@ -66,13 +66,12 @@ class Timeline:
         self.records.append(record)
         if isinstance(event, RequestAdded):
             self.lanes[event.rid] = Lane(begin=len(self.steps))
-        elif isinstance(event, Batch):
-            self._now |= dict(event.lanes())
-        elif isinstance(event, LeftOut):
+        self._now |= dict(event.lanes())  # any milestone's batch says who does what
+        if isinstance(event, LeftOut):
             self._now |= dict.fromkeys(event.rids, "left out")
         elif isinstance(event, Finish):
             self._ended.append(event.rid)
-        elif isinstance(event, StepDone):
+        elif event.ends_step:
             self._end_step(record.step)
 
     def close(self) -> None:
