@@ -41,6 +41,7 @@ def timeline(lanes: dict[str, Any]) -> Figure:
         axis.set_yticklabels([f"request {number}" for number in range(1, len(cells) + 1)])
         axis.invert_yaxis()
     axes[-1].set_xlabel("step")
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
     names = {"prefill": "prefill", "decode": "decode", "held": "ended, place still taken"}
     handles = [Patch(color=COLORS[key], label=name) for key, name in names.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
@@ -63,6 +64,7 @@ def throughput(rows: list[dict[str, Any]]) -> Figure:
         axis.set_xticks([0, 1])
         axis.set_xticklabels(["16 at a time", "64 at a time"])
     left.set(ylabel="output tokens per second", title="Throughput of the same 64 requests")
+    left.set_ylim(top=1.35 * max(row["tokens_per_second"] for row in rows))  # room for the legend
     right.set(ylabel="%", title="Row-steps that gave a token")
     left.legend(loc="upper left")
     return figure

@@ -108,9 +108,9 @@ class Batch(Event):
     seq_lens: tuple[int, ...]
     """Tokens per request after this step's forward: prefix plus extend."""
     joined: tuple[str, ...]
-    """Requests that were not in the batch before."""
+    """Requests whose prompt is in the batch."""
     left: tuple[str, ...]
-    """Requests that ended since the batch before."""
+    """Requests that ended since the batch before, those included that never ran."""
     total_tokens: int
     """New tokens of all."""
     budget: int

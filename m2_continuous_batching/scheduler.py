@@ -46,6 +46,7 @@ class Scheduler:
         self._left_out: list[str] = []  # running requests for which the last step had no token
         self._unsettled = False  # whether somebody in `requests` may be about to end, wherever it stands
         self._num_marks = 0
+        self._untold: set[str] = set()  # who ended since the last batch that the trace has heard of
 
     def add_request(self, request: Request) -> None:
         """Queue a request that has passed the checks of intake."""
@@ -95,8 +96,11 @@ class Scheduler:
         if self.tracer and self._left_out:
             self.tracer.emit(LeftOut(rids=tuple(self._left_out), max_num_batched_tokens=self.max_num_batched_tokens))
         announced, self.finished_req_ids = frozenset(self.finished_req_ids), set()
-        if self.tracer and plan.num_scheduled_tokens:
-            self.tracer.emit(plan.event(left=announced))
+        if self.tracer:
+            self._untold |= announced
+            if plan.num_scheduled_tokens:
+                self.tracer.emit(plan.event(left=self._untold))
+                self._untold = set()
         return plan.output(finished_req_ids=announced)
 
     def update_from_output(

@@ -1,0 +1,67 @@
+"""A lesson's notebook as the tests read it: its cells, its folded solutions, the bugs that its labs plant."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+
+
+def source(cell: dict) -> str:
+    """The text of a cell."""
+    return "".join(cell["source"])
+
+
+class Lesson:
+    """One notebook. Solutions live in one place, its folded cells; they are read from there and run as they stand."""
+
+    def __init__(self, name: str) -> None:
+        self.path = NOTEBOOKS / f"{name}.ipynb"
+
+    def cells(self, kind: str) -> list[dict]:
+        """All cells of a kind: `code` or `markdown`."""
+        notebook = json.loads(self.path.read_text(encoding="utf-8"))
+        return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+    def code(self) -> str:
+        """All code, from top to bottom."""
+        return "\n".join(map(source, self.cells("code")))
+
+    def folded_solutions(self) -> dict[str, object]:
+        """All that the folded cells define, by name; each cell runs on its own, as a reader would paste it."""
+        found: dict[str, object] = {}
+        for cell in self.cells("markdown"):
+            for code in re.findall(r"<details>.*?```python\n(.*?)```.*?</details>", source(cell), re.DOTALL):
+                names: dict[str, object] = {}
+                exec(code, names)
+                found |= names
+        return found
+
+    def checked(self) -> dict[str, str]:
+        """The exercises that the notebook checks, each with the name of the answer."""
+        return dict(re.findall(r'^check\("([\w.]+)", (\w+)\)', self.code(), re.MULTILINE))
+
+    def defined(self, name: str, names: Mapping[str, object]) -> object:
+        """A class as a code cell defines it: with its bug in it, or empty. `names`: what the cells above define."""
+        (cell,) = [source(c) for c in self.cells("code") if re.search(rf"^class {name}\b", source(c), re.MULTILINE)]
+        (code,) = re.findall(rf"^class {name}\b.*?(?=^\S|\Z)", cell, re.DOTALL | re.MULTILINE)
+        scope = dict(names)
+        exec(code, scope)
+        return scope[name]
+
+    def assert_stored_as_it_ran(self) -> None:
+        """Fail unless it ran from top to bottom, without an error, and shows no path of the machine."""
+        ran = self.cells("code")
+        assert [cell["execution_count"] for cell in ran] == list(range(1, len(ran) + 1))
+        outputs = [output for cell in ran for output in cell["outputs"]]
+        assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
+        assert not re.search(r"site-packages|/home/|/Users/|/tmp/|/work/|/root/", json.dumps(outputs))
+        assert self.path.stat().st_size < 1_000_000
+
+    def first_answer(self) -> tuple[str, str]:
+        """What the first cell asks the model, and the answer that is stored below it."""
+        first = self.cells("code")[0]
+        asked = re.search(r'engine\.chat\(\[{"role": "user", "content": "([^"]+)"}\]\)', source(first))
+        assert asked is not None
+        return asked[1], "".join(first["outputs"][0]["text"]).removesuffix("\n")
