@@ -86,7 +86,7 @@ class LLMEngine:
         """Answer several prompts; returns finished outputs by request id, in order of submission.
 
         `params` is one for all or one per prompt. A prompt that cannot run gets an output with `finish_reason="error"`;
-        the others run. `progress` shows a bar on stderr, if that is a terminal: None does so if it takes more than a second.
+        the others run. `progress` shows a bar on a terminal (stderr): None does so if it takes more than a second.
         """
         each = _one_per_prompt(prompts, params)
         if progress is not None and not isinstance(progress, bool):

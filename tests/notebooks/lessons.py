@@ -56,7 +56,7 @@ class Lesson:
         assert [cell["execution_count"] for cell in ran] == list(range(1, len(ran) + 1))
         outputs = [output for cell in ran for output in cell["outputs"]]
         assert not [o for o in outputs if o["output_type"] == "error" or o.get("name") == "stderr"]
-        assert not re.search(r"site-packages|/home/|/Users/|/tmp/|/work/|/root/", json.dumps(outputs))
+        assert not re.search(r"site-packages|/home/|/Users/|/tmp/|/root/", json.dumps(outputs))
         assert self.path.stat().st_size < 1_000_000
 
     def first_answer(self) -> tuple[str, str]:
