@@ -7,7 +7,7 @@ rules in `Scheduler.update_from_output` and `check_stop`; SGLang in `Req` and it
 
 import time
 
-from m1_single_request.events import Abort, Finish, Result
+from m1_single_request.events import Abort, Finish, RequestAdded, Result
 from m1_single_request.request import (
     BaseFinishReason,
     FinishAbort,
@@ -29,6 +29,20 @@ class RequestUpdater:
     def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None:
         self.stop_checker = stop_checker
         self.tracer = tracer
+
+    def trace_arrival(self, request: Request, *, num_waiting: int) -> None:
+        """Tell the trace that a request joins the queue behind `num_waiting` others."""
+        if self.tracer:
+            self.tracer.emit(
+                RequestAdded(
+                    rid=request.request_id,
+                    len=request.sequence.get_prompt_len(),
+                    max_tokens=request.sampling_params.max_tokens,
+                    greedy=request.sampling_params.is_greedy,
+                    seed=request.seed,
+                    num_waiting=num_waiting,
+                )
+            )
 
     def mark(self, request: Request, reason: BaseFinishReason) -> bool:
         """Note that `request` is to end with `reason` at the next update. False if it was marked already."""

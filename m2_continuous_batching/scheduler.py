@@ -9,7 +9,6 @@ how many run, `max_num_batched_tokens` how many new tokens go through the model 
 from collections.abc import Iterable, Mapping
 
 from m1_single_request.errors import DuplicateRequestError
-from m1_single_request.events import RequestAdded
 from m1_single_request.request import BaseFinishReason, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.sampling_step import SampledTokens
@@ -52,17 +51,7 @@ class Scheduler:
         """Queue a request that has passed the checks of intake."""
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request id {request.request_id!r} is in use: it has not finished yet")
-        if self.tracer:
-            self.tracer.emit(
-                RequestAdded(
-                    rid=request.request_id,
-                    len=request.sequence.get_prompt_len(),
-                    max_tokens=request.sampling_params.max_tokens,
-                    greedy=request.sampling_params.is_greedy,
-                    seed=request.seed,
-                    num_waiting=len(self.waiting),
-                )
-            )
+        self.updater.trace_arrival(request, num_waiting=len(self.waiting))
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 
