@@ -132,10 +132,10 @@ class EngineCoreBase(ABC):
     def _begin_step(self) -> bool:
         """Start a step, or release what an interrupted one left behind and return False: there is nothing to do."""
         self._check_alive()
+        self._forget_told()
         if not self.has_unfinished_requests():
             self._release()
             return False
-        self._forget_told()
         self._was_interrupted, self._in_step = self._in_step, True
         if self._was_interrupted:  # before anybody is admitted: what an ended request still holds may be given away
             self._release()
