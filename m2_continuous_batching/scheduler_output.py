@@ -36,6 +36,7 @@ class CachedRequestData:
     num_computed_tokens: list[int]
     """Tokens of each whose KV exists: the position of the first new token, prompt + output - 1."""
     num_output_tokens: list[int]
+    """Output tokens of each so far, the one that is fed in now included."""
 
     @classmethod
     def make_empty(cls) -> "CachedRequestData":
@@ -59,11 +60,6 @@ class SchedulerOutput:
     finished_req_ids: frozenset[str]
     """Requests that ended since the last decision, each named exactly once; their memory is free already. An id that is
     used again at once stands here and among the new ones: the end came first."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens that are prefilled in this step."""
-        return sum(self.num_scheduled_tokens[new.req_id] for new in self.scheduled_new_reqs)
 
     @property
     def is_empty(self) -> bool:

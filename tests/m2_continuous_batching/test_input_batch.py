@@ -48,9 +48,9 @@ def test_empty_data_names_nobody_and_every_column_is_its_own() -> None:
 
 
 def test_a_decision_counts_its_tokens() -> None:
-    assert (MIXED.total_num_scheduled_tokens, MIXED.num_prompt_tokens, MIXED.is_empty) == (7, 5, False)
+    assert (MIXED.total_num_scheduled_tokens, MIXED.is_empty) == (7, False)
     nothing = decision([], finished=frozenset({"a"}))
-    assert (nothing.total_num_scheduled_tokens, nothing.num_prompt_tokens, nothing.is_empty) == (0, 0, True)
+    assert (nothing.total_num_scheduled_tokens, nothing.is_empty) == (0, True)
 
 
 @pytest.mark.parametrize("message", [MIXED, MIXED.scheduled_new_reqs[0], MIXED.scheduled_cached_reqs])
