@@ -34,36 +34,18 @@ class ModelConfig:
     """Requests without a seed of their own derive one from this and their number."""
 
     def __post_init__(self) -> None:
-        if self.model is not None and (not isinstance(self.model, str | Path) or not str(self.model)):
-            raise ConfigError(f"model={self.model!r} must be a directory or a hub id")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ConfigError(f"dtype={self.dtype!r} is unknown: use auto, {', '.join(DTYPES)}")
-        for name, low in (("max_model_len", 2), ("seed", None)):
-            value = getattr(self, name)
-            if name == "max_model_len" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
-                raise ConfigError(f"{name}={value!r} must be a whole number{f' of at least {low}' if low else ''}")
-        self.torch_device()
+        check_model(self.model)
+        check_whole_number("max_model_len", self.max_model_len, low=2, optional=True)
+        check_whole_number("seed", self.seed)
+        resolve_dtype(self.dtype, resolve_device(self.device))
 
     def torch_device(self) -> torch.device:
         """The device that `device` names; a `ConfigError` where this machine has none such."""
-        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        try:
-            device = torch.device(name)
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device={self.device!r} is not a torch device: use auto, cpu or cuda") from error
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device={self.device!r} is not supported: use auto, cpu or cuda")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device={self.device!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
-        return device
+        return resolve_device(self.device)
 
     def torch_dtype(self) -> torch.dtype:
         """The precision that `dtype` names."""
-        if self.dtype == "auto":
-            return torch.bfloat16 if self.torch_device().type == "cuda" else torch.float32
-        return DTYPES[self.dtype]
+        return resolve_dtype(self.dtype, self.torch_device())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +79,43 @@ class EngineConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+
+
+def check_model(model: Any) -> None:
+    """Raise `ConfigError` for what cannot name a model."""
+    if model is not None and (not isinstance(model, str | Path) or not str(model)):
+        raise ConfigError(f"model={model!r} must be a directory or a hub id")
+
+
+def check_whole_number(name: str, value: Any, *, low: int | None = None, optional: bool = False) -> None:
+    """Raise `ConfigError` if `value` is no whole number of at least `low`; None passes if `optional`."""
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
+        bound = "" if low is None else f" of at least {low}"
+        raise ConfigError(f"{name}={value!r} must be a whole number{bound}")
+
+
+def resolve_device(name: Any) -> torch.device:
+    """The torch device of that name; `auto` is CUDA where there is a GPU. `ConfigError` where there is none such."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={name!r} is not a torch device: use auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported: use auto, cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
+def resolve_dtype(name: Any, device: torch.device) -> torch.dtype:
+    """The precision of that name; `auto` is bfloat16 on CUDA and float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ConfigError(f"dtype={name!r} is unknown: use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def assemble_config(config_type: type, default_model: str | Path, model: Any, configs: dict[str, Any]) -> Any:

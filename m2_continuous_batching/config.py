@@ -6,7 +6,7 @@ vLLM: `SchedulerConfig` with the same two limits; SGLang: `max_running_requests`
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from m1_single_request.config import ModelConfig, TraceConfig
+from m1_single_request.config import ModelConfig, TraceConfig, check_whole_number
 from m1_single_request.errors import ConfigError
 
 Execution = Literal["per_request", "padded"]
@@ -29,12 +29,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.execution, str) or self.execution not in get_args(Execution):
             raise ConfigError(f"execution={self.execution!r} is unknown: use {' or '.join(get_args(Execution))}")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if name == "max_num_batched_tokens" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        check_whole_number("max_num_seqs", self.max_num_seqs, low=1)
+        check_whole_number("max_num_batched_tokens", self.max_num_batched_tokens, low=1, optional=True)
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "

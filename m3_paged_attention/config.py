@@ -1,0 +1,139 @@
+"""What an m3 engine is told: m2's limits, a KV memory in blocks, and which kernels compute.
+
+The model's configuration says two things more than m1's, because from here on the engine owns the forward pass: how
+the weights come in, and which backend runs. `execution` of m2 is gone: a flat batch needs no choice. vLLM:
+`ModelConfig`, `CacheConfig`, `SchedulerConfig`; SGLang: `ServerArgs`.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from m1_single_request.config import (
+    TraceConfig,
+    check_model,
+    check_whole_number,
+    resolve_device,
+    resolve_dtype,
+)
+from m1_single_request.errors import ConfigError
+
+LoadFormat = Literal["auto", "dummy"]
+AttentionBackend = Literal["auto", "torch", "triton"]
+PreemptionMode = Literal["recompute", "swap"]
+LEAST_BATCHED_TOKENS = 2048
+CPU_KV_BYTES = 512 * 2**20
+GPU_MEMORY_UTILIZATION = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model runs, where, in which precision, and on which kernels."""
+
+    model: str | Path | None = None
+    """A local Hugging Face directory, or a hub id such as `Qwen/Qwen3-0.6B`. None: the checkpoint that ships."""
+    device: str = "auto"
+    """A torch device. `auto`: CUDA where there is a GPU, else CPU."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16` or `float16`. `auto`: bfloat16 on CUDA, float32 on CPU."""
+    max_model_len: int | None = None
+    """Prompt plus output never exceed this many tokens. None: what the model was made for."""
+    seed: int = 0
+    """Requests without a seed of their own derive one from this and their number; `dummy` weights are drawn from it."""
+    load_format: LoadFormat = "auto"
+    """`auto`: the directory's safetensors. `dummy`: random weights of the shapes in its config.json, for benchmarks."""
+    attention_backend: AttentionBackend = "auto"
+    """`torch` or `triton`, for attention and the kernels around it. `auto`: triton on CUDA, torch elsewhere."""
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        _check_choice("load_format", self.load_format, LoadFormat)
+        _check_choice("attention_backend", self.attention_backend, AttentionBackend)
+        check_whole_number("max_model_len", self.max_model_len, low=2, optional=True)
+        check_whole_number("seed", self.seed)
+        resolve_dtype(self.dtype, resolve_device(self.device))
+
+    def torch_device(self) -> torch.device:
+        """The device that `device` names."""
+        return resolve_device(self.device)
+
+    def torch_dtype(self) -> torch.dtype:
+        """The precision that `dtype` names."""
+        return resolve_dtype(self.dtype, self.torch_device())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How large a batch may become, and what happens when the KV memory runs out."""
+
+    max_num_seqs: int = 16
+    """At most so many requests run at a time."""
+    max_num_batched_tokens: int | None = None
+    """At most so many new tokens go through the model in one step. A prompt runs whole, so a longer one is refused.
+    None: the largest of `max_model_len`, 2,048 and `max_num_seqs`, so that no prompt is refused for it."""
+    preemption_mode: PreemptionMode = "recompute"
+    """What happens to a preempted request's KV. `recompute`: dropped, and computed again later. `swap`: moved to host
+    memory and back (`CacheConfig.swap_space_bytes`)."""
+
+    def __post_init__(self) -> None:
+        _check_choice("preemption_mode", self.preemption_mode, PreemptionMode)
+        check_whole_number("max_num_seqs", self.max_num_seqs, low=1)
+        check_whole_number("max_num_batched_tokens", self.max_num_batched_tokens, low=1, optional=True)
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
+                f"not every running request could get a token in a step"
+            )
+
+    def resolved(self, max_model_len: int) -> "SchedulerConfig":
+        """The same with every None replaced, for a model of this length."""
+        budget = self.max_num_batched_tokens or max(max_model_len, LEAST_BATCHED_TOKENS, self.max_num_seqs)
+        return replace(self, max_num_batched_tokens=budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How much KV memory there is, and in pieces of which size. At most one of the three sizes may be given."""
+
+    block_size: int = 16
+    """Tokens per block."""
+    kv_cache_memory_bytes: int | None = None
+    """A budget in bytes. The default on a CPU: 512 MiB."""
+    gpu_memory_utilization: float | None = None
+    """On CUDA: the share of the device's memory that weights, activations and KV may take together; what a profiling
+    run leaves of it is KV memory. The default there: 0.9."""
+    num_blocks: int | None = None
+    """Exactly so many blocks, whatever they take, even if the longest request does not fit (it then fails alone)."""
+    swap_space_bytes: int | None = None
+    """Host memory for requests that are swapped out; only with `preemption_mode="swap"`. None: as many blocks as the
+    device has."""
+
+    def __post_init__(self) -> None:
+        check_whole_number("block_size", self.block_size, low=1)
+        check_whole_number("kv_cache_memory_bytes", self.kv_cache_memory_bytes, low=1, optional=True)
+        check_whole_number("num_blocks", self.num_blocks, low=1, optional=True)
+        check_whole_number("swap_space_bytes", self.swap_space_bytes, low=1, optional=True)
+        share = self.gpu_memory_utilization
+        if share is not None and (not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1):
+            raise ConfigError(f"gpu_memory_utilization={share!r} must be a number greater than 0 and at most 1")
+        sizes = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_blocks")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both say how much KV memory there is: give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an m3 engine can be told. The field `x` is the engine's keyword `x_config`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    if not isinstance(value, str) or value not in get_args(choices):
+        raise ConfigError(f"{name}={value!r} is unknown: use {' or '.join(get_args(choices))}")
