@@ -24,9 +24,10 @@ from m1_single_request.tracer import Tracer
 class UnfinishedRequests(Protocol):
     """What the engine core asks of any scheduler besides its two verbs."""
 
-    requests: dict[str, Request]
-    running: list[Request]
-
+    @property
+    def requests(self) -> Mapping[str, Request]: ...
+    @property
+    def running(self) -> Sized: ...
     @property
     def waiting(self) -> Sized: ...
     def add_request(self, request: Request) -> None: ...
@@ -220,7 +221,7 @@ class EngineCoreBase(ABC):
         for request in ended:
             if request.finish_reason is not None and request.request_id not in self._counted:
                 self._counted.add(request.request_id)
-                self._num_output_tokens += request.sequence.get_output_len()
+                self._num_output_tokens += request.num_output_tokens
                 reason = request.finish_reason.reason
                 self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
         if self.tracer:

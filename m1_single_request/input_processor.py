@@ -25,7 +25,7 @@ TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # tran
 class InputProcessor:
     """Holds the tokenizer and the model's limits; changes nothing.
 
-    Seam for later milestones: `check_limits`, what this engine can run at all.
+    Seams for later milestones: `check_limits`, what this engine can run at all; `build_request`, what it makes of it.
     """
 
     def __init__(
@@ -59,10 +59,23 @@ class InputProcessor:
         token_ids = self._token_ids(prompt)
         self._check_tokens(token_ids, request_id)
         self.check_limits(token_ids, params, request_id)
-        detokenizer = self.detokenizer_class(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
-        sequence = Sequence(f"{request_id}/0", request_id, token_ids, params, detokenizer)
         seed = derive_seed(self.seed, number) if params.seed is None else params.seed
         text = prompt if isinstance(prompt, str) else None
+        return self.build_request(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
+
+    def build_request(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        arrival_time: float,
+    ) -> Request:
+        """A request of what passed all checks. `text` is the prompt where it came as text."""
+        detokenizer = self.detokenizer_class(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
+        sequence = Sequence(f"{request_id}/0", request_id, token_ids, params, detokenizer)
         return self.request_class(request_id, text, sequence, seed, arrival_time)
 
     def apply_chat_template(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> list[int]:
@@ -148,11 +161,16 @@ class InputProcessor:
                 f"n={params.n}: several outputs of one prompt share its KV, which needs the blocks of "
                 f"m3_paged_attention; here n must be 1"
             )
-        if len(token_ids) >= self.max_model_len:
-            raise PromptTooLongError(
-                f"request {request_id!r} has {len(token_ids)} prompt tokens; max_model_len is {self.max_model_len} for "
-                f"prompt and output together, so at most {self.max_model_len - 1} are possible"
-            )
+        check_model_len(token_ids, self.max_model_len, request_id)
+
+
+def check_model_len(token_ids: list[int], max_model_len: int, request_id: str) -> None:
+    """Refuse a prompt that leaves no room for an output token (`PromptTooLongError`)."""
+    if len(token_ids) >= max_model_len:
+        raise PromptTooLongError(
+            f"request {request_id!r} has {len(token_ids)} prompt tokens; max_model_len is {max_model_len} for "
+            f"prompt and output together, so at most {max_model_len - 1} are possible"
+        )
 
 
 def _short(value: object) -> str:

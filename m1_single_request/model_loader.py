@@ -2,13 +2,14 @@
 
 transformers builds the network and reads the weights; this file decides what is acceptable and turns every way in which
 loading can fail into one clear sentence. Remote code is never run and only safetensors are read, because a pickle file
-can run any program when it is opened. vLLM: `model_executor/model_loader`.
+can run any program when it is opened. `describe` reads everything but the weights, for loaders that bring a network of
+their own. vLLM: `model_executor/model_loader`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import (
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as hf_logging
+from transformers.utils.hub import cached_file
 
 from m1_single_request.config import DEFAULT_MODEL, ModelConfig
 from m1_single_request.errors import ConfigError, ModelLoadError
@@ -60,22 +62,34 @@ def head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+class ModelChoice(Protocol):
+    """What every milestone's `ModelConfig` says of the model itself."""
+
+    @property
+    def model(self) -> str | Path | None: ...
+    @property
+    def max_model_len(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model without its weights."""
+
+    name: str
+    architecture: str
+    """One of `SUPPORTED_ARCHITECTURES`."""
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: frozenset[int]
+    """The union of what config, generation config and tokenizer name."""
+    max_model_len: int
+
+
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
-    name = str(DEFAULT_MODEL if config.model is None else config.model)
-    _check_directory(name)
-    hf_config = _load(name, "its config", lambda: AutoConfig.from_pretrained(name, trust_remote_code=False))
-    named = getattr(hf_config, "architectures", None)
-    architecture = named[0] if isinstance(named, list) and named else "none"
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ModelLoadError(f"{name}: architecture {architecture} is not supported; supported are {supported}")
-    max_model_len = _max_model_len(config, hf_config)
-    device, dtype = config.torch_device(), config.torch_dtype()
-    if (Path(name) / "generation_config.json").exists():  # a broken one would be passed over, and its EOS ids with it
-        _load(name, "its generation config", lambda: GenerationConfig.from_pretrained(name))
-    tokenizer = _load(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
-    model, report = _load(
+    described = describe(config)
+    name, device, dtype = described.name, config.torch_device(), config.torch_dtype()
+    model, report = load_part(
         name,
         "its weights",
         lambda: AutoModelForCausalLM.from_pretrained(
@@ -88,53 +102,61 @@ def load_model(config: ModelConfig) -> LoadedModel:
             ignore_mismatched_sizes=True,  # so that they are reported; nothing is ignored below
         ),
     )
-    _check_weights(name, report)
+    check_tensors(
+        name,
+        missing=report["missing_keys"],
+        unexpected=report["unexpected_keys"],
+        misshapen=[key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]],
+    )
     model.config.return_dict = True  # the runner reads outputs by name, whatever the config says
-    eos = _eos_token_ids(hf_config, model.generation_config, tokenizer)
     parameters = list(model.parameters())
     return LoadedModel(
         name=name,
         model=model.to(device).eval(),
-        tokenizer=tokenizer,
+        tokenizer=described.tokenizer,
         device=device,
         dtype=dtype,
-        eos_token_ids=frozenset(i for i in eos if 0 <= i < hf_config.vocab_size),  # others can never come
-        max_model_len=max_model_len,
-        vocab_size=hf_config.vocab_size,
+        eos_token_ids=described.eos_token_ids,
+        max_model_len=described.max_model_len,
+        vocab_size=described.config.vocab_size,
         num_parameters=sum(p.numel() for p in parameters),
         weight_bytes=sum(p.nbytes for p in parameters),
     )
 
 
-def _check_directory(name: str) -> None:
-    path = Path(name)
-    try:
-        is_directory, is_there = path.is_dir(), path.exists()
-    except (OSError, ValueError) as error:  # too long for a file name, or not a name at all
-        raise ModelLoadError(f"{name[:80]!r} is neither a directory nor a hub id: {error}") from error
-    if is_directory:
-        if not (path / "config.json").exists():
-            raise ModelLoadError(f"{name} has no config.json: is it a Hugging Face model directory?")
-        if not any(path.glob("*.safetensors")):
-            raise ModelLoadError(
-                f"{name} has no .safetensors file; only those are read: write them with transformers' save_pretrained"
-            )
-        if (path / "adapter_config.json").exists():
-            raise ModelLoadError(f"{name} is an adapter (adapter_config.json): merge it into its base model first")
-        if not (path / "tokenizer.json").exists() and not (path / "tokenizer_config.json").exists():
-            raise ModelLoadError(f"{name} has no tokenizer.json: the tokenizer's files are missing")
-    elif is_there:
-        raise ModelLoadError(f"{name} is a file: give the directory that holds config.json and model.safetensors")
-    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ModelLoadError(f"{name} does not exist: give a model directory, or a hub id such as Qwen/Qwen3-0.6B")
+def describe(choice: ModelChoice, *, needs_weights: bool = True) -> ModelDescription:
+    """Read and check everything but the weights; `needs_weights=False` for a directory that has none."""
+    name = str(DEFAULT_MODEL if choice.model is None else choice.model)
+    _check_directory(name, needs_weights)
+    config = load_part(name, "its config", lambda: AutoConfig.from_pretrained(name, trust_remote_code=False))
+    named = getattr(config, "architectures", None)
+    architecture = named[0] if isinstance(named, list) and named else "none"
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise ModelLoadError(f"{name}: architecture {architecture} is not supported; supported are {supported}")
+    max_model_len = _max_model_len(name, choice.max_model_len, config)
+    generation = _generation_config(name)
+    tokenizer = load_part(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
+    eos = _eos_token_ids(config, generation, tokenizer)
+    return ModelDescription(
+        name=name,
+        architecture=architecture,
+        config=config,
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(i for i in eos if 0 <= i < config.vocab_size),  # others can never come
+        max_model_len=max_model_len,
+    )
 
 
-def _load(name: str, part: str, call: Callable[[], Any]) -> Any:
+def load_part(name: str, part: str, call: Callable[[], Any]) -> Any:
+    """Return `call()`; whatever a library raises in it becomes a `ModelLoadError` that names the model and the part."""
     had_bars, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()  # the trace and our errors are what speaks here
     hf_logging.set_verbosity_error()
     try:
         return call()
+    except ModelLoadError:  # it says already what is wrong
+        raise
     except Exception as error:  # transformers, tokenizers, safetensors and the hub each raise families of their own
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -149,25 +171,62 @@ def _load(name: str, part: str, call: Callable[[], Any]) -> Any:
             hf_logging.enable_progress_bar()
 
 
-def _check_weights(name: str, report: dict[str, Any]) -> None:
-    faults = {"missing_keys": "lack", "unexpected_keys": "have unexpected", "mismatched_keys": "have other shapes for"}
-    for key, what in faults.items():
-        tensors = sorted(t if isinstance(t, str) else t[0] for t in report.get(key) or ())
+def check_tensors(name: str, *, missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[str]) -> None:
+    """Raise `ModelLoadError` if the weight files and config.json do not fit together."""
+    for what, tensors in (
+        ("lack", sorted(missing)),
+        ("have unexpected", sorted(unexpected)),
+        ("have other shapes for", sorted(misshapen)),
+    ):
         if tensors:
             more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
             listed = ", ".join(tensors[:3]) + more
             raise ModelLoadError(f"{name}: the weights {what} {listed}; the files do not fit config.json")
 
 
-def _max_model_len(config: ModelConfig, hf_config: PreTrainedConfig) -> int:
-    limit = hf_config.max_position_embeddings
+def _check_directory(name: str, needs_weights: bool) -> None:
+    path = Path(name)
+    try:
+        is_directory, is_there = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:  # too long for a file name, or not a name at all
+        raise ModelLoadError(f"{name[:80]!r} is neither a directory nor a hub id: {error}") from error
+    if is_directory:
+        if not (path / "config.json").exists():
+            raise ModelLoadError(f"{name} has no config.json: is it a Hugging Face model directory?")
+        if needs_weights and not any(path.glob("*.safetensors")):
+            raise ModelLoadError(
+                f"{name} has no .safetensors file; only those are read: write them with transformers' save_pretrained"
+            )
+        if (path / "adapter_config.json").exists():
+            raise ModelLoadError(f"{name} is an adapter (adapter_config.json): merge it into its base model first")
+        if not (path / "tokenizer.json").exists() and not (path / "tokenizer_config.json").exists():
+            raise ModelLoadError(f"{name} has no tokenizer.json: the tokenizer's files are missing")
+    elif is_there:
+        raise ModelLoadError(f"{name} is a file: give the directory that holds config.json and model.safetensors")
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ModelLoadError(f"{name} does not exist: give a model directory, or a hub id such as Qwen/Qwen3-0.6B")
+
+
+def _max_model_len(name: str, wanted: int | None, config: PreTrainedConfig) -> int:
+    limit = config.max_position_embeddings
     if not isinstance(limit, int) or limit < 2:
-        raise ModelLoadError(
-            f"{config.model}: max_position_embeddings={limit!r} in config.json leaves no room for a token"
-        )
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(f"max_model_len={config.max_model_len} is more than the {limit} positions of {config.model}")
-    return config.max_model_len or limit
+        raise ModelLoadError(f"{name}: max_position_embeddings={limit!r} in config.json leaves no room for a token")
+    if wanted is not None and wanted > limit:
+        raise ConfigError(f"max_model_len={wanted} is more than the {limit} positions of {name}")
+    return wanted or limit
+
+
+def _generation_config(name: str) -> GenerationConfig | None:
+    """Read apart from the model: a broken one would be passed over there, and its EOS ids with it."""
+
+    def read() -> GenerationConfig | None:
+        try:
+            cached_file(name, "generation_config.json")
+        except OSError:  # many models have none; were it the connection, config.json would have failed before
+            return None
+        return GenerationConfig.from_pretrained(name)
+
+    return load_part(name, "its generation config", read)
 
 
 def _eos_token_ids(

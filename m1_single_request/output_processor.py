@@ -12,7 +12,10 @@ from m1_single_request.tracer import Tracer
 
 
 class OutputProcessor:
-    """Makes outputs; changes nothing in the request."""
+    """Makes outputs; changes nothing in the request.
+
+    Seam for later milestones: `completions`, where one request reports several continuations.
+    """
 
     def __init__(self, *, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -20,11 +23,31 @@ class OutputProcessor:
     def make_output(self, request: Request) -> RequestOutput:
         """The output of `request` as of now."""
         data, reason = request.sequence.data, request.finish_reason
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=tuple(data.prompt_token_ids),
+            prompt_logprobs=None
+            if data.prompt_logprobs is None
+            else tuple(row and dict(row) for row in data.prompt_logprobs),
+            outputs=self.completions(request),
+            finished=request.is_finished,
+            metrics=make_metrics(request),
+            error=reason.error if isinstance(reason, FinishError) else None,
+        )
+
+    def completions(self, request: Request) -> tuple[CompletionOutput, ...]:
+        """What the request has generated: one continuation."""
+        return (self.completion(request),)
+
+    def completion(self, request: Request, *, index: int = 0) -> CompletionOutput:
+        """The continuation that a request's one sequence holds; `index` is its number among those of its prompt."""
+        data, reason = request.sequence.data, request.finish_reason
         logprobs = None
         if request.sampling_params.logprobs is not None:
             logprobs = tuple(dict(row) for row in data.output_logprobs if row is not None)
-        completion = CompletionOutput(
-            index=0,
+        return CompletionOutput(
+            index=index,
             text=self.visible_text(request),
             token_ids=tuple(data.output_token_ids),
             cumulative_logprob=None
@@ -33,18 +56,6 @@ class OutputProcessor:
             logprobs=logprobs,
             finish_reason=None if reason is None else reason.reason,
             stop_reason=None if reason is None else reason.stop_reason,
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=tuple(data.prompt_token_ids),
-            prompt_logprobs=None
-            if data.prompt_logprobs is None
-            else tuple(row and dict(row) for row in data.prompt_logprobs),
-            outputs=(completion,),
-            finished=request.is_finished,
-            metrics=make_metrics(request),
-            error=reason.error if isinstance(reason, FinishError) else None,
         )
 
     def visible_text(self, request: Request) -> str:
@@ -94,5 +105,5 @@ def make_metrics(request: Request) -> RequestMetrics:
         finished_time=request.finished_time,
         num_prompt_tokens=request.sequence.get_prompt_len(),
         num_cached_tokens=0,
-        num_output_tokens=request.sequence.get_output_len(),
+        num_output_tokens=request.num_output_tokens,
     )

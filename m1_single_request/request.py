@@ -6,7 +6,7 @@ same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the fa
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.outputs import Logprob, TokenLogprobs
@@ -19,14 +19,17 @@ class RequestStatus(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    PREEMPTED = "preempted"
+    """It ran and lost its KV memory to others, so it waits again (from m3 on)."""
     FINISHED = "finished"
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life: as its request, as long as that has one sequence (n > 1 comes with m3)."""
+    """Where a sequence is in its life: as its request."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    PREEMPTED = "preempted"
     FINISHED = "finished"
 
 
@@ -121,6 +124,15 @@ class SequenceData:
     num_computed_tokens: int = 0  # tokens whose KV exists; while decoding this is prompt + output - 1
 
 
+class SimpleStops(NamedTuple):
+    """What is left to ask about a sequence's next token, if nobody looks at its text."""
+
+    stop_ids: frozenset[int]
+    """Only these ids can end it"""
+    num_output: int
+    """before it has so many output tokens."""
+
+
 class Sequence:
     """One growing sequence of tokens and its text."""
 
@@ -136,15 +148,33 @@ class Sequence:
         self.request_id = request_id
         self.data = SequenceData(prompt_token_ids)
         self.sampling_params = sampling_params
-        self.detokenizer = detokenizer
         self.status = SequenceStatus.WAITING
         self.text_end: int | None = None  # where a stop string cuts the text
+        self.simple_stops: SimpleStops | None = None  # the stop checker's word for the next tokens, if there is one
+        self._detokenizer = detokenizer
+        self._num_read = 0  # how many output tokens the detokenizer has heard of
+
+    @property
+    def detokenizer(self) -> IncrementalDetokenizer:
+        """The text of this sequence, as of its newest output token."""
+        output = self.data.output_token_ids
+        if self._num_read < len(output):
+            before = self._detokenizer.mark()
+            try:
+                for token_id in output[self._num_read :]:
+                    self._detokenizer.push(token_id)
+                self._num_read = len(output)
+            except BaseException:  # Ctrl-C: each token is read once
+                self._detokenizer.rewind(before)
+                raise
+        return self._detokenizer
 
     def add_token_id(self, token_id: int, logprobs: LogprobRow | None = None) -> None:
-        """Append one output token. Its KV does not exist yet: the next step computes it."""
+        """Append one output token, which the detokenizer has. Its KV does not exist yet: the next step computes it."""
         named = self._named(logprobs)
-        self.data.output_token_ids.append(token_id)
         self.data.output_logprobs.append(named)
+        self._num_read += 1
+        self.data.output_token_ids.append(token_id)
 
     def mark(self) -> tuple[int, int, Any]:
         """A point to `rewind` to."""
@@ -154,7 +184,8 @@ class Sequence:
         """Forget every token, and its text, since `mark`."""
         num_output, self.data.num_computed_tokens, text = mark
         del self.data.output_token_ids[num_output:], self.data.output_logprobs[num_output:]
-        self.detokenizer.rewind(text)
+        self._num_read = num_output
+        self._detokenizer.rewind(text)
         self.text_end = None
 
     def set_prompt_logprobs(self, rows: list[LogprobRow]) -> None:
@@ -175,14 +206,17 @@ class Sequence:
         return len(self.data.output_token_ids)
 
     def get_len(self) -> int:
-        return self.get_prompt_len() + self.get_output_len()
+        return len(self.data.prompt_token_ids) + len(self.data.output_token_ids)
 
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
 
 class Request:
-    """One request: its prompt, its parameters, its sequence and the times of its life (monotonic seconds)."""
+    """One request: its prompt, its parameters, its sequence and the times of its life (monotonic seconds).
+
+    Seam for later milestones: `sequences`, of which a request may report more than one.
+    """
 
     def __init__(
         self,
@@ -194,7 +228,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
-        self.sequences = {sequence.seq_id: sequence}
+        self.sequence = sequence
         self.sampling_params = sequence.sampling_params
         self.seed = seed
         self.final_only = False  # its caller reads only the last output, so no other is made (vLLM: FINAL_ONLY)
@@ -206,9 +240,14 @@ class Request:
         self.finished_time: float | None = None
 
     @property
-    def sequence(self) -> Sequence:
-        """The one sequence of this request."""
-        return next(iter(self.sequences.values()))
+    def sequences(self) -> dict[str, Sequence]:
+        """By their ids: one, except where several outputs of one prompt are reported together (from m3 on)."""
+        return {self.sequence.seq_id: self.sequence}
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far, of all sequences."""
+        return sum(sequence.get_output_len() for sequence in self.sequences.values())
 
     @property
     def prompt_token_ids(self) -> list[int]:

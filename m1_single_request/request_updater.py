@@ -6,6 +6,7 @@ rules in `Scheduler.update_from_output` and `check_stop`; SGLang in `Req` and it
 """
 
 import time
+from collections.abc import Sequence
 
 from m1_single_request.events import Abort, Finish, RequestAdded, Result
 from m1_single_request.request import (
@@ -29,6 +30,7 @@ class RequestUpdater:
     def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None:
         self.stop_checker = stop_checker
         self.tracer = tracer
+        self._is_usual = type(stop_checker).check is StopChecker.check  # somebody's own may have other rules
 
     def trace_arrival(self, request: Request, *, num_waiting: int) -> None:
         """Tell the trace that a request joins the queue behind `num_waiting` others."""
@@ -81,6 +83,8 @@ class RequestUpdater:
             return
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
+        if sequence.simple_stops is None and self._is_usual and not self.tracer:
+            sequence.simple_stops = self.stop_checker.simple_stops(sequence)
         if self.tracer:
             self.tracer.emit(
                 Result(
@@ -91,6 +95,24 @@ class RequestUpdater:
                     new_text=new_text,
                 )
             )
+
+    def commit_simply(self, requests: Sequence[Request], token_ids: Sequence[int]) -> list[int]:
+        """Give each request one token, whose KV came with it, where that is all there is to do.
+
+        Returns the places of the others, which are unchanged: those that end or may end with this token, or whose text
+        or log-probabilities are asked for. For these there is `commit`. While the trace is read, that is everybody.
+        """
+        others = []
+        for index, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
+            sequence = request.sequence
+            stops, data = sequence.simple_stops, sequence.data
+            output = data.output_token_ids
+            if stops is None or token_id in stops.stop_ids or len(output) + 1 >= stops.num_output or request.to_finish:
+                others.append(index)
+            else:
+                data.num_computed_tokens += 1
+                output.append(token_id)  # last: an interrupt before it leaves one token too many computed, none missing
+        return others
 
     def end(self, request: Request, reason: BaseFinishReason) -> None:
         """Give the request its end; the scheduler takes it out of its queues."""

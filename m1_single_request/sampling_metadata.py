@@ -47,6 +47,24 @@ class SamplingMetadata:
     num_logprobs: tuple[int | None, ...]
 
     @classmethod
+    def plain(cls, num_rows: int, device: torch.device) -> "SamplingMetadata":
+        """For rows that all take the best token of the untouched logits and ask for nothing else."""
+        return cls(
+            greedy=torch.ones(num_rows, dtype=torch.bool, device=device),
+            all_greedy=True,
+            temperature=torch.ones(num_rows, device=device),
+            uniforms=None,
+            min_p=None,
+            top_k=None,
+            top_p=None,
+            bias=None,
+            penalties=None,
+            seen=None,
+            output_counts=None,
+            num_logprobs=(None,) * num_rows,
+        )
+
+    @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], *, vocab_size: int, device: torch.device) -> "SamplingMetadata":
         """Gather the rows' parameters into tensors."""
         params = [row.params for row in rows]

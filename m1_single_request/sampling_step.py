@@ -2,10 +2,10 @@
 
 The sampler knows rows of numbers only. Here the rows of all requests of a step are put together, the requests'
 parameters become `SamplingMetadata`, and what comes back is sorted by request again. A row that cannot be used fails
-its own request and no other. m3 calls this inside the model runner, next to the tensors.
+its own request and no other. m3 samples inside the model runner, next to the tensors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from m1_single_request.errors import ForwardError
 from m1_single_request.events import Sampled
 from m1_single_request.request import Request
-from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs
+from m1_single_request.sampler import LogprobRow, Sampler, SamplerOutput, gather_logprobs
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
@@ -62,12 +62,11 @@ class SamplingStep:
         for index, request in enumerate(requests):
             request_id = request.request_id
             if index in chosen.impossible_rows:
-                errors[request_id] = ForwardError(
-                    f"no token can be sampled for {request_id!r}: its settings leave every token at probability zero"
-                )
+                errors[request_id] = impossible_row(request_id)
                 continue
             if self.tracer:
-                self._trace(request, last[index], metadata, index, chosen.token_ids[index])
+                text = request.sequence.detokenizer.token_text
+                self.tracer.emit(sampled_event(request_id, rows[index], last, metadata, chosen, index, text))
             sampled[request_id] = SampledTokens(
                 (chosen.token_ids[index],), (chosen.logprobs[index],), prompt_logprobs(request, logits[request_id])
             )
@@ -83,23 +82,30 @@ class SamplingStep:
             stop_ids=self.stop_checker.stop_ids(sequence),
         )
 
-    def _trace(self, request: Request, logits: Tensor, metadata: SamplingMetadata, index: int, token_id: int) -> None:
-        if self.tracer:
-            text, params = request.sequence.detokenizer.token_text, request.sampling_params
-            best, ids = logits.softmax(-1).topk(min(NUM_CANDIDATES, logits.shape[-1]))
-            drawn = metadata.uniforms is not None and not params.is_greedy
-            self.tracer.emit(
-                Sampled(
-                    rid=request.request_id,
-                    position=request.sequence.get_output_len(),
-                    token_id=token_id,
-                    text=text(token_id),
-                    greedy=params.is_greedy,
-                    settings=params.describe(),
-                    uniform=float(metadata.uniforms[index]) if drawn and metadata.uniforms is not None else None,
-                    candidates=tuple((text(i), p) for i, p in zip(ids.tolist(), best.tolist(), strict=True)),
-                )
-            )
+
+def sampled_event(
+    request_id: str,
+    row: SamplingRow,
+    logits: Tensor,
+    metadata: SamplingMetadata,
+    chosen: SamplerOutput,
+    index: int,
+    text: Callable[[int], str],
+) -> Sampled:
+    """What the sampler saw and chose in row `index` of `logits` `[rows, vocab]`; built only for a reader."""
+    best, ids = logits[index].softmax(-1).topk(min(NUM_CANDIDATES, logits.shape[-1]))
+    token_id, params = chosen.token_ids[index], row.params
+    drawn = metadata.uniforms is not None and not params.is_greedy
+    return Sampled(
+        rid=request_id,
+        position=len(row.output_token_ids),
+        token_id=token_id,
+        text=text(token_id),
+        greedy=params.is_greedy,
+        settings=params.describe(),
+        uniform=float(metadata.uniforms[index]) if drawn and metadata.uniforms is not None else None,
+        candidates=tuple((text(i), p) for i, p in zip(ids.tolist(), best.tolist(), strict=True)),
+    )
 
 
 def prompt_logprobs(request: Request, logits: Tensor) -> tuple[LogprobRow, ...] | None:
@@ -113,11 +119,26 @@ def prompt_logprobs(request: Request, logits: Tensor) -> tuple[LogprobRow, ...] 
 
 def _not_finite(requests: Sequence[Request], logits: Mapping[str, Tensor], last: Tensor) -> dict[str, ForwardError]:
     """An error for every request whose logits contain NaN or infinity. `last` `[requests, vocab]` are its last rows."""
-    suspects = [not finite for finite in last.sum(dim=-1).isfinite().tolist()]  # finite numbers can have such a sum
+    suspects = suspect_rows(last)
     return {
-        request.request_id: ForwardError(
-            f"the model computed NaN or infinite logits for request {request.request_id!r}"
-        )
+        request.request_id: not_finite(request.request_id)
         for request, suspect in zip(requests, suspects, strict=True)
         if (suspect or len(logits[request.request_id]) > 1) and not logits[request.request_id].isfinite().all()
     }
+
+
+def suspect_rows(logits: Tensor) -> list[bool]:
+    """For each row of `logits` `[rows, vocab]`: it may hold NaN or infinity (finite numbers can have such a sum)."""
+    return [not finite for finite in logits.sum(dim=-1).isfinite().tolist()]
+
+
+def not_finite(request_id: str) -> ForwardError:
+    """The error of a request whose logits are no numbers."""
+    return ForwardError(f"the model computed NaN or infinite logits for request {request_id!r}")
+
+
+def impossible_row(request_id: str) -> ForwardError:
+    """The error of a request whose settings forbid every token."""
+    return ForwardError(
+        f"no token can be sampled for {request_id!r}: its settings leave every token at probability zero"
+    )

@@ -21,8 +21,13 @@ class InputProcessor(SingleRequestInputProcessor):
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
         """Refuse what this engine can never run (`InvalidRequestError`)."""
         super().check_limits(token_ids, params, request_id)
-        if len(token_ids) > self.max_num_batched_tokens:
-            raise PromptTooLongError(
-                f"request {request_id!r} has {len(token_ids)} prompt tokens; a prompt goes through the model in one "
-                f"step, and max_num_batched_tokens is {self.max_num_batched_tokens}"
-            )
+        check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
+
+
+def check_token_budget(token_ids: list[int], max_num_batched_tokens: int, request_id: str) -> None:
+    """Refuse a prompt that is longer than a step's budget (`PromptTooLongError`)."""
+    if len(token_ids) > max_num_batched_tokens:
+        raise PromptTooLongError(
+            f"request {request_id!r} has {len(token_ids)} prompt tokens; a prompt goes through the model in one "
+            f"step, and max_num_batched_tokens is {max_num_batched_tokens}"
+        )

@@ -6,6 +6,8 @@ replaces the original. Only large float32 weights are packed here; all others, a
 torch.compile does the same when it freezes a model.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +22,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), NUM_ROWS)
+        self.packed = pack_weight(linear.weight, NUM_ROWS)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
+        return linear_of_packed(hidden, self.packed, self.bias)
 
 
 @torch.inference_mode()
@@ -33,15 +35,13 @@ def pack_linears(model: nn.Module) -> int:
 
     An embedding that shares its weight with the output layer keeps it, so that this one weight is there twice.
     """
-    if not _can_pack():
-        return 0
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
-        and child.weight.device.type == "cpu"
         and child.weight.dtype == torch.float32
+        and can_pack(child.weight.dtype, child.weight.device)
         and child.weight.numel() >= MIN_WEIGHTS
     ]
     for parent, name, child in found:
@@ -49,8 +49,24 @@ def pack_linears(model: nn.Module) -> int:
     return len(found)
 
 
-def _can_pack() -> bool:
-    """Whether this build of torch has the operations, which are not part of its public interface."""
-    names = ("_reorder_linear_weight", "_linear_pointwise")
-    has_library = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_library and all(hasattr(torch.ops.mkldnn, name) for name in names)
+def pack_weight(weight: Tensor, rows: int) -> Tensor:
+    """A copy of `weight` `[out_features, in_features]` in the layout that oneDNN likes best for so many rows."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
+
+
+def linear_of_packed(hidden: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` with a packed weight: `[..., in_features]` to `[..., out_features]`."""
+    return torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")
+
+
+@functools.cache
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of this precision can be packed here. The operations are no public part of torch, and a build
+    without oneDNN lacks them; half precision needs a processor that multiplies it."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        linear_of_packed(torch.ones(1, 16, dtype=dtype), pack_weight(torch.ones(16, 16, dtype=dtype), 1), None)
+    except (AttributeError, RuntimeError):
+        return False
+    return True

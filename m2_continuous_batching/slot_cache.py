@@ -12,7 +12,6 @@ each forward, `plan_prefill` or `plan_decode` says which rows of the batch belon
 blocks of a few tokens. TensorRT-LLM calls such a cache contiguous.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 from m1_single_request.errors import ConfigError
 from m1_single_request.events import size
 from m1_single_request.model_loader import LoadedModel, head_dim
+from m2_continuous_batching.memory import available_memory
 
 
 class SlotCache(Cache):
@@ -129,30 +129,3 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_cache_shape(self) -> int:
         return self.cache.slot_len
-
-
-def available_memory(device: torch.device) -> int | None:
-    """Bytes that can be reserved on `device`, a tenth of what is free left over; None if the system does not say."""
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, of what was freed
-        return (int(torch.cuda.mem_get_info(device)[0]) + kept) * 9 // 10
-    found = [found for found in (_free_in_system(), _free_in_cgroup()) if found is not None]
-    return min(found) * 9 // 10 if found else None
-
-
-def _free_in_system() -> int | None:
-    """Linux's own estimate of what can be taken without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _free_in_cgroup() -> int | None:
-    """What the limit of a container leaves."""
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-    except OSError:
-        return None
-    return int(limit) - int(used) if limit != "max" else None

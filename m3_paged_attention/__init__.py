@@ -1,0 +1,80 @@
+"""m3: KV memory in blocks, a forward pass of our own, and kernels of our own.
+
+Since m2: a request's keys and values lie in blocks of a few tokens that may be anywhere, found through its block table
+(Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023). So nothing
+is reserved for tokens that may never come; a prompt is stored once for all continuations that start from it (`n > 1`),
+and copied where they part; a request can lose its blocks and come back. Attention must follow the tables, which
+transformers' model cannot, so from here on the model is ours: Qwen3, Qwen2 and Llama over one flat row of tokens, with
+attention in torch or Triton.
+
+    from m3_paged_attention import LLMEngine, SamplingParams, CacheConfig
+
+Read `kv_cache_manager.py`, then `scheduler.py`, `model_input.py`, `models/decoder.py`, `attention/`; `wiring.py` shows
+what m3 replaces.
+"""
+
+from m1_single_request.config import DEFAULT_MODEL, TraceConfig
+from m1_single_request.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineUsageError,
+    ForwardError,
+    InvalidParamsError,
+    InvalidPromptError,
+    InvalidRequestError,
+    ModelLoadError,
+    PromptTooLongError,
+)
+from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from m1_single_request.request_stream import RequestStream
+from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
+from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
+from m3_paged_attention.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from m3_paged_attention.errors import KVCapacityError
+from m3_paged_attention.interfaces import ROLES
+from m3_paged_attention.llm_engine import LLMEngine
+from m3_paged_attention.outputs import EngineStats
+from m3_paged_attention.wiring import PARTS, build_engine_core
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "PARTS",
+    "ROLES",
+    "CacheConfig",
+    "ChromeTraceReader",
+    "CompletionOutput",
+    "ConfigError",
+    "ConsoleReader",
+    "DuplicateRequestError",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStats",
+    "EngineUsageError",
+    "ForwardError",
+    "InvalidParamsError",
+    "InvalidPromptError",
+    "InvalidRequestError",
+    "JsonlReader",
+    "KVCapacityError",
+    "LLMEngine",
+    "Logprob",
+    "ModelConfig",
+    "ModelLoadError",
+    "PromptTooLongError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestStream",
+    "SamplingParams",
+    "SchedulerConfig",
+    "TraceConfig",
+    "TraceReader",
+    "TraceRecord",
+    "Tracer",
+    "build_engine_core",
+]

@@ -1,5 +1,12 @@
-"""What holds for every test: one torch thread per worker, no network, the same numbers on every run."""
+"""What holds for every test: one torch thread per worker, no network, the same numbers on every run.
 
+And where GPU tests run. A test marked `gpu` runs natively where torch sees a CUDA device, and is deselected elsewhere;
+a closing line says how many that were. A test marked `interpreter` runs kernels on the CPU through Triton's interpreter
+and is deselected where there is a GPU, because a process either interprets its kernels or compiles them. So
+`pytest -m gpu` without a GPU runs nothing and ends like every run of no tests, with exit code 5.
+"""
+
+import importlib.util
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: its thread pools read this once
@@ -7,11 +14,52 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import pytest
 import torch
 from hypothesis import settings
+
+HAS_GPU = torch.cuda.is_available()
+if HAS_GPU:
+    os.environ.pop("TRITON_INTERPRET", None)
+else:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it reads this once, and torch.compile imports it
 
 torch.set_num_threads(1)
 
 # The same examples on every run, and a slow machine is no failure.
 settings.register_profile("stepwise", derandomize=True, deadline=None)
 settings.load_profile("stepwise")
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take out the tests that this machine cannot run."""
+    marker = "interpreter" if HAS_GPU else "gpu"
+    left_out = [item for item in items if item.get_closest_marker(marker)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    if not HAS_GPU:
+        config.stash[LEFT_OUT] = len(left_out)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With pytest-xdist only the workers collect, and only the controller can print: hand the number over."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["gpu_tests_left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """A worker of pytest-xdist has ended. Each of them collected all tests."""
+    config: pytest.Config = node.config
+    config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("gpu_tests_left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say in one line what could not run here."""
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"no CUDA device here: 0 of {left_out} gpu tests ran")
+    if importlib.util.find_spec("triton") is None:
+        terminalreporter.write_line("triton is not installed: tests/kernels did not run")

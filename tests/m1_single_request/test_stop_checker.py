@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.request import BaseFinishReason, FinishLength, FinishMatchedStr, FinishMatchedToken, Sequence
+from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.stop_checker import StopChecker, StopVerdict, held_back
 from tests.m1_single_request.helpers import PieceTokenizer, sequence_of
 
@@ -307,10 +308,9 @@ class CountingTokenizer(PieceTokenizer):
 
 def counted(**settings: Any) -> tuple[Sequence, CountingTokenizer]:
     """A sequence without output, and its tokenizer, which counts."""
-    sequence = sequence_of({}, **settings)
     tokenizer = CountingTokenizer(LETTERS | SPECIAL, SPECIAL)
-    sequence.detokenizer = IncrementalDetokenizer(tokenizer)  # type: ignore[arg-type]
-    return sequence, tokenizer
+    detokenizer = IncrementalDetokenizer(tokenizer)  # type: ignore[arg-type]
+    return Sequence("req/0", "req", [0, 1, 2], SamplingParams(**settings), detokenizer), tokenizer
 
 
 @pytest.mark.parametrize("last", [1, 7, EOS])

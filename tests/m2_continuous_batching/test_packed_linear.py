@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from m1_single_request import DEFAULT_MODEL
 from m2_continuous_batching import packed_linear
-from m2_continuous_batching.packed_linear import PackedLinear, pack_linears
+from m2_continuous_batching.packed_linear import PackedLinear, can_pack, pack_linears
 
-pytestmark = pytest.mark.skipif(not packed_linear._can_pack(), reason="this build of torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not can_pack(torch.float32, torch.device("cpu")), reason="this build of torch has no oneDNN")
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -43,7 +43,7 @@ def test_layers_of_other_precision_are_left_alone(dtype: torch.dtype) -> None:
 
 
 def test_a_torch_without_the_operations_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "_can_pack", lambda: False)
+    monkeypatch.setattr(packed_linear, "can_pack", lambda dtype, device: False)
     model = AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL, dtype=torch.float32)
     assert pack_linears(model) == 0
     assert type(model.get_output_embeddings()) is nn.Linear

@@ -57,7 +57,7 @@ class SchedulerBed:
         scheduler: Any,
         *,
         checks: MessageChecks | None,
-        runner: FakeRunner | None = None,
+        runner: Any = None,
         rows_of: Callable[[Any], list[Row]] = rows_of,
         request_class: type[Request] = Request,
         recorder: Recorder | None = None,
@@ -109,14 +109,18 @@ class SchedulerBed:
         said = self.runner.run(self.rows_of(output))
         return {rid: SampledTokens((tokens[-1],), (None,)) for rid, tokens in said.items()}
 
-    def update(self, output: Any, sampled: dict[str, SampledTokens]) -> Step:
+    def result_of(self, sampled: dict[str, SampledTokens] | None) -> Any:
+        """What the scheduler takes as a step's result; None: the model did not run, or raised."""
+        return sampled or {}
+
+    def update(self, output: Any, sampled: dict[str, SampledTokens] | None) -> Step:
         """The second verb, and the release that follows it."""
         if self.checks:
             self.checks.nothing_is_freed()
-        changed = self.scheduler.update_from_output(output, sampled)
+        changed = self.scheduler.update_from_output(output, self.result_of(sampled))
         ended = {r.request_id: r.finish_reason.reason for r in changed if r.finish_reason is not None}
         if self.checks:
-            assert self.checks.updated(sampled, changed) == ended
+            assert self.checks.updated(sampled or {}, changed) == ended
         self.scheduler.check_invariants()
         self.release()
         if self.checks:
@@ -143,10 +147,10 @@ class SchedulerBed:
         if self.recorder:
             self.scheduler.tracer.step += 1
         output = self.schedule()
-        sampled = {} if crash or output.is_empty else self.execute(output)
+        sampled = None if crash or output.is_empty else self.execute(output)
         if crash:
             self.fail(output.num_scheduled_tokens, RuntimeError("the model crashed"))
-        failed = [rid for rid in failing if sampled.pop(rid, None)]
+        failed = [rid for rid in failing if sampled and sampled.pop(rid, None)]
         self.fail(failed, ValueError("no token can be sampled"))
         if between:
             between(output)
@@ -172,7 +176,7 @@ class SchedulerBed:
             self.checks.nothing_is_left()
         self.scheduler.check_invariants()
         self.release()
-        assert not self.runner.states and not self.runner.owners
+        assert self.runner.is_empty()
         return self.ended
 
     def said(self, request_id: str) -> tuple[int, ...]:

@@ -32,19 +32,21 @@ def after(state: int, token_id: int) -> int:
     return (state * 1_103_515_245 + token_id + 12_345) % 2**31
 
 
-def letter(state: int) -> int:
-    """The token that follows: a small letter of ASCII."""
-    return 97 + state // 2**16 % 26
+def letter(state: int, seed: int = 0) -> int:
+    """The token that follows: a small letter of ASCII. Neighbouring seeds never choose the same one."""
+    return 97 + (state // 2**16 + 7 * seed) % 26
 
 
-def answer(prompt: Iterable[int], num_tokens: int, stop_token_ids: Sequence[int] = ()) -> tuple[int, ...]:
+def answer(
+    prompt: Iterable[int], num_tokens: int, stop_token_ids: Sequence[int] = (), *, seed: int = 0
+) -> tuple[int, ...]:
     """What the fake model says to `prompt`: so many tokens, or as far as the first stop token, which belongs to it."""
     state = 0
     said: list[int] = []
     for token_id in prompt:
         state = after(state, token_id)
     while len(said) < num_tokens and not (said and said[-1] in stop_token_ids):
-        said.append(letter(state))
+        said.append(letter(state, seed))
         state = after(state, said[-1])
     return tuple(said)
 
@@ -66,12 +68,17 @@ class FakeTokenizer:
 
 
 def make_request(
-    request_id: str, prompt: Sequence[int], params: SamplingParams, *, request_class: type[Request] = Request
+    request_id: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    request_class: type[Request] = Request,
+    seed: int = 0,
 ) -> Request:
     """A request as intake makes it."""
     detokenizer = IncrementalDetokenizer(FakeTokenizer())  # type: ignore[arg-type]
     sequence = TokenSequence(f"{request_id}/0", request_id, list(prompt), params, detokenizer)
-    return request_class(request_id, None, sequence, 0, 0.0)
+    return request_class(request_id, None, sequence, seed, 0.0)
 
 
 def fake_model_loader(max_model_len: int = 256) -> Any:
@@ -165,6 +172,10 @@ class FakeRunner:
 
     def held_request_ids(self) -> list[str]:
         return list(self.states)
+
+    def is_empty(self) -> bool:
+        """Whether nothing is left of any request."""
+        return not self.states and not self.owners
 
     def num_kv_tokens(self, request_id: str | None = None) -> int:
         """Tokens that have KV: of one request, or of all."""

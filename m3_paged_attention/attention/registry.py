@@ -1,0 +1,95 @@
+"""Which kernels compute: one set of functions, several modules that offer it.
+
+`auto` takes triton on a GPU and torch elsewhere. Each backend is imported when it is first asked for, so an engine on
+a CPU never loads triton. Triton's interpreter runs kernels in Python without a GPU; it is there for tests, and nobody
+gets it who did not ask for it by name. New in this milestone: before, transformers chose. vLLM: `AttentionBackendEnum`
+and the platforms' `get_attn_backend_cls`; SGLang: `ATTENTION_BACKENDS` in `attention_registry.py`.
+"""
+
+import importlib.util
+import os
+from importlib.metadata import version
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from m1_single_request.errors import ConfigError
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.kv_storage import KVLayer
+
+
+class Backend(Protocol):
+    """What a decoder layer needs besides its linear maps. Tensors are flat, `[tokens, ...]`, in the model's precision;
+    sums are formed in float32."""
+
+    name: str
+
+    def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
+        """Write `key` and `value` `[tokens, kv_heads, head_dim]` to their slots of a `KVLayer`."""
+
+    def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
+        """Causal attention of `query` `[tokens, heads, head_dim]` over the KV of its requests; a tensor of the same
+        shape, good until the next call. `store_kv` comes first: a token sees itself."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm of `x + residual`, and the sum itself. `residual` may be overwritten with it."""
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn each head's pairs `(i, i + head_dim / 2)` by their angle; may work in place. `cos` and `sin` are
+        float32 `[tokens, head_dim / 2]`, the same tensors for all layers of a step."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for `[tokens, 2 * intermediate]`, gate first."""
+
+
+def resolve(name: str, device: torch.device) -> Backend:
+    """The backend called `name`, see `choose`."""
+    if choose(name, device) == "triton":
+        from m3_paged_attention.attention.triton_backend import TritonBackend
+
+        return TritonBackend()
+    from m3_paged_attention.attention.torch_backend import TorchBackend
+
+    return TorchBackend()
+
+
+def choose(name: str, device: torch.device) -> str:
+    """`torch` or `triton`, for `auto` or either of them. ConfigError if the one asked for cannot run on `device`."""
+    if name not in ("auto", "torch", "triton"):
+        raise ConfigError(f"attention_backend={name!r} is unknown: use auto, torch or triton")
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return "torch"
+    obstacle = _obstacle_to_triton(device)
+    if obstacle is None:
+        return "triton"
+    if name == "auto":
+        return "torch"
+    raise ConfigError(f"attention_backend='triton' cannot run here: {obstacle}")
+
+
+def _obstacle_to_triton(device: torch.device) -> str | None:
+    """Why triton kernels cannot run on `device`, or None. Triton is not imported to find out."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        if device.type == "cuda":
+            return None
+        return (
+            f"triton compiles for GPUs and device={str(device)!r} is none "
+            f"(for tests, TRITON_INTERPRET=1 set before the start runs its kernels in Python)"
+        )
+    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
+        return (
+            f"the interpreter (TRITON_INTERPRET=1) of triton {version('triton')} needs numpy < 2.4, "
+            f"and numpy {version('numpy')} is installed"
+        )
+    return None
+
+
+def _release(package: str) -> tuple[int, int]:
+    major, minor = version(package).split(".")[:2]
+    return int(major), int(minor)

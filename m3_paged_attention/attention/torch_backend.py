@@ -1,0 +1,100 @@
+"""The backend of plain torch: the reference that every kernel is held against, and the fast path on a CPU.
+
+Torch has no product that reads KV in blocks. So the blocks of a few sequences are copied side by side into a scratch,
+which is the same memory every time and stays in the processor's cache, and `scaled_dot_product_attention` does the
+rest. Which sequences go together is planned once per step (`tiles.py`), and every layer follows the plan.
+
+m2 left all of this to transformers, whose KV was dense. vLLM's CPU backend (`v1/attention/backends/cpu_attn.py`) has
+kernels in C++ that read the blocks in place; SGLang's `torch_native_backend.py` goes sequence by sequence.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.tiles import Plan, Prefill, Scratch
+from m3_paged_attention.kv_storage import KVLayer
+
+
+class TorchBackend:
+    """Every function in as few calls of torch as it takes: in a small model a call costs more than its arithmetic."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+        self._plan: Plan | None = None
+        self._angles: tuple[Tensor, Tensor, Tensor] | None = None  # a step's cos, and what rotary makes of cos and sin
+        self._root_eps: dict[float, Tensor] = {}
+
+    def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
+        """Write `key` and `value` `[tokens, kv_heads, head_dim]` to their slots."""
+        shape = (-1, *key.shape[1:])
+        layer.key_cache.view(shape).index_copy_(0, slot_mapping, key)
+        layer.value_cache.view(shape).index_copy_(0, slot_mapping, value)
+
+    def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
+        """`[tokens, heads, head_dim]` to the same: prefills one by one, decodes in tiles."""
+        plan = self._plan
+        if plan is None or not plan.is_for(metadata, query, layer):
+            plan = self._plan = Plan(metadata, query, layer, self._scratch)
+        output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        for prefill in plan.prefills:
+            _attend_to_prompt(prefill, query, layer, scale, output)
+        if plan.decodes:
+            first = metadata.num_prefill_tokens
+            torch.index_select(query[first:], 0, plan.order, out=plan.queries)
+            for tile in plan.decodes:
+                keys, values = tile.gather(layer)
+                # The heads of one KV head are the rows of one product. Each as a head of its own is far slower.
+                attended = scaled_dot_product_attention(tile.queries, keys, values, attn_mask=tile.mask, scale=scale)
+                tile.attended.copy_(attended)
+            output[first:].index_copy_(0, plan.order, plan.attended)
+        return output
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""
+        # The root is the hypotenuse over norm(x) / sqrt(n) and sqrt(eps): three calls on one number per row, and two
+        # on the rows. torch's own rms_norm takes twice the time for a few rows.
+        if (root_eps := self._root_eps.get(eps)) is None:
+            root_eps = self._root_eps[eps] = torch.tensor(eps**0.5)
+        norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        root = norm.mul_(x.shape[-1] ** -0.5).hypot_(root_eps)
+        return (x / root).mul_(weight).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm of `x + residual`, and the sum, which `residual` now holds."""
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps), residual
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn each head's pairs `(i, i + head_dim / 2)` by the angle of its token, in float32."""
+        if self._angles is None or self._angles[0] is not cos:  # once per step
+            both_cos, both_sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+            self._angles = cos, both_cos[:, None], both_sin[:, None]  # [tokens, 1, head_dim]
+        _, both_cos, both_sin = self._angles
+        heads = torch.cat((query, key), 1)  # [tokens, heads + kv_heads, head_dim]
+        swapped = heads.roll(heads.shape[-1] // 2, -1)  # the partner of every element
+        turned = torch.addcmul(heads * both_cos, swapped, both_sin).to(query.dtype)
+        return turned[:, : query.shape[1]], turned[:, query.shape[1] :]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for `[tokens, 2 * intermediate]`."""
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate).mul_(up)
+
+
+def _attend_to_prompt(prefill: Prefill, query: Tensor, layer: KVLayer, scale: float, output: Tensor) -> None:
+    """The new tokens of one sequence over its KV; the mask is None where no KV is older than they are."""
+    keys, values = prefill.gather(layer)
+    attended = scaled_dot_product_attention(
+        query[prefill.tokens].transpose(0, 1)[None],  # [1, heads, new tokens, head_dim]
+        keys,
+        values,
+        attn_mask=prefill.mask,
+        is_causal=prefill.mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    output[prefill.tokens] = attended[0].transpose(0, 1)

@@ -1,0 +1,255 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: N803 - capitals mark what is known when the kernel is compiled
+"""Attention as Triton kernels: KV in pages, softmax in tiles, the score matrix never in memory.
+
+A kernel is a program that runs many times at once; `tl.program_id` says which part of the work is its own. It sees
+memory as bare pointers and works on tiles: small matrices in registers, with power-of-two sides, masked where the data
+end earlier. Three rules make all of it work on pages:
+
+    position n of a sequence  ->  page  block_table[n // PAGE]  ->  slot  page * PAGE + n % PAGE
+
+- A tile of BLOCK_N positions looks up BLOCK_N pages at once, one per position. So the tile is as wide as the hardware
+  likes, whatever the page size is, and a page may begin or end anywhere inside it.
+- Past the end of a sequence nothing is read: neither its block table nor the memory behind it.
+- Arithmetic is fp32. Only the operands of a matrix product and what is stored are 16 bits wide.
+
+The recurrence of `online_softmax_step` is the same in both attention kernels; they differ in what one program owns.
+New in this milestone: m2's attention was the one inside transformers. vLLM: `triton_unified_attention.py` (both kernels
+in one) and `triton_reshape_and_cache_flash.py` in `v1/attention/ops`; SGLang: `decode_attention.py` (split KV) and
+`extend_attention.py` in `layers/attention/triton_ops`. The splits of decode are FlashDecoding's.
+"""
+
+import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+
+@triton.jit
+def store_kv_kernel(
+    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], a token every `key_stride` elements
+    value_ptr,
+    key_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
+    value_cache_ptr,
+    slot_mapping_ptr,  # [num_tokens]
+    key_stride,
+    value_stride,
+    WIDTH: tl.constexpr,  # NUM_KV_HEADS * HEAD_DIM: what one slot holds
+    WIDTH_PAD: tl.constexpr,
+):
+    """Scatter the new keys and values into their slots. One program moves one token, all heads of it.
+
+    Padding tokens carry a slot of block 0, which nobody reads, so there is no special case for them.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    elements = tl.arange(0, WIDTH_PAD)
+    mask = elements < WIDTH
+    key = tl.load(key_ptr + token * key_stride + elements, mask=mask, other=0.0)
+    value = tl.load(value_ptr + token * value_stride + elements, mask=mask, other=0.0)
+    tl.store(key_cache_ptr + slot * WIDTH + elements, key, mask=mask)
+    tl.store(value_cache_ptr + slot * WIDTH + elements, value, mask=mask)
+
+
+@triton.jit
+def load_kv_tile(
+    key_cache_ptr,
+    value_cache_ptr,
+    table_ptr,  # the block table of this sequence
+    positions,  # [BLOCK_N]
+    end,  # positions from here on are not read
+    kv_head,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """The keys and values of BLOCK_N positions, each [BLOCK_N, HEAD_PAD], gathered from wherever their pages are."""
+    inside = positions < end
+    page = tl.load(table_ptr + positions // PAGE, mask=inside, other=0).to(tl.int64)
+    slot = page * PAGE + positions % PAGE
+    dims = tl.arange(0, HEAD_PAD)
+    offsets = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+    mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
+    key = tl.load(key_cache_ptr + offsets, mask=mask, other=0.0)
+    value = tl.load(value_cache_ptr + offsets, mask=mask, other=0.0)
+    return key, value
+
+
+@triton.jit
+def online_softmax_step(scores, value, row_max, row_sum, acc, PRECISION: tl.constexpr):
+    """Take one more tile of scores into account. The recurrence of the lesson, with base 2 instead of e.
+
+        scores  [M, N]        this tile's query-key products, in units of log2, -inf where masked
+        row_max [M]           the largest score so far; at least one score of every row is finite by now
+        row_sum [M]           sum of 2**(score - row_max) so far
+        acc     [M, HEAD_PAD] the values seen so far, weighted in the same way, not yet divided by row_sum
+
+    When a larger maximum turns up, what was summed under the old one shrinks by 2**(old - new).
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    shrink = tl.exp2(row_max - new_max)
+    weights = tl.exp2(scores - new_max[:, None])
+    row_sum = row_sum * shrink + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+    return new_max, row_sum, acc
+
+
+@triton.jit(do_not_specialize=["table_stride", "first_row", "first_token"])
+def paged_decode_kernel(
+    query_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], a token every `query_stride` elements
+    key_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
+    value_cache_ptr,
+    block_tables_ptr,  # [num_seqs, table_stride]
+    seq_lens_ptr,  # [num_seqs]
+    partial_ptr,  # out: fp32 [rows, num_heads, SPLITS, HEAD_DIM]
+    lse_ptr,  # out: fp32 [rows, num_heads, SPLITS]
+    scale,  # softmax scale * log2(e)
+    query_stride,
+    table_stride,
+    first_row,  # rows and tokens before these are prefills
+    first_token,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One new token per sequence. A program owns one sequence, one KV head and one of SPLITS pieces of the positions.
+
+    The GROUP query heads that share the KV head are the rows of its tile, so every key and value is read once for all
+    of them. Each piece ends as a finished softmax of its own (`partial`) and its log2-sum-exp; the next kernel joins
+    the pieces. Where a piece begins depends on this sequence's length only: other rows of the batch change nothing.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    group = tl.arange(0, GROUP_PAD)
+    heads = kv_head * GROUP + group
+    out = (row * (NUM_KV_HEADS * GROUP) + heads) * SPLITS + split  # [GROUP_PAD]
+
+    seq_len = tl.load(seq_lens_ptr + first_row + row)
+    piece = tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_N) * BLOCK_N
+    start = split * piece
+    end = tl.minimum(start + piece, seq_len)
+    if start >= end:  # a short sequence leaves its last pieces empty, a padding row (length 0) leaves all
+        tl.store(lse_ptr + out, tl.full([GROUP_PAD], float("-inf"), tl.float32), mask=group < GROUP)
+        return
+
+    dims = tl.arange(0, HEAD_PAD)
+    mask = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    query_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    query = tl.load(query_ptr + (first_token + row) * query_stride + query_offsets, mask=mask, other=0.0)
+    table_ptr = block_tables_ptr + (first_row + row) * table_stride
+    row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    row_sum = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    for tile in range(start, end, BLOCK_N):
+        positions = tile + tl.arange(0, BLOCK_N)
+        key, value = load_kv_tile(
+            key_cache_ptr, value_cache_ptr, table_ptr, positions, end, kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE
+        )
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        scores = tl.where((positions < end)[None, :], scores, float("-inf"))
+        row_max, row_sum, acc = online_softmax_step(scores, value, row_max, row_sum, acc, PRECISION)
+    tl.store(partial_ptr + out[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None], mask=mask)
+    tl.store(lse_ptr + out, row_max + tl.log2(row_sum), mask=group < GROUP)
+
+
+@triton.jit(do_not_specialize=["first_token"])
+def join_splits_kernel(
+    partial_ptr,  # fp32 [rows, num_heads, SPLITS, HEAD_DIM]
+    lse_ptr,  # fp32 [rows, num_heads, SPLITS]
+    out_ptr,  # out: [num_tokens, num_heads, HEAD_DIM]
+    first_token,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Join the pieces of `paged_decode_kernel`: one program per sequence and query head.
+
+    A piece counts in proportion to 2**lse, the weight of all its positions. An empty piece has lse = -inf, weight 0 and
+    nothing valid in `partial`. A row of empty pieces (padding in a CUDA graph) becomes zeros.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    splits = tl.arange(0, SPLITS)
+    dims = tl.arange(0, HEAD_PAD)
+    first = (row * num_heads + head) * SPLITS
+    lse = tl.load(lse_ptr + first + splits)
+    filled = lse > float("-inf")
+    mask = filled[:, None] & (dims < HEAD_DIM)[None, :]
+    partial = tl.load(partial_ptr + (first + splits)[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    peak = tl.max(lse, axis=0)
+    peak = tl.where(peak > float("-inf"), peak, 0.0)  # -inf - -inf would be NaN
+    weights = tl.exp2(lse - peak)
+    total = tl.sum(weights, axis=0)
+    joined = tl.sum(weights[:, None] * partial, axis=0) / tl.where(total > 0.0, total, 1.0)
+    out = ((first_token + row) * num_heads + head) * HEAD_DIM + dims
+    tl.store(out_ptr + out, joined.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def paged_prefill_kernel(
+    query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM], a token every `query_stride` elements
+    key_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM]
+    value_cache_ptr,
+    block_tables_ptr,  # [num_seqs, table_stride]
+    query_start_ptr,  # [num_seqs + 1]
+    seq_lens_ptr,  # [num_seqs]
+    out_ptr,  # out: [num_tokens, NUM_HEADS, HEAD_DIM]
+    scale,  # softmax scale * log2(e)
+    query_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Many new tokens per sequence. A program owns BLOCK_M of them, of one sequence, for one query head.
+
+    It walks over the positions from the first (an earlier step's, if there is context) up to its own last query:
+
+        positions   0 ........ context | new tokens
+        queries                        | BLOCK_M |        the last tiles are cut by the causal mask
+    """
+    tile_m = tl.program_id(0)
+    row = tl.program_id(1)
+    head = tl.program_id(2)
+    first_token = tl.load(query_start_ptr + row)
+    query_len = tl.load(query_start_ptr + row + 1) - first_token
+    if tile_m * BLOCK_M >= query_len:  # the grid is made for the longest prompt of the batch
+        return
+
+    seq_len = tl.load(seq_lens_ptr + row)
+    queries = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    query_positions = seq_len - query_len + queries
+    dims = tl.arange(0, HEAD_PAD)
+    mask = (queries < query_len)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (first_token + queries).to(tl.int64)
+    query_offsets = tokens[:, None] * query_stride + head * HEAD_DIM + dims[None, :]
+    query = tl.load(query_ptr + query_offsets, mask=mask, other=0.0)
+    table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    end = tl.minimum(seq_len - query_len + (tile_m + 1) * BLOCK_M, seq_len)
+    for tile in range(0, end, BLOCK_N):
+        positions = tile + tl.arange(0, BLOCK_N)
+        key, value = load_kv_tile(
+            key_cache_ptr, value_cache_ptr, table_ptr, positions, end, kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE
+        )
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        # Position 0 is visible to every query, so the first tile leaves no row at -inf.
+        scores = tl.where(positions[None, :] <= query_positions[:, None], scores, float("-inf"))
+        row_max, row_sum, acc = online_softmax_step(scores, value, row_max, row_sum, acc, PRECISION)
+    out_offsets = (tokens * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + out_offsets, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

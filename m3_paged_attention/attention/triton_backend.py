@@ -1,0 +1,280 @@
+"""The `triton` backend: shapes checked, tiles chosen, kernels launched. The kernels are next door.
+
+A launch is `kernel[grid](...)`: the grid says how many programs run, the arguments that are known at compile time say
+which machine code they run. Everything here is a function of shapes and types, never of values on the device, so no
+call waits for the GPU. Nothing a program does depends on which other rows are in the batch, nor do the tiles and the
+number of splits: a request gets bitwise the same attention alone and in any batch.
+
+For CUDA graphs (a later milestone captures the decode step): the grid of decode is rows x KV heads x splits and knows
+nothing of lengths, rows of length 0 are legal and come out as zeros. Outputs come from torch's caching allocator; a
+captured graph holds the memory of its own.
+
+The tiles were chosen by compiling for Hopper (sm_90) and reading registers, spills and shared memory:
+`python -m tests.kernels.compile_for_sm90` prints the table. They were not tuned by running: no `@autotune`, whose
+choice would depend on the moment. vLLM: `v1/attention/backends/triton_attn.py`; SGLang:
+`layers/attention/triton_backend.py`.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from m1_single_request.errors import ConfigError
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.triton_attention import (
+    join_splits_kernel,
+    paged_decode_kernel,
+    paged_prefill_kernel,
+    store_kv_kernel,
+)
+from m3_paged_attention.attention.triton_pointwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
+from m3_paged_attention.kv_storage import KVLayer
+
+LOG2_E = math.log2(math.e)
+MAX_HEAD_DIM = 256
+PROGRAMS_TO_FILL_A_GPU = 128
+"""An H100 or H200 has 132 multiprocessors."""
+
+
+class Tile(NamedTuple):
+    """How one program of an attention kernel is cut: queries by keys, and the threads and buffers it gets."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    precision: str
+    """How the compiler multiplies fp32 matrices; 16-bit ones are not concerned."""
+
+
+class TritonBackend:
+    """The kernels behind the functions that every backend has. It holds no state, and runs on the current device."""
+
+    name = "triton"
+
+    def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
+        """Write the new keys and values `[num_tokens, num_kv_heads, head_dim]` into the slots of `slot_mapping`."""
+        num_tokens = key.shape[0]
+        width = key.shape[1] * key.shape[2]
+        store_kv_kernel[(num_tokens,)](
+            _packed(key),
+            _packed(value),
+            layer.key_cache,
+            layer.value_cache,
+            slot_mapping,
+            key.stride(0),
+            value.stride(0),
+            WIDTH=width,
+            WIDTH_PAD=_power_of_two(width),
+            num_warps=_num_warps(width),
+        )
+
+    def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
+        """Causal attention of the new tokens over all of their sequences' KV, theirs included.
+
+        `query` and the result are `[num_tokens, num_heads, head_dim]`. A head_dim of up to 256 will do; one that is
+        not a power of two is padded to the next inside the kernels.
+        """
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if metadata.num_prefills:
+            self._prefill(_packed(query), layer, metadata, scale, out)
+        if metadata.num_decodes:
+            self._decode(_packed(query), layer, metadata, scale, out)
+        return out
+
+    def _prefill(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float, out: Tensor) -> None:
+        _, num_heads, head_dim = query.shape
+        tile = prefill_tile(head_dim, query.dtype, query.device.type)
+        num_tiles = -(-metadata.max_query_len // tile.block_m)
+        paged_prefill_kernel[(num_tiles, metadata.num_prefills, num_heads)](
+            query,
+            layer.key_cache,
+            layer.value_cache,
+            metadata.block_tables,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            out,
+            scale * LOG2_E,
+            query.stride(0),
+            metadata.block_tables.stride(0),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=layer.key_cache.shape[2],
+            HEAD_DIM=head_dim,
+            HEAD_PAD=_padded_head(head_dim),
+            PAGE=layer.key_cache.shape[1],
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            PRECISION=tile.precision,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+    def _decode(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float, out: Tensor) -> None:
+        _, num_heads, head_dim = query.shape
+        num_rows, num_kv_heads = metadata.num_decodes, layer.key_cache.shape[2]
+        tile = decode_tile(head_dim, num_heads // num_kv_heads, query.dtype, query.device.type)
+        splits = num_splits(num_kv_heads, query.device.type)
+        partial = torch.empty((num_rows, num_heads, splits, head_dim), dtype=torch.float32, device=query.device)
+        lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=query.device)
+        paged_decode_kernel[(num_rows, num_kv_heads, splits)](
+            query,
+            layer.key_cache,
+            layer.value_cache,
+            metadata.block_tables,
+            metadata.seq_lens,
+            partial,
+            lse,
+            scale * LOG2_E,
+            query.stride(0),
+            metadata.block_tables.stride(0),
+            metadata.num_prefills,
+            metadata.num_prefill_tokens,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=num_heads // num_kv_heads,
+            GROUP_PAD=tile.block_m,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=_padded_head(head_dim),
+            PAGE=layer.key_cache.shape[1],
+            BLOCK_N=tile.block_n,
+            SPLITS=splits,
+            PRECISION=tile.precision,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        join_splits_kernel[(num_rows, num_heads)](
+            partial,
+            lse,
+            out,
+            metadata.num_prefill_tokens,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=_padded_head(head_dim),
+            SPLITS=splits,
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension, with any leading ones."""
+        return self._norm(x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`(rms_norm(x + residual), x + residual)`. The sum is written over `residual`, which must be contiguous."""
+        assert residual.is_contiguous() and residual.shape == x.shape and residual.dtype == x.dtype
+        return self._norm(x, residual, weight, eps), residual
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        width = x.shape[-1]
+        tokens = x if x.ndim == 3 else x.reshape(-1, 1, width)  # [num_tokens, heads, width]
+        heads, num_rows = tokens.shape[1], tokens.shape[0] * tokens.shape[1]
+        block_rows = max(1, 1024 // _power_of_two(width))
+        rms_norm_kernel[(-(-num_rows // block_rows),)](
+            _packed(tokens),
+            out if residual is None else residual,
+            weight,
+            out,
+            eps,
+            num_rows,
+            tokens.stride(0),
+            HEADS=heads,
+            WIDTH=width,
+            WIDTH_PAD=_power_of_two(width),
+            BLOCK_ROWS=block_rows,
+            HAS_RESIDUAL=residual is not None,
+            num_warps=_num_warps(block_rows * width),
+        )
+        return out
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn queries and keys `[num_tokens, heads, head_dim]` in place; cos and sin are fp32 `[.., head_dim / 2]`."""
+        num_tokens, num_heads, head_dim = query.shape
+        num_kv_heads, half = key.shape[1], cos.shape[-1]
+        assert cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == torch.float32
+        rotary_kernel[(num_tokens,)](
+            _packed(query),
+            _packed(key),
+            cos,
+            sin,
+            query.stride(0),
+            key.stride(0),
+            NUM_HEADS=num_heads,
+            HEADS_PAD=_power_of_two(num_heads),
+            NUM_KV_HEADS=num_kv_heads,
+            KV_HEADS_PAD=_power_of_two(num_kv_heads),
+            HEAD_DIM=head_dim,
+            HALF=half,
+            HALF_PAD=_power_of_two(half),
+            num_warps=_num_warps(num_heads * half),
+        )
+        return query, key
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of the two halves of `[num_tokens, 2 * intermediate]`."""
+        num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        assert gate_up.stride(1) == 1
+        block = min(1024, _power_of_two(width))
+        out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+        silu_mul_kernel[(num_tokens, -(-width // block))](gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block)
+        return out
+
+
+@functools.cache
+def prefill_tile(head_dim: int, dtype: torch.dtype, device_type: str) -> Tile:
+    """How prefill is cut. On a CPU the interpreter runs it, and small tiles let short tests meet their edges."""
+    head_pad = _padded_head(head_dim)
+    if device_type == "cpu":
+        return Tile(16, 32, 4, 1, "ieee")
+    if dtype == torch.float32:
+        return Tile(32, 16, 8, 1, "ieee")
+    if head_pad <= 64:
+        return Tile(64, 64, 4, 3, "tf32")
+    return Tile(128, 64, 8, 2, "tf32") if head_pad == 128 else Tile(64, 32, 8, 2, "tf32")
+
+
+@functools.cache
+def decode_tile(head_dim: int, group: int, dtype: torch.dtype, device_type: str) -> Tile:
+    """How decode is cut. Its queries are the `group` heads that share a KV head, at least the 16 rows of one mma."""
+    head_pad, rows = _padded_head(head_dim), max(16, _power_of_two(group))
+    if device_type == "cpu":
+        return Tile(rows, 16, 4, 1, "ieee")
+    if dtype == torch.float32:
+        return Tile(rows, 16, 8, 1, "ieee")
+    return Tile(rows, 64 if head_pad <= 128 else 32, 4, 3, "tf32")
+
+
+@functools.cache
+def num_splits(num_kv_heads: int, device_type: str) -> int:
+    """Into how many pieces decode cuts every sequence: so many that one sequence alone fills a GPU.
+
+    A function of the model only. It decides the order of additions, and so the last bit of the result: a number that
+    followed the batch would make a request's tokens depend on its neighbours.
+    """
+    if device_type == "cpu":
+        return 4
+    return min(32, max(4, _power_of_two(-(-PROGRAMS_TO_FILL_A_GPU // num_kv_heads))))
+
+
+def _padded_head(head_dim: int) -> int:
+    if head_dim > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"the triton backend has kernels for a head_dim of at most {MAX_HEAD_DIM}, and this model's is {head_dim}: "
+            f"use attention_backend='torch'"
+        )
+    return max(16, _power_of_two(head_dim))  # a matrix product has at least 16 columns to sum over
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n: the sides of a tile are powers of two."""
+    return 1 << (n - 1).bit_length()
+
+
+def _num_warps(elements: int) -> int:
+    """Warps for a program that streams so many elements: 8 or more for each of its threads."""
+    return min(8, max(1, _power_of_two(elements) // 256))
+
+
+def _packed(x: Tensor) -> Tensor:
+    """`x` as it is: a kernel knows one stride, from token to token. Inside a token nothing may be left out."""
+    assert x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2]), x.stride()
+    return x

@@ -1,0 +1,124 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: N803 - capitals mark what is known when the kernel is compiled
+"""What stands between the matrix products, each as one Triton kernel: RMSNorm, rotary positions, SiLU times up.
+
+None of these computes much. Their cost is traffic: written as a chain of tensor operations, each link reads its input
+from memory and writes its output back. Fused, a program reads its rows once, does everything in fp32 registers and
+writes once. The matrix products themselves stay with torch (cuBLAS). New in this milestone: until m2 transformers did
+this. vLLM: `csrc/layernorm_kernels.cu`, `pos_encoding_kernels.cu`, `activation_kernels.cu`; SGLang: `sgl-kernel`'s
+kernels of the same names; Liger Kernel has them in Triton, with their gradients.
+"""
+
+import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rms_norm_kernel(
+    x_ptr,  # [num_tokens, HEADS, WIDTH], a token every `x_stride` elements
+    residual_ptr,  # [num_rows, WIDTH], updated in place; not touched without HAS_RESIDUAL
+    weight_ptr,  # [WIDTH]
+    out_ptr,  # out: [num_rows, WIDTH]
+    eps,
+    num_rows,  # num_tokens * HEADS
+    x_stride,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """x / sqrt(mean(x**2) + eps) * weight, row by row; with a residual, x + residual takes the place of x and is kept.
+
+    A program holds a tile of BLOCK_ROWS whole rows. The hidden state is one long row per token (HEADS = 1, one row per
+    program); Qwen3's norm of queries and keys has a short row per head, and a program takes several.
+
+    The sum is rounded to the type of the residual before it is squared: the norm must see what the next layer sees.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.arange(0, WIDTH_PAD)
+    mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    x_rows = rows // HEADS * x_stride + rows % HEADS * WIDTH
+    x = tl.load(x_ptr + x_rows[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    offsets = rows[:, None] * WIDTH + columns[None, :]
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + offsets, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    mean_square = tl.sum(x * x, axis=1) / WIDTH
+    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(mean_square + eps)[:, None] * weight[None, :]
+    tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate_heads(
+    x_ptr,  # one token's heads, [HEADS, HEAD_DIM]
+    cos,  # [HALF_PAD]
+    sin,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    """Turn every pair (x[i], x[i + HALF]) of every head by the token's angle i, in place."""
+    heads = tl.arange(0, HEADS_PAD)
+    dims = tl.arange(0, HALF_PAD)
+    mask = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
+    low_ptr = x_ptr + heads[:, None] * HEAD_DIM + dims[None, :]
+    high_ptr = low_ptr + HALF
+    low = tl.load(low_ptr, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(high_ptr, mask=mask, other=0.0).to(tl.float32)
+    tl.store(low_ptr, (low * cos[None, :] - high * sin[None, :]).to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(high_ptr, (high * cos[None, :] + low * sin[None, :]).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotary_kernel(
+    query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM], a token every `query_stride` elements; updated in place
+    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], likewise
+    cos_ptr,  # fp32 [num_tokens, HALF]
+    sin_ptr,
+    query_stride,
+    key_stride,
+    NUM_HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    KV_HEADS_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    """Rotary position embedding, in the half-split layout of Llama and Qwen. One program turns one token's heads.
+
+    The angles are gathered by position before the first layer and serve all of them.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, HALF_PAD)
+    cos = tl.load(cos_ptr + token * HALF + dims, mask=dims < HALF, other=0.0)
+    sin = tl.load(sin_ptr + token * HALF + dims, mask=dims < HALF, other=0.0)
+    rotate_heads(query_ptr + token * query_stride, cos, sin, NUM_HEADS, HEADS_PAD, HEAD_DIM, HALF, HALF_PAD)
+    rotate_heads(key_ptr + token * key_stride, cos, sin, NUM_KV_HEADS, KV_HEADS_PAD, HEAD_DIM, HALF, HALF_PAD)
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_up_ptr,  # [num_tokens, 2 * WIDTH]: the gate, then up; a token every `gate_up_stride` elements
+    out_ptr,  # out: [num_tokens, WIDTH]
+    gate_up_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """silu(gate) * up, with silu(x) = x * sigmoid(x). A program owns BLOCK columns of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    gate_ptr = gate_up_ptr + token * gate_up_stride + columns
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    decay = tl.exp(-tl.abs(gate))  # at most 1: neither end overflows
+    sigmoid = tl.where(gate >= 0.0, 1.0, decay) / (1.0 + decay)
+    out = gate * sigmoid * up
+    tl.store(out_ptr + token * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,120 @@
+"""What the runner remembers of each request between steps: its tokens, its sampling settings, its block table.
+
+The scheduler describes a request in full once and sends differences afterwards (m2 threw them away after each step; it
+could, because a slot never changes). Here they are applied: the newest token is appended, new blocks join the table, a
+copied block takes its source's place. `update` returns the rows of the step, those with several new tokens first. vLLM:
+`v1/worker/gpu_input_batch.py` and `_update_states` in `gpu_model_runner.py`.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from m1_single_request.sampling_metadata import SamplingRow
+from m1_single_request.sampling_params import SamplingParams
+from m3_paged_attention.scheduler_output import NewRequestData, SchedulerOutput
+
+
+class CachedRequestState:
+    """One request as the runner knows it."""
+
+    def __init__(self, data: NewRequestData, table_row: int) -> None:
+        self.req_id = data.req_id
+        self.prompt_token_ids = data.prompt_token_ids
+        self.output_token_ids: list[int] = []
+        self.params = data.sampling_params
+        self.is_plain = is_plain(data.sampling_params)
+        self.table_row = table_row
+        self.sampling_row = SamplingRow(
+            params=data.sampling_params,
+            seed=data.seed,
+            prompt_token_ids=data.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
+            stop_ids=data.stop_token_ids,
+        )
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Its tokens at these positions, prompt and output together."""
+        num_prompt = len(self.prompt_token_ids)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : end - num_prompt]
+        return (self.prompt_token_ids[start:] + self.output_token_ids)[: end - start]
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether the best token is taken from the untouched logits, and nothing else is asked for."""
+    touched = params.has_penalties or params.logit_bias or params.min_tokens
+    return params.is_greedy and not touched and params.logprobs is None
+
+
+class BatchRow(NamedTuple):
+    """One request's share of a step."""
+
+    state: CachedRequestState
+    start: int  # position of its first new token
+    num_tokens: int
+    is_prompt: bool  # whether its prompt goes through the model now, from its first token on
+
+
+class InputBatch:
+    """All requests that the runner knows, and their block tables as one array."""
+
+    def __init__(self, *, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
+        self.states: dict[str, CachedRequestState] = {}
+        self.block_size = block_size
+        self.block_tables = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)  # a row per request
+        self._free_rows = list(range(max_num_seqs))[::-1]
+
+    def update(self, scheduler_output: SchedulerOutput) -> list[BatchRow]:
+        """Apply a decision; returns its rows: those with more than one new token first."""
+        for request_id in scheduler_output.finished_req_ids:
+            self.remove(request_id)
+        counts = scheduler_output.num_scheduled_tokens
+        long: list[BatchRow] = []
+        short: list[BatchRow] = []
+        for new in scheduler_output.scheduled_new_reqs:
+            self.remove(new.req_id)  # it may have been sent before, in a step whose result was lost
+            state = self.states[new.req_id] = CachedRequestState(new, self._take_row())
+            self._set_blocks(state, new.block_ids)
+            row = BatchRow(state, new.num_computed_tokens, counts[new.req_id], new.num_computed_tokens == 0)
+            (long if row.num_tokens > 1 else short).append(row)
+        for resumed in scheduler_output.scheduled_resumed_reqs:
+            state = self.states[resumed.req_id]
+            state.output_token_ids[:] = resumed.output_token_ids
+            self._set_blocks(state, resumed.block_ids)
+            row = BatchRow(state, resumed.num_computed_tokens, counts[resumed.req_id], False)
+            (long if row.num_tokens > 1 else short).append(row)
+        cached = scheduler_output.scheduled_cached_reqs
+        columns = (cached.req_ids, cached.new_token_ids, cached.new_block_ids, cached.num_computed_tokens)
+        for request_id, token_ids, block_ids, start in zip(*columns, strict=True):
+            state = self.states[request_id]
+            state.output_token_ids += token_ids
+            if block_ids:
+                self._add_blocks(state, block_ids, start)
+            short.append(BatchRow(state, start, 1, False))
+        return long + short
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request; nothing happens if it is unknown."""
+        state = self.states.pop(request_id, None)
+        if state is not None:
+            self.block_tables[state.table_row] = 0
+            self._free_rows.append(state.table_row)
+
+    def _take_row(self) -> int:
+        """A row of zeros. Preempted requests keep theirs, so there may be more rows than requests that run."""
+        if not self._free_rows:
+            num_rows = len(self.block_tables)
+            self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])
+            self._free_rows = list(range(num_rows, 2 * num_rows))[::-1]
+        return self._free_rows.pop()
+
+    def _set_blocks(self, state: CachedRequestState, block_ids: list[int]) -> None:
+        table = self.block_tables[state.table_row]
+        table[:] = 0
+        table[: len(block_ids)] = block_ids
+
+    def _add_blocks(self, state: CachedRequestState, block_ids: list[int], position: int) -> None:
+        """New blocks, the last of which holds the token at `position`: appended, or a copy in the place of the last."""
+        end = position // self.block_size + 1
+        self.block_tables[state.table_row, end - len(block_ids) : end] = block_ids

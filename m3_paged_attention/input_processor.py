@@ -1,0 +1,66 @@
+"""Intake for a memory of blocks: `n > 1` is welcome, and a prompt that no pool could hold is refused at once.
+
+m2 refused prompts longer than a step's token budget; that stays, since prompts still run whole. vLLM:
+`v1/engine/input_processor.py`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
+from m1_single_request.request import Request
+from m1_single_request.sampling_params import SamplingParams
+from m2_continuous_batching.input_processor import check_token_budget
+from m3_paged_attention.errors import KVCapacityError
+from m3_paged_attention.request import ParentRequest
+
+
+class InputProcessor(SingleRequestInputProcessor):
+    """m1's, and it knows the token budget and the size of the KV memory."""
+
+    def __init__(self, *, max_num_batched_tokens: int, num_blocks: int, block_size: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
+        """Refuse what this engine can never run (`InvalidRequestError`)."""
+        check_model_len(token_ids, self.max_model_len, request_id)
+        check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
+        needed = -(-len(token_ids) // self.block_size)
+        if needed > self.num_blocks:
+            raise KVCapacityError(
+                f"request {request_id!r} has {len(token_ids)} prompt tokens, which need {needed} blocks of "
+                f"{self.block_size} tokens; the whole KV memory has {self.num_blocks}"
+            )
+
+    def build_request(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        arrival_time: float,
+    ) -> Request:
+        """A request, or a parent of `n` of them: child i is `request_id/i` and draws from `seed + i`.
+
+        The prompt's log-probabilities are the same for all children; the first one brings them.
+        """
+        if params.n == 1:
+            return super().build_request(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
+        own, others = replace(params, n=1), replace(params, n=1, prompt_logprobs=None)
+        children: list[Any] = [
+            super(InputProcessor, self).build_request(
+                f"{request_id}/{i}",
+                text,
+                token_ids,
+                others if i else own,
+                seed=seed + i,
+                arrival_time=arrival_time,
+            )
+            for i in range(params.n)
+        ]
+        return ParentRequest(children, request_id=request_id)

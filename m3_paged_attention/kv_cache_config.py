@@ -1,0 +1,250 @@
+"""How large a block of KV memory is, and how many of them there are: the arithmetic, without a tensor.
+
+m2 reserved `max_num_seqs` slots of `max_model_len` tokens, needed or not. Here the number of blocks comes from what
+there is: it was given, or a budget in bytes was, or on CUDA a share of the device, of which a profiling run has shown
+what all else takes. More blocks than the requests can ever fill are not made. What cannot work is an error that says
+what would.
+vLLM: `v1/core/kv_cache_utils.py`; SGLang: `profile_max_num_token` in `model_executor/model_runner.py`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from m1_single_request.errors import ConfigError
+from m1_single_request.trace_event import size, some
+from m1_single_request.tracer import Tracer
+from m2_continuous_batching.memory import available_memory
+from m3_paged_attention.config import CPU_KV_BYTES, GPU_MEMORY_UTILIZATION, CacheConfig, PreemptionMode
+from m3_paged_attention.events import KVSized
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """The shape of one block."""
+
+    block_size: int
+    """Tokens per block."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def page_size_bytes(self) -> int:
+        """K and V of a block in one layer."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """K and V of a block in all layers."""
+        return self.num_layers * self.page_size_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.block_bytes // self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill; the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+    def max_bytes(self, max_model_len: int) -> int:
+        """What the longest request takes."""
+        return self.blocks_for(max_model_len) * self.block_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheConfig:
+    """How many blocks of which shape."""
+
+    spec: KVCacheSpec
+    num_blocks: int
+    """Blocks that can be handed out; block 0 comes on top."""
+    num_host_blocks: int = 0
+    """Blocks in host memory."""
+
+    @property
+    def num_blocks_total(self) -> int:
+        return self.num_blocks + 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.spec.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        """What the device holds, block 0 included."""
+        return self.num_blocks_total * self.spec.block_bytes
+
+    @property
+    def num_host_bytes(self) -> int:
+        return self.num_host_blocks * self.spec.block_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryProfile:
+    """What a profiling run saw on a CUDA device."""
+
+    total_bytes: int
+    """The device's memory."""
+    peak_bytes: int
+    """The most of it that was taken by all else: weights, activations of the largest step, other processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Where the number of blocks comes from. Exactly one of `num_blocks` and `num_bytes` is given."""
+
+    source: str
+    """The name of the setting."""
+    num_blocks: int | None = None
+    num_bytes: int | None = None
+    share: float | None = None
+    profile: MemoryProfile | None = None
+
+
+def check_cache_config(cache_config: CacheConfig, *, preemption_mode: PreemptionMode, device: torch.device) -> None:
+    """Raise `ConfigError` for a setting that would have no effect here. Needs no model."""
+    if cache_config.gpu_memory_utilization is not None and device.type != "cuda":
+        raise ConfigError(
+            f"gpu_memory_utilization={cache_config.gpu_memory_utilization} is about a GPU, and the device is {device}: "
+            f"use kv_cache_memory_bytes or num_blocks"
+        )
+    if cache_config.swap_space_bytes is not None and preemption_mode != "swap":
+        raise ConfigError(
+            f"swap_space_bytes={cache_config.swap_space_bytes} has no effect with "
+            f"preemption_mode={preemption_mode!r}: use preemption_mode='swap'"
+        )
+
+
+def size_kv_cache(
+    spec: KVCacheSpec,
+    *,
+    cache_config: CacheConfig,
+    preemption_mode: PreemptionMode,
+    device: torch.device,
+    max_model_len: int,
+    max_num_seqs: int,
+    profile: MemoryProfile | None = None,
+    tracer: Tracer,
+) -> KVCacheConfig:
+    """Decide how many blocks there are, and tell the trace how.
+
+    `profile` is needed where `needs_profile` says so. Raises `ConfigError` if the longest request has no room, naming
+    the longest that has, or if the machine has not so much memory.
+    """
+    check_cache_config(cache_config, preemption_mode=preemption_mode, device=device)
+    budget = _budget(cache_config, device, profile)
+    if budget.num_bytes is None:
+        assert budget.num_blocks is not None
+        fitting = budget.num_blocks + 1
+        num_blocks = budget.num_blocks  # taken as it is: who does not fit fails alone
+    else:
+        fitting = budget.num_bytes // spec.block_bytes
+        _check_longest(spec, budget, fitting - 1, max_model_len)
+        num_blocks = min(fitting - 1, max_num_seqs * spec.blocks_for(max_model_len))
+    num_host_blocks = _num_host_blocks(spec, cache_config, num_blocks) if preemption_mode == "swap" else 0
+    config = KVCacheConfig(spec=spec, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    _check_memory(config, budget, device)
+    if tracer:
+        tracer.emit(
+            KVSized(
+                source=budget.source,
+                budget_bytes=budget.num_bytes,
+                total_bytes=budget.profile.total_bytes if budget.profile else None,
+                gpu_memory_utilization=budget.share,
+                peak_bytes=budget.profile.peak_bytes if budget.profile else None,
+                block_size=spec.block_size,
+                block_bytes=spec.block_bytes,
+                bytes_per_token=spec.bytes_per_token,
+                fitting_blocks=fitting,
+                num_blocks=num_blocks,
+                num_host_blocks=num_host_blocks,
+                num_bytes=config.num_bytes,
+                num_host_bytes=config.num_host_bytes,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+            )
+        )
+    return config
+
+
+def needs_profile(cache_config: CacheConfig, device: torch.device) -> bool:
+    """Whether the number of blocks depends on what a profiling run shows."""
+    given = cache_config.num_blocks is not None or cache_config.kv_cache_memory_bytes is not None
+    return device.type == "cuda" and not given
+
+
+def gpu_budget_bytes(profile: MemoryProfile, share: float) -> int:
+    """What is left for KV if everything together may take `share` of the device."""
+    return int(profile.total_bytes * share) - profile.peak_bytes
+
+
+def _budget(cache_config: CacheConfig, device: torch.device, profile: MemoryProfile | None) -> Budget:
+    """One function, three sources: the number itself, bytes, a share of the device."""
+    if cache_config.num_blocks is not None:
+        return Budget(source="num_blocks", num_blocks=cache_config.num_blocks)
+    if not needs_profile(cache_config, device):
+        return Budget(source="kv_cache_memory_bytes", num_bytes=cache_config.kv_cache_memory_bytes or CPU_KV_BYTES)
+    assert profile is not None, "a share of the device says nothing before the profiling run"
+    share = cache_config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+    num_bytes = gpu_budget_bytes(profile, share)
+    return Budget(source="gpu_memory_utilization", num_bytes=num_bytes, share=share, profile=profile)
+
+
+def _check_longest(spec: KVCacheSpec, budget: Budget, num_blocks: int, max_model_len: int) -> None:
+    """A budget must hold at least one request of the greatest length."""
+    needed = spec.blocks_for(max_model_len)
+    if num_blocks >= needed:
+        return
+    assert budget.num_bytes is not None
+    needed_bytes = (needed + 1) * spec.block_bytes
+    if budget.profile is None:
+        way = f"{budget.source} of at least {needed_bytes:,}"
+    else:
+        share = math.ceil(1000 * (needed_bytes + budget.profile.peak_bytes) / budget.profile.total_bytes) / 1000
+        way = f"gpu_memory_utilization of at least {share}" if share <= 1 else "a smaller model"
+    longest = max(num_blocks, 0) * spec.block_size
+    ways = [f"max_model_len of at most {longest:,}", way] if longest >= 2 else [way]
+    raise ConfigError(
+        f"max_model_len={max_model_len} needs {some(needed, 'block')} of {some(spec.block_size, 'token')}, with block "
+        f"0 {size(needed_bytes)}; {budget.source} leaves {size(max(budget.num_bytes, 0))}, which is room for "
+        f"{max(num_blocks, 0):,} besides block 0. Use {' or '.join(ways)}"
+    )
+
+
+def _num_host_blocks(spec: KVCacheSpec, cache_config: CacheConfig, num_blocks: int) -> int:
+    if cache_config.swap_space_bytes is None:
+        return num_blocks
+    num_host_blocks = cache_config.swap_space_bytes // spec.block_bytes
+    if num_host_blocks < 1:
+        raise ConfigError(
+            f"swap_space_bytes={cache_config.swap_space_bytes} is less than one block: {spec.block_bytes:,} bytes"
+        )
+    return num_host_blocks
+
+
+def _check_memory(config: KVCacheConfig, budget: Budget, device: torch.device) -> None:
+    """Refuse what the machine has not got, before it is asked for.
+
+    A share of a CUDA device was measured already. Blocks on the host share the machine's memory with those of a CPU.
+    """
+    wanted = {device: config.num_bytes} if budget.profile is None else {}
+    host = torch.device("cpu")
+    if config.num_host_blocks:
+        wanted[host] = wanted.get(host, 0) + config.num_host_bytes
+    for place, num_bytes in wanted.items():
+        available = available_memory(place)
+        if available is None or num_bytes <= available:
+            continue
+        blocks, way = f"{config.num_blocks_total:,} blocks on {device}", f"a smaller {budget.source}"
+        if config.num_host_blocks:
+            blocks += f" and {config.num_host_blocks:,} on the host"
+            way += " or swap_space_bytes"
+        elif (num_blocks := available // config.spec.block_bytes - 1) >= 1:
+            way = f"num_blocks of at most {num_blocks:,}"
+        raise ConfigError(
+            f"KV memory of {blocks} takes {size(num_bytes)} of {place} memory, of which {size(available)} may be "
+            f"taken. Use {way}"
+        )

@@ -1,0 +1,311 @@
+"""Who owns which KV blocks: a block table per request, numbers without tensors.
+
+m2 gave a request one slot as long as the longest may become. Here it gets blocks of a few tokens, one more whenever it
+has filled the last, and they may lie anywhere:
+
+    request a   tokens 0-15 in block 7, 16-31 in block 2, 32-33 in block 9        block_ids  [7, 2, 9]
+    slot of token 33 = block_ids[33 // 16] * 16 + 33 % 16 = 9 * 16 + 1
+
+Indirection buys three things. Two requests may share blocks (`fork`), until one of them writes: then it gets a copy of
+its own (copy on write). A request may leave for host memory and come back to other blocks (`swap_out`, `swap_in`). And
+who has no room left takes any free block. Moves of data are only noted here; the worker makes them before the forward.
+
+The tables are the only record of ownership, and each change of one is a single assignment. The pools only count what
+the tables say, so that after an interrupt they can be counted anew (`recover`). vLLM: `v1/core/kv_cache_manager.py`,
+and for fork, swap and copy the `BlockSpaceManager` of its first engine; SGLang: `mem_cache/allocator.py`.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.block_pool import BlockPool
+from m3_paged_attention.events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped
+from m3_paged_attention.kv_cache_config import KVCacheConfig
+from m3_paged_attention.kv_manager import BlockMoves as BlockMoves, BlockUsage as BlockUsage, PagedKVManager
+
+
+class BlockTable:
+    """What one request owns."""
+
+    __slots__ = ("block_ids", "on_host", "room")
+
+    def __init__(self, block_ids: list[int], *, room: int = 0, on_host: bool = False) -> None:
+        self.block_ids = block_ids
+        """In the order of its tokens; host blocks if `on_host`."""
+        self.room = room
+        """Up to so many tokens it can have without asking further. A fork sets it to 0: then holders are counted."""
+        self.on_host = on_host
+
+
+class KVCacheManager(PagedKVManager):
+    """Blocks on demand, shared by forks, copied on write, swapped to the host."""
+
+    def __init__(self, *, kv_cache_config: KVCacheConfig, tracer: Tracer) -> None:
+        self.block_size = kv_cache_config.spec.block_size
+        self.num_blocks = kv_cache_config.num_blocks
+        self.pool = BlockPool(kv_cache_config.num_blocks)
+        self.host_pool = BlockPool(kv_cache_config.num_host_blocks, first_id=0)
+        self.tracer = tracer
+        self._tables: dict[str, BlockTable] = {}  # the only record: what stands here is owned, all else is free
+        self._swap_ins: dict[int, int] = {}  # noted moves, {target: source}: a target has one source only
+        self._swap_outs: dict[int, int] = {}
+        self._copies: dict[int, int] = {}
+        self._taken: frozenset[str] = frozenset()  # owners of the moves taken last, which may not have been made
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # --- room for tokens ----------------------------------------------------------------------------------------------
+
+    def num_needed(self, request_id: str, num_tokens: int) -> int:
+        table = self._tables.get(request_id)
+        if table is None:
+            return self.blocks_for(num_tokens)
+        if num_tokens <= table.room:  # nearly always: this is asked for every running request in every step
+            return 0
+        last = (num_tokens - 1) // self.block_size  # the block with the token to be written
+        if table.on_host:
+            return max(last + 1, len(table.block_ids))
+        if last >= len(table.block_ids):
+            return last + 1 - len(table.block_ids)
+        return int(self.pool.ref_count(table.block_ids[last]) > 1)
+
+    def can_hold(self, request_id: str, num_tokens: int) -> bool:
+        return self.num_needed(request_id, num_tokens) <= self.pool.num_free
+
+    def in_need(self, lengths: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        tables = self._tables
+        return [one for one in lengths if one[1] > tables[one[0]].room]
+
+    def reserve(self, request_id: str, num_tokens: int) -> list[int]:
+        """As m2's. Raises `OutOfBlocksError`, and then changes nothing.
+
+        A request that owns blocks already writes one token next, number `num_tokens - 1`. If the block that this token
+        goes to is shared, a fresh one takes its place and the copy is noted; else the new ids are appended. Either way
+        the last new id belongs at index `(num_tokens - 1) // block_size` of the table.
+        """
+        table = self._tables.get(request_id)
+        if table is None:
+            table = BlockTable([])
+        elif num_tokens <= table.room:
+            return []
+        assert not table.on_host, f"{request_id} must be swapped in first"
+        block_ids, last = table.block_ids, (num_tokens - 1) // self.block_size
+        if last < len(block_ids):
+            new_ids = self._copy_on_write(request_id, block_ids, last)
+        else:
+            new_ids = self.pool.allocate(last + 1 - len(block_ids))
+            block_ids.extend(new_ids)
+            self._tables[request_id] = table
+            if self.tracer:
+                self.tracer.emit(
+                    BlocksAllocated(
+                        owner=request_id,
+                        block_ids=tuple(new_ids),
+                        num_tokens=num_tokens,
+                        num_owned=len(block_ids),
+                        num_free=self.pool.num_free,
+                    )
+                )
+        table.room = (last + 1) * self.block_size  # to the end of this block, which is its own now
+        return new_ids
+
+    def _copy_on_write(self, request_id: str, block_ids: list[int], index: int) -> list[int]:
+        """Make sure that nobody else reads the block at `index`; returns the one that takes its place, if it must."""
+        source = block_ids[index]
+        if self.pool.ref_count(source) == 1:  # the others have their copies, or have ended
+            return []
+        new_ids = self.pool.allocate(1)
+        self._copies[new_ids[0]] = self._copies.get(source, source)  # the data may still be where it is copied from
+        block_ids[index] = new_ids[0]
+        self.pool.free([source])
+        if self.tracer:
+            self.tracer.emit(
+                BlockCopied(
+                    owner=request_id,
+                    source=source,
+                    target=new_ids[0],
+                    num_holders=self.pool.ref_count(source),
+                    num_free=self.pool.num_free,
+                )
+            )
+        return new_ids
+
+    # --- sharing, and giving back -------------------------------------------------------------------------------------
+
+    def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
+        parent, count = self._tables[parent_id], self.blocks_for(num_tokens)
+        assert child_id not in self._tables, f"{child_id} owns blocks already"
+        assert not parent.on_host and count <= len(parent.block_ids), f"{parent_id} has not {num_tokens} tokens here"
+        shared = parent.block_ids[:count]
+        parent.room = 0  # its last block may be shared from now on
+        self.pool.share(shared)
+        self._tables[child_id] = BlockTable(shared)
+        if self.tracer:
+            self.tracer.emit(
+                BlocksForked(owner=child_id, parent=parent_id, block_ids=tuple(shared), num_tokens=num_tokens)
+            )
+
+    def release(self, request_id: str) -> None:
+        table = self._tables.pop(request_id, None)
+        if table is None:
+            return
+        freed = self._free(table)
+        if self.tracer and table.block_ids:
+            self.tracer.emit(
+                BlocksFreed(
+                    owner=request_id,
+                    block_ids=tuple(freed),
+                    num_kept=len(table.block_ids) - len(freed),
+                    on_host=table.on_host,
+                    num_free=(self.host_pool if table.on_host else self.pool).num_free,
+                )
+            )
+
+    def _free(self, table: BlockTable) -> list[int]:
+        """Give a table's blocks back; what was to be written into those that nobody holds now is noted no longer."""
+        pool, noted = (self.host_pool, self._swap_outs) if table.on_host else (self.pool, self._copies)
+        freed = pool.free(table.block_ids)
+        if noted:
+            for block_id in freed:
+                noted.pop(block_id, None)
+        return freed
+
+    # --- swapping -----------------------------------------------------------------------------------------------------
+
+    def swap_out(self, request_id: str) -> bool:
+        """As above. What a block has in common with others is copied, too, and theirs stays."""
+        table = self._tables[request_id]
+        assert not table.on_host, f"{request_id} is on the host already"
+        if len(table.block_ids) > self.host_pool.num_free:
+            return False
+        host_ids = self.host_pool.allocate(len(table.block_ids))
+        for block_id, host_id in zip(table.block_ids, host_ids, strict=True):
+            self._swap_outs[host_id] = self._copies.get(block_id, block_id)  # copies are made after swaps
+        self._tables[request_id] = BlockTable(host_ids, on_host=True)
+        self._free(table)
+        if self.tracer:
+            self.tracer.emit(
+                BlocksSwapped(
+                    owner=request_id,
+                    direction="out",
+                    block_ids=tuple(table.block_ids),
+                    host_block_ids=tuple(host_ids),
+                    num_free=self.pool.num_free,
+                    num_host_free=self.host_pool.num_free,
+                )
+            )
+        return True
+
+    def swap_in(self, request_id: str) -> None:
+        """As above. Raises `OutOfBlocksError`, and then changes nothing."""
+        table = self._tables[request_id]
+        assert table.on_host, f"{request_id} is not on the host"
+        block_ids = self.pool.allocate(len(table.block_ids))
+        read_later = {*self._swap_outs.values(), *self._copies.values()}
+        assert read_later.isdisjoint(block_ids) and self._swap_outs.keys().isdisjoint(table.block_ids), (
+            f"{request_id} would overwrite what is still to be read: swap in before anybody is thrown out"
+        )
+        self._swap_ins.update(zip(block_ids, table.block_ids, strict=True))
+        self._tables[request_id] = BlockTable(block_ids, room=len(block_ids) * self.block_size)
+        self._free(table)
+        if self.tracer:
+            self.tracer.emit(
+                BlocksSwapped(
+                    owner=request_id,
+                    direction="in",
+                    block_ids=tuple(block_ids),
+                    host_block_ids=tuple(table.block_ids),
+                    num_free=self.pool.num_free,
+                    num_host_free=self.host_pool.num_free,
+                )
+            )
+
+    def is_swapped(self, request_id: str) -> bool:
+        table = self._tables.get(request_id)
+        return table is not None and table.on_host
+
+    # --- moves --------------------------------------------------------------------------------------------------------
+
+    def take_moves(self) -> BlockMoves:
+        self._taken = self._owners_of_moves()
+        moves = BlockMoves(
+            swap_in=[(host_id, block_id) for block_id, host_id in self._swap_ins.items()],
+            swap_out=[(block_id, host_id) for host_id, block_id in self._swap_outs.items()],
+            copies=[(source, target) for target, source in self._copies.items()],
+            owners=self._taken,
+        )
+        self._forget_moves()
+        return moves
+
+    def touched(self) -> frozenset[str]:
+        return self._taken | self._owners_of_moves()
+
+    def recover(self, keep: Collection[str]) -> None:
+        touched = self.touched()
+        for request_id in list(self._tables):
+            if request_id not in keep or request_id in touched:
+                del self._tables[request_id]
+        self.pool.rebuild(table.block_ids for table in self._tables.values() if not table.on_host)
+        self.host_pool.rebuild(table.block_ids for table in self._tables.values() if table.on_host)
+        self._forget_moves()  # last: until here, whoever was touched is known to be
+        self._taken = frozenset()
+
+    def _owners_of_moves(self) -> frozenset[str]:
+        """Whoever owns the target of a noted move: forked children may, too."""
+        on_device, on_host = self._swap_ins.keys() | self._copies.keys(), self._swap_outs.keys()
+        if not on_device and not on_host:
+            return frozenset()
+        return frozenset(
+            request_id
+            for request_id, table in self._tables.items()
+            if not (on_host if table.on_host else on_device).isdisjoint(table.block_ids)
+        )
+
+    def _forget_moves(self) -> None:
+        self._swap_ins, self._swap_outs, self._copies = {}, {}, {}
+
+    # --- what can be asked --------------------------------------------------------------------------------------------
+
+    def block_ids(self, request_id: str) -> list[int]:
+        return list(self._tables[request_id].block_ids)
+
+    def owned(self) -> Mapping[str, list[int]]:
+        return {request_id: list(t.block_ids) for request_id, t in self._tables.items() if not t.on_host}
+
+    def swapped(self) -> Mapping[str, list[int]]:
+        return {request_id: list(t.block_ids) for request_id, t in self._tables.items() if t.on_host}
+
+    def usage(self) -> BlockUsage:
+        num_free = self.pool.num_free
+        return BlockUsage(self.num_blocks, num_free, self.num_blocks - num_free, self.pool.num_shared)
+
+    def num_tokens_held(self, lengths: Mapping[str, int]) -> int:
+        tables = [(t, lengths[r]) for r, t in self._tables.items() if r in lengths and not t.on_host]
+        if sum(len(t.block_ids) for t in self._tables.values() if not t.on_host) == self.num_blocks - self.num_free:
+            return sum(min(length, len(table.block_ids) * self.block_size) for table, length in tables)
+        held: dict[int, int] = {}  # by block; of several holders, whoever has the most tokens in it counts
+        for table, length in tables:
+            for block_id, first in zip(table.block_ids, range(0, length, self.block_size), strict=False):
+                held[block_id] = max(held.get(block_id, 0), min(length - first, self.block_size))
+        return sum(held.values())
+
+    def check_invariants(self) -> None:
+        tables = {False: dict[str, BlockTable](), True: dict[str, BlockTable]()}
+        for request_id, table in self._tables.items():
+            tables[table.on_host][request_id] = table
+            assert len(set(table.block_ids)) == len(table.block_ids), f"{request_id}: {table.block_ids}"
+        for on_host, pool in ((False, self.pool), (True, self.host_pool)):
+            pool.check_invariants(Counter(b for table in tables[on_host].values() for b in table.block_ids))
+        for request_id, table in tables[False].items():
+            own = table.block_ids[table.room // self.block_size - 1 :][:1] if table.room else []
+            assert table.room <= len(table.block_ids) * self.block_size, f"{request_id} has room {table.room}"
+            assert all(self.pool.ref_count(b) == 1 for b in own), f"{request_id} may write into what others hold"
+        index_of: dict[int, int] = {}
+        for table in tables[False].values():  # what is shared is a common beginning
+            assert all(index_of.setdefault(block_id, i) == i for i, block_id in enumerate(table.block_ids)), index_of

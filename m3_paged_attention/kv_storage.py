@@ -1,0 +1,86 @@
+"""The KV tensors: per layer a K and a V of blocks, and the moves of whole blocks.
+
+m2's tensors had a row per request, as long as the longest may become. Here a row is a block of a few tokens, and what
+belongs to whom stands in the block tables (`kv_cache_manager.py`) alone: the device never learns that blocks are
+shared. Slot of a token = block id * block_size + offset. Block 0 belongs to nobody, and padding is written there. vLLM:
+`v1/worker/gpu_model_runner.py` and `csrc/cache_kernels.cu`; SGLang: `mem_cache/memory_pool.py`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from m1_single_request.errors import ConfigError
+from m1_single_request.trace_event import size
+from m3_paged_attention.kv_cache_config import KVCacheConfig
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class KVLayer(NamedTuple):
+    """One layer's keys and values."""
+
+    key_cache: Tensor  # [num_blocks_total, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor  # [num_blocks_total, block_size, num_kv_heads, head_dim]
+
+
+class KVStorage:
+    """All KV memory of a model on one device, and the host memory it may be swapped to."""
+
+    def __init__(self, config: KVCacheConfig, *, device: torch.device) -> None:
+        """Reserve the memory, all of it, at once. Raises `ConfigError` where there is not so much."""
+        spec = config.spec
+        self.config = config
+        block = (spec.block_size, spec.num_kv_heads, spec.head_dim)
+        try:
+            self._blocks = torch.zeros(
+                (spec.num_layers, 2, config.num_blocks_total, *block), dtype=spec.dtype, device=device
+            )
+            self._host_blocks = torch.zeros(  # a block of all layers lies in one piece, so that it moves as one
+                (config.num_host_blocks, spec.num_layers, 2, *block),
+                dtype=spec.dtype,
+                pin_memory=device.type == "cuda" and config.num_host_blocks > 0,
+            )
+        except (RuntimeError, TypeError) as error:  # out of memory; a number that is none for C
+            raise ConfigError(
+                f"KV memory of {config.num_blocks_total:,} blocks takes {size(config.num_bytes)} on {device}"
+                f"{f' and {size(config.num_host_bytes)} on the host' if config.num_host_blocks else ''}, which cannot "
+                f"be had: {error}"
+            ) from error
+        self._layers = [KVLayer(*layer) for layer in self._blocks]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the device holds, block 0 included."""
+        return self._blocks.nbytes
+
+    @property
+    def num_host_bytes(self) -> int:
+        """What the host holds for swapping."""
+        return self._host_blocks.nbytes
+
+    def layer(self, index: int) -> KVLayer:
+        """The KV of one layer, to be read and written in place."""
+        return self._layers[index]
+
+    def copy_blocks(self, pairs: Pairs) -> None:
+        """Copy blocks `(source, target)` in all layers. All sources are read before any target is written."""
+        if pairs:
+            sources, targets = self._columns(pairs)
+            self._blocks.index_copy_(2, targets, self._blocks.index_select(2, sources))
+
+    def swap_out(self, pairs: Pairs) -> None:
+        """Copy blocks `(device block, host block)` to the host."""
+        for block_id, host_id in pairs:
+            self._host_blocks[host_id].copy_(self._blocks[:, :, block_id], non_blocking=True)
+
+    def swap_in(self, pairs: Pairs) -> None:
+        """Copy blocks `(host block, device block)` back."""
+        for host_id, block_id in pairs:
+            self._blocks[:, :, block_id].copy_(self._host_blocks[host_id], non_blocking=True)
+
+    def _columns(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        columns = torch.tensor(pairs, dtype=torch.int64).T.to(self._blocks.device)  # [2, pairs]
+        return columns[0], columns[1]

@@ -1,0 +1,81 @@
+"""Loads a real model into the engine's own decoder: any local Hugging Face directory or hub id of its families.
+
+m1's loader let transformers build the network. Here transformers still reads config and tokenizer, through m1's
+`describe` with all its checks; the network is ours, and its weights come straight from the safetensors files or, for
+benchmarks without files, from a seed. vLLM: `model_executor/model_loader` (`DefaultModelLoader`, `DummyModelLoader`);
+SGLang the same.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedTokenizerBase
+
+from m1_single_request.model_loader import describe, load_part
+from m3_paged_attention.attention.registry import resolve
+from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.models.architecture import DecoderConfig, decoder_config
+from m3_paged_attention.models.decoder import Decoder
+from m3_paged_attention.models.weights import WEIGHT_FILES, DecoderWeights, dummy_weights, load_weights
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in place, with what the engine must know of it."""
+
+    name: str
+    architecture: str
+    model: Decoder
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    dtype: torch.dtype
+    eos_token_ids: frozenset[int]
+    """The union of what config, generation config and tokenizer name."""
+    max_model_len: int
+    vocab_size: int
+    """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    num_parameters: int = 0
+    """As loaded; tied embeddings count once."""
+    weight_bytes: int = 0
+    """The same in bytes."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V of one token over all layers."""
+        config = self.model.config
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
+    device, dtype = config.torch_device(), config.torch_dtype()
+    backend = resolve(config.attention_backend, device)
+    described = describe(config, needs_weights=config.load_format != "dummy")
+    shape = decoder_config(described.name, described.architecture, described.config)
+    weights = load_part(described.name, "its weights", lambda: _weights(config, described.name, shape))
+    num_parameters = sum(tensor.numel() for tensor in weights.tensors())
+    return LoadedModel(
+        name=described.name,
+        architecture=described.architecture,
+        model=Decoder(shape, weights, backend, max_model_len=described.max_model_len),
+        tokenizer=described.tokenizer,
+        device=device,
+        dtype=dtype,
+        eos_token_ids=described.eos_token_ids,
+        max_model_len=described.max_model_len,
+        vocab_size=shape.vocab_size,
+        num_parameters=num_parameters,
+        weight_bytes=num_parameters * dtype.itemsize,
+    )
+
+
+def _weights(config: ModelConfig, name: str, shape: DecoderConfig) -> DecoderWeights:
+    device, dtype = config.torch_device(), config.torch_dtype()
+    if config.load_format == "dummy":
+        return dummy_weights(shape, dtype, device, config.seed)
+    directory = Path(name)
+    if not directory.is_dir():  # a hub id: only what will be read is fetched
+        directory = Path(snapshot_download(name, allow_patterns=list(WEIGHT_FILES)))
+    return load_weights(name, directory, shape, dtype, device)

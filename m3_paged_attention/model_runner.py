@@ -1,0 +1,147 @@
+"""Tensors in, tokens out: the only place that touches the model and the KV memory.
+
+Two things moved here in m3. The forward is our own, over one flat row of tokens, so a step is one forward whatever it
+mixes. And the sampler runs here, next to the logits: what leaves are a few numbers per request, which may cross a
+process or wait on the device without anybody holding a matrix of logits. vLLM: `v1/worker/gpu_model_runner.py`; SGLang:
+`model_executor/model_runner.py`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from m1_single_request.errors import ForwardError
+from m1_single_request.sampler import LogprobRow, Sampler
+from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.config import SchedulerConfig
+from m3_paged_attention.input_batch import BatchRow, CachedRequestState, InputBatch
+from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_storage import KVStorage
+from m3_paged_attention.model_input import ModelInput, make_model_input
+from m3_paged_attention.model_loader import LoadedModel
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.row_sampler import RowSampler, prompt_logprobs
+from m3_paged_attention.scheduler_output import NewRequestData, SchedulerOutput
+
+
+class ModelRunner:
+    """Runs what the scheduler decided: prepare, forward, sample."""
+
+    def __init__(
+        self,
+        *,
+        loaded_model: LoadedModel,
+        scheduler_config: SchedulerConfig,
+        sampler: Sampler,
+        token_text: Callable[[int], str],
+        tracer: Tracer,
+    ) -> None:
+        self.model = loaded_model.model
+        self.device = loaded_model.device
+        self.max_model_len = loaded_model.max_model_len
+        self.max_num_seqs = scheduler_config.max_num_seqs
+        self.sampler = RowSampler(sampler=sampler, token_text=token_text, tracer=tracer)
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Reserve the KV memory. Raises `ConfigError` where there is not so much."""
+        self.block_size = kv_cache_config.spec.block_size
+        self.kv = KVStorage(kv_cache_config, device=self.device)
+        max_blocks_per_seq = -(-self.max_model_len // self.block_size)
+        self.input_batch = InputBatch(
+            max_num_seqs=self.max_num_seqs, max_blocks_per_seq=max_blocks_per_seq, block_size=self.block_size
+        )
+
+    def profile_run(self, num_tokens: int) -> None:
+        """Run the largest step once, on nothing: `num_tokens` new tokens, and the logits of a full batch."""
+        block_size, longest = 16, self.max_model_len
+        num_blocks = -(-min(longest, num_tokens) // block_size)
+        kv = KVStorage(KVCacheConfig(spec=self.kv_cache_spec(block_size), num_blocks=num_blocks), device=self.device)
+        tables = np.arange(1, num_blocks + 1, dtype=np.int32)[None]  # all rows write into the same blocks
+        lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
+        rows = []
+        for length in lengths:
+            nothing = NewRequestData("", [0] * length, SamplingParams(), 0, frozenset(), block_ids=[])
+            rows.append(BatchRow(CachedRequestState(nothing, table_row=0), 0, length, False))
+        model_input = make_model_input(rows, tables, block_size, self.device)
+        hidden = self.model.forward(model_input.input_ids, model_input.positions, kv, model_input.attn_metadata)
+        self.model.compute_logits(hidden[: self.max_num_seqs])
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """The shape of a block of this model."""
+        config = self.model.config
+        return KVCacheSpec(
+            block_size=block_size,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.model.dtype,
+        )
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Move blocks, run the new tokens of all requests through the model, and choose the next ones.
+
+        Whatever it raises fails the requests of this step, and no other; `torch.AcceleratorError` means that the device
+        is lost.
+        """
+        rows = self.input_batch.update(scheduler_output)
+        self.kv.swap_in(scheduler_output.blocks_to_swap_in)  # in this order: a block that was
+        self.kv.swap_out(scheduler_output.blocks_to_swap_out)  # swapped out may be the target
+        self.kv.copy_blocks(scheduler_output.blocks_to_copy)  # of a copy in the same step
+        if not rows:
+            return ModelRunnerOutput([], [], [])
+        model_input = self.prepare_inputs(rows)
+        hidden = self.forward(model_input)
+        logits = self.model.compute_logits(hidden[model_input.logits_indices])  # [num_seqs, vocab]
+        began = time.perf_counter()
+        states = [row.state for row in rows]
+        of_prompts, errors = self._prompt_logprobs(rows, hidden)
+        req_ids, token_ids, logprobs, unusable = self.sampler(states, logits)
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            sampled_token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=of_prompts,
+            errors=errors | unusable,
+            num_tokens=len(hidden),
+            sample_seconds=time.perf_counter() - began,
+        )
+
+    def prepare_inputs(self, rows: Sequence[BatchRow]) -> ModelInput:
+        """The rows of a step as tensors on the model's device."""
+        return make_model_input(rows, self.input_batch.block_tables, self.block_size, self.device)
+
+    def forward(self, model_input: ModelInput) -> Tensor:
+        """Hidden states `[total_tokens, hidden_size]`. The one place where the model is called."""
+        return self.model.forward(model_input.input_ids, model_input.positions, self.kv, model_input.attn_metadata)
+
+    def free_request(self, request_id: str) -> None:
+        """Forget a request; nothing happens if it is unknown."""
+        self.input_batch.remove(request_id)
+
+    def held_request_ids(self) -> list[str]:
+        """The requests that are remembered."""
+        return list(self.input_batch.states)
+
+    def _prompt_logprobs(
+        self, rows: Sequence[BatchRow], hidden: Tensor
+    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, ForwardError]]:
+        """For the rows whose prompt is in this step and that asked for it; and the errors of those that have none."""
+        found: dict[str, tuple[LogprobRow, ...]] = {}
+        errors: dict[str, ForwardError] = {}
+        start = 0
+        for row in rows:
+            end = start + row.num_tokens
+            num_best = row.state.params.prompt_logprobs
+            if row.is_prompt and num_best is not None:
+                prompt = row.state.prompt_token_ids
+                try:
+                    found[row.state.req_id] = prompt_logprobs(
+                        prompt, hidden[start:end], num_best, self.model.compute_logits
+                    )
+                except ForwardError as error:
+                    errors[row.state.req_id] = error
+            start = end
+        return found, errors

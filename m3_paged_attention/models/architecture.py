@@ -1,0 +1,165 @@
+"""From a config.json to a `DecoderConfig`: what the one decoder must know of Qwen3, Qwen2 and Llama.
+
+The three families are the same network with a few switches, and this file is the list of the switches. What the decoder
+cannot do is refused here, before anything is read: another activation, sliding windows, an unknown rope type. m1 and m2
+run more, because transformers runs their model. vLLM: a file per family in `model_executor/models`; SGLang: `models`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from m1_single_request.errors import ModelLoadError
+from m1_single_request.model_loader import head_dim
+from m3_paged_attention.models.rotary import FREQUENCIES, RopeConfig, yarn_attention_factor
+
+MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+SILU_NAMES = ("silu", "swish")
+POSITIVE_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The shape of a decoder and its switches."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    """Fewer than `num_heads` is grouped-query attention: several query heads read one KV head."""
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    rms_norm_eps: float
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether every head of Q and K is normalised before it is turned."""
+    tie_word_embeddings: bool
+    """Whether the output layer is the embedding."""
+    rope: RopeConfig
+    max_position_embeddings: int
+    initializer_range: float = 0.02
+    """The standard deviation of `dummy` weights."""
+
+
+def decoder_config(name: str, architecture: str, config: PreTrainedConfig) -> DecoderConfig:
+    """The decoder that `config` describes. Raises `ModelLoadError`, with the model's `name`, for what it cannot be."""
+    _check_supported(name, architecture, config)
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    decoder = DecoderConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim(config),
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
+        qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has them, and no switch for them
+        o_bias=not is_qwen2 and attention_bias,
+        mlp_bias=architecture == "LlamaForCausalLM" and bool(config.mlp_bias),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        rope=_rope_config(name, config),
+        max_position_embeddings=config.max_position_embeddings,
+        initializer_range=config.initializer_range or 0.02,
+    )
+    _check_sizes(name, decoder)
+    return decoder
+
+
+def _check_supported(name: str, architecture: str, config: PreTrainedConfig) -> None:
+    if config.model_type != MODEL_TYPES[architecture]:
+        raise ModelLoadError(
+            f"{name}: config.json names the architecture {architecture} but model_type={config.model_type!r}: "
+            f"one of the two is wrong"
+        )
+    if getattr(config, "quantization_config", None):
+        raise ModelLoadError(f"{name} is quantized (quantization_config in config.json): give the original weights")
+    if config.hidden_act not in SILU_NAMES:
+        raise ModelLoadError(f"{name}: hidden_act={config.hidden_act!r} is not supported; the decoder computes silu")
+    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if layer_types:
+        raise ModelLoadError(
+            f"{name}: layers of type {', '.join(sorted(map(str, layer_types)))} are not supported here: blocks keep "
+            f"the whole context; run it with m1_single_request or m2_continuous_batching"
+        )
+
+
+def _check_sizes(name: str, decoder: DecoderConfig) -> None:
+    for field in POSITIVE_SIZES:
+        if getattr(decoder, field) < 1:
+            raise ModelLoadError(
+                f"{name}: config.json leads to {field}={getattr(decoder, field)}, which must be positive"
+            )
+    if decoder.num_heads % decoder.num_kv_heads:
+        raise ModelLoadError(
+            f"{name}: {decoder.num_heads} attention heads cannot be shared out over {decoder.num_kv_heads} KV heads"
+        )
+    if decoder.head_dim % 2:
+        raise ModelLoadError(f"{name}: head_dim={decoder.head_dim} is odd, but rotary embedding turns pairs of values")
+
+
+def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
+    """transformers has already brought the older `rope_theta` and `rope_scaling` into `rope_parameters`."""
+    parameters: dict[str, Any] = dict(config.rope_parameters or {})
+    nested = [key for key, value in parameters.items() if isinstance(value, dict)]
+    if nested:
+        raise ModelLoadError(f"{name}: rope_parameters of its own for {nested[0]} are not supported: give one for all")
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in FREQUENCIES:
+        supported = ", ".join(FREQUENCIES)
+        raise ModelLoadError(f"{name}: rope type {rope_type!r} is not supported; supported are {supported}")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelLoadError(f"{name}: partial_rotary_factor is not supported: these families turn whole heads")
+
+    def number(key: str, default: float | None = None) -> float:
+        value = parameters.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ModelLoadError(f"{name}: {key}={value!r} in rope_parameters must be a positive number")
+        return value
+
+    theta = number("rope_theta", 10_000.0)
+    if rope_type in ("default", "dynamic"):
+        return RopeConfig(rope_type=rope_type, theta=theta)
+    if rope_type == "linear":
+        return RopeConfig(rope_type=rope_type, theta=theta, factor=number("factor"))
+    original = number("original_max_position_embeddings", config.max_position_embeddings)
+    if rope_type == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if high <= low:
+            raise ModelLoadError(f"{name}: high_freq_factor={high} must be greater than low_freq_factor={low}")
+        return RopeConfig(
+            rope_type=rope_type,
+            theta=theta,
+            factor=number("factor"),
+            original_max_position_embeddings=int(original),
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+    factor = number("factor", config.max_position_embeddings / original)
+    sharpness = yarn_attention_factor(factor, parameters.get("mscale"), parameters.get("mscale_all_dim"))
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=theta,
+        factor=factor,
+        original_max_position_embeddings=int(original),
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=number("attention_factor", sharpness),
+    )

@@ -1,0 +1,113 @@
+"""The decoder's layers: attention, MLP, and the two linear maps that each of them makes of three.
+
+Q, K and V come out of one product and so do gate and up: three weights read one after another are slower than one of
+the same size, and on a CPU every call costs microseconds of its own. What lies between the products belongs to the
+backend. These are plain classes: `nn.Module` looks up every attribute in dictionaries, and a decode step of a small
+model is nothing but such overhead. vLLM: `layers/linear.py` (`QKVParallelLinear`, `MergedColumnParallelLinear`); SGLang
+the same.
+"""
+
+from torch import Tensor
+from torch.nn import functional
+
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.registry import Backend
+from m3_paged_attention.kv_storage import KVLayer
+from m3_paged_attention.models.architecture import DecoderConfig
+from m3_paged_attention.models.weights import LayerWeights
+from m3_paged_attention.prepacked import PackedWeight, pack
+
+
+class PlainWeight:
+    """One linear layer as it stands in the files."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight  # [out_features, in_features]
+        self.bias = bias  # [out_features]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        return functional.linear(hidden, self.weight, self.bias)
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> PlainWeight | PackedWeight:
+    """`y = x W^T + b` in the form that is fastest here. Whichever it is, it is the only one that is kept."""
+    return pack(weight, bias) or PlainWeight(weight, bias)
+
+
+class Attention:
+    """Self-attention over the tokens of the step and the KV in the blocks of their requests."""
+
+    def __init__(self, config: DecoderConfig, weights: LayerWeights, backend: Backend) -> None:
+        self.backend = backend
+        self.qkv_proj = linear(weights.qkv, weights.qkv_bias)
+        self.o_proj = linear(weights.o, weights.o_bias)
+        self.q_norm, self.k_norm, self.eps = weights.q_norm, weights.k_norm, config.rms_norm_eps
+        self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
+        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]  # of Q, K and V
+        self.num_heads, self.out_features = sum(self.heads), config.num_heads * config.head_dim
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, layer: KVLayer, metadata: AttentionMetadata) -> Tensor:
+        """`[num_tokens, hidden_size]` to the same; the new keys and values are written to `layer` before it is read."""
+        backend, num_tokens = self.backend, hidden.shape[0]
+        qkv = self.qkv_proj(hidden).view(num_tokens, self.num_heads, self.head_dim)
+        query, key, value = qkv.split_with_sizes(self.heads, 1)  # each [num_tokens, its heads, head_dim]
+        if self.q_norm is not None and self.k_norm is not None:
+            query = backend.rms_norm(query, self.q_norm, self.eps)
+            key = backend.rms_norm(key, self.k_norm, self.eps)
+        query, key = backend.rotary(query, key, cos, sin)
+        backend.store_kv(key, value, layer, metadata.slot_mapping)
+        attended = backend.attention(query, layer, metadata, self.scale)  # [num_tokens, num_heads, head_dim]
+        return self.o_proj(attended.view(num_tokens, self.out_features))
+
+
+class MLP:
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, weights: LayerWeights, backend: Backend) -> None:
+        self.backend = backend
+        self.gate_up_proj = linear(weights.gate_up, weights.gate_up_bias)
+        self.down_proj = linear(weights.down, weights.down_bias)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[num_tokens, hidden_size]` to the same."""
+        return self.down_proj(self.backend.silu_mul(self.gate_up_proj(hidden)))
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm, with the residual carried beside them.
+
+    The sum and the norm after it are one step of the backend: `residual` is the sum of all that was said so far, and
+    what goes into a part is its norm.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: LayerWeights, backend: Backend) -> None:
+        self.backend, self.eps = backend, config.rms_norm_eps
+        self.input_norm = weights.input_norm
+        self.post_attention_norm = weights.post_attention_norm
+        self.attention = Attention(config, weights, backend)
+        self.mlp = MLP(weights, backend)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        layer: KVLayer,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """What this layer adds, and the residual to add it to. Both `[num_tokens, hidden_size]`.
+
+        `hidden` is what the layer before it added; the first layer gets the embedding and no residual.
+        """
+        backend, eps = self.backend, self.eps
+        if residual is None:
+            hidden, residual = backend.rms_norm(hidden, self.input_norm, eps), hidden
+        else:
+            hidden, residual = backend.add_rms_norm(hidden, residual, self.input_norm, eps)
+        hidden = self.attention(hidden, cos, sin, layer, metadata)
+        hidden, residual = backend.add_rms_norm(hidden, residual, self.post_attention_norm, eps)
+        return self.mlp(hidden), residual

@@ -1,0 +1,250 @@
+"""Weights: what the decoder keeps, and how it is filled from safetensors files or from a seed.
+
+The files hold Q, K and V apart; the decoder wants them in one tensor. `places` says for every name in the files which
+part of which of our tensors it belongs to. Filling is then one loop that copies each tensor, straight from the mapped
+file, to its place: converted on the way, and never held a second time. Names and shapes are compared before anything is
+allocated. vLLM: `weight_loader` and `stacked_params_mapping`; SGLang the same.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from m1_single_request.errors import ModelLoadError
+from m1_single_request.model_loader import check_tensors
+from m3_paged_attention.models.architecture import DecoderConfig
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "model-*.safetensors")
+"""Names under which a hub repository keeps what this file reads."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+ROWS = 4096  # compared at a time, so that no second embedding is needed
+
+
+@dataclass
+class LayerWeights:
+    """One layer. `[out_features, in_features]` as in the files; None where the architecture has no such tensor."""
+
+    input_norm: Tensor  # [hidden_size]
+    qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    o: Tensor  # [hidden_size, num_heads * head_dim]
+    o_bias: Tensor | None
+    post_attention_norm: Tensor  # [hidden_size]
+    gate_up: Tensor  # [2 * intermediate_size, hidden_size]
+    gate_up_bias: Tensor | None
+    down: Tensor  # [hidden_size, intermediate_size]
+    down_bias: Tensor | None
+
+
+@dataclass
+class DecoderWeights:
+    """All of them."""
+
+    embedding: Tensor  # [vocab_size, hidden_size]
+    layers: list[LayerWeights]
+    norm: Tensor  # [hidden_size]
+    head: Tensor  # [vocab_size, hidden_size]; the embedding itself if they are tied
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor once."""
+        yield self.embedding
+        for layer in self.layers:
+            yield from (tensor for tensor in vars(layer).values() if tensor is not None)
+        yield self.norm
+        if self.head is not self.embedding:
+            yield self.head
+
+
+class Header(NamedTuple):
+    """What a file says of a tensor before the tensor is read."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
+    """Room for the weights, not filled; on the device `meta` it costs nothing and has only shapes."""
+
+    def room(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    query_features, qkv_features = config.num_heads * dim, (config.num_heads + 2 * config.num_kv_heads) * dim
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            input_norm=room(hidden),
+            qkv=room(qkv_features, hidden),
+            qkv_bias=room(qkv_features) if config.qkv_bias else None,
+            q_norm=room(dim) if config.qk_norm else None,
+            k_norm=room(dim) if config.qk_norm else None,
+            o=room(hidden, query_features),
+            o_bias=room(hidden) if config.o_bias else None,
+            post_attention_norm=room(hidden),
+            gate_up=room(2 * inner, hidden),
+            gate_up_bias=room(2 * inner) if config.mlp_bias else None,
+            down=room(hidden, inner),
+            down_bias=room(hidden) if config.mlp_bias else None,
+        )
+
+    embedding = room(config.vocab_size, hidden)
+    return DecoderWeights(
+        embedding=embedding,
+        layers=[layer() for _ in range(config.num_layers)],
+        norm=room(hidden),
+        head=embedding if config.tie_word_embeddings else room(config.vocab_size, hidden),
+    )
+
+
+def places(config: DecoderConfig, weights: DecoderWeights) -> dict[str, Tensor]:
+    """Where each tensor of the files belongs: its name there, and a view of ours of the same shape."""
+    query, key_value, inner = (
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+        config.intermediate_size,
+    )
+    found = {EMBEDDING: weights.embedding, "model.norm.weight": weights.norm}
+    if weights.head is not weights.embedding:
+        found[HEAD] = weights.head
+
+    def put(name: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            found[name] = tensor
+
+    def put_parts(prefix: str, parts: dict[str, int], weight: Tensor, bias: Tensor | None) -> None:
+        """`parts`: the rows of each, in the order in which they stand in our tensor."""
+        start = 0
+        for part, rows in parts.items():
+            put(f"{prefix}.{part}.weight", weight[start : start + rows])
+            put(f"{prefix}.{part}.bias", None if bias is None else bias[start : start + rows])
+            start += rows
+
+    for index, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{index}"
+        put(f"{prefix}.input_layernorm.weight", layer.input_norm)
+        put(f"{prefix}.post_attention_layernorm.weight", layer.post_attention_norm)
+        put(f"{prefix}.self_attn.q_norm.weight", layer.q_norm)
+        put(f"{prefix}.self_attn.k_norm.weight", layer.k_norm)
+        qkv = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
+        put_parts(f"{prefix}.self_attn", qkv, layer.qkv, layer.qkv_bias)
+        put_parts(f"{prefix}.self_attn", {"o_proj": config.hidden_size}, layer.o, layer.o_bias)
+        put_parts(f"{prefix}.mlp", {"gate_proj": inner, "up_proj": inner}, layer.gate_up, layer.gate_up_bias)
+        put_parts(f"{prefix}.mlp", {"down_proj": config.hidden_size}, layer.down, layer.down_bias)
+    return found
+
+
+def load_weights(
+    name: str, directory: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device
+) -> DecoderWeights:
+    """Fill the decoder from a directory's safetensors. Raises `ModelLoadError` for a tensor that does not fit."""
+    headers = _read_headers(name, _weight_files(name, directory))
+    _check_headers(name, headers, places(config, allocate(config, dtype, torch.device("meta"))))
+    weights = allocate(config, dtype, device)
+    found = places(config, weights)
+    for file in dict.fromkeys(header.file for header in headers.values()):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a dictionary
+                if key in found:
+                    found[key].copy_(tensors.get_tensor(key))
+    if config.tie_word_embeddings and HEAD in headers:
+        _check_tied_head(name, headers[HEAD], weights.embedding)
+    return weights
+
+
+def dummy_weights(config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int) -> DecoderWeights:
+    """Random weights: as a model before its training, the same for the same seed on the same device."""
+    weights = allocate(config, dtype, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, tensor in places(config, weights).items():
+        if name.endswith(".bias"):
+            tensor.zero_()
+        elif tensor.dim() == 1:
+            tensor.fill_(1.0)  # a norm
+        else:
+            tensor.normal_(0.0, config.initializer_range, generator=generator)
+    return weights
+
+
+def _weight_files(name: str, directory: Path) -> list[Path]:
+    """The files that hold the model. Others of the same ending may lie beside them, such as another format's copy."""
+    if (directory / SINGLE_FILE).exists():
+        return [directory / SINGLE_FILE]
+    index = directory / INDEX_FILE
+    if not index.exists():
+        raise ModelLoadError(f"{name} has neither {SINGLE_FILE} nor {INDEX_FILE}: get its weights again")
+    try:
+        named: Any = json.loads(index.read_text())["weight_map"]
+        shards = sorted(set(named.values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{name}: {INDEX_FILE} cannot be read: {error!r}; get it again") from error
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ModelLoadError(f"{name}: {INDEX_FILE} names {shard!r}, which is no .safetensors file beside it")
+        if not (directory / shard).is_file():
+            raise ModelLoadError(f"{name}: {INDEX_FILE} names {shard}, which is not there; get the files again")
+    return [directory / shard for shard in shards]
+
+
+def _read_headers(name: str, files: list[Path]) -> dict[str, Header]:
+    headers: dict[str, Header] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 - not a dictionary
+                    if key in headers:
+                        raise ModelLoadError(f"{name}: {key} stands in both {headers[key].file.name} and {file.name}")
+                    stored = tensors.get_slice(key)
+                    headers[key] = Header(file, tuple(stored.get_shape()), stored.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(
+                f"{name}: its weights cannot be loaded: {file.name}: {error}; check its files, or get them again"
+            ) from error
+    return headers
+
+
+def _check_headers(name: str, headers: dict[str, Header], wanted: dict[str, Tensor]) -> None:
+    """Every place is filled once, by a tensor of its shape, and nothing is left over.
+
+    Two kinds of tensors may be left over: old checkpoints store the rotary frequencies, which follow from config.json,
+    and some tied ones store the output layer a second time.
+    """
+    unexpected = [
+        key for key in headers.keys() - wanted.keys() if not key.endswith("rotary_emb.inv_freq") and key != HEAD
+    ]
+    misshapen = [
+        f"{key} {list(headers[key].shape)} instead of {list(place.shape)}"
+        for key, place in wanted.items()
+        if key in headers and headers[key].shape != tuple(place.shape)
+    ]
+    check_tensors(name, missing=wanted.keys() - headers.keys(), unexpected=unexpected, misshapen=misshapen)
+    for key in wanted:
+        if headers[key].dtype not in FLOAT_TYPES:
+            raise ModelLoadError(
+                f"{name}: {key} is stored as {headers[key].dtype}; only {', '.join(FLOAT_TYPES)} are read: "
+                f"give the original weights"
+            )
+
+
+def _check_tied_head(name: str, header: Header, embedding: Tensor) -> None:
+    """A tied checkpoint's own output layer must be the embedding, or dropping it would change the model."""
+    with safe_open(header.file, framework="pt") as tensors:
+        stored = tensors.get_slice(HEAD)
+        equal = header.shape == tuple(embedding.shape) and all(
+            torch.equal(stored[start : start + ROWS].to(embedding), embedding[start : start + ROWS])
+            for start in range(0, len(embedding), ROWS)
+        )
+    if not equal:
+        raise ModelLoadError(
+            f"{name}: {HEAD} and {EMBEDDING} differ, but config.json ties them: set tie_word_embeddings to false"
+        )

@@ -1,0 +1,90 @@
+"""`n > 1`: one request outside, n requests inside.
+
+The engine core talks to this in place of the scheduler. On the way in a `ParentRequest` becomes its children, on the
+way out the children that changed become their parent again; a request with `n = 1` passes through as it is. New in m3,
+because children of one prompt pay only if they share its KV. vLLM: `v1/engine/parallel_sampling.py`; SGLang expands
+`n` in its tokenizer manager.
+"""
+
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any
+
+from m1_single_request.engine_core_base import UnfinishedRequests
+from m1_single_request.errors import DuplicateRequestError
+from m1_single_request.request import BaseFinishReason, Request
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.request import ParentRequest
+from m3_paged_attention.scheduler_events import ParallelSampling
+
+
+class RequestFamilies(UnfinishedRequests):
+    """A scheduler whose callers may hand in parents and hear of parents only."""
+
+    def __init__(self, *, scheduler: Any, tracer: Tracer) -> None:
+        self.scheduler = scheduler
+        self.tracer = tracer
+        self._parents: dict[str, ParentRequest] = {}  # unfinished ones, by their own ids
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """The requests that are scheduled: children, not parents."""
+        return self.scheduler.requests
+
+    @property
+    def running(self) -> Sized:
+        return self.scheduler.running
+
+    @property
+    def waiting(self) -> Sized:
+        return self.scheduler.waiting
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request, or all children of a parent. Raises `DuplicateRequestError` before any of them is queued."""
+        if not isinstance(request, ParentRequest):
+            self.scheduler.add_request(request)
+            return
+        taken = [child.request_id for child in request.children if child.request_id in self.scheduler.requests]
+        if taken or request.request_id in self._parents:
+            raise DuplicateRequestError(
+                f"request {request.request_id!r} with n={len(request.children)} needs the id "
+                f"{(taken or [request.request_id])[0]!r}, which is in use"
+            )
+        if self.tracer:
+            self.tracer.emit(
+                ParallelSampling(
+                    rid=request.request_id,
+                    children=tuple(child.request_id for child in request.children),
+                    seeds=tuple(child.seed for child in request.children),
+                )
+            )
+        self._parents[request.request_id] = request
+        for child in request.children:
+            self.scheduler.add_request(child)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether anything waits or runs."""
+        return self.scheduler.has_unfinished_requests()
+
+    def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
+        """Mark requests to end; a parent's id means all its children. Returns the ids that were marked, as given."""
+        marked = []
+        for request_id in request_ids:
+            parent = self._parents.get(request_id)
+            ids = [request_id] if parent is None else [child.request_id for child in parent.children]
+            if self.scheduler.finish_requests(ids, reason):
+                marked.append(request_id)
+        return marked
+
+    def reported(self, changed: Iterable[Request]) -> list[Request]:
+        """The requests that callers know, for the scheduled ones that changed: each once, in the same order."""
+        found: dict[str, Request] = {}
+        for request in changed:
+            parent = self._parents.get(getattr(request, "parent_id", None) or "")
+            reported = request if parent is None else parent
+            found[reported.request_id] = reported
+        for parent in list(self._parents.values()):  # all: a step that was interrupted may have left one behind
+            parent.take_stock()
+            if parent.is_finished:
+                found[parent.request_id] = parent
+                del self._parents[parent.request_id]
+        return list(found.values())

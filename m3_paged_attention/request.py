@@ -1,0 +1,45 @@
+"""A request whose prompt may have siblings: `n > 1` asks for several continuations of one prompt.
+
+Each continuation is a request of its own, `rid/0`, `rid/1`, ..., with its own seed, text and end; the scheduler treats
+them like any others, except that a sibling may start on the KV blocks of another. `ParentRequest` is what the caller
+knows: it is never scheduled, it only reports. New in m3; vLLM: `ParentRequest` in `v1/engine/parallel_sampling.py`.
+"""
+
+from m1_single_request.request import Request as SingleRequest, RequestStatus, Sequence
+
+
+class Request(SingleRequest):
+    """m1's request, with what a scheduler of blocks keeps about it."""
+
+    parent_id: str | None = None
+    """The request that this one is a continuation of."""
+    is_sent: bool = False
+    """Whether the runner knows its tokens and blocks, so that differences are enough."""
+    number: int = 0
+    """Its place in the order of arrival."""
+
+
+class ParentRequest(SingleRequest):
+    """Several continuations of one prompt, reported as one."""
+
+    def __init__(self, children: list[Request], *, request_id: str) -> None:
+        first = children[0]
+        super().__init__(request_id, first.prompt, first.sequence, first.seed, first.arrival_time)
+        self.children = children
+        for child in children:
+            child.parent_id = request_id
+
+    @property
+    def sequences(self) -> dict[str, Sequence]:
+        """Those of all children, by their ids."""
+        return {child.sequence.seq_id: child.sequence for child in self.children}
+
+    def take_stock(self) -> None:
+        """Note what has happened to the children: the parent's times, and its end with that of the last child."""
+        started = [child.first_token_time for child in self.children if child.first_token_time is not None]
+        self.first_token_time = min(started, default=None)
+        if self.is_finished or not all(child.is_finished for child in self.children):
+            return
+        self.finished_time = max(child.finished_time or 0.0 for child in self.children)
+        self.finish_reason = self.children[0].finish_reason
+        self.status = RequestStatus.FINISHED

@@ -1,0 +1,406 @@
+"""Who runs now, when memory is handed out in blocks as it is needed.
+
+m2 admitted a request only if its whole life had a place. Here it is admitted if its prompt has one: blocks follow as it
+grows. So more requests run at once, and the memory can run out under them; then somebody is preempted and waits again,
+in front. Siblings (`n > 1`) start on the blocks of the first one. Everything is decided anew at every step; whatever a
+step moved in memory is settled when its result comes back. vLLM: `v1/core/sched/scheduler.py`; SGLang:
+`Scheduler.get_next_batch_to_run` and `retract_decode`.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from m1_single_request.errors import DuplicateRequestError
+from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
+from m1_single_request.request_updater import RequestUpdater
+from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.stop_checker import StopChecker
+from m1_single_request.tracer import Tracer
+from m2_continuous_batching.events import LeftOut
+from m3_paged_attention.admission import Admission, WayIn
+from m3_paged_attention.config import SchedulerConfig
+from m3_paged_attention.errors import KVCapacityError
+from m3_paged_attention.kv_manager import PagedKVManager
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.preemption import PreemptionPolicy
+from m3_paged_attention.request import Request
+from m3_paged_attention.request_queue import PreemptedFirstQueue
+from m3_paged_attention.scheduler_events import Admit, Preempted, StepLost
+from m3_paged_attention.scheduler_output import SchedulerOutput
+from m3_paged_attention.step_plan import StepPlan
+
+
+class Scheduler:
+    """The only one that changes requests. Nothing is released between `schedule` and `update_from_output`.
+
+    `requests` holds every unfinished request, in order of arrival; each is in `running`, where it owns blocks, or in
+    `waiting`. Preempted requests stand first in `waiting`, the oldest arrival before the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler_config: SchedulerConfig,
+        kv_manager: PagedKVManager,
+        preemption: PreemptionPolicy,
+        stop_checker: StopChecker,
+        tracer: Tracer,
+    ) -> None:
+        assert scheduler_config.max_num_batched_tokens is not None, "the configuration must be resolved"
+        self.max_num_seqs = scheduler_config.max_num_seqs
+        self.max_num_batched_tokens = scheduler_config.max_num_batched_tokens
+        self.swaps = scheduler_config.preemption_mode == "swap"
+        self.kv_manager = kv_manager
+        self.preemption = preemption
+        self.admission = Admission(scheduler_config=scheduler_config, kv_manager=kv_manager, tracer=tracer)
+        self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
+        self.tracer = tracer
+        self.requests: dict[str, Request] = {}
+        self.waiting = PreemptedFirstQueue()
+        self.running: list[Request] = []
+        self.finished_req_ids: set[str] = set()  # not announced yet
+        self.num_preemptions = 0
+        self._num_arrivals = 0
+        self._left_out: set[str] = set()  # running requests for which the last step had no token
+        self._forks: dict[str, list[Request]] = {}  # by a request whose prompt is computed now: who starts on it then
+        self._in_flight = False  # whether a step was begun whose result has not come yet
+        self._moved: frozenset[str] = frozenset()  # whose blocks it moves
+        self._num_marks = 0
+        self._unsettled = False  # whether somebody in `requests` may be about to end, wherever it stands
+        self._untold: set[str] = set()  # who ended since the last batch that the trace has heard of
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request that has passed the checks of intake."""
+        if request.request_id in self.requests:
+            raise DuplicateRequestError(f"request id {request.request_id!r} is in use: it has not finished yet")
+        self.updater.trace_arrival(request, num_waiting=len(self.waiting))
+        self._num_arrivals += 1
+        request.number = self._num_arrivals
+        self.requests[request.request_id] = request
+        self.waiting.add_request(request)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request waits or runs, aborted ones included until their end was reported."""
+        return bool(self.requests)
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide what goes through the model now.
+
+        1. If the running requests' next tokens need more blocks than are free, some are preempted.
+        2. Otherwise waiting requests join, preempted ones first, as long as tokens, places and blocks allow. The first
+           that does not fit ends the phase: nobody overtakes. One block per running request stays free.
+        3. One token for every other running request, as far as the token budget reaches.
+
+        Whom the budget left out in the last step goes before phase 2; if one of these does not fit, nobody is admitted.
+        """
+        if self._in_flight:
+            self._recover()
+        self._in_flight = True
+        plan = StepPlan(budget=self.max_num_batched_tokens)
+        running = [request for request in self.running if request.to_finish is None]
+        num_running = len(running)
+        in_need = self._make_room(running)
+        if self.waiting and len(running) == num_running:
+            first = [request for request in running if request.request_id in self._left_out]
+            self._continue(first, plan, in_need)
+            if all(request.request_id in plan.num_scheduled_tokens for request in first):
+                self._admit(plan)
+            running = [request for request in running if request.request_id not in plan.num_scheduled_tokens]
+            in_need = self._in_need(running)  # whose blocks are shared since then must copy before it writes
+        self._continue(running, plan, in_need)
+        self._note_left_out(plan)
+        announced = frozenset(self.finished_req_ids)
+        moves = self.kv_manager.take_moves()
+        self._moved = moves.owners
+        if self.tracer:
+            self._untold |= announced
+            if plan.num_scheduled_tokens:
+                self.tracer.emit(plan.event(left=self._untold))
+                self._untold = set()
+        return plan.output(finished_req_ids=announced, moves=moves, stop_checker=self.updater.stop_checker)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput | None) -> list[Request]:
+        """Commit a step: append tokens, end what is to end, release its blocks. Returns the requests that changed.
+
+        `output` is None if the step ran nothing or failed; then nobody knows whether its blocks were moved, and whom
+        that concerns starts over. A request that was marked to finish (abort, error) ends now, without a token.
+        """
+        self.finished_req_ids -= scheduler_output.finished_req_ids
+        num_marks, somebody_ends, self._unsettled = self._num_marks, self._unsettled, True
+        changed: list[Request] = []
+        if output is not None:
+            self._commit(scheduler_output, output, changed)
+        elif self._moved:
+            self._reset([self.requests[request_id] for request_id in self._moved if request_id in self.requests])
+        self._start_forks()
+        if somebody_ends:
+            settled = {request.request_id for request in changed}
+            changed += [r for r in self.requests.values() if r.to_finish is not None and r.request_id not in settled]
+        for request in [request for request in changed if request.to_finish is not None]:
+            self._finish(request)
+        self._unsettled = self._num_marks > num_marks  # somebody was given up meanwhile
+        self._moved = frozenset()
+        self._in_flight = False
+        return changed
+
+    def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
+        """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
+        known = [request_id for request_id in request_ids if request_id in self.requests]
+        if known:
+            self._unsettled = True
+            self._num_marks += 1
+        return [request_id for request_id in known if self.updater.mark(self.requests[request_id], reason)]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if queues and memory contradict each other; tests call this after every step."""
+        waiting, running = [r.request_id for r in self.waiting], [r.request_id for r in self.running]
+        assert len(running) <= self.max_num_seqs
+        assert sorted(waiting + running) == sorted(self.requests), (waiting, running, list(self.requests))
+        assert all(r.status is RequestStatus.RUNNING for r in self.running)
+        preempted = [r.number for r in self.waiting if r.status is RequestStatus.PREEMPTED]
+        assert preempted == sorted(preempted), "the oldest arrival comes first"
+        assert all(r.status is RequestStatus.PREEMPTED for r in list(self.waiting)[: len(preempted)])
+        swapped = [r.request_id for r in self.waiting if self.kv_manager.is_swapped(r.request_id)]
+        assert sorted(self.kv_manager.owned()) == sorted(running), "whoever runs owns blocks, and nobody else"
+        assert sorted(self.kv_manager.swapped()) == sorted(swapped)
+        assert self._left_out <= set(running)
+        for request in self.running:
+            done = request.sequence.data.num_computed_tokens
+            assert done == request.sequence.get_len() - 1, (request.request_id, done)
+            num_blocks = len(self.kv_manager.block_ids(request.request_id))
+            spare = num_blocks - self.kv_manager.blocks_for(done)  # for its next token, after a step that was lost
+            assert spare == 0 or (spare == 1 and not request.is_sent), (request.request_id, num_blocks, done)
+        self.kv_manager.check_invariants()
+
+    # --- phases of schedule -------------------------------------------------------------------------------------------
+
+    def _in_need(self, running: list[Request]) -> dict[str, int]:
+        """Those of the running requests whose next token may take a block, with their length after it."""
+        return dict(self.kv_manager.in_need([(r.request_id, r.sequence.data.num_computed_tokens + 1) for r in running]))
+
+    def _make_room(self, running: list[Request]) -> dict[str, int]:
+        """Preempt until the next tokens of all `running` requests have room; takes the preempted out of it.
+
+        Returns who is in need of a block then.
+        """
+        kv_manager = self.kv_manager
+        while True:
+            in_need = self._in_need(running)
+            needed = sum(kv_manager.num_needed(request_id, num_tokens) for request_id, num_tokens in in_need.items())
+            if needed <= kv_manager.num_free:
+                return in_need
+            if len(running) == 1:
+                if len(self.running) == 1:  # all blocks are its own; otherwise others leave theirs at the update
+                    self._give_up(running.pop())
+                return in_need
+            victim = self.preemption.choose_victim(running)
+            running.remove(victim)
+            self._preempt(victim, needed)
+
+    def _preempt(self, request: Request, needed: int) -> None:
+        """Take a running request's blocks away, and let it wait in front."""
+        request_id, kv_manager = request.request_id, self.kv_manager
+        num_blocks, available = len(kv_manager.block_ids(request_id)), kv_manager.num_free
+        num_tokens = request.sequence.data.num_computed_tokens
+        is_swapped = self.swaps and kv_manager.swap_out(request_id)
+        if not is_swapped:
+            kv_manager.release(request_id)
+            request.sequence.data.num_computed_tokens = 0
+        self._send_back(request)
+        self.num_preemptions += 1
+        if self.tracer:
+            self.tracer.emit(
+                Preempted(
+                    rid=request_id,
+                    mode="swap" if is_swapped else "recompute",
+                    num_blocks=num_blocks,
+                    num_freed=kv_manager.num_free - available,
+                    needed=needed,
+                    available=available,
+                    num_tokens=num_tokens,
+                    num_output_tokens=request.sequence.get_output_len(),
+                )
+            )
+
+    def _continue(self, requests: list[Request], plan: StepPlan, in_need: Mapping[str, int]) -> None:
+        """Give running requests their next token, as far as the budget reaches. Most have room for it already."""
+        kv_manager, decodes, new_block_ids = self.kv_manager, [], {}
+        for request in requests[: max(0, plan.budget_left)]:
+            request_id = request.request_id
+            if request_id in in_need:
+                if not kv_manager.can_hold(request_id, in_need[request_id]):
+                    continue  # those who are about to end leave their blocks at the update
+                new_block_ids[request_id] = kv_manager.reserve(request_id, in_need[request_id])
+            if request.is_sent:
+                decodes.append(request)
+            else:
+                plan.add_full(request, kv_manager.block_ids(request_id))
+        plan.add_decodes(decodes, new_block_ids)
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Let waiting requests join. One that is marked to finish is only taken out: the update ends it."""
+        while self.waiting:
+            request = self.waiting.peek_request()
+            if request.to_finish is None and self._is_too_long(request):
+                self._give_up(request)
+            if request.to_finish is not None:
+                self.waiting.pop_request()
+                continue
+            way = self.admission.way_in(request, self.running, plan)
+            if self.admission.is_refused(request, way, self.running, plan, num_waiting=len(self.waiting)):
+                return
+            self._start(request, way, plan)
+
+    def _start(self, request: Request, way: WayIn, plan: StepPlan) -> None:
+        """Move a request from waiting to running, and give it its blocks."""
+        request_id, sequence, kv_manager = request.request_id, request.sequence, self.kv_manager
+        self.waiting.pop_request()
+        request.set_status(RequestStatus.RUNNING)
+        self.running.append(request)
+        if way.how == "swap_in":
+            kv_manager.swap_in(request_id)
+        elif way.source is not None:
+            kv_manager.fork(way.source.request_id, request_id, sequence.get_prompt_len() - 1)
+            if way.is_ready:
+                sequence.data.num_computed_tokens = sequence.get_prompt_len() - 1
+            else:
+                self._forks.setdefault(way.source.request_id, []).append(request)
+        prefix = sequence.data.num_computed_tokens
+        if way.num_tokens:
+            kv_manager.reserve(request_id, sequence.get_len())
+            plan.add_full(request, kv_manager.block_ids(request_id))
+        if self.tracer:
+            self.tracer.emit(
+                Admit(
+                    rid=request_id,
+                    how=way.how,
+                    source=way.source.request_id if way.source else None,
+                    prefix=prefix,
+                    extend=way.num_tokens,
+                    num_output_tokens=sequence.get_output_len(),
+                    num_blocks=way.num_blocks,
+                    num_free=kv_manager.num_free,
+                    num_running=len(self.running),
+                    max_num_seqs=self.max_num_seqs,
+                    budget_left=max(0, plan.budget_left),
+                    num_waiting=len(self.waiting),
+                )
+            )
+
+    def _note_left_out(self, plan: StepPlan) -> None:
+        """Remember which running requests have no token in this step for want of budget."""
+        self._left_out = set()
+        if len(plan.num_scheduled_tokens) == len(self.running):
+            return
+        pending = {request.request_id for requests in self._forks.values() for request in requests}
+        left = [r.request_id for r in self.running if r.to_finish is None and r.request_id not in pending]
+        left = [request_id for request_id in left if request_id not in plan.num_scheduled_tokens]
+        self._left_out = set(left)
+        if self.tracer and left:
+            self.tracer.emit(LeftOut(rids=tuple(left), max_num_batched_tokens=self.max_num_batched_tokens))
+
+    # --- parts of update ----------------------------------------------------------------------------------------------
+
+    def _commit(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, changed: list[Request]) -> None:
+        """Give every request its new tokens."""
+        requests = [self.requests[request_id] for request_id in output.req_ids]
+        changed += requests
+        others: Iterable[int] = range(len(requests))
+        if scheduler_output.scheduled_cached_reqs.num_reqs == len(requests) and not self.tracer:  # one new KV for each
+            others = self.updater.commit_simply(requests, [token_ids[0] for token_ids in output.sampled_token_ids])
+        for index in others:
+            request = requests[index]
+            if request.to_finish is None:
+                sampled = SampledTokens(
+                    tuple(output.sampled_token_ids[index]),
+                    (output.logprobs[index],),
+                    output.prompt_logprobs.get(request.request_id),
+                )
+                num_new_kv = scheduler_output.num_scheduled_tokens[request.request_id]
+                self.updater.commit(request, sampled, num_new_kv=num_new_kv)
+
+    def _start_forks(self) -> None:
+        """The prompts that others wait for have their KV now, or will never have it."""
+        for source_id, requests in self._forks.items():
+            source = self.requests[source_id]
+            if source.sequence.data.num_computed_tokens:
+                for request in requests:
+                    request.sequence.data.num_computed_tokens = request.sequence.get_prompt_len() - 1
+            else:
+                self._reset(requests)
+        self._forks = {}
+
+    def _finish(self, request: Request) -> None:
+        """Take a request out of its queue and release its blocks. The step releases what the runner holds for it."""
+        assert request.to_finish is not None
+        self.updater.end(request, request.to_finish)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove_requests([request])
+        self._left_out.discard(request.request_id)
+        self.kv_manager.release(request.request_id)
+        self.finished_req_ids.add(request.request_id)
+        del self.requests[request.request_id]  # last: as long as it is here, an interrupted update is made again
+        self.updater.trace_end(request)
+
+    # --- back to the queue --------------------------------------------------------------------------------------------
+
+    def _is_too_long(self, request: Request) -> bool:
+        """Whether a request needs more blocks than there are at all."""
+        return self.kv_manager.blocks_for(request.sequence.get_len()) > self.kv_manager.num_blocks
+
+    def _give_up(self, request: Request) -> None:
+        """Mark a request that has outgrown the whole memory."""
+        num_tokens, kv_manager = request.sequence.get_len(), self.kv_manager
+        error = KVCapacityError(
+            f"request {request.request_id!r} has grown to {num_tokens} tokens, which need "
+            f"{kv_manager.blocks_for(num_tokens)} blocks of {kv_manager.block_size} tokens; the KV memory has "
+            f"{kv_manager.num_blocks}: give it more, or ask for fewer tokens"
+        )
+        self.finish_requests([request.request_id], FinishError(error))
+
+    def _send_back(self, request: Request) -> None:
+        """Let a request that ran wait before all others; among its like the oldest arrival comes first."""
+        request.set_status(RequestStatus.PREEMPTED)
+        request.is_sent = False
+        if request in self.running:
+            self.running.remove(request)
+        self._left_out.discard(request.request_id)
+        self.waiting.remove_requests([request])
+        self.waiting.add_request(request)
+
+    def _reset(self, requests: Iterable[Request]) -> None:
+        """These have blocks of which nobody knows what they hold: they start over."""
+        for request in requests:
+            if request.to_finish is None:
+                self.kv_manager.release(request.request_id)
+                request.sequence.data.num_computed_tokens = 0
+                self._send_back(request)
+
+    def _recover(self) -> None:
+        """A step was interrupted somewhere between `schedule` and the end of its update: make the queues sound again.
+
+        `requests` is the record of who is here. Whoever decodes and was not moved in memory goes on where it is, and is
+        sent in full again; everybody else starts over.
+        """
+        moved = self._moved | self.kv_manager.take_moves().owners
+        alive = [r for r in self.requests.values() if r.to_finish is None and r.request_id not in moved]
+        on_host = [r for r in alive if self.kv_manager.is_swapped(r.request_id)]
+        decoding = [r for r in alive if r.sequence.get_output_len() and r not in on_host]
+        decoding = [r for r in decoding if r.sequence.data.num_computed_tokens == r.sequence.get_len() - 1]
+        running = [r for r in self.running if r in decoding and r.status is RequestStatus.RUNNING]
+        self.kv_manager.recover([r.request_id for r in [*running, *on_host]])
+        reset = [r for r in self.requests.values() if r not in running and r not in on_host]
+        for request in reset:
+            request.sequence.data.num_computed_tokens = 0
+        self.waiting = PreemptedFirstQueue()
+        for request in [r for r in self.requests.values() if r not in running]:
+            if request.status is RequestStatus.RUNNING:
+                request.set_status(RequestStatus.PREEMPTED)
+            self.waiting.add_request(request)
+        self.running = running
+        for request in self.requests.values():
+            request.is_sent = False
+        self._forks, self._left_out, self._moved, self._unsettled = {}, set(), frozenset(), True
+        if self.tracer:
+            self.tracer.emit(StepLost(reset=tuple(r.request_id for r in reset if r.status is RequestStatus.PREEMPTED)))

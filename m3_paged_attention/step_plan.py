@@ -1,0 +1,110 @@
+"""A step's decision while it is being made: the token budget, who has a share of it, and which blocks are new to whom.
+
+m2's plan knew prompts and single tokens. Here a request may also come back with everything it had said so far, or start
+on the blocks of a sibling, so a row is: how many tokens, from which position on.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from m1_single_request.stop_checker import StopChecker
+from m2_continuous_batching.events import Batch
+from m2_continuous_batching.scheduler_output import CachedRequestData
+from m3_paged_attention.kv_manager import BlockMoves
+from m3_paged_attention.request import Request
+from m3_paged_attention.scheduler_output import NewRequestData, ResumedReqData, SchedulerOutput
+
+NO_BLOCKS: list[int] = []  # the same for everybody; nobody changes a message
+
+
+class StepPlan:
+    """Filled by the scheduler, one request at a time; `output` is what leaves it."""
+
+    def __init__(self, *, budget: int) -> None:
+        self.budget = budget
+        self.budget_left = budget
+        self.num_scheduled_tokens: dict[str, int] = {}
+        self._full: list[tuple[Request, list[int]]] = []  # with all their blocks
+        self._decodes: list[Request] = []
+        self._new_block_ids: list[list[int]] = []  # of each decode
+
+    def add_full(self, request: Request, block_ids: list[int]) -> None:
+        """Schedule every token without KV of a request that the runner does not know, or no longer."""
+        self._full.append((request, block_ids))
+        request.is_sent = True
+        num_tokens = request.sequence.get_len() - request.sequence.data.num_computed_tokens
+        self.num_scheduled_tokens[request.request_id] = num_tokens
+        self.budget_left -= num_tokens
+
+    def add_decodes(self, requests: Sequence[Request], new_block_ids: Mapping[str, list[int]]) -> None:
+        """Schedule the newest token of requests that the runner knows. `new_block_ids` of those that got any."""
+        req_ids = [request.request_id for request in requests]
+        self._decodes += requests
+        self._new_block_ids += [new_block_ids.get(request_id, NO_BLOCKS) for request_id in req_ids]
+        self.num_scheduled_tokens.update(dict.fromkeys(req_ids, 1))
+        self.budget_left -= len(req_ids)
+
+    def output(
+        self, *, finished_req_ids: frozenset[str], moves: BlockMoves, stop_checker: StopChecker
+    ) -> SchedulerOutput:
+        """The decision, complete."""
+        data = [request.sequence.data for request in self._decodes]
+        return SchedulerOutput(
+            scheduled_new_reqs=[
+                NewRequestData(
+                    req_id=request.request_id,
+                    prompt_token_ids=request.prompt_token_ids,
+                    sampling_params=request.sampling_params,
+                    seed=request.seed,
+                    stop_token_ids=stop_checker.stop_ids(request.sequence),
+                    block_ids=block_ids,
+                    num_computed_tokens=request.sequence.data.num_computed_tokens,
+                )
+                for request, block_ids in self._full
+                if not request.sequence.data.output_token_ids
+            ],
+            scheduled_resumed_reqs=[
+                ResumedReqData(
+                    req_id=request.request_id,
+                    output_token_ids=list(request.sequence.data.output_token_ids),
+                    block_ids=block_ids,
+                    num_computed_tokens=request.sequence.data.num_computed_tokens,
+                )
+                for request, block_ids in self._full
+                if request.sequence.data.output_token_ids
+            ],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=[request.request_id for request in self._decodes],
+                new_token_ids=[tokens.output_token_ids[-1:] for tokens in data],
+                new_block_ids=self._new_block_ids,
+                num_computed_tokens=[tokens.num_computed_tokens for tokens in data],
+                num_output_tokens=[len(tokens.output_token_ids) for tokens in data],
+            ),
+            num_scheduled_tokens=self.num_scheduled_tokens,
+            total_num_scheduled_tokens=self.budget - self.budget_left,
+            finished_req_ids=finished_req_ids,
+            blocks_to_swap_in=moves.swap_in,
+            blocks_to_swap_out=moves.swap_out,
+            blocks_to_copy=moves.copies,
+        )
+
+    def requests(self) -> Iterable[Request]:
+        """Everybody who is scheduled."""
+        return [*(request for request, _ in self._full), *self._decodes]
+
+    def event(self, *, left: Iterable[str]) -> Batch:
+        """The decision for the trace; built only for a reader."""
+        rows = list(self.requests())
+        prefix = [request.sequence.data.num_computed_tokens for request in rows]
+        extend = [self.num_scheduled_tokens[request.request_id] for request in rows]
+        has_prefill, has_decode = bool(self._full), bool(self._decodes)
+        return Batch(
+            mode="mixed" if has_prefill and has_decode else "prefill" if has_prefill else "decode",
+            rids=tuple(request.request_id for request in rows),
+            extend_lens=tuple(extend),
+            prefix_lens=tuple(prefix),
+            seq_lens=tuple(before + new for before, new in zip(prefix, extend, strict=True)),
+            joined=tuple(request.request_id for request, _ in self._full),
+            left=tuple(sorted(left)),
+            total_tokens=self.budget - self.budget_left,
+            budget=self.budget,
+        )

@@ -1,0 +1,113 @@
+"""m3's table of contents: m2's table with the roles that blocks change, and how the parts are put together.
+
+What is sized when: the model comes first, then a profiling run where one is needed, then the number of blocks, then
+everything that must know it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from m1_single_request.events import EngineStarted
+from m1_single_request.tracer import Tracer
+from m2_continuous_batching.wiring import PARTS as M2_PARTS
+from m3_paged_attention.config import EngineConfig
+from m3_paged_attention.engine_core import EngineCore
+from m3_paged_attention.executor import GPUExecutor
+from m3_paged_attention.input_processor import InputProcessor
+from m3_paged_attention.kv_cache_config import KVCacheConfig, check_cache_config, needs_profile, size_kv_cache
+from m3_paged_attention.kv_cache_manager import KVCacheManager
+from m3_paged_attention.model_loader import LoadedModel, load_model
+from m3_paged_attention.model_runner import ModelRunner
+from m3_paged_attention.output_processor import OutputProcessor
+from m3_paged_attention.preemption import FewestOutputsFirst
+from m3_paged_attention.request import Request
+from m3_paged_attention.scheduler import Scheduler
+from m3_paged_attention.worker import GPUWorker
+
+
+def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
+    """Load the model, size the KV memory, and put the parts together."""
+    mode, device = config.scheduler.preemption_mode, config.model.torch_device()
+    check_cache_config(config.cache, preemption_mode=mode, device=device)
+    loaded = parts["model_loader"](config.model)
+    if tracer:
+        tracer.emit(describe_model(loaded))
+    limits = config.scheduler.resolved(loaded.max_model_len)
+    runner = parts["model_runner"](
+        loaded_model=loaded,
+        scheduler_config=limits,
+        sampler=parts["sampler"](),
+        token_text=parts["detokenizer"](loaded.tokenizer).token_text,
+        tracer=tracer,
+    )
+    executor = parts["executor"](worker=parts["worker"](model_runner=runner))
+    kv_cache_config: KVCacheConfig = size_kv_cache(
+        executor.kv_cache_spec(config.cache.block_size),
+        cache_config=config.cache,
+        preemption_mode=mode,
+        device=device,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        profile=executor.measure_memory(limits.max_num_batched_tokens) if needs_profile(config.cache, device) else None,
+        tracer=tracer,
+    )
+    executor.initialize_kv_cache(kv_cache_config)
+    return parts["engine_core"](
+        input_processor=parts["input_processor"](
+            request_class=parts["request"],
+            detokenizer_class=parts["detokenizer"],
+            tokenizer=loaded.tokenizer,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_blocks=kv_cache_config.num_blocks,
+            block_size=kv_cache_config.spec.block_size,
+            seed=config.model.seed,
+        ),
+        scheduler=parts["scheduler"](
+            scheduler_config=limits,
+            kv_manager=parts["kv_manager"](kv_cache_config=kv_cache_config, tracer=tracer),
+            preemption=parts["preemption"](),
+            stop_checker=parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len),
+            tracer=tracer,
+        ),
+        executor=executor,
+        output_processor=parts["output_processor"](tracer=tracer),
+        kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
+        tracer=tracer,
+    )
+
+
+PARTS: dict[str, Any] = M2_PARTS | {
+    "wiring": build_engine_core,
+    "model_loader": load_model,
+    "input_processor": InputProcessor,
+    "request": Request,
+    "kv_manager": KVCacheManager,
+    "preemption": FewestOutputsFirst,
+    "scheduler": Scheduler,
+    "model_runner": ModelRunner,
+    "worker": GPUWorker,
+    "executor": GPUExecutor,
+    "output_processor": OutputProcessor,
+    "engine_core": EngineCore,
+}
+
+
+def describe_model(loaded: LoadedModel) -> EngineStarted:
+    """The event that introduces a loaded model; built only for a reader."""
+    config = loaded.model.config
+    return EngineStarted(
+        model=loaded.name.rsplit("/", 1)[-1],
+        architecture=loaded.architecture,
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        kv_bytes_per_token=loaded.kv_bytes_per_token,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
+    )

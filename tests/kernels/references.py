@@ -1,0 +1,179 @@
+"""What the kernels should compute, in float64 and without cleverness, and paged memory that punishes a wrong read.
+
+`paged_batch` lays sequences out in pages in random order. All memory that holds no token is NaN, block-table entries
+past a sequence's pages are a page that does not exist, and the queries of padding rows are NaN: a kernel that reads
+what it should not either gives NaN or crashes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.kv_storage import KVLayer
+
+NO_SUCH_PAGE = 10**6
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """The arguments of `attention`, and what it should return."""
+
+    query: Tensor  # [num_tokens, num_heads, head_dim], a view of fused queries, keys and values
+    layer: KVLayer
+    metadata: AttentionMetadata
+    scale: float
+    expected: Tensor  # float64 [num_tokens, num_heads, head_dim]; zeros for padding rows
+
+
+def paged_batch(
+    heads: tuple[int, int, int],
+    *,
+    prefills: Sequence[tuple[int, int]] = (),
+    decodes: Sequence[int] = (),
+    dtype: torch.dtype,
+    device: torch.device,
+    page: int = 16,
+    sharpness: float = 1.0,
+) -> PagedBatch:
+    """A step: `prefills` are (context, new tokens), `decodes` the lengths with the new token, 0 for a padding row.
+
+    `heads` is (query heads, KV heads, head_dim). `sharpness` multiplies the queries, and so the scores.
+    """
+    num_heads, num_kv_heads, head_dim = heads
+    query_lens = [new for _, new in prefills] + [1] * len(decodes)
+    seq_lens = [context + new for context, new in prefills] + list(decodes)
+    fused = torch.full((sum(query_lens), num_heads + 2 * num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    tables, num_pages = _block_tables(seq_lens, page)
+    slots = (num_pages, page, num_kv_heads, head_dim)
+    layer = KVLayer(torch.full(slots, torch.nan, dtype=dtype), torch.full(slots, torch.nan, dtype=dtype))
+    expected = torch.zeros(sum(query_lens), num_heads, head_dim, dtype=torch.float64)
+    start = 0
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        tokens = slice(start, start + query_len)
+        start += query_len
+        if not seq_len:
+            continue
+        generator = torch.Generator().manual_seed(row)  # the rows behind it change nothing of a row
+        query, key, value = (
+            torch.randn(length, width, head_dim, generator=generator).to(dtype)
+            for length, width in ((query_len, num_heads), (seq_len, num_kv_heads), (seq_len, num_kv_heads))
+        )
+        query *= sharpness
+        fused[tokens, :num_heads] = query
+        positions = torch.arange(seq_len)
+        pages, offsets = tables[row, positions // page].long(), positions % page
+        layer.key_cache[pages, offsets], layer.value_cache[pages, offsets] = key, value
+        expected[tokens] = causal_attention(query, key, value, head_dim**-0.5)
+    return PagedBatch(
+        query=fused.to(device)[:, :num_heads],
+        layer=KVLayer(*(cache.to(device) for cache in layer)),
+        metadata=_metadata(query_lens, seq_lens, len(prefills), tables, device),
+        scale=head_dim**-0.5,
+        expected=expected,
+    )
+
+
+def _block_tables(seq_lens: Sequence[int], page: int) -> tuple[Tensor, int]:
+    """Pages in random order, and how many there are. Page 0 is nobody's, and so is the last."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [-(-seq_len // page) for seq_len in seq_lens]
+    tables = torch.full((len(seq_lens), max(counts, default=0) + 2), NO_SUCH_PAGE, dtype=torch.int32)
+    pages = 1 + torch.randperm(sum(counts), generator=generator, dtype=torch.int32)
+    for row, owned in enumerate(pages.split(counts)):
+        tables[row, : len(owned)] = owned
+    return tables, sum(counts) + 2
+
+
+def _metadata(
+    query_lens: Sequence[int], seq_lens: Sequence[int], num_prefills: int, tables: Tensor, device: torch.device
+) -> AttentionMetadata:
+    queries, lengths = torch.tensor(query_lens, dtype=torch.int32), torch.tensor(seq_lens, dtype=torch.int32)
+    starts = torch.nn.functional.pad(queries.cumsum(0, dtype=torch.int32), (1, 0))
+    return AttentionMetadata(
+        query_start_loc=starts.to(device),
+        seq_lens=lengths.to(device),
+        context_lens=(lengths - queries).to(device),
+        query_lens=queries.to(device),
+        block_tables=tables.to(device),
+        slot_mapping=torch.empty(0, dtype=torch.int64, device=device),  # attention reads, it does not store
+        num_prefills=num_prefills,
+        num_prefill_tokens=sum(query_lens[:num_prefills]),
+        num_decodes=len(query_lens) - num_prefills,
+        num_decode_tokens=len(query_lens) - num_prefills,
+        max_query_len=max(query_lens, default=0),
+        max_seq_len=max(seq_lens, default=0),
+        query_lens_host=tuple(query_lens),
+        seq_lens_host=tuple(seq_lens),
+    )
+
+
+def decode_row(batch: PagedBatch, row: int) -> PagedBatch:
+    """Row `row` of a batch of decodes, alone."""
+    metadata = batch.metadata
+    assert not metadata.num_prefills
+    alone = replace(
+        metadata,
+        query_start_loc=metadata.query_start_loc[:2],
+        seq_lens=metadata.seq_lens[row : row + 1],
+        context_lens=metadata.context_lens[row : row + 1],
+        query_lens=metadata.query_lens[row : row + 1],
+        block_tables=metadata.block_tables[row : row + 1],
+        num_decodes=1,
+        num_decode_tokens=1,
+        max_seq_len=metadata.seq_lens_host[row],
+        query_lens_host=(1,),
+        seq_lens_host=metadata.seq_lens_host[row : row + 1],
+    )
+    return replace(batch, query=batch.query[row : row + 1], metadata=alone, expected=batch.expected[row : row + 1])
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """The last `len(query)` tokens of a sequence look at all of it up to themselves. Each [length, heads, head_dim]."""
+    query, key, value = query.double(), key.double(), value.double()
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    context = len(key) - len(query)
+    unseen = torch.ones(len(query), len(key), dtype=torch.bool).triu(context + 1)
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x**2) + eps) * weight."""
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (x[i], x[i + half]) of every head as a complex number, times exp(i * angle)."""
+    low, high = x.double().chunk(2, dim=-1)
+    turned = torch.complex(low, high) * torch.complex(cos.double(), sin.double())[:, None]
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return gate / (1 + (-gate).exp()) * up
+
+
+ATTENTION = {torch.float32: 6e-7, torch.float16: 6e-4, torch.bfloat16: 6e-3}
+NORM = {torch.float32: 2e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+POINTWISE = {torch.float32: 2e-7, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+"""Tolerated error, as a share of the largest expected value. In 16 bits the last rounding decides it."""
+GPU_FLOOR = 2e-6
+"""exp2, division and square roots of a GPU may be off by two units in the last place."""
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerances: dict[torch.dtype, float]) -> None:
+    """The largest error is small against the largest expected value. NaN is never close."""
+    tolerance = tolerances[actual.dtype]
+    if actual.is_cuda:
+        tolerance = max(tolerance, GPU_FLOOR)
+    expected = expected.to(actual.device)
+    error = (actual.double() - expected).abs().max() / expected.abs().max()
+    assert error <= tolerance, f"error {error:.2e}, tolerated {tolerance:.0e}"

@@ -1,0 +1,304 @@
+"""How many blocks there are: the arithmetic, where the number comes from, and errors that say what would work."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from m1_single_request.errors import ConfigError
+from m1_single_request.tracer import Tracer, TraceRecord
+from m3_paged_attention import kv_cache_config
+from m3_paged_attention.config import CacheConfig
+from m3_paged_attention.events import KVSized
+from m3_paged_attention.kv_cache_config import (
+    KVCacheConfig,
+    KVCacheSpec,
+    MemoryProfile,
+    check_cache_config,
+    gpu_budget_bytes,
+    needs_profile,
+    size_kv_cache,
+)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+MIB, GIB = 2**20, 2**30
+LLAMA_7B = KVCacheSpec(block_size=16, num_layers=32, num_kv_heads=32, head_dim=128, dtype=torch.float16)
+SMALL = KVCacheSpec(block_size=16, num_layers=4, num_kv_heads=2, head_dim=64, dtype=torch.float32)  # 64 KiB per block
+H100 = MemoryProfile(total_bytes=80 * GIB, peak_bytes=16 * GIB)
+
+
+class Recorder:
+    """A reader that keeps the events."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def read(self, record: TraceRecord) -> None:
+        self.events.append(record.event)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def plenty(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """A machine with so many bytes, whichever this one is; a terabyte if a test says nothing."""
+
+    def set_available(num_bytes: int | None) -> None:
+        monkeypatch.setattr(kv_cache_config, "available_memory", lambda device: num_bytes)
+
+    set_available(2**40)
+    return set_available
+
+
+def sized(
+    spec: KVCacheSpec = SMALL,
+    *,
+    mode: Any = "recompute",
+    device: torch.device = CPU,
+    max_model_len: int = 2048,
+    max_num_seqs: int = 256,
+    profile: MemoryProfile | None = None,
+    tracer: Tracer | None = None,
+    **settings: Any,
+) -> KVCacheConfig:
+    """What comes of these settings."""
+    return size_kv_cache(
+        spec,
+        cache_config=CacheConfig(block_size=spec.block_size, **settings),
+        preemption_mode=mode,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        profile=profile,
+        tracer=tracer or Tracer(),
+    )
+
+
+def sizing_of(**settings: Any) -> KVSized:
+    """What the trace hears of it."""
+    tracer, recorder = Tracer(), Recorder()
+    tracer.attach(recorder)
+    sized(tracer=tracer, **settings)
+    [event] = recorder.events
+    return event
+
+
+# --- one block --------------------------------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_a_block() -> None:
+    """2 (K and V) x 16 tokens x 32 heads x 128 x 2 bytes, times 32 layers: 512 KiB per token."""
+    assert LLAMA_7B.page_size_bytes == 256 * 1024
+    assert LLAMA_7B.bytes_per_token == 512 * 1024
+    assert LLAMA_7B.block_bytes == 8 * MIB
+
+
+def test_16384_tokens_of_a_7b_model_take_exactly_8_gib() -> None:
+    assert LLAMA_7B.max_bytes(16384) == 8 * GIB
+    config = KVCacheConfig(spec=LLAMA_7B, num_blocks=1024)
+    assert config.num_tokens == 16384
+    assert config.num_bytes == 8 * GIB + LLAMA_7B.block_bytes, "block 0 comes on top"
+
+
+def test_the_last_block_counts_whole() -> None:
+    assert [LLAMA_7B.blocks_for(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
+    assert LLAMA_7B.max_bytes(17) == 2 * LLAMA_7B.block_bytes
+
+
+# --- where the number comes from --------------------------------------------------------------------------------------
+
+
+def test_a_budget_in_bytes_is_divided_by_the_bytes_of_a_block_and_block_0_is_taken_off() -> None:
+    assert sized(LLAMA_7B, kv_cache_memory_bytes=8 * GIB + LLAMA_7B.block_bytes).num_blocks == 1024
+    assert sized(LLAMA_7B, kv_cache_memory_bytes=8 * GIB + LLAMA_7B.block_bytes - 1).num_blocks == 1023
+
+
+def test_on_a_cpu_the_budget_is_512_mib_unless_something_else_is_said() -> None:
+    assert sized().num_bytes == 512 * MIB
+    assert sized(max_model_len=2).num_blocks == 256
+
+
+def test_no_more_blocks_are_made_than_the_requests_can_fill() -> None:
+    assert sized(max_num_seqs=3, max_model_len=33).num_blocks == 3 * 3
+    assert sized(max_num_seqs=1, max_model_len=32, kv_cache_memory_bytes=GIB).num_blocks == 2
+
+
+def test_a_number_of_blocks_is_taken_as_it_is() -> None:
+    """Even if the longest request does not fit, or nobody could fill them."""
+    assert sized(num_blocks=1).num_blocks == 1
+    assert sized(num_blocks=1000, max_num_seqs=1, max_model_len=16).num_blocks == 1000
+
+
+def test_on_cuda_the_budget_is_a_share_of_the_device_less_all_else() -> None:
+    assert gpu_budget_bytes(H100, 0.9) == 72 * GIB - 16 * GIB
+    config = sized(LLAMA_7B, device=CUDA, profile=H100, gpu_memory_utilization=0.5, max_num_seqs=10**6)
+    assert config.num_blocks == 24 * 128 - 1
+    assert sized(LLAMA_7B, device=CUDA, profile=H100, max_num_seqs=10**6).num_blocks == 56 * 128 - 1, "0.9 by itself"
+
+
+def test_a_profiling_run_is_needed_only_where_a_share_of_the_device_is_the_limit() -> None:
+    assert needs_profile(CacheConfig(), CUDA) and needs_profile(CacheConfig(gpu_memory_utilization=0.5), CUDA)
+    assert not needs_profile(CacheConfig(num_blocks=1), CUDA)
+    assert not needs_profile(CacheConfig(kv_cache_memory_bytes=1), CUDA)
+    assert not needs_profile(CacheConfig(), CPU)
+    assert sized(device=CUDA, kv_cache_memory_bytes=512 * MIB).num_blocks == 8191
+
+
+def test_host_blocks_are_as_many_as_the_device_s_or_what_the_swap_space_holds() -> None:
+    assert sized(num_blocks=7).num_host_blocks == 0
+    assert sized(num_blocks=7, mode="swap").num_host_blocks == 7
+    config = sized(num_blocks=7, mode="swap", swap_space_bytes=3 * SMALL.block_bytes - 1)
+    assert (config.num_host_blocks, config.num_host_bytes) == (2, 2 * SMALL.block_bytes)
+    assert sized(num_blocks=7, mode="swap", swap_space_bytes=9 * SMALL.block_bytes).num_host_blocks == 9
+
+
+# --- what cannot work -------------------------------------------------------------------------------------------------
+
+
+def test_too_small_a_budget_names_the_longest_request_that_would_fit() -> None:
+    with pytest.raises(ConfigError) as caught:
+        sized(kv_cache_memory_bytes=11 * SMALL.block_bytes, max_model_len=161)
+    said = str(caught.value)
+    assert "max_model_len=161 needs 11 blocks of 16 tokens" in said
+    assert "kv_cache_memory_bytes leaves 704.0 KiB" in said and "room for 10" in said
+    assert "max_model_len of at most 160" in said
+    assert f"kv_cache_memory_bytes of at least {12 * SMALL.block_bytes:,}" in said
+
+
+def test_a_budget_without_room_for_anything_names_no_length() -> None:
+    for num_bytes in (1, SMALL.block_bytes, 2 * SMALL.block_bytes - 1):
+        with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes of at least 8,454,144$") as caught:
+            sized(kv_cache_memory_bytes=num_bytes)
+        assert "max_model_len of at most" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:  # one block of one token: no request is so short
+        sized(dataclasses.replace(SMALL, block_size=1), kv_cache_memory_bytes=2 * SMALL.bytes_per_token)
+    assert "max_model_len of at most" not in str(caught.value)
+
+
+@given(
+    block_size=st.sampled_from([1, 4, 16, 128]),
+    num_bytes=st.integers(1, 40 * SMALL.block_bytes),
+    max_model_len=st.integers(2, 1000),
+)
+def test_what_the_error_names_works_and_one_more_does_not(block_size: int, num_bytes: int, max_model_len: int) -> None:
+    spec = dataclasses.replace(SMALL, block_size=block_size)
+    try:
+        assert sized(spec, kv_cache_memory_bytes=num_bytes, max_model_len=max_model_len).num_bytes <= num_bytes
+    except ConfigError as error:
+        *_, needed = str(error).split("kv_cache_memory_bytes of at least ")
+        enough = int(needed.replace(",", ""))
+        assert sized(spec, kv_cache_memory_bytes=enough, max_model_len=max_model_len)
+        with pytest.raises(ConfigError):
+            sized(spec, kv_cache_memory_bytes=enough - 1, max_model_len=max_model_len)
+        if "max_model_len of at most" in str(error):
+            longest = int(str(error).split("max_model_len of at most ")[1].split(" or ")[0].replace(",", ""))
+            assert sized(spec, kv_cache_memory_bytes=num_bytes, max_model_len=longest)
+            with pytest.raises(ConfigError):
+                sized(spec, kv_cache_memory_bytes=num_bytes, max_model_len=longest + 1)
+
+
+def test_too_small_a_share_names_the_one_that_suffices() -> None:
+    def on_gpu(share: float, peak_bytes: int = 16 * GIB) -> KVCacheConfig:
+        profile = MemoryProfile(total_bytes=80 * GIB, peak_bytes=peak_bytes)
+        return sized(LLAMA_7B, device=CUDA, profile=profile, gpu_memory_utilization=share, max_model_len=16384)
+
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization leaves 0 bytes.* of at least 0\.301$") as caught:
+        on_gpu(0.1)
+    assert "max_model_len of at most" not in str(caught.value)
+    assert on_gpu(0.301).num_blocks >= 1024
+    with pytest.raises(ConfigError, match=r"max_model_len of at most 8,176 or gpu_memory_utilization of at least"):
+        on_gpu(0.25)
+    with pytest.raises(ConfigError, match="a smaller model"):
+        on_gpu(0.9, 79 * GIB)
+
+
+def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.5 is about a GPU, and the device is cpu"):
+        sized(gpu_memory_utilization=0.5)
+    check_cache_config(CacheConfig(gpu_memory_utilization=0.5), preemption_mode="recompute", device=CUDA)
+
+
+def test_swap_space_means_nothing_without_swapping() -> None:
+    with pytest.raises(ConfigError, match="swap_space_bytes=100000 has no effect with preemption_mode='recompute'"):
+        sized(swap_space_bytes=100000)
+
+
+def test_swap_space_holds_at_least_one_block() -> None:
+    with pytest.raises(ConfigError, match="swap_space_bytes=65535 is less than one block: 65,536 bytes"):
+        sized(mode="swap", swap_space_bytes=65535)
+
+
+def test_more_than_the_machine_has_is_refused_before_it_is_asked_for(plenty: Callable[[int | None], None]) -> None:
+    plenty(10 * SMALL.block_bytes)
+    with pytest.raises(ConfigError, match=r"11 blocks on cpu takes 704.0 KiB of cpu memory.*num_blocks of at most 9$"):
+        sized(num_blocks=10)
+    assert sized(num_blocks=9).num_blocks == 9
+    with pytest.raises(ConfigError, match="num_blocks of at most 9"):
+        sized()
+    with pytest.raises(ConfigError, match=r"6 blocks on cpu and 5 on the host takes .* num_blocks or swap_space_bytes"):
+        sized(num_blocks=5, mode="swap")
+    assert sized(num_blocks=5, mode="swap", swap_space_bytes=4 * SMALL.block_bytes).num_host_blocks == 4
+    plenty(SMALL.block_bytes)
+    with pytest.raises(ConfigError, match=r"Use a smaller num_blocks$"):
+        sized(num_blocks=1)
+    plenty(None)  # nobody can say in advance
+    assert sized(num_blocks=10**9).num_blocks == 10**9
+
+
+def test_a_share_of_a_gpu_was_measured_and_is_not_doubted(plenty: Callable[[int | None], None]) -> None:
+    plenty(0)
+    assert sized(device=CUDA, profile=H100).num_blocks > 0
+
+
+# --- the trace --------------------------------------------------------------------------------------------------------
+
+
+def test_the_trace_shows_the_arithmetic() -> None:
+    said = sizing_of().explain()
+    assert "512.0 MiB / 64.0 KiB per block = 8,192 blocks of 16 tokens" in said
+    assert "with block 0, which is never handed out, they take 512.0 MiB" in said
+    assert "room for 131,056 tokens, or 64.0 requests of 2,048" in said
+    assert "host" not in said
+
+
+def test_the_trace_says_why_fewer_blocks_are_made() -> None:
+    said = sizing_of(max_num_seqs=3, max_model_len=33).explain()
+    assert "3 requests of 3 blocks at most never fill more than 9" in said and "640.0 KiB" in said
+
+
+def test_the_trace_says_what_a_profiling_run_left() -> None:
+    said = sizing_of(spec=LLAMA_7B, device=CUDA, profile=H100, mode="swap", swap_space_bytes=GIB).explain()
+    assert "90% of 80.0 GiB, less 16.0 GiB for all else, leave 56.0 GiB" in said
+    assert "56.0 GiB / 8.0 MiB per block = 7,168 blocks of 16 tokens" in said
+    assert "128 more blocks on the host for swapping take 1.0 GiB" in said
+
+
+def test_the_trace_says_that_the_number_was_given() -> None:
+    event = sizing_of(num_blocks=1)
+    assert event.explain().startswith("KV memory: num_blocks=1 of 16 tokens was asked for, 64.0 KiB each; ")
+    assert event.budget_bytes is None and event.num_bytes == 2 * SMALL.block_bytes
+
+
+def test_the_trace_holds_all_numbers() -> None:
+    event = sizing_of(spec=LLAMA_7B, device=CUDA, profile=H100, mode="swap", gpu_memory_utilization=0.5)
+    assert event.headline and event.kind == "kv_sized"
+    assert event.data() == {
+        "source": "gpu_memory_utilization",
+        "budget_bytes": 24 * GIB,
+        "total_bytes": 80 * GIB,
+        "gpu_memory_utilization": 0.5,
+        "peak_bytes": 16 * GIB,
+        "block_size": 16,
+        "block_bytes": 8 * MIB,
+        "bytes_per_token": 512 * 1024,
+        "fitting_blocks": 3072,
+        "num_blocks": 3071,
+        "num_host_blocks": 3071,
+        "num_bytes": 24 * GIB,
+        "num_host_bytes": 24 * GIB - 8 * MIB,
+        "max_model_len": 2048,
+        "max_num_seqs": 256,
+    }

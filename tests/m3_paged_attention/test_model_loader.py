@@ -1,0 +1,214 @@
+"""Loading into the engine's own decoder: what loads, what is counted, and one clear error for what does not."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from m1_single_request import DEFAULT_MODEL, ConfigError, ModelConfig as M1ModelConfig, ModelLoadError
+from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, load_model as m1_load_model
+from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.model_loader import LoadedModel, load_model
+from tests.equivalence.models import ARCHITECTURES, save_random_model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3."""
+    return save_random_model(tmp_path_factory.mktemp("loader"), "qwen3")
+
+
+@pytest.fixture
+def directory(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def load(model: Any, **settings: Any) -> LoadedModel:
+    return load_model(ModelConfig(**{"model": model, "device": "cpu"} | settings))
+
+
+def edit_config(directory: Path, **values: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def drop_from_config(directory: Path, *names: str) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key not in names}))
+
+
+def refusal(model: Any, **settings: Any) -> str:
+    """The one line that says why this model cannot be loaded."""
+    with pytest.raises(ModelLoadError) as caught:
+        load(model, **settings)
+    message = str(caught.value)
+    assert str(model) in message and "\n" not in message
+    return message
+
+
+# --- what loads -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_said_of_a_model_is_what_m1_says(architecture: str, dtype: str, tmp_path: Path) -> None:
+    directory = save_random_model(tmp_path, architecture)
+    ours = load(directory, dtype=dtype)
+    theirs = m1_load_model(M1ModelConfig(model=directory, device="cpu", dtype=dtype))
+    for name in (
+        "name device dtype eos_token_ids max_model_len vocab_size num_parameters weight_bytes kv_bytes_per_token"
+    ).split():
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.architecture == type(theirs.model).__name__ in SUPPORTED_ARCHITECTURES
+    assert ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()
+
+
+def test_the_embedded_checkpoint_is_the_default() -> None:
+    assert load(None).name == str(DEFAULT_MODEL)
+
+
+def test_the_model_is_in_the_precision_that_was_asked_for(saved: Path) -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        model = load(saved, dtype=dtype).model
+        assert model.dtype == model.norm.dtype == getattr(torch, dtype)
+        assert model.rotary.cos.dtype == torch.float32
+
+
+def test_positions_reach_as_far_as_a_request_may(saved: Path) -> None:
+    assert load(saved).model.rotary.cos.shape[0] == 1024
+    assert load(saved, max_model_len=100).model.rotary.cos.shape[0] == 100
+    with pytest.raises(ConfigError, match=r"max_model_len=1025.*1024"):
+        load(saved, max_model_len=1025)
+
+
+def test_the_older_form_of_the_rope_settings_is_read(directory: Path) -> None:
+    new = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+    edit_config(directory, rope_parameters=new)
+    expected = load(directory).model.rotary
+    drop_from_config(directory, "rope_parameters")
+    edit_config(directory, rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0})
+    assert torch.equal(load(directory).model.rotary.cos, expected.cos)
+    drop_from_config(directory, "rope_scaling")
+    assert not torch.equal(load(directory).model.rotary.cos, expected.cos)
+
+
+def test_weights_are_tied_as_the_config_says(tmp_path: Path) -> None:
+    for tied in (True, False):
+        directory = save_random_model(tmp_path / str(tied), "qwen2", tie_word_embeddings=tied)
+        ours = load(directory)
+        count = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(directory).parameters())
+        assert (ours.model.config.tie_word_embeddings, ours.num_parameters) == (tied, count)
+
+
+# --- weights without files --------------------------------------------------------------------------------------------
+
+
+def test_dummy_weights_need_no_files(directory: Path) -> None:
+    expected = load(directory)
+    (directory / "model.safetensors").unlink()
+    dummy = load(directory, load_format="dummy", seed=1)
+    assert (dummy.num_parameters, dummy.eos_token_ids) == (expected.num_parameters, expected.eos_token_ids)
+    assert torch.equal(dummy.model.embedding, load(directory, load_format="dummy", seed=1).model.embedding)
+    assert not torch.equal(dummy.model.embedding, load(directory, load_format="dummy", seed=2).model.embedding)
+    assert "has no .safetensors file" in refusal(directory)
+
+
+def test_dummy_weights_are_drawn_even_where_there_are_files(directory: Path) -> None:
+    assert not torch.equal(load(directory).model.embedding, load(directory, load_format="dummy").model.embedding)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_dummy_weights_need_config_and_tokenizer(directory: Path, name: str) -> None:
+    (directory / name).unlink()
+    assert "tokenizer" in refusal(directory, load_format="dummy") or "config.json" in refusal(
+        directory, load_format="dummy"
+    )
+
+
+def test_a_dummy_model_that_no_memory_holds_is_an_error_of_ours(directory: Path) -> None:
+    edit_config(directory, vocab_size=10**12)
+    assert "its weights cannot be loaded" in refusal(directory, load_format="dummy")
+
+
+# --- what does not load -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": 1}, "sliding"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "run it with m1_single_request"),
+        ({"model_type": "llama"}, "model_type='llama'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized"),
+        ({"num_attention_heads": 5}, "5 attention heads cannot be shared out over 2 KV heads"),
+        ({"num_hidden_layers": 0, "layer_types": []}, "num_layers=0"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"head_dim": 3}, "head_dim=3 is odd"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "is not supported; supported are"),
+    ],
+    ids=str,
+)
+def test_a_network_that_the_decoder_is_not_is_refused(directory: Path, values: dict[str, Any], message: str) -> None:
+    edit_config(directory, **values)
+    assert message in refusal(directory)
+    assert message in refusal(directory, load_format="dummy")
+
+
+LONGROPE = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "longrope", **LONGROPE}, "rope type 'longrope' is not supported; supported are default, linear"),
+        ({"rope_type": "spiral"}, "rope type 'spiral' is not supported"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": "two"}, "factor"),
+        ({"rope_type": "linear", "factor": 0}, "factor"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": -64}, "original_max_position"),
+        ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta=-1.0"),
+        ({"full_attention": {"rope_type": "default", "rope_theta": 5.0}}, "of its own for full_attention"),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "high_freq_factor=4.0 must be greater",
+        ),
+    ],
+    ids=str,
+)
+def test_rope_settings_that_make_no_sense_are_named(directory: Path, rope: dict[str, Any], message: str) -> None:
+    edit_config(directory, rope_parameters={"rope_theta": 10_000.0, **rope})
+    assert message in refusal(directory)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "nowhere", "a/b/c"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_path_that_does_not_exist_is_named(name: str, load_format: str) -> None:
+    assert "does not exist: give a model directory, or a hub id" in refusal(name, load_format=load_format)
+
+
+def test_a_hub_id_without_a_network_fails_at_once() -> None:
+    message = refusal("nobody/no-such-model")
+    assert "taken for a hub id" in message and "connection" in message
+
+
+def test_tensors_that_do_not_fit_are_an_error_of_the_loader(directory: Path) -> None:
+    edit_config(directory, intermediate_size=65)
+    assert refusal(directory).startswith(f"{directory}: the weights have other shapes for model.layers.0.mlp.down_proj")
+
+
+def test_files_that_are_broken_are_an_error_of_the_loader(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"x" * 100)
+    assert "its weights cannot be loaded: model.safetensors: " in refusal(directory)
