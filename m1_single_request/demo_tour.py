@@ -122,10 +122,11 @@ def show_answer(console: Console, output: RequestOutput, question: str | None = 
         raise EngineError(f"{output.request_id} failed: {output.error}") from output.error
     if question is not None:
         console.print(Text.assemble(("question  ", "bold"), question))
-    console.print(Text.assemble(("answer    ", "bold"), output.text))
-    stop = output.outputs[0].stop_reason
-    why = f"{output.finish_reason}{'' if stop is None else f' {stop!r}'}, {len(output.token_ids)} tokens\n"
-    console.print(Text(why, style="dim"))
+    for answer in output.outputs:  # of later milestones' n; here there is one
+        label = "answer" if len(output.outputs) == 1 else f"answer {answer.index}"
+        console.print(Text.assemble((f"{label:<10}", "bold"), answer.text))
+        stop = "" if answer.stop_reason is None else f" {answer.stop_reason!r}"
+        console.print(Text(f"{answer.finish_reason}{stop}, {len(answer.token_ids)} tokens\n", style="dim"))
 
 
 def cost_table(engine: LLMEngine, output: RequestOutput) -> Table:

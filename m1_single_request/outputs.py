@@ -81,7 +81,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: BaseException | None = None
-    """What went wrong, where `finish_reason` is `error`."""
+    """What went wrong, where the `finish_reason` of a completion is `error`."""
 
     @property
     def text(self) -> str:

@@ -6,6 +6,7 @@ vLLM: `SamplingMetadata`; SGLang: `SamplingBatchInfo`, which lives across steps 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -47,8 +48,12 @@ class SamplingMetadata:
     num_logprobs: tuple[int | None, ...]
 
     @classmethod
+    @lru_cache
     def plain(cls, num_rows: int, device: torch.device) -> "SamplingMetadata":
-        """For rows that all take the best token of the untouched logits and ask for nothing else."""
+        """For rows that all take the best token of the untouched logits and ask for nothing else.
+
+        Such rows differ in nothing, so there is one for each number of them.
+        """
         return cls(
             greedy=torch.ones(num_rows, dtype=torch.bool, device=device),
             all_greedy=True,

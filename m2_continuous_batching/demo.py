@@ -20,21 +20,31 @@ from m2_continuous_batching.llm_engine import LLMEngine
 def make_parser(prog: str = "python -m m2_continuous_batching.demo") -> argparse.ArgumentParser:
     """m1's flags, and those of a batch."""
     parser = m1.make_parser(prog)
-    batching = parser.add_argument_group("batching")
-    batching.add_argument("--max-num-seqs", type=int, default=4, help="so many requests run at a time; default: 4")
-    batching.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        help="so many new tokens go through the model in one step; default: as the longest prompt needs",
-    )
-    batching.add_argument(
+    add_batching_flags(parser, max_num_seqs=4).add_argument(
         "--execution",
         choices=("padded", "per_request"),
         default="padded",
         help="all rows of a step in one pass through the model (the default), or each in its own",
     )
-    batching.add_argument("--num-prompts", type=int, default=24, help="requests in the comparison; default: 24")
     return parser
+
+
+def add_batching_flags(parser: argparse.ArgumentParser, *, max_num_seqs: int) -> "argparse._ArgumentGroup":
+    """The flags of a batch that later milestones have, too, in a group of their own."""
+    batching = parser.add_argument_group("batching")
+    batching.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=max_num_seqs,
+        help=f"so many requests run at a time at most; default: {max_num_seqs}",
+    )
+    batching.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        help="so many new tokens go through the model in one step; default: as the longest prompt needs",
+    )
+    batching.add_argument("--num-prompts", type=int, default=24, help="requests in the comparison; default: 24")
+    return batching
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Do what the flags say."""
-    if args.num_prompts < 1:
-        raise ConfigError(f"num_prompts={args.num_prompts} must be at least 1")
+    check_num_prompts(args)
     params = m1.sampling_params(args)
     trace = m1.trace_config(args, m1.console_reader(args, console))
     model, scheduler = m1.model_config(args), scheduler_config(args)
@@ -54,6 +63,12 @@ def run(args: argparse.Namespace, console: Console) -> None:
         return
     with LLMEngine(model_config=model, scheduler_config=scheduler, trace_config=trace) as engine:
         m1.converse(engine, args, params, console)
+
+
+def check_num_prompts(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for a comparison of nothing."""
+    if args.num_prompts < 1:
+        raise ConfigError(f"num_prompts={args.num_prompts} must be at least 1")
 
 
 def scheduler_config(args: argparse.Namespace) -> SchedulerConfig:

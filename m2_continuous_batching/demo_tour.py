@@ -6,7 +6,7 @@ Part of `python -m m2_continuous_batching.demo`; nothing in the engine depends o
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.text import Text
 from m1_single_request.config import ModelConfig, TraceConfig
 from m1_single_request.demo import as_prompt
 from m1_single_request.errors import EngineError
+from m1_single_request.llm_engine import LLMEngine as AnyEngine
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.config import SchedulerConfig
@@ -45,6 +46,8 @@ class Question:
 
     title: str
     token_ids: list[int]
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters that this one has for itself."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def tour(
 # --- 1. the timeline --------------------------------------------------------------------------------------------------
 
 
-def make_story(engine: LLMEngine, budget: int | None) -> Story:
+def make_story(engine: AnyEngine, budget: int | None) -> Story:
     """The questions as prompts of this model. One is a list of facts: as many as can run."""
     intake = engine.engine_core.input_processor
     limit = min(budget or intake.max_model_len, intake.max_model_len - 1)
@@ -134,16 +137,19 @@ def show_timeline(
 
 
 def run_story(
-    engine: LLMEngine, story: Story, params: SamplingParams, step_done: Callable[[], None]
+    engine: AnyEngine, story: Story, params: SamplingParams, step_done: Callable[[], None]
 ) -> list[RequestOutput]:
     """Step until all are answered. The late ones come when it is time, or when nothing else is left to do."""
-    request_ids = [engine.add_request(question.token_ids, params) for question in story.first]
+
+    def ask(questions: list[Question]) -> list[str]:
+        return [engine.add_request(each.token_ids, replace(params, **each.changes)) for each in questions]
+
+    request_ids = ask(story.first)
     outputs: dict[str, RequestOutput] = {}
     num_steps = 0
     while len(request_ids) < len(story.questions) or engine.has_unfinished_requests():
         if num_steps == LATE_AFTER or not engine.has_unfinished_requests():
-            late = story.questions[len(request_ids) :]
-            request_ids += [engine.add_request(question.token_ids, params) for question in late]
+            request_ids += ask(story.questions[len(request_ids) :])
         outputs |= engine.step()
         num_steps += 1
         step_done()
@@ -167,14 +173,17 @@ def live_view(timeline: Timeline, console: Console) -> Iterator[Callable[[], Non
 
 
 def answers_table(story: Story, outputs: list[RequestOutput]) -> Table:
-    """A line for each request: what was asked and answered, as far as the line goes."""
+    """A line for each answer: what was asked and said, as far as the line goes."""
     table = Table(box=None, padding=(0, 2, 0, 0), expand=True)
-    widest = max(len(output.request_id) for output in outputs)
+    several = any(len(output.outputs) > 1 for output in outputs)  # of later milestones' n
+    widest = max(len(output.request_id) for output in outputs) + (2 if several else 0)
     for name, share, width in (("", 0, widest), ("question", 2, 0), ("tokens", 0, 9), ("answer", 3, 0)):
         table.add_column(name, ratio=share or None, min_width=width, no_wrap=True, overflow="ellipsis")
     for question, output in zip(story.questions, outputs, strict=True):
-        tokens = f"{len(output.prompt_token_ids)} + {len(output.token_ids)}"
-        table.add_row(output.request_id, question.title, tokens, Text(" ".join(output.text.split())))
+        for answer in output.outputs:
+            name = output.request_id if len(output.outputs) == 1 else f"{output.request_id}/{answer.index}"
+            tokens = f"{len(output.prompt_token_ids)} + {len(answer.token_ids)}"
+            table.add_row(name, question.title, tokens, Text(" ".join(answer.text.split())))
     return table
 
 

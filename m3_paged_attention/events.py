@@ -103,7 +103,7 @@ class BlocksAllocated(Event):
     def explain(self) -> str:
         return (
             f"{self.owner} needs room for {some(self.num_tokens, 'token')}: it gets {_blocks(self.block_ids)} and owns "
-            f"{self.num_owned:,} now; {self.num_free:,} are free."
+            f"{self.num_owned:,} now; {_are_free(self.num_free)}."
         )
 
 
@@ -124,11 +124,11 @@ class BlocksFreed(Event):
     """Blocks that are free there now."""
 
     def explain(self) -> str:
-        where = "host " if self.on_host else ""
+        block = "host block" if self.on_host else "block"
         freed = f"gives {_blocks(self.block_ids)} back" if self.block_ids else "gives no block back"
         stay = "stays in use, because others hold it" if self.num_kept == 1 else "stay in use, because others hold them"
         kept = f"; {self.num_kept:,} {stay}" if self.num_kept else ""
-        return f"{self.owner} {freed}{kept}; {self.num_free:,} {where}blocks are free."
+        return f"{self.owner} {freed}{kept}; {_are_free(self.num_free, block)}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ class BlockCopied(Event):
         return (
             f"{self.owner} is about to write into block {self.source}, which {some(self.num_holders, 'other')} "
             f"{'holds' if self.num_holders == 1 else 'hold'}, too: it is copied to block {self.target}, and "
-            f"{self.owner} goes on there; {self.num_free:,} are free."
+            f"{self.owner} goes on there; {_are_free(self.num_free)}."
         )
 
 
@@ -201,8 +201,8 @@ class BlocksSwapped(Event):
         here, there = _blocks(self.block_ids), f"host {_blocks(self.host_block_ids)}"
         source, target = (here, there) if self.direction == "out" else (there, here)
         return (
-            f"{self.owner} is swapped {self.direction}: {source} to {target}; {self.num_free:,} blocks are free on the "
-            f"device, {self.num_host_free:,} on the host."
+            f"{self.owner} is swapped {self.direction}: {source} to {target}; {_are_free(self.num_free, 'block')} on "
+            f"the device, {self.num_host_free:,} on the host."
         )
 
 
@@ -251,6 +251,11 @@ class KVUsage(Event):
             f"shared{host}. They hold {some(self.tokens_held, 'token')} in {some(slots, 'slot')}: "
             f"{self.utilisation:.1%} used, {self.fragmentation:.1%} reserved for nothing."
         )
+
+
+def _are_free(count: int, noun: str = "") -> str:
+    """`1 is free`, `3 blocks are free`."""
+    return f"{some(count, noun) if noun else f'{count:,}'} {'is' if count == 1 else 'are'} free"
 
 
 def _blocks(block_ids: tuple[int, ...]) -> str:

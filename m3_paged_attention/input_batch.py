@@ -98,15 +98,15 @@ class InputBatch:
         """Forget a request; nothing happens if it is unknown."""
         state = self.states.pop(request_id, None)
         if state is not None:
-            self.block_tables[state.table_row] = 0
             self._free_rows.append(state.table_row)
 
     def _take_row(self) -> int:
-        """A row of zeros. Preempted requests keep theirs, so there may be more rows than requests that run."""
-        if not self._free_rows:
-            num_rows = len(self.block_tables)
-            self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])
-            self._free_rows = list(range(num_rows, 2 * num_rows))[::-1]
+        """A row for one request. Preempted requests keep theirs, so there may be more rows than requests that run."""
+        if not self._free_rows:  # all are taken, or an interrupt came between a row and its list
+            taken = {state.table_row for state in self.states.values()}
+            if len(taken) == len(self.block_tables):
+                self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])
+            self._free_rows = [row for row in range(len(self.block_tables)) if row not in taken][::-1]
         return self._free_rows.pop()
 
     def _set_blocks(self, state: CachedRequestState, block_ids: list[int]) -> None:

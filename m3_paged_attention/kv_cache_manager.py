@@ -22,7 +22,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.block_pool import BlockPool
 from m3_paged_attention.events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped
 from m3_paged_attention.kv_cache_config import KVCacheConfig
-from m3_paged_attention.kv_manager import BlockMoves as BlockMoves, BlockUsage as BlockUsage, PagedKVManager
+from m3_paged_attention.kv_manager import BlockMoves, BlockUsage, PagedKVManager
 
 
 class BlockTable:

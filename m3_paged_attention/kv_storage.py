@@ -66,21 +66,22 @@ class KVStorage:
         return self._layers[index]
 
     def copy_blocks(self, pairs: Pairs) -> None:
-        """Copy blocks `(source, target)` in all layers. All sources are read before any target is written."""
-        if pairs:
-            sources, targets = self._columns(pairs)
-            self._blocks.index_copy_(2, targets, self._blocks.index_select(2, sources))
+        """Copy blocks `(source, target)`. All sources are read before any target is written."""
+        targets = {target for _, target in pairs}
+        saved = {source: self._block(source).clone() for source, _ in pairs if source in targets}
+        for source, target in pairs:
+            self._block(target).copy_(saved[source] if source in saved else self._block(source))
 
     def swap_out(self, pairs: Pairs) -> None:
         """Copy blocks `(device block, host block)` to the host."""
         for block_id, host_id in pairs:
-            self._host_blocks[host_id].copy_(self._blocks[:, :, block_id], non_blocking=True)
+            self._host_blocks[host_id].copy_(self._block(block_id), non_blocking=True)
 
     def swap_in(self, pairs: Pairs) -> None:
         """Copy blocks `(host block, device block)` back."""
         for host_id, block_id in pairs:
-            self._blocks[:, :, block_id].copy_(self._host_blocks[host_id], non_blocking=True)
+            self._block(block_id).copy_(self._host_blocks[host_id], non_blocking=True)
 
-    def _columns(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        columns = torch.tensor(pairs, dtype=torch.int64).T.to(self._blocks.device)  # [2, pairs]
-        return columns[0], columns[1]
+    def _block(self, block_id: int) -> Tensor:
+        """K and V of one block in all layers: what every move moves at once."""
+        return self._blocks[:, :, block_id]  # [num_layers, 2, block_size, num_kv_heads, head_dim]

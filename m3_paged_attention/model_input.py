@@ -34,46 +34,45 @@ def make_model_input(
     `block_tables` is int32 `[all requests, max_blocks]`; each row's state says which of its rows is its own.
     """
     num_seqs = len(rows)
-    query_lens = np.array([row.num_tokens for row in rows], dtype=np.int32)
-    context_lens = np.array([row.start for row in rows], dtype=np.int32)
-    seq_lens = context_lens + query_lens
-    query_start_loc = np.zeros(num_seqs + 1, dtype=np.int32)
-    np.cumsum(query_lens, out=query_start_loc[1:])
-    max_seq_len, max_query_len = int(seq_lens.max()), int(query_lens.max())
-    width = -(-max_seq_len // block_size)
-    tables = block_tables[[row.state.table_row for row in rows], :width]  # [num_seqs, width]
-    num_prefills = int((query_lens > 1).sum())
+    query_lens_host = tuple([row.num_tokens for row in rows])
+    starts = [row.start for row in rows]
+    seq_lens_host = tuple([start + new for start, new in zip(starts, query_lens_host, strict=True)])
     token_ids = [token_id for row in rows for token_id in row.state.token_ids(row.start, row.start + row.num_tokens)]
+    max_seq_len = max(seq_lens_host)
+    tables = block_tables[[row.state.table_row for row in rows], : -(-max_seq_len // block_size)]
+    num_tokens = len(token_ids)
+    num_prefills = sum([new > 1 for new in query_lens_host])  # they come first
     if num_prefills:
-        owner = np.repeat(np.arange(num_seqs), query_lens)  # [total_tokens]: the row of each token
-        positions = np.arange(len(token_ids)) - query_start_loc[owner] + context_lens[owner]
+        start_loc = np.cumsum([0, *query_lens_host])
+        owner = np.repeat(np.arange(num_seqs), query_lens_host)  # [total_tokens]: the row of each token
+        positions = np.arange(num_tokens) - start_loc[owner] + np.array(starts)[owner]
     else:
-        owner, positions = np.arange(num_seqs), context_lens.astype(np.int64)
-    slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        start_loc, owner, positions = np.arange(num_seqs + 1), np.arange(num_seqs), np.array(starts)
+    slots = tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size
+    num_prefill_tokens = int(start_loc[num_prefills])
 
-    def on_device(values: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.from_numpy(values).to(device=device, dtype=dtype, non_blocking=True)
+    def on_device(values: np.ndarray | Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype, device=device)
 
-    num_prefill_tokens = int(query_start_loc[num_prefills])
     metadata = AttentionMetadata(
-        query_start_loc=on_device(query_start_loc),
-        seq_lens=on_device(seq_lens),
-        context_lens=on_device(context_lens),
-        query_lens=on_device(query_lens),
-        block_tables=on_device(tables),
-        slot_mapping=on_device(slots),
+        query_start_loc=on_device(start_loc, torch.int32),
+        seq_lens=on_device(seq_lens_host, torch.int32),
+        context_lens=on_device(starts, torch.int32),
+        query_lens=on_device(query_lens_host, torch.int32),
+        block_tables=on_device(tables, torch.int32),
+        slot_mapping=on_device(slots, torch.int64),
         num_prefills=num_prefills,
         num_prefill_tokens=num_prefill_tokens,
         num_decodes=num_seqs - num_prefills,
-        num_decode_tokens=len(token_ids) - num_prefill_tokens,
-        max_query_len=max_query_len,
+        num_decode_tokens=num_tokens - num_prefill_tokens,
+        max_query_len=max(query_lens_host),
         max_seq_len=max_seq_len,
-        query_lens_host=tuple(query_lens.tolist()),
-        seq_lens_host=tuple(seq_lens.tolist()),
+        query_lens_host=query_lens_host,
+        seq_lens_host=seq_lens_host,
     )
     return ModelInput(
-        input_ids=on_device(np.array(token_ids, dtype=np.int64)),
+        input_ids=on_device(token_ids, torch.int64),
         positions=on_device(positions, torch.int64),
         attn_metadata=metadata,
-        logits_indices=on_device(query_start_loc[1:] - 1, torch.int64),
+        logits_indices=on_device(start_loc[1:] - 1, torch.int64),
     )

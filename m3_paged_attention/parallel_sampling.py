@@ -40,25 +40,26 @@ class RequestFamilies(UnfinishedRequests):
 
     def add_request(self, request: Request) -> None:
         """Queue a request, or all children of a parent. Raises `DuplicateRequestError` before any of them is queued."""
+        children = request.children if isinstance(request, ParentRequest) else []
+        for request_id in (request.request_id, *(child.request_id for child in children)):
+            if request_id in self._parents or request_id in self.scheduler.requests:
+                raise DuplicateRequestError(
+                    f"request id {request_id!r} is in use: it has not finished yet"
+                    + (f" (request {request.request_id!r} with n={len(children)} needs it)" if children else "")
+                )
         if not isinstance(request, ParentRequest):
             self.scheduler.add_request(request)
             return
-        taken = [child.request_id for child in request.children if child.request_id in self.scheduler.requests]
-        if taken or request.request_id in self._parents:
-            raise DuplicateRequestError(
-                f"request {request.request_id!r} with n={len(request.children)} needs the id "
-                f"{(taken or [request.request_id])[0]!r}, which is in use"
-            )
         if self.tracer:
             self.tracer.emit(
                 ParallelSampling(
                     rid=request.request_id,
-                    children=tuple(child.request_id for child in request.children),
-                    seeds=tuple(child.seed for child in request.children),
+                    children=tuple(child.request_id for child in children),
+                    seeds=tuple(child.seed for child in children),
                 )
             )
         self._parents[request.request_id] = request
-        for child in request.children:
+        for child in children:
             self.scheduler.add_request(child)
 
     def has_unfinished_requests(self) -> bool:
@@ -69,11 +70,20 @@ class RequestFamilies(UnfinishedRequests):
         """Mark requests to end; a parent's id means all its children. Returns the ids that were marked, as given."""
         marked = []
         for request_id in request_ids:
-            parent = self._parents.get(request_id)
-            ids = [request_id] if parent is None else [child.request_id for child in parent.children]
+            ids = [request_id]
+            if request_id in self._parents:
+                ids = self._children_that_came(request_id)
             if self.scheduler.finish_requests(ids, reason):
                 marked.append(request_id)
         return marked
+
+    def _children_that_came(self, parent_id: str) -> list[str]:
+        """The ids of a parent's children. If its arrival was interrupted, it has no others than those who are queued."""
+        parent, queued = self._parents[parent_id], self.scheduler.requests
+        parent.children = [child for child in parent.children if child.is_finished or child.request_id in queued]
+        if not parent.children:
+            del self._parents[parent_id]
+        return [child.request_id for child in parent.children]
 
     def reported(self, changed: Iterable[Request]) -> list[Request]:
         """The requests that callers know, for the scheduled ones that changed: each once, in the same order."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from m2_continuous_batching.packed_linear import can_pack, linear_of_packed, pack_weight
 
-MIN_WEIGHTS = 150_000  # below, the call itself costs more than the layout saves
+MIN_WEIGHTS = 2**16  # below, the call itself costs more than the layout saves
 NUM_ROWS = 16  # the batch for which oneDNN chooses the layout
 
 

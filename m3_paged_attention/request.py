@@ -5,7 +5,7 @@ them like any others, except that a sibling may start on the KV blocks of anothe
 knows: it is never scheduled, it only reports. New in m3; vLLM: `ParentRequest` in `v1/engine/parallel_sampling.py`.
 """
 
-from m1_single_request.request import Request as SingleRequest, RequestStatus, Sequence
+from m1_single_request.request import FinishError, Request as SingleRequest, RequestStatus, Sequence
 
 
 class Request(SingleRequest):
@@ -41,5 +41,6 @@ class ParentRequest(SingleRequest):
         if self.is_finished or not all(child.is_finished for child in self.children):
             return
         self.finished_time = max(child.finished_time or 0.0 for child in self.children)
-        self.finish_reason = self.children[0].finish_reason
+        failed = [child for child in self.children if isinstance(child.finish_reason, FinishError)]
+        self.finish_reason = (failed or self.children)[0].finish_reason  # an error must reach the caller
         self.status = RequestStatus.FINISHED

@@ -57,12 +57,8 @@ class RowSampler:
         for i in chosen.impossible_rows:
             errors[states[i].req_id] = impossible_row(states[i].req_id)
         kept = [i for i in range(len(states)) if i not in chosen.impossible_rows]
-        return (
-            [states[i].req_id for i in kept],
-            [[chosen.token_ids[i]] for i in kept],
-            [chosen.logprobs[i] for i in kept],
-            errors,
-        )
+        req_ids, token_ids = [states[i].req_id for i in kept], [[chosen.token_ids[i]] for i in kept]
+        return req_ids, token_ids, [chosen.logprobs[i] for i in kept], errors
 
 
 def prompt_logprobs(

@@ -63,7 +63,6 @@ class Scheduler:
         self._left_out: set[str] = set()  # running requests for which the last step had no token
         self._forks: dict[str, list[Request]] = {}  # by a request whose prompt is computed now: who starts on it then
         self._in_flight = False  # whether a step was begun whose result has not come yet
-        self._moved: frozenset[str] = frozenset()  # whose blocks it moves
         self._num_marks = 0
         self._unsettled = False  # whether somebody in `requests` may be about to end, wherever it stands
         self._untold: set[str] = set()  # who ended since the last batch that the trace has heard of
@@ -110,7 +109,6 @@ class Scheduler:
         self._note_left_out(plan)
         announced = frozenset(self.finished_req_ids)
         moves = self.kv_manager.take_moves()
-        self._moved = moves.owners
         if self.tracer:
             self._untold |= announced
             if plan.num_scheduled_tokens:
@@ -129,8 +127,9 @@ class Scheduler:
         changed: list[Request] = []
         if output is not None:
             self._commit(scheduler_output, output, changed)
-        elif self._moved:
-            self._reset([self.requests[request_id] for request_id in self._moved if request_id in self.requests])
+        else:
+            moved = self.kv_manager.touched()
+            self._reset([request for request in self.requests.values() if request.request_id in moved])
         self._start_forks()
         if somebody_ends:
             settled = {request.request_id for request in changed}
@@ -138,7 +137,6 @@ class Scheduler:
         for request in [request for request in changed if request.to_finish is not None]:
             self._finish(request)
         self._unsettled = self._num_marks > num_marks  # somebody was given up meanwhile
-        self._moved = frozenset()
         self._in_flight = False
         return changed
 
@@ -380,27 +378,27 @@ class Scheduler:
     def _recover(self) -> None:
         """A step was interrupted somewhere between `schedule` and the end of its update: make the queues sound again.
 
-        `requests` is the record of who is here. Whoever decodes and was not moved in memory goes on where it is, and is
-        sent in full again; everybody else starts over.
+        `requests` is the record of who is here. Whoever lacks the KV of its newest token only, and was not moved in
+        memory, goes on where it is, and is sent in full again; everybody else starts over.
         """
-        moved = self._moved | self.kv_manager.take_moves().owners
-        alive = [r for r in self.requests.values() if r.to_finish is None and r.request_id not in moved]
-        on_host = [r for r in alive if self.kv_manager.is_swapped(r.request_id)]
-        decoding = [r for r in alive if r.sequence.get_output_len() and r not in on_host]
-        decoding = [r for r in decoding if r.sequence.data.num_computed_tokens == r.sequence.get_len() - 1]
-        running = [r for r in self.running if r in decoding and r.status is RequestStatus.RUNNING]
-        self.kv_manager.recover([r.request_id for r in [*running, *on_host]])
-        reset = [r for r in self.requests.values() if r not in running and r not in on_host]
-        for request in reset:
-            request.sequence.data.num_computed_tokens = 0
+        kv_manager, requests = self.kv_manager, list(self.requests.values())
+        whole = [r for r in requests if r.sequence.data.num_computed_tokens == r.sequence.get_len() - 1]
+        kv_manager.recover([r.request_id for r in whole if r.to_finish is None])
+        owned, swapped = kv_manager.owned(), kv_manager.swapped()
+        reset = []
         self.waiting = PreemptedFirstQueue()
-        for request in [r for r in self.requests.values() if r not in running]:
+        for request in requests:
+            request.is_sent = False
+            if request.request_id in owned:
+                continue
+            if request.request_id not in swapped:
+                if request.status is RequestStatus.RUNNING or request.sequence.data.num_computed_tokens:
+                    reset.append(request.request_id)
+                request.sequence.data.num_computed_tokens = 0
             if request.status is RequestStatus.RUNNING:
                 request.set_status(RequestStatus.PREEMPTED)
             self.waiting.add_request(request)
-        self.running = running
-        for request in self.requests.values():
-            request.is_sent = False
-        self._forks, self._left_out, self._moved, self._unsettled = {}, set(), frozenset(), True
+        self.running = [request for request in self.running if request.request_id in owned]
+        self._forks, self._left_out, self._unsettled = {}, set(), True
         if self.tracer:
-            self.tracer.emit(StepLost(reset=tuple(r.request_id for r in reset if r.status is RequestStatus.PREEMPTED)))
+            self.tracer.emit(StepLost(reset=tuple(reset)))

@@ -21,6 +21,7 @@ from m3_paged_attention.kv_storage import KVLayer
 
 TILE_BYTES = 2 * 2**20  # keys and values of a tile, padding included
 MAX_PADDING = 1.25  # a tile is at most so many times as large as what its sequences hold
+IN_PLACE_BYTES = 2**19  # keys and values of a sequence that stay in the cache from one step to the next by themselves
 
 
 class Scratch:
@@ -54,6 +55,22 @@ class Gather(NamedTuple):
         return self.views
 
 
+class InPlace(NamedTuple):
+    """Reads a sequence whose blocks happen to lie one after another, as those of a request that runs alone do."""
+
+    shape: tuple[int, int, int, int]  # [1, kv_heads, sequence, head_dim]
+    first_block: int
+
+    def __call__(self, layer: KVLayer) -> tuple[Tensor, ...]:
+        """Keys and values of that shape."""
+        _, num_kv_heads, _, head_dim = self.shape
+        strides = (0, head_dim, num_kv_heads * head_dim, 1)
+        return tuple(  # one call instead of the four that cut, join and turn dimensions
+            cache.as_strided(self.shape, strides, cache.storage_offset() + self.first_block * cache.stride(0))
+            for cache in layer
+        )
+
+
 class Prefill(NamedTuple):
     """The new tokens of one sequence."""
 
@@ -65,7 +82,7 @@ class Prefill(NamedTuple):
 class DecodeTile(NamedTuple):
     """The last tokens of a few sequences of similar length."""
 
-    gather: Gather
+    gather: Gather | InPlace
     mask: Tensor | None  # [num_seqs, 1, 1, longest sequence], added to the scores; None: all are equally long
     queries: Tensor  # [num_seqs, kv_heads, heads per kv_head, head_dim], a view of the plan's
     attended: Tensor  # the same for the result
@@ -78,12 +95,13 @@ class Plan:
         self._metadata, self._model = metadata, _model_of(query, layer)
         self._cache, self._scratch = layer.key_cache, scratch
         lens = metadata.seq_lens_host[metadata.num_prefills :]
-        order = sorted((row for row, length in enumerate(lens) if length), key=lens.__getitem__)
-        self.order = torch.tensor(order, dtype=torch.int64, device=query.device)  # decodes, the shortest sequence first
-        self.queries = query.new_empty(len(order), *query.shape[1:])  # [decodes, heads, head_dim], in this order
+        self._rows = sorted((row for row, length in enumerate(lens) if length), key=lens.__getitem__)
+        self.order = torch.tensor(self._rows, dtype=torch.int64, device=query.device)  # the shortest sequence first
+        self.queries = query.new_empty(len(self._rows), *query.shape[1:])  # [decodes, heads, head_dim], in this order
         self.attended = torch.empty_like(self.queries)
         self.prefills = list(self._prefills())
-        self.decodes = list(self._decode_tiles([lens[row] for row in order])) if order else []
+        self.decodes = list(self._decode_tiles([lens[row] for row in self._rows])) if self._rows else []
+        self.is_single = metadata.num_prefills == 0 and len(lens) == len(self.decodes) == 1
 
     def is_for(self, metadata: AttentionMetadata, query: Tensor, layer: KVLayer) -> bool:
         """Whether this is still the step, and the model, that the plan was made for."""
@@ -102,23 +120,50 @@ class Plan:
 
     def _decode_tiles(self, lens: list[int]) -> Iterator[DecodeTile]:
         """`lens` and everything here is in the plan's order."""
-        metadata, cache = self._metadata, self._cache
-        _, block_size, num_kv_heads, head_dim = cache.shape
-        width = self._num_blocks(lens[-1])
-        tables = metadata.block_tables[metadata.num_prefills :, :width].index_select(0, self.order)
-        ends = metadata.seq_lens[metadata.num_prefills :].index_select(0, self.order)[:, None]
-        behind = torch.arange(width * block_size, device=cache.device) >= ends  # [decodes, tokens]
-        tables.masked_fill_(behind[:, ::block_size], 0)  # block 0 is always there
-        mask = cache.new_zeros(behind.shape).masked_fill_(behind, -torch.inf)
+        _, block_size, num_kv_heads, head_dim = self._cache.shape
+        first = self._metadata.num_prefills
         heads = (-1, num_kv_heads, self.queries.shape[1] // num_kv_heads, head_dim)
-        for rows in _split(lens, TILE_BYTES // (2 * num_kv_heads * head_dim * cache.itemsize)):
+        batch: tuple[Tensor, Tensor, Tensor] | None = None
+        for rows in _split(lens, TILE_BYTES // (2 * num_kv_heads * head_dim * self._cache.itemsize)):
             longest = lens[rows.stop - 1]
-            blocks, padding, bias = self._num_blocks(longest), None, None
-            if lens[rows.start] < longest:
-                padding = behind[rows, : blocks * block_size].flatten().nonzero().flatten()
-                bias = mask[rows, None, None, :longest]
-            gather = self._gather(tables[rows, :blocks], longest, padding)
-            yield DecodeTile(gather, bias, self.queries[rows].view(heads), self.attended[rows].view(heads))
+            num_blocks, padding, mask = self._num_blocks(longest), None, None
+            if rows.stop - rows.start == 1:
+                row = first + self._rows[rows.start]
+                block_ids = self._metadata.block_tables[row : row + 1, :num_blocks]
+            else:
+                batch = batch or self._masked(lens[-1])
+                tables, behind, bias = batch
+                block_ids = tables[rows, :num_blocks]
+                if lens[rows.start] < longest:
+                    padding = behind[rows, : num_blocks * block_size].flatten().nonzero().flatten()
+                    mask = bias[rows, None, None, :longest]
+            gather = self._in_place(block_ids, longest) or self._gather(block_ids, longest, padding)
+            yield DecodeTile(gather, mask, self.queries[rows].view(heads), self.attended[rows].view(heads))
+
+    def _masked(self, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For all decodes at once, in the plan's order: block tables with nothing but 0 behind the end, which tokens
+        are behind it (both `[decodes, ...]`), and the same as something to add to scores."""
+        metadata, cache = self._metadata, self._cache
+        block_size, width = cache.shape[1], self._num_blocks(longest)
+        tables = metadata.block_tables[metadata.num_prefills :, :width].index_select(0, self.order)
+        ends = metadata.seq_lens[metadata.num_prefills :].index_select(0, self.order)
+        behind = torch.arange(width * block_size, device=cache.device) >= ends[:, None]  # [decodes, tokens]
+        tables.masked_fill_(behind[:, ::block_size], 0)  # block 0 is always there
+        return tables, behind, cache.new_zeros(behind.shape).masked_fill_(behind, -torch.inf)
+
+    def _in_place(self, block_ids: Tensor, longest: int) -> InPlace | None:
+        """If one sequence, and a short one, is the whole batch and lies in one piece."""
+        _, _, num_kv_heads, head_dim = shape = self._cache.shape
+        if (
+            self.attended.shape[0] > 1
+            or self._metadata.num_prefills > 0
+            or 2 * longest * shape[2:].numel() * self._cache.itemsize > IN_PLACE_BYTES
+        ):
+            return None
+        ids = block_ids[0].tolist()
+        if ids != list(range(ids[0], ids[0] + len(ids))):
+            return None
+        return InPlace((1, num_kv_heads, longest, head_dim), ids[0])
 
     def _gather(self, block_ids: Tensor, longest: int, padding: Tensor | None = None) -> Gather:
         """`block_ids` is `[num_seqs, blocks]`."""

@@ -39,6 +39,10 @@ class TorchBackend:
         plan = self._plan
         if plan is None or not plan.is_for(metadata, query, layer):
             plan = self._plan = Plan(metadata, query, layer, self._scratch)
+        if plan.is_single:  # nothing to sort, nothing to put together
+            keys, values = plan.decodes[0].gather(layer)
+            row = query.view(plan.decodes[0].queries.shape)
+            return scaled_dot_product_attention(row, keys, values, scale=scale).reshape(query.shape)
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         for prefill in plan.prefills:
             _attend_to_prompt(prefill, query, layer, scale, output)

@@ -129,7 +129,6 @@ def paged_decode_kernel(
     group = tl.arange(0, GROUP_PAD)
     heads = kv_head * GROUP + group
     out = (row * (NUM_KV_HEADS * GROUP) + heads) * SPLITS + split  # [GROUP_PAD]
-
     seq_len = tl.load(seq_lens_ptr + first_row + row)
     piece = tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_N) * BLOCK_N
     start = split * piece
@@ -137,7 +136,6 @@ def paged_decode_kernel(
     if start >= end:  # a short sequence leaves its last pieces empty, a padding row (length 0) leaves all
         tl.store(lse_ptr + out, tl.full([GROUP_PAD], float("-inf"), tl.float32), mask=group < GROUP)
         return
-
     dims = tl.arange(0, HEAD_PAD)
     mask = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     query_offsets = heads[:, None] * HEAD_DIM + dims[None, :]

@@ -57,6 +57,7 @@ class TritonBackend:
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write the new keys and values `[num_tokens, num_kv_heads, head_dim]` into the slots of `slot_mapping`."""
+        assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
         num_tokens = key.shape[0]
         width = key.shape[1] * key.shape[2]
         store_kv_kernel[(num_tokens,)](

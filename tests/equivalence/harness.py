@@ -35,6 +35,8 @@ class Variant:
     """What sets it apart from the milestone's other variants."""
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Keywords of its engine with the fields of their configuration: `{"scheduler_config": {"max_num_seqs": 16}}`."""
+    parts: Callable[[], Mapping[str, Any]] = dict
+    """Parts of its own, by role; asked for when the engine is made."""
     ways: Mapping[str, int] = field(
         default_factory=lambda: {"generate": 4, "generate_batch": 1, "stream": 2, "step": 2}
     )
@@ -51,7 +53,7 @@ class Variant:
         """Its engine as the rule wants it: float32 on the CPU."""
         configs = {keyword: self._config_class(keyword)(**values) for keyword, values in self.configs.items()}
         model_config = self.package.ModelConfig(model=directory, device="cpu", dtype="float32")
-        return self.package.LLMEngine(model_config=model_config, **configs)
+        return self.package.LLMEngine(model_config=model_config, parts=self.parts(), **configs)
 
     def _config_class(self, keyword: str) -> Any:
         """The class behind an engine's keyword: `scheduler_config` is a `SchedulerConfig`."""
@@ -63,11 +65,32 @@ def _m2(execution: str, **settings: Any) -> Variant:
     return Variant("m2_continuous_batching", execution, {"scheduler_config": config}, **settings)
 
 
+def _m3(name: str, *, preempted: str | None = None, **settings: Any) -> Variant:
+    """Blocks of 16 tokens, unless `cache` says otherwise; `preempted`: somebody loses his place in every third step."""
+    cache, ways = settings.pop("cache", {}), settings.pop("ways", {"generate_batch": 4})
+    scheduler: dict[str, Any] = {"max_num_seqs": 16}
+    if preempted is None:
+        return Variant("m3_paged_attention", name, {"cache_config": cache, "scheduler_config": scheduler}, ways=ways)
+    configs = {"cache_config": cache, "scheduler_config": scheduler | {"preemption_mode": preempted}}
+    return Variant("m3_paged_attention", name, configs, parts=forced_preemption, ways=ways)
+
+
+def forced_preemption() -> Mapping[str, Any]:
+    """A scheduler for m3 that preempts in every third step, need it or not."""
+    return {"scheduler": importlib.import_module("tests.equivalence.forced_preemption").ForcedPreemption}
+
+
 VARIANTS = [
     Variant("m1_single_request", ways={"generate": 1, "generate_batch": 2, "stream": 2, "step": 2}),
     _m2("padded"),
     # Each row runs through m1's own runner, which the first variant has put to the test: only the batch is new.
     _m2("per_request", ways={"generate_batch": 2}),
+    _m3("block-16", ways={"generate": 4, "generate_batch": 1, "stream": 2, "step": 2}),
+    _m3("block-1", cache={"block_size": 1}, ways={"generate_batch": 2}),
+    _m3("block-4", cache={"block_size": 4}, ways={"step": 2}),
+    _m3("block-128", cache={"block_size": 128}, ways={"generate_batch": 2}),
+    _m3("recompute", preempted="recompute", ways={"generate": 4, "generate_batch": 1, "step": 2}),
+    _m3("swap", preempted="swap", cache={"block_size": 4}, ways={"generate": 4, "generate_batch": 1, "step": 2}),
 ]
 
 

@@ -29,7 +29,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.triton_attention import store_kv_kernel
 from m3_paged_attention.attention.triton_backend import TritonBackend
+from m3_paged_attention.kv_storage import KVLayer
 
 TARGET = GPUTarget("cuda", 90, 32)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -101,7 +103,8 @@ def launches(shape: Shape, dtype: torch.dtype) -> None:
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     qkv = meta(NUM_TOKENS, heads + 2 * kv_heads, head_dim)  # fused: queries, keys and values are views of one tensor
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    layer: Any = _Layer(meta(9, PAGE, kv_heads, head_dim), meta(9, PAGE, kv_heads, head_dim))
+    cache = meta(9, PAGE, kv_heads, head_dim)
+    layer = KVLayer(cache, cache)
     hidden = meta(NUM_TOKENS, shape.hidden_size)
     angles = meta(NUM_TOKENS, head_dim // 2, dtype=torch.float32)
     backend.add_rms_norm(hidden, hidden, meta(shape.hidden_size), 1e-6)
@@ -110,12 +113,6 @@ def launches(shape: Shape, dtype: torch.dtype) -> None:
     backend.store_kv(key, value, layer, meta(NUM_TOKENS, dtype=torch.int64))
     backend.attention(query, layer, _metadata(), head_dim**-0.5)
     backend.silu_mul(meta(NUM_TOKENS, 2 * shape.intermediate_size))
-
-
-@dataclass(frozen=True)
-class _Layer:
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
 
 
 def _metadata() -> AttentionMetadata:
@@ -144,7 +141,7 @@ def _metadata() -> AttentionMetadata:
 
 def compile_all(shapes: tuple[Shape, ...], dtypes: tuple[str, ...]) -> Iterator[Compiled]:
     """Compile what the backend launches for these shapes and types, each kernel as often as a constant differs."""
-    if not issubclass(type(_some_kernel()), JITFunction):
+    if not isinstance(store_kv_kernel, JITFunction):
         raise SystemExit("TRITON_INTERPRET is set: the kernels are interpreted in this process, not compiled")
     triton.runtime.driver.set_active(HopperThatIsNotThere())
     launch = JITFunction.run
@@ -163,12 +160,6 @@ def compile_all(shapes: tuple[Shape, ...], dtypes: tuple[str, ...]) -> Iterator[
                     yield _resources(name, shape.name, dtype, binary)
     finally:
         JITFunction.run = launch
-
-
-def _some_kernel() -> Any:
-    from m3_paged_attention.attention.triton_attention import store_kv_kernel
-
-    return store_kv_kernel
 
 
 def _resources(kernel: str, shape: str, dtype: str, binary: Any) -> Compiled:

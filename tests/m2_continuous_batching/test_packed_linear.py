@@ -9,7 +9,9 @@ from m1_single_request import DEFAULT_MODEL
 from m2_continuous_batching import packed_linear
 from m2_continuous_batching.packed_linear import PackedLinear, can_pack, pack_linears
 
-pytestmark = pytest.mark.skipif(not can_pack(torch.float32, torch.device("cpu")), reason="this build of torch has no oneDNN")
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.float32, torch.device("cpu")), reason="this build of torch has no oneDNN"
+)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -261,7 +261,7 @@ def test_the_trace_shows_the_arithmetic() -> None:
     assert "512.0 MiB / 64.0 KiB per block = 8,192 blocks of 16 tokens" in said
     assert "with block 0, which is never handed out, they take 512.0 MiB" in said
     assert "room for 131,056 tokens, or 64.0 requests of 2,048" in said
-    assert "host" not in said
+    assert "host" not in said and "never fill" not in said
 
 
 def test_the_trace_says_why_fewer_blocks_are_made() -> None:

@@ -197,6 +197,15 @@ def test_a_copy_to_a_block_that_was_let_go_of_is_forgotten() -> None:
     assert kv.take_moves().copies == [(2, 3)], "a block is a target once"
 
 
+def test_whoever_writes_its_tokens_again_copies_every_block_that_is_shared() -> None:
+    """After a lost step, say: the token that is written need not be in the last block."""
+    kv = forked(num_tokens=6)
+    assert [kv.num_needed("a", n) for n in (1, 4, 5, 8)] == [1, 1, 1, 1]
+    assert kv.reserve("a", 1) == [3] and kv.block_ids("a") == [3, 2]
+    assert kv.reserve("a", 4) == [] and kv.num_needed("a", 5) == 1
+    assert kv.reserve("a", 5) == [4] and kv.block_ids("a") == [3, 4] and kv.block_ids("b") == [1, 2]
+
+
 def test_the_parent_may_end_before_its_children() -> None:
     kv = forked(num_tokens=5)
     kv.release("a")
@@ -362,9 +371,19 @@ def test_recovering_drops_whoever_is_not_kept_and_whose_moves_may_be_lost() -> N
     kv.reserve("b", 6)
     kv.recover(["a", "b", "d"])
     assert kv.owned() == {"a": [1, 2]} and kv.swapped() == {"d": [0]} and kv.num_free == 6
-    assert kv.take_moves() == ([], [], [], frozenset())
+    assert kv.touched() == frozenset() and kv.take_moves() == ([], [], [], frozenset())
     assert kv.reserve("a", 7) == []
     kv.check_invariants()
+
+
+def test_after_a_recovery_nobody_is_touched() -> None:
+    kv = forked(num_tokens=5)
+    kv.reserve("b", 6), kv.take_moves()
+    kv.recover("ab")
+    assert kv.owned().keys() == {"a"} and kv.touched() == frozenset()
+    kv.fork("a", "b", 5)
+    kv.recover("ab")
+    assert kv.owned().keys() == {"a", "b"}
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ VERBS = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=300)
 @given(
     block_size=st.sampled_from([1, 2, 4]),
     num_blocks=st.integers(1, 9),

@@ -13,7 +13,7 @@ from m1_single_request import DEFAULT_MODEL, ConfigError, ModelConfig as M1Model
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, load_model as m1_load_model
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.model_loader import LoadedModel, load_model
-from tests.equivalence.models import ARCHITECTURES, save_random_model
+from tests.equivalence.models import ARCHITECTURES, EVERY_61ST, save_random_model
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def test_what_is_said_of_a_model_is_what_m1_says(architecture: str, dtype: str, 
         "name device dtype eos_token_ids max_model_len vocab_size num_parameters weight_bytes kv_bytes_per_token"
     ).split():
         assert getattr(ours, name) == getattr(theirs, name), name
+    assert set(EVERY_61ST) < ours.eos_token_ids
     assert ours.architecture == type(theirs.model).__name__ in SUPPORTED_ARCHITECTURES
     assert ours.tokenizer.get_vocab() == theirs.tokenizer.get_vocab()
 
@@ -103,6 +104,28 @@ def test_weights_are_tied_as_the_config_says(tmp_path: Path) -> None:
         ours = load(directory)
         count = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(directory).parameters())
         assert (ours.model.config.tie_word_embeddings, ours.num_parameters) == (tied, count)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_hub_id_is_loaded_from_the_cache_without_a_network(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: bool
+) -> None:
+    repository, commit = tmp_path / "models--someone--something", "0" * 40
+    snapshot = Path(shutil.copytree(saved, repository / "snapshots" / commit))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    if shards:
+        (snapshot / "model.safetensors").unlink()
+        AutoModelForCausalLM.from_pretrained(saved).save_pretrained(snapshot, max_shard_size="300KB")
+        assert len(list(snapshot.glob("*.safetensors"))) > 1
+    loaded, expected = load("someone/something"), load(saved)
+    assert loaded.eos_token_ids == expected.eos_token_ids
+    assert torch.equal(loaded.model.embedding, expected.model.embedding)
+    for file in snapshot.glob("*.safetensors*"):
+        file.unlink()
+    assert "has neither model.safetensors nor" in refusal("someone/something")
+    assert load("someone/something", load_format="dummy").num_parameters == expected.num_parameters
 
 
 # --- weights without files --------------------------------------------------------------------------------------------

@@ -64,12 +64,12 @@ def test_the_weight_can_go() -> None:
 
 
 def test_a_small_weight_stays_as_it_is() -> None:
-    assert pack(torch.randn(MIN_WEIGHTS // 100 - 1, 100)) is None
+    assert pack(torch.randn(MIN_WEIGHTS // 64 - 1, 64)) is None
 
 
 @needs_onednn
 def test_the_smallest_that_pays_is_packed() -> None:
-    assert isinstance(pack(torch.randn(MIN_WEIGHTS // 100, 100)), PackedWeight)
+    assert isinstance(pack(torch.randn(MIN_WEIGHTS // 64, 64)), PackedWeight)
 
 
 def test_precisions_that_onednn_lacks_stay_as_they_are() -> None:

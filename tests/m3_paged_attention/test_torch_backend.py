@@ -15,9 +15,10 @@ from m3_paged_attention.attention import tiles
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.kv_storage import KVLayer
 from tests.kernels import references
-from tests.kernels.references import ATTENTION, NORM, POINTWISE, PagedBatch, assert_close, decode_row, paged_batch
+from tests.kernels.references import NORM, POINTWISE, PagedBatch, assert_close, decode_row, paged_batch
 
 FP32 = torch.float32
+ATTENTION = references.ATTENTION | {FP32: 2e-6}  # torch's exp is good to a few units in the last place
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(4, 2, 64), (2, 2, 64), (6, 1, 64), (16, 8, 128), (4, 1, 128)]
 BLOCK_SIZES = [1, 4, 16, 128]
@@ -78,6 +79,39 @@ def test_tiles_of_every_form(backend, device, monkeypatch, decodes) -> None:
     for tokens in (1, 128, 400, 10**6):
         monkeypatch.setattr(tiles, "TILE_BYTES", tokens * 2 * 2 * 64 * 4)
         assert_close(attend(TorchBackend(), batch), batch.expected, ATTENTION)
+
+
+def test_tiles_stay_small_and_nearly_full(backend, monkeypatch) -> None:
+    """A tile of several sequences fits into the scratch, and little of it is padding."""
+    lens = [30, 500, 31, 200, 33, 210, 480, 32, 190, 900]
+    batch = paged_batch((4, 2, 64), decodes=lens, dtype=FP32, device=torch.device("cpu"))
+    token_bytes = 2 * 2 * 64 * 4
+    monkeypatch.setattr(tiles, "TILE_BYTES", 500 * token_bytes)
+    plan = tiles.Plan(batch.metadata, batch.query, batch.layer, tiles.Scratch())
+    shapes = [(len(tile.queries), tile.gather(batch.layer)[0].shape[2]) for tile in plan.decodes]
+    assert shapes == [(4, 33), (2, 200), (1, 210), (1, 480), (1, 500), (1, 900)]
+    monkeypatch.setattr(tiles, "TILE_BYTES", 10**9)
+    plan = tiles.Plan(batch.metadata, batch.query, batch.layer, tiles.Scratch())
+    shapes = [(len(tile.queries), tile.gather(batch.layer)[0].shape[2]) for tile in plan.decodes]
+    assert shapes == [(4, 33), (3, 210), (2, 500), (1, 900)]
+
+
+@pytest.mark.parametrize("length", [1, 16, 40, 1100])
+@pytest.mark.parametrize("first_block", [1, 3])
+@pytest.mark.parametrize("gap", [False, True])
+def test_one_sequence_whose_blocks_lie_in_a_row(backend, device, length, first_block, gap) -> None:
+    """It may be read in place, if it is short. With a gap in the row it may not."""
+    batch = paged_batch((4, 2, 64), decodes=[length], dtype=FP32, device=device)
+    blocks = batch.metadata.block_tables[0, : -(-length // 16)].long()
+    ids = torch.arange(first_block, first_block + len(blocks), dtype=torch.int32, device=device)
+    ids[-1] += gap
+    storage = torch.full((3, 2, int(ids[-1]) + 2, 16, 2, 64), torch.nan, device=device)  # the layer is one of three
+    layer = KVLayer(*storage[1])
+    for cache, source in zip(layer, batch.layer, strict=True):
+        cache[ids.long()] = source[blocks]
+    metadata = replace(batch.metadata, block_tables=torch.cat((ids, ids.new_full((2,), 10**6)))[None])
+    result = backend.attention(batch.query, layer, metadata, batch.scale)
+    assert_close(result, batch.expected, ATTENTION)
 
 
 def test_company_changes_only_the_rounding(backend, device) -> None:
@@ -158,13 +192,13 @@ def test_rms_norm_of_nearly_nothing_is_ruled_by_eps(backend, device) -> None:
     weight = torch.ones(64, device=device)
     assert not backend.rms_norm(torch.zeros(2, 64, device=device), weight, 1e-6).any()
     tiny = torch.full((1, 64), 1e-4, device=device)
-    for eps in (1e-6, 1e-5):
+    for eps in (1e-6, 1e-5, 1e-6):
         assert_close(backend.rms_norm(tiny, weight, eps), references.rms_norm(tiny, weight, eps), NORM)
 
 
 def test_rms_norm_of_16_bits_sums_in_float32(backend, device) -> None:
-    """In half precision the squares of these would overflow."""
-    x = torch.full((1, 128), 1000.0, dtype=torch.float16, device=device)
+    """In half precision even the root of the sum would overflow."""
+    x = torch.full((1, 128), 10_000.0, dtype=torch.float16, device=device)
     assert_close(backend.rms_norm(x, torch.ones_like(x[0]), 1e-6), torch.ones(1, 128, dtype=torch.float64), NORM)
 
 

@@ -16,6 +16,10 @@ class Interrupt:
     inside: tuple[str, ...] = ()
     """The functions that were under way, innermost first."""
 
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        """All lines that were reached, in order."""
+
 
 @contextmanager
 def interrupted(before_line: int, modules: Collection[ModuleType]) -> Iterator[Interrupt]:
@@ -34,8 +38,9 @@ def interrupted(before_line: int, modules: Collection[ModuleType]) -> Iterator[I
         nonlocal left
         if event == "line":
             left -= 1
+            interrupt.lines.append(f"{frame.f_code.co_qualname}, line {frame.f_lineno}")
             if left == 0:
-                interrupt.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+                interrupt.where = interrupt.lines[-1]
                 interrupt.inside = tuple(one.f_code.co_qualname for one in _and_callers(frame))
                 raise KeyboardInterrupt
         return trace_lines

@@ -8,7 +8,7 @@
 Requests come in and go out through `RequestFamilies`, as in the engine core; below it the bed knows children only.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,8 @@ class PagedBed(SchedulerBed):
         super().__init__(scheduler, request_class=Request, **settings)
         self.families = RequestFamilies(scheduler=scheduler, tracer=scheduler.tracer)
         self.parents: dict[str, ParentRequest] = {}
-        self.reported: list[list[Any]] = []  # in each step, what the engine core would make outputs of
+        self.reported: list[list[str]] = []  # in each step, whom callers hear of
+        self.reported_ends: list[str] = []
 
     def add(
         self,
@@ -92,17 +93,15 @@ class PagedBed(SchedulerBed):
 
     def update(self, output: Any, sampled: dict[str, SampledTokens] | None) -> Step:
         step = super().update(output, sampled)
-        self.reported.append(self.families.reported([self.requests[rid] for rid in step.changed]))
+        reported = self.families.reported([self.requests[rid] for rid in step.changed])
+        self.reported.append([request.request_id for request in reported])
+        self.reported_ends += [request.request_id for request in reported if request.is_finished]
         self.runner.poison_free_blocks()
         return step
 
     def preempted(self) -> list[str]:
         """Who waits after having run."""
         return [request.request_id for request in self.scheduler.waiting if request.status.value == "preempted"]
-
-    def reports(self) -> list[str]:
-        """The ids of the requests whose end was reported to callers, in order."""
-        return [request.request_id for step in self.reported for request in step if request.is_finished]
 
     def _mark(self, request_ids: Collection[str], reason: Any) -> list[str]:
         children = {rid: [child.request_id for child in parent.children] for rid, parent in self.parents.items()}
@@ -112,6 +111,24 @@ class PagedBed(SchedulerBed):
         if self.checks:
             self.checks.marked(ids, [rid for rid in ids if rid in before and self.requests[rid].to_finish is not None])
         return marked
+
+
+class Squeezed(KVCacheManager):
+    """Says once, when told to, that more blocks are needed than are free."""
+
+    is_due = False
+    num_forced = 0
+
+    def in_need(self, lengths: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        lengths = list(lengths)
+        self.is_due = self.is_due and len(lengths) > 1
+        return lengths if self.is_due else super().in_need(lengths)
+
+    def num_needed(self, request_id: str, num_tokens: int) -> int:
+        if self.is_due:
+            self.is_due, self.num_forced = False, self.num_forced + 1
+            return self.num_blocks + 1
+        return super().num_needed(request_id, num_tokens)
 
 
 def make_paged_bed(

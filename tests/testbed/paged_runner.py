@@ -49,7 +49,7 @@ class PagedRunner:
         self._move(output)
         self.poison_free_blocks()
         lens = [row.num_tokens for row in rows]
-        assert lens == sorted((n for n in lens if n > 1), key=lens.index) + [1] * lens.count(1), "long rows first"
+        assert lens == [n for n in lens if n > 1] + [n for n in lens if n == 1], "long rows first"
         assert {row.state.req_id: row.num_tokens for row in rows} == output.num_scheduled_tokens
         slots = self._write(rows)
         if self.tensors and rows:
@@ -78,7 +78,7 @@ class PagedRunner:
         """Whether nothing is left of any request."""
         self.poison_free_blocks()
         slots = [state for memory in (self.device, self.host) for block in memory for state in block]
-        return not self.input_batch.states and not self.input_batch.block_tables.any() and set(slots) <= {None}
+        return not self.input_batch.states and set(slots) == {None}
 
     def num_kv_tokens(self, request_id: str) -> int:
         """How many of a request's tokens have their KV where its blocks say, from the first one on."""

@@ -1,0 +1,152 @@
+"""Writes the trace that the page of milestone 3 explains, and its pictures: `python -m benchmarks.m3_trace`.
+
+Two prompts in eight blocks of four tokens. One of them asks for two continuations, so there is a fork, and where the
+two part a copy on write. In step 5 two requests need a new block and one is free: somebody is preempted, and comes back
+in step 7. Times and probabilities are left out, so every machine writes the same
+`results/m3_paged_attention_trace.txt`.
+"""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.console import Console
+
+from benchmarks import ASSETS, RESULTS
+from m1_single_request.events import EngineStarted, Sampled, StepDone
+from m1_single_request.tracer import TraceReader, TraceRecord
+from m3_paged_attention import (
+    CacheConfig,
+    ConsoleReader,
+    LLMEngine,
+    ModelConfig,
+    SamplingParams,
+    SchedulerConfig,
+    TraceConfig,
+)
+from m3_paged_attention.block_map import BlockMap, Frame
+from notebooks.checks_m3 import draw_blocks
+
+MODEL = ModelConfig(max_model_len=32)
+MEMORY = CacheConfig(block_size=4, num_blocks=8)
+LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32)
+REQUESTS = {
+    "nine": ("A KV cache keeps the attention keys and values", SamplingParams(max_tokens=6)),
+    "six": (
+        "A scheduler chooses which requests",
+        SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=5, ignore_eos=True),
+    ),
+}
+"""Prompt and parameters of each request. Its name is the number of its prompt tokens."""
+OWNER, STEP, POSITION = "six/0", 4, 8  # the token that the picture of a block table follows
+
+
+class Decisions(TraceReader):
+    """The verbose console, without times and without the model's favourites."""
+
+    def __init__(self) -> None:
+        self.text = io.StringIO()
+        self.reader = ConsoleReader(console=Console(file=self.text, width=96, highlight=False))
+
+    def read(self, record: TraceRecord) -> None:
+        """Pass on what is the same on every machine."""
+        if not isinstance(record.event, EngineStarted | Sampled | StepDone):
+            self.reader.read(record)
+
+    def close(self) -> None:
+        """Close the console."""
+        self.reader.close()
+
+
+def run(*readers: TraceReader) -> None:
+    """Serve the two requests while the readers listen."""
+    trace = TraceConfig(readers=readers)
+    with LLMEngine(model_config=MODEL, cache_config=MEMORY, scheduler_config=LIMITS, trace_config=trace) as engine:
+        for rid, (prompt, params) in REQUESTS.items():
+            engine.add_request(prompt, params, request_id=rid)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
+def traced_steps() -> str:
+    """What the console says of the two requests."""
+    decisions = Decisions()
+    run(decisions)
+    return "\n".join(line.rstrip() for line in decisions.text.getvalue().strip("\n").splitlines()) + "\n"
+
+
+def block_map(frames: list[Frame]) -> Figure:
+    """Whose blocks they are after each step."""
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axis = figure.subplots()
+    colours = draw_blocks(axis, frames)
+    handles = [Patch(color=colour, label=rid) for rid, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    return figure
+
+
+def block_table(frame: Frame, owner: str, position: int) -> Figure:
+    """One token's way from its position over the block table to its slot."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    axis = figure.subplots()
+    size, table = frame.block_size, frame.tables[owner]
+    width, index, offset = size + 0.7, position // size, position % size
+    slot = table[index] * size + offset
+
+    def cell(x: float, y: float, text: object, *, color: str = "0.94", ink: str = "0.4", span: float = 1) -> None:
+        axis.barh(y, span, left=x, height=0.5, color=color, edgecolor="white")
+        axis.annotate(str(text), (x + span / 2, y), color=ink, fontsize=8, ha="center", va="center")
+
+    for token in range(frame.num_kv[owner]):
+        chosen = token == position
+        cell(token // size * width + token % size, 3, token, color="C3" if chosen else "C1", ink="white")
+    for number, block_id in enumerate(table):
+        cell(number * width, 2, block_id, color="C3" if number == index else "0.8", span=size,
+             ink="white" if number == index else "black")  # fmt: skip
+        axis.annotate(f"[{number}]", (number * width - 0.1, 2), fontsize=7, ha="right", va="center", color="0.4")
+    for block in frame.blocks:
+        first = (block.block_id - 1) * width
+        for place in range(size):
+            filled, here = place < block.num_tokens, block.block_id * size + place
+            is_own = filled and block.block_id in table
+            color = "C3" if here == slot else "C1" if is_own else "0.75" if filled else "0.94"
+            cell(first + place, 0.6, here, color=color, ink="white" if filled else "0.6")
+        axis.annotate(f"block {block.block_id}", (first + size / 2, 0.2), fontsize=8, ha="center", va="top")
+    arrow: dict[str, Any] = {"arrowstyle": "-|>", "color": "C3"}
+    middle, target = index * width + size / 2, (table[index] - 1) * width + offset + 0.5
+    axis.annotate("", (middle, 2.27), (index * width + offset + 0.5, 2.73), arrowprops=arrow)
+    axis.annotate("", (target, 0.87), (middle, 1.73), arrowprops=arrow)
+    axis.annotate(f"position {position} // {size} = {index}", (middle + size, 2.5), fontsize=8, va="center", color="C3")
+    way = f"slot {table[index]} x {size} + {position} % {size} = {slot}"
+    axis.annotate(way, ((middle + target) / 2 + 2, 1.35), fontsize=8, va="center", color="C3")
+    axis.set_yticks([3, 2, 0.6], [f"positions of {owner}", "its block table", "KV memory: slots"], fontsize=9)
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    axis.set_ylim(-0.1, 3.4)
+    for side in ("top", "right", "bottom", "left"):
+        axis.spines[side].set_visible(False)
+    return figure
+
+
+def draw_pictures(folder: Path = ASSETS) -> None:
+    """Draw the pictures of this run into the docs' assets."""
+    reader = BlockMap()
+    run(reader)
+    frame = next(frame for frame in reader.frames if frame.step == STEP)
+    block_map(reader.frames).savefig(folder / "m3_block_map.png", dpi=110)
+    block_table(frame, OWNER, POSITION).savefig(folder / "m3_block_table.png", dpi=110)
+
+
+def main() -> int:
+    """Write the file and the pictures, and print the trace."""
+    text = traced_steps()
+    (RESULTS / "m3_paged_attention_trace.txt").write_text(text, encoding="utf-8")
+    draw_pictures()
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

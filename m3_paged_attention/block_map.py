@@ -1,0 +1,275 @@
+"""The block map: who holds which block of KV memory, step by step, told by the trace alone.
+
+A reader of the trace, as m2's timeline is one: attach it before the first request, run, and look at its `frames`, one
+for each step. A frame is numbers and names; `block_map_view.py` draws it on a console, and whoever has another way to
+draw starts from the same frames. m2 had nothing to map: a request had its slot from beginning to end. vLLM and SGLang
+report how many blocks are in use, but not whose they are.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+from m1_single_request.events import Event, Finish, RequestAdded
+from m1_single_request.tracer import TraceRecord
+from m2_continuous_batching.events import Batch
+from m3_paged_attention.events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksForked,
+    BlocksFreed,
+    BlocksSwapped,
+    KVSized,
+    KVUsage,
+)
+from m3_paged_attention.scheduler_events import Admit, NotAdmitted, ParallelSampling, Preempted, StepLost
+
+E = TypeVar("E", bound=Event)
+Tables = Mapping[str, tuple[int, ...]]
+"""Block tables by request id."""
+
+DECISIONS = (
+    Preempted, StepLost, BlockCopied, BlocksForked, BlocksSwapped, NotAdmitted, Admit, ParallelSampling, Finish,
+    BlocksFreed, BlocksAllocated,
+)  # fmt: skip
+"""The events that change the map or say why it does not change, the most remarkable kind first."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block at the end of a step."""
+
+    block_id: int
+    holders: tuple[str, ...]
+    """The requests in whose tables it stands, in the order of their arrival; nobody: it is free."""
+    num_tokens: int
+    """Its slots that hold a token's keys and values."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The map at the end of one step."""
+
+    step: int
+    num_blocks: int
+    """Blocks that can be handed out; their ids are 1 to `num_blocks`."""
+    block_size: int
+    """Tokens per block."""
+    requests: tuple[str, ...]
+    """All requests so far, in the order of their arrival: a request keeps its place, so a place can be a colour."""
+    tables: Tables
+    """The blocks of each request that has any, in the order of its tokens."""
+    host_tables: Tables
+    """The same for requests that are swapped out: their blocks in host memory."""
+    num_kv: Mapping[str, int]
+    """Tokens of each request in `tables` whose keys and values are in its blocks."""
+    waiting: tuple[str, ...]
+    """Requests that have neither ended nor run."""
+    preempted: frozenset[str]
+    """Those of the waiting that ran before."""
+    events: tuple[Event, ...]
+    """What was decided in this step, of the kinds in `DECISIONS`, in the order in which it was decided."""
+    usage: KVUsage | None = None
+    """How full the memory is, as the engine counts it; None after a step that ran nothing."""
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block, in the order of the ids."""
+        holders: dict[int, list[str]] = {}
+        filled: dict[int, int] = {}
+        for request_id in sorted(self.tables, key=self.requests.index):
+            for index, block_id in enumerate(self.tables[request_id]):
+                inside = min(self.num_kv.get(request_id, 0) - index * self.block_size, self.block_size)
+                holders.setdefault(block_id, []).append(request_id)
+                filled[block_id] = max(filled.get(block_id, 0), inside)
+        return tuple(
+            Block(block_id, tuple(holders.get(block_id, ())), filled.get(block_id, 0))
+            for block_id in range(1, self.num_blocks + 1)
+        )
+
+    @property
+    def num_used(self) -> int:
+        return sum(bool(block.holders) for block in self.blocks)
+
+    @property
+    def num_shared(self) -> int:
+        return sum(len(block.holders) > 1 for block in self.blocks)
+
+    def of(self, kind: type[E]) -> list[E]:
+        """The decisions of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def decisions(self) -> list[Event]:
+        """All decisions, the most remarkable first. Of a preemption its own event says enough."""
+        preempted = {event.rid for event in self.of(Preempted)}
+        told = [e for e in self.events if not (isinstance(e, BlocksFreed) and e.owner in preempted)]
+        return sorted(told, key=lambda event: DECISIONS.index(type(event)))
+
+
+@dataclass
+class _State:
+    """What is known between two events."""
+
+    tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    host_tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    num_kv: dict[str, int] = field(default_factory=dict)
+    waiting: dict[str, None] = field(default_factory=dict)
+    preempted: set[str] = field(default_factory=set)
+
+
+class BlockMap:
+    """Follows the blocks through the trace, and keeps a frame of every step."""
+
+    def __init__(self) -> None:
+        self.sized: KVSized | None = None
+        """How the memory was sized; None if the engine was there before this reader."""
+        self.frames: list[Frame] = []
+        self.prompt_lens: dict[str, int] = {}
+        """Tokens of each prompt, by request id."""
+        self._num_blocks = 0
+        self._block_size = 1
+        self._requests: list[str] = []
+        self._now = _State()
+        self._events: list[Event] = []
+        self._usage: KVUsage | None = None
+        self._refused: NotAdmitted | None = None  # the last one: a request that waits on is no news
+
+    def read(self, record: TraceRecord) -> None:
+        """Take one record."""
+        event = record.event
+        change = CHANGES.get(type(event))
+        if change is not None:
+            change(self, event)
+        if isinstance(event, DECISIONS) and self._is_news(event):
+            self._events.append(event)
+        if event.ends_step:
+            self._end_step(record.step)
+
+    def close(self) -> None:
+        """Everything stays: it can be drawn after the run."""
+
+    def of(self, kind: type[E]) -> Iterator[tuple[Frame, E]]:
+        """All decisions of a kind so far, each with the frame of its step."""
+        for frame in self.frames:
+            for event in frame.of(kind):
+                yield frame, event
+
+    def _is_news(self, event: Event) -> bool:
+        """A request that still waits, for the same reason, is none."""
+        if not isinstance(event, NotAdmitted):
+            return True
+        last, self._refused = self._refused, event
+        return last is None or (last.rid, last.limit) != (event.rid, event.limit)
+
+    def _end_step(self, step: int) -> None:
+        now = self._now
+        self.frames.append(
+            Frame(
+                step=step,
+                num_blocks=self._num_blocks,
+                block_size=self._block_size,
+                requests=tuple(self._requests),
+                tables=dict(now.tables),
+                host_tables=dict(now.host_tables),
+                num_kv={request_id: now.num_kv.get(request_id, 0) for request_id in now.tables},
+                waiting=tuple(now.waiting),
+                preempted=frozenset(now.preempted),
+                events=tuple(self._events),
+                usage=self._usage,
+            )
+        )
+        self._events, self._usage = [], None
+
+    # --- what each event changes --------------------------------------------------------------------------------------
+
+    def _size(self, event: KVSized) -> None:
+        self.sized = event
+        self._num_blocks, self._block_size = event.num_blocks, event.block_size
+
+    def _count(self, event: KVUsage) -> None:
+        self._usage = event
+        self._num_blocks, self._block_size = event.num_used + event.num_free, event.block_size
+
+    def _arrive(self, event: RequestAdded) -> None:
+        self._meet(event.rid)
+        self.prompt_lens[event.rid] = event.len
+        self._now.waiting[event.rid] = None
+
+    def _admit(self, event: Admit) -> None:
+        self._now.waiting.pop(event.rid, None)
+        self._now.preempted.discard(event.rid)
+
+    def _allocate(self, event: BlocksAllocated) -> None:
+        self._meet(event.owner)
+        self._now.tables[event.owner] = (*self._now.tables.get(event.owner, ()), *event.block_ids)
+
+    def _fork(self, event: BlocksForked) -> None:
+        self._meet(event.owner)
+        self._now.tables[event.owner] = event.block_ids
+        self._now.num_kv[event.owner] = event.num_tokens
+
+    def _copy(self, event: BlockCopied) -> None:
+        table = self._now.tables.get(event.owner, ())
+        self._now.tables[event.owner] = tuple(event.target if b == event.source else b for b in table)
+
+    def _swap(self, event: BlocksSwapped) -> None:
+        self._leave(event.owner, keep_length=True)
+        if event.direction == "out":
+            self._now.host_tables[event.owner] = event.host_block_ids
+        else:
+            self._now.tables[event.owner] = event.block_ids
+
+    def _compute(self, event: Batch) -> None:
+        self._now.num_kv |= dict(zip(event.rids, event.seq_lens, strict=True))
+
+    def _preempt(self, event: Preempted) -> None:
+        self._send_back(event.rid)
+
+    def _lose(self, event: StepLost) -> None:
+        for request_id in event.reset:
+            self._leave(request_id)
+            self._send_back(request_id)
+
+    def _free(self, event: BlocksFreed) -> None:
+        self._leave(event.owner)
+
+    def _finish(self, event: Finish) -> None:
+        self._leave(event.rid)
+        self._now.waiting.pop(event.rid, None)
+        self._now.preempted.discard(event.rid)
+
+    def _meet(self, request_id: str) -> None:
+        """Remember a request; one that was there before this reader is met with its first block."""
+        if request_id not in self._requests:
+            self._requests.append(request_id)
+
+    def _leave(self, request_id: str, *, keep_length: bool = False) -> None:
+        """A request holds nothing any more, wherever it was."""
+        self._now.tables.pop(request_id, None)
+        self._now.host_tables.pop(request_id, None)
+        if not keep_length:
+            self._now.num_kv.pop(request_id, None)
+
+    def _send_back(self, request_id: str) -> None:
+        """A request that ran waits again, before all that never did."""
+        self._now.waiting = {request_id: None} | self._now.waiting
+        self._now.preempted.add(request_id)
+
+
+CHANGES: dict[type[Event], Callable[[BlockMap, Any], None]] = {
+    KVSized: BlockMap._size,
+    KVUsage: BlockMap._count,
+    RequestAdded: BlockMap._arrive,
+    Admit: BlockMap._admit,
+    BlocksAllocated: BlockMap._allocate,
+    BlocksForked: BlockMap._fork,
+    BlockCopied: BlockMap._copy,
+    BlocksSwapped: BlockMap._swap,
+    Batch: BlockMap._compute,
+    Preempted: BlockMap._preempt,
+    StepLost: BlockMap._lose,
+    BlocksFreed: BlockMap._free,
+    Finish: BlockMap._finish,
+}
+"""What the map does with an event, by its kind; it hears all others without a change."""

@@ -1,0 +1,157 @@
+"""Helpers of m3's engine tests: settings in one line, what blocks must hold, and parts that do what a test tells them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Protocol
+
+from m3_paged_attention import CacheConfig, LLMEngine, SchedulerConfig
+from m3_paged_attention.model_input import ModelInput
+from m3_paged_attention.model_runner import ModelRunner
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.request import Request
+from m3_paged_attention.scheduler_output import SchedulerOutput
+from tests.support.engines import (
+    MAX_MODEL_LEN as MAX_MODEL_LEN,
+    OnEvent as OnEvent,
+    Recorder as Recorder,
+    drain as drain,
+    greedy as greedy,
+    held as held,
+    unfinished as unfinished,
+)
+
+MODES = ("recompute", "swap")
+Moment = Literal["before", "forward", "after"]
+
+
+class MakeEngine(Protocol):
+    """Builds an engine on the tiny model; the configs are those of `setting`."""
+
+    def __call__(
+        self,
+        parts: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        **configs: Any,
+    ) -> LLMEngine: ...
+
+
+def setting(
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int | None = None,
+    *,
+    blocks: int | None = None,
+    block_size: int = 4,
+    mode: Any = "recompute",
+    **cache: Any,
+) -> dict[str, Any]:
+    """The keywords of an engine with these limits and so many blocks; without `blocks` there are always enough."""
+    return {
+        "scheduler_config": SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, preemption_mode=mode
+        ),
+        "cache_config": CacheConfig(block_size=block_size, num_blocks=blocks, **cache),
+    }
+
+
+def ids(length: int, first: int = 5) -> list[int]:
+    """A prompt of this length."""
+    return list(range(first, first + length))
+
+
+def runner_of(engine: LLMEngine) -> ModelRunner:
+    """What touches the tensors."""
+    return engine.engine_core.executor.worker.model_runner
+
+
+def check_step(engine: LLMEngine) -> None:
+    """What must hold after every step that was not interrupted."""
+    core = engine.engine_core
+    scheduler, kv_manager, batch = core.scheduler, core.scheduler.kv_manager, runner_of(engine).input_batch
+    scheduler.check_invariants()
+    assert set(core.executor.held_request_ids()) <= scheduler.requests.keys()
+    slots = set()
+    for request in scheduler.running:
+        block_ids = kv_manager.block_ids(request.request_id)
+        done = request.sequence.data.num_computed_tokens
+        slots |= {(block_ids[n // kv_manager.block_size], n % kv_manager.block_size) for n in range(done)}
+        if request.is_sent:
+            row = batch.block_tables[batch.states[request.request_id].table_row]
+            assert row[: len(block_ids)].tolist() == block_ids and not row[len(block_ids) :].any()
+    assert held(engine) == len(slots), "KV is held for exactly the computed tokens of the running requests"
+    usage = kv_manager.usage()
+    assert usage.num_used == len({block for owned in kv_manager.owned().values() for block in owned})
+    assert engine.stats().num_free_blocks == usage.num_free == usage.num_blocks - usage.num_used
+
+
+def check_drained(engine: LLMEngine) -> None:
+    """What must hold when all work is done: nothing waits, runs, is held or remembered."""
+    core, stats = engine.engine_core, engine.stats()
+    assert (stats.num_waiting, stats.num_running, stats.kv_tokens, stats.kv_bytes) == (0, 0, 0, 0)
+    assert (stats.num_free_blocks, stats.num_shared_blocks, stats.kv_bytes_reserved) == (stats.num_blocks, 0, 0)
+    assert not core.scheduler.requests
+    check_memory(engine)
+
+
+def check_memory(engine: LLMEngine) -> None:
+    """Nobody owns a block, on the device or on the host, and the runner remembers nobody."""
+    kv_manager = engine.engine_core.scheduler.kv_manager
+    assert not kv_manager.owned() and not kv_manager.swapped()
+    assert kv_manager.num_free == kv_manager.num_blocks
+    kv_manager.check_invariants()
+    assert engine.engine_core.executor.held_request_ids() == []
+
+
+def run(engine: LLMEngine) -> dict[str, Any]:
+    """Step until nothing is left, looking at the engine after every step; the last output of every request."""
+    last: dict[str, Any] = {}
+    for _ in unfinished(engine):
+        outputs = engine.step()
+        assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
+        last |= outputs
+        check_step(engine)
+    check_drained(engine)
+    return last
+
+
+def starts(decision: SchedulerOutput) -> dict[str, int]:
+    """Where the new tokens of each request begin."""
+    cached = decision.scheduled_cached_reqs
+    full = [*decision.scheduled_new_reqs, *decision.scheduled_resumed_reqs]
+    return {data.req_id: data.num_computed_tokens for data in full} | dict(
+        zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    )
+
+
+def failing_runner(error: BaseException, *, rid: str, position: int, at: Moment = "forward") -> type[ModelRunner]:
+    """A runner that raises once: in the step in which `rid` runs at `position`, before all, in the forward or after."""
+    left, fails = [error], []
+
+    class FailingRunner(ModelRunner):
+        def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+            fails[:] = [at] if left and starts(scheduler_output).get(rid) == position else []
+            if fails == ["before"]:
+                raise left.pop()
+            output = super().execute_model(scheduler_output)
+            if fails == ["after"]:
+                raise left.pop()
+            return output
+
+        def forward(self, model_input: ModelInput) -> Any:
+            if fails == ["forward"]:
+                raise left.pop()
+            return super().forward(model_input)
+
+    return FailingRunner
+
+
+class InTurn:
+    """A policy that chooses another victim each time, whatever it loses."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def choose_victim(self, running: Any) -> Request:
+        self.count += 1
+        return running[self.count % len(running)]

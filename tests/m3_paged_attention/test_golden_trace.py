@@ -1,0 +1,143 @@
+"""The trace of a small crowd in little memory, on the embedded checkpoint, is the stored one, event for event.
+
+The stored trace (`golden/little_memory.jsonl`) holds no times and no floats computed by the model. When a change of the
+trace is intended, record it again and read the difference before committing it:
+
+    python -m tests.m3_paged_attention.test_golden_trace
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m3_paged_attention import (
+    CacheConfig,
+    JsonlReader,
+    LLMEngine,
+    ModelConfig,
+    SamplingParams,
+    SchedulerConfig,
+    TraceConfig,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / "little_memory.jsonl"
+
+
+def record(path: Path) -> None:
+    """Six requests with room for four, 24 tokens a step and 14 blocks of 4; write the stable trace to `path`.
+
+    One wants three outputs, one draws, one stops at a string; one is aborted while it waits and one while it runs. They
+    swap; the host has room for eight blocks, so somebody must be computed again.
+    """
+    block_bytes = 4 * 4096  # of this model
+    with LLMEngine(
+        model_config=ModelConfig(device="cpu", dtype="float32"),
+        scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, preemption_mode="swap"),
+        cache_config=CacheConfig(block_size=4, num_blocks=14, swap_space_bytes=8 * block_bytes),
+        trace_config=TraceConfig(readers=(JsonlReader(path, stable=True),)),
+    ) as engine:
+
+        def ask(rid: str, text: str, **params: Any) -> None:
+            prompt = engine.chat_prompt([{"role": "user", "content": text}])
+            engine.add_request(prompt, SamplingParams(**params), request_id=rid)
+
+        ask("greedy", "What is a KV cache?", max_tokens=14)
+        ask("three", "What is prefill?", max_tokens=7, n=3, temperature=0.9, seed=3)
+        engine.step()
+        engine.step()
+        ask("stop", "What is prefill?", max_tokens=20, stop="phase of")
+        ask("drawn", "What is a token?", max_tokens=8, temperature=0.9, top_k=20, seed=7)
+        ask("leaves", "What is a batch?", max_tokens=4)
+        ask("gone", "What is a decode step?", max_tokens=30)
+        number = 0
+        while engine.has_unfinished_requests():
+            if number == 2:
+                engine.abort_request("leaves")
+            if number == 22:
+                engine.abort_request("gone")
+            engine.step()
+            number += 1
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The events, recorded now."""
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    record(path)
+    return events(path)
+
+
+def test_the_trace_is_the_stored_one(recorded: list[dict[str, Any]]) -> None:
+    stored = events(GOLDEN)
+    for number, (event, wanted) in enumerate(zip(recorded, stored, strict=False), start=1):
+        assert event == wanted, f"event {number}"
+    assert len(recorded) == len(stored)
+
+
+def test_the_stored_trace_shows_every_kind_of_decision() -> None:
+    stored = events(GOLDEN)
+    assert {event["event"] for event in stored} >= {
+        *("engine_started", "kv_sized", "request_added", "parallel_sampling", "admit", "not_admitted", "batch"),
+        *("blocks_allocated", "blocks_forked", "block_copied", "blocks_freed", "blocks_swapped", "preempted"),
+        *("kv_usage", "sampled", "result", "text_held", "abort", "finish", "step_done"),
+    }
+    assert {event["mode"] for event in stored if event["event"] == "batch"} == {"prefill", "decode", "mixed"}
+    assert {event["how"] for event in stored if event["event"] == "admit"} == {"prefill", "fork", "swap_in"}
+    assert {event["mode"] for event in stored if event["event"] == "preempted"} == {"swap", "recompute"}
+    ends = {event["rid"]: event["reason"] for event in stored if event["event"] == "finish"}
+    assert ends == {
+        **{"greedy": "length", "three/0": "length", "three/1": "length", "three/2": "length"},
+        **{"stop": "stop", "drawn": "length", "leaves": "abort", "gone": "abort"},
+    }
+
+
+def test_the_stored_steps_add_up() -> None:
+    """Tokens of a batch and of its step; blocks of the pool; who is admitted and who joins."""
+    steps: dict[int, dict[str, Any]] = {}
+    for event in events(GOLDEN):
+        step = steps.setdefault(event["step"], {"admit": []})
+        if event["event"] == "admit":
+            step["admit"].append(event)
+        else:
+            step[event["event"]] = event
+    for step in steps.values():
+        if "kv_usage" in step:
+            usage = step["kv_usage"]
+            assert usage["num_used"] + usage["num_free"] == 14
+            assert usage["tokens_held"] <= usage["num_used"] * usage["block_size"]
+            assert usage["tokens_held"] == step["step_done"]["kv_tokens"]
+        if "batch" not in step:
+            continue
+        batch, done = step["batch"], step["step_done"]
+        assert batch["total_tokens"] == sum(batch["extend_lens"]) == done["num_tokens"] <= 24
+        assert [event["rid"] for event in step["admit"] if event["extend"]] == [
+            rid for rid in batch["joined"] if rid in {event["rid"] for event in step["admit"]}
+        ]
+
+
+def test_the_stored_trace_holds_nothing_that_another_machine_would_compute_otherwise() -> None:
+    for event in events(GOLDEN):
+        assert "time" not in event
+        for name, value in event.items():
+            # The one float is a function of seed and position in integer arithmetic.
+            assert name == "uniform" or not holds_float(value), f"{event['event']}.{name}"
+
+
+def holds_float(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(holds_float(entry) for entry in value)
+    return isinstance(value, float)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    GOLDEN.parent.mkdir(exist_ok=True)
+    record(GOLDEN)
+    print(f"{len(events(GOLDEN))} events written to {GOLDEN}")

@@ -1,0 +1,90 @@
+"""One step as tensors: every token in one flat row, its position, its slot, and what attention must know."""
+
+import numpy as np
+import torch
+from hypothesis import given, strategies as st
+
+from m1_single_request import SamplingParams
+from m3_paged_attention.input_batch import BatchRow, CachedRequestState
+from m3_paged_attention.model_input import make_model_input
+from m3_paged_attention.scheduler_output import NewRequestData
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+
+
+def row(table_row: int, start: int, num_tokens: int, *, first_token: int = 0) -> BatchRow:
+    """A request with tokens `first_token`, `first_token + 1`, ..."""
+    prompt = list(range(first_token, first_token + start + num_tokens))
+    data = NewRequestData(f"r{table_row}", prompt, SamplingParams(), 0, frozenset(), [])
+    return BatchRow(CachedRequestState(data, table_row), start, num_tokens, start == 0)
+
+
+TABLES = np.array([[5, 6, 7, 0], [1, 2, 0, 0], [9, 3, 0, 0]], dtype=np.int32)
+
+
+def test_prefills_and_decodes_side_by_side() -> None:
+    rows = [row(2, 0, 3, first_token=30), row(0, 4, 5, first_token=10), row(1, 6, 1, first_token=50)]
+    made = make_model_input(rows, TABLES, BLOCK_SIZE, CPU)
+    metadata = made.attn_metadata
+    assert made.input_ids.tolist() == [30, 31, 32, 14, 15, 16, 17, 18, 56]
+    assert made.positions.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 6]
+    assert metadata.slot_mapping.tolist() == [36, 37, 38, 24, 25, 26, 27, 28, 10]
+    assert made.logits_indices.tolist() == [2, 7, 8], "the last token of each"
+    assert metadata.query_start_loc.tolist() == [0, 3, 8, 9]
+    assert (metadata.query_lens.tolist(), metadata.context_lens.tolist()) == ([3, 5, 1], [0, 4, 6])
+    assert metadata.seq_lens.tolist() == [3, 9, 7] == list(metadata.seq_lens_host)
+    assert metadata.query_lens_host == (3, 5, 1)
+    assert metadata.block_tables.tolist() == [[9, 3, 0], [5, 6, 7], [1, 2, 0]], "in the order of the rows"
+    assert (metadata.num_prefills, metadata.num_prefill_tokens) == (2, 8)
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == (1, 1)
+    assert (metadata.max_query_len, metadata.max_seq_len) == (5, 9)
+
+
+def test_decodes_alone() -> None:
+    made = make_model_input([row(1, 7, 1), row(0, 8, 1, first_token=40)], TABLES, BLOCK_SIZE, CPU)
+    metadata = made.attn_metadata
+    assert made.input_ids.tolist() == [7, 48] and made.positions.tolist() == [7, 8]
+    assert metadata.slot_mapping.tolist() == [11, 28] and made.logits_indices.tolist() == [0, 1]
+    assert metadata.query_start_loc.tolist() == [0, 1, 2] and metadata.max_query_len == 1
+    assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decodes) == (0, 0, 2)
+
+
+def test_a_prompt_of_one_token_is_a_decode() -> None:
+    metadata = make_model_input([row(1, 0, 1)], TABLES, BLOCK_SIZE, CPU).attn_metadata
+    assert (metadata.num_prefills, metadata.num_decodes, metadata.context_lens.tolist()) == (0, 1, [0])
+
+
+def test_the_kinds_of_numbers() -> None:
+    made = make_model_input([row(0, 0, 5), row(1, 3, 1)], TABLES, BLOCK_SIZE, CPU)
+    metadata = made.attn_metadata
+    for tensor in (made.input_ids, made.positions, made.logits_indices, metadata.slot_mapping):
+        assert tensor.dtype == torch.int64
+    small = (metadata.query_start_loc, metadata.seq_lens, metadata.context_lens, metadata.query_lens)
+    for tensor in (*small, metadata.block_tables):
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+
+
+def test_a_step_is_not_changed_by_what_the_runner_learns_later() -> None:
+    tables = TABLES.copy()
+    made = make_model_input([row(0, 8, 1), row(1, 7, 1)], tables, BLOCK_SIZE, CPU)
+    tables[:] = 99
+    assert 99 not in made.attn_metadata.block_tables
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4, 16]),
+)
+def test_it_says_for_all_tokens_what_a_loop_says_for_each(lens: list[tuple[int, int]], block_size: int) -> None:
+    lens.sort(key=lambda one: one[1] == 1)
+    width = 32
+    tables = np.random.default_rng(len(lens)).permutation(len(lens) * width).reshape(len(lens), width) + 1
+    rows = [row(number, start, count, first_token=100 * number) for number, (start, count) in enumerate(lens)]
+    made = make_model_input(rows, tables.astype(np.int32), block_size, CPU)
+    places = [(number, place) for number, (start, count) in enumerate(lens) for place in range(start, start + count)]
+    assert made.input_ids.tolist() == [100 * number + place for number, place in places]
+    assert made.positions.tolist() == [place for _, place in places]
+    slots = [int(tables[number, place // block_size]) * block_size + place % block_size for number, place in places]
+    assert made.attn_metadata.slot_mapping.tolist() == slots and len(set(slots)) == len(slots)
+    assert int(made.attn_metadata.query_start_loc[-1]) == len(places)

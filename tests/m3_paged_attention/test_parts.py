@@ -1,0 +1,222 @@
+"""Parts of one's own in m3's roles: what fits is used by this engine alone, what does not fit is a readable error."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import m1_single_request
+import m2_continuous_batching
+from m1_single_request.sampler import Sampler
+from m3_paged_attention import PARTS, ROLES, ConfigError, LLMEngine, PromptTooLongError
+from m3_paged_attention.engine_core import EngineCore
+from m3_paged_attention.executor import GPUExecutor
+from m3_paged_attention.input_processor import InputProcessor
+from m3_paged_attention.kv_cache_manager import KVCacheManager
+from m3_paged_attention.model_runner import ModelRunner
+from m3_paged_attention.output_processor import OutputProcessor
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.request import Request
+from m3_paged_attention.scheduler import Scheduler
+from m3_paged_attention.scheduler_output import SchedulerOutput
+from m3_paged_attention.step_plan import StepPlan
+from m3_paged_attention.worker import GPUWorker
+from tests.m3_paged_attention.engines import InTurn, MakeEngine, Recorder, check_drained, greedy, run, setting
+
+PROMPTS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_every_role_has_a_part_and_every_part_a_role() -> None:
+    assert PARTS.keys() == ROLES.keys() == LLMEngine.parts.keys() == LLMEngine.roles.keys()
+    assert m2_continuous_batching.PARTS.keys() < PARTS.keys()
+    assert PARTS.keys() - m2_continuous_batching.PARTS.keys() == {"preemption"}
+
+
+class WithoutVictims:
+    def __init__(self) -> None: ...
+
+
+class KVManagerWithoutFork(KVCacheManager):
+    fork = None  # type: ignore[assignment]
+
+
+class WorkerWithoutArguments(GPUWorker):
+    def __init__(self) -> None: ...
+
+
+class PolicyThatInsists:
+    def __init__(self, *, seed: int) -> None: ...
+    def choose_victim(self, running: Sequence[Request]) -> Request: ...
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"preemption": WithoutVictims}, r"'preemption': WithoutVictims has no choose_victim\(\)"),
+        ({"preemption": PolicyThatInsists}, "needs the argument seed, which nobody gives it"),
+        ({"kv_manager": m2_continuous_batching.PARTS["kv_manager"]}, r"SlotManager has no .*fork\(\)"),
+        ({"kv_manager": KVManagerWithoutFork}, r"KVManagerWithoutFork has no fork\(\)"),
+        (
+            {"worker": WorkerWithoutArguments},
+            "'worker': WorkerWithoutArguments does not take the argument model_runner",
+        ),
+        ({"executor": m2_continuous_batching.PARTS["executor"]}, r"'executor': GPUExecutor has no .*execute_model\(\)"),
+        ({"scheduler": m2_continuous_batching.PARTS["scheduler"]}, "'scheduler': Scheduler does not take the argument"),
+        ({"model_runner": m2_continuous_batching.PARTS["model_runner"]}, r"ModelRunner has no .*execute_model\(\)"),
+        ({"engine_core": m1_single_request.PARTS["engine_core"]}, "EngineCore does not take the argument executor"),
+        ({"block_manager": KVCacheManager}, "no role 'block_manager'.*kv_manager"),
+        ({"kv_manager": 16}, "must be a class or a function, not 16"),
+    ],
+    ids=str,
+)
+def test_a_part_that_does_not_fit_is_refused_before_anything_is_loaded(parts: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine("/nowhere", parts=parts)
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+class LastBlockFirst(KVCacheManager):
+    """Hands out the blocks from the other end."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.pool._free.reverse()
+
+
+def test_a_kv_manager_of_ones_own_hands_out_the_blocks(make_engine: MakeEngine) -> None:
+    usual = make_engine(**setting(3, blocks=9)).generate_batch(PROMPTS, greedy(6))
+    engine = make_engine({"kv_manager": LastBlockFirst}, **setting(3, blocks=9))
+    recorder = Recorder(engine.tracer)
+    outputs = engine.generate_batch(PROMPTS, greedy(6))
+    assert recorder.events("blocks_allocated")[0].block_ids == (9,)
+    assert [o.token_ids for o in outputs.values()] == [o.token_ids for o in usual.values()]
+    check_drained(engine)
+
+
+def test_a_preemption_policy_of_ones_own_chooses_the_victims(make_engine: MakeEngine, mode: str) -> None:
+    def victims(parts: dict[str, Any]) -> tuple[list[str], list[tuple[int, ...]]]:
+        engine = make_engine(parts, **setting(4, blocks=8, block_size=2, mode=mode))
+        recorder = Recorder(engine.tracer)
+        outputs = engine.generate_batch(PROMPTS, greedy(9))
+        return [event.rid for event in recorder.events("preempted")], [o.token_ids for o in outputs.values()]
+
+    usual, tokens = victims({})
+    mine, same_tokens = victims({"preemption": InTurn})
+    assert tokens == same_tokens
+    assert usual != mine and min(len(usual), len(mine)) > 0
+
+
+class NewestFirst(Scheduler):
+    """Last come, first served."""
+
+    def _admit(self, plan: StepPlan) -> None:
+        self.waiting._new.reverse()
+        super()._admit(plan)
+        self.waiting._new.reverse()
+
+
+def test_a_scheduler_of_ones_own_decides_the_order(make_engine: MakeEngine) -> None:
+    def admitted(engine: LLMEngine) -> list[str]:
+        recorder = Recorder(engine.tracer)
+        for number, prompt in enumerate(PROMPTS):
+            engine.add_request(prompt, greedy(2), request_id=str(number))
+        run(engine)
+        return [admit.rid for admit in recorder.events("admit")]
+
+    assert admitted(make_engine({"scheduler": NewestFirst}, **setting(2))) == ["3", "2", "1", "0"]
+    assert admitted(make_engine(**setting(2))) == ["0", "1", "2", "3"], "other engines are not affected"
+    assert PARTS["scheduler"] is Scheduler
+
+
+def test_executor_worker_and_runner_of_ones_own_pass_the_decision_down(make_engine: MakeEngine) -> None:
+    passed: list[str] = []
+
+    class Noting:
+        def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+            passed.append(type(self).__mro__[2].__name__)
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    class MyExecutor(Noting, GPUExecutor): ...
+
+    class MyWorker(Noting, GPUWorker): ...
+
+    class MyRunner(Noting, ModelRunner): ...
+
+    engine = make_engine({"executor": MyExecutor, "worker": MyWorker, "model_runner": MyRunner}, **setting(2))
+    executor = engine.engine_core.executor
+    assert (type(executor), type(executor.worker)) == (MyExecutor, MyWorker)
+    assert type(executor.worker.model_runner) is MyRunner
+    expected = make_engine(**setting(2)).generate(PROMPTS[0], greedy(3)).token_ids
+    assert engine.generate(PROMPTS[0], greedy(3)).token_ids == expected
+    assert passed == ["GPUExecutor", "GPUWorker", "ModelRunner"] * 3
+
+
+def test_a_sampler_of_ones_own_runs_beside_the_model(make_engine: MakeEngine) -> None:
+    class SecondBest(Sampler):
+        def choose(self, logits: Any, metadata: Any) -> Any:
+            return logits.topk(2, dim=-1).indices[:, 1]
+
+    usual = make_engine(**setting(2)).generate([5, 6], greedy(4, logprobs=2))
+    output = make_engine({"sampler": SecondBest}, **setting(2)).generate([5, 6], greedy(4, logprobs=2))
+    first = usual.outputs[0].logprobs[0]
+    assert output.token_ids[0] == next(token for token, entry in first.items() if entry.rank == 2)
+
+
+class ShortPrompts(InputProcessor):
+    """Takes two tokens at most."""
+
+    def check_limits(self, token_ids: list[int], params: Any, request_id: str) -> None:
+        super().check_limits(token_ids, params, request_id)
+        if len(token_ids) > 2:
+            raise PromptTooLongError(f"{request_id!r} is too long for me")
+
+
+def test_an_input_processor_of_ones_own_refuses_what_it_likes(make_engine: MakeEngine) -> None:
+    outputs = make_engine({"input_processor": ShortPrompts}).generate_batch(PROMPTS, greedy(2))
+    assert [output.finish_reason for output in outputs.values()] == ["error", "length", "length", "error"]
+
+
+def test_an_output_processor_of_ones_own_may_merge_otherwise(make_engine: MakeEngine) -> None:
+    class LongestFirst(OutputProcessor):
+        def completions(self, request: Any) -> Any:
+            return tuple(sorted(super().completions(request), key=lambda each: -len(each.text)))
+
+    engine = make_engine({"output_processor": LongestFirst})
+    output = engine.generate([5, 6, 7], greedy(5, n=4, temperature=1.0, seed=1))
+    lengths = [len(completion.text) for completion in output.outputs]
+    assert lengths == sorted(lengths, reverse=True) and len(lengths) == 4
+
+
+def test_an_engine_core_of_ones_own_may_count_more(make_engine: MakeEngine) -> None:
+    class Counting(EngineCore):
+        added = 0
+
+        def add_request(self, request: Any) -> None:
+            self.added += 1
+            super().add_request(request)
+
+    engine = make_engine({"engine_core": Counting})
+    engine.generate_batch(PROMPTS, greedy(1, n=2))
+    assert engine.engine_core.added == 4, "parents, not children"
+
+
+def test_a_function_that_builds_the_part_fits_as_well(make_engine: MakeEngine) -> None:
+    made: list[Any] = []
+
+    def kv_manager(**arguments: Any) -> KVCacheManager:
+        made.append(LastBlockFirst(**arguments))
+        return made[-1]
+
+    engine = make_engine({"kv_manager": kv_manager, "scheduler": functools.partial(NewestFirst)}, **setting(2))
+    assert engine.engine_core.scheduler.kv_manager is made[0]
+    assert len(engine.generate_batch(PROMPTS, greedy(2))) == 4
+
+
+def test_parts_of_before_still_fit_where_m3_changed_nothing() -> None:
+    unchanged = {"sampler", "stop_checker", "detokenizer"}
+    assert {role for role in PARTS if PARTS[role] is m2_continuous_batching.PARTS.get(role)} == unchanged

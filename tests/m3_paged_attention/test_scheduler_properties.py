@@ -1,0 +1,327 @@
+"""Random traffic against the scheduler of blocks: tiny pools, families, both kinds of preemption, and every accident.
+
+Hypothesis draws arrivals, limits, aborts, failures, interrupts and forced preemptions. The test-bed judges every message
+and reads every slot of KV; here the decisions are compared with an oracle of a few lines, and what follows from many of
+them is asserted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import given, settings, strategies as st
+
+from m3_paged_attention.errors import KVCapacityError
+from tests.testbed.bed import Step
+from tests.testbed.fakes import answer
+from tests.testbed.paged import PagedBed, Squeezed, make_paged_bed
+
+MANY_STEPS = 1500
+MAX_MODEL_LEN = 40
+
+# --- traffic ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, and the step before which it comes."""
+
+    step: int
+    prompt_len: int
+    max_tokens: int
+    n: int = 1
+    stop: bool = False
+    """Whether its fifth token is a stop token."""
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    block_size: int
+    num_blocks: int
+    num_host_blocks: int
+    swap: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def longest_prompt(self) -> int:
+        return min(self.max_num_batched_tokens, self.num_blocks * self.block_size, MAX_MODEL_LEN - 1)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All that happens to a scheduler. Steps count from 0; a request is named by its place among all children."""
+
+    limits: Limits
+    arrivals: tuple[Arrival, ...]
+    aborts: tuple[tuple[int, bool, int], ...] = ()
+    """Step, whether while the model runs (else before the decision), request."""
+    failures: tuple[tuple[int, int], ...] = ()
+    """Step, request: it gets no token there if it runs."""
+    crashes: tuple[int, ...] = ()
+    """Steps in which the model raises."""
+    interrupts: tuple[tuple[int, bool], ...] = ()
+    """Steps before which a decision is thrown away, and whether the model ran it."""
+    squeezes: tuple[int, ...] = ()
+    """Steps in which somebody is preempted whatever is free."""
+
+
+@st.composite
+def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 4) -> Traffic:
+    """Some requests and some limits; `disturbed`: with all kinds of accidents."""
+    max_num_seqs = draw(st.sampled_from([1, 2, 3, 8]))
+    limits = Limits(
+        block_size=draw(st.sampled_from([1, 2, 4, 16])),
+        num_blocks=draw(st.sampled_from([1, 2, 3, 5, 8, 13, 40])),
+        num_host_blocks=draw(st.sampled_from([0, 2, 5, 40])),
+        swap=draw(st.booleans()),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([0, 1, 4, 12, 40])),
+    )
+    steps, lens = st.integers(0, 12), st.integers(1, min(limits.longest_prompt, 16))
+    arrivals = draw(
+        st.lists(
+            st.builds(
+                Arrival,
+                step=st.one_of(st.just(0), steps),
+                prompt_len=lens,
+                max_tokens=st.integers(1, 14),
+                n=st.one_of(st.just(1), st.integers(1, largest_family)),
+                stop=st.booleans(),
+                prompt_logprobs=st.sampled_from([None, None, 1]),
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    plain = Traffic(limits, tuple(sorted(arrivals, key=lambda arrival: arrival.step)))
+    if not disturbed:
+        return plain
+    victims = st.integers(0, sum(arrival.n for arrival in arrivals) - 1)
+    return replace(
+        plain,
+        aborts=tuple(draw(st.lists(st.tuples(steps, st.booleans(), victims), max_size=6))),
+        failures=tuple(draw(st.lists(st.tuples(steps, victims), max_size=3))),
+        crashes=tuple(draw(st.lists(steps, max_size=2))),
+        interrupts=tuple(draw(st.lists(st.tuples(steps, st.booleans()), max_size=5))),
+        squeezes=tuple(draw(st.lists(steps, max_size=4))),
+    )
+
+
+def bed_for(traffic: Traffic, **settings: Any) -> PagedBed:
+    return make_paged_bed(max_model_len=MAX_MODEL_LEN, kv_manager_class=Squeezed, **vars(traffic.limits), **settings)
+
+
+def names(traffic: Traffic, prefix: str = "r") -> list[str]:
+    return [f"{prefix}{number}" for number in range(len(traffic.arrivals))]
+
+
+def scheduled_names(traffic: Traffic, names: list[str]) -> list[str]:
+    """The names of all children, and of whoever has no siblings."""
+    pairs = zip(names, traffic.arrivals, strict=True)
+    return [f"{name}/{i}" if one.n > 1 else name for name, one in pairs for i in range(one.n)]
+
+
+def play(traffic: Traffic, bed: PagedBed, names: list[str]) -> Iterator[Step]:
+    """Let the traffic happen; yields before the first step, and after every step."""
+    kv_manager: Any = bed.scheduler.kv_manager
+    ids = scheduled_names(traffic, names)
+    for number in range(MANY_STEPS):
+        come(traffic, bed, names, number)
+        if number > 12 and not bed.scheduler.has_unfinished_requests():
+            bed.drain()
+            return
+        bed.abort(*(ids[who] for step, late, who in traffic.aborts if step == number and not late))
+        for step, executed in traffic.interrupts:
+            if step == number:
+                bed.interrupt(executed=executed)
+        kv_manager.is_due = number in traffic.squeezes
+        late = [ids[who] for step, late, who in traffic.aborts if step == number and late]
+        yield bed.step(
+            between=lambda output, late=late: bed.abort(*late),  # type: ignore[misc]
+            failing=[ids[who] for step, who in traffic.failures if step == number],
+            crash=number in traffic.crashes,
+        )
+        kv_manager.is_due = False
+    raise AssertionError(f"not done after {MANY_STEPS} steps")
+
+
+def come(traffic: Traffic, bed: PagedBed, names: list[str], number: int) -> None:
+    """Let those arrive who come before this step."""
+    for place, arrival in enumerate(traffic.arrivals):
+        if arrival.step == number:
+            prompt = [33 + (place * 7 + i) % 90 for i in range(arrival.prompt_len)]
+            bed.add(
+                prompt,
+                arrival.max_tokens,
+                n=arrival.n,
+                request_id=names[place],
+                seed=place,
+                stop_token_ids=answer(prompt, 5, seed=place)[4:] if arrival.stop else (),
+                prompt_logprobs=arrival.prompt_logprobs,
+            )
+
+
+# --- whatever happens -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(traffic())
+def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
+    bed = bed_for(traffic)
+    for _ in play(traffic, bed, names(traffic)):
+        pass
+    ids = scheduled_names(traffic, names(traffic))
+    assert bed.ended.keys() == set(ids)
+    assert sorted(bed.reported_ends) == sorted(names(traffic)), "callers hear of each end once"
+    aborted = {ids[who] for _, _, who in traffic.aborts}
+    for rid, reason in bed.ended.items():
+        request = bed.requests[rid]
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        most = min(params.max_tokens, MAX_MODEL_LEN - len(prompt))
+        whole = answer(prompt, most, params.stop_token_ids, seed=request.seed)
+        assert bed.said(rid) == whole[: len(bed.said(rid))]
+        if reason == "abort":
+            assert rid in aborted
+        elif reason == "error":
+            error = request.finish_reason.error  # type: ignore[union-attr]
+            assert not isinstance(error, KVCapacityError) or len(prompt) + len(bed.said(rid)) > (
+                traffic.limits.num_blocks * traffic.limits.block_size
+            ), "it could have run alone"
+        else:
+            assert bed.said(rid) == whole
+            asked = params.prompt_logprobs is not None
+            assert (request.sequence.data.prompt_logprobs is not None) == asked
+
+
+@settings(max_examples=40)
+@given(traffic(), st.randoms(use_true_random=False))
+def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(traffic: Traffic, random: Any) -> None:
+    def trace(names: list[str]) -> list[Any]:
+        bed = bed_for(traffic, trace=True)
+        for _ in play(traffic, bed, names):
+            pass
+        assert bed.recorder is not None
+        ids = [*scheduled_names(traffic, names), *names]
+        places = {rid: place for place, rid in enumerate(ids)}
+
+        def plain(name: str, value: Any) -> Any:
+            if name == "left":  # sorted by name
+                return sorted(places[rid] for rid in value)
+            if name == "why":  # a sentence
+                return ""
+            if isinstance(value, tuple):
+                return [places.get(one, one) if isinstance(one, str) else one for one in value]
+            return places.get(value, value) if isinstance(value, str) else value
+
+        return [
+            (record.step, record.event.kind, {name: plain(name, value) for name, value in vars(record.event).items()})
+            for record in bed.recorder.records
+        ]
+
+    first = trace(names(traffic))
+    assert trace(names(traffic)) == first
+    others = names(traffic, prefix="request-")
+    random.shuffle(others)
+    assert trace(others) == first
+
+
+# --- the rules --------------------------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """What the next step must decide, from lengths alone: requests without siblings, preemption by recompute."""
+
+    def __init__(self, bed: PagedBed, limits: Limits, left_out: list[str]) -> None:
+        self.limits, self.left_out = limits, left_out
+        self.lens = {rid: r.sequence.get_len() for rid, r in bed.requests.items()}
+        self.said = {rid: len(bed.said(rid)) for rid in bed.requests}
+        self.order = {rid: number for number, rid in enumerate(bed.requests)}
+        self.running, self.waiting, self.again = bed.running(), bed.waiting(), bed.preempted()
+        self.free = limits.num_blocks - sum(self.blocks(self.lens[rid] - 1) for rid in self.running)
+
+    def blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_size)
+
+    def takes(self, rid: str) -> int:
+        """Blocks that the next token of a running request takes."""
+        return self.blocks(self.lens[rid]) - self.blocks(self.lens[rid] - 1)
+
+    def decide(self) -> tuple[list[str], list[str], dict[str, int]]:
+        """Who is preempted, who is given up, and the tokens of all others."""
+        preempted: list[str] = []
+        running = list(self.running)
+        while sum(map(self.takes, running)) > self.free:
+            if len(running) == 1:
+                return preempted, running, {}
+            victim = min(running, key=lambda rid: (self.said[rid], self.said[rid] - self.lens[rid], -self.order[rid]))
+            running.remove(victim)
+            preempted.append(victim)
+            self.free += self.blocks(self.lens[victim] - 1)
+        budget = self.limits.max_num_batched_tokens
+        counts: dict[str, int] = {}
+        if not preempted:
+            for rid in running:
+                if rid in self.left_out and self.waiting:
+                    counts[rid] = 1
+                    self.free -= self.takes(rid)
+            self.admit(counts, budget)
+        for rid in running:
+            if rid not in counts and sum(counts.values()) < budget:
+                counts[rid] = 1
+        return preempted, [], counts
+
+    def admit(self, counts: dict[str, int], budget: int) -> None:
+        num_running = len(self.running)
+        for rid in self.waiting:
+            kept = num_running + 1 if num_running else 0
+            over = sum(counts.values()) + self.lens[rid] > budget and (counts or rid not in self.again)
+            if num_running == self.limits.max_num_seqs or over or self.blocks(self.lens[rid]) + kept > self.free:
+                return
+            counts[rid] = self.lens[rid]
+            self.free -= self.blocks(self.lens[rid])
+            num_running += 1
+
+
+@settings(max_examples=150)
+@given(traffic(disturbed=False, largest_family=1))
+def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None:
+    traffic = replace(traffic, limits=replace(traffic.limits, swap=False))
+    bed = bed_for(traffic)
+    schedule = bed.schedule
+    left_out: list[str] = []
+
+    def judged() -> Any:
+        nonlocal left_out
+        oracle = Oracle(bed, traffic.limits, left_out)
+        preempted, given_up, counts = oracle.decide()
+        output = schedule()
+        assert output.num_scheduled_tokens == counts
+        assert sorted(set(bed.preempted()) - set(oracle.again)) == sorted(preempted)
+        marked = [rid for rid in oracle.running if bed.requests[rid].to_finish is not None]
+        assert marked == given_up
+        left_out = [rid for rid in bed.running() if rid not in counts and rid not in given_up]
+        return output
+
+    bed.schedule = judged  # type: ignore[method-assign]
+    for _ in play(traffic, bed, names(traffic)):
+        pass
+
+
+@settings(max_examples=60)
+@given(traffic(disturbed=False))
+def test_there_is_always_somebody_who_goes_on(traffic: Traffic) -> None:
+    bed = bed_for(traffic)
+    for step in play(traffic, bed, names(traffic)):
+        assert step.counts or "error" in step.ended.values() or not bed.scheduler.has_unfinished_requests()
+
+
+@settings(max_examples=40)
+@given(traffic(disturbed=False, largest_family=1))
+def test_those_who_never_ran_come_in_by_arrival(traffic: Traffic) -> None:
+    bed = bed_for(traffic)
+    joined: dict[str, None] = {}
+    for step in play(traffic, bed, names(traffic)):
+        joined |= dict.fromkeys(data.req_id for data in step.output.scheduled_new_reqs)
+    assert list(joined) == names(traffic)
