@@ -39,11 +39,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Links that leave docs/, as the site needs them; MkDocs checks them afterwards. What is for GitHub only goes."""
 
     def to_reference(link: re.Match[str]) -> str:
-        return f"[{link[1]}][{link[2]}.{CLASSES.get(link[3], link[3])}]"
+        module = link[3].replace("/", ".")
+        return f"[{link[1]}][{link[2]}.{CLASSES.get(module, module)}]"
 
     markdown = re.sub(r"<!-- on GitHub only -->.*?<!-- end -->\n", "", markdown, flags=re.DOTALL)
     markdown = re.sub(r"^::: (m\d_[\w.]+)\n    options: .*members: \[\].*$", with_source, markdown, flags=re.MULTILINE)
-    markdown = re.sub(r"\[([^\]]+)\]\(\.\./(m\d_\w+)/(\w+)\.py\)", to_reference, markdown)
+    markdown = re.sub(r"\[([^\]]+)\]\(\.\./(m\d_\w+)/([\w/]+)\.py\)", to_reference, markdown)
     return re.sub(r"\]\(\.\./(notebooks/[\w.-]+\.ipynb|benchmarks/results/[\w.-]+\.json)", r"](\1", markdown)
 
 

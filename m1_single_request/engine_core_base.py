@@ -83,7 +83,7 @@ class EngineCoreBase(ABC):
     def add_request(self, request: Request) -> None:
         """Queue a checked request; it runs in later steps."""
         self._check_alive()
-        self._forget_told()  # the id may be one of theirs
+        self.forget_told()  # the id may be one of theirs
         self._scheduler.add_request(request)
         self._open[request.request_id] = request
 
@@ -99,6 +99,13 @@ class EngineCoreBase(ABC):
         """Whether this request still waits or runs, or no step has reported its end."""
         is_open = request_id in self._open and request_id not in self._told
         return is_open or request_id in self._scheduler.requests
+
+    def forget_told(self) -> None:
+        """The outputs of the last step reached their callers: whoever ended in it needs no record any more."""
+        for request_id in list(self._told):
+            self._open.pop(request_id, None)
+            self._counted.discard(request_id)
+            self._told.discard(request_id)
 
     def take_back(self, request_ids: Iterable[str] | None = None) -> None:
         """Outputs of the last step did not reach their callers (all of them, or those named): it is as if interrupted.
@@ -133,7 +140,7 @@ class EngineCoreBase(ABC):
     def _begin_step(self) -> bool:
         """Start a step, or release what an interrupted one left behind and return False: there is nothing to do."""
         self._check_alive()
-        self._forget_told()
+        self.forget_told()
         if not self.has_unfinished_requests():
             self._release()
             return False
@@ -241,10 +248,3 @@ class EngineCoreBase(ABC):
             )
         self._told.update(request.request_id for request in ended if request.request_id in self._open)
         self._in_step = False
-
-    def _forget_told(self) -> None:
-        """Whoever was told of its end by the last step needs no record any more."""
-        for request_id in list(self._told):
-            self._open.pop(request_id, None)
-            self._counted.discard(request_id)
-            self._told.discard(request_id)

@@ -274,6 +274,7 @@ class LLMEngine:
         self._check_usable()
         while self._dropped:
             self._abandon(self._dropped.popleft())
+        self.engine_core.forget_told()  # only the coming step's outputs can be lost
         outputs: dict[str, RequestOutput] | None = None
         delivered: list[str] = []
         self._stepping = True  # whoever is called from inside the step (a trace reader) must not call back

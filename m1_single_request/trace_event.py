@@ -23,7 +23,7 @@ class Event:
     """The root of all events. Every event has its `explain`; of the rest it overrides what it has something to say to.
 
     An event names its requests wherever it speaks: a step may have many. For the events of later milestones:
-    seams `explain`, `brief`, `lanes`, `counters`.
+    seams `explain`, `brief`, `request_ids`, `lanes`, `counters`.
     """
 
     style: ClassVar[str] = "default"

@@ -29,10 +29,7 @@ COLOURS = (
 CELL = 3  # characters: a letter, a mark, a gap
 MOST_ROWS = 16  # more than so many lines, and the free ones among them are told in one
 LEAST_WORDS = 32  # columns that the decisions need to stand beside the grid; with fewer they go below it
-KEY = (
-    "A  a block of request A, full      a  one that A is still filling      A3  one that 3 requests hold, A the first "
-    "of them      .  free"
-)
+KEY = "A  full block of request A    a  A still fills it    A3  held by 3, A the first of them    .  free"
 """How to read a cell."""
 
 

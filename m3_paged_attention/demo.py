@@ -41,7 +41,7 @@ def make_parser(prog: str = "python -m m3_paged_attention.demo") -> argparse.Arg
         "--load-format",
         choices=get_args(LoadFormat),
         default="auto",
-        help="dummy: random weights of the model's shape, without its files (and without m2 in the comparison)",
+        help="dummy: random weights of the model's shape instead of its own; m2 cannot do that, so nothing is compared",
     )
     parser.add_argument(
         "--attention-backend",
@@ -61,16 +61,22 @@ def make_parser(prog: str = "python -m m3_paged_attention.demo") -> argparse.Arg
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a memory of blocks; later milestones have them, too."""
-    memory = parser.add_argument_group("KV memory", "one size at most; the tour picks one, else it is the engine's own")
+    memory = parser.add_argument_group(
+        "KV memory",
+        "How much there is: at most one of the three sizes. Without one the tour has little, and else the engine decides.",
+    )
     memory.add_argument("--block-size", type=int, help=f"tokens per block; default: {BLOCK_SIZE} in the tour, else 16")
     memory.add_argument(
-        "--num-blocks", type=int, help=f"exactly so many blocks; default: for {POOL_TOKENS} tokens in the tour"
+        "--num-blocks", type=int, help=f"exactly so many blocks; default: enough for {POOL_TOKENS} tokens in the tour"
     )
     memory.add_argument(
         "--kv-cache-memory-bytes", type=int, metavar="BYTES", help="as many blocks as this has room for"
     )
     memory.add_argument(
-        "--gpu-memory-utilization", type=float, metavar="SHARE", help="on CUDA: of the device, for all it holds"
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="on CUDA: this share of the device for weights, activations and KV",
     )
     memory.add_argument(
         "--preemption",

@@ -382,7 +382,7 @@ class Scheduler:
         memory, goes on where it is, and is sent in full again; everybody else starts over.
         """
         kv_manager, requests = self.kv_manager, list(self.requests.values())
-        whole = [r for r in requests if r.sequence.data.num_computed_tokens == r.sequence.get_len() - 1]
+        whole = [r for r in requests if 0 < r.sequence.data.num_computed_tokens == r.sequence.get_len() - 1]
         kv_manager.recover([r.request_id for r in whole if r.to_finish is None])
         owned, swapped = kv_manager.owned(), kv_manager.swapped()
         reset = []

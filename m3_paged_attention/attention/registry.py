@@ -33,14 +33,17 @@ class Backend(Protocol):
         shape, good until the next call. `store_kv` comes first: a token sees itself."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
+        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+
+        `weight` `[width]` is that of every row; `[heads, width]` has one for each head of `x` `[tokens, heads, width]`.
+        """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The norm of `x + residual`, and the sum itself. `residual` may be overwritten with it."""
 
-    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn each head's pairs `(i, i + head_dim / 2)` by their angle; may work in place. `cos` and `sin` are
-        float32 `[tokens, head_dim / 2]`, the same tensors for all layers of a step."""
+    def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn the pairs `(i, i + head_dim / 2)` of `heads` `[tokens, heads, head_dim]` by their angle; may work in
+        place. `cos` and `sin` are float32 `[tokens, head_dim / 2]`, the same tensors for all layers of a step."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `[tokens, 2 * intermediate]`, gate first."""

@@ -72,16 +72,14 @@ class TorchBackend:
         residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
 
-    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turn each head's pairs `(i, i + head_dim / 2)` by the angle of its token, in float32."""
         if self._angles is None or self._angles[0] is not cos:  # once per step
             both_cos, both_sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
             self._angles = cos, both_cos[:, None], both_sin[:, None]  # [tokens, 1, head_dim]
         _, both_cos, both_sin = self._angles
-        heads = torch.cat((query, key), 1)  # [tokens, heads + kv_heads, head_dim]
         swapped = heads.roll(heads.shape[-1] // 2, -1)  # the partner of every element
-        turned = torch.addcmul(heads * both_cos, swapped, both_sin).to(query.dtype)
-        return turned[:, : query.shape[1]], turned[:, query.shape[1] :]
+        return torch.addcmul(heads * both_cos, swapped, both_sin).to(heads.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `[tokens, 2 * intermediate]`."""

@@ -156,7 +156,7 @@ class TritonBackend:
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dimension, with any leading ones."""
+        """RMSNorm over the last dimension, with any leading ones; a weight for all rows, or one per head."""
         return self._norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -183,32 +183,29 @@ class TritonBackend:
             WIDTH_PAD=_power_of_two(width),
             BLOCK_ROWS=block_rows,
             HAS_RESIDUAL=residual is not None,
+            PER_HEAD=weight.ndim == 2,
             num_warps=_num_warps(block_rows * width),
         )
         return out
 
-    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys `[num_tokens, heads, head_dim]` in place; cos and sin are fp32 `[.., head_dim / 2]`."""
-        num_tokens, num_heads, head_dim = query.shape
-        num_kv_heads, half = key.shape[1], cos.shape[-1]
+    def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn `heads` `[num_tokens, heads, head_dim]` in place; cos and sin are fp32 `[num_tokens, head_dim / 2]`."""
+        num_tokens, num_heads, head_dim = heads.shape
+        half = cos.shape[-1]
         assert cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == torch.float32
         rotary_kernel[(num_tokens,)](
-            _packed(query),
-            _packed(key),
+            _packed(heads),
             cos,
             sin,
-            query.stride(0),
-            key.stride(0),
-            NUM_HEADS=num_heads,
+            heads.stride(0),
+            HEADS=num_heads,
             HEADS_PAD=_power_of_two(num_heads),
-            NUM_KV_HEADS=num_kv_heads,
-            KV_HEADS_PAD=_power_of_two(num_kv_heads),
             HEAD_DIM=head_dim,
             HALF=half,
             HALF_PAD=_power_of_two(half),
             num_warps=_num_warps(num_heads * half),
         )
-        return query, key
+        return heads
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of the two halves of `[num_tokens, 2 * intermediate]`."""

@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 def rms_norm_kernel(
     x_ptr,  # [num_tokens, HEADS, WIDTH], a token every `x_stride` elements
     residual_ptr,  # [num_rows, WIDTH], updated in place; not touched without HAS_RESIDUAL
-    weight_ptr,  # [WIDTH]
+    weight_ptr,  # [WIDTH], or [HEADS, WIDTH] if PER_HEAD
     out_ptr,  # out: [num_rows, WIDTH]
     eps,
     num_rows,  # num_tokens * HEADS
@@ -27,11 +27,13 @@ def rms_norm_kernel(
     WIDTH_PAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    PER_HEAD: tl.constexpr,
 ):
     """x / sqrt(mean(x**2) + eps) * weight, row by row; with a residual, x + residual takes the place of x and is kept.
 
     A program holds a tile of BLOCK_ROWS whole rows. The hidden state is one long row per token (HEADS = 1, one row per
-    program); Qwen3's norm of queries and keys has a short row per head, and a program takes several.
+    program); Qwen3's norm of queries and keys has a short row per head, and a program takes several. Queries have one
+    weight and keys another, so that each head brings its own (PER_HEAD) and both go through one launch.
 
     The sum is rounded to the type of the residual before it is squared: the norm must see what the next layer sees.
     """
@@ -47,60 +49,44 @@ def rms_norm_kernel(
         tl.store(residual_ptr + offsets, rounded, mask=mask)
         x = rounded.to(tl.float32)
     mean_square = tl.sum(x * x, axis=1) / WIDTH
-    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    normed = x * tl.rsqrt(mean_square + eps)[:, None] * weight[None, :]
+    if PER_HEAD:
+        weight_rows = weight_ptr + (rows % HEADS * WIDTH)[:, None] + columns[None, :]
+        weight = tl.load(weight_rows, mask=mask, other=0.0).to(tl.float32)
+    else:
+        weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+    normed = x * tl.rsqrt(mean_square + eps)[:, None] * weight
     tl.store(out_ptr + offsets, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def rotate_heads(
-    x_ptr,  # one token's heads, [HEADS, HEAD_DIM]
-    cos,  # [HALF_PAD]
-    sin,
+def rotary_kernel(
+    heads_ptr,  # [num_tokens, HEADS, HEAD_DIM], a token every `token_stride` elements; updated in place
+    cos_ptr,  # fp32 [num_tokens, HALF]
+    sin_ptr,
+    token_stride,
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """Turn every pair (x[i], x[i + HALF]) of every head by the token's angle i, in place."""
-    heads = tl.arange(0, HEADS_PAD)
-    dims = tl.arange(0, HALF_PAD)
-    mask = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
-    low_ptr = x_ptr + heads[:, None] * HEAD_DIM + dims[None, :]
-    high_ptr = low_ptr + HALF
-    low = tl.load(low_ptr, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(high_ptr, mask=mask, other=0.0).to(tl.float32)
-    tl.store(low_ptr, (low * cos[None, :] - high * sin[None, :]).to(x_ptr.dtype.element_ty), mask=mask)
-    tl.store(high_ptr, (high * cos[None, :] + low * sin[None, :]).to(x_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def rotary_kernel(
-    query_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM], a token every `query_stride` elements; updated in place
-    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], likewise
-    cos_ptr,  # fp32 [num_tokens, HALF]
-    sin_ptr,
-    query_stride,
-    key_stride,
-    NUM_HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    KV_HEADS_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-):
     """Rotary position embedding, in the half-split layout of Llama and Qwen. One program turns one token's heads.
 
-    The angles are gathered by position before the first layer and serve all of them.
+    Every pair (x[i], x[i + HALF]) of every head is turned by the token's angle i. The angles are gathered by position
+    before the first layer and serve all of them.
     """
     token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, HEADS_PAD)
     dims = tl.arange(0, HALF_PAD)
     cos = tl.load(cos_ptr + token * HALF + dims, mask=dims < HALF, other=0.0)
     sin = tl.load(sin_ptr + token * HALF + dims, mask=dims < HALF, other=0.0)
-    rotate_heads(query_ptr + token * query_stride, cos, sin, NUM_HEADS, HEADS_PAD, HEAD_DIM, HALF, HALF_PAD)
-    rotate_heads(key_ptr + token * key_stride, cos, sin, NUM_KV_HEADS, KV_HEADS_PAD, HEAD_DIM, HALF, HALF_PAD)
+    mask = (heads < HEADS)[:, None] & (dims < HALF)[None, :]
+    low_ptr = heads_ptr + token * token_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    high_ptr = low_ptr + HALF
+    low = tl.load(low_ptr, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(high_ptr, mask=mask, other=0.0).to(tl.float32)
+    tl.store(low_ptr, (low * cos[None, :] - high * sin[None, :]).to(heads_ptr.dtype.element_ty), mask=mask)
+    tl.store(high_ptr, (high * cos[None, :] + low * sin[None, :]).to(heads_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

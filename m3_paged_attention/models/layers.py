@@ -7,6 +7,7 @@ model is nothing but such overhead. vLLM: `layers/linear.py` (`QKVParallelLinear
 the same.
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -44,23 +45,31 @@ class Attention:
         self.backend = backend
         self.qkv_proj = linear(weights.qkv, weights.qkv_bias)
         self.o_proj = linear(weights.o, weights.o_bias)
-        self.q_norm, self.k_norm, self.eps = weights.q_norm, weights.k_norm, config.rms_norm_eps
+        self.qk_norm, self.eps = _norm_of_heads(config, weights), config.rms_norm_eps
         self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
-        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]  # of Q, K and V
-        self.num_heads, self.out_features = sum(self.heads), config.num_heads * config.head_dim
+        self.heads = [config.num_heads, config.num_kv_heads]  # of Q and K
+        self.qk_and_v = [sum(self.heads), config.num_kv_heads]
+        self.num_heads, self.out_features = sum(self.qk_and_v), config.num_heads * config.head_dim
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, layer: KVLayer, metadata: AttentionMetadata) -> Tensor:
         """`[num_tokens, hidden_size]` to the same; the new keys and values are written to `layer` before it is read."""
         backend, num_tokens = self.backend, hidden.shape[0]
         qkv = self.qkv_proj(hidden).view(num_tokens, self.num_heads, self.head_dim)
-        query, key, value = qkv.split_with_sizes(self.heads, 1)  # each [num_tokens, its heads, head_dim]
-        if self.q_norm is not None and self.k_norm is not None:
-            query = backend.rms_norm(query, self.q_norm, self.eps)
-            key = backend.rms_norm(key, self.k_norm, self.eps)
-        query, key = backend.rotary(query, key, cos, sin)
+        query_key, value = qkv.split_with_sizes(self.qk_and_v, 1)  # each [num_tokens, its heads, head_dim]
+        if self.qk_norm is not None:
+            query_key = backend.rms_norm(query_key, self.qk_norm, self.eps)
+        query, key = backend.rotary(query_key, cos, sin).split_with_sizes(self.heads, 1)
         backend.store_kv(key, value, layer, metadata.slot_mapping)
         attended = backend.attention(query, layer, metadata, self.scale)  # [num_tokens, num_heads, head_dim]
         return self.o_proj(attended.view(num_tokens, self.out_features))
+
+
+def _norm_of_heads(config: DecoderConfig, weights: LayerWeights) -> Tensor | None:
+    """The norm weights of queries and keys, a row for each head `[num_heads + num_kv_heads, head_dim]`, so that one
+    call serves them all; None where the architecture has none."""
+    if weights.q_norm is None or weights.k_norm is None:
+        return None
+    return torch.stack([weights.q_norm] * config.num_heads + [weights.k_norm] * config.num_kv_heads)
 
 
 class MLP:

@@ -108,8 +108,9 @@ def launches(shape: Shape, dtype: torch.dtype) -> None:
     hidden = meta(NUM_TOKENS, shape.hidden_size)
     angles = meta(NUM_TOKENS, head_dim // 2, dtype=torch.float32)
     backend.add_rms_norm(hidden, hidden, meta(shape.hidden_size), 1e-6)
-    backend.rms_norm(query, meta(head_dim), 1e-6)
-    backend.rotary(query, key, angles, angles)
+    query_key = qkv[:, : heads + kv_heads]
+    backend.rms_norm(query_key, meta(heads + kv_heads, head_dim), 1e-6)
+    backend.rotary(query_key, angles, angles)
     backend.store_kv(key, value, layer, meta(NUM_TOKENS, dtype=torch.int64))
     backend.attention(query, layer, _metadata(), head_dim**-0.5)
     backend.silu_mul(meta(NUM_TOKENS, 2 * shape.intermediate_size))

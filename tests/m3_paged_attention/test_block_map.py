@@ -1,0 +1,395 @@
+"""The block map: what it makes of a trace, how it is drawn, and what is said of it. A real engine's trace agrees."""
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from m1_single_request.events import Event, Finish, RequestAdded, StepDone
+from m2_continuous_batching.events import Batch
+from m3_paged_attention import SamplingParams, TraceConfig, TraceRecord
+from m3_paged_attention.block_map import Block, BlockMap, Frame
+from m3_paged_attention.block_map_facts import facts, highlights, longest_request, num_slots
+from m3_paged_attention.block_map_view import KEY, MOST_ROWS, draw
+from m3_paged_attention.events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksForked,
+    BlocksFreed,
+    BlocksSwapped,
+    KVSized,
+    KVUsage,
+)
+from m3_paged_attention.scheduler_events import Admit, NotAdmitted, Preempted, StepLost
+from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting, unfinished
+
+
+def sized(num_blocks: int = 8, block_size: int = 4) -> KVSized:
+    return KVSized(
+        source="num_blocks", budget_bytes=None, total_bytes=None, gpu_memory_utilization=None, peak_bytes=None,
+        block_size=block_size, block_bytes=40, bytes_per_token=10, fitting_blocks=num_blocks + 1,
+        num_blocks=num_blocks, num_host_blocks=num_blocks, num_bytes=40 * (num_blocks + 1), num_host_bytes=0,
+        max_model_len=100, max_num_seqs=4,
+    )  # fmt: skip
+
+
+def added(rid: str, prompt_len: int = 6) -> RequestAdded:
+    return RequestAdded(rid=rid, len=prompt_len, max_tokens=9, greedy=True, seed=0, num_waiting=0)
+
+
+def admit(rid: str, how: str = "prefill", *, said: int = 0, extend: int = 6, prefix: int = 0) -> Admit:
+    return Admit(
+        rid=rid, how=how, source=None, prefix=prefix, extend=extend, num_output_tokens=said, num_blocks=2, num_free=6,
+        num_running=1, max_num_seqs=4, budget_left=9, num_waiting=0,
+    )  # fmt: skip
+
+
+def got(owner: str, *block_ids: int) -> BlocksAllocated:
+    return BlocksAllocated(owner=owner, block_ids=block_ids, num_tokens=6, num_owned=len(block_ids), num_free=6)
+
+
+def forked(owner: str, parent: str, *block_ids: int, num_tokens: int = 5) -> BlocksForked:
+    return BlocksForked(owner=owner, parent=parent, block_ids=block_ids, num_tokens=num_tokens)
+
+
+def copied(owner: str, source: int, target: int) -> BlockCopied:
+    return BlockCopied(owner=owner, source=source, target=target, num_holders=1, num_free=5)
+
+
+def freed(owner: str, *block_ids: int, on_host: bool = False) -> BlocksFreed:
+    return BlocksFreed(owner=owner, block_ids=block_ids, num_kept=0, on_host=on_host, num_free=8)
+
+
+def swapped(owner: str, direction: str, block_ids: tuple[int, ...], host: tuple[int, ...]) -> BlocksSwapped:
+    return BlocksSwapped(
+        owner=owner, direction=direction, block_ids=block_ids, host_block_ids=host, num_free=8, num_host_free=6
+    )
+
+
+def preempted(rid: str, mode: str = "recompute") -> Preempted:
+    return Preempted(
+        rid=rid, mode=mode, num_blocks=2, num_freed=2, needed=2, available=1, num_tokens=7, num_output_tokens=2
+    )
+
+
+def refused(rid: str, limit: str = "blocks") -> NotAdmitted:
+    return NotAdmitted(rid=rid, limit=limit, needed=2, available=1, kept_free=2, num_waiting=1)
+
+
+def ended(rid: str, out_len: int = 2) -> Finish:
+    return Finish(rid=rid, reason="length", matched="max_tokens", why="enough", out_len=out_len)
+
+
+def batch(**seq_lens: int) -> Batch:
+    return Batch(
+        mode="mixed", rids=tuple(seq_lens), extend_lens=(1,) * len(seq_lens),
+        prefix_lens=tuple(n - 1 for n in seq_lens.values()), seq_lens=tuple(seq_lens.values()), joined=(), left=(),
+        total_tokens=len(seq_lens), budget=9,
+    )  # fmt: skip
+
+
+def usage(num_used: int, tokens_held: int, num_blocks: int = 8) -> KVUsage:
+    return KVUsage(
+        num_used=num_used, num_free=num_blocks - num_used, num_shared=0, num_host_used=0, block_size=4,
+        tokens_held=tokens_held,
+    )  # fmt: skip
+
+
+def done() -> StepDone:
+    return StepDone(
+        num_tokens=1, num_waiting=0, num_running=0, kv_tokens=0,
+        schedule_ms=0.0, execute_ms=0.0, sample_ms=0.0, update_ms=0.0,
+    )  # fmt: skip
+
+
+def heard(*steps: Iterable[Event], head: Iterable[Event] = (sized(),)) -> BlockMap:
+    """A map that heard these events, step by step."""
+    block_map = BlockMap()
+    for event in head:
+        block_map.read(TraceRecord(0, 0.0, event))
+    for number, events in enumerate(steps, 1):
+        for event in (*events, done()):
+            block_map.read(TraceRecord(number, 0.0, event))
+    block_map.close()
+    return block_map
+
+
+START = (added("a"), added("b"), admit("a"), got("a", 1, 2), admit("b"), got("b", 3, 4), batch(a=6, b=6))
+
+
+def cells(frame: Frame) -> dict[int, tuple[tuple[str, ...], int]]:
+    """The blocks that somebody holds: by whom, and how full they are."""
+    return {block.block_id: (block.holders, block.num_tokens) for block in frame.blocks if block.holders}
+
+
+# --- from events to frames --------------------------------------------------------------------------------------------
+
+
+def test_a_block_belongs_to_whoever_got_it_and_holds_what_has_gone_through_the_model() -> None:
+    first, second = heard(START, (got("a", 5), batch(a=9, b=7))).frames
+    assert (first.step, first.num_blocks, first.block_size, first.num_used) == (1, 8, 4, 4)
+    assert first.tables == {"a": (1, 2), "b": (3, 4)}
+    assert cells(first) == {1: (("a",), 4), 2: (("a",), 2), 3: (("b",), 4), 4: (("b",), 2)}
+    assert cells(second) == {1: (("a",), 4), 2: (("a",), 4), 3: (("b",), 4), 4: (("b",), 3), 5: (("a",), 1)}
+    assert first.blocks[7] == Block(8, (), 0)
+
+
+def test_a_fork_shares_blocks_and_a_copy_parts_them() -> None:
+    fork, copy = heard(
+        (added("a"), added("b"), admit("a"), got("a", 1, 2), forked("b", "a", 1, 2), admit("b", "fork"), batch(a=6)),
+        (copied("a", 2, 3), batch(a=7, b=6)),
+    ).frames
+    assert (fork.num_used, fork.num_shared) == (2, 2)
+    assert cells(fork) == {1: (("a", "b"), 4), 2: (("a", "b"), 2)}
+    assert (copy.num_used, copy.num_shared, copy.tables) == (3, 1, {"a": (1, 3), "b": (1, 2)})
+    assert cells(copy) == {1: (("a", "b"), 4), 2: (("b",), 2), 3: (("a",), 3)}
+
+
+def test_the_holders_of_a_block_stand_in_the_order_of_arrival() -> None:
+    block_map = heard((added("z"), added("a"), got("a", 1), forked("z", "a", 1)))
+    assert block_map.frames[0].blocks[0].holders == ("z", "a")
+
+
+def test_a_request_that_ends_leaves_its_blocks() -> None:
+    (frame,) = heard((*START, freed("a", 1, 2), ended("a"))).frames
+    assert frame.tables == {"b": (3, 4)} and frame.waiting == ()
+    assert frame.requests == ("a", "b"), "it keeps its place"
+
+
+def test_a_preempted_request_waits_in_front() -> None:
+    before, lost, back = heard(
+        (*START, added("c")),
+        (freed("b", 3, 4), preempted("b"), batch(a=7)),
+        (admit("b", said=2, extend=8), got("b", 6, 7), batch(a=8, b=8)),
+    ).frames
+    assert (before.waiting, before.preempted) == (("c",), frozenset())
+    assert (lost.waiting, lost.preempted, lost.tables) == (("b", "c"), {"b"}, {"a": (1, 2)})
+    assert (back.waiting, back.preempted, back.tables) == (("c",), frozenset(), {"a": (1, 2), "b": (6, 7)})
+
+
+def test_a_swapped_request_holds_blocks_on_the_host_and_comes_back_with_its_tokens() -> None:
+    out, back, gone = heard(
+        (*START, swapped("b", "out", (3, 4), (0, 1)), preempted("b", "swap")),
+        (swapped("b", "in", (7, 8), (0, 1)), admit("b", "swap_in"), batch(a=7)),
+        (swapped("b", "out", (7, 8), (2, 3)), preempted("b", "swap"), freed("b", 2, 3, on_host=True), ended("b")),
+    ).frames
+    assert (out.tables, out.host_tables) == ({"a": (1, 2)}, {"b": (0, 1)})
+    assert (back.tables, back.host_tables) == ({"a": (1, 2), "b": (7, 8)}, {})
+    assert cells(back)[8] == (("b",), 2), "its tokens came with it"
+    assert (gone.tables, gone.host_tables, gone.waiting, gone.preempted) == ({"a": (1, 2)}, {}, (), frozenset())
+
+
+def test_after_a_lost_step_those_who_start_over_hold_nothing() -> None:
+    (frame,) = heard((*START, StepLost(reset=("b",)))).frames
+    assert (frame.tables, frame.waiting, frame.preempted) == ({"a": (1, 2)}, ("b",), {"b"})
+
+
+def test_a_frame_keeps_the_decisions_of_its_step_the_most_remarkable_first() -> None:
+    first, second, third = heard(
+        START, (freed("b", 3, 4), preempted("b"), got("a", 5), ended("z"), freed("z")), (refused("b"), batch(a=9))
+    ).frames
+    assert [type(event) for event in first.events] == [Admit, BlocksAllocated, Admit, BlocksAllocated]
+    assert [type(event) for event in second.decisions()] == [Preempted, Finish, BlocksFreed, BlocksAllocated]
+    assert [event.owner for event in second.of(BlocksFreed)] == ["b", "z"], "nothing is lost"
+    assert [type(event) for event in third.events] == [NotAdmitted]
+
+
+def test_a_request_that_still_waits_for_the_same_thing_is_no_news() -> None:
+    frames = heard(
+        (refused("a"),), (refused("a"),), (refused("a", "max_num_seqs"),), (refused("b"),), (refused("a"),)
+    ).frames
+    assert [len(frame.events) for frame in frames] == [1, 0, 1, 1, 1]
+
+
+def test_a_map_that_came_late_learns_the_size_from_the_first_step() -> None:
+    (frame,) = heard((got("a", 2), batch(a=3), usage(1, 3)), head=()).frames
+    assert (frame.num_blocks, frame.block_size, frame.usage) == (8, 4, usage(1, 3))
+    assert cells(frame) == {2: (("a",), 3)} and frame.requests == ("a",)
+
+
+def test_frames_do_not_change_when_the_run_goes_on() -> None:
+    block_map = heard(START)
+    kept = block_map.frames[0]
+    for event in (copied("a", 2, 7), freed("b", 3, 4), ended("b"), added("c"), batch(a=7), done()):
+        block_map.read(TraceRecord(2, 0.0, event))
+    assert kept.tables == {"a": (1, 2), "b": (3, 4)} and kept.num_kv == {"a": 6, "b": 6} and kept.waiting == ()
+
+
+# --- on a console -----------------------------------------------------------------------------------------------------
+
+
+def drawn(frame: Frame, width: int = 100, **options: Any) -> list[str]:
+    """The lines of a frame on a console without colours."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(draw(frame, width, **options))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(len(line) <= width for line in lines)
+    return [line.rstrip() for line in lines]
+
+
+def test_a_frame_has_a_cell_for_every_block_and_the_decisions_beside_them() -> None:
+    block_map = heard(
+        (
+            *(
+                added("a"),
+                added("b"),
+                admit("a"),
+                got("a", 1, 2),
+                forked("b", "a", 1, 2),
+                admit("b", "fork"),
+                batch(a=6),
+            ),
+            *(added("c"), refused("c")),
+        ),
+        (copied("b", 2, 3), freed("c"), preempted("c"), batch(a=8, b=6), done()),
+    )
+    first, second = block_map.frames[:2]
+    assert drawn(first, most=2) == [
+        "step 1: 2 of 8 blocks in use, 2 of them by several requests; 6 free",
+        "A a  B b  C c (waits)",
+        "   1  A2 a2 .  .  .  .  .  .    b shares blocks 1-2 with a: the KV of its first 5 tokens need not be",
+        "                                computed, nor stored twice.",
+        "                                c must wait: it needs 2 blocks of 1 free ones, and 2 must stay free",
+        "                                for the next tokens of those that run.",
+        "                                ... and 3 decisions more",
+    ]
+    assert drawn(second, most=1)[:3] == [
+        "step 2: 3 of 8 blocks in use, 1 of them by several requests; 5 free",
+        "A a  B b  C c (preempted)",
+        "   1  A2 A  b  .  .  .  .  .    c is preempted: the next tokens need 2 new blocks, 1 is free, and it",
+    ]
+
+
+def test_what_is_said_may_come_from_several_steps() -> None:
+    frame = heard(START).frames[0]
+    lines = drawn(frame, said=[(7, copied("a", 2, 3)), (6, ended("b"))])
+    assert "    7 a is about to write into block 2" in lines[2] and any("    6 b ends after" in line for line in lines)
+
+
+def test_blocks_on_the_host_are_named() -> None:
+    (frame,) = heard((*START, swapped("b", "out", (3, 4), (0, 1)), preempted("b", "swap"))).frames
+    assert "on the host: B 2 blocks" in "\n".join(drawn(frame))
+
+
+def test_every_letter_is_explained() -> None:
+    for letters in ("A  full", "a  A still fills", "A3  held by 3", ".  free"):
+        assert letters in KEY
+
+
+def test_after_26_requests_the_letters_begin_anew() -> None:
+    names = [f"r{i}" for i in range(27)]
+    (frame,) = heard(
+        [event for i, rid in enumerate(names, 1) for event in (added(rid), got(rid, i))], head=[sized(40)]
+    ).frames
+    lines = drawn(frame, 60)
+    assert "a  b  c  d  e  f  g  h" in lines[-5 - 0] or any("a  b  c  d  e  f  g  h" in line for line in lines)
+    assert any("A r0" in line for line in lines) and any("A r26" in line for line in lines)
+
+
+def test_a_large_pool_is_drawn_without_its_free_lines() -> None:
+    frame = heard((added("a"), got("a", 1, 900), batch(a=8)), head=[sized(1000)]).frames[0]
+    lines = drawn(frame, 100)
+    assert len(lines) < MOST_ROWS and any("free" in line and line.split()[0] == "9" for line in lines)
+    assert "free" in lines[-1] and lines[-1].split()[-2] == "1000"
+    assert sum("A" in line for line in lines[2:]) == 2
+
+
+@pytest.mark.parametrize("width", [10, 40, 61, 80, 120])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    for frame in heard(START, (preempted("b"), added("c")), (copied("a", 2, 3),)).frames:
+        drawn(frame, width)
+
+
+def test_a_narrow_terminal_has_the_decisions_below_the_grid() -> None:
+    lines = drawn(heard(START).frames[0], 40)
+    assert lines[2] == "   1  A  a  B  b  .  .  .  ." and lines[3].startswith("a joins")
+
+
+# --- what is said of it -----------------------------------------------------------------------------------------------
+
+STORY = (
+    (
+        *(added("a"), added("b"), added("c", 9), admit("a"), got("a", 1, 2), forked("b", "a", 1, 2)),
+        *(admit("b", "fork"), admit("c"), got("c", 3, 4, 5), batch(a=6, c=9), usage(5, 15)),
+    ),
+    (copied("b", 2, 6), batch(a=7, b=6, c=10), usage(6, 20)),
+    (got("a", 7), batch(a=8, b=7, c=11), usage(7, 24)),
+    (freed("c", 3, 4, 5), preempted("c"), batch(a=9, b=8), usage(4, 16)),
+    (freed("a", 2, 7), ended("a", 3), batch(a=9, b=9), usage(2, 8)),
+    (admit("c", said=2, extend=11), got("c", 3, 4, 5), batch(b=9, c=11), usage(5, 18)),
+    (freed("b", 1, 6), ended("b", 3), freed("c", 3, 4, 5), ended("c", 4), usage(0, 0)),
+)
+
+
+def test_the_highlights_are_the_first_of_everything() -> None:
+    assert [(title, frame.step) for title, frame in highlights(heard(*STORY))] == [
+        ("a prompt is stored once for several answers (fork); most requests in flight", 1),
+        ("their ways part (copy on write)", 2),
+        ("the memory is full (preemption)", 4),
+        ("who had to go comes back", 6),
+    ]
+
+
+def test_the_facts_have_the_numbers_of_the_run() -> None:
+    assert facts(heard(*STORY)) == [
+        "b starts on blocks of a: 5 prompt tokens are not computed again, and 2 blocks not filled again. 1 block was "
+        "copied, because somebody was about to write into it; whoever holds a block last keeps the original.",
+        "Step 1 has the most requests in flight, 3, in 5 of 8 blocks. As many slots of m2 would take 2.9 KiB; all "
+        "blocks together take 360 bytes. Slots cut down to the longest request of this run, 13 tokens, would be 2: but "
+        "nobody knows that length before the end.",
+        "Step 4 takes 2 blocks from c: it has said least, and 2 blocks are needed where 1 is free. 2 steps later it is "
+        "back, and the KV of 11 tokens is computed again; what it had said is not lost.",
+        "Reserved for nothing: 13% of the places in used blocks, over all steps. They are the ends of last blocks, at "
+        "most 3 of 4 tokens for each request; smaller blocks waste less and need longer block tables.",
+    ]
+
+
+def test_a_swap_computes_nothing_again() -> None:
+    said = facts(
+        heard(
+            (*START, swapped("b", "out", (3, 4), (0, 1)), preempted("b", "swap")),
+            (swapped("b", "in", (7, 8), (0, 1)), admit("b", "swap_in", extend=1, prefix=7), batch(b=7)),
+            (preempted("a"),),
+        )
+    )
+    (text,) = (text for text in said if text.startswith("Step 1 takes"))
+    assert "1 step later it is back, and the KV of 7 tokens is read back from host memory" in text
+    assert text.endswith("In all there were 2 preemptions.")
+
+
+def test_nothing_heard_is_nothing_said() -> None:
+    assert facts(BlockMap()) == [] and highlights(BlockMap()) == [] and longest_request(BlockMap()) == 0
+
+
+@pytest.mark.parametrize(("num_bytes", "said"), [(8, "0.08"), (99, "0.99"), (100, "1"), (250, "2"), (123_456, "1,234")])
+def test_slots_are_counted_in_full_if_there_is_one(num_bytes: int, said: str) -> None:
+    assert num_slots(num_bytes, 100) == said
+
+
+# --- the trace of an engine -------------------------------------------------------------------------------------------
+
+
+def test_the_map_agrees_with_the_engine_after_every_step(make_engine: MakeEngine, mode: str) -> None:
+    block_map = BlockMap()
+    engine = make_engine(**setting(6, blocks=14, mode=mode), trace_config=TraceConfig(readers=(block_map,)))
+    kv_manager = engine.engine_core.scheduler.kv_manager
+    engine.add_request(ids(10), SamplingParams(n=3, max_tokens=12, temperature=1.0, seed=3, ignore_eos=True))
+    for number, length in enumerate((5, 9, 3, 14)):
+        engine.add_request(ids(length), greedy(6 + 3 * number))
+    for step in unfinished(engine):
+        assert step is None
+        if len(block_map.frames) == 9:
+            engine.abort_request("req-2")
+        engine.step()
+        frame, counted = block_map.frames[-1], kv_manager.usage()
+        assert {rid: list(table) for rid, table in frame.tables.items()} == kv_manager.owned()
+        assert {rid: list(table) for rid, table in frame.host_tables.items()} == kv_manager.swapped()
+        assert (frame.num_used, frame.num_shared) == (counted.num_used, counted.num_shared)
+        assert sum(block.num_tokens for block in frame.blocks) == engine.stats().kv_tokens
+        assert list(frame.waiting) == [request.request_id for request in engine.engine_core.scheduler.waiting]
+    assert not block_map.frames[-1].tables and block_map.sized is not None
+    for kind in (BlocksForked, BlockCopied, Preempted, Admit):
+        assert list(block_map.of(kind)), kind
+    assert bool(list(block_map.of(BlocksSwapped))) == (mode == "swap")
