@@ -5,6 +5,7 @@ parameters become `SamplingMetadata`, and what comes back is sorted by request a
 its own request and no other. m3 samples inside the model runner, next to the tensors.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -129,7 +130,7 @@ def _not_finite(requests: Sequence[Request], logits: Mapping[str, Tensor], last:
 
 def suspect_rows(logits: Tensor) -> list[bool]:
     """For each row of `logits` `[rows, vocab]`: it may hold NaN or infinity (finite numbers can have such a sum)."""
-    return [not finite for finite in logits.sum(dim=-1).isfinite().tolist()]
+    return [not math.isfinite(total) for total in logits.sum(dim=-1).tolist()]
 
 
 def not_finite(request_id: str) -> ForwardError:

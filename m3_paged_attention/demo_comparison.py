@@ -214,6 +214,8 @@ def what_it_shows(measured: dict[str, Run]) -> list[str]:
         said.append(
             f"On the same bytes m2 has {mean(tight.running):.1f} requests in flight on average, m3 "
             f"{mean(m3.running):.1f}; m2 takes {tight.num_steps / m3.num_steps:.2f} times as many steps."
+            if tight.num_steps != m3.num_steps
+            else "On the same bytes both take the same steps: nobody had to wait. Try more requests (--num-prompts)."
         )
     if len(measured) == 1:
         return said

@@ -7,6 +7,8 @@ token does not care whose neighbour it is: only attention does, and it is told b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +25,8 @@ class ModelInput:
     input_ids: Tensor  # int64 [total_tokens]
     positions: Tensor  # int64 [total_tokens]
     attn_metadata: AttentionMetadata
-    logits_indices: Tensor  # int64 [num_seqs]: the last new token of each request, from which its next one comes
+    logits_indices: Tensor | None
+    """int64 `[num_seqs]`: the last new token of each request, from which its next one comes. None: there are only such."""
 
 
 def make_model_input(
@@ -33,46 +36,72 @@ def make_model_input(
 
     `block_tables` is int32 `[all requests, max_blocks]`; each row's state says which of its rows is its own.
     """
-    num_seqs = len(rows)
-    query_lens_host = tuple([row.num_tokens for row in rows])
     starts = [row.start for row in rows]
-    seq_lens_host = tuple([start + new for start, new in zip(starts, query_lens_host, strict=True)])
+    query_lens = tuple([row.num_tokens for row in rows])
+    seq_lens = tuple([start + new for start, new in zip(starts, query_lens, strict=True)])
     token_ids = [token_id for row in rows for token_id in row.state.token_ids(row.start, row.start + row.num_tokens)]
-    max_seq_len = max(seq_lens_host)
-    tables = block_tables[[row.state.table_row for row in rows], : -(-max_seq_len // block_size)]
-    num_tokens = len(token_ids)
-    num_prefills = sum([new > 1 for new in query_lens_host])  # they come first
-    if num_prefills:
-        start_loc = np.cumsum([0, *query_lens_host])
-        owner = np.repeat(np.arange(num_seqs), query_lens_host)  # [total_tokens]: the row of each token
-        positions = np.arange(num_tokens) - start_loc[owner] + np.array(starts)[owner]
-    else:
-        start_loc, owner, positions = np.arange(num_seqs + 1), np.arange(num_seqs), np.array(starts)
+    tables = block_tables[[row.state.table_row for row in rows], : -(-max(seq_lens) // block_size)]
+    shape = _decodes_only(len(rows), device) if len(token_ids) == len(rows) else _shape(query_lens, device)
+    owner = shape.owner
+    positions = np.array(starts)[owner] + shape.offsets
     slots = tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size
-    num_prefill_tokens = int(start_loc[num_prefills])
 
     def on_device(values: np.ndarray | Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(values, dtype=dtype, device=device)
 
     metadata = AttentionMetadata(
-        query_start_loc=on_device(start_loc, torch.int32),
-        seq_lens=on_device(seq_lens_host, torch.int32),
+        query_start_loc=shape.query_start_loc,
+        seq_lens=on_device(seq_lens, torch.int32),
         context_lens=on_device(starts, torch.int32),
-        query_lens=on_device(query_lens_host, torch.int32),
+        query_lens=shape.query_lens,
         block_tables=on_device(tables, torch.int32),
         slot_mapping=on_device(slots, torch.int64),
-        num_prefills=num_prefills,
-        num_prefill_tokens=num_prefill_tokens,
-        num_decodes=num_seqs - num_prefills,
-        num_decode_tokens=num_tokens - num_prefill_tokens,
-        max_query_len=max(query_lens_host),
-        max_seq_len=max_seq_len,
-        query_lens_host=query_lens_host,
-        seq_lens_host=seq_lens_host,
+        num_prefills=shape.num_prefills,
+        num_prefill_tokens=shape.num_prefill_tokens,
+        num_decodes=len(rows) - shape.num_prefills,
+        num_decode_tokens=len(token_ids) - shape.num_prefill_tokens,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        query_lens_host=query_lens,
+        seq_lens_host=seq_lens,
     )
     return ModelInput(
         input_ids=on_device(token_ids, torch.int64),
         positions=on_device(positions, torch.int64),
         attn_metadata=metadata,
-        logits_indices=on_device(start_loc[1:] - 1, torch.int64),
+        logits_indices=shape.logits_indices,
     )
+
+
+class StepShape(NamedTuple):
+    """What the numbers of new tokens alone decide."""
+
+    owner: np.ndarray  # [total_tokens]: the row of each token
+    offsets: np.ndarray  # [total_tokens]: its place among the new tokens of that row
+    num_prefills: int
+    num_prefill_tokens: int
+    query_start_loc: Tensor  # int32 [num_seqs + 1]
+    query_lens: Tensor  # int32 [num_seqs]
+    logits_indices: Tensor | None  # int64 [num_seqs]; None: every token is the last of its row
+
+
+def _shape(query_lens: Sequence[int], device: torch.device) -> StepShape:
+    lens = np.array(query_lens)
+    start_loc = np.cumsum([0, *query_lens])
+    owner = np.repeat(np.arange(len(lens)), lens)
+    num_prefills = int((lens > 1).sum())  # they come first
+    return StepShape(
+        owner=owner,
+        offsets=np.arange(len(owner)) - start_loc[owner],
+        num_prefills=num_prefills,
+        num_prefill_tokens=int(start_loc[num_prefills]),
+        query_start_loc=torch.as_tensor(start_loc, dtype=torch.int32, device=device),
+        query_lens=torch.as_tensor(lens, dtype=torch.int32, device=device),
+        logits_indices=torch.as_tensor(start_loc[1:] - 1, device=device) if num_prefills else None,
+    )
+
+
+@lru_cache
+def _decodes_only(num_seqs: int, device: torch.device) -> StepShape:
+    """The same for a step of decodes, which is most of them: nobody changes these arrays."""
+    return _shape((1,) * num_seqs, device)

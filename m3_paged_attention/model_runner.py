@@ -94,7 +94,8 @@ class ModelRunner:
             return ModelRunnerOutput([], [], [])
         model_input = self.prepare_inputs(rows)
         hidden = self.forward(model_input)
-        logits = self.model.compute_logits(hidden[model_input.logits_indices])  # [num_seqs, vocab]
+        last = hidden if model_input.logits_indices is None else hidden[model_input.logits_indices]
+        logits = self.model.compute_logits(last)  # [num_seqs, vocab]
         began = time.perf_counter()
         states = [row.state for row in rows]
         of_prompts, errors = self._prompt_logprobs(rows, hidden)

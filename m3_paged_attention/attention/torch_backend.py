@@ -26,7 +26,7 @@ class TorchBackend:
         self._scratch = Scratch()
         self._plan: Plan | None = None
         self._angles: tuple[Tensor, Tensor, Tensor] | None = None  # a step's cos, and what rotary makes of cos and sin
-        self._root_eps: dict[float, Tensor] = {}
+        self._constants: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}  # of norms, by their width and epsilon
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write `key` and `value` `[tokens, kv_heads, head_dim]` to their slots."""
@@ -59,13 +59,13 @@ class TorchBackend:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""
-        # The root is the hypotenuse over norm(x) / sqrt(n) and sqrt(eps): three calls on one number per row, and two
-        # on the rows. torch's own rms_norm takes twice the time for a few rows.
-        if (root_eps := self._root_eps.get(eps)) is None:
-            root_eps = self._root_eps[eps] = torch.tensor(eps**0.5)
-        norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
-        root = norm.mul_(x.shape[-1] ** -0.5).hypot_(root_eps)
-        return (x / root).mul_(weight).to(x.dtype)
+        # sqrt(n) times the root is the hypotenuse over norm(x) and sqrt(n * eps): two calls on one number per row, and
+        # two on the rows. torch's own rms_norm takes twice the time for a few rows.
+        width = x.shape[-1]
+        if (constants := self._constants.get((width, eps))) is None:
+            constants = self._constants[width, eps] = torch.tensor((width * eps) ** 0.5), torch.tensor(0.0)
+        root = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32).hypot_(constants[0])
+        return torch.addcmul(constants[1], x / root, weight, value=width**0.5).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The norm of `x + residual`, and the sum, which `residual` now holds."""

@@ -64,14 +64,14 @@ def test_a_step_is_one_forward_whatever_it_mixes(make_engine: MakeEngine) -> Non
     shapes: list[tuple[int, int]] = []
     forward = runner.forward
     runner.forward = lambda model_input: (
-        shapes.append((len(model_input.input_ids), len(model_input.logits_indices))) or forward(model_input)
+        shapes.append((len(model_input.input_ids), model_input.attn_metadata.num_seqs)) or forward(model_input)
     )
     engine.add_request(ids(9), greedy(4))
     engine.step()
     engine.add_request(ids(6), greedy(4)), engine.add_request(ids(3), greedy(4))
     engine.step()
     engine.step()
-    assert shapes == [(9, 1), (6 + 3 + 1, 3), (3, 3)], "no padding, and logits for the last token of each"
+    assert shapes == [(9, 1), (6 + 3 + 1, 3), (3, 3)], "no padding"
     run(engine)
 
 

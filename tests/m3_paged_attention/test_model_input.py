@@ -45,7 +45,8 @@ def test_decodes_alone() -> None:
     made = make_model_input([row(1, 7, 1), row(0, 8, 1, first_token=40)], TABLES, BLOCK_SIZE, CPU)
     metadata = made.attn_metadata
     assert made.input_ids.tolist() == [7, 48] and made.positions.tolist() == [7, 8]
-    assert metadata.slot_mapping.tolist() == [11, 28] and made.logits_indices.tolist() == [0, 1]
+    assert metadata.slot_mapping.tolist() == [11, 28]
+    assert made.logits_indices is None, "every token is the last of its row"
     assert metadata.query_start_loc.tolist() == [0, 1, 2] and metadata.max_query_len == 1
     assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decodes) == (0, 0, 2)
 

@@ -33,6 +33,15 @@ from m2_continuous_batching import (
     LLMEngine as BatchEngine,
     SchedulerConfig,
 )
+from m3_paged_attention import (
+    PARTS as M3_PARTS,
+    CacheConfig,
+    EngineStats as BlockStats,
+    KVCapacityError,
+    LLMEngine as PagedEngine,
+    ModelConfig as OwnModelConfig,
+    SchedulerConfig as PagedSchedulerConfig,
+)
 
 
 def whole_answers(engine: LLMEngine) -> None:
@@ -120,6 +129,26 @@ def batched() -> None:
     assert_type(SchedulerConfig().max_num_batched_tokens, int | None)
 
 
+def paged() -> None:
+    """m3's engine has m1's face, too; its model configuration names the kernels, and there is one for the memory."""
+    model = OwnModelConfig(model="somewhere", attention_backend="torch", load_format="dummy")
+    limits = PagedSchedulerConfig(max_num_seqs=8, preemption_mode="swap")
+    cache = CacheConfig(block_size=32, num_blocks=100, swap_space_bytes=2**20)
+    parts: dict[str, Any] = M3_PARTS | {"preemption": M3_PARTS["preemption"]}
+    with PagedEngine(model_config=model, scheduler_config=limits, cache_config=cache, parts=parts) as engine:
+        assert_type(engine, PagedEngine)
+        output = engine.generate("text", SamplingParams(n=3, temperature=1.0))
+        assert_type([completion.text for completion in output.outputs], list[str])
+        whole_answers(engine)
+        as_it_comes(engine)
+        stats = engine.stats()
+        if isinstance(stats, BlockStats):
+            assert_type(stats.num_free_blocks, int)
+            assert_type(stats.num_preemptions, int)
+    assert_type(cache.gpu_memory_utilization, float | None)
+    assert_type(KVCapacityError("too long"), KVCapacityError)
+
+
 def mistakes(engine: LLMEngine, output: RequestOutput) -> None:
     """What the types refuse."""
     SamplingParams(max_token=8)  # type: ignore[call-arg]
@@ -133,3 +162,7 @@ def mistakes(engine: LLMEngine, output: RequestOutput) -> None:
     SchedulerConfig(8)  # type: ignore[call-arg]
     SchedulerConfig(execution="fast")  # type: ignore[arg-type]
     SchedulerConfig(max_seqs=8)  # type: ignore[call-arg]
+    PagedSchedulerConfig(preemption_mode="drop")  # type: ignore[arg-type]
+    PagedSchedulerConfig(execution="padded")  # type: ignore[call-arg]
+    OwnModelConfig(attention_backend="flash")  # type: ignore[arg-type]
+    CacheConfig(block_size="16")  # type: ignore[arg-type]
