@@ -63,7 +63,7 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a memory of blocks; later milestones have them, too."""
     memory = parser.add_argument_group(
         "KV memory",
-        "How much there is: at most one of the three sizes. Without one the tour has little, and else the engine decides.",
+        "Give at most one of the three sizes. Without one the tour has little memory; else the engine decides.",
     )
     memory.add_argument("--block-size", type=int, help=f"tokens per block; default: {BLOCK_SIZE} in the tour, else 16")
     memory.add_argument(

@@ -52,7 +52,7 @@ def without_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_tour_maps_explains_and_compares(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     ran = subprocess.run(
-        [sys.executable, "-m", "m3_paged_attention.demo", "--num-prompts", "6", "--trace-file", str(trace)],
+        [sys.executable, "-m", "m3_paged_attention.demo", "--num-prompts", "4", "--trace-file", str(trace)],
         cwd=ROOT,
         env=os.environ | {"COLUMNS": "80", "CI": "true", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -74,7 +74,7 @@ def test_the_tour_maps_explains_and_compares(tmp_path: Path) -> None:
         "req-1/1 shares blocks",
         "it is copied to block",
         "is preempted",
-        "What is the code of zebra? (7 facts)" if False else "The code of zebra is 4821.",
+        "The code of zebra is 4821.",
         "prompt tokens are not computed again",
         "As many slots of m2 would take",
         "what it had said is not lost",
@@ -89,7 +89,7 @@ def test_the_tour_maps_explains_and_compares(tmp_path: Path) -> None:
         assert part in said, part
     grids = re.findall(r"^ +1  ((?:[A-Z][\d ] |[a-z][\d ] |\.  ){8})", ran.stdout, re.MULTILINE)
     assert len(grids) == 5, "a map for each highlight"
-    assert "3 " in grids[0] and "." in grids[0]
+    assert "A  A  a  B3 B3 b3 E  E" in grids[0], "three of the first blocks have three holders"
     events = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
     kinds = {event["event"] for event in events}
     assert {"kv_sized", "blocks_forked", "block_copied", "preempted", "blocks_freed", "kv_usage"} <= kinds
@@ -154,7 +154,7 @@ def test_a_conversation_is_that_of_m1(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr("sys.stdin", io.StringIO("What is a KV cache?\nWhat is prefill?\n"))
     assert demo.main(["--chat", "--max-tokens", "4", "--num-blocks", "8"]) == 0
     out, err = capsys.readouterr()
-    assert err == "" and out.count("model  >") == 3 and "Error" not in out
+    assert err == "" and out.count("model  >") == 2 and "Error" not in out
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_conversation_is_that_of_m1(monkeypatch: pytest.MonkeyPatch, capsys: p
         (["--num-blocks", "0"], "num_blocks=0"),
         (["--num-blocks", "9", "--kv-cache-memory-bytes", "9"], "give one of them"),
         (["--kv-cache-memory-bytes", "100000"], "max_model_len of at most"),
-        (["--num-blocks", "1"], "0 facts"),
+        (["--num-blocks", "1"], "the whole KV memory has 1"),
         (["--max-num-batched-tokens", "2"], "max_num_batched_tokens=2 is less than max_num_seqs=16"),
         (["--trace-file", "/nowhere/at/all/trace.jsonl"], "/nowhere/at/all/trace.jsonl"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
@@ -177,7 +177,7 @@ def test_a_conversation_is_that_of_m1(monkeypatch: pytest.MonkeyPatch, capsys: p
 )
 def test_a_bad_value_is_one_clear_line(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(flags) == 2
-    out, err = capsys.readouterr()
+    err = capsys.readouterr().err
     assert len(err.strip().splitlines()) == 1 and named in err
 
 
