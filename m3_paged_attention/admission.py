@@ -14,7 +14,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.config import SchedulerConfig
 from m3_paged_attention.kv_manager import PagedKVManager
 from m3_paged_attention.request import Request
-from m3_paged_attention.scheduler_events import NotAdmitted
+from m3_paged_attention.scheduler_events import Admit, NotAdmitted
 from m3_paged_attention.step_plan import StepPlan
 
 
@@ -88,3 +88,23 @@ class Admission:
                 )
             )
         return bool(limit)
+
+    def trace(self, request: Request, way: WayIn, plan: StepPlan, *, num_running: int, num_waiting: int) -> None:
+        """Tell the trace that a request has joined; `num_running` counts it."""
+        if self.tracer:
+            self.tracer.emit(
+                Admit(
+                    rid=request.request_id,
+                    how=way.how,
+                    source=way.source.request_id if way.source else None,
+                    prefix=request.sequence.data.num_computed_tokens,
+                    extend=way.num_tokens,
+                    num_output_tokens=request.sequence.get_output_len(),
+                    num_blocks=way.num_blocks,
+                    num_free=self.kv_manager.num_free,
+                    num_running=num_running,
+                    max_num_seqs=self.max_num_seqs,
+                    budget_left=max(0, plan.budget_left),
+                    num_waiting=num_waiting,
+                )
+            )

@@ -26,7 +26,7 @@ class ModelInput:
     positions: Tensor  # int64 [total_tokens]
     attn_metadata: AttentionMetadata
     logits_indices: Tensor | None
-    """int64 `[num_seqs]`: the last new token of each request, from which its next one comes. None: there are only such."""
+    """int64 `[num_seqs]`: the last new token of each request, which gives its next one. None: there is no other."""
 
 
 def make_model_input(
@@ -45,17 +45,16 @@ def make_model_input(
     owner = shape.owner
     positions = np.array(starts)[owner] + shape.offsets
     slots = tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size
-
-    def on_device(values: np.ndarray | Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype, device=device)
-
+    # What belongs together crosses to the device together: a transfer costs more than its bytes.
+    per_token = torch.as_tensor(np.array([token_ids, positions, slots]), device=device)  # int64 [3, total_tokens]
+    per_row = torch.as_tensor(np.array([seq_lens, starts], dtype=np.int32), device=device)  # [2, num_seqs]
     metadata = AttentionMetadata(
         query_start_loc=shape.query_start_loc,
-        seq_lens=on_device(seq_lens, torch.int32),
-        context_lens=on_device(starts, torch.int32),
+        seq_lens=per_row[0],
+        context_lens=per_row[1],
         query_lens=shape.query_lens,
-        block_tables=on_device(tables, torch.int32),
-        slot_mapping=on_device(slots, torch.int64),
+        block_tables=torch.as_tensor(tables, device=device),
+        slot_mapping=per_token[2],
         num_prefills=shape.num_prefills,
         num_prefill_tokens=shape.num_prefill_tokens,
         num_decodes=len(rows) - shape.num_prefills,
@@ -66,8 +65,8 @@ def make_model_input(
         seq_lens_host=seq_lens,
     )
     return ModelInput(
-        input_ids=on_device(token_ids, torch.int64),
-        positions=on_device(positions, torch.int64),
+        input_ids=per_token[0],
+        positions=per_token[1],
         attn_metadata=metadata,
         logits_indices=shape.logits_indices,
     )

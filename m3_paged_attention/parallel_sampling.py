@@ -78,7 +78,7 @@ class RequestFamilies(UnfinishedRequests):
         return marked
 
     def _children_that_came(self, parent_id: str) -> list[str]:
-        """The ids of a parent's children. If its arrival was interrupted, it has no others than those who are queued."""
+        """The ids of a parent's children; after an interrupted arrival, of those who came in, and it has no others."""
         parent, queued = self._parents[parent_id], self.scheduler.requests
         parent.children = [child for child in parent.children if child.is_finished or child.request_id in queued]
         if not parent.children:

@@ -8,7 +8,10 @@ its place (`parts={"preemption": ...}`). vLLM preempts the last of the running; 
 from collections.abc import Sequence
 from typing import Protocol
 
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.kv_manager import PagedKVManager
 from m3_paged_attention.request import Request
+from m3_paged_attention.scheduler_events import Preempted
 
 
 class PreemptionPolicy(Protocol):
@@ -30,3 +33,30 @@ class FewestOutputsFirst:
 def _loss(request: Request) -> tuple[int, int, int]:
     sequence = request.sequence
     return sequence.get_output_len(), -sequence.get_prompt_len(), -request.number
+
+
+def take_blocks(request: Request, kv_manager: PagedKVManager, *, swap: bool, needed: int, tracer: Tracer) -> None:
+    """Take a running request's blocks away: to the host, if `swap` and there is room; else its KV is dropped.
+
+    `needed`: the blocks that are wanted for the next tokens of all.
+    """
+    request_id, sequence = request.request_id, request.sequence
+    num_blocks, available = len(kv_manager.block_ids(request_id)), kv_manager.num_free
+    num_tokens = sequence.data.num_computed_tokens
+    is_swapped = swap and kv_manager.swap_out(request_id)
+    if not is_swapped:
+        kv_manager.release(request_id)
+        sequence.data.num_computed_tokens = 0
+    if tracer:
+        tracer.emit(
+            Preempted(
+                rid=request_id,
+                mode="swap" if is_swapped else "recompute",
+                num_blocks=num_blocks,
+                num_freed=kv_manager.num_free - available,
+                needed=needed,
+                available=available,
+                num_tokens=num_tokens,
+                num_output_tokens=sequence.get_output_len(),
+            )
+        )

@@ -21,10 +21,10 @@ from m3_paged_attention.config import SchedulerConfig
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.kv_manager import PagedKVManager
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.preemption import PreemptionPolicy
+from m3_paged_attention.preemption import PreemptionPolicy, take_blocks
+from m3_paged_attention.recovery import check_memory, check_queues, recover
 from m3_paged_attention.request import Request
 from m3_paged_attention.request_queue import PreemptedFirstQueue
-from m3_paged_attention.scheduler_events import Admit, Preempted, StepLost
 from m3_paged_attention.scheduler_output import SchedulerOutput
 from m3_paged_attention.step_plan import StepPlan
 
@@ -150,24 +150,10 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if queues and memory contradict each other; tests call this after every step."""
-        waiting, running = [r.request_id for r in self.waiting], [r.request_id for r in self.running]
-        assert len(running) <= self.max_num_seqs
-        assert sorted(waiting + running) == sorted(self.requests), (waiting, running, list(self.requests))
-        assert all(r.status is RequestStatus.RUNNING for r in self.running)
-        preempted = [r.number for r in self.waiting if r.status is RequestStatus.PREEMPTED]
-        assert preempted == sorted(preempted), "the oldest arrival comes first"
-        assert all(r.status is RequestStatus.PREEMPTED for r in list(self.waiting)[: len(preempted)])
-        swapped = [r.request_id for r in self.waiting if self.kv_manager.is_swapped(r.request_id)]
-        assert sorted(self.kv_manager.owned()) == sorted(running), "whoever runs owns blocks, and nobody else"
-        assert sorted(self.kv_manager.swapped()) == sorted(swapped)
-        assert self._left_out <= set(running)
-        for request in self.running:
-            done = request.sequence.data.num_computed_tokens
-            assert done == request.sequence.get_len() - 1, (request.request_id, done)
-            num_blocks = len(self.kv_manager.block_ids(request.request_id))
-            spare = num_blocks - self.kv_manager.blocks_for(done)  # for its next token, after a step that was lost
-            assert spare == 0 or (spare == 1 and not request.is_sent), (request.request_id, num_blocks, done)
-        self.kv_manager.check_invariants()
+        assert len(self.running) <= self.max_num_seqs
+        assert self._left_out <= {request.request_id for request in self.running}
+        check_queues(self.requests, self.running, list(self.waiting))
+        check_memory(self.running, self.waiting, self.kv_manager)
 
     # --- phases of schedule -------------------------------------------------------------------------------------------
 
@@ -192,32 +178,9 @@ class Scheduler:
                 return in_need
             victim = self.preemption.choose_victim(running)
             running.remove(victim)
-            self._preempt(victim, needed)
-
-    def _preempt(self, request: Request, needed: int) -> None:
-        """Take a running request's blocks away, and let it wait in front."""
-        request_id, kv_manager = request.request_id, self.kv_manager
-        num_blocks, available = len(kv_manager.block_ids(request_id)), kv_manager.num_free
-        num_tokens = request.sequence.data.num_computed_tokens
-        is_swapped = self.swaps and kv_manager.swap_out(request_id)
-        if not is_swapped:
-            kv_manager.release(request_id)
-            request.sequence.data.num_computed_tokens = 0
-        self._send_back(request)
-        self.num_preemptions += 1
-        if self.tracer:
-            self.tracer.emit(
-                Preempted(
-                    rid=request_id,
-                    mode="swap" if is_swapped else "recompute",
-                    num_blocks=num_blocks,
-                    num_freed=kv_manager.num_free - available,
-                    needed=needed,
-                    available=available,
-                    num_tokens=num_tokens,
-                    num_output_tokens=request.sequence.get_output_len(),
-                )
-            )
+            take_blocks(victim, kv_manager, swap=self.swaps, needed=needed, tracer=self.tracer)
+            self._send_back(victim)
+            self.num_preemptions += 1
 
     def _continue(self, requests: list[Request], plan: StepPlan, in_need: Mapping[str, int]) -> None:
         """Give running requests their next token, as far as the budget reaches. Most have room for it already."""
@@ -262,27 +225,10 @@ class Scheduler:
                 sequence.data.num_computed_tokens = sequence.get_prompt_len() - 1
             else:
                 self._forks.setdefault(way.source.request_id, []).append(request)
-        prefix = sequence.data.num_computed_tokens
         if way.num_tokens:
             kv_manager.reserve(request_id, sequence.get_len())
             plan.add_full(request, kv_manager.block_ids(request_id))
-        if self.tracer:
-            self.tracer.emit(
-                Admit(
-                    rid=request_id,
-                    how=way.how,
-                    source=way.source.request_id if way.source else None,
-                    prefix=prefix,
-                    extend=way.num_tokens,
-                    num_output_tokens=sequence.get_output_len(),
-                    num_blocks=way.num_blocks,
-                    num_free=kv_manager.num_free,
-                    num_running=len(self.running),
-                    max_num_seqs=self.max_num_seqs,
-                    budget_left=max(0, plan.budget_left),
-                    num_waiting=len(self.waiting),
-                )
-            )
+        self.admission.trace(request, way, plan, num_running=len(self.running), num_waiting=len(self.waiting))
 
     def _note_left_out(self, plan: StepPlan) -> None:
         """Remember which running requests have no token in this step for want of budget."""
@@ -303,7 +249,8 @@ class Scheduler:
         requests = [self.requests[request_id] for request_id in output.req_ids]
         changed += requests
         others: Iterable[int] = range(len(requests))
-        if scheduler_output.scheduled_cached_reqs.num_reqs == len(requests) and not self.tracer:  # one new KV for each
+        num_cached, counts = scheduler_output.scheduled_cached_reqs.num_reqs, scheduler_output.num_scheduled_tokens
+        if num_cached == len(counts) and not self.tracer:  # one new KV for each
             others = self.updater.commit_simply(requests, [token_ids[0] for token_ids in output.sampled_token_ids])
         for index in others:
             request = requests[index]
@@ -313,8 +260,7 @@ class Scheduler:
                     (output.logprobs[index],),
                     output.prompt_logprobs.get(request.request_id),
                 )
-                num_new_kv = scheduler_output.num_scheduled_tokens[request.request_id]
-                self.updater.commit(request, sampled, num_new_kv=num_new_kv)
+                self.updater.commit(request, sampled, num_new_kv=counts[request.request_id])
 
     def _start_forks(self) -> None:
         """The prompts that others wait for have their KV now, or will never have it."""
@@ -376,29 +322,6 @@ class Scheduler:
                 self._send_back(request)
 
     def _recover(self) -> None:
-        """A step was interrupted somewhere between `schedule` and the end of its update: make the queues sound again.
-
-        `requests` is the record of who is here. Whoever lacks the KV of its newest token only, and was not moved in
-        memory, goes on where it is, and is sent in full again; everybody else starts over.
-        """
-        kv_manager, requests = self.kv_manager, list(self.requests.values())
-        whole = [r for r in requests if 0 < r.sequence.data.num_computed_tokens == r.sequence.get_len() - 1]
-        kv_manager.recover([r.request_id for r in whole if r.to_finish is None])
-        owned, swapped = kv_manager.owned(), kv_manager.swapped()
-        reset = []
-        self.waiting = PreemptedFirstQueue()
-        for request in requests:
-            request.is_sent = False
-            if request.request_id in owned:
-                continue
-            if request.request_id not in swapped:
-                if request.status is RequestStatus.RUNNING or request.sequence.data.num_computed_tokens:
-                    reset.append(request.request_id)
-                request.sequence.data.num_computed_tokens = 0
-            if request.status is RequestStatus.RUNNING:
-                request.set_status(RequestStatus.PREEMPTED)
-            self.waiting.add_request(request)
-        self.running = [request for request in self.running if request.request_id in owned]
+        """A step was interrupted, anywhere from `schedule` to the end of its update: make the queues sound again."""
+        self.running, self.waiting = recover(self.requests.values(), self.running, self.kv_manager, self.tracer)
         self._forks, self._left_out, self._unsettled = {}, set(), True
-        if self.tracer:
-            self.tracer.emit(StepLost(reset=tuple(reset)))

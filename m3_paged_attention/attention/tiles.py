@@ -28,14 +28,14 @@ class Scratch:
     """Memory that is written anew for every tile and grows to the largest."""
 
     def __init__(self) -> None:
-        self._buffers: tuple[Tensor, ...] = ()
+        self._buffer: Tensor | None = None
 
-    def take(self, shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, ...]:
-        """Two tensors of this shape, for keys and values. The next call may return the same memory."""
+    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A tensor of this shape. The next call may return the same memory."""
         size = torch.Size(shape).numel()
-        if not self._buffers or self._buffers[0].numel() < size or not _alike(self._buffers[0], like):
-            self._buffers = (like.new_empty(size), like.new_empty(size))
-        return tuple(buffer[:size].view(shape) for buffer in self._buffers)
+        if self._buffer is None or self._buffer.numel() < size or not _alike(self._buffer, like):
+            self._buffer = like.new_empty(size)
+        return self._buffer[:size].view(shape)
 
 
 class Gather(NamedTuple):
@@ -44,14 +44,15 @@ class Gather(NamedTuple):
     block_ids: Tensor  # [num_seqs * blocks per sequence]
     scratch: tuple[Tensor, ...]  # for keys and values, each [num_seqs * blocks, block_size, kv_heads, head_dim]
     views: tuple[Tensor, ...]  # of the same memory, each [num_seqs, kv_heads, longest sequence, head_dim]
-    padding: Tensor | None  # the scratch's tokens that belong to no sequence
+    tokens: Tensor  # of the same memory, [2, tokens, kv_heads * head_dim]
+    padding: Tensor | None  # those of the tokens that belong to no sequence
 
     def __call__(self, layer: KVLayer) -> tuple[Tensor, ...]:
         """Keys and values `[num_seqs, kv_heads, longest sequence, head_dim]`, good until the next gather."""
-        for cache, scratch in zip(layer, self.scratch, strict=True):
-            torch.index_select(cache, 0, self.block_ids, out=scratch)
-            if self.padding is not None:
-                scratch.flatten(0, 1).index_fill_(0, self.padding, 0)
+        torch.index_select(layer.key_cache, 0, self.block_ids, out=self.scratch[0])
+        torch.index_select(layer.value_cache, 0, self.block_ids, out=self.scratch[1])
+        if self.padding is not None:
+            self.tokens.index_fill_(1, self.padding, 0)
         return self.views
 
 
@@ -168,9 +169,10 @@ class Plan:
     def _gather(self, block_ids: Tensor, longest: int, padding: Tensor | None = None) -> Gather:
         """`block_ids` is `[num_seqs, blocks]`."""
         num_seqs, block_shape = block_ids.shape[0], self._cache.shape[1:]
-        scratch = self._scratch.take((block_ids.numel(), *block_shape), self._cache)
+        scratch = self._scratch.take((2, block_ids.numel(), *block_shape), self._cache)
         views = [kv.view(num_seqs, -1, *block_shape[1:])[:, :longest].transpose(1, 2) for kv in scratch]
-        return Gather(block_ids.flatten(), scratch, tuple(views), padding)
+        tokens = scratch.view(2, -1, block_shape[1:].numel())
+        return Gather(block_ids.flatten(), tuple(scratch), tuple(views), tokens, padding)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.shape[1])

@@ -37,6 +37,8 @@ class Variant:
     """Keywords of its engine with the fields of their configuration: `{"scheduler_config": {"max_num_seqs": 16}}`."""
     parts: Callable[[], Mapping[str, Any]] = dict
     """Parts of its own, by role; asked for when the engine is made."""
+    preempts: bool = False
+    """Whether it throws running requests out, so that a test can see that it did."""
     ways: Mapping[str, int] = field(
         default_factory=lambda: {"generate": 4, "generate_batch": 1, "stream": 2, "step": 2}
     )
@@ -72,7 +74,7 @@ def _m3(name: str, *, preempted: str | None = None, **settings: Any) -> Variant:
     if preempted is None:
         return Variant("m3_paged_attention", name, {"cache_config": cache, "scheduler_config": scheduler}, ways=ways)
     configs = {"cache_config": cache, "scheduler_config": scheduler | {"preemption_mode": preempted}}
-    return Variant("m3_paged_attention", name, configs, parts=forced_preemption, ways=ways)
+    return Variant("m3_paged_attention", name, configs, parts=forced_preemption, preempts=True, ways=ways)
 
 
 def forced_preemption() -> Mapping[str, Any]:

@@ -60,6 +60,7 @@ def test_greedy_answers_are_those_of_transformers(
         assert output.text == model.decode(output.token_ids[:-1] if ended else output.token_ids)
     assert not engine.has_unfinished_requests()
     assert engine.stats().kv_tokens == 0
+    assert not variant.preempts or engine.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize("case", CASES, indirect=True, ids=id_of)

@@ -1,25 +1,17 @@
-"""Several drawn outputs of one prompt are the answers that m1 gives to single requests with the children's seeds.
-
-A draw inverts the cumulative distribution at a random number. Where that number lies within 1e-5 of a boundary between
-two tokens, two correct programs may draw differently: such a near tie cuts the comparison, and counts, like one of two
-logits. A random model is unsure among thousands of tokens, and so has thousands of boundaries: `top_k` leaves a few.
-"""
+"""Several drawn outputs of one prompt are the answers that m1 gives to single requests with the children's seeds."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 import m1_single_request
 from m1_single_request import SamplingParams
-from m1_single_request.sampler import Sampler, apply_penalties, filtered_probs
-from m1_single_request.sampling_metadata import SamplingMetadata
-from tests.equivalence.harness import NEAR_TIE, VARIANTS, Prompt, Reference, ReferenceModel, Variant, compare
+from tests.equivalence.draws import MeasuringSampler, gaps_of
+from tests.equivalence.harness import VARIANTS, Prompt, Reference, ReferenceModel, Variant, compare
 from tests.equivalence.models import MODELS
 
-NEAR_BOUNDARY = 1e-5
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 0.8, "seed": 300, "top_k": 6},
     "penalised": {
@@ -37,24 +29,6 @@ N = 4
 MAX_TOKENS = 10
 PARALLEL = [variant for variant in VARIANTS if variant.milestone >= "m3"]
 CASES = [(variant, model) for variant in PARALLEL for model in MODELS]
-
-
-class MeasuringSampler(Sampler):
-    """Notes how far each draw was from another token, as a share of the whole distribution."""
-
-    def __init__(self) -> None:
-        self.margins: list[float] = []
-
-    def choose(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        chosen = super().choose(logits, metadata)
-        assert metadata.uniforms is not None and len(chosen) == 1
-        biased = logits if metadata.bias is None else logits + metadata.bias
-        if metadata.penalties is not None:
-            biased = apply_penalties(biased, metadata)
-        cumulative = filtered_probs(biased / metadata.temperature[:, None], metadata).cumsum(dim=-1)
-        boundaries = cumulative / cumulative[:, -1:]
-        self.margins.append(float((boundaries - metadata.uniforms[:, None]).abs().min()))
-        return chosen
 
 
 References = Callable[[str, str], tuple[list[Prompt], list[Reference]]]
@@ -80,7 +54,7 @@ def singles(
                     sampler.margins.clear()
                     values = SETTINGS[setting] | {"seed": SETTINGS[setting]["seed"] + child}
                     output = engine.generate(prompt, SamplingParams(max_tokens=MAX_TOKENS, **values))
-                    gaps = tuple(margin / NEAR_BOUNDARY * NEAR_TIE for margin in sampler.margins)
+                    gaps = gaps_of(sampler.margins)
                     found.append(Reference(output.prompt_token_ids, output.token_ids, gaps))
         return prompts, found
 
@@ -101,7 +75,4 @@ def test_drawn_outputs_are_single_answers_with_the_next_seeds(
             assert [completion.index for completion in completions] == list(range(N)) * len(prompts)
             compare(expected, [completion.token_ids for completion in completions])
         assert engine.stats().kv_tokens == 0
-        if variant.parts():
-            assert engine.stats().num_preemptions > 0, "somebody lost his place"
-
-
+        assert not variant.preempts or engine.stats().num_preemptions > 0

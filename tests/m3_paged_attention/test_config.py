@@ -40,7 +40,11 @@ from m3_paged_attention import (
         (CacheConfig, {"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization=nan"),
         (CacheConfig, {"gpu_memory_utilization": True}, "gpu_memory_utilization=True"),
         (CacheConfig, {"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization='0.9'"),
-        (ModelConfig, {"attention_backend": "flash"}, "attention_backend='flash' is unknown: use auto or torch or triton"),
+        (
+            ModelConfig,
+            {"attention_backend": "flash"},
+            "attention_backend='flash' is unknown: use auto or torch or triton",
+        ),
         (ModelConfig, {"attention_backend": None}, "attention_backend=None"),
         (ModelConfig, {"load_format": "gguf"}, "load_format='gguf' is unknown: use auto or dummy"),
         (ModelConfig, {"load_format": 1}, "load_format=1"),

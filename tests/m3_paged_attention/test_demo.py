@@ -232,6 +232,8 @@ def test_a_live_map_is_drawn_after_every_step_and_leaves_nothing_behind(
     drawn = list(dict.fromkeys(int(number) for number in re.findall(r"step (\d+): ", live)))
     assert drawn == list(range(1, len(drawn) + 1)) and len(waited) == len(drawn)
     assert "slowed down to be watched" in live and "slowed down to be watched" not in after
+    end = out[out.rindex("slowed down to be watched") : out.index("A prompt is stored once")]
+    assert "\x1b[2K" in end, "the last frame is erased"
     assert "\x1b[?25l" in out and out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l"), "the cursor is there again"
     assert 2 <= sum(seconds == demo_tour.PAUSE for seconds in waited) <= 3
 

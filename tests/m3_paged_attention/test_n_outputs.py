@@ -35,7 +35,9 @@ PROMPT = [31, 32, 33, 34, 35, 36]
 
 def drawn(max_tokens: int = 6, n: int = 4, **params: Any) -> SamplingParams:
     """Parameters that draw, from seed 11 on, and end at their length unless told otherwise."""
-    return SamplingParams(**{"max_tokens": max_tokens, "n": n, "temperature": 1.0, "seed": 11, "ignore_eos": True} | params)
+    return SamplingParams(
+        **{"max_tokens": max_tokens, "n": n, "temperature": 1.0, "seed": 11, "ignore_eos": True} | params
+    )
 
 
 @pytest.fixture

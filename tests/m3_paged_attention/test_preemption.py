@@ -1,4 +1,4 @@
-"""Preemption: who has to go, what becomes of its KV, when it comes back, and that nobody can read it off the answers."""
+"""Preemption: who has to go, what becomes of its KV, when it comes back, and that no answer shows it."""
 
 import itertools
 from collections.abc import Sequence
@@ -129,6 +129,19 @@ def test_the_trace_says_why(swap: bool) -> None:
     assert [(event.rid, event.how) for event in came_back] == [("r1", "swap_in" if swap else "prefill")]
 
 
+def test_a_mate_that_fails_in_the_same_step_does_not_confuse_the_count_of_a_recomputed_one() -> None:
+    """One comes back, one fails: as many results as there are requests that merely go on."""
+    bed = make_paged_bed(block_size=4, max_num_seqs=4, kv_manager_class=Squeezed)
+    bed.add(4, max_tokens=9), bed.add(4, max_tokens=9), bed.add(4, max_tokens=9)
+    bed.step()
+    bed.step()
+    bed.scheduler.kv_manager.is_due = True  # type: ignore[attr-defined]
+    bed.step()
+    step = bed.step(failing=["r0"])
+    assert step.counts == {"r2": 6, "r1": 1, "r0": 1} and step.ended == {"r0": "error"}
+    assert set(bed.drain().values()) == {"error", "length"}
+
+
 # --- who comes back when ----------------------------------------------------------------------------------------------
 
 
@@ -191,7 +204,7 @@ def test_preempted_requests_may_be_more_than_those_that_run(swap: bool) -> None:
     assert bed.scheduler.num_preemptions >= 3
 
 
-# --- nobody can read it off the answers -------------------------------------------------------------------------------
+# --- no answer shows it -----------------------------------------------------------------------------------------------
 
 
 @BOTH_MODES

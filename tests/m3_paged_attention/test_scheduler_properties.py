@@ -1,8 +1,8 @@
 """Random traffic against the scheduler of blocks: tiny pools, families, both kinds of preemption, and every accident.
 
-Hypothesis draws arrivals, limits, aborts, failures, interrupts and forced preemptions. The test-bed judges every message
-and reads every slot of KV; here the decisions are compared with an oracle of a few lines, and what follows from many of
-them is asserted.
+Hypothesis draws arrivals, limits, aborts, failures, interrupts and forced preemptions. The test-bed judges every
+message and reads every slot of KV; here the decisions are compared with an oracle of a few lines, and what follows from
+many of them is asserted.
 """
 
 from collections.abc import Iterator

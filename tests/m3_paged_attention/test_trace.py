@@ -81,9 +81,7 @@ PREEMPTED = Preempted(
     num_tokens=70,
     num_output_tokens=9,
 )
-USAGE = KVUsage(
-    num_used=10, num_free=1000, num_shared=3, num_host_used=0, block_size=16, tokens_held=152
-)
+USAGE = KVUsage(num_used=10, num_free=1000, num_shared=3, num_host_used=0, block_size=16, tokens_held=152)
 
 EXAMPLES: dict[Event, list[str]] = {
     SIZED: ["512.0 MiB / 256.0 KiB per block = 2,048 blocks of 16 tokens", "block 0", "32,752 tokens", "32.0 requests"],

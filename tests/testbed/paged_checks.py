@@ -205,9 +205,7 @@ class PagedChecks:
                 continue
             assert output.total_num_scheduled_tokens >= self.max_num_batched_tokens or others_end, f"{rid} is left out"
 
-    def _swaps_are_right(
-        self, output: Any, owned: Mapping[str, list[int]], swapped: Mapping[str, list[int]]
-    ) -> None:
+    def _swaps_are_right(self, output: Any, owned: Mapping[str, list[int]], swapped: Mapping[str, list[int]]) -> None:
         came = {rid: ids for rid, ids in swapped.items() if rid in self.running}
         went = {rid: ids for rid, ids in self.swapped.items() if rid not in swapped}
         swap_in = [pair for rid, ids in came.items() for pair in zip(ids, self.owned[rid], strict=False)]
