@@ -42,7 +42,7 @@ def throughput(parts: dict[str, Part]) -> Figure:
         axis.set_yticks(range(len(sides)), list(sides), fontsize=8)
         axis.invert_yaxis()
         axis.set(title=title, xlabel="output tokens per second")
-        axis.set_xlim(right=1.35 * max(speeds))  # room for the labels
+        axis.set_xlim(right=1.45 * max(speeds))  # room for the labels
     return figure
 
 
@@ -127,8 +127,7 @@ def preemption(part: Part) -> Figure:
     bars = right.bar(names, swapped, bottom=again, color="C1", width=0.6, label="swapped out")
     right.bar_label(bars, [f"{sides[name]['preemptions']} preemptions" for name in names], fontsize=8)
     right.set(ylabel="thousand tokens", title="KV that was lost or moved")
-    right.set_ylim(top=1.2 * max(1e-3, *map(sum, zip(again, swapped, strict=True))))
+    right.set_ylim(0, 1.3 * max(1e-3, *map(sum, zip(again, swapped, strict=True))))
     right.legend(loc="upper left")
-    for axis in (left, right):
-        axis.margins(y=0.12)
+    left.margins(y=0.12)
     return figure

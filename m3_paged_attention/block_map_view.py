@@ -145,7 +145,7 @@ def live_view(block_map: BlockMap, console: Console, pause: Callable[[Frame], No
 
     Yields what is to be called after each step; `pause` then waits as long as a frame should be seen.
     """
-    with Live(console=console, auto_refresh=False, transient=False) as live:
+    with Live(console=console, auto_refresh=False, transient=True) as live:
 
         def step_done() -> None:
             frame = block_map.frames[-1]

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
+import torch
+
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.interfaces import (
     EngineCoreInterface as M1EngineCoreInterface,
@@ -54,6 +56,7 @@ class SchedulerInterface(Protocol):
     waiting: Collection[Request]
     running: list[Request]
     kv_manager: PagedKVManager
+    num_preemptions: int
 
     def __init__(
         self,
@@ -87,6 +90,8 @@ class RunsSteps(Protocol):
 class ModelRunnerInterface(RunsSteps, Protocol):
     """Runs the model and the sampler, and holds the KV."""
 
+    device: torch.device
+
     def __init__(
         self,
         *,
@@ -96,7 +101,7 @@ class ModelRunnerInterface(RunsSteps, Protocol):
         token_text: Callable[[int], str],
         tracer: Tracer,
     ) -> None: ...
-    def profile_run(self, num_tokens: int) -> None: ...
+    def profile_run(self, num_tokens: int) -> int: ...
 
 
 class WorkerInterface(RunsSteps, Protocol):

@@ -3,8 +3,7 @@
 m2 reserved `max_num_seqs` slots of `max_model_len` tokens, needed or not. Here the number of blocks comes from what
 there is: it was given, or a budget in bytes was, or on CUDA a share of the device, of which a profiling run has shown
 what all else takes. More blocks than the requests can ever fill are not made. What cannot work is an error that says
-what would.
-vLLM: `v1/core/kv_cache_utils.py`; SGLang: `profile_max_num_token` in `model_executor/model_runner.py`.
+what would. vLLM: `v1/core/kv_cache_utils.py`; SGLang: `profile_max_num_token` in `model_executor/model_runner.py`.
 """
 
 import math

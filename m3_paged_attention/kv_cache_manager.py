@@ -83,7 +83,7 @@ class KVCacheManager(PagedKVManager):
         return [one for one in lengths if one[1] > tables[one[0]].room]
 
     def reserve(self, request_id: str, num_tokens: int) -> list[int]:
-        """As m2's. Raises `OutOfBlocksError`, and then changes nothing.
+        """As the Protocol says. Raises `OutOfBlocksError`, and then changes nothing.
 
         A request that owns blocks already writes one token next, number `num_tokens - 1`. If the block that this token
         goes to is shared, a fresh one takes its place and the copy is noted; else the new ids are appended. Either way
@@ -179,7 +179,7 @@ class KVCacheManager(PagedKVManager):
     # --- swapping -----------------------------------------------------------------------------------------------------
 
     def swap_out(self, request_id: str) -> bool:
-        """As above. What a block has in common with others is copied, too, and theirs stays."""
+        """As the Protocol says. Blocks that others hold, too, are copied, and theirs stay."""
         table = self._tables[request_id]
         assert not table.on_host, f"{request_id} is on the host already"
         if len(table.block_ids) > self.host_pool.num_free:
@@ -203,7 +203,7 @@ class KVCacheManager(PagedKVManager):
         return True
 
     def swap_in(self, request_id: str) -> None:
-        """As above. Raises `OutOfBlocksError`, and then changes nothing."""
+        """As the Protocol says. Raises `OutOfBlocksError`, and then changes nothing."""
         table = self._tables[request_id]
         assert table.on_host, f"{request_id} is not on the host"
         block_ids = self.pool.allocate(len(table.block_ids))

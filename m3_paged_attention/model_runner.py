@@ -54,20 +54,26 @@ class ModelRunner:
             max_num_seqs=self.max_num_seqs, max_blocks_per_seq=max_blocks_per_seq, block_size=self.block_size
         )
 
-    def profile_run(self, num_tokens: int) -> None:
-        """Run the largest step once, on nothing: `num_tokens` new tokens, and the logits of a full batch."""
+    def profile_run(self, num_tokens: int) -> int:
+        """Run the largest step once, on nothing: `num_tokens` new tokens, and the logits of a full batch.
+
+        Returns the bytes of the KV memory that it had for itself meanwhile.
+        """
         block_size, longest = 16, self.max_model_len
         num_blocks = -(-min(longest, num_tokens) // block_size)
-        kv = KVStorage(KVCacheConfig(spec=self.kv_cache_spec(block_size), num_blocks=num_blocks), device=self.device)
+        config = KVCacheConfig(spec=self.kv_cache_spec(block_size), num_blocks=num_blocks)
+        self.kv = KVStorage(config, device=self.device)  # until `initialize_kv_cache` knows how much there is
         tables = np.arange(1, num_blocks + 1, dtype=np.int32)[None]  # all rows write into the same blocks
         lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
         rows = []
         for length in lengths:
             nothing = NewRequestData("", [0] * length, SamplingParams(), 0, frozenset(), block_ids=[])
             rows.append(BatchRow(CachedRequestState(nothing, table_row=0), 0, length, False))
-        model_input = make_model_input(rows, tables, block_size, self.device)
-        hidden = self.model.forward(model_input.input_ids, model_input.positions, kv, model_input.attn_metadata)
+        hidden = self.forward(make_model_input(rows, tables, block_size, self.device))
         self.model.compute_logits(hidden[: self.max_num_seqs])
+        num_bytes = self.kv.num_bytes
+        del self.kv
+        return num_bytes
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """The shape of a block of this model."""
@@ -106,7 +112,6 @@ class ModelRunner:
             logprobs=logprobs,
             prompt_logprobs=of_prompts,
             errors=errors | unusable,
-            num_tokens=len(hidden),
             sample_seconds=time.perf_counter() - began,
         )
 

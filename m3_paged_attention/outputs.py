@@ -18,14 +18,12 @@ class ModelRunnerOutput:
     req_ids: list[str]
     """Whoever got a token; a request whose row could not be used stands in `errors` instead."""
     sampled_token_ids: list[list[int]]
-    """The new tokens of each: one, before m5."""
+    """The new tokens of each; here always one."""
     logprobs: list[LogprobRow | None]
     prompt_logprobs: dict[str, tuple[LogprobRow, ...]] = field(default_factory=dict)
     """For the prompt's tokens after the first, by request id; with the prefill, where asked for."""
     errors: dict[str, ForwardError] = field(default_factory=dict)
     """By request id."""
-    num_tokens: int = 0
-    """New tokens that went through the model."""
     sample_seconds: float = 0.0
     """How much of the step was sampling."""
 

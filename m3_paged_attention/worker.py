@@ -26,7 +26,7 @@ class GPUWorker:
         """What a step of `num_tokens` new tokens leaves of a GPU. Raises `ConfigError` if not even that fits."""
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            self.model_runner.profile_run(num_tokens)
+            kv_bytes = self.model_runner.profile_run(num_tokens)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of max_num_batched_tokens={num_tokens} does not fit on {self.device}: use a smaller one"
@@ -34,7 +34,8 @@ class GPUWorker:
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        return MemoryProfile(total_bytes=total, peak_bytes=others + torch.cuda.max_memory_allocated(self.device))
+        peak = torch.cuda.max_memory_allocated(self.device) - kv_bytes  # KV is what the rest is for
+        return MemoryProfile(total_bytes=total, peak_bytes=others + peak)
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """The shape of a block of this model."""

@@ -9,8 +9,8 @@ another in a single row of `total_tokens`, and this object says where one reques
     seq_lens           5           2     31  9        those and the new ones
 
 Rows with several new tokens come first, rows with exactly one after them, because attention treats the two kinds
-differently. vLLM: `CommonAttentionMetadata` (`v1/attention/backends/utils.py`); SGLang keeps the same numbers in
-`ForwardBatch`.
+differently. (A single token among the first is right, too, and only slower.) vLLM: `CommonAttentionMetadata`
+(`v1/attention/backends/utils.py`); SGLang keeps the same numbers in `ForwardBatch`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One step's layout. Tensors are on the model's device; the tuples are the same numbers on the host."""
+    """One step's layout. Tensors are on the model's device; the tuples are the same numbers on the host.
+
+    Made anew for every step and never changed: a backend may plan once for the object and go by it in every layer.
+    """
 
     query_start_loc: Tensor  # int32 [num_seqs + 1]
     seq_lens: Tensor  # int32 [num_seqs]

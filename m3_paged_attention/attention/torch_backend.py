@@ -16,6 +16,8 @@ from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.tiles import Plan, Prefill, Scratch
 from m3_paged_attention.kv_storage import KVLayer
 
+AT_ONCE = 2**17  # elements
+
 
 class TorchBackend:
     """Every function in as few calls of torch as it takes: in a small model a call costs more than its arithmetic."""
@@ -59,6 +61,8 @@ class TorchBackend:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""
+        if x.numel() > AT_ONCE:
+            return torch.cat([self.rms_norm(rows, weight, eps) for rows in _in_parts(x)])
         # sqrt(n) times the root is the hypotenuse over norm(x) and sqrt(n * eps): two calls on one number per row, and
         # two on the rows. torch's own rms_norm takes twice the time for a few rows.
         width = x.shape[-1]
@@ -78,13 +82,36 @@ class TorchBackend:
             both_cos, both_sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
             self._angles = cos, both_cos[:, None], both_sin[:, None]  # [tokens, 1, head_dim]
         _, both_cos, both_sin = self._angles
-        swapped = heads.roll(heads.shape[-1] // 2, -1)  # the partner of every element
-        return torch.addcmul(heads * both_cos, swapped, both_sin).to(heads.dtype)
+        if heads.numel() <= AT_ONCE:
+            return _turned(heads, both_cos, both_sin)
+        rows = _rows_at_once(heads)
+        parts = zip(*(torch.split(tensor, rows) for tensor in (heads, both_cos, both_sin)), strict=True)
+        return torch.cat([_turned(*part) for part in parts])
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `[tokens, 2 * intermediate]`."""
+        if gate_up.numel() > AT_ONCE:
+            return torch.cat([self.silu_mul(rows) for rows in _in_parts(gate_up)])
         gate, up = gate_up.chunk(2, -1)
         return silu(gate).mul_(up)
+
+
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    swapped = heads.roll(heads.shape[-1] // 2, -1)  # the partner of every element
+    return torch.addcmul(heads * cos, swapped, sin).to(heads.dtype)
+
+
+def _in_parts(x: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(x, _rows_at_once(x))
+
+
+def _rows_at_once(x: Tensor) -> int:
+    """How many rows of a large tensor go through a chain of operations together.
+
+    Each link writes what the next one reads. Of a whole prompt that would go through memory, in float32; of some rows
+    it stays in the processor's cache.
+    """
+    return max(1, AT_ONCE // x[0].numel())
 
 
 def _attend_to_prompt(prefill: Prefill, query: Tensor, layer: KVLayer, scale: float, output: Tensor) -> None:

@@ -4,7 +4,8 @@
 
 A kernel is a program that runs many times at once; `tl.program_id` says which part of the work is its own. It sees
 memory as bare pointers and works on tiles: small matrices in registers, with power-of-two sides, masked where the data
-end earlier. Three rules make all of it work on pages:
+end earlier. A page is what the rest of the engine calls a block: in a kernel, BLOCK is the side of a tile. Three rules
+make all of it work on pages:
 
     position n of a sequence  ->  page  block_table[n // PAGE]  ->  slot  page * PAGE + n % PAGE
 

@@ -5,6 +5,7 @@ Each time it is another one's turn, so that sooner or later everybody is hit, in
 
 from typing import Any
 
+from m3_paged_attention.preemption import take_blocks
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler import Scheduler
 
@@ -21,5 +22,8 @@ class ForcedPreemption(Scheduler):
         self.num_steps += 1
         if self.num_steps % 3 or not running:
             return in_need
-        self._preempt(running.pop(self.num_steps // 3 % len(running)), needed=0)
+        victim = running.pop(self.num_steps // 3 % len(running))
+        take_blocks(victim, self.kv_manager, swap=self.swaps, needed=0, tracer=self.tracer)
+        self._send_back(victim)
+        self.num_preemptions += 1
         return self._in_need(running)

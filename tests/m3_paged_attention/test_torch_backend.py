@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from m3_paged_attention.attention import tiles
+from m3_paged_attention.attention import tiles, torch_backend
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.kv_storage import KVLayer
 from tests.kernels import references
@@ -186,6 +186,23 @@ def test_rms_norm_equals_the_reference(backend, device, shape, dtype) -> None:
     assert normed.shape == x.shape and normed.dtype == dtype
     if x.numel():
         assert_close(normed, references.rms_norm(x, weight, 1e-6), NORM)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("at_once", [1, 300, 1000])
+def test_a_large_batch_goes_through_in_parts_and_nothing_changes(backend, device, dtype, at_once, monkeypatch) -> None:
+    heads = torch.randn(7, 3, 64, device=device).to(dtype)
+    weight, gate_up = torch.rand(3, 64, device=device).to(dtype), torch.randn(7, 128, device=device).to(dtype)
+    angles = torch.rand(7, 32, device=device) * 6
+    calls = (
+        lambda: backend.rms_norm(heads, weight, 1e-6),
+        lambda: backend.rotary(heads.clone(), angles.cos(), angles.sin()),
+        lambda: backend.silu_mul(gate_up),
+    )
+    whole = [call() for call in calls]
+    monkeypatch.setattr(torch_backend, "AT_ONCE", at_once)
+    for call, expected in zip(calls, whole, strict=True):
+        assert torch.equal(call(), expected)
 
 
 def test_rms_norm_of_nearly_nothing_is_ruled_by_eps(backend, device) -> None:
