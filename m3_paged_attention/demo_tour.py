@@ -95,7 +95,7 @@ def show_block_map(
     console.print(f"[italic]{introduction(block_map, story)}[/italic]\n")
     console.print(Text(KEY))
     console.print()
-    live = live and not console.is_dumb_terminal
+    live = live and console.is_terminal and not console.is_dumb_terminal
     with live_view(block_map, console, pacer()) if live else nullcontext(lambda: None) as step_done:
         outputs = run_story(engine, story, params, step_done)
     for title, frame in highlights(block_map):

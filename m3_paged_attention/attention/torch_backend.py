@@ -61,7 +61,7 @@ class TorchBackend:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""
-        if x.numel() > AT_ONCE:
+        if _is_large(x):
             return torch.cat([self.rms_norm(rows, weight, eps) for rows in _in_parts(x)])
         # sqrt(n) times the root is the hypotenuse over norm(x) and sqrt(n * eps): two calls on one number per row, and
         # two on the rows. torch's own rms_norm takes twice the time for a few rows.
@@ -82,7 +82,7 @@ class TorchBackend:
             both_cos, both_sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
             self._angles = cos, both_cos[:, None], both_sin[:, None]  # [tokens, 1, head_dim]
         _, both_cos, both_sin = self._angles
-        if heads.numel() <= AT_ONCE:
+        if not _is_large(heads):
             return _turned(heads, both_cos, both_sin)
         rows = _rows_at_once(heads)
         parts = zip(*(torch.split(tensor, rows) for tensor in (heads, both_cos, both_sin)), strict=True)
@@ -90,7 +90,7 @@ class TorchBackend:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` for `[tokens, 2 * intermediate]`."""
-        if gate_up.numel() > AT_ONCE:
+        if _is_large(gate_up):
             return torch.cat([self.silu_mul(rows) for rows in _in_parts(gate_up)])
         gate, up = gate_up.chunk(2, -1)
         return silu(gate).mul_(up)
@@ -99,6 +99,10 @@ class TorchBackend:
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     swapped = heads.roll(heads.shape[-1] // 2, -1)  # the partner of every element
     return torch.addcmul(heads * cos, swapped, sin).to(heads.dtype)
+
+
+def _is_large(x: Tensor) -> bool:
+    return x.numel() > AT_ONCE and x.shape[0] > 1
 
 
 def _in_parts(x: Tensor) -> tuple[Tensor, ...]:

