@@ -103,9 +103,8 @@ def block_table(frame: Frame, owner: str, position: int) -> Figure:
         chosen = token == position
         cell(token // size * width + token % size, 3, token, color="C3" if chosen else "C1", ink="white")
     for number, block_id in enumerate(table):
-        cell(number * width, 2, block_id, color="C3" if number == index else "0.8", span=size,
-             ink="white" if number == index else "black")  # fmt: skip
-        axis.annotate(f"[{number}]", (number * width - 0.1, 2), fontsize=7, ha="right", va="center", color="0.4")
+        style = {"color": "C3", "ink": "white"} if number == index else {"color": "0.8", "ink": "black"}
+        cell(number * width, 2, f"[{number}]  {block_id}", span=size, **style)
     for block in frame.blocks:
         first = (block.block_id - 1) * width
         for place in range(size):
@@ -118,7 +117,7 @@ def block_table(frame: Frame, owner: str, position: int) -> Figure:
     middle, target = index * width + size / 2, (table[index] - 1) * width + offset + 0.5
     axis.annotate("", (middle, 2.27), (index * width + offset + 0.5, 2.73), arrowprops=arrow)
     axis.annotate("", (target, 0.87), (middle, 1.73), arrowprops=arrow)
-    axis.annotate(f"position {position} // {size} = {index}", (middle + size, 2.5), fontsize=8, va="center", color="C3")
+    axis.annotate(f"position {position} // {size} = {index}", (middle + 1, 2.5), fontsize=8, va="center", color="C3")
     way = f"slot {table[index]} x {size} + {position} % {size} = {slot}"
     axis.annotate(way, ((middle + target) / 2 + 2, 1.35), fontsize=8, va="center", color="C3")
     axis.set_yticks([3, 2, 0.6], [f"positions of {owner}", "its block table", "KV memory: slots"], fontsize=9)

@@ -1,9 +1,9 @@
 """Frames of the block map, drawn on a console: a cell for each block, and the decisions of the step beside it.
 
-    step 6: 22 of 40 blocks in use, 2 of them by several requests; 18 free
+    step 6: 9 of 16 blocks in use, 2 of them by several requests; 7 free
     A req-0  B req-1/0  C req-1/1
-       1  A  A  A  a  B3 B3 b  .     req-0 needs room for 25 tokens: it gets ...
-       9  c  .  .  .  .  .  .  .     ...
+       1  A  A  A  a  B2 B2 b  c     req-0 needs room for 25 tokens: it gets ...
+       9  B  .  .  .  .  .  .  .     ...
 
 Letters say all that colours say, so nothing is lost on a screen without them. What the map is made of stands in
 `block_map.py`; nothing here knows the engine.
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from math import ceil
 from string import ascii_uppercase
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -29,7 +29,7 @@ COLOURS = (
 CELL = 3  # characters: a letter, a mark, a gap
 MOST_ROWS = 16  # more than so many lines, and the free ones among them are told in one
 LEAST_WORDS = 32  # columns that the decisions need to stand beside the grid; with fewer they go below it
-KEY = "A  full block of request A    a  A still fills it    A3  held by 3, A the first of them    .  free"
+KEY = "A  full block of A    a  A still fills it    A3  held by 3, A first    .  free"
 """How to read a cell."""
 
 
@@ -49,17 +49,8 @@ def draw(frame: Frame, width: int, *, said: Sequence[tuple[int, Event]] | None =
     Beside the grid stand the frame's own decisions, the most remarkable first, or whatever is `said`: decisions with
     their steps. At most `most` of them; the others are counted.
     """
-    grid = Group(*_rows(frame, width), *_host_row(frame))
-    if said is None:
-        said = [(frame.step, event) for event in frame.decisions()]
-        steps = False
-    else:
-        steps = True
-    words = Table.grid(padding=(0, 1, 0, 0))
-    for step, event in said[:most]:
-        words.add_row(*([Text(str(step), style="dim")] if steps else []), Text(event.explain(), style=event.style))
-    if len(said) > most:
-        words.add_row(*([""] if steps else []), Text(f"... and {some(len(said) - most, 'decision')} more", style="dim"))
+    grid = Group(*_rows(frame, width), *_host_line(frame))
+    words = _words([([], e) for e in frame.decisions()] if said is None else [([str(n)], e) for n, e in said], most)
     beside = _label(frame) + 2 + CELL * per_row(frame, width)
     if width - beside < LEAST_WORDS:
         return Group(_title(frame), *_names(frame, width), grid, words)
@@ -68,6 +59,17 @@ def draw(frame: Frame, width: int, *, said: Sequence[tuple[int, Event]] | None =
     table.add_column(ratio=1)
     table.add_row(grid, words)
     return Group(_title(frame), *_names(frame, width), table)
+
+
+def _words(told: Sequence[tuple[list[str], Event]], most: int) -> Table:
+    """Decisions in sentences, each behind the step that stands with it, if one does; what is too much is counted."""
+    words = Table.grid(padding=(0, 1, 0, 0))
+    for step, event in told[:most]:
+        words.add_row(*(Text(n, style="dim") for n in step), Text(event.explain(), style=event.style))
+    if len(told) > most:
+        blank = [""] * len(told[0][0])
+        words.add_row(*blank, Text(f"... and {some(len(told) - most, 'decision')} more", style="dim"))
+    return words
 
 
 def per_row(frame: Frame, width: int) -> int:
@@ -133,7 +135,7 @@ def _cell(frame: Frame, block: Block) -> Text:
     return Text.assemble(((name if is_full else name.lower()) + mark, style), " " * (CELL - 2))
 
 
-def _host_row(frame: Frame) -> list[RenderableType]:
+def _host_line(frame: Frame) -> list[Text]:
     """Whose blocks lie on the host; there is no grid of them, since their places do not matter to anybody."""
     held = [f"{letter(frame, rid)} {some(len(blocks), 'block')}" for rid, blocks in frame.host_tables.items()]
     return [Text(f"on the host: {', '.join(held)}", style="yellow")] if held else []

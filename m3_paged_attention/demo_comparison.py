@@ -99,7 +99,7 @@ def contest(engine: LLMEngine, workload: Workload) -> Iterator[Contest]:
     lengths = [len(p) + own.max_tokens for p, own in zip(workload.prompts, workload.params, strict=True)]
     longest = min(max(lengths), most_tokens)
     num_running = max(run(m3, workload).running)  # this run also warms m3 up
-    wanted = {WIDE: (num_running, most_tokens), TIGHT: (m3.num_bytes // (most_tokens * per_token), longest)}
+    wanted = {WIDE: (num_running, most_tokens), TIGHT: (m3.num_bytes // (longest * per_token), longest)}
     load, found, notes = cache(SlotEngine.parts["model_loader"]), {}, []
     config = FileModelConfig(**{f: getattr(model, f) for f in ("model", "device", "dtype", "max_model_len", "seed")})
     with ExitStack() as stack:

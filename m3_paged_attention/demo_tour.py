@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -50,13 +49,11 @@ def tour(
 ) -> None:
     """Both parts, on one engine."""
     block_map = BlockMap()
-    load_once = {"model_loader": cache(LLMEngine.parts["model_loader"])}
     with LLMEngine(
         model_config=model,
         scheduler_config=scheduler,
         cache_config=memory,
         trace_config=replace(trace, readers=(*trace.readers, block_map)),
-        parts=load_once,
     ) as engine:
         story = fork_one(make_story(engine, most_tokens(engine)), params, num_answers)
         show_block_map(engine, block_map, story, params, console, live=not trace.readers)
@@ -114,7 +111,9 @@ def introduction(block_map: BlockMap, story: Story) -> str:
     slot_bytes = sized.max_model_len * sized.bytes_per_token
     no_slot = ", and run nothing" if sized.num_bytes < slot_bytes else ""
     several = [
-        f"{question.changes['n']} answers to {question.title!r}" for question in story.questions if question.changes
+        f"{some(question.changes['n'], 'answer')} to {question.title!r}"
+        for question in story.questions
+        if question.changes
     ]
     return (
         f"The burst of m2's demo: {some(len(story.first), 'question')} at the start, {len(story.late)} more after step "

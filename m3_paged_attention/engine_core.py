@@ -81,6 +81,10 @@ class EngineCore(EngineCoreBase):
         )
         return outputs
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """As m1's; a parent whose arrival was interrupted is known to its family only, until its children have ended."""
+        return super().is_unfinished(request_id) or self.families.is_unfinished(request_id)
+
     def stats(self) -> EngineStats:
         """Totals so far, and the state of the blocks."""
         kv_manager = self.scheduler.kv_manager

@@ -62,6 +62,10 @@ class RequestFamilies(UnfinishedRequests):
         for child in children:
             self.scheduler.add_request(child)
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether this is the id of a parent, some of whose children have not ended."""
+        return request_id in self._parents
+
     def has_unfinished_requests(self) -> bool:
         """Whether anything waits or runs."""
         return self.scheduler.has_unfinished_requests()
@@ -80,10 +84,10 @@ class RequestFamilies(UnfinishedRequests):
     def _children_that_came(self, parent_id: str) -> list[str]:
         """The ids of a parent's children; after an interrupted arrival, of those who came in, and it has no others."""
         parent, queued = self._parents[parent_id], self.scheduler.requests
-        parent.children = [child for child in parent.children if child.is_finished or child.request_id in queued]
+        parent.children = [c for c in parent.children if c.is_finished or queued.get(c.request_id) is c]
         if not parent.children:
             del self._parents[parent_id]
-        return [child.request_id for child in parent.children]
+        return [child.request_id for child in parent.children if not child.is_finished]  # others' ids are free again
 
     def reported(self, changed: Iterable[Request]) -> list[Request]:
         """The requests that callers know, for the scheduled ones that changed: each once, in the same order."""

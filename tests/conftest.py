@@ -30,36 +30,58 @@ torch.set_num_threads(1)
 settings.register_profile("stepwise", derandomize=True, deadline=None)
 settings.load_profile("stepwise")
 
-LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT = pytest.StashKey[list[str]]()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out the tests that this machine cannot run."""
-    marker = "interpreter" if HAS_GPU else "gpu"
-    left_out = [item for item in items if item.get_closest_marker(marker)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker(marker)]
-    if not HAS_GPU:
-        config.stash[LEFT_OUT] = len(left_out)
+    """Take out the tests that this machine cannot run, and keep a line about them."""
+    said = []
+    for marker in ("gpu", "interpreter"):
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        obstacle = obstacle_to(marker) if left_out else None
+        if obstacle:
+            said += [f"{obstacle}: 0 of {len(left_out)} {marker} tests ran"] if obstacle != COMPILES else []
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    config.stash[LEFT_OUT] = said
+
+
+COMPILES = "this process compiles its kernels"  # and runs the same tests so
+
+
+def obstacle_to(marker: str) -> str | None:
+    """Why tests of this kind cannot run here, in a few words."""
+    if marker == "gpu":
+        return None if HAS_GPU else "no CUDA device here"
+    if HAS_GPU:
+        return COMPILES
+    from m1_single_request import ConfigError
+    from m3_paged_attention.attention.registry import choose
+
+    try:
+        choose("triton", torch.device("cpu"))
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With pytest-xdist only the workers collect, and only the controller can print: hand the number over."""
+    """With pytest-xdist only the workers collect, and only the controller can print: hand the lines over."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["gpu_tests_left_out"] = session.config.stash.get(LEFT_OUT, 0)
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, [])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object) -> None:
     """A worker of pytest-xdist has ended. Each of them collected all tests."""
     config: pytest.Config = node.config
-    config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("gpu_tests_left_out", 0)
+    config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", [])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say in one line what could not run here."""
-    if left_out := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"no CUDA device here: 0 of {left_out} gpu tests ran")
+    """Say in one line each what could not run here."""
+    for line in config.stash.get(LEFT_OUT, []):
+        terminalreporter.write_line(line)
     if importlib.util.find_spec("triton") is None:
         terminalreporter.write_line("triton is not installed: tests/kernels did not run")

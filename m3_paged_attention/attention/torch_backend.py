@@ -28,7 +28,7 @@ class TorchBackend:
         self._scratch = Scratch()
         self._plan: Plan | None = None
         self._angles: tuple[Tensor, Tensor, Tensor] | None = None  # a step's cos, and what rotary makes of cos and sin
-        self._constants: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}  # of norms, by their width and epsilon
+        self._constants: dict[tuple[int, float, torch.device], tuple[Tensor, Tensor]] = {}  # of norms
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write `key` and `value` `[tokens, kv_heads, head_dim]` to their slots."""
@@ -66,8 +66,10 @@ class TorchBackend:
         # sqrt(n) times the root is the hypotenuse over norm(x) and sqrt(n * eps): two calls on one number per row, and
         # two on the rows. torch's own rms_norm takes twice the time for a few rows.
         width = x.shape[-1]
-        if (constants := self._constants.get((width, eps))) is None:
-            constants = self._constants[width, eps] = torch.tensor((width * eps) ** 0.5), torch.tensor(0.0)
+        key = width, eps, x.device
+        if (constants := self._constants.get(key)) is None:
+            small, nothing = torch.tensor([(width * eps) ** 0.5, 0.0], device=x.device)
+            constants = self._constants[key] = small, nothing
         root = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32).hypot_(constants[0])
         return torch.addcmul(constants[1], x / root, weight, value=width**0.5).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Helpers of m3's engine tests: settings in one line, what blocks must hold, and parts that do what a test tells them."""
+"""Helpers of m3's engine tests: settings in a line, what blocks must hold, and parts that do what a test tells them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol

@@ -17,7 +17,7 @@ from m1_single_request import demo as m1_demo
 from m1_single_request.errors import EngineError
 from m2_continuous_batching.demo_tour import LATE_AFTER, make_story
 from m2_continuous_batching.static_batching import Workload
-from m3_paged_attention import SamplingParams, TraceConfig, demo, demo_tour
+from m3_paged_attention import DEFAULT_MODEL, SamplingParams, TraceConfig, demo, demo_tour
 from m3_paged_attention.block_map import BlockMap
 from m3_paged_attention.demo_comparison import (
     PAGED,
@@ -140,6 +140,19 @@ def test_a_prompt_is_answered_as_in_m1(capsys: pytest.CaptureFixture[str]) -> No
     flags = ["--prompt", "What is a KV cache?", "--trace", "off", "--max-tokens", "9"]
     flags += ["--temperature", "1", "--seed", "4"]
     assert (demo.main(flags), capsys.readouterr()) == (m1_demo.main(flags), capsys.readouterr())
+
+
+def test_the_model_that_ships_runs_on_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    for flags in (
+        [],
+        ["--threads", "2"],
+        ["--model", str(DEFAULT_MODEL)],
+        ["--model", str(DEFAULT_MODEL), "--threads", "3"],
+    ):
+        assert demo.main(["--prompt", "a", "--trace", "off", "--max-tokens", "1", *flags]) == 0
+    assert threads == [1, 2, 3], "another model has torch's own number"
 
 
 def test_several_answers_to_a_prompt_are_all_shown(capsys: pytest.CaptureFixture[str]) -> None:

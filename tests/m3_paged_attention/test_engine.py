@@ -112,30 +112,30 @@ def test_short_requests_share_what_one_long_slot_would_take(make_engine: MakeEng
     run(engine)
 
 
-def test_three_hundred_requests_pass_through_little_memory(make_engine: MakeEngine, make_m1: Any, mode: str) -> None:
+def test_two_hundred_requests_pass_through_little_memory(make_engine: MakeEngine, make_m1: Any, mode: str) -> None:
     asks = [
         (ids(1 + n % 7, first=n), SamplingParams(max_tokens=4 + n % 9, temperature=n % 2, seed=n, ignore_eos=True))
         for n in range(17)
     ]
     engine = make_engine(**setting(6, 40, blocks=12, block_size=2, mode=mode))
     last: dict[str, Any] = {}
-    for number in range(300):
+    for number in range(200):
         engine.add_request(*asks[number % 17], request_id=str(number))
         if number % 2:
             last |= engine.step()
             check_step(engine)
     last |= run(engine)
-    assert engine.stats().num_finished == {"length": 300}
-    assert engine.stats().num_preemptions > 20
+    assert engine.stats().num_finished == {"length": 200}
+    assert engine.stats().num_preemptions > 10
     alone = make_m1()
     answers = [alone.generate(prompt, params).token_ids for prompt, params in asks]
-    assert [last[str(number)].token_ids for number in range(300)] == [answers[number % 17] for number in range(300)]
+    assert [last[str(number)].token_ids for number in range(200)] == [answers[number % 17] for number in range(200)]
 
 
 def test_no_token_is_streamed_twice_or_lost_over_preemptions(make_engine: MakeEngine, make_m1: Any, mode: str) -> None:
     engine = make_engine(**setting(4, blocks=7, block_size=2, mode=mode))
     streams = [engine.stream(ids(2, n), greedy(9)) for n in range(4)]
-    for n, stream in enumerate(streams):
+    for stream in streams:
         lengths = [len(output.token_ids) for output in stream]
         assert lengths == list(range(1, 10))
     assert engine.stats().num_preemptions > 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import m1_single_request
+import m3_paged_attention
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention import (
@@ -161,32 +162,42 @@ class Forcing(Sampler):
         return torch.full((len(logits),), self.token_ids[len(self.rows) - 1], device=logits.device)
 
 
+def forced_logits(package: Any, config: Any, prompt: list[int], token_ids: list[int], **settings: Any) -> Tensor:
+    """`[outputs, vocab]`: what an engine computes if the tokens are these."""
+    sampler = Forcing(token_ids)
+    with package.LLMEngine(model_config=config, parts={"sampler": lambda: sampler}, **settings) as engine:
+        engine.generate(prompt, SamplingParams(max_tokens=len(token_ids), ignore_eos=True))
+    return torch.stack(sampler.rows)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_logits_are_close_and_agree_where_the_best_is_clear(
-    directory: Callable[[str], Path], backend: str, name: str
+def test_bfloat16_logits_are_as_close_as_transformers_and_agree_where_the_best_is_clear(
+    directory: Callable[[str], Path], backend: Any, name: str
 ) -> None:
-    """The reference is transformers' model in bfloat16 on the same device, which rounds as often."""
-    with build(directory(name), backend=backend, dtype="bfloat16") as probe:
-        prompts = [prompt for prompt in prompts_of(probe, 5)]
-        answers = [probe.generate(prompt, greedy(MAX_TOKENS)) for prompt in prompts]
-    config = m1_single_request.ModelConfig(model=directory(name), device="cuda", dtype="bfloat16")
+    """Held to float32 on the CPU, beside transformers' model in bfloat16 on the same device, which rounds as often."""
+    where = directory(name)
+    exact = m1_single_request.ModelConfig(model=where, device="cpu", dtype="float32")
+    theirs = m1_single_request.ModelConfig(model=where, device="cuda", dtype="bfloat16")
+    ours = ModelConfig(model=where, device="cuda", dtype="bfloat16", attention_backend=backend)
+    with m1_single_request.LLMEngine(model_config=exact) as engine:
+        answers = [engine.generate(prompt, greedy(MAX_TOKENS)) for prompt in prompts_of(engine, 5)]
+    errors, usual, close = [], [], []
     for answer in answers:
-        prompt, token_ids = list(answer.prompt_token_ids), list(answer.token_ids)
-        ours, theirs = Forcing(token_ids), Forcing(token_ids)
-        with build(directory(name), backend=backend, dtype="bfloat16", parts={"sampler": lambda: ours}) as engine:  # noqa: B023
-            engine.generate(prompt, greedy(MAX_TOKENS))
-        with m1_single_request.LLMEngine(model_config=config, parts={"sampler": lambda: theirs}) as engine:  # noqa: B023
-            engine.generate(prompt, m1_single_request.SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
-        assert len(ours.rows) == len(theirs.rows) == MAX_TOKENS
-        for mine, other in zip(ours.rows, theirs.rows, strict=True):
-            assert mine.isfinite().all()
-            spread = other.std()
-            assert (mine - other).abs().max() <= 0.15 * spread + 0.05 * other.abs().max()
-            assert (mine - other).abs().mean() <= 0.03 * spread
-            best, second = other.topk(2).values
-            if best - second > max(CLEAR, 0.1 * float(spread)):
-                assert mine.argmax() == other.argmax()
+        forced = list(answer.prompt_token_ids), list(answer.token_ids)
+        wanted = forced_logits(m1_single_request, exact, *forced)
+        found = forced_logits(m3_paged_attention, ours, *forced, cache_config=CacheConfig(num_blocks=200))
+        assert found.isfinite().all()
+        errors.append((found - wanted).abs())
+        usual.append((forced_logits(m1_single_request, theirs, *forced) - wanted).abs())
+        best = wanted.topk(2, dim=-1).values  # [outputs, 2]
+        clear = best[:, 0] - best[:, 1] > max(CLEAR, 6 * float(usual[-1].mean()))
+        close += [bool(clear.any())]
+        assert torch.equal(found.argmax(dim=-1)[clear], wanted.argmax(dim=-1)[clear])
+    assert any(close)
+    mine, others = torch.cat(errors), torch.cat(usual)  # all answers together: how one of them rounds is luck
+    assert mine.mean() <= 1.5 * others.mean() + 1e-3
+    assert mine.quantile(0.999) <= 1.5 * others.quantile(0.999) + 1e-2
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

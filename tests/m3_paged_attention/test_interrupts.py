@@ -65,7 +65,7 @@ ASKED: dict[str, tuple[list[int], SamplingParams]] = {
 }
 ABORT_AT = 6
 LONGEST = 200
-CASES = 22
+CASES = 16
 
 
 def start(make_engine: MakeEngine, mode: str) -> LLMEngine:
@@ -165,3 +165,24 @@ def test_an_interrupt_anywhere_leaves_right_tokens_and_nothing_else(
             raise AssertionError(f"after an interrupt of step {step} before {interrupt.where}: {error!r}") from error
         engine.close()
     assert None not in places and len(places) > CASES / 2
+
+
+def test_who_was_told_of_its_end_is_not_told_again_if_the_next_step_is_interrupted_at_once(
+    make_engine: MakeEngine,
+) -> None:
+    for line in range(1, 16):
+        engine = make_engine(**setting(4))
+        engine.add_request([5], greedy(1, n=2), request_id="ends")
+        engine.add_request([6], greedy(4), request_id="goes on")
+        last: dict[str, Any] = {}
+        while "ends" not in last or not last["ends"].finished:
+            last |= engine.step()
+        with interrupted(line, [engine_core, engine_core_base]) as interrupt:
+            engine.step()
+        assert interrupt.where is not None
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            assert "ends" not in outputs, f"after an interrupt before {interrupt.where}"
+            last |= outputs
+        assert len(last["goes on"].token_ids) == 4
+        check_drained(engine)

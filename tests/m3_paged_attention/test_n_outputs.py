@@ -118,7 +118,9 @@ def test_the_largest_seed_has_children_too(engine: LLMEngine) -> None:
 
 def test_prompt_logprobs_are_reported_once(make_engine: MakeEngine, alone: Any) -> None:
     params = drawn(4, n=3, prompt_logprobs=2, logprobs=1)
-    output = make_engine(**setting(4, block_size=2)).generate(PROMPT, params)
+    engine = make_engine(**setting(4, block_size=2))
+    output = engine.generate(PROMPT, params)
+    assert engine.stats().num_prompt_tokens == len(PROMPT), "computed once"
     expected = alone(PROMPT, params)
     check_children(output, expected)
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(PROMPT)

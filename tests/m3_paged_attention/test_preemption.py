@@ -135,7 +135,7 @@ def test_a_mate_that_fails_in_the_same_step_does_not_confuse_the_count_of_a_reco
     bed.add(4, max_tokens=9), bed.add(4, max_tokens=9), bed.add(4, max_tokens=9)
     bed.step()
     bed.step()
-    bed.scheduler.kv_manager.is_due = True  # type: ignore[attr-defined]
+    bed.scheduler.kv_manager.due = 1  # type: ignore[attr-defined]
     bed.step()
     step = bed.step(failing=["r0"])
     assert step.counts == {"r2": 6, "r1": 1, "r0": 1} and step.ended == {"r0": "error"}
@@ -187,6 +187,20 @@ def test_a_resumed_request_alone_may_exceed_the_token_budget() -> None:
     assert set(bed.drain().values()) == {"length"}
 
 
+def test_two_beyond_the_budget_come_back_in_two_steps_and_whoever_runs_is_not_starved() -> None:
+    bed = make_paged_bed(block_size=4, max_num_seqs=3, max_num_batched_tokens=4, kv_manager_class=Squeezed)
+    for _ in range(3):
+        bed.add(1, max_tokens=12)
+    for _ in range(6):
+        bed.step()
+    bed.scheduler.kv_manager.due = 2  # type: ignore[attr-defined]
+    bed.step()
+    assert bed.preempted() == ["r1", "r2"]
+    counts = [bed.step().counts for _ in range(4)]
+    assert counts == [{"r1": 7}, {"r0": 1, "r1": 1}, {"r2": 7}, {"r0": 1, "r1": 1, "r2": 1}]
+    bed.drain()
+
+
 def test_whoever_exceeds_the_budget_is_alone_in_its_step() -> None:
     bed = make_paged_bed(num_blocks=12, block_size=2, max_num_seqs=3, max_num_batched_tokens=4)
     bed.add(2, max_tokens=12), bed.add(2, max_tokens=12), bed.add(2, max_tokens=12)
@@ -215,7 +229,7 @@ def test_answers_with_forced_preemptions_are_those_without(block_size: int, swap
     for number in range(5):
         bed.add(1 + 3 * number % 7, max_tokens=6 + number, n=1 + number % 2)
     while bed.scheduler.has_unfinished_requests() and len(bed.steps) < 200:
-        kv_manager.is_due = len(bed.steps) % 3 == 2
+        kv_manager.due = int(len(bed.steps) % 3 == 2)
         bed.step()
     assert kv_manager.num_forced == bed.scheduler.num_preemptions > 3
     assert len(bed.drain()) == 7 and set(bed.ended.values()) == {"length"}

@@ -15,6 +15,7 @@ from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler import Scheduler
 from m3_paged_attention.scheduler_output import SchedulerOutput
+from tests.support.engines import OnEvent
 from tests.testbed.bed import Step
 from tests.testbed.fakes import answer, make_request
 from tests.testbed.paged import PagedBed, make_paged_bed
@@ -181,6 +182,16 @@ def test_an_abort_while_waiting_decoding_and_in_a_step() -> None:
     step = bed.step(between=lambda output: bed.abort("r1"))
     assert step.counts == {"r1": 1} and step.ended == {"r0": "abort", "r1": "abort", "r3": "abort"}
     assert bed.drain() == step.ended | {"r2": "length"}
+
+
+def test_an_abort_in_the_middle_of_an_update_takes_effect_with_the_next_one() -> None:
+    bed = make_paged_bed(max_num_seqs=1, trace=True, checked=False)  # they know only of marks between the two verbs
+    for _ in range(3):
+        bed.add(3, 2)
+    OnEvent(bed.scheduler.tracer, "result", lambda: bed.abort("r2"))
+    assert bed.step().ended == {}
+    assert bed.step().ended["r2"] == "abort"
+    assert bed.drain() == {"r0": "length", "r1": "length", "r2": "abort"}
 
 
 def test_memory_is_kept_until_the_update_of_the_step_that_ends_it() -> None:

@@ -197,7 +197,7 @@ def swapping_bed(*, checked: bool = False) -> PagedBed:
     bed.step()
     bed.step()
     bed.add(5, max_tokens=3, n=2, request_id="twins"), bed.add(3, max_tokens=2, request_id="waits")
-    bed.scheduler.kv_manager.is_due = True  # type: ignore[attr-defined]
+    bed.scheduler.kv_manager.due = 1  # type: ignore[attr-defined]
     bed.step()
     assert bed.preempted() == ["family/1"] and bed.running() == ["ends", "family/0"]
     return bed

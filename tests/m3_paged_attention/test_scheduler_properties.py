@@ -64,7 +64,7 @@ class Traffic:
     interrupts: tuple[tuple[int, bool], ...] = ()
     """Steps before which a decision is thrown away, and whether the model ran it."""
     squeezes: tuple[int, ...] = ()
-    """Steps in which somebody is preempted whatever is free."""
+    """Steps in which somebody is preempted whatever is free; as many as there are of the same step."""
 
 
 @st.composite
@@ -136,14 +136,14 @@ def play(traffic: Traffic, bed: PagedBed, names: list[str]) -> Iterator[Step]:
         for step, executed in traffic.interrupts:
             if step == number:
                 bed.interrupt(executed=executed)
-        kv_manager.is_due = number in traffic.squeezes
+        kv_manager.due = traffic.squeezes.count(number)
         late = [ids[who] for step, late, who in traffic.aborts if step == number and late]
         yield bed.step(
             between=lambda output, late=late: bed.abort(*late),  # type: ignore[misc]
             failing=[ids[who] for step, who in traffic.failures if step == number],
             crash=number in traffic.crashes,
         )
-        kv_manager.is_due = False
+        kv_manager.due = 0
     raise AssertionError(f"not done after {MANY_STEPS} steps")
 
 

@@ -114,19 +114,23 @@ class PagedBed(SchedulerBed):
 
 
 class Squeezed(KVCacheManager):
-    """Says once, when told to, that more blocks are needed than are free."""
+    """Says, when told to, that more blocks are needed than are free: once for each victim that is `due`."""
 
-    is_due = False
+    due = 0
     num_forced = 0
+    _is_short = False
 
     def in_need(self, lengths: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         lengths = list(lengths)
-        self.is_due = self.is_due and len(lengths) > 1
-        return lengths if self.is_due else super().in_need(lengths)
+        if not self.due or len(lengths) < 2:
+            self.due = 0
+            return super().in_need(lengths)
+        self.due, self.num_forced, self._is_short = self.due - 1, self.num_forced + 1, True
+        return lengths
 
     def num_needed(self, request_id: str, num_tokens: int) -> int:
-        if self.is_due:
-            self.is_due, self.num_forced = False, self.num_forced + 1
+        if self._is_short:
+            self._is_short = False
             return self.num_blocks + 1
         return super().num_needed(request_id, num_tokens)
 
