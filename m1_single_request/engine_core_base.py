@@ -49,7 +49,8 @@ class KVHolder(Protocol):
 class EngineCoreBase(ABC):
     """Owns the parts. Single-threaded: nothing happens outside `step()`.
 
-    Seams for later milestones: `step`, which each writes anew; `stats`, which knows more there.
+    Seams for later milestones: `step`, which each writes anew; `stats`, which knows more there; `is_unfinished`, where
+    a request may stand for several.
     """
 
     def __init__(

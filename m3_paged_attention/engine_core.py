@@ -82,7 +82,7 @@ class EngineCore(EngineCoreBase):
         return outputs
 
     def is_unfinished(self, request_id: str) -> bool:
-        """As m1's; a parent whose arrival was interrupted is known to its family only, until its children have ended."""
+        """As m1's. If a parent's arrival was interrupted, only its family knows it, until its children have ended."""
         return super().is_unfinished(request_id) or self.families.is_unfinished(request_id)
 
     def stats(self) -> EngineStats:

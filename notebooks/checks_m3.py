@@ -250,7 +250,8 @@ def _grade_blocks_by_hand(mine: Any) -> None:
     expect("append('b'), the third time,", mine.append("b"), None, "A new block is no copy.")
     expect("the length of the table of 'b'", len(mine.tables["b"]), 3, "Token 8 is the first of a third block.")
     mine.release("a")
-    expect("num_free after release('a')", mine.num_free, 9, "Its own block is free again; the other one is still held by 'b'.")
+    still_held = "Its own block is free again; the other one is still held by 'b'."
+    expect("num_free after release('a')", mine.num_free, 9, still_held)
     mine.release("b")
     expect("num_free after release('b')", mine.num_free, 12, "Nobody holds anything any more.")
 
