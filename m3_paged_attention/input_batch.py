@@ -55,6 +55,8 @@ class BatchRow(NamedTuple):
     num_tokens: int
     is_prompt: bool  # whether its prompt goes through the model now, from its first token on
 
+FIRST_ROWS = 64  # of the block tables; they grow with the requests that come
+
 
 class InputBatch:
     """All requests that the runner knows, and their block tables as one array."""
@@ -62,8 +64,9 @@ class InputBatch:
     def __init__(self, *, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
         self.states: dict[str, CachedRequestState] = {}
         self.block_size = block_size
-        self.block_tables = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)  # a row per request
-        self._free_rows = list(range(max_num_seqs))[::-1]
+        num_rows = min(max_num_seqs, FIRST_ROWS)
+        self.block_tables = np.zeros((num_rows, max_blocks_per_seq), dtype=np.int32)  # a row per request
+        self._free_rows = list(range(num_rows))[::-1]
 
     def update(self, scheduler_output: SchedulerOutput) -> list[BatchRow]:
         """Apply a decision; returns its rows: those with more than one new token first."""

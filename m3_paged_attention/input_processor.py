@@ -7,12 +7,15 @@ m2 refused prompts longer than a step's token budget; that stays, since prompts 
 from dataclasses import replace
 from typing import Any
 
+from m1_single_request.errors import InvalidParamsError
 from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.request import ParentRequest
+
+MAX_N = 16_384  # each is a request of its own, with its own record; the number is vLLM's
 
 
 class InputProcessor(SingleRequestInputProcessor):
@@ -26,6 +29,8 @@ class InputProcessor(SingleRequestInputProcessor):
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
         """Refuse what this engine can never run (`InvalidRequestError`)."""
+        if params.n > MAX_N:
+            raise InvalidParamsError(f"n={params.n} continuations are too many for one request: at most {MAX_N:,}")
         check_model_len(token_ids, self.max_model_len, request_id)
         check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
         needed = -(-len(token_ids) // self.block_size)

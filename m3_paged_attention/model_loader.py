@@ -13,12 +13,15 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
+from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import describe, load_part
 from m3_paged_attention.attention.registry import resolve
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.models.architecture import DecoderConfig, decoder_config
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.weights import WEIGHT_FILES, DecoderWeights, dummy_weights, load_weights
+
+MAX_POSITIONS = 2**24
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
     device, dtype = config.torch_device(), config.torch_dtype()
     backend = resolve(config.attention_backend, device)
     described = describe(config, needs_weights=config.load_format != "dummy")
+    if described.max_model_len > MAX_POSITIONS:
+        raise ConfigError(
+            f"{described.name} names {described.max_model_len:,} positions, and a table of their angles would not fit: "
+            f"give a max_model_len of at most {MAX_POSITIONS:,}"
+        )
     shape = decoder_config(described.name, described.architecture, described.config)
     weights = load_part(described.name, "its weights", lambda: _weights(config, described.name, shape))
     num_parameters = sum(tensor.numel() for tensor in weights.tensors())

@@ -112,6 +112,8 @@ def _check_sizes(name: str, decoder: DecoderConfig) -> None:
     if decoder.head_dim % 2:
         raise ModelLoadError(f"{name}: head_dim={decoder.head_dim} is odd, but rotary embedding turns pairs of values")
 
+MAX_ROPE_VALUE = 1e30  # far beyond any real one; what is larger would leave float32
+
 
 def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
     """transformers has already brought the older `rope_theta` and `rope_scaling` into `rope_parameters`."""
@@ -120,7 +122,7 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
     if nested:
         raise ModelLoadError(f"{name}: rope_parameters of its own for {nested[0]} are not supported: give one for all")
     rope_type = parameters.get("rope_type", "default")
-    if rope_type not in FREQUENCIES:
+    if not isinstance(rope_type, str) or rope_type not in FREQUENCIES:
         supported = ", ".join(FREQUENCIES)
         raise ModelLoadError(f"{name}: rope type {rope_type!r} is not supported; supported are {supported}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
@@ -129,8 +131,9 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
     def number(key: str, default: float | None = None) -> float:
         value = parameters.get(key)
         value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ModelLoadError(f"{name}: {key}={value!r} in rope_parameters must be a positive number")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < MAX_ROPE_VALUE:  # NaN is not
+            raise ModelLoadError(f"{name}: {key}={value!r} in rope_parameters must be a positive number, and finite")
         return value
 
     theta = number("rope_theta", 10_000.0)
@@ -151,8 +154,14 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
             low_freq_factor=low,
             high_freq_factor=high,
         )
+    if theta <= 1 or original < 1:
+        raise ModelLoadError(
+            f"{name}: yarn needs a rope_theta greater than 1 and original_max_position_embeddings of at least 1, not "
+            f"{theta} and {original}"
+        )
     factor = number("factor", config.max_position_embeddings / original)
-    sharpness = yarn_attention_factor(factor, parameters.get("mscale"), parameters.get("mscale_all_dim"))
+    scales = [None if parameters.get(key) is None else number(key) for key in ("mscale", "mscale_all_dim")]
+    sharpness = yarn_attention_factor(factor, *scales)
     return RopeConfig(
         rope_type=rope_type,
         theta=theta,

@@ -3,10 +3,12 @@
 What the face promises whatever runs behind it is tested with m1; here is what blocks change.
 """
 
+import dataclasses
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from m3_paged_attention import (
     CacheConfig,
@@ -72,6 +74,27 @@ def test_a_step_is_one_forward_whatever_it_mixes(make_engine: MakeEngine) -> Non
     engine.step()
     engine.step()
     assert shapes == [(9, 1), (6 + 3 + 1, 3), (3, 3)], "no padding"
+    run(engine)
+
+
+def test_blocks_are_moved_before_the_forward_in_their_order(make_engine: MakeEngine) -> None:
+    decision = engine.engine_core.scheduler.schedule()
+    nothing = dataclasses.replace(decision, scheduled_new_reqs=[], num_scheduled_tokens={})
+    engine = make_engine(**setting(2, blocks=4, block_size=2, mode="swap"))
+    engine.add_request(ids(1), greedy(1))
+    runner = engine.engine_core.executor.worker.model_runner
+    kv = runner.kv
+    with torch.inference_mode():
+        for block in range(5):
+            kv._blocks[:, :, block] = block
+        kv._host_blocks[:] = 10
+    nothing = dataclasses.replace(
+        engine.engine_core.scheduler.schedule(), scheduled_new_reqs=[], num_scheduled_tokens={}
+    )
+    moves = {"blocks_to_swap_in": [(0, 3)], "blocks_to_swap_out": [(3, 1), (1, 2)], "blocks_to_copy": [(2, 1), (4, 2)]}
+    engine.engine_core.executor.execute_model(dataclasses.replace(nothing, **moves))
+    assert [kv._blocks[0, 0, block].unique().tolist() for block in range(5)] == [[0], [2], [4], [10], [4]]
+    assert [kv._host_blocks[block].unique().tolist() for block in range(3)] == [[10], [10], [1]]
     run(engine)
 
 

@@ -240,6 +240,24 @@ def test_every_way_to_ask_reports_the_error_in_the_output(make_engine: MakeEngin
 # --- what fails one request -------------------------------------------------------------------------------------------
 
 
+class CheckingExecutor(GPUExecutor):
+    """Looks at every result: each scheduled request has a token or an error, and none has both."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        output = super().execute_model(scheduler_output)
+        assert len(output.req_ids) == len(output.sampled_token_ids) == len(output.logprobs)
+        got, failed = set(output.req_ids), output.errors.keys()
+        assert got.isdisjoint(failed - of_the_prompt(output)) and got | failed == set(
+            scheduler_output.num_scheduled_tokens
+        )
+        return output
+
+
+def of_the_prompt(output: ModelRunnerOutput) -> set[str]:
+    """Those whose token is sound, but not what was asked of their prompt."""
+    return {rid for rid, error in output.errors.items() if "for the prompt" in str(error)}
+
+
 @torch.inference_mode()
 def spoil_block(engine: LLMEngine, rid: str, value: float) -> None:
     """Put a number that is none into the first key of a request."""
@@ -256,12 +274,13 @@ def test_kv_that_is_no_number_fails_its_request_alone(
     params: dict[str, Any],
 ) -> None:
     """And whoever gets its blocks afterwards writes every slot before reading it."""
-    engine = make_engine(**setting(3, blocks=10, block_size=2))
+    engine = make_engine({"executor": CheckingExecutor}, **setting(3, blocks=10, block_size=2))
     submit(engine, b=greedy(NUM_TOKENS["b"], **params))
     last = engine.step()
     spoil_block(engine, "b", value)
     last |= run(engine)
-    assert isinstance(last["b"].error, ForwardError) and "'b'" in str(last["b"].error)
+    assert isinstance(last["b"].error, ForwardError)
+    assert str(last["b"].error) == "the model computed NaN or infinite logits for request 'b'"
     assert len(last["b"].token_ids) == 1
     expected["b"] = last["b"].token_ids
     check_the_rest(engine, last, expected, {"b": 1}, ForwardError)
@@ -289,11 +308,32 @@ def test_a_prompt_that_makes_no_numbers_fails_alone_and_cannot_spoil_its_blocks(
             weight[poison] = before
 
 
+def test_prompt_logprobs_that_are_no_numbers_fail_their_request_alone(
+    make_engine: MakeEngine, expected: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if those of the next token are: nothing half right is reported."""
+    engine = make_engine({"executor": CheckingExecutor}, **setting(3))
+    model = runner_of(engine).model
+    compute = model.compute_logits
+    submit(engine, b=greedy(NUM_TOKENS["b"], prompt_logprobs=1))
+
+    def spoiled(hidden: Tensor) -> Tensor:
+        logits = compute(hidden)
+        if len(hidden) == len(PROMPTS["b"]) - 1:
+            logits[1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(model, "compute_logits", spoiled)
+    last = run(engine)
+    assert "for the prompt" in str(last["b"].error)
+    check_the_rest(engine, last, expected, {"b": 0}, ForwardError)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
 def test_settings_that_leave_no_token_fail_their_request_alone(
     make_engine: MakeEngine, expected: dict[str, tuple[int, ...]], temperature: float
 ) -> None:
-    engine = make_engine(**setting(3))
+    engine = make_engine({"executor": CheckingExecutor}, **setting(3))
     vocab_size = engine.engine_core.input_processor.vocab_size
     impossible = greedy(5, min_tokens=3, stop_token_ids=list(range(vocab_size)), temperature=temperature)
     submit(engine, b=impossible, d=impossible)

@@ -195,6 +195,12 @@ LONGROPE = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12, "original_max
         ({"rope_type": "linear"}, "factor"),
         ({"rope_type": "linear", "factor": "two"}, "factor"),
         ({"rope_type": "linear", "factor": 0}, "factor"),
+        ({"rope_type": "linear", "factor": float("nan")}, "factor=nan"),
+        ({"rope_type": "default", "rope_theta": float("inf")}, "rope_theta=inf"),
+        ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}, "rope_theta greater than 1"),
+        ({"rope_type": "yarn", "factor": 2.0, "mscale": "x"}, "mscale='x'"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_fast": float("nan")}, "beta_fast=nan"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0.5}, "at least 1"),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": -64}, "original_max_position"),
         ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta=-1.0"),
         ({"full_attention": {"rope_type": "default", "rope_theta": 5.0}}, "of its own for full_attention"),
@@ -214,6 +220,13 @@ LONGROPE = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12, "original_max
 def test_rope_settings_that_make_no_sense_are_named(directory: Path, rope: dict[str, Any], message: str) -> None:
     edit_config(directory, rope_parameters={"rope_theta": 10_000.0, **rope})
     assert message in refusal(directory)
+
+
+def test_more_positions_than_any_table_holds_need_a_max_model_len(directory: Path) -> None:
+    edit_config(directory, max_position_embeddings=10**12)
+    with pytest.raises(ConfigError, match=r"names 1,000,000,000,000 positions.*max_model_len of at most"):
+        load_model(ModelConfig(model=directory, device="cpu"))
+    assert load_model(ModelConfig(model=directory, device="cpu", max_model_len=64)).max_model_len == 64
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "nowhere", "a/b/c"])

@@ -116,6 +116,26 @@ def test_the_largest_seed_has_children_too(engine: LLMEngine) -> None:
     assert len({completion.token_ids for completion in output.outputs}) == 3
 
 
+def test_more_continuations_than_an_engine_can_keep_are_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidParamsError, match="n=1000000000 continuations are too many"):
+        engine.add_request(PROMPT, SamplingParams(n=10**9))
+    assert not engine.has_unfinished_requests()
+
+
+def test_an_ended_child_leaves_its_id_to_others(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request(PROMPT, drawn(20, n=2, stop_token_ids=()), request_id="a")
+    engine.step()
+    engine.step()
+    engine.abort_request("a/0")
+    engine.step()
+    engine.add_request(PROMPT, greedy(4), request_id="a/0")
+    assert engine.abort_request("a")
+    outputs = run(engine)
+    assert outputs["a"].finished and outputs["a/0"].finish_reason == "length", "the new one is nobody's child"
+
+
 def test_prompt_logprobs_are_reported_once(make_engine: MakeEngine, alone: Any) -> None:
     params = drawn(4, n=3, prompt_logprobs=2, logprobs=1)
     engine = make_engine(**setting(4, block_size=2))
