@@ -55,6 +55,7 @@ class BatchRow(NamedTuple):
     num_tokens: int
     is_prompt: bool  # whether its prompt goes through the model now, from its first token on
 
+
 FIRST_ROWS = 64  # of the block tables; they grow with the requests that come
 
 

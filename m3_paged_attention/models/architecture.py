@@ -112,6 +112,7 @@ def _check_sizes(name: str, decoder: DecoderConfig) -> None:
     if decoder.head_dim % 2:
         raise ModelLoadError(f"{name}: head_dim={decoder.head_dim} is odd, but rotary embedding turns pairs of values")
 
+
 MAX_ROPE_VALUE = 1e30  # far beyond any real one; what is larger would leave float32
 
 
@@ -131,8 +132,9 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
     def number(key: str, default: float | None = None) -> float:
         value = parameters.get(key)
         value = default if value is None else value
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < MAX_ROPE_VALUE:  # NaN is not
+        if (
+            not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MAX_ROPE_VALUE
+        ):  # nor is NaN
             raise ModelLoadError(f"{name}: {key}={value!r} in rope_parameters must be a positive number, and finite")
         return value
 
