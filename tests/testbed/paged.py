@@ -32,6 +32,8 @@ from tests.testbed.fakes import EOS, make_request
 from tests.testbed.paged_checks import PagedChecks
 from tests.testbed.paged_runner import PagedRunner
 
+MANY_STEPS = 3000
+
 
 class PagedBed(SchedulerBed):
     """m3's scheduler below its `RequestFamilies`, on simulated memory."""
@@ -93,6 +95,7 @@ class PagedBed(SchedulerBed):
 
     def update(self, output: Any, sampled: dict[str, SampledTokens] | None) -> Step:
         step = super().update(output, sampled)
+        assert len(self.steps) < MANY_STEPS, "a test of so many steps goes in circles"
         reported = self.families.reported([self.requests[rid] for rid in step.changed])
         self.reported.append([request.request_id for request in reported])
         self.reported_ends += [request.request_id for request in reported if request.is_finished]
