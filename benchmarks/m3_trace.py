@@ -7,14 +7,10 @@ in step 7. Times and probabilities are left out, so every machine writes the sam
 """
 
 import io
-from pathlib import Path
-from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from rich.console import Console
 
-from benchmarks import ASSETS, RESULTS
+from benchmarks import RESULTS
 from m1_single_request.events import EngineStarted, Sampled, StepDone
 from m1_single_request.tracer import TraceReader, TraceRecord
 from m3_paged_attention import (
@@ -26,8 +22,6 @@ from m3_paged_attention import (
     SchedulerConfig,
     TraceConfig,
 )
-from m3_paged_attention.block_map import BlockMap, Frame
-from notebooks.checks_m3 import draw_blocks
 
 MODEL = ModelConfig(max_model_len=32)
 MEMORY = CacheConfig(block_size=4, num_blocks=8)
@@ -40,7 +34,6 @@ REQUESTS = {
     ),
 }
 """Prompt and parameters of each request. Its name is the number of its prompt tokens."""
-OWNER, STEP, POSITION = "six/0", 4, 8  # the token that the picture of a block table follows
 
 
 class Decisions(TraceReader):
@@ -77,69 +70,10 @@ def traced_steps() -> str:
     return "\n".join(line.rstrip() for line in decisions.text.getvalue().strip("\n").splitlines()) + "\n"
 
 
-def block_map(frames: list[Frame]) -> Figure:
-    """Whose blocks they are after each step."""
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    axis = figure.subplots()
-    colours = draw_blocks(axis, frames)
-    handles = [Patch(color=colour, label=rid) for rid, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
-    return figure
-
-
-def block_table(frame: Frame, owner: str, position: int) -> Figure:
-    """One token's way from its position over the block table to its slot."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    axis = figure.subplots()
-    size, table = frame.block_size, frame.tables[owner]
-    width, index, offset = size + 0.7, position // size, position % size
-    slot = table[index] * size + offset
-
-    def cell(x: float, y: float, text: object, *, color: str = "0.94", ink: str = "0.4", span: float = 1) -> None:
-        axis.barh(y, span, left=x, height=0.5, color=color, edgecolor="white")
-        axis.annotate(str(text), (x + span / 2, y), color=ink, fontsize=8, ha="center", va="center")
-
-    for token in range(frame.num_kv[owner]):
-        chosen = token == position
-        cell(token // size * width + token % size, 3, token, color="C3" if chosen else "C1", ink="white")
-    for number, block_id in enumerate(table):
-        style = {"color": "C3", "ink": "white"} if number == index else {"color": "0.8", "ink": "black"}
-        cell(number * width, 2, f"[{number}]  {block_id}", span=size, **style)
-    for block in frame.blocks:
-        first = (block.block_id - 1) * width
-        for place in range(size):
-            filled, here = place < block.num_tokens, block.block_id * size + place
-            is_own = filled and block.block_id in table
-            color = "C3" if here == slot else "C1" if is_own else "0.75" if filled else "0.94"
-            cell(first + place, 0.6, here, color=color, ink="white" if filled else "0.6")
-        axis.annotate(f"block {block.block_id}", (first + size / 2, 0.2), fontsize=8, ha="center", va="top")
-    arrow: dict[str, Any] = {"arrowstyle": "-|>", "color": "C3"}
-    middle, target = index * width + size / 2, (table[index] - 1) * width + offset + 0.5
-    axis.annotate("", (middle, 2.27), (index * width + offset + 0.5, 2.73), arrowprops=arrow)
-    axis.annotate("", (target, 0.87), (middle, 1.73), arrowprops=arrow)
-    axis.annotate(f"position {position} // {size} = {index}", (middle + 1, 2.5), fontsize=8, va="center", color="C3")
-    way = f"slot {table[index]} x {size} + {position} % {size} = {slot}"
-    axis.annotate(way, ((middle + target) / 2 + 2, 1.35), fontsize=8, va="center", color="C3")
-    axis.set_yticks([3, 2, 0.6], [f"positions of {owner}", "its block table", "KV memory: slots"], fontsize=9)
-    axis.set_xticks([])
-    axis.tick_params(length=0)
-    axis.set_ylim(-0.1, 3.4)
-    for side in ("top", "right", "bottom", "left"):
-        axis.spines[side].set_visible(False)
-    return figure
-
-
-def draw_pictures(folder: Path = ASSETS) -> None:
-    """Draw the pictures of this run into the docs' assets."""
-    reader = BlockMap()
-    run(reader)
-    frame = next(frame for frame in reader.frames if frame.step == STEP)
-    block_map(reader.frames).savefig(folder / "m3_block_map.png", dpi=110)
-    block_table(frame, OWNER, POSITION).savefig(folder / "m3_block_table.png", dpi=110)
-
-
 def main() -> int:
     """Write the file and the pictures, and print the trace."""
+    from benchmarks.m3_pictures import draw_pictures  # needs matplotlib
+
     text = traced_steps()
     (RESULTS / "m3_paged_attention_trace.txt").write_text(text, encoding="utf-8")
     draw_pictures()

@@ -78,8 +78,7 @@ def test_a_step_is_one_forward_whatever_it_mixes(make_engine: MakeEngine) -> Non
 
 
 def test_blocks_are_moved_before_the_forward_in_their_order(make_engine: MakeEngine) -> None:
-    decision = engine.engine_core.scheduler.schedule()
-    nothing = dataclasses.replace(decision, scheduled_new_reqs=[], num_scheduled_tokens={})
+    """Swap in, swap out, copy: a block that comes back may leave again, and one that has left may be a target."""
     engine = make_engine(**setting(2, blocks=4, block_size=2, mode="swap"))
     engine.add_request(ids(1), greedy(1))
     runner = engine.engine_core.executor.worker.model_runner
@@ -88,9 +87,8 @@ def test_blocks_are_moved_before_the_forward_in_their_order(make_engine: MakeEng
         for block in range(5):
             kv._blocks[:, :, block] = block
         kv._host_blocks[:] = 10
-    nothing = dataclasses.replace(
-        engine.engine_core.scheduler.schedule(), scheduled_new_reqs=[], num_scheduled_tokens={}
-    )
+    decision = engine.engine_core.scheduler.schedule()
+    nothing = dataclasses.replace(decision, scheduled_new_reqs=[], num_scheduled_tokens={})
     moves = {"blocks_to_swap_in": [(0, 3)], "blocks_to_swap_out": [(3, 1), (1, 2)], "blocks_to_copy": [(2, 1), (4, 2)]}
     engine.engine_core.executor.execute_model(dataclasses.replace(nothing, **moves))
     assert [kv._blocks[0, 0, block].unique().tolist() for block in range(5)] == [[0], [2], [4], [10], [4]]
