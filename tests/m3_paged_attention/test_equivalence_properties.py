@@ -165,7 +165,7 @@ def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone
     references: list[Reference] = []
     num_preemptions = [0]
 
-    @settings(max_examples=9)
+    @settings(max_examples=20)
     @given(
         asks=st.lists(ASKS, min_size=3, max_size=8),
         max_num_seqs=st.sampled_from([1, 2, 4, 8]),

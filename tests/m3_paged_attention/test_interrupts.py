@@ -65,7 +65,7 @@ ASKED: dict[str, tuple[list[int], SamplingParams]] = {
 }
 ABORT_AT = 6
 LONGEST = 200
-CASES = 16
+CASES = 30
 
 
 def start(make_engine: MakeEngine, mode: str) -> LLMEngine:
