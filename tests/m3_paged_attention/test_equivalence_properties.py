@@ -272,7 +272,9 @@ def assert_same_logprobs(rows: Any, wanted: Any) -> None:
         assert row.keys() == other.keys()
         for token_id, entry in other.items():
             assert row[token_id].logprob == pytest.approx(entry.logprob, abs=1e-4)
-            assert (row[token_id].rank, row[token_id].decoded_token) == (entry.rank, entry.decoded_token)
+            assert row[token_id].decoded_token == entry.decoded_token
+            # Far down the list many tokens are equally likely up to rounding.
+            assert abs(row[token_id].rank - entry.rank) <= entry.rank // 100
 
 
 def test_prompt_logprobs_of_a_long_prompt_come_in_pieces(make_engine: MakeEngine, make_m1: Any) -> None:

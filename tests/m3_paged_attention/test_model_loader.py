@@ -203,7 +203,8 @@ LONGROPE = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12, "original_max
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0.5}, "at least 1"),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": -64}, "original_max_position"),
         ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta=-1.0"),
-        ({"full_attention": {"rope_type": "default", "rope_theta": 5.0}}, "of its own for full_attention"),
+        # Older releases of transformers stumble over it themselves.
+        ({"full_attention": {"rope_type": "default", "rope_theta": 5.0}}, "of its own for full_attention|its config"),
         (
             {
                 "rope_type": "llama3",
@@ -219,7 +220,8 @@ LONGROPE = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12, "original_max
 )
 def test_rope_settings_that_make_no_sense_are_named(directory: Path, rope: dict[str, Any], message: str) -> None:
     edit_config(directory, rope_parameters={"rope_theta": 10_000.0, **rope})
-    assert message in refusal(directory)
+    said = refusal(directory)
+    assert any(each in said for each in message.split("|"))
 
 
 def test_more_positions_than_any_table_holds_need_a_max_model_len(directory: Path) -> None:
