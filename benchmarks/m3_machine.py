@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from m3_paged_attention.prepacked import pack
+from m3_paged_attention.linear import pack
 
 READ_BYTES = 2**30  # far larger than any cache
 MATRIX_SIZES = (1024, 2048)
@@ -81,7 +81,7 @@ def peak_flops(dtype: torch.dtype) -> float:
     found = []
     for size in MATRIX_SIZES:
         a, b = torch.randn(2, size, size).to(dtype)
-        packed = pack(b, rows=size)
+        packed = pack(b)
         ways = [lambda a=a, b=b: a @ b] + ([lambda a=a, packed=packed: packed(a)] if packed else [])
         found += [2 * size**3 / best_seconds(way) for way in ways]
     return max(found)

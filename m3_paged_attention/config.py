@@ -21,7 +21,7 @@ from m1_single_request.config import (
 from m1_single_request.errors import ConfigError
 
 LoadFormat = Literal["auto", "dummy"]
-AttentionBackend = Literal["auto", "torch", "triton"]
+AttentionBackend = Literal["auto", "native", "torch", "triton"]
 PreemptionMode = Literal["recompute", "swap"]
 LEAST_BATCHED_TOKENS = 2048
 CPU_KV_BYTES = 512 * 2**20
@@ -45,7 +45,8 @@ class ModelConfig:
     load_format: LoadFormat = "auto"
     """`auto`: the directory's safetensors. `dummy`: random weights of the shapes in its config.json, for benchmarks."""
     attention_backend: AttentionBackend = "auto"
-    """`torch` or `triton`, for attention and the kernels around it. `auto`: triton on CUDA, torch elsewhere."""
+    """What computes: `triton` on GPUs, `native` (C++, compiled at its first use) on CPUs, `torch` anywhere. `auto`: the
+    first of these that can run."""
 
     def __post_init__(self) -> None:
         check_model(self.model)

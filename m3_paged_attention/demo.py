@@ -47,7 +47,7 @@ def make_parser(prog: str = "python -m m3_paged_attention.demo") -> argparse.Arg
         "--attention-backend",
         choices=get_args(AttentionBackend),
         default="auto",
-        help="which kernels compute; default: triton on CUDA, torch elsewhere",
+        help="which kernels compute; default: triton on CUDA, native on a CPU with a C++ compiler, else torch",
     )
     parser.add_argument(
         "--threads",

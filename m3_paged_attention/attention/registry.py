@@ -1,9 +1,10 @@
 """Which kernels compute: one set of functions, several modules that offer it.
 
-`auto` takes triton on a GPU and torch elsewhere. Each backend is imported when it is first asked for, so an engine on
-a CPU never loads triton. Triton's interpreter runs kernels in Python without a GPU; it is there for tests, and nobody
-gets it who did not ask for it by name. New in this milestone: before, transformers chose. vLLM: `AttentionBackendEnum`
-and the platforms' `get_attn_backend_cls`; SGLang: `ATTENTION_BACKENDS` in `attention_registry.py`.
+`auto` takes triton on a GPU, and on a CPU our own C++ if there is a compiler; else torch, which is slower and runs
+everywhere. Each backend is imported when it is first asked for, so an engine on a CPU never loads triton. Triton's
+interpreter runs kernels in Python without a GPU; it is there for tests, and nobody gets it who did not ask for it by
+name. New in this milestone: before, transformers chose. vLLM: `AttentionBackendEnum` and the platforms'
+`get_attn_backend_cls`; SGLang: `ATTENTION_BACKENDS` in `attention_registry.py`.
 """
 
 import importlib.util
@@ -15,15 +16,20 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError
+from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.kv_storage import KVLayer
+from m3_paged_attention.linear import Linear
 
 
 class Backend(Protocol):
-    """What a decoder layer needs besides its linear maps. Tensors are flat, `[tokens, ...]`, in the model's precision;
+    """What a decoder layer computes with. Tensors are flat, `[tokens, ...]`, in the model's precision;
     sums are formed in float32."""
 
     name: str
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A layer `y = x W^T + b` of `weight` `[out_features, in_features]`, which it may keep or copy."""
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write `key` and `value` `[tokens, kv_heads, head_dim]` to their slots of a `KVLayer`."""
@@ -51,27 +57,41 @@ class Backend(Protocol):
 
 def resolve(name: str, device: torch.device) -> Backend:
     """The backend called `name`, see `choose`."""
-    if choose(name, device) == "triton":
-        from m3_paged_attention.attention.triton_backend import TritonBackend
+    match choose(name, device):
+        case "native":
+            from m3_paged_attention.attention.native_backend import NativeBackend
 
-        return TritonBackend()
-    from m3_paged_attention.attention.torch_backend import TorchBackend
+            return NativeBackend()
+        case "triton":
+            from m3_paged_attention.attention.triton_backend import TritonBackend
 
-    return TorchBackend()
+            return TritonBackend()
+        case _:
+            from m3_paged_attention.attention.torch_backend import TorchBackend
+
+            return TorchBackend()
 
 
 def choose(name: str, device: torch.device) -> str:
-    """`torch` or `triton`, for `auto` or either of them. ConfigError if the one asked for cannot run on `device`."""
-    if name not in ("auto", "torch", "triton"):
-        raise ConfigError(f"attention_backend={name!r} is unknown: use auto, torch or triton")
-    if name == "torch" or (name == "auto" and device.type != "cuda"):
-        return "torch"
-    obstacle = _obstacle_to_triton(device)
-    if obstacle is None:
-        return "triton"
+    """`native`, `torch` or `triton`, for `auto` or one of them. The first question about `native` compiles it.
+
+    Raises `ConfigError` if the one asked for cannot run on `device`.
+    """
+    if name not in ("auto", *OBSTACLES, "torch"):
+        raise ConfigError(f"attention_backend={name!r} is unknown: use auto, native, torch or triton")
     if name == "auto":
-        return "torch"
-    raise ConfigError(f"attention_backend='triton' cannot run here: {obstacle}")
+        best = {"cuda": "triton", "cpu": "native"}.get(device.type, "torch")
+        return "torch" if best == "torch" or OBSTACLES[best](device) else best
+    if name in OBSTACLES and (obstacle := OBSTACLES[name](device)) is not None:
+        raise ConfigError(f"attention_backend={name!r} cannot run here: {obstacle}")
+    return name
+
+
+def _obstacle_to_native(device: torch.device) -> str | None:
+    """Why our C++ kernels cannot run on `device`, or None."""
+    if device.type != "cpu":
+        return f"it is made for CPUs, and device={str(device)!r} is none"
+    return native_library.obstacle()
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:
@@ -91,6 +111,10 @@ def _obstacle_to_triton(device: torch.device) -> str | None:
             f"and numpy {version('numpy')} is installed"
         )
     return None
+
+
+OBSTACLES = {"native": _obstacle_to_native, "triton": _obstacle_to_triton}
+"""What may be missing, for every backend that is more than torch: a question each, answered by a clause or by None."""
 
 
 def _release(package: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ Behind the end of a shorter sequence lies what belongs to another or to nobody. 
 scores are masked, so that nothing of it is seen, not even a NaN.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -95,14 +96,23 @@ class Plan:
     def __init__(self, metadata: AttentionMetadata, query: Tensor, layer: KVLayer, scratch: Scratch) -> None:
         self._metadata, self._model = metadata, _model_of(query, layer)
         self._cache, self._scratch = layer.key_cache, scratch
+        self.prefills = list(self._prefills())
         lens = metadata.seq_lens_host[metadata.num_prefills :]
         self._rows = sorted((row for row, length in enumerate(lens) if length), key=lens.__getitem__)
         self.order = torch.tensor(self._rows, dtype=torch.int64, device=query.device)  # the shortest sequence first
         self.queries = query.new_empty(len(self._rows), *query.shape[1:])  # [decodes, heads, head_dim], in this order
         self.attended = torch.empty_like(self.queries)
-        self.prefills = list(self._prefills())
-        self.decodes = list(self._decode_tiles([lens[row] for row in self._rows])) if self._rows else []
-        self.is_single = metadata.num_prefills == 0 and len(lens) == len(self.decodes) == 1
+
+    @functools.cached_property
+    def decodes(self) -> list[DecodeTile]:
+        """Cut when first asked for: there are backends that go another way with decodes."""
+        lens = self._metadata.seq_lens_host[self._metadata.num_prefills :]
+        return list(self._decode_tiles([lens[row] for row in self._rows])) if self._rows else []
+
+    @functools.cached_property
+    def is_single(self) -> bool:
+        """Whether the step is one decode and nothing else."""
+        return self._metadata.num_prefills == 0 and self._metadata.num_decodes == len(self.decodes) == 1
 
     def is_for(self, metadata: AttentionMetadata, query: Tensor, layer: KVLayer) -> bool:
         """Whether this is still the step, and the model, that the plan was made for."""

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.tiles import Plan, Prefill, Scratch
 from m3_paged_attention.kv_storage import KVLayer
+from m3_paged_attention.linear import Linear, PlainLinear, pack
 
 AT_ONCE = 2**17  # elements
 
@@ -30,6 +31,10 @@ class TorchBackend:
         self._angles: tuple[Tensor, Tensor, Tensor] | None = None  # a step's cos, and what rotary makes of cos and sin
         self._constants: dict[tuple[int, float, torch.device], tuple[Tensor, Tensor]] = {}  # of norms
 
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A layer with the weight in oneDNN's layout where there is one, and as it is elsewhere."""
+        return pack(weight, bias) or PlainLinear(weight, bias)
+
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write `key` and `value` `[tokens, kv_heads, head_dim]` to their slots."""
         shape = (-1, *key.shape[1:])
@@ -38,16 +43,13 @@ class TorchBackend:
 
     def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
         """`[tokens, heads, head_dim]` to the same: prefills one by one, decodes in tiles."""
-        plan = self._plan
-        if plan is None or not plan.is_for(metadata, query, layer):
-            plan = self._plan = Plan(metadata, query, layer, self._scratch)
+        plan = self._plan_for(metadata, query, layer)
         if plan.is_single:  # nothing to sort, nothing to put together
             keys, values = plan.decodes[0].gather(layer)
             row = query.view(plan.decodes[0].queries.shape)
             return scaled_dot_product_attention(row, keys, values, scale=scale).reshape(query.shape)
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-        for prefill in plan.prefills:
-            _attend_to_prompt(prefill, query, layer, scale, output)
+        self.attend_to_prompts(query, layer, metadata, scale, output)
         if plan.decodes:
             first = metadata.num_prefill_tokens
             torch.index_select(query[first:], 0, plan.order, out=plan.queries)
@@ -58,6 +60,18 @@ class TorchBackend:
                 tile.attended.copy_(attended)
             output[first:].index_copy_(0, plan.order, plan.attended)
         return output
+
+    def attend_to_prompts(
+        self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float, output: Tensor
+    ) -> None:
+        """The prefills' part of `attention`, written to the first `num_prefill_tokens` rows of `output`."""
+        for prefill in self._plan_for(metadata, query, layer).prefills:
+            _attend_to_prompt(prefill, query, layer, scale, output)
+
+    def _plan_for(self, metadata: AttentionMetadata, query: Tensor, layer: KVLayer) -> Plan:
+        if self._plan is None or not self._plan.is_for(metadata, query, layer):
+            self._plan = Plan(metadata, query, layer, self._scratch)
+        return self._plan
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""

@@ -32,6 +32,7 @@ from m3_paged_attention.attention.triton_attention import (
 )
 from m3_paged_attention.attention.triton_pointwise import rms_norm_kernel, rotary_kernel, silu_mul_kernel
 from m3_paged_attention.kv_storage import KVLayer
+from m3_paged_attention.linear import Linear, PlainLinear
 
 LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
@@ -54,6 +55,10 @@ class TritonBackend:
     """The kernels behind the functions that every backend has. It holds no state, and runs on the current device."""
 
     name = "triton"
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A layer with the weight as it is: cuBLAS has nothing to gain from another order."""
+        return PlainLinear(weight, bias)
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
         """Write the new keys and values `[num_tokens, num_kv_heads, head_dim]` into the slots of `slot_mapping`."""

@@ -1,7 +1,7 @@
 """The decoder: tokens in, one vector a token out, and logits for those vectors that are asked for.
 
 m1 and m2 ran transformers' model on a padded batch. From here on the forward pass is ours: one flat row of tokens, KV
-in blocks, and a backend that computes everything but the matrix products. The same class is Qwen3, Qwen2 and Llama.
+in blocks, and a backend that computes all the rest. The same class is Qwen3, Qwen2 and Llama.
 vLLM: `model_executor/models/llama.py`; SGLang: `models/llama.py`.
 """
 
@@ -13,7 +13,7 @@ from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.registry import Backend
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.architecture import DecoderConfig
-from m3_paged_attention.models.layers import DecoderLayer, linear
+from m3_paged_attention.models.layers import DecoderLayer
 from m3_paged_attention.models.rotary import RotaryTable
 from m3_paged_attention.models.weights import DecoderWeights
 
@@ -33,7 +33,7 @@ class Decoder:
         self.layers: list[DecoderLayer] = []
         while weights.layers:
             self.layers.append(DecoderLayer(config, weights.layers.pop(0), backend))
-        self.head = linear(weights.head)
+        self.head = backend.linear(weights.head)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv: KVStorage, metadata: AttentionMetadata) -> Tensor:
         """Run the tokens of a step, `input_ids` and `positions` int64 `[num_tokens]`; their KV is written to `kv`.

@@ -1,41 +1,20 @@
 """The decoder's layers: attention, MLP, and the two linear maps that each of them makes of three.
 
 Q, K and V come out of one product and so do gate and up: three weights read one after another are slower than one of
-the same size, and on a CPU every call costs microseconds of its own. What lies between the products belongs to the
-backend. These are plain classes: `nn.Module` looks up every attribute in dictionaries, and a decode step of a small
+the same size, and on a CPU every call costs microseconds of its own. The products and what lies between them belong to
+the backend. These are plain classes: `nn.Module` looks up every attribute in dictionaries, and a decode step of a small
 model is nothing but such overhead. vLLM: `layers/linear.py` (`QKVParallelLinear`, `MergedColumnParallelLinear`); SGLang
 the same.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.registry import Backend
 from m3_paged_attention.kv_storage import KVLayer
 from m3_paged_attention.models.architecture import DecoderConfig
 from m3_paged_attention.models.weights import LayerWeights
-from m3_paged_attention.prepacked import PackedWeight, pack
-
-
-class PlainWeight:
-    """One linear layer as it stands in the files."""
-
-    __slots__ = ("bias", "weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight  # [out_features, in_features]
-        self.bias = bias  # [out_features]
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """`[..., in_features]` to `[..., out_features]`."""
-        return functional.linear(hidden, self.weight, self.bias)
-
-
-def linear(weight: Tensor, bias: Tensor | None = None) -> PlainWeight | PackedWeight:
-    """`y = x W^T + b` in the form that is fastest here. Whichever it is, it is the only one that is kept."""
-    return pack(weight, bias) or PlainWeight(weight, bias)
 
 
 class Attention:
@@ -43,8 +22,8 @@ class Attention:
 
     def __init__(self, config: DecoderConfig, weights: LayerWeights, backend: Backend) -> None:
         self.backend = backend
-        self.qkv_proj = linear(weights.qkv, weights.qkv_bias)
-        self.o_proj = linear(weights.o, weights.o_bias)
+        self.qkv_proj = backend.linear(weights.qkv, weights.qkv_bias)
+        self.o_proj = backend.linear(weights.o, weights.o_bias)
         self.qk_norm, self.eps = _norm_of_heads(config, weights), config.rms_norm_eps
         self.head_dim, self.scale = config.head_dim, config.head_dim**-0.5
         self.heads = [config.num_heads, config.num_kv_heads]  # of Q and K
@@ -77,8 +56,8 @@ class MLP:
 
     def __init__(self, weights: LayerWeights, backend: Backend) -> None:
         self.backend = backend
-        self.gate_up_proj = linear(weights.gate_up, weights.gate_up_bias)
-        self.down_proj = linear(weights.down, weights.down_bias)
+        self.gate_up_proj = backend.linear(weights.gate_up, weights.gate_up_bias)
+        self.down_proj = backend.linear(weights.down, weights.down_bias)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """`[num_tokens, hidden_size]` to the same."""

@@ -17,10 +17,10 @@ from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
+from m3_paged_attention.linear import PackedLinear
 from m3_paged_attention.model_loader import LoadedModel, load_model
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.weights import dummy_weights
-from m3_paged_attention.prepacked import PackedWeight
 from tests.equivalence.models import save_random_model
 from tests.m3_paged_attention.test_rotary import LLAMA3, YARN
 
@@ -194,7 +194,7 @@ def test_a_weight_that_is_packed_is_not_kept_as_it_was() -> None:
     model = Decoder(config, weights, backend, max_model_len=64)
     assert not weights.layers, "they are taken over"
     for layer, original in zip(model.layers, originals, strict=True):
-        is_packed = isinstance(layer.mlp.gate_up_proj, PackedWeight)
+        is_packed = isinstance(layer.mlp.gate_up_proj, PackedLinear)
         assert (original() is None) == is_packed == can_pack(torch.float32, loaded.device)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from m2_continuous_batching.packed_linear import can_pack
-from m3_paged_attention import prepacked
-from m3_paged_attention.prepacked import MIN_WEIGHTS, PackedWeight, pack
+from m3_paged_attention import linear
+from m3_paged_attention.linear import MIN_WEIGHTS, PackedLinear, pack
 
 CPU = torch.device("cpu")
 PACKABLE = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if can_pack(dtype, CPU)]
@@ -69,7 +69,7 @@ def test_a_small_weight_stays_as_it_is() -> None:
 
 @needs_onednn
 def test_the_smallest_that_pays_is_packed() -> None:
-    assert isinstance(pack(torch.randn(MIN_WEIGHTS // 64, 64)), PackedWeight)
+    assert isinstance(pack(torch.randn(MIN_WEIGHTS // 64, 64)), PackedLinear)
 
 
 def test_precisions_that_onednn_lacks_stay_as_they_are() -> None:
@@ -82,5 +82,5 @@ def test_a_weight_on_another_device_stays_as_it_is() -> None:
 
 
 def test_a_torch_without_the_operations_packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepacked, "can_pack", lambda dtype, device: False)
+    monkeypatch.setattr(linear, "can_pack", lambda dtype, device: False)
     assert pack(torch.randn(520, 300)) is None

@@ -1,0 +1,208 @@
+"""The backend of our own C++: the fast path on a CPU that has a compiler beside it.
+
+Three things cost torch its time in a decode step, and each has its answer here. Torch has no product that reads KV in
+blocks, so it copies: these kernels read the blocks where they lie. A small model is all calls of a few microseconds: a
+norm is one call here and five there. And a product with few rows is nothing but reading weights: they lie in the order
+in which they are read (`native_kernels.cpp`). Prompts are attended to as the torch backend does it.
+
+vLLM: `v1/attention/backends/cpu_attn.py` over `csrc/cpu`; SGLang: `sgl-kernel/csrc/cpu`; llama.cpp's ggml packs weights
+the same way.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.native_library import PRECISIONS, SIGNATURES, load
+from m3_paged_attention.attention.torch_backend import TorchBackend
+from m3_paged_attention.kv_storage import KVLayer
+from m3_paged_attention.linear import Linear, PlainLinear
+
+LANES = 16  # of a vector; widths must be multiples of it
+PANEL = 64  # output features that lie together
+
+
+class NativeBackend:
+    """C++ where it fits, the torch backend elsewhere: other precisions, widths that fill no vector, prompts."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        """Raises `NativeUnavailable`; ask `native_library.obstacle` before."""
+        library = load()
+        self._kernels = {
+            getattr(torch, precision): SimpleNamespace(
+                **{name: getattr(library, f"{name}_{precision}") for name in SIGNATURES}
+            )
+            for precision in PRECISIONS
+        }
+        self._torch = TorchBackend()
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """`y = x W^T + b` with a copy of the weight in panels."""
+        kernels = self._kernels.get(weight.dtype)
+        if kernels is None or weight.shape[1] % 2:
+            return PlainLinear(weight, bias)
+        return NativeLinear(kernels, weight, bias)
+
+    def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
+        """Write `key` and `value` `[tokens, kv_heads, head_dim]` to their slots."""
+        kernels = self._kernels.get(key.dtype)
+        if kernels is None:
+            return self._torch.store_kv(key, value, layer, slot_mapping)
+        assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
+        key, value = _dense_tokens(key), _dense_tokens(value)
+        kernels.store_kv(
+            key.data_ptr(),
+            value.data_ptr(),
+            layer.key_cache.data_ptr(),
+            layer.value_cache.data_ptr(),
+            slot_mapping.data_ptr(),
+            key.shape[0],
+            key.shape[1] * key.shape[2],
+            key.stride(0),
+            value.stride(0),
+        )
+
+    def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
+        """`[tokens, heads, head_dim]` to the same."""
+        kernels, (_, heads, head_dim) = self._kernels.get(query.dtype), query.shape
+        if kernels is None or head_dim % (2 * LANES):
+            return self._torch.attention(query, layer, metadata, scale)
+        assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
+        output = query.new_empty(query.shape)
+        if metadata.num_prefills:
+            self._torch.attend_to_prompts(query, layer, metadata, scale, output)
+        if metadata.num_decodes:
+            decodes = _dense_tokens(query[metadata.num_prefill_tokens :])
+            tables = metadata.block_tables[metadata.num_prefills :]
+            kernels.attend(
+                decodes.data_ptr(),
+                layer.key_cache.data_ptr(),
+                layer.value_cache.data_ptr(),
+                tables.data_ptr(),
+                metadata.seq_lens[metadata.num_prefills :].data_ptr(),
+                output[metadata.num_prefill_tokens :].data_ptr(),
+                metadata.num_decodes,
+                heads,
+                layer.key_cache.shape[2],
+                head_dim,
+                layer.key_cache.shape[1],
+                decodes.stride(0),
+                tables.stride(0),
+                scale,
+                torch.get_num_threads(),
+            )
+        return output
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""
+        kernels, width = self._kernels.get(x.dtype), x.shape[-1]
+        if kernels is None or width % LANES:
+            return self._torch.rms_norm(x, weight, eps)
+        x = _dense_tokens(x)
+        y = x.new_empty(x.shape)
+        heads = x.shape[1] if x.dim() == 3 else 1
+        kernels.rms_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            x.shape[0],
+            heads,
+            width,
+            x.stride(0),
+            weight.dim() == 2,
+            eps,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm of `x + residual`, and the sum, which `residual` now holds."""
+        kernels, (rows, width) = self._kernels.get(x.dtype), x.shape
+        if kernels is None or width % LANES:
+            return self._torch.add_rms_norm(x, residual, weight, eps)
+        x, residual = x.contiguous(), residual.contiguous()
+        y = x.new_empty(rows, width)
+        kernels.add_rms_norm(
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            rows,
+            width,
+            eps,
+            torch.get_num_threads(),
+        )
+        return y, residual
+
+    def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn each head's pairs `(i, i + head_dim / 2)` by the angle of its token, in place."""
+        kernels, (num_tokens, num_heads, head_dim) = self._kernels.get(heads.dtype), heads.shape
+        if kernels is None or head_dim % (2 * LANES):
+            return self._torch.rotary(heads, cos, sin)
+        heads, cos, sin = _dense_tokens(heads), cos.contiguous(), sin.contiguous()
+        kernels.rotary(
+            heads.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            num_tokens,
+            num_heads,
+            head_dim // 2,
+            heads.stride(0),
+            torch.get_num_threads(),
+        )
+        return heads
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for `[tokens, 2 * intermediate]`."""
+        kernels, (rows, width) = self._kernels.get(gate_up.dtype), gate_up.shape
+        width //= 2
+        if kernels is None or width % LANES:
+            return self._torch.silu_mul(gate_up)
+        gate_up = gate_up.contiguous()
+        y = gate_up.new_empty(rows, width)
+        kernels.silu_mul(gate_up.data_ptr(), y.data_ptr(), rows, width, torch.get_num_threads())
+        return y
+
+
+class NativeLinear:
+    """One linear layer, its weight in panels."""
+
+    __slots__ = ("_kernels", "bias", "in_features", "out_features", "packed")
+
+    def __init__(self, kernels: SimpleNamespace, weight: Tensor, bias: Tensor | None) -> None:
+        self._kernels = kernels
+        self.out_features, self.in_features = weight.shape
+        weight = weight.contiguous()
+        self.packed = weight.new_empty(-(-self.out_features // PANEL) * PANEL, self.in_features)
+        self.bias = None if bias is None else bias.contiguous()
+        kernels.pack(
+            weight.data_ptr(), self.packed.data_ptr(), self.in_features, self.out_features, torch.get_num_threads()
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[tokens, in_features]` to `[tokens, out_features]`."""
+        assert hidden.shape[1] == self.in_features and hidden.dtype == self.packed.dtype
+        hidden, rows = hidden.contiguous(), hidden.shape[0]
+        y = hidden.new_empty(rows, self.out_features)
+        self._kernels.linear(
+            hidden.data_ptr(),
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            y.data_ptr(),
+            rows,
+            self.in_features,
+            self.out_features,
+            torch.get_num_threads(),
+        )
+        return y
+
+
+def _dense_tokens(x: Tensor) -> Tensor:
+    """`x` `[tokens, ...]` with each token's numbers in one piece; tokens may lie apart."""
+    if x.dim() == 3:
+        return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    return x if x.stride(1) == 1 else x.contiguous()

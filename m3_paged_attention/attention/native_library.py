@@ -1,0 +1,136 @@
+"""Compiles the kernels of the `native` backend for this processor, once, and loads them.
+
+The source travels with the package and the machine code does not: what a processor can do is known where it runs. The
+result is kept in the user's cache directory under a name made of everything it depends on, so a change of source,
+compiler or processor compiles anew, and two processes that start together do no harm. It takes about two seconds.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("native_kernels.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+LINK = ("-fopenmp", "-shared", "-fPIC")  # torch brings the same OpenMP library: its threads are ours
+COMPILERS = ("c++", "g++", "clang++")
+SECONDS = 120  # for the compiler
+
+P, N, INT, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float  # pointer, size, flag, number
+SIGNATURES = {
+    "pack": (P, P, N, N, INT),
+    "linear": (P, P, P, P, N, N, N, INT),
+    "attend": (P, P, P, P, P, P, N, N, N, N, N, N, N, F, INT),
+    "store_kv": (P, P, P, P, P, N, N, N, N),
+    "rms_norm": (P, P, P, N, N, N, N, INT, F, INT),
+    "add_rms_norm": (P, P, P, P, N, N, F, INT),
+    "rotary": (P, P, P, N, N, N, N, INT),
+    "silu_mul": (P, P, N, N, INT),
+}
+"""The functions of native_kernels.cpp and their arguments, in its order."""
+PRECISIONS = ("float32", "bfloat16")
+
+
+class NativeUnavailable(Exception):
+    """These kernels cannot be had here; the message is one clause that says why."""
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The compiled kernels. Raises `NativeUnavailable`."""
+    compiler = find_compiler()
+    identity = hashlib.sha256()
+    for part in (SOURCE.read_bytes(), " ".join((*FLAGS, *LINK)).encode(), _version(compiler), _processor()):
+        identity.update(hashlib.sha256(part).digest())
+    name = f"native-{identity.hexdigest()[:24]}.so"
+    try:
+        directory = _cache_directory()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (directory / name).exists():
+            build(compiler, directory / name)
+        return open_library(directory / name)
+    except OSError:  # no place to keep it, or none from which code may run
+        with tempfile.TemporaryDirectory(prefix="stepwise-") as instead:
+            build(compiler, Path(instead) / name)
+            try:
+                return open_library(Path(instead) / name)
+            except OSError as error:
+                raise NativeUnavailable(f"its compiled kernels cannot be loaded ({error})") from error
+
+
+@functools.cache
+def obstacle() -> str | None:
+    """Why the kernels cannot be had here, or None. Compiles them if nobody did before."""
+    try:
+        load()
+    except NativeUnavailable as error:
+        return str(error)
+    return None
+
+
+def find_compiler() -> str:
+    """The C++ compiler: what the environment variable CXX names, or the first that is installed."""
+    named = os.environ.get("CXX")
+    for candidate in (named,) if named else COMPILERS:
+        if found := shutil.which(candidate):
+            return found
+    if named:
+        raise NativeUnavailable(f"CXX={named!r} names no compiler that can be run")
+    raise NativeUnavailable(f"there is no C++ compiler ({', '.join(COMPILERS)}) to compile its kernels with")
+
+
+def build(compiler: str, target: Path, flags: tuple[str, ...] = FLAGS) -> None:
+    """Compile to `target`, which appears whole or not at all.
+
+    Raises `NativeUnavailable` if the compiler cannot, OSError if the directory cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as directory:
+        draft = Path(directory) / target.name
+        command = [compiler, *flags, *LINK, str(SOURCE), "-o", str(draft)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise NativeUnavailable(f"{compiler} took more than {SECONDS} seconds over its kernels") from error
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            said = lines[0].strip() if lines else f"exit status {done.returncode}"
+            raise NativeUnavailable(f"{compiler} cannot compile its kernels ({said})")
+        draft.replace(target)
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library with the types of its functions. Raises OSError if the system refuses to load it."""
+    library = ctypes.CDLL(str(path))
+    for name, arguments in SIGNATURES.items():
+        for precision in PRECISIONS:
+            function = getattr(library, f"{name}_{precision}")
+            function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepwise"
+
+
+def _version(compiler: str) -> bytes:
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"{compiler} cannot be run ({error})") from error
+    return compiler.encode() + done.stdout
+
+
+def _processor() -> bytes:
+    """What the machine code may use. A home directory may be shared by machines of several kinds."""
+    known = [platform.machine(), platform.processor()]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    known += sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return "\n".join(known).encode()
