@@ -5,7 +5,7 @@ Since m2: a request's keys and values lie in blocks of a few tokens that may be 
 is reserved for tokens that may never come; a prompt is stored once for all continuations that start from it (`n > 1`),
 and copied where they part; a request can lose its blocks and come back. Attention must follow the tables, which
 transformers' model cannot, so from here on the model is ours: Qwen3, Qwen2 and Llama over one flat row of tokens, with
-attention in torch or Triton.
+kernels in torch, C++ or Triton.
 
     from m3_paged_attention import LLMEngine, SamplingParams, CacheConfig
 

@@ -1,4 +1,5 @@
-"""What the trace can say about KV blocks: how many there are and why, who holds which, what is shared, copied, moved.
+"""What the trace can say about KV blocks: how many there are and why, who holds which, what is shared, copied, moved;
+and about the kernels that read them.
 
 m2 had slots, of which there was little to say. What happens to requests for want of blocks stands in
 `scheduler_events.py`. vLLM exports a usage gauge; block by block, neither vLLM nor SGLang says anything.
@@ -8,6 +9,26 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from m1_single_request.trace_event import Event, size, some
+from m3_paged_attention.block_pool import blocks_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendChosen(Event):
+    """Which kernels compute, and why no faster ones."""
+
+    style: ClassVar[str] = "bold"
+    headline: ClassVar[bool] = True
+    asked: str
+    """The setting `attention_backend`."""
+    backend: str
+    """What it came to: `native`, `torch` or `triton`."""
+    obstacle: str | None
+    """Why `auto` did not take what is fastest on this device; None if it did, or if it was not asked."""
+
+    def explain(self) -> str:
+        if self.obstacle is not None:
+            return f"Kernels: {self.backend}; the faster ones cannot run here: {self.obstacle}."
+        return f"Kernels: {self.backend}, {'the fastest here' if self.asked == 'auto' else 'as asked for'}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +65,12 @@ class KVSized(Event):
     """What is taken on the host."""
     max_model_len: int
     """Tokens of the longest request."""
-    max_num_seqs: int
-    """Requests that may run at once."""
+    max_num_seqs: int | None
+    """Requests that may run at once, if no more blocks are made than these can fill."""
 
     @property
     def blocks_per_request(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+        return blocks_for(self.max_model_len, self.block_size)
 
     def explain(self) -> str:
         each = some(self.block_size, "token")
@@ -66,7 +87,7 @@ class KVSized(Event):
                 f"{size(self.budget_bytes or 0)} / {size(self.block_bytes)} per block = "
                 f"{some(self.fitting_blocks, 'block')} of {each}"
             )
-            if self.num_blocks < self.fitting_blocks - 1:
+            if self.max_num_seqs is not None and self.num_blocks < self.fitting_blocks - 1:
                 parts.append(
                     f"{some(self.max_num_seqs, 'request')} of {some(self.blocks_per_request, 'block')} at most "
                     f"never fill more than {self.num_blocks:,}, so no more are made"

@@ -10,8 +10,10 @@ from typing import Any
 from m1_single_request.events import EngineStarted
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.wiring import PARTS as M2_PARTS
+from m3_paged_attention.attention.registry import obstacle_to_best
 from m3_paged_attention.config import EngineConfig
 from m3_paged_attention.engine_core import EngineCore
+from m3_paged_attention.events import BackendChosen
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.input_processor import InputProcessor
 from m3_paged_attention.kv_cache_config import KVCacheConfig, check_cache_config, needs_profile, size_kv_cache
@@ -32,6 +34,9 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     loaded = parts["model_loader"](config.model)
     if tracer:
         tracer.emit(describe_model(loaded))
+        asked, backend = config.model.attention_backend, loaded.model.backend.name
+        obstacle = obstacle_to_best(device) if asked == "auto" else None
+        tracer.emit(BackendChosen(asked=asked, backend=backend, obstacle=obstacle))
     limits = config.scheduler.resolved(loaded.max_model_len)
     runner = parts["model_runner"](
         loaded_model=loaded,
@@ -44,10 +49,10 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     kv_cache_config: KVCacheConfig = size_kv_cache(
         executor.kv_cache_spec(config.cache.block_size),
         cache_config=config.cache,
-        preemption_mode=mode,
         device=device,
         max_model_len=loaded.max_model_len,
         max_num_seqs=limits.max_num_seqs,
+        swap_space_bytes=config.cache.swap_space_bytes if mode == "swap" else 0,
         profile=executor.measure_memory(limits.max_num_batched_tokens) if needs_profile(config.cache, device) else None,
         tracer=tracer,
     )

@@ -3,7 +3,7 @@
 Three things cost torch its time in a decode step, and each has its answer here. Torch has no product that reads KV in
 blocks, so it copies: these kernels read the blocks where they lie. A small model is all calls of a few microseconds: a
 norm is one call here and five there. And a product with few rows is nothing but reading weights: they lie in the order
-in which they are read (`native_kernels.cpp`). Prompts are attended to as the torch backend does it.
+in which they are read (`native_kernels.cpp`).
 
 vLLM: `v1/attention/backends/cpu_attn.py` over `csrc/cpu`; SGLang: `sgl-kernel/csrc/cpu`; llama.cpp's ggml packs weights
 the same way.
@@ -25,7 +25,7 @@ PANEL = 64  # output features that lie together
 
 
 class NativeBackend:
-    """C++ where it fits, the torch backend elsewhere: other precisions, widths that fill no vector, prompts."""
+    """C++ where it fits, the torch backend elsewhere: other precisions, widths that fill no vector."""
 
     name = "native"
 
@@ -72,35 +72,24 @@ class NativeBackend:
         if kernels is None or head_dim % (2 * LANES):
             return self._torch.attention(query, layer, metadata, scale)
         assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
-        output = query.new_empty(query.shape)
+        query, output = _dense_tokens(query), query.new_empty(query.shape)
+        tables, lengths, first = metadata.block_tables, metadata.seq_lens, metadata.num_prefills
+        cache = layer.key_cache.data_ptr(), layer.value_cache.data_ptr()
+        shape = heads, layer.key_cache.shape[2], head_dim, layer.key_cache.shape[1], query.stride(0), tables.stride(0)
+        rest = *shape, scale, torch.get_num_threads()
         if metadata.num_prefills:
-            self._torch.attend_to_prompts(query, layer, metadata, scale, output)
+            where = tables.data_ptr(), metadata.query_start_loc.data_ptr(), lengths.data_ptr(), output.data_ptr()
+            kernels.attend_to_prompts(query.data_ptr(), *cache, *where, metadata.num_prefills, *rest)
         if metadata.num_decodes:
-            decodes = _dense_tokens(query[metadata.num_prefill_tokens :])
-            tables = metadata.block_tables[metadata.num_prefills :]
-            kernels.attend(
-                decodes.data_ptr(),
-                layer.key_cache.data_ptr(),
-                layer.value_cache.data_ptr(),
-                tables.data_ptr(),
-                metadata.seq_lens[metadata.num_prefills :].data_ptr(),
-                output[metadata.num_prefill_tokens :].data_ptr(),
-                metadata.num_decodes,
-                heads,
-                layer.key_cache.shape[2],
-                head_dim,
-                layer.key_cache.shape[1],
-                decodes.stride(0),
-                tables.stride(0),
-                scale,
-                torch.get_num_threads(),
-            )
+            query, decoded = query[metadata.num_prefill_tokens :], output[metadata.num_prefill_tokens :]
+            of_decodes = tables[first:].data_ptr(), lengths[first:].data_ptr(), decoded.data_ptr()
+            kernels.attend(query.data_ptr(), *cache, *of_decodes, metadata.num_decodes, *rest)
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""
         kernels, width = self._kernels.get(x.dtype), x.shape[-1]
-        if kernels is None or width % LANES:
+        if kernels is None or width % LANES or x.dim() not in (2, 3):
             return self._torch.rms_norm(x, weight, eps)
         x = _dense_tokens(x)
         y = x.new_empty(x.shape)

@@ -26,6 +26,7 @@ SIGNATURES = {
     "pack": (P, P, N, N, INT),
     "linear": (P, P, P, P, N, N, N, INT),
     "attend": (P, P, P, P, P, P, N, N, N, N, N, N, N, F, INT),
+    "attend_to_prompts": (P, P, P, P, P, P, P, N, N, N, N, N, N, N, F, INT),
     "store_kv": (P, P, P, P, P, N, N, N, N),
     "rms_norm": (P, P, P, N, N, N, N, INT, F, INT),
     "add_rms_norm": (P, P, P, P, N, N, F, INT),
@@ -51,16 +52,13 @@ def load() -> ctypes.CDLL:
     try:
         directory = _cache_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not (directory / name).exists():
-            build(compiler, directory / name)
-        return open_library(directory / name)
-    except OSError:  # no place to keep it, or none from which code may run
-        with tempfile.TemporaryDirectory(prefix="stepwise-") as instead:
-            build(compiler, Path(instead) / name)
-            try:
-                return open_library(Path(instead) / name)
-            except OSError as error:
-                raise NativeUnavailable(f"its compiled kernels cannot be loaded ({error})") from error
+        return _kept(directory / name) or _built(compiler, directory / name)
+    except (OSError, RuntimeError):  # no home, no place to keep it, or none from which code may run
+        try:
+            with tempfile.TemporaryDirectory(prefix="stepwise-") as instead:
+                return _built(compiler, Path(instead) / name)
+        except OSError as error:
+            raise NativeUnavailable(f"its compiled kernels cannot be loaded ({error})") from error
 
 
 @functools.cache
@@ -111,6 +109,19 @@ def open_library(path: Path) -> ctypes.CDLL:
             function = getattr(library, f"{name}_{precision}")
             function.argtypes, function.restype = arguments, None
     return library
+
+
+def _kept(path: Path) -> ctypes.CDLL | None:
+    """What an earlier process compiled, unless there is nothing or it is damaged."""
+    try:
+        return open_library(path) if path.exists() else None
+    except OSError:
+        return None
+
+
+def _built(compiler: str, path: Path) -> ctypes.CDLL:
+    build(compiler, path)
+    return open_library(path)
 
 
 def _cache_directory() -> Path:

@@ -80,11 +80,16 @@ def choose(name: str, device: torch.device) -> str:
     if name not in ("auto", *OBSTACLES, "torch"):
         raise ConfigError(f"attention_backend={name!r} is unknown: use auto, native, torch or triton")
     if name == "auto":
-        best = {"cuda": "triton", "cpu": "native"}.get(device.type, "torch")
-        return "torch" if best == "torch" or OBSTACLES[best](device) else best
+        return BEST.get(device.type, "torch") if obstacle_to_best(device) is None else "torch"
     if name in OBSTACLES and (obstacle := OBSTACLES[name](device)) is not None:
         raise ConfigError(f"attention_backend={name!r} cannot run here: {obstacle}")
     return name
+
+
+def obstacle_to_best(device: torch.device) -> str | None:
+    """Why `auto` is not what is fastest on this kind of device but `torch`, or None."""
+    best = BEST.get(device.type)
+    return None if best is None else OBSTACLES[best](device)
 
 
 def _obstacle_to_native(device: torch.device) -> str | None:
@@ -113,6 +118,7 @@ def _obstacle_to_triton(device: torch.device) -> str | None:
     return None
 
 
+BEST = {"cpu": "native", "cuda": "triton"}
 OBSTACLES = {"native": _obstacle_to_native, "triton": _obstacle_to_triton}
 """What may be missing, for every backend that is more than torch: a question each, answered by a clause or by None."""
 

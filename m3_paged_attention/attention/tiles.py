@@ -10,7 +10,6 @@ Behind the end of a shorter sequence lies what belongs to another or to nobody. 
 scores are masked, so that nothing of it is seen, not even a NaN.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from m3_paged_attention.kv_storage import KVLayer
 
 TILE_BYTES = 2 * 2**20  # keys and values of a tile, padding included
 MAX_PADDING = 1.25  # a tile is at most so many times as large as what its sequences hold
+FEW_TOKENS = 16  # without a mask, torch's attention makes zeros of NaN for sequences shorter than its vectors
 IN_PLACE_BYTES = 2**19  # keys and values of a sequence that stay in the cache from one step to the next by themselves
 
 
@@ -78,14 +78,14 @@ class Prefill(NamedTuple):
 
     gather: Gather
     tokens: slice
-    mask: Tensor | None  # [new tokens, sequence], added to the scores; None: all of the sequence is new
+    mask: Tensor | None  # [new tokens, sequence], added to the scores; None: all of the sequence is new, and long
 
 
 class DecodeTile(NamedTuple):
     """The last tokens of a few sequences of similar length."""
 
     gather: Gather | InPlace
-    mask: Tensor | None  # [num_seqs, 1, 1, longest sequence], added to the scores; None: all are equally long
+    mask: Tensor | None  # [num_seqs, 1, 1, longest sequence], added to the scores; None: equally long, and not short
     queries: Tensor  # [num_seqs, kv_heads, heads per kv_head, head_dim], a view of the plan's
     attended: Tensor  # the same for the result
 
@@ -96,23 +96,14 @@ class Plan:
     def __init__(self, metadata: AttentionMetadata, query: Tensor, layer: KVLayer, scratch: Scratch) -> None:
         self._metadata, self._model = metadata, _model_of(query, layer)
         self._cache, self._scratch = layer.key_cache, scratch
-        self.prefills = list(self._prefills())
         lens = metadata.seq_lens_host[metadata.num_prefills :]
         self._rows = sorted((row for row, length in enumerate(lens) if length), key=lens.__getitem__)
         self.order = torch.tensor(self._rows, dtype=torch.int64, device=query.device)  # the shortest sequence first
         self.queries = query.new_empty(len(self._rows), *query.shape[1:])  # [decodes, heads, head_dim], in this order
         self.attended = torch.empty_like(self.queries)
-
-    @functools.cached_property
-    def decodes(self) -> list[DecodeTile]:
-        """Cut when first asked for: there are backends that go another way with decodes."""
-        lens = self._metadata.seq_lens_host[self._metadata.num_prefills :]
-        return list(self._decode_tiles([lens[row] for row in self._rows])) if self._rows else []
-
-    @functools.cached_property
-    def is_single(self) -> bool:
-        """Whether the step is one decode and nothing else."""
-        return self._metadata.num_prefills == 0 and self._metadata.num_decodes == len(self.decodes) == 1
+        self.prefills = list(self._prefills())
+        self.decodes = list(self._decode_tiles([lens[row] for row in self._rows])) if self._rows else []
+        self.is_single = metadata.num_prefills == 0 and len(lens) == len(self.decodes) == 1
 
     def is_for(self, metadata: AttentionMetadata, query: Tensor, layer: KVLayer) -> bool:
         """Whether this is still the step, and the model, that the plan was made for."""
@@ -124,7 +115,7 @@ class Plan:
             num_new, length = metadata.query_lens_host[row], metadata.seq_lens_host[row]
             blocks = metadata.block_tables[row : row + 1, : self._num_blocks(length)]
             mask = None
-            if num_new < length:
+            if num_new < length or length < FEW_TOKENS:
                 mask = self._cache.new_full((num_new, length), -torch.inf).triu_(length - num_new + 1)
             yield Prefill(self._gather(blocks, length), slice(start, start + num_new), mask)
             start += num_new
@@ -148,6 +139,8 @@ class Plan:
                 if lens[rows.start] < longest:
                     padding = behind[rows, : num_blocks * block_size].flatten().nonzero().flatten()
                     mask = bias[rows, None, None, :longest]
+            if mask is None and longest < FEW_TOKENS:
+                mask = self._cache.new_zeros(1, 1, 1, longest)
             gather = self._in_place(block_ids, longest) or self._gather(block_ids, longest, padding)
             yield DecodeTile(gather, mask, self.queries[rows].view(heads), self.attended[rows].view(heads))
 

@@ -43,13 +43,18 @@ class TorchBackend:
 
     def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
         """`[tokens, heads, head_dim]` to the same: prefills one by one, decodes in tiles."""
-        plan = self._plan_for(metadata, query, layer)
+        plan = self._plan
+        if plan is None or not plan.is_for(metadata, query, layer):
+            plan = self._plan = Plan(metadata, query, layer, self._scratch)
         if plan.is_single:  # nothing to sort, nothing to put together
-            keys, values = plan.decodes[0].gather(layer)
-            row = query.view(plan.decodes[0].queries.shape)
-            return scaled_dot_product_attention(row, keys, values, scale=scale).reshape(query.shape)
+            (tile,) = plan.decodes
+            keys, values = tile.gather(layer)
+            row = query.view(tile.queries.shape)
+            attended = scaled_dot_product_attention(row, keys, values, attn_mask=tile.mask, scale=scale)
+            return attended.reshape(query.shape)
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-        self.attend_to_prompts(query, layer, metadata, scale, output)
+        for prefill in plan.prefills:
+            _attend_to_prompt(prefill, query, layer, scale, output)
         if plan.decodes:
             first = metadata.num_prefill_tokens
             torch.index_select(query[first:], 0, plan.order, out=plan.queries)
@@ -60,18 +65,6 @@ class TorchBackend:
                 tile.attended.copy_(attended)
             output[first:].index_copy_(0, plan.order, plan.attended)
         return output
-
-    def attend_to_prompts(
-        self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float, output: Tensor
-    ) -> None:
-        """The prefills' part of `attention`, written to the first `num_prefill_tokens` rows of `output`."""
-        for prefill in self._plan_for(metadata, query, layer).prefills:
-            _attend_to_prompt(prefill, query, layer, scale, output)
-
-    def _plan_for(self, metadata: AttentionMetadata, query: Tensor, layer: KVLayer) -> Plan:
-        if self._plan is None or not self._plan.is_for(metadata, query, layer):
-            self._plan = Plan(metadata, query, layer, self._scratch)
-        return self._plan
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""

@@ -34,7 +34,7 @@ def record(path: Path) -> None:
     """
     block_bytes = 4 * 4096  # of this model
     with LLMEngine(
-        model_config=ModelConfig(device="cpu", dtype="float32"),
+        model_config=ModelConfig(device="cpu", dtype="float32", attention_backend="torch"),  # runs everywhere
         scheduler_config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, preemption_mode="swap"),
         cache_config=CacheConfig(block_size=4, num_blocks=14, swap_space_bytes=8 * block_bytes),
         trace_config=TraceConfig(readers=(JsonlReader(path, stable=True),)),
@@ -84,7 +84,16 @@ def test_the_trace_is_the_stored_one(recorded: list[dict[str, Any]]) -> None:
 def test_the_stored_trace_shows_every_kind_of_decision() -> None:
     stored = events(GOLDEN)
     assert {event["event"] for event in stored} >= {
-        *("engine_started", "kv_sized", "request_added", "parallel_sampling", "admit", "not_admitted", "batch"),
+        *(
+            "engine_started",
+            "backend_chosen",
+            "kv_sized",
+            "request_added",
+            "parallel_sampling",
+            "admit",
+            "not_admitted",
+            "batch",
+        ),
         *("blocks_allocated", "blocks_forked", "block_copied", "blocks_freed", "blocks_swapped", "preempted"),
         *("kv_usage", "sampled", "result", "text_held", "abort", "finish", "step_done"),
     }

@@ -28,6 +28,7 @@ from m3_paged_attention import (
     scheduler_events,
 )
 from m3_paged_attention.events import (
+    BackendChosen,
     BlockCopied,
     BlocksAllocated,
     BlocksForked,
@@ -84,6 +85,9 @@ PREEMPTED = Preempted(
 USAGE = KVUsage(num_used=10, num_free=1000, num_shared=3, num_host_used=0, block_size=16, tokens_held=152)
 
 EXAMPLES: dict[Event, list[str]] = {
+    BackendChosen(asked="auto", backend="native", obstacle=None): ["Kernels: native, the fastest here."],
+    BackendChosen(asked="torch", backend="torch", obstacle=None): ["Kernels: torch, as asked for."],
+    BackendChosen(asked="auto", backend="torch", obstacle="no compiler"): ["torch;", "cannot run here: no compiler."],
     SIZED: ["512.0 MiB / 256.0 KiB per block = 2,048 blocks of 16 tokens", "block 0", "32,752 tokens", "32.0 requests"],
     dataclasses.replace(SIZED, num_blocks=64, num_bytes=65 * 2**18, max_num_seqs=1): [
         "1 request of 64 blocks at most never fill more than 64, so no more are made",
@@ -265,7 +269,7 @@ def test_the_sizing_can_be_computed_again_from_its_event(make_engine: MakeEngine
         assert event.block_bytes == event.block_size * event.bytes_per_token
         if event.budget_bytes is not None:
             assert event.fitting_blocks == event.budget_bytes // event.block_bytes
-            most = event.max_num_seqs * event.blocks_per_request
+            most = (event.max_num_seqs or 0) * event.blocks_per_request
             assert event.num_blocks == min(event.fitting_blocks - 1, most)
         else:
             assert (event.source, event.num_blocks) == ("num_blocks", 9)
