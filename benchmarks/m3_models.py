@@ -16,6 +16,7 @@ from m2_continuous_batching import (
     SchedulerConfig as DenseSchedulerConfig,
 )
 from m3_paged_attention import DEFAULT_MODEL, CacheConfig, LLMEngine, ModelConfig, SchedulerConfig
+from m3_paged_attention.config import AttentionBackend
 from m3_paged_attention.models.architecture import DecoderConfig, decoder_config
 from m3_paged_attention.models.weights import dummy_weights, places
 
@@ -42,10 +43,12 @@ class TestedModel:
         self._engines: dict[str, LLMEngine] = {}
         self._reference: Any = None
 
-    def engine(self, *, cache: CacheConfig | None = None, **limits: Any) -> LLMEngine:
+    def engine(
+        self, *, cache: CacheConfig | None = None, backend: AttentionBackend = "auto", **limits: Any
+    ) -> LLMEngine:
         """An m3 engine with these limits; the same one for the same limits."""
         cache = cache or CacheConfig(kv_cache_memory_bytes=KV_BYTES)
-        key = f"{cache} {limits}"
+        key = f"{cache} {backend} {limits}"
         if key not in self._engines:
             self._engines[key] = LLMEngine(
                 model_config=ModelConfig(
@@ -55,6 +58,7 @@ class TestedModel:
                     max_model_len=MAX_MODEL_LEN,
                     load_format="dummy" if self.dummy else "auto",
                     seed=self.seed,
+                    attention_backend=backend,
                 ),
                 scheduler_config=SchedulerConfig(**limits),
                 cache_config=cache,

@@ -6,7 +6,9 @@ Both sides get the same prompts and make outputs of the same length; the end of 
 
 import statistics
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from benchmarks.m3_models import TestedModel
 from benchmarks.m3_roofline import decode_bytes
 from benchmarks.m3_workload import EngineSide, Ragged, Side, StaticSide, generate
 from m3_paged_attention import LLMEngine, SamplingParams
+from m3_paged_attention.config import AttentionBackend
 
 QUESTIONS = (
     "What is a KV cache?",
@@ -25,6 +28,8 @@ QUESTIONS = (
     "What does a scheduler decide in every step?",
     "How does paged attention find the keys of a token?",
 )
+BACKENDS: dict[str, AttentionBackend] = {"m3 on torch": "torch", "m3": "auto"}
+"""Our sides: what every machine can run, and what this one runs best."""
 Row = dict[str, Any]
 
 
@@ -48,23 +53,23 @@ class Clock(BaseStreamer):
 
 @dataclass
 class Streams:
-    """Both sides of one stream of tokens."""
+    """The sides of one stream of tokens."""
 
     model: TestedModel
     prompt: list[int]
     num_tokens: int
-    totals: dict[str, list[float]] = field(default_factory=lambda: {"m3": [], "transformers": []})
+    totals: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Seconds of whole answers, the prefill included."""
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
-    def m3(self) -> float:
+    def m3(self, side: str) -> float:
         """Seconds per token after the first."""
         params = SamplingParams(max_tokens=self.num_tokens, ignore_eos=True)
-        output = self.model.engine(max_num_seqs=16).generate(self.prompt, params)
+        output = self.model.engine(max_num_seqs=16, backend=BACKENDS[side]).generate(self.prompt, params)
         if output.error is not None:
             raise output.error
-        self.totals["m3"].append(output.metrics.latency or 0.0)
-        self.tokens["m3"] = list(output.token_ids)
+        self.totals[side].append(output.metrics.latency or 0.0)
+        self.tokens[side] = list(output.token_ids)
         return output.metrics.time_per_output_token or 0.0
 
     def transformers(self) -> float:
@@ -79,7 +84,8 @@ def single_stream(model: TestedModel, *, prompt_len: int, num_tokens: int, round
     """Decode of one request: tokens per second of both sides, and the share of the memory's speed that is used."""
     prompt = Ragged.drawn(1, prompts=(prompt_len, prompt_len), outputs=(1, 1), seed=seed).prompts[0]
     streams, read = Streams(model, prompt, num_tokens), Reader()
-    seconds = interleaved({"transformers": streams.transformers, "m3": streams.m3, "read": read}, rounds=rounds)
+    ours = {side: partial(streams.m3, side) for side in BACKENDS}
+    seconds = interleaved({"transformers": streams.transformers, **ours, "read": read}, rounds=rounds)
     bandwidth = read.large.nbytes / seconds["read"]
     moved = decode_bytes(model.config, model.dtype, [prompt_len + num_tokens // 2])
     return {
@@ -91,7 +97,7 @@ def single_stream(model: TestedModel, *, prompt_len: int, num_tokens: int, round
                 "seconds_per_answer": statistics.median(streams.totals[name][1:]),
                 "bandwidth_share": moved / seconds[name] / bandwidth,
             }
-            for name in ("transformers", "m3")
+            for name in ("transformers", *BACKENDS)
         },
         "times_transformers": seconds["transformers"] / seconds["m3"],
         "bytes_per_token": moved,
@@ -148,16 +154,19 @@ class ReferenceTextSide(TextSide):
 
 def single_text(model: TestedModel, *, num_tokens: int, rounds: int) -> Row:
     """One request at a time from text to text: tokenised, prefilled, decoded, and made text again."""
-    ours = EngineTextSide(num_tokens, engine=model.engine(max_num_seqs=16))
+    ours = {
+        side: EngineTextSide(num_tokens, engine=model.engine(max_num_seqs=16, backend=backend))
+        for side, backend in BACKENDS.items()
+    }
     theirs = ReferenceTextSide(num_tokens, model=model.reference, tokenizer=model.tokenizer)
-    seconds = interleaved({"transformers": theirs, "m3": ours}, rounds=rounds)
+    seconds = interleaved({"transformers": theirs, **ours}, rounds=rounds)
     total = num_tokens * len(QUESTIONS)
     return {
         "questions": len(QUESTIONS),
         "output": num_tokens,
         "sides": {name: {"tokens_per_second": total / seconds[name]} for name in seconds},
         "times_transformers": seconds["transformers"] / seconds["m3"],
-        "same_texts": sum(a == b for a, b in zip(ours.texts, theirs.texts, strict=True)),
+        "same_texts": sum(a == b for a, b in zip(ours["m3"].texts, theirs.texts, strict=True)),
     }
 
 
@@ -186,6 +195,7 @@ def ragged_random(model: TestedModel, work: Ragged, *, rounds: int) -> Row:
         work,
         {
             "transformers, static 16": StaticSide(work, model=model.reference),
+            "m3 on torch, 16 at a time": EngineSide(work, engine=model.engine(max_num_seqs=16, backend="torch")),
             "m3, 16 at a time": EngineSide(work, engine=model.engine(max_num_seqs=16)),
         },
         rounds=rounds,
@@ -201,6 +211,7 @@ def ragged_embedded(model: TestedModel, work: Ragged, *, rounds: int) -> Row:
             {
                 "transformers, static 16": StaticSide(work, model=model.reference),
                 "m2, 64 at a time": EngineSide(work, engine=dense),
+                "m3 on torch, 64 at a time": EngineSide(work, engine=model.engine(max_num_seqs=64, backend="torch")),
                 "m3, 16 at a time": EngineSide(work, engine=model.engine(max_num_seqs=16)),
                 "m3, 64 at a time": EngineSide(work, engine=model.engine(max_num_seqs=64)),
             },
