@@ -83,7 +83,11 @@ def _waste(steps: Steps) -> Row:
 
 
 def preemption(model: TestedModel, work: Ragged, *, max_num_seqs: int, rounds: int) -> Row:
-    """The same requests with room for all, and in a pool a third as large, by recompute and by swap."""
+    """The same requests with room for all, and in a pool a third as large, by recompute and by swap.
+
+    They should have short prompts and long answers: then many are admitted, grow, and run out of blocks under way. With
+    long prompts it is admission that keeps them apart, and hardly anybody is ever preempted.
+    """
     roomy = _paged(model, max_num_seqs)
     peak = max(step["reserved"] for step in _paged_steps(roomy, lambda: work.run(roomy))) // 16
     pool = CacheConfig(num_blocks=peak // POOL_SHARE)

@@ -9,6 +9,7 @@ turns. A part during which other processes took more than a tenth of a core is m
     python -m benchmarks.m3_paged_attention                    all of it, about 15 minutes on two quiet cores
     python -m benchmarks.m3_paged_attention --only roofline    one part again; the others stay as they were
     python -m benchmarks.m3_paged_attention --quick            a small version of everything; its numbers are no results
+    python -m benchmarks.m3_paged_attention --redraw           tables and plots again, from the numbers that are there
 """
 
 import argparse
@@ -34,6 +35,7 @@ from benchmarks.m3_speed import ragged_embedded, ragged_random, single_stream, s
 from benchmarks.m3_tables import promises, tables
 from benchmarks.m3_workload import Ragged
 from m3_paged_attention import DEFAULT_MODEL
+from m3_paged_attention.attention.registry import choose
 
 SEED = 1
 NAME = "m3_paged_attention"
@@ -47,6 +49,9 @@ def parts(random: TestedModel, embedded: TestedModel, rounds: int, quick: bool) 
     if quick:
         lens |= {"prompts": (32, 64), "outputs": (4, 16)}
     batch, burst = Ragged.drawn(16, **lens), Ragged.drawn(64, **lens)
+    growing = Ragged.drawn(
+        64, prompts=(8, 16) if quick else (16, 64), outputs=(48, 96) if quick else (128, 256), seed=SEED
+    )
     few = min(rounds, 3)  # of what takes minutes
     length = 16 if quick else 64
     return {
@@ -61,7 +66,7 @@ def parts(random: TestedModel, embedded: TestedModel, rounds: int, quick: bool) 
         "scheduling": lambda: scheduling(num_steps=50 if quick else 400),
         "fragmentation_16": lambda: fragmentation(embedded, batch, max_num_seqs=16),
         "fragmentation_64": lambda: fragmentation(embedded, burst, max_num_seqs=64),
-        "preemption": lambda: preemption(embedded, burst, max_num_seqs=64, rounds=few),
+        "preemption": lambda: preemption(embedded, growing, max_num_seqs=64, rounds=few),
         "parallel_sampling": lambda: parallel_sampling(
             embedded, prompt_len=8 * length, num_tokens=length, rounds=rounds, seed=SEED
         ),
@@ -94,6 +99,15 @@ def start(path: Path, env: dict[str, Any], quick: bool) -> dict[str, Any]:
     return earlier if (earlier["environment"], earlier["quick"]) == (env, quick) else fresh
 
 
+def write_up(results: dict[str, Any], texts: Path, plots: Path) -> None:
+    """The tables and plots of these results, and the tables once more on the screen."""
+    text = tables(results)
+    (texts / f"{NAME}.md").write_text(text, encoding="utf-8")
+    draw_plots(results["parts"], plots)
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    Console().print(promises(results["parts"]), markup=False, highlight=False)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write, and print the tables."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}", description=__doc__.splitlines()[0])
@@ -101,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--only", default="", help="parts to measure, with commas between them; the others are kept")
     parser.add_argument("--quick", action="store_true", help="small models, few tokens: to see that all of it works")
+    parser.add_argument("--redraw", action="store_true", help="measure nothing: tables and plots from the last numbers")
     parser.add_argument("--output", type=Path, help="a folder for everything that is written")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -111,8 +126,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for folder in (texts, plots):
         folder.mkdir(exist_ok=True, parents=True)
     path, console = texts / f"{NAME}.json", Console(stderr=True)
+    if args.redraw:
+        if not path.exists():
+            parser.error(f"there is no {path} to draw from")
+        write_up(json.loads(path.read_text(encoding="utf-8")), texts, plots)
+        return 0
     shape = SHAPE_0_6B | (QUICK_LAYERS if args.quick else {})
-    env = environment(model=Path(DEFAULT_MODEL), seed=SEED) | {"random_model": shape}
+    env = environment(model=Path(DEFAULT_MODEL), seed=SEED)
+    env |= {"random_model": shape, "backend": choose("auto", torch.device("cpu"))}
     results = start(path, env, args.quick)
 
     def save() -> None:
@@ -132,11 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing := [name for name in todo if name not in results["parts"]]:
         console.print(f"no tables and plots yet: {', '.join(missing)} not measured")
         return 0
-    text = tables(results)
-    (texts / f"{NAME}.md").write_text(text, encoding="utf-8")
-    draw_plots(results["parts"], plots)
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
-    Console().print(promises(results["parts"]), markup=False, highlight=False)
+    write_up(results, texts, plots)
     return 0
 
 

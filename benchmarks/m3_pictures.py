@@ -50,7 +50,7 @@ def block_table(frame: Frame, owner: str, position: int) -> Figure:
         for place in range(size):
             filled, here = place < block.num_tokens, block.block_id * size + place
             is_own = filled and block.block_id in table
-            color = "C3" if here == slot else "C1" if is_own else "0.75" if filled else "0.94"
+            color = "C3" if here == slot else "C1" if is_own else "0.6" if filled else "0.94"
             cell(first + place, 0.6, here, color=color, ink="white" if filled else "0.6")
         axis.annotate(f"block {block.block_id}", (first + size / 2, 0.2), fontsize=8, ha="center", va="top")
     arrow: dict[str, Any] = {"arrowstyle": "-|>", "color": "C3"}
@@ -60,7 +60,8 @@ def block_table(frame: Frame, owner: str, position: int) -> Figure:
     axis.annotate(f"position {position} // {size} = {index}", (middle + 1, 2.5), fontsize=8, va="center", color="C3")
     way = f"slot {table[index]} x {size} + {position} % {size} = {slot}"
     axis.annotate(way, ((middle + target) / 2 + 2, 1.35), fontsize=8, va="center", color="C3")
-    axis.set_yticks([3, 2, 0.6], [f"positions of {owner}", "its block table", "KV memory: slots"], fontsize=9)
+    memory = f"KV memory: slots\n(block 0: slots 0-{size - 1},\nnever handed out)"
+    axis.set_yticks([3, 2, 0.6], [f"positions of {owner}", "its block table", memory], fontsize=9)
     axis.set_xticks([])
     axis.tick_params(length=0)
     axis.set_ylim(-0.1, 3.4)

@@ -130,15 +130,13 @@ def _preemption(part: Row) -> str:
     return markdown_table(
         part["sides"].items(),
         {
-            "out of memory": lambda item: item[0],
-            "blocks": lambda item: f"{blocks.get(item[0], part['pool_blocks']):,}",
+            "out of memory": lambda item: f"{item[0]}: {blocks.get(item[0], part['pool_blocks']):,} blocks",
             "tokens/s": lambda item: f"{item[1]['tokens_per_second']:,.0f}",
             "steps": lambda item: f"{item[1]['steps']:,}",
-            "requests in a step": lambda item: f"{item[1]['mean_batch']:.1f}",
+            "mean batch": lambda item: f"{item[1]['mean_batch']:.1f}",
             "preemptions": lambda item: f"{item[1]['preemptions']:,}",
-            "tokens computed again": lambda item: f"{item[1]['tokens_again']:,}",
-            "tokens swapped out": lambda item: f"{item[1]['tokens_swapped']:,}",
-            "same answers": lambda item: f"{item[1]['same_answers']} of {part['num_requests']}",
+            "computed again": lambda item: f"{item[1]['tokens_again']:,}",
+            "swapped out": lambda item: f"{item[1]['tokens_swapped']:,}",
         },
     )
 
@@ -219,5 +217,6 @@ def _environment(results: Row) -> str:
     shape = results["environment"]["random_model"]
     return (
         f"*Measured with {describe(results['environment'])} The 0.6B shape is Qwen3 with "
-        f"{shape['num_hidden_layers']} layers and random weights. {quiet}{small}*"
+        f"{shape['num_hidden_layers']} layers and random weights. Where nothing else is said, m3 runs on the "
+        f"{results['environment']['backend']} backend. {quiet}{small}*"
     )

@@ -2,7 +2,7 @@
 
 Two prompts in eight blocks of four tokens. One of them asks for two continuations, so there is a fork, and where the
 two part a copy on write. In step 5 two requests need a new block and one is free: somebody is preempted, and comes back
-in step 7. Times and probabilities are left out, so every machine writes the same
+in step 7. Times, probabilities and the choice of kernels are left out, so every machine writes the same
 `results/m3_paged_attention_trace.txt`.
 """
 
@@ -22,6 +22,7 @@ from m3_paged_attention import (
     SchedulerConfig,
     TraceConfig,
 )
+from m3_paged_attention.events import BackendChosen
 
 MODEL = ModelConfig(max_model_len=32)
 MEMORY = CacheConfig(block_size=4, num_blocks=8)
@@ -37,7 +38,7 @@ REQUESTS = {
 
 
 class Decisions(TraceReader):
-    """The verbose console, without times and without the model's favourites."""
+    """The verbose console, without times, without the model's favourites and without what this machine has."""
 
     def __init__(self) -> None:
         self.text = io.StringIO()
@@ -45,7 +46,7 @@ class Decisions(TraceReader):
 
     def read(self, record: TraceRecord) -> None:
         """Pass on what is the same on every machine."""
-        if not isinstance(record.event, EngineStarted | Sampled | StepDone):
+        if not isinstance(record.event, BackendChosen | EngineStarted | Sampled | StepDone):
             self.reader.read(record)
 
     def close(self) -> None:

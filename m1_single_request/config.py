@@ -100,7 +100,7 @@ def resolve_device(name: Any) -> torch.device:
     """The torch device of that name; `auto` is CUDA where there is a GPU. `ConfigError` where there is none such."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # a name, a number, a number too large
         raise ConfigError(f"device={name!r} is not a torch device: use auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r} is not supported: use auto, cpu or cuda")

@@ -33,7 +33,7 @@ class EngineCore(EngineCoreBase):
     ) -> None:
         super().__init__(
             input_processor=input_processor,
-            scheduler=scheduler,
+            unfinished=scheduler,
             kv_holder=model_runner,
             output_processor=output_processor,
             tracer=tracer,

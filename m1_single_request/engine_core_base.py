@@ -22,7 +22,7 @@ from m1_single_request.tracer import Tracer
 
 
 class UnfinishedRequests(Protocol):
-    """What the engine core asks of any scheduler besides its two verbs."""
+    """What the engine core asks of any scheduler, or of whoever stands before it, besides the two verbs of a step."""
 
     @property
     def requests(self) -> Mapping[str, Request]: ...
@@ -49,15 +49,15 @@ class KVHolder(Protocol):
 class EngineCoreBase(ABC):
     """Owns the parts. Single-threaded: nothing happens outside `step()`.
 
-    Seams for later milestones: `step`, which each writes anew; `stats`, which knows more there; `is_unfinished`, where
-    a request may stand for several.
+    Seams for later milestones: `step`, which each writes anew; `stats`, which knows more there.
+    Seams, too: `close`, which lets go of more there; `is_unfinished`, where a request may stand for several.
     """
 
     def __init__(
         self,
         *,
         input_processor: InputProcessor,
-        scheduler: UnfinishedRequests,
+        unfinished: UnfinishedRequests,
         kv_holder: KVHolder,
         output_processor: OutputProcessor,
         tracer: Tracer,
@@ -67,7 +67,7 @@ class EngineCoreBase(ABC):
         self.tracer = tracer
         self.iteration = 0
         self.dead: EngineDeadError | None = None
-        self._scheduler = scheduler
+        self._unfinished = unfinished
         self._kv_holder = kv_holder
         self._open: dict[str, Request] = {}  # requests whose end nobody was told yet
         self._told: set[str] = set()  # those among them whose end the last step returned
@@ -85,21 +85,21 @@ class EngineCoreBase(ABC):
         """Queue a checked request; it runs in later steps."""
         self._check_alive()
         self.forget_told()  # the id may be one of theirs
-        self._scheduler.add_request(request)
+        self._unfinished.add_request(request)
         self._open[request.request_id] = request
 
     def abort_request(self, request_id: str) -> bool:
         """Mark a request to end at the next step's update. False if it is unknown, finished or already marked."""
-        return bool(self._scheduler.finish_requests([request_id], FinishAbort()))
+        return bool(self._unfinished.finish_requests([request_id], FinishAbort()))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to do."""
-        return len(self._open) > len(self._told) or self._scheduler.has_unfinished_requests()
+        return len(self._open) > len(self._told) or self._unfinished.has_unfinished_requests()
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether this request still waits or runs, or no step has reported its end."""
         is_open = request_id in self._open and request_id not in self._told
-        return is_open or request_id in self._scheduler.requests
+        return is_open or request_id in self._unfinished.requests
 
     def forget_told(self) -> None:
         """The outputs of the last step reached their callers: whoever ended in it needs no record any more."""
@@ -119,11 +119,11 @@ class EngineCoreBase(ABC):
     def stats(self) -> EngineStats:
         """Totals so far and what is held now."""
         kv_tokens = self._kv_holder.num_kv_tokens()
-        unfinished = self._scheduler.requests.values()
+        unfinished = self._unfinished.requests.values()
         return EngineStats(
             num_steps=self.iteration,
-            num_waiting=len(self._scheduler.waiting),
-            num_running=len(self._scheduler.running),
+            num_waiting=len(self._unfinished.waiting),
+            num_running=len(self._unfinished.running),
             num_finished=dict(self._num_finished),
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens + sum(r.sequence.get_output_len() for r in unfinished),
@@ -187,7 +187,7 @@ class EngineCoreBase(ABC):
         behind.
         """
         for request_id in self._kv_holder.held_request_ids():
-            if request_id not in self._scheduler.requests:
+            if request_id not in self._unfinished.requests:
                 self._free(request_id)
 
     def _free(self, request_id: str) -> None:
@@ -204,8 +204,8 @@ class EngineCoreBase(ABC):
             error = EngineDeadError(f"the device failed beyond recovery: {error}")
         if isinstance(error, EngineDeadError):
             self.dead = error
-            request_ids = list(self._scheduler.requests)
-        self._scheduler.finish_requests(request_ids, FinishError(error))
+            request_ids = list(self._unfinished.requests)
+        self._unfinished.finish_requests(request_ids, FinishError(error))
 
     def _fail_each(self, errors: Mapping[str, Exception]) -> None:
         """Mark each request to end with an error of its own."""
@@ -238,8 +238,8 @@ class EngineCoreBase(ABC):
             self.tracer.emit(
                 StepDone(
                     num_tokens=num_tokens,
-                    num_waiting=len(self._scheduler.waiting),
-                    num_running=len(self._scheduler.running),
+                    num_waiting=len(self._unfinished.waiting),
+                    num_running=len(self._unfinished.running),
                     kv_tokens=self._kv_holder.num_kv_tokens(),
                     schedule_ms=schedule,
                     execute_ms=execute,

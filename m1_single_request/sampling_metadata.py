@@ -6,7 +6,7 @@ vLLM: `SamplingMetadata`; SGLang: `SamplingBatchInfo`, which lives across steps 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ class SamplingRow:
     output_token_ids: Sequence[int]
     stop_ids: frozenset[int] = frozenset()
     """Ids that may not be sampled while fewer than `min_tokens` tokens are out."""
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the best token is taken from the untouched logits, and nothing else is asked for."""
+        params = self.params
+        touched = params.has_penalties or params.logit_bias or params.min_tokens
+        return params.is_greedy and not touched and params.logprobs is None
 
 
 @dataclass(frozen=True)

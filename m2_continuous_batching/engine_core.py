@@ -36,7 +36,7 @@ class EngineCore(EngineCoreBase):
     ) -> None:
         super().__init__(
             input_processor=input_processor,
-            scheduler=scheduler,
+            unfinished=scheduler,
             kv_holder=executor,
             output_processor=output_processor,
             tracer=tracer,

@@ -34,7 +34,7 @@ from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
 from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
 from m3_paged_attention.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from m3_paged_attention.errors import KVCapacityError
+from m3_paged_attention.errors import KVCapacityError, PartError
 from m3_paged_attention.interfaces import ROLES
 from m3_paged_attention.llm_engine import LLMEngine
 from m3_paged_attention.outputs import EngineStats
@@ -66,6 +66,7 @@ __all__ = [
     "Logprob",
     "ModelConfig",
     "ModelLoadError",
+    "PartError",
     "PromptTooLongError",
     "RequestMetrics",
     "RequestOutput",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from m1_single_request.request import RequestStatus
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.config import SchedulerConfig
-from m3_paged_attention.kv_manager import PagedKVManager
+from m3_paged_attention.kv_manager_interface import PagedKVManager
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted
 from m3_paged_attention.step_plan import StepPlan

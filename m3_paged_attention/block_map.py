@@ -1,9 +1,9 @@
 """The block map: who holds which block of KV memory, step by step, told by the trace alone.
 
 A reader of the trace, as m2's timeline is one: attach it before the first request, run, and look at its `frames`, one
-for each step. A frame is numbers and names; `block_map_view.py` draws it on a console, and whoever has another way to
-draw starts from the same frames. m2 had nothing to map: a request had its slot from beginning to end. vLLM and SGLang
-report how many blocks are in use, but not whose they are.
+for each step. A frame is numbers and names; `demo_parts/block_map_view.py` draws it on a console, and whoever has
+another way to draw starts from the same frames. m2 had nothing to map: a request had its slot from beginning to end.
+vLLM and SGLang report how many blocks are in use, but not whose they are.
 """
 
 from collections.abc import Callable, Iterator, Mapping

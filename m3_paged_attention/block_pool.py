@@ -10,6 +10,14 @@ from collections.abc import Iterable, Mapping
 
 from m3_paged_attention.errors import OutOfBlocksError
 
+Pairs = list[tuple[int, int]]
+"""Block ids: from which one to which other data is moved."""
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that so many tokens fill; the last one perhaps in part."""
+    return -(-num_tokens // block_size)
+
 
 class BlockPool:
     """`num_blocks` blocks with ids from `first_id` on. Whoever was freed first is handed out first."""

@@ -17,6 +17,7 @@ from rich.console import Console
 from m1_single_request import demo as m1
 from m1_single_request.errors import ConfigError
 from m2_continuous_batching import demo as m2
+from m3_paged_attention.block_pool import blocks_for
 from m3_paged_attention.config import (
     AttentionBackend,
     CacheConfig,
@@ -25,7 +26,7 @@ from m3_paged_attention.config import (
     PreemptionMode,
     SchedulerConfig,
 )
-from m3_paged_attention.demo_tour import BLOCK_SIZE, NUM_ANSWERS, POOL_TOKENS, tour
+from m3_paged_attention.demo_parts.tour import BLOCK_SIZE, NUM_ANSWERS, POOL_TOKENS, tour
 from m3_paged_attention.llm_engine import LLMEngine
 
 
@@ -146,7 +147,7 @@ def cache_config(args: argparse.Namespace) -> CacheConfig:
         return config
     block_size = given.get("block_size", BLOCK_SIZE)
     if given.keys() <= {"block_size"}:
-        return replace(config, block_size=block_size, num_blocks=-(-POOL_TOKENS // block_size))
+        return replace(config, block_size=block_size, num_blocks=blocks_for(POOL_TOKENS, block_size))
     return replace(config, block_size=block_size)
 
 

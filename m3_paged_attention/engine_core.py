@@ -17,7 +17,7 @@ from m1_single_request.outputs import RequestOutput
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.events import KVUsage
 from m3_paged_attention.executor import GPUExecutor
-from m3_paged_attention.outputs import EngineStats, ModelRunnerOutput
+from m3_paged_attention.outputs import EngineStats, ModelRunnerOutput, checked
 from m3_paged_attention.parallel_sampling import RequestFamilies
 from m3_paged_attention.scheduler import Scheduler
 
@@ -38,7 +38,7 @@ class EngineCore(EngineCoreBase):
         self.families = RequestFamilies(scheduler=scheduler, tracer=tracer)
         super().__init__(
             input_processor=input_processor,
-            scheduler=self.families,
+            unfinished=self.families,
             kv_holder=KVView(scheduler, executor, kv_bytes_per_token),
             output_processor=output_processor,
             tracer=tracer,
@@ -60,7 +60,8 @@ class EngineCore(EngineCoreBase):
         output: ModelRunnerOutput | None = None
         if not scheduler_output.is_empty:
             try:
-                output = self.executor.execute_model(scheduler_output)  # 2 execute
+                said = self.executor.execute_model(scheduler_output)  # 2 execute
+                output = checked(said, scheduler_output.num_scheduled_tokens)
                 self._fail_each(output.errors)
             except Exception as error:
                 self._fail(scheduler_output.num_scheduled_tokens, error)
@@ -81,6 +82,11 @@ class EngineCore(EngineCoreBase):
         )
         return outputs
 
+    def close(self) -> None:
+        """Release the blocks of all requests, then the KV memory and the model: the engine object may live on."""
+        super().close()
+        self.executor.shutdown()
+
     def is_unfinished(self, request_id: str) -> bool:
         """As m1's. If a parent's arrival was interrupted, only its family knows it, until its children have ended."""
         return super().is_unfinished(request_id) or self.families.is_unfinished(request_id)
@@ -89,8 +95,10 @@ class EngineCore(EngineCoreBase):
         """Totals so far, and the state of the blocks."""
         kv_manager = self.scheduler.kv_manager
         usage, block_bytes = kv_manager.usage(), kv_manager.block_size * self._kv_holder.kv_bytes_per_token
+        totals, uncounted = vars(super().stats()), [r for rid, r in self._open.items() if rid not in self._counted]
+        totals["num_output_tokens"] = self._num_output_tokens + sum(r.num_output_tokens for r in uncounted)
         return EngineStats(
-            **vars(super().stats()),
+            **totals,
             num_blocks=usage.num_blocks,
             num_free_blocks=usage.num_free,
             num_shared_blocks=usage.num_shared,

@@ -43,3 +43,7 @@ class GPUExecutor:
     def held_request_ids(self) -> list[str]:
         """The requests that are remembered."""
         return self.worker.held_request_ids()
+
+    def shutdown(self) -> None:
+        """Let go of the KV memory and the model. After that only the records of requests can be asked for."""
+        self.worker.shutdown()

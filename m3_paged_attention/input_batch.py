@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from m1_single_request.sampling_metadata import SamplingRow
-from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention.scheduler_output import NewRequestData, SchedulerOutput
 
 
@@ -23,7 +22,6 @@ class CachedRequestState:
         self.prompt_token_ids = data.prompt_token_ids
         self.output_token_ids: list[int] = []
         self.params = data.sampling_params
-        self.is_plain = is_plain(data.sampling_params)
         self.table_row = table_row
         self.sampling_row = SamplingRow(
             params=data.sampling_params,
@@ -39,12 +37,6 @@ class CachedRequestState:
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : end - num_prompt]
         return (self.prompt_token_ids[start:] + self.output_token_ids)[: end - start]
-
-
-def is_plain(params: SamplingParams) -> bool:
-    """Whether the best token is taken from the untouched logits, and nothing else is asked for."""
-    touched = params.has_penalties or params.logit_bias or params.min_tokens
-    return params.is_greedy and not touched and params.logprobs is None
 
 
 class BatchRow(NamedTuple):

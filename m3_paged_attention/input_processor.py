@@ -4,6 +4,7 @@ m2 refused prompts longer than a step's token budget; that stays, since prompts 
 `v1/engine/input_processor.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from m1_single_request.input_processor import InputProcessor as SingleRequestInp
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
+from m3_paged_attention.block_pool import blocks_for
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.request import ParentRequest
 
@@ -29,11 +31,10 @@ class InputProcessor(SingleRequestInputProcessor):
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
         """Refuse what this engine can never run (`InvalidRequestError`)."""
-        if params.n > MAX_N:
-            raise InvalidParamsError(f"n={params.n} continuations are too many for one request: at most {MAX_N:,}")
+        check_n(params)
         check_model_len(token_ids, self.max_model_len, request_id)
         check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
-        needed = -(-len(token_ids) // self.block_size)
+        needed = blocks_for(len(token_ids), self.block_size)
         if needed > self.num_blocks:
             raise KVCapacityError(
                 f"request {request_id!r} has {len(token_ids)} prompt tokens, which need {needed} blocks of "
@@ -50,22 +51,31 @@ class InputProcessor(SingleRequestInputProcessor):
         seed: int,
         arrival_time: float,
     ) -> Request:
-        """A request, or a parent of `n` of them: child i is `request_id/i` and draws from `seed + i`.
-
-        The prompt's log-probabilities are the same for all children; the first one brings them.
-        """
+        """A request, or a parent of `n` of them."""
+        build_one = super().build_request
         if params.n == 1:
-            return super().build_request(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
-        own, others = replace(params, n=1), replace(params, n=1, prompt_logprobs=None)
-        children: list[Any] = [
-            super(InputProcessor, self).build_request(
-                f"{request_id}/{i}",
-                text,
-                token_ids,
-                others if i else own,
-                seed=seed + i,
-                arrival_time=arrival_time,
-            )
-            for i in range(params.n)
-        ]
-        return ParentRequest(children, request_id=request_id)
+            return build_one(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
+
+        def build_child(child_id: str, params: SamplingParams, seed: int) -> Request:
+            return build_one(child_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
+
+        return build_parent(request_id, params, seed, build_child)
+
+
+def check_n(params: SamplingParams) -> None:
+    """Refuse more continuations than one request may have (`InvalidParamsError`)."""
+    if params.n > MAX_N:
+        raise InvalidParamsError(f"n={params.n} continuations are too many for one request: at most {MAX_N:,}")
+
+
+def build_parent(
+    request_id: str, params: SamplingParams, seed: int, build_child: Callable[[str, SamplingParams, int], Any]
+) -> ParentRequest:
+    """A parent of `n` requests: child i is `request_id/i` and draws from `seed + i`.
+
+    The prompt's log-probabilities are the same for all children; the first one brings them. `build_child` makes a
+    request from its id, parameters and seed, of any class with a `parent_id`.
+    """
+    first, others = replace(params, n=1), replace(params, n=1, prompt_logprobs=None)
+    children = [build_child(f"{request_id}/{i}", others if i else first, seed + i) for i in range(params.n)]
+    return ParentRequest(children, request_id=request_id)

@@ -17,7 +17,7 @@ from m1_single_request.tracer import Tracer
 from m2_continuous_batching.interfaces import ROLES as M2_ROLES
 from m3_paged_attention.config import ModelConfig, SchedulerConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec, MemoryProfile
-from m3_paged_attention.kv_manager import PagedKVManager
+from m3_paged_attention.kv_manager_interface import PagedKVManager
 from m3_paged_attention.model_loader import LoadedModel
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import PreemptionPolicy
@@ -85,6 +85,7 @@ class RunsSteps(Protocol):
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput: ...
     def free_request(self, request_id: str) -> None: ...
     def held_request_ids(self) -> list[str]: ...
+    def shutdown(self) -> None: ...
 
 
 class ModelRunnerInterface(RunsSteps, Protocol):

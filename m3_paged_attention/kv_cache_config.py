@@ -3,11 +3,13 @@
 m2 reserved `max_num_seqs` slots of `max_model_len` tokens, needed or not. Here the number of blocks comes from what
 there is: it was given, or a budget in bytes was, or on CUDA a share of the device, of which a profiling run has shown
 what all else takes. More blocks than the requests can ever fill are not made. What cannot work is an error that says
-what would. vLLM: `v1/core/kv_cache_utils.py`; SGLang: `profile_max_num_token` in `model_executor/model_runner.py`.
+what would. vLLM: `v1/core/kv_cache_utils.py`; SGLang: `profile_max_num_token` in
+`model_executor/model_runner_kv_cache_mixin.py`.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,6 +17,7 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.trace_event import size, some
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.memory import available_memory
+from m3_paged_attention.block_pool import blocks_for
 from m3_paged_attention.config import CPU_KV_BYTES, GPU_MEMORY_UTILIZATION, CacheConfig, PreemptionMode
 from m3_paged_attention.events import KVSized
 
@@ -46,7 +49,7 @@ class KVCacheSpec:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that so many tokens fill; the last one perhaps in part."""
-        return -(-num_tokens // self.block_size)
+        return blocks_for(num_tokens, self.block_size)
 
     def max_bytes(self, max_model_len: int) -> int:
         """What the longest request takes."""
@@ -91,6 +94,17 @@ class MemoryProfile:
     """The most of it that was taken by all else: weights, activations of the largest step, other processes."""
 
 
+class KVMemorySettings(Protocol):
+    """What a cache configuration says about the device's memory. At most one of the three is given."""
+
+    @property
+    def num_blocks(self) -> int | None: ...
+    @property
+    def kv_cache_memory_bytes(self) -> int | None: ...
+    @property
+    def gpu_memory_utilization(self) -> float | None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Where the number of blocks comes from. Exactly one of `num_blocks` and `num_bytes` is given."""
@@ -120,20 +134,21 @@ def check_cache_config(cache_config: CacheConfig, *, preemption_mode: Preemption
 def size_kv_cache(
     spec: KVCacheSpec,
     *,
-    cache_config: CacheConfig,
-    preemption_mode: PreemptionMode,
+    cache_config: KVMemorySettings,
     device: torch.device,
     max_model_len: int,
-    max_num_seqs: int,
+    max_num_seqs: int | None,
+    swap_space_bytes: int | None,
     profile: MemoryProfile | None = None,
     tracer: Tracer,
 ) -> KVCacheConfig:
     """Decide how many blocks there are, and tell the trace how.
 
-    `profile` is needed where `needs_profile` says so. Raises `ConfigError` if the longest request has no room, naming
-    the longest that has, or if the machine has not so much memory.
+    `max_num_seqs`: no more than these requests can fill; None: whoever keeps blocks of ended requests can use them all.
+    `swap_space_bytes`: for blocks on the host; None: as many as on the device. `profile` is needed where
+    `needs_profile` says so. Raises `ConfigError` if the longest request has no room, naming the longest that has, or if
+    the machine has not so much memory.
     """
-    check_cache_config(cache_config, preemption_mode=preemption_mode, device=device)
     budget = _budget(cache_config, device, profile)
     if budget.num_bytes is None:
         assert budget.num_blocks is not None
@@ -142,8 +157,10 @@ def size_kv_cache(
     else:
         fitting = budget.num_bytes // spec.block_bytes
         _check_longest(spec, budget, fitting - 1, max_model_len)
-        num_blocks = min(fitting - 1, max_num_seqs * spec.blocks_for(max_model_len))
-    num_host_blocks = _num_host_blocks(spec, cache_config, num_blocks) if preemption_mode == "swap" else 0
+        num_blocks = fitting - 1
+        if max_num_seqs is not None:
+            num_blocks = min(num_blocks, max_num_seqs * spec.blocks_for(max_model_len))
+    num_host_blocks = num_blocks if swap_space_bytes is None else _num_host_blocks(spec, swap_space_bytes)
     config = KVCacheConfig(spec=spec, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     _check_memory(config, budget, device)
     if tracer:
@@ -169,7 +186,7 @@ def size_kv_cache(
     return config
 
 
-def needs_profile(cache_config: CacheConfig, device: torch.device) -> bool:
+def needs_profile(cache_config: KVMemorySettings, device: torch.device) -> bool:
     """Whether the number of blocks depends on what a profiling run shows."""
     given = cache_config.num_blocks is not None or cache_config.kv_cache_memory_bytes is not None
     return device.type == "cuda" and not given
@@ -180,7 +197,7 @@ def gpu_budget_bytes(profile: MemoryProfile, share: float) -> int:
     return int(profile.total_bytes * share) - profile.peak_bytes
 
 
-def _budget(cache_config: CacheConfig, device: torch.device, profile: MemoryProfile | None) -> Budget:
+def _budget(cache_config: KVMemorySettings, device: torch.device, profile: MemoryProfile | None) -> Budget:
     """One function, three sources: the number itself, bytes, a share of the device."""
     if cache_config.num_blocks is not None:
         return Budget(source="num_blocks", num_blocks=cache_config.num_blocks)
@@ -213,15 +230,10 @@ def _check_longest(spec: KVCacheSpec, budget: Budget, num_blocks: int, max_model
     )
 
 
-def _num_host_blocks(spec: KVCacheSpec, cache_config: CacheConfig, num_blocks: int) -> int:
-    if cache_config.swap_space_bytes is None:
-        return num_blocks
-    num_host_blocks = cache_config.swap_space_bytes // spec.block_bytes
-    if num_host_blocks < 1:
-        raise ConfigError(
-            f"swap_space_bytes={cache_config.swap_space_bytes} is less than one block: {spec.block_bytes:,} bytes"
-        )
-    return num_host_blocks
+def _num_host_blocks(spec: KVCacheSpec, swap_space_bytes: int) -> int:
+    if 0 < swap_space_bytes < spec.block_bytes:
+        raise ConfigError(f"swap_space_bytes={swap_space_bytes} is less than one block: {spec.block_bytes:,} bytes")
+    return swap_space_bytes // spec.block_bytes
 
 
 def _check_memory(config: KVCacheConfig, budget: Budget, device: torch.device) -> None:

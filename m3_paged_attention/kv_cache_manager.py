@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.block_pool import BlockPool
+from m3_paged_attention.block_pool import BlockPool, blocks_for
 from m3_paged_attention.events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped
 from m3_paged_attention.kv_cache_config import KVCacheConfig
-from m3_paged_attention.kv_manager import BlockMoves, BlockUsage, PagedKVManager
+from m3_paged_attention.kv_manager_interface import BlockMoves, BlockUsage, PagedKVManager
 
 
 class BlockTable:
@@ -58,7 +58,7 @@ class KVCacheManager(PagedKVManager):
         return self.pool.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return blocks_for(num_tokens, self.block_size)
 
     # --- room for tokens ----------------------------------------------------------------------------------------------
 
@@ -74,6 +74,14 @@ class KVCacheManager(PagedKVManager):
         if last >= len(table.block_ids):
             return last + 1 - len(table.block_ids)
         return int(self.pool.ref_count(table.block_ids[last]) > 1)
+
+    def num_needed_together(self, lengths: Iterable[tuple[str, int]]) -> int:
+        num_needed, writers = 0, Counter[int]()
+        for request_id, num_tokens in lengths:
+            block_ids, last = self._tables[request_id].block_ids, (num_tokens - 1) // self.block_size
+            num_needed += max(0, last + 1 - len(block_ids))
+            writers.update(block_ids[last : last + 1])
+        return num_needed + sum(min(count, self.pool.ref_count(b) - 1) for b, count in writers.items())
 
     def can_hold(self, request_id: str, num_tokens: int) -> bool:
         return self.num_needed(request_id, num_tokens) <= self.pool.num_free

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.block_pool import blocks_for
 from m3_paged_attention.input_batch import BatchRow
 
 
@@ -37,70 +38,39 @@ def make_model_input(
     `block_tables` is int32 `[all requests, max_blocks]`; each row's state says which of its rows is its own.
     """
     starts = [row.start for row in rows]
-    query_lens = tuple([row.num_tokens for row in rows])
-    seq_lens = tuple([start + new for start, new in zip(starts, query_lens, strict=True)])
+    query_lens = [row.num_tokens for row in rows]
+    longest = max([row.start + row.num_tokens for row in rows])
     token_ids = [token_id for row in rows for token_id in row.state.token_ids(row.start, row.start + row.num_tokens)]
-    tables = block_tables[[row.state.table_row for row in rows], : -(-max(seq_lens) // block_size)]
-    shape = _decodes_only(len(rows), device) if len(token_ids) == len(rows) else _shape(query_lens, device)
-    owner = shape.owner
-    positions = np.array(starts)[owner] + shape.offsets
-    slots = tables[owner, positions // block_size] * np.int64(block_size) + positions % block_size
+    tables = block_tables[[row.state.table_row for row in rows], : blocks_for(longest, block_size)]
+    places = _decodes_only(len(rows)) if len(token_ids) == len(rows) else _places(query_lens, device)
+    positions = np.array(starts)[places.owner] + places.offsets
+    slots = tables[places.owner, positions // block_size] * np.int64(block_size) + positions % block_size
     # What belongs together crosses to the device together: a transfer costs more than its bytes.
     per_token = torch.as_tensor(np.array([token_ids, positions, slots]), device=device)  # int64 [3, total_tokens]
-    per_row = torch.as_tensor(np.array([seq_lens, starts], dtype=np.int32), device=device)  # [2, num_seqs]
-    metadata = AttentionMetadata(
-        query_start_loc=shape.query_start_loc,
-        seq_lens=per_row[0],
-        context_lens=per_row[1],
-        query_lens=shape.query_lens,
-        block_tables=torch.as_tensor(tables, device=device),
-        slot_mapping=per_token[2],
-        num_prefills=shape.num_prefills,
-        num_prefill_tokens=shape.num_prefill_tokens,
-        num_decodes=len(rows) - shape.num_prefills,
-        num_decode_tokens=len(token_ids) - shape.num_prefill_tokens,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        query_lens_host=query_lens,
-        seq_lens_host=seq_lens,
-    )
     return ModelInput(
         input_ids=per_token[0],
         positions=per_token[1],
-        attn_metadata=metadata,
-        logits_indices=shape.logits_indices,
+        attn_metadata=AttentionMetadata.build(query_lens, starts, tables, per_token[2], device),
+        logits_indices=places.last,
     )
 
 
-class StepShape(NamedTuple):
+class TokenPlaces(NamedTuple):
     """What the numbers of new tokens alone decide."""
 
     owner: np.ndarray  # [total_tokens]: the row of each token
     offsets: np.ndarray  # [total_tokens]: its place among the new tokens of that row
-    num_prefills: int
-    num_prefill_tokens: int
-    query_start_loc: Tensor  # int32 [num_seqs + 1]
-    query_lens: Tensor  # int32 [num_seqs]
-    logits_indices: Tensor | None  # int64 [num_seqs]; None: every token is the last of its row
+    last: Tensor | None  # int64 [num_seqs]: the last token of each row; None: every token is that
 
 
-def _shape(query_lens: Sequence[int], device: torch.device) -> StepShape:
-    lens = np.array(query_lens)
-    start_loc = np.cumsum([0, *query_lens])
-    owner = np.repeat(np.arange(len(lens)), lens)
-    num_prefills = int((lens > 1).sum())  # they come first
-    return StepShape(
-        owner=owner,
-        offsets=np.arange(len(owner)) - start_loc[owner],
-        num_prefills=num_prefills,
-        num_prefill_tokens=int(start_loc[num_prefills]),
-        query_start_loc=torch.as_tensor(start_loc, dtype=torch.int32, device=device),
-        query_lens=torch.as_tensor(lens, dtype=torch.int32, device=device),
-        logits_indices=torch.as_tensor(start_loc[1:] - 1, device=device) if num_prefills else None,
-    )
+def _places(query_lens: Sequence[int], device: torch.device) -> TokenPlaces:
+    ends = np.cumsum(query_lens)
+    owner = np.repeat(np.arange(len(ends)), query_lens)
+    offsets = np.arange(len(owner)) - (ends - query_lens)[owner]
+    return TokenPlaces(owner, offsets, torch.as_tensor(ends - 1, device=device))
 
 
 @lru_cache
-def _decodes_only(num_seqs: int, device: torch.device) -> StepShape:
+def _decodes_only(num_seqs: int) -> TokenPlaces:
     """The same for a step of decodes, which is most of them: nobody changes these arrays."""
-    return _shape((1,) * num_seqs, device)
+    return TokenPlaces(np.arange(num_seqs), np.zeros(num_seqs, dtype=np.int64), None)

@@ -62,6 +62,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
             f"give a max_model_len of at most {MAX_POSITIONS:,}"
         )
     shape = decoder_config(described.name, described.architecture, described.config)
+    backend.check_head_dim(shape.head_dim)
     weights = load_part(described.name, "its weights", lambda: _weights(config, described.name, shape))
     num_parameters = sum(tensor.numel() for tensor in weights.tensors())
     return LoadedModel(

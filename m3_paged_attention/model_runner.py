@@ -49,9 +49,10 @@ class ModelRunner:
         """Reserve the KV memory. Raises `ConfigError` where there is not so much."""
         self.block_size = kv_cache_config.spec.block_size
         self.kv = KVStorage(kv_cache_config, device=self.device)
-        max_blocks_per_seq = -(-self.max_model_len // self.block_size)
         self.input_batch = InputBatch(
-            max_num_seqs=self.max_num_seqs, max_blocks_per_seq=max_blocks_per_seq, block_size=self.block_size
+            max_num_seqs=self.max_num_seqs,
+            max_blocks_per_seq=kv_cache_config.spec.blocks_for(self.max_model_len),
+            block_size=self.block_size,
         )
 
     def profile_run(self, num_tokens: int) -> int:
@@ -60,8 +61,9 @@ class ModelRunner:
         Returns the bytes of the KV memory that it had for itself meanwhile.
         """
         block_size, longest = 16, self.max_model_len
-        num_blocks = -(-min(longest, num_tokens) // block_size)
-        config = KVCacheConfig(spec=self.kv_cache_spec(block_size), num_blocks=num_blocks)
+        spec = self.kv_cache_spec(block_size)
+        num_blocks = spec.blocks_for(min(longest, num_tokens))
+        config = KVCacheConfig(spec=spec, num_blocks=num_blocks)
         self.kv = KVStorage(config, device=self.device)  # until `initialize_kv_cache` knows how much there is
         tables = np.arange(1, num_blocks + 1, dtype=np.int32)[None]  # all rows write into the same blocks
         lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
@@ -103,15 +105,14 @@ class ModelRunner:
         last = hidden if model_input.logits_indices is None else hidden[model_input.logits_indices]
         logits = self.model.compute_logits(last)  # [num_seqs, vocab]
         began = time.perf_counter()
-        states = [row.state for row in rows]
         of_prompts, errors = self._prompt_logprobs(rows, hidden)
-        req_ids, token_ids, logprobs, unusable = self.sampler(states, logits)
+        sampled = self.sampler([row.state.req_id for row in rows], [row.state.sampling_row for row in rows], logits)
         return ModelRunnerOutput(
-            req_ids=req_ids,
-            sampled_token_ids=token_ids,
-            logprobs=logprobs,
+            req_ids=sampled.req_ids,
+            sampled_token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
             prompt_logprobs=of_prompts,
-            errors=errors | unusable,
+            errors=errors | sampled.errors,
             sample_seconds=time.perf_counter() - began,
         )
 
@@ -130,6 +131,11 @@ class ModelRunner:
     def held_request_ids(self) -> list[str]:
         """The requests that are remembered."""
         return list(self.input_batch.states)
+
+    def shutdown(self) -> None:
+        """Let go of the KV memory and the model. After that only the records of requests can be asked for."""
+        for name in ("kv", "model"):
+            vars(self).pop(name, None)  # an interrupted `close` comes again
 
     def _prompt_logprobs(
         self, rows: Sequence[BatchRow], hidden: Tensor

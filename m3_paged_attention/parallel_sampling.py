@@ -11,7 +11,7 @@ from typing import Any
 
 from m1_single_request.engine_core_base import UnfinishedRequests
 from m1_single_request.errors import DuplicateRequestError
-from m1_single_request.request import BaseFinishReason, Request
+from m1_single_request.request import BaseFinishReason, FinishAbort, Request
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.request import ParentRequest
 from m3_paged_attention.scheduler_events import ParallelSampling
@@ -79,7 +79,13 @@ class RequestFamilies(UnfinishedRequests):
                 ids = self._children_that_came(request_id)
             if self.scheduler.finish_requests(ids, reason):
                 marked.append(request_id)
+                parent = self._parent_of(self.requests[ids[0]])
+                if parent is not None and isinstance(reason, FinishAbort):
+                    parent.hand_on_prompt_logprobs()
         return marked
+
+    def _parent_of(self, request: Request) -> ParentRequest | None:
+        return self._parents.get(getattr(request, "parent_id", None) or "")
 
     def _children_that_came(self, parent_id: str) -> list[str]:
         """The ids of a parent's children; after an interrupted arrival, of those who came in, and it has no others."""
@@ -93,7 +99,7 @@ class RequestFamilies(UnfinishedRequests):
         """The requests that callers know, for the scheduled ones that changed: each once, in the same order."""
         found: dict[str, Request] = {}
         for request in changed:
-            parent = self._parents.get(getattr(request, "parent_id", None) or "")
+            parent = self._parent_of(request)
             reported = request if parent is None else parent
             found[reported.request_id] = reported
         for parent in list(self._parents.values()):  # all: a step that was interrupted may have left one behind

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.kv_manager import PagedKVManager
+from m3_paged_attention.errors import PartError
+from m3_paged_attention.kv_manager_interface import PagedKVManager
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_events import Preempted
 
@@ -33,6 +34,19 @@ class FewestOutputsFirst:
 def _loss(request: Request) -> tuple[int, int, int]:
     sequence = request.sequence
     return sequence.get_output_len(), -sequence.get_prompt_len(), -request.number
+
+
+def victim_of(policy: PreemptionPolicy, running: Sequence[Request]) -> Request:
+    """Whom the policy chooses. Raises `PartError` if it fails, or chooses nobody who runs."""
+    part = f"the part 'preemption' ({type(policy).__name__})"
+    try:
+        victim = policy.choose_victim(tuple(running))
+    except Exception as error:
+        raise PartError(f"{part} failed: {error!r}") from error
+    if not any(victim is request for request in running):
+        chosen = getattr(victim, "request_id", victim)
+        raise PartError(f"{part} chose {chosen!r}, which is none of the {len(running)} running requests")
+    return victim
 
 
 def take_blocks(request: Request, kv_manager: PagedKVManager, *, swap: bool, needed: int, tracer: Tracer) -> None:

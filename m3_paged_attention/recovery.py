@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from m1_single_request.request import RequestStatus
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.kv_manager import PagedKVManager
+from m3_paged_attention.kv_manager_interface import PagedKVManager
 from m3_paged_attention.request import Request
 from m3_paged_attention.request_queue import PreemptedFirstQueue
 from m3_paged_attention.scheduler_events import StepLost

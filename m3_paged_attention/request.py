@@ -5,6 +5,9 @@ them like any others, except that a sibling may start on the KV blocks of anothe
 knows: it is never scheduled, it only reports. New in m3; vLLM: `ParentRequest` in `v1/engine/parallel_sampling.py`.
 """
 
+from dataclasses import replace
+from typing import Any
+
 from m1_single_request.request import FinishError, Request as SingleRequest, RequestStatus, Sequence
 
 
@@ -20,9 +23,9 @@ class Request(SingleRequest):
 
 
 class ParentRequest(SingleRequest):
-    """Several continuations of one prompt, reported as one."""
+    """Several continuations of one prompt, reported as one. Children may be of any class with a `parent_id`."""
 
-    def __init__(self, children: list[Request], *, request_id: str) -> None:
+    def __init__(self, children: list[Any], *, request_id: str) -> None:
         first = children[0]
         super().__init__(request_id, first.prompt, first.sequence, first.seed, first.arrival_time)
         self.children = children
@@ -34,8 +37,24 @@ class ParentRequest(SingleRequest):
         """Those of all children, by their ids."""
         return {child.sequence.seq_id: child.sequence for child in self.children}
 
+    def hand_on_prompt_logprobs(self) -> None:
+        """If the child that was to bring the prompt's log-probabilities is given up before, let another one do it."""
+        asked = self.sampling_params.prompt_logprobs  # the first one's
+        alive = [child for child in self.children if child.to_finish is None and not child.is_finished]
+        if asked is None or self._with_prompt_logprobs() is not None:
+            return
+        heirs = [child for child in alive if not child.sequence.get_output_len()]
+        if heirs and all(child.sampling_params.prompt_logprobs is None for child in alive):
+            heirs[0].sampling_params = replace(heirs[0].sampling_params, prompt_logprobs=asked)
+
+    def _with_prompt_logprobs(self) -> Sequence | None:
+        """The sequence that has the prompt's log-probabilities."""
+        return next((s for s in self.sequences.values() if s.data.prompt_logprobs is not None), None)
+
     def take_stock(self) -> None:
         """Note what has happened to the children: the parent's times, and its end with that of the last child."""
+        if self.sampling_params.prompt_logprobs is not None:
+            self.sequence = self._with_prompt_logprobs() or self.sequence  # the one that is asked about the prompt
         started = [child.first_token_time for child in self.children if child.first_token_time is not None]
         self.first_token_time = min(started, default=None)
         if self.is_finished or not all(child.is_finished for child in self.children):

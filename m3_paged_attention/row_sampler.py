@@ -5,18 +5,27 @@ tokens go back. vLLM: `_sample` in `v1/worker/gpu_model_runner.py`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError
 from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs
-from m1_single_request.sampling_metadata import SamplingMetadata
+from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.sampling_step import impossible_row, not_finite, sampled_event, suspect_rows
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.input_batch import CachedRequestState
 
 ROWS_AT_A_TIME = 256  # of prompt logits: [rows, vocabulary] in float32 is the largest tensor of all
+
+
+class SampledRows(NamedTuple):
+    """What came of a step's rows: parallel lists for those that have a token, and the errors of the others."""
+
+    req_ids: list[str]
+    token_ids: list[list[int]]
+    logprobs: list[LogprobRow | None]
+    errors: dict[str, ForwardError]
 
 
 class RowSampler:
@@ -27,38 +36,32 @@ class RowSampler:
         self.token_text = token_text
         self.tracer = tracer
 
-    def __call__(
-        self, states: Sequence[CachedRequestState], logits: Tensor
-    ) -> tuple[list[str], list[list[int]], list[LogprobRow | None], dict[str, ForwardError]]:
-        """The next token of each row of float32 `logits` `[rows, vocab]`.
-
-        Returns parallel lists of ids, tokens and log-probabilities, and the errors of those whose row cannot be used.
-        """
+    def __call__(self, req_ids: Sequence[str], rows: Sequence[SamplingRow], logits: Tensor) -> SampledRows:
+        """The next token of each row of float32 `logits` `[rows, vocab]`, of which each is some request's."""
         errors: dict[str, ForwardError] = {}
         if any(suspects := suspect_rows(logits)):
-            broken = [i for i, suspect in enumerate(suspects) if suspect and not logits[i].isfinite().all()]
-            errors = {states[i].req_id: not_finite(states[i].req_id) for i in broken}
-            sound = [i for i in range(len(states)) if states[i].req_id not in errors]
-            states, logits = [states[i] for i in sound], logits[sound]
-        if not states:
-            return [], [], [], errors
-        if all(state.is_plain for state in states):
-            metadata = SamplingMetadata.plain(len(states), logits.device)
+            broken = {i for i, suspect in enumerate(suspects) if suspect and not logits[i].isfinite().all()}
+            errors = {req_ids[i]: not_finite(req_ids[i]) for i in sorted(broken)}
+            sound = [i for i in range(len(rows)) if i not in broken]
+            req_ids, rows, logits = [req_ids[i] for i in sound], [rows[i] for i in sound], logits[sound]
+        if not rows:
+            return SampledRows([], [], [], errors)
+        if all([row.is_plain for row in rows]):
+            metadata = SamplingMetadata.plain(len(rows), logits.device)
         else:
-            rows = [state.sampling_row for state in states]
             metadata = SamplingMetadata.from_rows(rows, vocab_size=logits.shape[-1], device=logits.device)
         chosen = self.sampler(logits, metadata)
+        kept = [i for i in range(len(rows)) if i not in chosen.impossible_rows]
         if self.tracer:
-            for i, state in enumerate(states):
-                if i not in chosen.impossible_rows:
-                    row = state.sampling_row
-                    event = sampled_event(state.req_id, row, logits, metadata, chosen, i, self.token_text)
-                    self.tracer.emit(event)
-        for i in chosen.impossible_rows:
-            errors[states[i].req_id] = impossible_row(states[i].req_id)
-        kept = [i for i in range(len(states)) if i not in chosen.impossible_rows]
-        req_ids, token_ids = [states[i].req_id for i in kept], [[chosen.token_ids[i]] for i in kept]
-        return req_ids, token_ids, [chosen.logprobs[i] for i in kept], errors
+            for i in kept:
+                event = sampled_event(req_ids[i], rows[i], logits, metadata, chosen, i, self.token_text)
+                self.tracer.emit(event)
+        return SampledRows(
+            req_ids=[req_ids[i] for i in kept],
+            token_ids=[[chosen.token_ids[i]] for i in kept],
+            logprobs=[chosen.logprobs[i] for i in kept],
+            errors=errors | {req_ids[i]: impossible_row(req_ids[i]) for i in chosen.impossible_rows},
+        )
 
 
 def prompt_logprobs(

@@ -15,16 +15,16 @@ from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.sampling_step import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
-from m2_continuous_batching.events import LeftOut
 from m3_paged_attention.admission import Admission, WayIn
 from m3_paged_attention.config import SchedulerConfig
-from m3_paged_attention.errors import KVCapacityError
-from m3_paged_attention.kv_manager import PagedKVManager
+from m3_paged_attention.errors import KVCapacityError, PartError
+from m3_paged_attention.kv_manager_interface import PagedKVManager
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.preemption import PreemptionPolicy, take_blocks
+from m3_paged_attention.preemption import PreemptionPolicy, take_blocks, victim_of
 from m3_paged_attention.recovery import check_memory, check_queues, recover
 from m3_paged_attention.request import Request
 from m3_paged_attention.request_queue import PreemptedFirstQueue
+from m3_paged_attention.scheduler_events import LeftOut
 from m3_paged_attention.scheduler_output import SchedulerOutput
 from m3_paged_attention.step_plan import StepPlan
 
@@ -60,11 +60,10 @@ class Scheduler:
         self.finished_req_ids: set[str] = set()  # not announced yet
         self.num_preemptions = 0
         self._num_arrivals = 0
-        self._left_out: set[str] = set()  # running requests for which the last step had no token
+        self._left_out: set[str] = set()  # who ran in the last step and got no token
         self._forks: dict[str, list[Request]] = {}  # by a request whose prompt is computed now: who starts on it then
         self._in_flight = False  # whether a step was begun whose result has not come yet
-        self._num_marks = 0
-        self._unsettled = False  # whether somebody in `requests` may be about to end, wherever it stands
+        self._marked: dict[str, Request] = {}  # who ends at the next update, wherever it stands
         self._untold: set[str] = set()  # who ended since the last batch that the trace has heard of
 
     def add_request(self, request: Request) -> None:
@@ -123,7 +122,7 @@ class Scheduler:
         that concerns starts over. A request that was marked to finish (abort, error) ends now, without a token.
         """
         self.finished_req_ids -= scheduler_output.finished_req_ids
-        num_marks, somebody_ends, self._unsettled = self._num_marks, self._unsettled, True
+        marked = [request for request in self._marked.values() if request.to_finish is not None]
         changed: list[Request] = []
         if output is not None:
             self._commit(scheduler_output, output, changed)
@@ -131,27 +130,23 @@ class Scheduler:
             moved = self.kv_manager.touched()
             self._reset([request for request in self.requests.values() if request.request_id in moved])
         self._start_forks()
-        if somebody_ends:
+        if marked:  # those who are marked from now on end with the next update
             settled = {request.request_id for request in changed}
-            changed += [r for r in self.requests.values() if r.to_finish is not None and r.request_id not in settled]
+            changed += [request for request in marked if request.request_id not in settled]
         for request in [request for request in changed if request.to_finish is not None]:
             self._finish(request)
-        self._unsettled = self._num_marks > num_marks  # somebody was given up meanwhile
         self._in_flight = False
         return changed
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
-        known = [request_id for request_id in request_ids if request_id in self.requests]
-        if known:
-            self._unsettled = True
-            self._num_marks += 1
-        return [request_id for request_id in known if self.updater.mark(self.requests[request_id], reason)]
+        known = {request_id: self.requests[request_id] for request_id in request_ids if request_id in self.requests}
+        self._marked |= known  # first: an interrupt may leave one here that is not marked, but none unseen that is
+        return [request_id for request_id, request in known.items() if self.updater.mark(request, reason)]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if queues and memory contradict each other; tests call this after every step."""
         assert len(self.running) <= self.max_num_seqs
-        assert self._left_out <= {request.request_id for request in self.running}
         check_queues(self.requests, self.running, list(self.waiting))
         check_memory(self.running, self.waiting, self.kv_manager)
 
@@ -169,14 +164,19 @@ class Scheduler:
         kv_manager = self.kv_manager
         while True:
             in_need = self._in_need(running)
-            needed = sum(kv_manager.num_needed(request_id, num_tokens) for request_id, num_tokens in in_need.items())
+            needed = kv_manager.num_needed_together(in_need.items())
             if needed <= kv_manager.num_free:
                 return in_need
             if len(running) == 1:
                 if len(self.running) == 1:  # all blocks are its own; otherwise others leave theirs at the update
                     self._give_up(running.pop())
                 return in_need
-            victim = self.preemption.choose_victim(running)
+            try:
+                victim = victim_of(self.preemption, running)
+            except PartError as error:  # nobody can run on, and to ask again would not help
+                self.finish_requests([request.request_id for request in running], FinishError(error))
+                running.clear()
+                return {}
             running.remove(victim)
             take_blocks(victim, kv_manager, swap=self.swaps, needed=needed, tracer=self.tracer)
             self._send_back(victim)
@@ -231,7 +231,7 @@ class Scheduler:
         self.admission.trace(request, way, plan, num_running=len(self.running), num_waiting=len(self.waiting))
 
     def _note_left_out(self, plan: StepPlan) -> None:
-        """Remember which running requests have no token in this step for want of budget."""
+        """Remember which running requests have no token in this step, for want of budget or of a block."""
         self._left_out = set()
         if len(plan.num_scheduled_tokens) == len(self.running):
             return
@@ -240,7 +240,10 @@ class Scheduler:
         left = [request_id for request_id in left if request_id not in plan.num_scheduled_tokens]
         self._left_out = set(left)
         if self.tracer and left:
-            self.tracer.emit(LeftOut(rids=tuple(left), max_num_batched_tokens=self.max_num_batched_tokens))
+            limit, available = "max_num_batched_tokens", self.max_num_batched_tokens
+            if plan.budget_left > 0:
+                limit, available = "blocks", self.kv_manager.num_free
+            self.tracer.emit(LeftOut(rids=tuple(left), limit=limit, available=available))
 
     # --- parts of update ----------------------------------------------------------------------------------------------
 
@@ -281,9 +284,9 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove_requests([request])
-        self._left_out.discard(request.request_id)
         self.kv_manager.release(request.request_id)
         self.finished_req_ids.add(request.request_id)
+        self._marked.pop(request.request_id, None)
         del self.requests[request.request_id]  # last: as long as it is here, an interrupted update is made again
         self.updater.trace_end(request)
 
@@ -309,7 +312,6 @@ class Scheduler:
         request.is_sent = False
         if request in self.running:
             self.running.remove(request)
-        self._left_out.discard(request.request_id)
         self.waiting.remove_requests([request])
         self.waiting.add_request(request)
 
@@ -324,4 +326,5 @@ class Scheduler:
     def _recover(self) -> None:
         """A step was interrupted, anywhere from `schedule` to the end of its update: make the queues sound again."""
         self.running, self.waiting = recover(self.requests.values(), self.running, self.kv_manager, self.tracer)
-        self._forks, self._left_out, self._unsettled = {}, set(), True
+        self._forks, self._left_out = {}, set()
+        self._marked = {r.request_id: r for r in self.requests.values() if r.to_finish is not None}

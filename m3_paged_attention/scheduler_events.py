@@ -1,7 +1,7 @@
 """What the trace can say about requests in a memory of blocks: who got in and how, who was thrown out and why.
 
-What happens to the blocks themselves stands in `events.py`. m2's `LeftOut` and `Batch` are used as they are; its
-`Admit` and `NotAdmitted` spoke of slots and are said anew.
+What happens to the blocks themselves stands in `events.py`. m2's `Batch` is used as it is; its `Admit` and
+`NotAdmitted` spoke of slots, its `LeftOut` of tokens only, so these are said anew.
 """
 
 from dataclasses import dataclass
@@ -109,6 +109,29 @@ class NotAdmitted(Event):
         }[self.limit]
         behind = f", and {some(self.num_waiting - 1, 'other')} behind it" if self.num_waiting > 1 else ""
         return f"{self.rid} must wait{behind}: {why}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut(Event):
+    """Running requests get no token in this step."""
+
+    style: ClassVar[str] = "yellow"
+    rids: tuple[str, ...]
+    """Request ids."""
+    limit: str
+    """What is used up: `max_num_batched_tokens`, by the prompts before them, or `blocks`, by others that end now."""
+    available: int
+    """How many tokens there may be in a step; or how many blocks are free."""
+
+    def brief(self) -> str:
+        return f"left out: {', '.join(self.rids)}"
+
+    def explain(self) -> str:
+        why = {
+            "max_num_batched_tokens": f"the budget of {self.available:,} is used up",
+            "blocks": f"too few blocks are free ({self.available:,}) before those that end have left theirs",
+        }[self.limit]
+        return f"No token for {', '.join(self.rids)}: {why}. In the next step they run before anybody is admitted."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.scheduler_output import CachedRequestData
+from m3_paged_attention.block_pool import Pairs
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     finished_req_ids: frozenset[str]
     """Requests that ended since the last decision."""
-    blocks_to_swap_in: list[tuple[int, int]]
+    blocks_to_swap_in: Pairs
     """(host block, device block)."""
-    blocks_to_swap_out: list[tuple[int, int]]
+    blocks_to_swap_out: Pairs
     """(device block, host block)."""
-    blocks_to_copy: list[tuple[int, int]]
+    blocks_to_copy: Pairs
     """(source, target), both on the device."""
 
     @property

@@ -5,6 +5,8 @@ the device then still has of its share becomes KV blocks. vLLM: `determine_avail
 `initialize_from_config` in `v1/worker/gpu_worker.py`; SGLang: `profile_max_num_token`.
 """
 
+from contextlib import nullcontext
+
 import torch
 
 from m1_single_request.errors import ConfigError
@@ -20,13 +22,15 @@ class GPUWorker:
     def __init__(self, *, model_runner: ModelRunner) -> None:
         self.model_runner = model_runner
         self.device = model_runner.device
+        self._on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @torch.inference_mode()
     def measure_memory(self, num_tokens: int) -> MemoryProfile:
         """What a step of `num_tokens` new tokens leaves of a GPU. Raises `ConfigError` if not even that fits."""
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            kv_bytes = self.model_runner.profile_run(num_tokens)
+            with self._on_device:
+                kv_bytes = self.model_runner.profile_run(num_tokens)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"a step of max_num_batched_tokens={num_tokens} does not fit on {self.device}: use a smaller one"
@@ -49,7 +53,8 @@ class GPUWorker:
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run a decision; returns the tokens."""
-        return self.model_runner.execute_model(scheduler_output)
+        with self._on_device:  # a kernel of triton runs on the current device, wherever its arguments lie
+            return self.model_runner.execute_model(scheduler_output)
 
     def free_request(self, request_id: str) -> None:
         """Forget a request; nothing happens if it is unknown."""
@@ -58,3 +63,7 @@ class GPUWorker:
     def held_request_ids(self) -> list[str]:
         """The requests that are remembered."""
         return self.model_runner.held_request_ids()
+
+    def shutdown(self) -> None:
+        """Let go of the KV memory and the model. After that only the records of requests can be asked for."""
+        self.model_runner.shutdown()

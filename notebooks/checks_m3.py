@@ -68,6 +68,8 @@ def draw_blocks(axis: Any, frames: Sequence[Frame], *, labels: Sequence[str] = (
     """
     first_frame, requests = frames[0], frames[-1].requests
     colours = {request_id: f"C{number % 10}" for number, request_id in enumerate(requests)}
+    num_slots = first_frame.num_blocks * first_frame.block_size
+    number_size = 7 if num_slots <= 40 else 5.5  # two digits must fit into a cell
     for row, frame in enumerate(frames):
         for block in frame.blocks:
             left = (block.block_id - 1) * (frame.block_size + GAP)
@@ -80,7 +82,7 @@ def draw_blocks(axis: Any, frames: Sequence[Frame], *, labels: Sequence[str] = (
                     style = {"color": colours[holder], "edgecolor": "white", "align": "edge"}
                     axis.barh(top, 1, left=left + slot, height=height, **style)
                     place = (left + slot + 0.5, top + height / 2)
-                    axis.annotate(first + slot, place, color="white", fontsize=7, ha="center", va="center")
+                    axis.annotate(first + slot, place, color="white", fontsize=number_size, ha="center", va="center")
     blocks = range(first_frame.num_blocks)
     centres = [(first_frame.block_size + GAP) * block + first_frame.block_size / 2 for block in blocks]
     axis.set_xticks(centres, [f"block {block + 1}" for block in blocks], fontsize=8)
@@ -372,7 +374,9 @@ def _grade_policy_alone(policy: Any) -> None:
         processor = engine.engine_core.input_processor
     running = []
     for number, (rid, length, outputs) in enumerate((("first", 9, 1), ("second", 3, 5), ("third", 7, 3)), start=1):
-        request = processor.process_request(rid, ids_of(length), SamplingParams(), number=number, arrival_time=0.0)
+        request = processor.process_request(
+            rid, ids_of(length), SamplingParams(), number=number, arrival_time=float(number)
+        )
         request.number = number
         for token_id in ids_of(outputs):
             request.sequence.add_token_id(token_id)

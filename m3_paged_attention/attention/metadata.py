@@ -13,8 +13,12 @@ differently. (A single token among the first is right, too, and only slower.) vL
 (`v1/attention/backends/utils.py`); SGLang keeps the same numbers in `ForwardBatch`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -42,6 +46,55 @@ class AttentionMetadata:
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
 
+    @classmethod
+    def build(
+        cls,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        block_tables: np.ndarray | Tensor,
+        slot_mapping: np.ndarray | Tensor,
+        device: torch.device,
+    ) -> "AttentionMetadata":
+        """The layout of rows with so many new tokens (the longer ones first) behind so many that have their KV.
+
+        `block_tables` (int32) and `slot_mapping` (int64) may lie on the device already; they are not copied if so.
+        """
+        query_lens = tuple(query_lens)
+        seq_lens = tuple([before + new for before, new in zip(context_lens, query_lens, strict=True)])
+        num_decodes = query_lens.count(1)
+        num_prefills = len(query_lens) - num_decodes
+        starts, lens = _starts(query_lens, device) if num_prefills else _starts_of_decodes(num_decodes, device)
+        # What belongs together crosses to the device together: a transfer costs more than its bytes.
+        per_row = torch.as_tensor(np.array([seq_lens, context_lens], dtype=np.int32), device=device)  # [2, num_seqs]
+        return cls(
+            query_start_loc=starts,
+            seq_lens=per_row[0],
+            context_lens=per_row[1],
+            query_lens=lens,
+            block_tables=torch.as_tensor(block_tables, device=device),
+            slot_mapping=torch.as_tensor(slot_mapping, device=device),
+            num_prefills=num_prefills,
+            num_prefill_tokens=sum(query_lens) - num_decodes,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decodes,
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+            query_lens_host=query_lens,
+            seq_lens_host=seq_lens,
+        )
+
     @property
     def num_seqs(self) -> int:
         return self.num_prefills + self.num_decodes
+
+
+def _starts(query_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """`query_start_loc` and `query_lens`."""
+    starts = torch.as_tensor(np.cumsum([0, *query_lens]), dtype=torch.int32, device=device)
+    return starts, torch.tensor(query_lens, dtype=torch.int32, device=device)
+
+
+@lru_cache
+def _starts_of_decodes(num_seqs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same for a step of decodes, which is most of them: nobody changes these tensors."""
+    return _starts((1,) * num_seqs, device)

@@ -275,6 +275,9 @@ template <class T> struct Head {  // one query head on its way through its seque
     float largest = -INFINITY, total = 0.0f;
 };
 
+// The largest score, if there is one: where all so far were minus infinity, their weights are zeros and no NaN.
+inline float finite(float largest) { return largest == -INFINITY ? 0.0f : largest; }
+
 // sum + a * b, 32 elements, in 16 lanes
 inline Floats add_products(Floats sum, const float* a, const float* b) {
     sum += load(a) * load(b);
@@ -310,8 +313,8 @@ void see(Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, con
         float largest = heads[h].largest;
         for (long t = 0; t < chunk.count; t++) largest = std::max(largest, scores[t]);
         for (long t = chunk.count; t < CHUNK; t++) scores[t] = -INFINITY;
-        const Floats weight = exp(load(scores) - largest);
-        shrink[h] = exp(all(heads[h].largest - largest))[0];
+        const Floats weight = exp(load(scores) - finite(largest));
+        shrink[h] = exp(all(heads[h].largest - finite(largest)))[0];
         heads[h].largest = largest;
         heads[h].total = heads[h].total * shrink[h] + sum(weight);
         store(weights[h], weight);
@@ -442,10 +445,10 @@ struct Row {  // one query on its way through its sequence
         }
         const float before = largest;
         largest = largest_of(most);
-        const float shrink = before == largest ? 1.0f : exp(all(before - largest))[0];
+        const float shrink = before == largest ? 1.0f : exp(all(before - finite(largest)))[0];
         Floats sum_of_weights = {};
         for (long v = 0; v < VECTORS; v++) {
-            const Floats weight = exp(seen[v] - largest);
+            const Floats weight = exp(seen[v] - finite(largest));
             sum_of_weights += weight;
             store(weights + v * LANES, weight);
         }

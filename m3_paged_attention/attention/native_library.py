@@ -2,10 +2,13 @@
 
 The source travels with the package and the machine code does not: what a processor can do is known where it runs. The
 result is kept in the user's cache directory under a name made of everything it depends on, so a change of source,
-compiler or processor compiles anew, and two processes that start together do no harm. It takes about two seconds.
+compiler or processor compiles anew, and two processes that start together do no harm. It takes about two seconds. What
+lies there is run as code, so it is used only if it is whole and nobody else could have put it there.
 """
 
+import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -13,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("native_kernels.cpp")
@@ -20,6 +24,9 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping
 LINK = ("-fopenmp", "-shared", "-fPIC")  # torch brings the same OpenMP library: its threads are ours
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 120  # for the compiler
+DRAFT = ".building-"  # how the names of directories begin in which somebody compiles
+ROOM = 2**20  # bytes that compiling takes; a linker without them fails and does not say why
+DIGEST_SIZE = hashlib.sha256().digest_size
 
 P, N, INT, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float  # pointer, size, flag, number
 SIGNATURES = {
@@ -52,6 +59,8 @@ def load() -> ctypes.CDLL:
     try:
         directory = _cache_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(directory)
+        _remove_old_drafts(directory)
         return _kept(directory / name) or _built(compiler, directory / name)
     except (OSError, RuntimeError):  # no home, no place to keep it, or none from which code may run
         try:
@@ -83,11 +92,13 @@ def find_compiler() -> str:
 
 
 def build(compiler: str, target: Path, flags: tuple[str, ...] = FLAGS) -> None:
-    """Compile to `target`, which appears whole or not at all.
+    """Compile to `target`, which appears whole or not at all, and ends with the digest of what is before.
 
     Raises `NativeUnavailable` if the compiler cannot, OSError if the directory cannot be written.
     """
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent) as directory:
+    if shutil.disk_usage(target.parent).free < ROOM:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target.parent))
+    with tempfile.TemporaryDirectory(prefix=DRAFT, dir=target.parent) as directory:
         draft = Path(directory) / target.name
         command = [compiler, *flags, *LINK, str(SOURCE), "-o", str(draft)]
         try:
@@ -98,6 +109,8 @@ def build(compiler: str, target: Path, flags: tuple[str, ...] = FLAGS) -> None:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             said = lines[0].strip() if lines else f"exit status {done.returncode}"
             raise NativeUnavailable(f"{compiler} cannot compile its kernels ({said})")
+        with draft.open("rb+") as file:  # the system's loader does not mind what follows
+            file.write(hashlib.sha256(file.read()).digest())
         draft.replace(target)
 
 
@@ -106,15 +119,23 @@ def open_library(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name, arguments in SIGNATURES.items():
         for precision in PRECISIONS:
-            function = getattr(library, f"{name}_{precision}")
+            try:
+                function = getattr(library, f"{name}_{precision}")
+            except AttributeError as error:
+                raise OSError(f"{path.name} is another library: {error}") from error
             function.argtypes, function.restype = arguments, None
     return library
 
 
 def _kept(path: Path) -> ctypes.CDLL | None:
-    """What an earlier process compiled, unless there is nothing or it is damaged."""
+    """What an earlier process compiled, unless there is nothing or it is damaged.
+
+    It is looked at first: the system maps a file that was cut off as if it were whole, and the process dies later.
+    """
     try:
-        return open_library(path) if path.exists() else None
+        content = path.read_bytes()
+        is_whole = hashlib.sha256(content[:-DIGEST_SIZE]).digest() == content[-DIGEST_SIZE:]
+        return open_library(path) if is_whole else None
     except OSError:
         return None
 
@@ -122,6 +143,21 @@ def _kept(path: Path) -> ctypes.CDLL | None:
 def _built(compiler: str, path: Path) -> ctypes.CDLL:
     build(compiler, path)
     return open_library(path)
+
+
+def _check_private(directory: Path) -> None:
+    """Raise OSError if somebody else may write there."""
+    found = directory.stat()
+    if os.name == "posix" and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+        raise PermissionError(f"{directory} is not private")
+
+
+def _remove_old_drafts(directory: Path) -> None:
+    """What processes that were killed while they compiled have left behind."""
+    for draft in directory.glob(f"{DRAFT}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - draft.stat().st_mtime > 2 * SECONDS:
+                shutil.rmtree(draft)
 
 
 def _cache_directory() -> Path:

@@ -9,6 +9,7 @@ name. New in this milestone: before, transformers chose. vLLM: `AttentionBackend
 
 import importlib.util
 import os
+import sys
 from importlib.metadata import version
 from typing import Protocol
 
@@ -27,6 +28,9 @@ class Backend(Protocol):
     sums are formed in float32."""
 
     name: str
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raise `ConfigError` if `attention` cannot take heads of this width."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A layer `y = x W^T + b` of `weight` `[out_features, in_features]`, which it may keep or copy."""
@@ -115,12 +119,19 @@ def _obstacle_to_triton(device: torch.device) -> str | None:
             f"the interpreter (TRITON_INTERPRET=1) of triton {version('triton')} needs numpy < 2.4, "
             f"and numpy {version('numpy')} is installed"
         )
+    if _triton_compiles():
+        return "triton was imported before TRITON_INTERPRET=1 was set: set it before the program starts"
     return None
 
 
 BEST = {"cpu": "native", "cuda": "triton"}
 OBSTACLES = {"native": _obstacle_to_native, "triton": _obstacle_to_triton}
 """What may be missing, for every backend that is more than torch: a question each, answered by a clause or by None."""
+
+
+def _triton_compiles() -> bool:
+    """Whether triton is loaded already and reads TRITON_INTERPRET no more: one of its own functions tells."""
+    return type(getattr(sys.modules.get("triton.language"), "cdiv", None)).__name__ == "JITFunction"
 
 
 def _release(package: str) -> tuple[int, int]:

@@ -31,6 +31,9 @@ class TorchBackend:
         self._angles: tuple[Tensor, Tensor, Tensor] | None = None  # a step's cos, and what rotary makes of cos and sin
         self._constants: dict[tuple[int, float, torch.device], tuple[Tensor, Tensor]] = {}  # of norms
 
+    def check_head_dim(self, head_dim: int) -> None:
+        """Any will do."""
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A layer with the weight in oneDNN's layout where there is one, and as it is elsewhere."""
         return pack(weight, bias) or PlainLinear(weight, bias)

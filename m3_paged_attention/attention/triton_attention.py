@@ -16,7 +16,7 @@ make all of it work on pages:
 
 The recurrence of `online_softmax_step` is the same in both attention kernels; they differ in what one program owns.
 New in this milestone: m2's attention was the one inside transformers. vLLM: `triton_unified_attention.py` (both kernels
-in one) and `triton_reshape_and_cache_flash.py` in `v1/attention/ops`; SGLang: `decode_attention.py` (split KV) and
+in one) and `triton_reshape_and_cache_flash.py` in `attention/ops`; SGLang: `decode_attention.py` (split KV) and
 `extend_attention.py` in `layers/attention/triton_ops`. The splits of decode are FlashDecoding's.
 """
 

@@ -56,6 +56,10 @@ class TritonBackend:
 
     name = "triton"
 
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raise `ConfigError` for heads that no kernel can take."""
+        _padded_head(head_dim)
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A layer with the weight as it is: cuBLAS has nothing to gain from another order."""
         return PlainLinear(weight, bias)

@@ -5,8 +5,9 @@
 None of these computes much. Their cost is traffic: written as a chain of tensor operations, each link reads its input
 from memory and writes its output back. Fused, a program reads its rows once, does everything in fp32 registers and
 writes once. The matrix products themselves stay with torch (cuBLAS). New in this milestone: until m2 transformers did
-this. vLLM: `csrc/layernorm_kernels.cu`, `pos_encoding_kernels.cu`, `activation_kernels.cu`; SGLang: `sgl-kernel`'s
-kernels of the same names; Liger Kernel has them in Triton, with their gradients.
+this. vLLM: `csrc/layernorm_kernels.cu`, `pos_encoding_kernels.cu`, `activation_kernels.cu`; SGLang:
+`fused_add_rms_norm_kernel.cu`, `rope.cu`, `activation.cu` in `sgl-kernel/csrc/elementwise`; Liger Kernel has them in
+Triton, with their gradients.
 """
 
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]

@@ -6,7 +6,7 @@ run more, because transformers runs their model. vLLM: a file per family in `mod
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
@@ -16,15 +16,16 @@ from m3_paged_attention.models.rotary import FREQUENCIES, RopeConfig, yarn_atten
 
 MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 SILU_NAMES = ("silu", "swish")
-POSITIVE_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-)
+LARGEST_SIZE = 2**48  # of a field; what is larger overflows somewhere in C before it is refused for its memory
+LARGEST_SIZES = {
+    "num_layers": 10_000,  # each is a list of tensors before any of them takes memory
+    "hidden_size": LARGEST_SIZE,
+    "num_heads": LARGEST_SIZE,
+    "num_kv_heads": LARGEST_SIZE,
+    "head_dim": LARGEST_SIZE,
+    "intermediate_size": LARGEST_SIZE,
+    "vocab_size": LARGEST_SIZE,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +101,16 @@ def _check_supported(name: str, architecture: str, config: PreTrainedConfig) -> 
 
 
 def _check_sizes(name: str, decoder: DecoderConfig) -> None:
-    for field in POSITIVE_SIZES:
-        if getattr(decoder, field) < 1:
+    for field, largest in LARGEST_SIZES.items():
+        value: Any = getattr(decoder, field)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
             raise ModelLoadError(
-                f"{name}: config.json leads to {field}={getattr(decoder, field)}, which must be positive"
+                f"{name}: config.json leads to {field}={value!r}, which must be a whole number from 1 to {largest:,}"
             )
+    for field in ("rms_norm_eps", "initializer_range"):
+        value = getattr(decoder, field)
+        if not _is_number(value) or not 0 <= value < LARGEST_NUMBER:
+            raise ModelLoadError(f"{name}: {field}={value!r} in config.json must be a number of at least 0, and finite")
     if decoder.num_heads % decoder.num_kv_heads:
         raise ModelLoadError(
             f"{name}: {decoder.num_heads} attention heads cannot be shared out over {decoder.num_kv_heads} KV heads"
@@ -113,7 +119,11 @@ def _check_sizes(name: str, decoder: DecoderConfig) -> None:
         raise ModelLoadError(f"{name}: head_dim={decoder.head_dim} is odd, but rotary embedding turns pairs of values")
 
 
-MAX_ROPE_VALUE = 1e30  # far beyond any real one; what is larger would leave float32
+LARGEST_NUMBER = 1e18  # far beyond any real one; what is larger would leave the whole numbers of C, or float32
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
@@ -132,9 +142,7 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
     def number(key: str, default: float | None = None) -> float:
         value = parameters.get(key)
         value = default if value is None else value
-        if (
-            not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MAX_ROPE_VALUE
-        ):  # nor is NaN
+        if not _is_number(value) or not 0 < value < LARGEST_NUMBER:  # nor is NaN
             raise ModelLoadError(f"{name}: {key}={value!r} in rope_parameters must be a positive number, and finite")
         return value
 

@@ -37,6 +37,8 @@ class Variant:
     """Keywords of its engine with the fields of their configuration: `{"scheduler_config": {"max_num_seqs": 16}}`."""
     parts: Callable[[], Mapping[str, Any]] = dict
     """Parts of its own, by role; asked for when the engine is made."""
+    backend: str | None = None
+    """Which kernels, where a milestone has several: named, because `auto` chooses by what a machine has."""
     preempts: bool = False
     """Whether it throws running requests out, so that a test can see that it did."""
     ways: Mapping[str, int] = field(
@@ -51,10 +53,17 @@ class Variant:
     def package(self) -> Any:
         return importlib.import_module(self.milestone)
 
+    def obstacle(self) -> str | None:
+        """Why it cannot run here, or None. C++ kernels need a compiler."""
+        if self.backend != "native":
+            return None
+        return importlib.import_module(f"{self.milestone}.attention.native_library").obstacle()
+
     def make_engine(self, directory: Path) -> Any:
         """Its engine as the rule wants it: float32 on the CPU."""
         configs = {keyword: self._config_class(keyword)(**values) for keyword, values in self.configs.items()}
-        model_config = self.package.ModelConfig(model=directory, device="cpu", dtype="float32")
+        kernels = {"attention_backend": self.backend} if self.backend else {}
+        model_config = self.package.ModelConfig(model=directory, device="cpu", dtype="float32", **kernels)
         return self.package.LLMEngine(model_config=model_config, parts=self.parts(), **configs)
 
     def _config_class(self, keyword: str) -> Any:
@@ -67,14 +76,21 @@ def _m2(execution: str, **settings: Any) -> Variant:
     return Variant("m2_continuous_batching", execution, {"scheduler_config": config}, **settings)
 
 
-def _m3(name: str, *, preempted: str | None = None, **settings: Any) -> Variant:
+def _m3(
+    name: str,
+    *,
+    backend: str = "torch",
+    cache: Mapping[str, Any] | None = None,
+    preempted: str | None = None,
+    **settings: Any,
+) -> Variant:
     """Blocks of 16 tokens, unless `cache` says otherwise; `preempted`: somebody loses his place in every third step."""
-    cache, ways = settings.pop("cache", {}), settings.pop("ways", {"generate_batch": 4})
     scheduler: dict[str, Any] = {"max_num_seqs": 16}
-    if preempted is None:
-        return Variant("m3_paged_attention", name, {"cache_config": cache, "scheduler_config": scheduler}, ways=ways)
-    configs = {"cache_config": cache, "scheduler_config": scheduler | {"preemption_mode": preempted}}
-    return Variant("m3_paged_attention", name, configs, parts=forced_preemption, preempts=True, ways=ways)
+    if preempted is not None:
+        scheduler["preemption_mode"] = preempted
+        settings |= {"parts": forced_preemption, "preempts": True}
+    configs = {"cache_config": cache or {}, "scheduler_config": scheduler}
+    return Variant("m3_paged_attention", name, configs, backend=backend, **settings)
 
 
 def forced_preemption() -> Mapping[str, Any]:
@@ -93,6 +109,15 @@ VARIANTS = [
     _m3("block-128", cache={"block_size": 128}, ways={"generate_batch": 2}),
     _m3("recompute", preempted="recompute", ways={"generate": 4, "generate_batch": 1, "step": 2}),
     _m3("swap", preempted="swap", cache={"block_size": 4}, ways={"generate": 4, "generate_batch": 1, "step": 2}),
+    _m3("native", backend="native", ways={"generate": 4, "generate_batch": 1}),
+    _m3(
+        "native-block-1",
+        backend="native",
+        cache={"block_size": 1},
+        preempted="recompute",
+        ways={"generate_batch": 2, "step": 2},
+    ),
+    _m3("native-swap", backend="native", preempted="swap", ways={"generate_batch": 2}),
 ]
 
 

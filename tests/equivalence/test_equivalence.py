@@ -35,6 +35,8 @@ def id_of(case: tuple[Variant, str]) -> str:
 def case(request: pytest.FixtureRequest, reference_model: Callable[[str], ReferenceModel]) -> Iterator[Case]:
     """What `CASES` names."""
     variant, name = request.param
+    if obstacle := variant.obstacle():
+        pytest.skip(obstacle)
     with variant.make_engine(reference_model(name).directory) as engine:
         yield Case(variant, engine, name)
 

@@ -72,6 +72,13 @@ def test_every_milestone_on_disk_is_held_to_the_comparison() -> None:
     assert on_disk == {variant.milestone for variant in VARIANTS}
 
 
+def test_with_several_kernels_every_variant_says_which_and_all_are_asked() -> None:
+    paged = [variant for variant in VARIANTS if variant.milestone >= "m3"]
+    assert {(variant.milestone, variant.backend) for variant in paged} == {
+        (variant.milestone, backend) for variant in paged for backend in ("torch", "native")
+    }
+
+
 def test_every_milestone_is_asked_in_every_way_and_in_one_of_them_all_prompts() -> None:
     assert len({str(variant) for variant in VARIANTS}) == len(VARIANTS)
     for milestone in {variant.milestone for variant in VARIANTS}:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -117,27 +118,10 @@ def launches(shape: Shape, dtype: torch.dtype) -> None:
 
 
 def _metadata() -> AttentionMetadata:
-    def meta(*size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int32, device="meta")
-
-    prefills, decodes = 2, 3
-    num_seqs = prefills + decodes
-    return AttentionMetadata(
-        query_start_loc=meta(num_seqs + 1),
-        seq_lens=meta(num_seqs),
-        context_lens=meta(num_seqs),
-        query_lens=meta(num_seqs),
-        block_tables=meta(num_seqs, 4),
-        slot_mapping=torch.empty(NUM_TOKENS, dtype=torch.int64, device="meta"),
-        num_prefills=prefills,
-        num_prefill_tokens=NUM_TOKENS - decodes,
-        num_decodes=decodes,
-        num_decode_tokens=decodes,
-        max_query_len=20,
-        max_seq_len=60,
-        query_lens_host=(),
-        seq_lens_host=(),
-    )
+    """Two prefills and three decodes; a kernel's code depends on no length."""
+    query_lens = [20, NUM_TOKENS - 23, 1, 1, 1]
+    tables, slots = np.zeros((5, 4), np.int32), np.zeros(NUM_TOKENS, np.int64)
+    return AttentionMetadata.build(query_lens, [0, 0, 59, 30, 7], tables, slots, torch.device("meta"))
 
 
 def compile_all(shapes: tuple[Shape, ...], dtypes: tuple[str, ...]) -> Iterator[Compiled]:

@@ -1,24 +1,26 @@
-"""Every kernel test runs on each device: in Triton's interpreter on a CPU, natively on a GPU (`pytest -m gpu`).
+"""Every kernel test runs on each kind of kernels: C++ for this processor, Triton in its interpreter on a CPU, and
+Triton natively on a GPU (`pytest -m gpu`).
 
-The tests are the same, with the same tolerances. tests/conftest.py takes out the device that this machine lacks.
+The tests are the same, with the same tolerances. tests/conftest.py takes out what needs a device that this machine
+lacks; C++ without a compiler is skipped with the reason.
 """
 
 import importlib.util
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-if TYPE_CHECKING:
-    from m3_paged_attention.attention.triton_backend import TritonBackend
+from m3_paged_attention.attention import native_library
+from m3_paged_attention.attention.registry import Backend
 
 if importlib.util.find_spec("triton") is None:
-    collect_ignore_glob = ["test_*.py"]  # tests/conftest.py says so in a line
+    collect_ignore = ["test_interpreter_bf16.py", "test_sm90.py"]  # tests/conftest.py says so in a line
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
-    pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),
+KINDS = [
+    "native",
+    pytest.param("interpreter", marks=pytest.mark.interpreter),
+    pytest.param("gpu", marks=pytest.mark.gpu),
 ]
 
 
@@ -31,10 +33,16 @@ def same_numbers_and_no_luck() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Which kernels, and what runs them."""
+    return request.param
+
+
+@pytest.fixture
+def device(kind: str) -> torch.device:
     """Where the kernels run."""
-    return torch.device(request.param)
+    return torch.device("cuda" if kind == "gpu" else "cpu")
 
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
@@ -44,11 +52,18 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture
-def backend(device: torch.device) -> "TritonBackend":
+def backend(kind: str) -> Backend:
     """The backend under test. In the interpreter, bfloat16 is made to compute as on a GPU."""
+    if kind == "native":
+        if obstacle := native_library.obstacle():
+            pytest.skip(obstacle)
+        from m3_paged_attention.attention.native_backend import NativeBackend
+
+        return NativeBackend()
+    pytest.importorskip("triton")
     from m3_paged_attention.attention.triton_backend import TritonBackend
 
-    if device.type == "cpu":
+    if kind == "interpreter":
         from tests.kernels import interpreter_bf16
 
         interpreter_bf16.install()

@@ -9,7 +9,9 @@ from tests.kernels.references import NORM, POINTWISE, assert_close
 EPS = 1e-6
 
 
-@pytest.mark.parametrize("shape", [(5, 200), (1, 64), (3, 1024), (2, 5000), (2, 3, 2, 64), (70,), (0, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 200), (5, 208), (1, 64), (3, 1024), (2, 5000), (2, 3, 2, 64), (70,), (64,), (0, 64)], ids=str
+)
 def test_rms_norm_works_on_the_last_dimension(backend, device, dtype, shape) -> None:
     x = 3 * torch.randn(shape, device=device).to(dtype)
     before, weight = x.clone(), torch.randn(shape[-1], device=device).to(dtype)
@@ -36,7 +38,7 @@ def test_rms_norm_of_zeros_is_zero(backend, device, dtype) -> None:
     assert torch.equal(backend.rms_norm(zeros, zeros + 1, EPS), zeros)
 
 
-@pytest.mark.parametrize("shape", [(5, 200), (1, 1024), (3, 896)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 200), (5, 208), (1, 1024), (3, 896)], ids=str)
 def test_add_rms_norm_keeps_the_sum_as_the_residual(backend, device, dtype, shape) -> None:
     x, residual = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     weight, total = torch.randn(shape[-1], device=device).to(dtype), x + residual
@@ -67,7 +69,7 @@ def test_rotary_turns_queries_and_keys(backend, device, dtype, heads, num_tokens
     assert torch.equal(value, before)
 
 
-@pytest.mark.parametrize("shape", [(1, 64), (5, 200), (3, 4864)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 200), (5, 208), (3, 4864)], ids=str)
 def test_silu_mul_joins_the_halves(backend, device, dtype, shape) -> None:
     num_tokens, width = shape
     gate_up = 4 * torch.randn(num_tokens, 2 * width, device=device).to(dtype)

@@ -26,8 +26,8 @@ def test_pages_may_have_any_size(backend, device, page) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 80, 96, 256])
-def test_head_dims_need_not_be_powers_of_two(backend, device, head_dim) -> None:
-    batch = paged_batch((2, 1, head_dim), prefills=[(3, 20)], dtype=torch.float16, device=device)
+def test_head_dims_need_not_be_powers_of_two(backend, device, dtype, head_dim) -> None:
+    batch = paged_batch((2, 1, head_dim), prefills=[(3, 20)], dtype=dtype, device=device)
     assert_close(attend(backend, batch), batch.expected, ATTENTION)
 
 

@@ -42,7 +42,7 @@ def test_a_slot_may_lie_beyond_two_billion_elements(backend, device, monkeypatch
     """
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     last_block = 2**21
-    cache = torch.empty(last_block + 1, 16, 1, 64, dtype=torch.float16, device=device)
+    cache = torch.empty(last_block + 1, 16, 1, 64, dtype=torch.bfloat16, device=device)
     layer = KVLayer(cache, cache)
     key = torch.randn(1, 1, 64, dtype=cache.dtype, device=device)
     backend.store_kv(key, key, layer, torch.tensor([last_block * 16], device=device))

@@ -11,8 +11,8 @@ from m1_single_request.events import Event, Finish, RequestAdded, StepDone
 from m2_continuous_batching.events import Batch
 from m3_paged_attention import SamplingParams, TraceConfig, TraceRecord
 from m3_paged_attention.block_map import Block, BlockMap, Frame
-from m3_paged_attention.block_map_facts import facts, highlights, longest_request, num_slots
-from m3_paged_attention.block_map_view import KEY, MOST_ROWS, draw
+from m3_paged_attention.demo_parts.block_map_facts import facts, highlights, longest_request, num_slots
+from m3_paged_attention.demo_parts.block_map_view import KEY, MOST_ROWS, draw
 from m3_paged_attention.events import (
     BlockCopied,
     BlocksAllocated,

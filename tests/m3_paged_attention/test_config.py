@@ -43,7 +43,7 @@ from m3_paged_attention import (
         (
             ModelConfig,
             {"attention_backend": "flash"},
-            "attention_backend='flash' is unknown: use auto or torch or triton",
+            "attention_backend='flash' is unknown: use auto or native or torch or triton",
         ),
         (ModelConfig, {"attention_backend": None}, "attention_backend=None"),
         (ModelConfig, {"load_format": "gguf"}, "load_format='gguf' is unknown: use auto or dummy"),

@@ -17,9 +17,10 @@ from m1_single_request import demo as m1_demo
 from m1_single_request.errors import EngineError
 from m2_continuous_batching.demo_tour import LATE_AFTER, make_story
 from m2_continuous_batching.static_batching import Workload
-from m3_paged_attention import DEFAULT_MODEL, SamplingParams, TraceConfig, demo, demo_tour
+from m3_paged_attention import DEFAULT_MODEL, SamplingParams, TraceConfig, demo
 from m3_paged_attention.block_map import BlockMap
-from m3_paged_attention.demo_comparison import (
+from m3_paged_attention.demo_parts import tour as demo_tour
+from m3_paged_attention.demo_parts.comparison import (
     PAGED,
     TIGHT,
     WIDE,
@@ -29,7 +30,7 @@ from m3_paged_attention.demo_comparison import (
     contest,
     what_it_shows,
 )
-from m3_paged_attention.demo_tour import FORKED, fork_one, most_tokens, show_block_map
+from m3_paged_attention.demo_parts.tour import FORKED, fork_one, most_tokens, show_block_map
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting
 
 ROOT = Path(__file__).parents[2]

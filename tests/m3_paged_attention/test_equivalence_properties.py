@@ -222,14 +222,14 @@ def test_logits_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, mode: str
         {"sampler": noting(ours), "scheduler": ForcedPreemption}, **setting(4, block_size=block_size, mode=mode)
     )
     places: list[tuple[tuple[int, ...], int]] = []
-    states = engine.engine_core.executor.worker.model_runner.sampler
-    call = type(states).__call__
+    runner = engine.engine_core.executor.worker.model_runner
+    sampler = runner.sampler
 
-    def noted(self: Any, rows: Any, logits: Tensor) -> Any:
+    def noted(req_ids: Any, rows: Any, logits: Tensor) -> Any:
         places.extend((tuple(row.prompt_token_ids), len(row.output_token_ids)) for row in rows)
-        return call(self, rows, logits)
+        return sampler(req_ids, rows, logits)
 
-    engine.engine_core.executor.worker.model_runner.sampler = lambda rows, logits: noted(states, rows, logits)
+    runner.sampler = noted
     outputs = engine.generate_batch(prompts, params)
     assert engine.stats().num_preemptions >= 3
     assert [o.token_ids for o in outputs.values()] == [o.token_ids for o in expected.values()]

@@ -4,7 +4,10 @@ A forward, a sampler or a move of blocks that raises takes the requests of its s
 fault it was. Numbers that are no numbers belong to one row, and fail one request. Whoever waited runs on.
 """
 
+import gc
+import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,15 @@ from m1_single_request.output_processor import OutputProcessor as SingleRequestO
 from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler, SamplerOutput
 from m1_single_request.sampling_metadata import SamplingMetadata
-from m3_paged_attention import EngineDeadError, ForwardError, LLMEngine, RequestOutput, SamplingParams
+from m3_paged_attention import (
+    EngineClosedError,
+    EngineDeadError,
+    ForwardError,
+    LLMEngine,
+    ModelConfig,
+    RequestOutput,
+    SamplingParams,
+)
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.outputs import ModelRunnerOutput
@@ -502,3 +513,67 @@ def test_an_interrupted_step_can_be_repeated(
             check_step(engine)
     assert interrupts == 1
     check_the_rest(engine, last, expected, {})
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def storages(engine: LLMEngine) -> list[Any]:
+    """Weak references to the memory of the KV and of the largest weights."""
+    runner = runner_of(engine)
+    tensors = [runner.kv.layer(0).key_cache, runner.model.embedding]
+    held = [runner.kv, runner.model, *(tensor.untyped_storage() for tensor in tensors)]
+    return [weakref.ref(each) for each in held]
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("state", ["idle", "in the middle", "after a failure"])
+def test_a_closed_engine_holds_neither_kv_nor_weights(tiny_directory: Path, backend: Any, state: str) -> None:
+    parts = {"model_runner": failing_runner(BOOM, rid="a", position=0)} if state == "after a failure" else {}
+    config = ModelConfig(model=tiny_directory, device="cpu", dtype="float32", attention_backend=backend)
+    engine = LLMEngine(model_config=config, parts=parts, **setting(3, blocks=30))
+    submit(engine)
+    outputs = [engine.step() for _ in range(3)]
+    if state == "idle":
+        run(engine)
+    assert any(output.error is BOOM for output in outputs[0].values()) == (state == "after a failure")
+    references, before = storages(engine), engine.stats()
+    engine.close()
+    outputs.clear()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+    stats = engine.stats()
+    assert (stats.num_steps, stats.num_output_tokens) == (before.num_steps, before.num_output_tokens)
+    assert (stats.kv_tokens, stats.num_free_blocks) == (0, 30)
+    assert not engine.has_unfinished_requests() and not engine.abort_request("a")
+    engine.close()
+    for call in (
+        lambda: engine.generate("a", greedy(1)),
+        lambda: engine.stream("a", greedy(1)),
+        lambda: engine.add_request("a", greedy(1)),
+        lambda: engine.generate_batch(["a"], greedy(1)),
+        lambda: engine.step(),
+        lambda: engine.chat_prompt([{"role": "user", "content": "a"}]),
+    ):
+        with pytest.raises(EngineClosedError):
+            call()
+
+
+def test_an_interrupted_close_can_be_repeated(make_engine: MakeEngine) -> None:
+    class Interrupted(GPUExecutor):
+        left = 1
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            if self.left:
+                self.left = 0
+                raise KeyboardInterrupt
+
+    engine = make_engine({"executor": Interrupted}, **setting(3))
+    submit(engine)
+    engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.step()

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from m1_single_request import SamplingParams
+from m1_single_request.sampling_metadata import SamplingRow
 from m2_continuous_batching.scheduler_output import CachedRequestData
-from m3_paged_attention.input_batch import BatchRow, InputBatch, is_plain
+from m3_paged_attention.input_batch import BatchRow, InputBatch
 from m3_paged_attention.scheduler_output import NewRequestData, ResumedReqData, SchedulerOutput
 
 BLOCK_SIZE = 4
@@ -167,4 +168,4 @@ def test_preempted_requests_keep_their_places_and_others_get_more() -> None:
     ids=str,
 )
 def test_a_plain_row_needs_the_best_token_and_nothing_else(params: dict[str, Any], plain: bool) -> None:
-    assert is_plain(SamplingParams(**{"temperature": 0.0} | params)) is plain
+    assert SamplingRow(SamplingParams(**{"temperature": 0.0} | params), 0, [1], []).is_plain is plain

@@ -59,7 +59,8 @@ def sized(
     mode: Any = "recompute",
     device: torch.device = CPU,
     max_model_len: int = 2048,
-    max_num_seqs: int = 256,
+    max_num_seqs: int | None = 256,
+    swap_space_bytes: int | None = None,
     profile: MemoryProfile | None = None,
     tracer: Tracer | None = None,
     **settings: Any,
@@ -68,10 +69,10 @@ def sized(
     return size_kv_cache(
         spec,
         cache_config=CacheConfig(block_size=spec.block_size, **settings),
-        preemption_mode=mode,
         device=device,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        swap_space_bytes=swap_space_bytes if mode == "swap" else 0,
         profile=profile,
         tracer=tracer or Tracer(),
     )
@@ -124,6 +125,11 @@ def test_on_a_cpu_the_budget_is_512_mib_unless_something_else_is_said() -> None:
 def test_no_more_blocks_are_made_than_the_requests_can_fill() -> None:
     assert sized(max_num_seqs=3, max_model_len=33).num_blocks == 3 * 3
     assert sized(max_num_seqs=1, max_model_len=32, kv_cache_memory_bytes=GIB).num_blocks == 2
+
+
+def test_all_blocks_that_fit_are_made_for_whoever_can_use_more_than_the_requests_fill() -> None:
+    assert sized(max_num_seqs=None, max_model_len=32, kv_cache_memory_bytes=GIB).num_blocks == GIB // (64 * 1024) - 1
+    assert "never fill" not in sizing_of(max_num_seqs=None, max_model_len=32).explain()
 
 
 def test_a_number_of_blocks_is_taken_as_it_is() -> None:
@@ -217,13 +223,14 @@ def test_too_small_a_share_names_the_one_that_suffices() -> None:
 
 def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.5 is about a GPU, and the device is cpu"):
-        sized(gpu_memory_utilization=0.5)
+        check_cache_config(CacheConfig(gpu_memory_utilization=0.5), preemption_mode="recompute", device=CPU)
     check_cache_config(CacheConfig(gpu_memory_utilization=0.5), preemption_mode="recompute", device=CUDA)
 
 
 def test_swap_space_means_nothing_without_swapping() -> None:
     with pytest.raises(ConfigError, match="swap_space_bytes=100000 has no effect with preemption_mode='recompute'"):
-        sized(swap_space_bytes=100000)
+        check_cache_config(CacheConfig(swap_space_bytes=100000), preemption_mode="recompute", device=CPU)
+    check_cache_config(CacheConfig(swap_space_bytes=100000), preemption_mode="swap", device=CPU)
 
 
 def test_swap_space_holds_at_least_one_block() -> None:

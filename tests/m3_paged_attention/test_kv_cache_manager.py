@@ -161,7 +161,10 @@ def test_whoever_writes_into_a_shared_block_first_gets_a_copy_and_the_last_one_n
     kv = forked(num_tokens=5)
     kv.fork("a", "c", 5)
     assert [kv.num_needed(name, 6) for name in "bc"] == [1, 1] and kv.num_needed("a", 7) == 1
+    assert kv.num_needed_together([("a", 7), ("b", 6), ("c", 6)]) == 2 == kv.num_needed_together([("b", 6), ("c", 6)])
     assert kv.reserve("b", 6) == [3] and kv.block_ids("b") == [1, 3]
+    assert kv.num_needed_together([("a", 7), ("b", 7), ("c", 6)]) == 1
+    assert kv.num_needed_together([("a", 9), ("b", 12), ("c", 6)]) == 3, "two new blocks and a copy"
     assert kv.reserve("a", 7) == [4] and kv.block_ids("a") == [1, 4]
     assert kv.num_needed("c", 6) == 0 and kv.reserve("c", 6) == [] and kv.block_ids("c") == [1, 2]
     assert kv.take_moves() == ([], [], [(2, 3), (2, 4)], {"a", "b"})

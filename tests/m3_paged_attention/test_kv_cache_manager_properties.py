@@ -59,6 +59,16 @@ class World:
         if self._reserve(name, len(self.tokens[name]) + 1):
             self.coming[name] = [next(self.values)]
 
+    def decode_all(self) -> None:
+        """What they need together is what they take one by one."""
+        here = [name for name in self.tokens if name not in {*self.coming, *self.waiting_for, *self.kv.swapped()}]
+        needed = self.kv.num_needed_together([(name, len(self.tokens[name]) + 1) for name in here])
+        free = self.kv.num_free
+        if needed <= free:
+            for name in here:
+                self.decode(name)
+            assert here == [name for name in here if name in self.coming] and self.kv.num_free == free - needed
+
     def fork(self, parent: str, child: str, num_tokens: int) -> None:
         """Of tokens that are there; or of a prompt that comes in this step, then the child waits for it."""
         if parent not in self.tokens or child in self.tokens or self.kv.is_swapped(parent):
@@ -182,6 +192,7 @@ class World:
         needed, free, old = kv.num_needed(name, num_tokens), kv.num_free, kv.owned().get(name, [])
         if name in self.tokens:
             assert needed <= 1 and (kv.in_need([(name, num_tokens)]) or not needed)
+            assert kv.is_swapped(name) or kv.num_needed_together([(name, num_tokens)]) == needed
         assert kv.can_hold(name, num_tokens) == (needed <= free)
         if needed > free:
             with pytest.raises(OutOfBlocksError):
@@ -216,6 +227,7 @@ VERBS = st.one_of(
     st.tuples(st.just("fork"), NAMES, NAMES, st.integers(0, 9)),
     st.tuples(st.just("decode"), NAMES),
     st.tuples(st.just("decode"), NAMES),
+    st.tuples(st.just("decode_all")),
     st.tuples(st.just("swap_out"), NAMES),
     st.tuples(st.just("swap_in"), NAMES),
     st.tuples(st.just("release"), NAMES),

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from m2_continuous_batching.packed_linear import can_pack
 from m3_paged_attention import linear
-from m3_paged_attention.linear import MIN_WEIGHTS, PackedLinear, pack
+from m3_paged_attention.attention.torch_backend import TorchBackend
+from m3_paged_attention.linear import MIN_WEIGHTS, PackedLinear, PlainLinear, pack
 
 CPU = torch.device("cpu")
 PACKABLE = [dtype for dtype in (torch.float32, torch.bfloat16, torch.float16) if can_pack(dtype, CPU)]
@@ -84,3 +85,20 @@ def test_a_weight_on_another_device_stays_as_it_is() -> None:
 def test_a_torch_without_the_operations_packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "can_pack", lambda dtype, device: False)
     assert pack(torch.randn(520, 300)) is None
+
+
+@needs_onednn
+def test_the_torch_backend_packs_what_pays() -> None:
+    large, small = torch.randn(520, 300), torch.randn(5, 300)
+    offset, hidden = torch.randn(520), torch.randn(3, 300)
+    layers = [TorchBackend().linear(large, offset), TorchBackend().linear(small)]
+    assert [type(layer) for layer in layers] == [PackedLinear, PlainLinear]
+    torch.testing.assert_close(layers[0](hidden), functional.linear(hidden, large, offset), rtol=0, atol=1e-3)
+    assert torch.equal(layers[1](hidden), functional.linear(hidden, small))
+
+
+def test_a_plain_layer_is_the_weight_itself() -> None:
+    weight, bias, hidden = torch.randn(5, 7), torch.randn(5), torch.randn(3, 7)
+    assert PlainLinear(weight).weight is weight
+    assert torch.equal(PlainLinear(weight)(hidden), functional.linear(hidden, weight))
+    assert torch.equal(PlainLinear(weight, bias)(hidden), functional.linear(hidden, weight, bias))

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from m1_single_request import DEFAULT_MODEL, ConfigError, ModelConfig as M1ModelConfig, ModelLoadError
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, load_model as m1_load_model
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.model_loader import LoadedModel, load_model
+from m3_paged_attention.models.architecture import decoder_config
 from tests.equivalence.models import ARCHITECTURES, EVERY_61ST, save_random_model
 
 
@@ -172,6 +173,20 @@ def test_a_dummy_model_that_no_memory_holds_is_an_error_of_ours(directory: Path)
         ({"num_attention_heads": 5}, "5 attention heads cannot be shared out over 2 KV heads"),
         ({"num_hidden_layers": 0, "layer_types": []}, "num_layers=0"),
         ({"vocab_size": 0}, "vocab_size=0"),
+        ({"intermediate_size": 0}, "intermediate_size=0"),
+        ({"intermediate_size": -64}, "intermediate_size=-64"),
+        ({"num_attention_heads": 0}, "num_heads=0"),
+        ({"num_key_value_heads": 0}, "num_kv_heads=0"),
+        ({"head_dim": -2}, "head_dim=-2"),
+        ({"vocab_size": 10**30}, "vocab_size=1000000000000000000000000000000, which must be a whole number from 1 to"),
+        ({"hidden_size": 10**30}, "hidden_size=1000000000000000000000000000000"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan in config.json must be a number of at least 0, and finite"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+        ({"rms_norm_eps": True}, "rms_norm_eps"),
+        ({"initializer_range": float("nan")}, "initializer_range=nan"),
+        ({"initializer_range": -0.5}, "initializer_range=-0.5"),
         ({"head_dim": 3}, "head_dim=3 is odd"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "is not supported; supported are"),
     ],
@@ -196,6 +211,7 @@ LONGROPE = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12, "original_max
         ({"rope_type": "linear", "factor": "two"}, "factor"),
         ({"rope_type": "linear", "factor": 0}, "factor"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor=nan"),
+        ({"rope_type": "linear", "factor": 10**29}, "factor=100000000000000000000000000000"),
         ({"rope_type": "default", "rope_theta": float("inf")}, "rope_theta=inf"),
         ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}, "rope_theta greater than 1"),
         ({"rope_type": "yarn", "factor": 2.0, "mscale": "x"}, "mscale='x'"),
@@ -250,3 +266,25 @@ def test_tensors_that_do_not_fit_are_an_error_of_the_loader(directory: Path) -> 
 def test_files_that_are_broken_are_an_error_of_the_loader(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(b"x" * 100)
     assert "its weights cannot be loaded: model.safetensors: " in refusal(directory)
+
+
+@pytest.mark.parametrize("field", ["num_layers", "num_heads", "vocab_size", "rms_norm_eps", "initializer_range"])
+@pytest.mark.parametrize("value", ["8", None, [8], float("nan"), float("inf"), -1, 10**400], ids=repr)
+def test_a_number_that_is_none_is_named_even_where_transformers_lets_it_pass(
+    saved: Path, field: str, value: Any
+) -> None:
+    """Its older releases read what they find."""
+    config = AutoConfig.from_pretrained(saved)
+    own = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}.get(field, field)
+    vars(config)[own] = value
+    if (field, value) == ("initializer_range", None):
+        assert decoder_config("somebody", "Qwen3ForCausalLM", config).initializer_range == 0.02
+        return
+    with pytest.raises(ModelLoadError, match=rf"^somebody: .*{field}="):
+        decoder_config("somebody", "Qwen3ForCausalLM", config)
+
+
+@pytest.mark.parametrize("device", [10**30, -1, 5, 1.5, True, None, "", "cpu:99999999999999999999", "cpu:-1", "tpu"])
+def test_a_device_that_is_none_is_an_error_of_the_configuration(device: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^device="):
+        ModelConfig(device=device)

@@ -11,6 +11,7 @@ import pytest
 
 from m1_single_request import DuplicateRequestError, SamplingParams
 from m3_paged_attention.request import ParentRequest, Request
+from tests.m3_paged_attention.engines import MakeEngine, greedy, setting, unfinished
 from tests.testbed.fakes import answer, make_request
 from tests.testbed.paged import PagedBed, make_paged_bed
 
@@ -205,3 +206,22 @@ def test_an_id_can_be_used_again_when_the_whole_family_has_ended() -> None:
         rid = bed.add(length, max_tokens=2, n=2, request_id="same")
         bed.drain()
     assert bed.reported_ends == [rid, rid]
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_output_tokens_never_falls(make_engine: MakeEngine) -> None:
+    """Children end before their parent does: by an abort, by a stop, at their length."""
+    engine = make_engine(**setting(3, blocks=9, block_size=2))
+    engine.add_request([5, 6], greedy(9, n=4, temperature=1.0, seed=3), request_id="p")
+    engine.add_request([7, 8, 9], greedy(4), request_id="q")
+    seen = [0]
+    for number, _ in enumerate(unfinished(engine)):
+        if number == 3:
+            assert engine.abort_request("p/1")
+        engine.step()
+        seen.append(engine.stats().num_output_tokens)
+        said = sum(len(r.sequence.data.output_token_ids) for r in engine.engine_core.scheduler.requests.values())
+        assert seen[-1] >= said
+    assert seen == sorted(seen) and seen[-1] > 3 * 9

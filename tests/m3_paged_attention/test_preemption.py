@@ -292,7 +292,7 @@ def test_a_prompt_over_the_pool_that_intake_let_pass_fails_alone() -> None:
 
 @BOTH_MODES
 def test_the_last_one_waits_for_whoever_is_about_to_end_before_it_gives_up(swap: bool) -> None:
-    bed = make_paged_bed(num_blocks=5, block_size=2, max_num_seqs=2, swap=swap)
+    bed = make_paged_bed(num_blocks=5, block_size=2, max_num_seqs=2, swap=swap, trace=True)
     stays, leaves = bed.add(2, max_tokens=7), bed.add(4, max_tokens=20)
     while len(bed.said(stays)) < 3:
         bed.step()
@@ -300,4 +300,6 @@ def test_the_last_one_waits_for_whoever_is_about_to_end_before_it_gives_up(swap:
     bed.abort(leaves)
     step = bed.step()
     assert step.counts == {} and step.ended == {leaves: "abort"}, "its block is still taken: no token, and no error"
+    [event] = bed.events("left_out")
+    assert (event.rids, event.limit, event.available) == ((stays,), "blocks", 0)
     assert bed.drain() == {leaves: "abort", stays: "length"}

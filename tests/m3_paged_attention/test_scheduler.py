@@ -115,7 +115,8 @@ def test_whom_the_budget_left_out_runs_before_anybody_is_admitted() -> None:
     bed.step()
     bed.add(3, max_tokens=9), bed.add(4)
     assert bed.step().counts == {"r2": 3, old: 1}, "prompts first, then as many as the budget has left"
-    assert [event.rids for event in bed.events("left_out")] == [(other,)]
+    [event] = bed.events("left_out")
+    assert (event.rids, event.limit, event.available) == ((other,), "max_num_batched_tokens", 4)
     assert bed.step().counts == {other: 1, old: 1, "r2": 1}, "r3 needs 4, and 3 are left"
     assert bed.step().counts == {"r3": 4}, "nobody was left out, so it joins at once"
     assert bed.step().counts == {old: 1, other: 1, "r2": 1, "r3": 1}

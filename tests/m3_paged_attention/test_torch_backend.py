@@ -59,6 +59,30 @@ def test_prefills_equal_the_reference(backend, device, heads, dtype) -> None:
     assert_close(attend(backend, batch), batch.expected, ATTENTION)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("decodes", [[1], [7], [15], [16], [40], [7, 7], [5, 16]], ids=str)
+def test_a_nan_that_is_seen_comes_out(backend, decodes, dtype) -> None:
+    """On a CPU torch's own attention makes zeros of it for short sequences, see `FEW_TOKENS`."""
+    for cache in (0, 1):
+        batch = paged_batch((4, 2, 64), decodes=decodes, dtype=dtype, device=torch.device("cpu"))
+        clean = attend(backend, batch).clone()
+        batch.layer[cache][batch.metadata.block_tables[0, 0], 0, 1, 5] = torch.nan
+        result = attend(TorchBackend(), batch)
+        assert result[0, 2:, 5].isnan().all()
+        assert not result[0, :2].isnan().any() and not result[1:].isnan().any()
+        assert (result[1:] - clean[1:]).abs().sum() < 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("prefill", [(0, 2), (0, 7), (0, 15), (0, 20), (5, 3), (30, 5)], ids=str)
+def test_a_nan_in_a_prompt_comes_out(backend, prefill, dtype) -> None:
+    batch = paged_batch((4, 2, 64), prefills=[prefill, (0, 3)], dtype=dtype, device=torch.device("cpu"))
+    batch.layer.key_cache[batch.metadata.block_tables[0, 0], 0, 1, 5] = torch.nan  # its first token, which all see
+    result = attend(backend, batch)
+    assert result[: prefill[1], 2:].isnan().all()
+    assert not result[: prefill[1], :2].isnan().any() and not result[prefill[1] :].isnan().any()
+
+
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_blocks_may_have_any_size(backend, device, block_size) -> None:
     batch = paged_batch(

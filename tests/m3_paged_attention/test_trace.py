@@ -37,7 +37,7 @@ from m3_paged_attention.events import (
     KVSized,
     KVUsage,
 )
-from m3_paged_attention.scheduler_events import Admit, NotAdmitted, ParallelSampling, Preempted, StepLost
+from m3_paged_attention.scheduler_events import Admit, LeftOut, NotAdmitted, ParallelSampling, Preempted, StepLost
 from tests.m3_paged_attention.engines import MakeEngine, Recorder, greedy, ids, run, setting, unfinished
 
 SIZED = KVSized(
@@ -159,6 +159,10 @@ EXAMPLES: dict[Event, list[str]] = {
         "1,200 tokens",
         "1,100",
     ],
+    LeftOut(rids=("a", "b"), limit="max_num_batched_tokens", available=64): [
+        "No token for a, b: the budget of 64 is used up",
+    ],
+    LeftOut(rids=("a",), limit="blocks", available=0): ["too few blocks are free (0) before those that end"],
     PREEMPTED: ["2 new blocks", "1 is free", "3 of its 5 blocks come free", "70 tokens is dropped", "in front of all"],
     dataclasses.replace(PREEMPTED, mode="swap"): ["70 tokens moves to host memory"],
     StepLost(reset=("a", "b")): ["interrupted", "a, b will be computed again"],

@@ -5,12 +5,15 @@ An attention program takes milliseconds there, so these are few tokens: what the
 """
 
 import importlib.util
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from m3_paged_attention import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from m3_paged_attention import CacheConfig, ConfigError, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from m3_paged_attention.model_loader import load_model
 from tests.m3_paged_attention.engines import check_drained, greedy
 from tests.support.engines import unfinished
 
@@ -27,6 +30,18 @@ def build(directory: Path, backend: Any, **cache: Any) -> LLMEngine:
         scheduler_config=SchedulerConfig(max_num_seqs=4, preemption_mode="swap"),
         cache_config=CacheConfig(**{"block_size": 4, "num_blocks": 32} | cache),
     )
+
+
+def test_a_model_whose_heads_are_too_wide_is_refused_when_it_is_loaded(tiny_directory: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(tiny_directory, tmp_path / "wide"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"head_dim": 320}))
+    settings: dict[str, Any] = {"model": directory, "device": "cpu", "load_format": "dummy"}
+    with pytest.raises(
+        ConfigError, match="head_dim of at most 256, and this model's is 320: use attention_backend='to"
+    ):
+        load_model(ModelConfig(**settings, attention_backend="triton"))
+    assert load_model(ModelConfig(**settings, attention_backend="torch")).model.config.head_dim == 320
 
 
 def test_three_prompts_and_six_tokens_are_those_of_torch(tiny_directory: Path) -> None:

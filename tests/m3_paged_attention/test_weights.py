@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from m1_single_request import ModelLoadError
+from m3_paged_attention import ForwardError, LLMEngine, ModelConfig, SamplingParams
+from m3_paged_attention.attention import native_library
 from m3_paged_attention.models.architecture import DecoderConfig, decoder_config
 from m3_paged_attention.models.weights import (
     WEIGHT_FILES,
@@ -368,3 +370,42 @@ def test_every_weight_has_a_place_and_only_one(architecture: str, tmp_path: Path
     assert written == sum(tensor.numel() for tensor in weights.tensors())
     for number, tensor in enumerate(places(shape, weights).values()):
         assert bool((tensor == number).all()), "no place overlaps another"
+
+
+# --- weights that are no numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
+def test_nan_in_the_weights_of_attention_is_said_and_never_becomes_a_token(
+    directory: Path, backend: Any, dtype: str, name: str
+) -> None:
+    """torch's attention makes zeros of NaN if a sequence is short and no mask is given."""
+    if backend == "native" and native_library.obstacle() is not None:
+        pytest.skip("no C++ compiler")
+    weight = f"model.layers.1.self_attn.{name}.weight"
+    edit_weights(directory, lambda tensors: tensors[weight][::7].fill_(torch.nan))
+    config = ModelConfig(model=directory, device="cpu", dtype=dtype, attention_backend=backend)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLMEngine(model_config=config) as engine:
+        for length in (1, 2, 3, 7, 8, 15, 16, 17, 40):  # alone: other paths are taken then
+            output = engine.generate(list(range(5, 5 + length)), params)
+            assert isinstance(output.error, ForwardError) and "NaN" in str(output.error)
+            assert output.token_ids == (), length
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_keys_that_become_nan_later_are_said_in_the_next_decode(directory: Path, backend: Any) -> None:
+    if backend == "native" and native_library.obstacle() is not None:
+        pytest.skip("no C++ compiler")
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    for lengths in ([1], [3], [2, 2], [1, 3, 7], [20]):
+        with LLMEngine(model_config=ModelConfig(model=directory, device="cpu", attention_backend=backend)) as engine:
+            ids = [engine.add_request(list(range(5, 5 + length)), params) for length in lengths]
+            engine.step()
+            kv = engine.engine_core.executor.worker.model_runner.kv
+            with torch.inference_mode():
+                kv.layer(1).key_cache.fill_(torch.nan)
+            outputs = engine.step()
+            assert all("NaN" in str(outputs[request_id].error) for request_id in ids), lengths

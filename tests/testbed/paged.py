@@ -131,11 +131,11 @@ class Squeezed(KVCacheManager):
         self.due, self.num_forced, self._is_short = self.due - 1, self.num_forced + 1, True
         return lengths
 
-    def num_needed(self, request_id: str, num_tokens: int) -> int:
+    def num_needed_together(self, lengths: Iterable[tuple[str, int]]) -> int:
         if self._is_short:
             self._is_short = False
             return self.num_blocks + 1
-        return super().num_needed(request_id, num_tokens)
+        return super().num_needed_together(lengths)
 
 
 def make_paged_bed(

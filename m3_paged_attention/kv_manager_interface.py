@@ -11,9 +11,8 @@ from typing import NamedTuple, Protocol
 
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.kv_manager import KVManager
+from m3_paged_attention.block_pool import Pairs
 from m3_paged_attention.kv_cache_config import KVCacheConfig
-
-Pairs = list[tuple[int, int]]
 
 
 class BlockMoves(NamedTuple):
@@ -62,6 +61,12 @@ class PagedKVManager(KVManager, Protocol):
         """Free blocks that it takes to give this request room for `num_tokens` tokens in all.
 
         For a swapped one: to swap it in and then to give it that room.
+        """
+
+    def num_needed_together(self, lengths: Iterable[tuple[str, int]]) -> int:
+        """The same for several that run, by (request id, number of tokens).
+
+        It may be less than the sum: of those who share the block they write to, the last one keeps it.
         """
 
     def in_need(self, lengths: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:

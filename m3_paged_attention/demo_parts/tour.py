@@ -20,10 +20,10 @@ from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.demo_tour import FIRST, LATE_AFTER, Story, answers_table, make_story, run_story
 from m2_continuous_batching.static_batching import Workload, make_workload
 from m3_paged_attention.block_map import BlockMap, Frame
-from m3_paged_attention.block_map_facts import facts, highlights, num_slots
-from m3_paged_attention.block_map_view import KEY, draw, live_view
 from m3_paged_attention.config import CacheConfig, ModelConfig, SchedulerConfig
-from m3_paged_attention.demo_comparison import compare, comparison_table, contest, what_it_shows
+from m3_paged_attention.demo_parts.block_map_facts import facts, highlights, num_slots
+from m3_paged_attention.demo_parts.block_map_view import KEY, draw, live_view
+from m3_paged_attention.demo_parts.comparison import compare, comparison_table, contest, what_it_shows
 from m3_paged_attention.events import BlockCopied, BlocksForked
 from m3_paged_attention.llm_engine import LLMEngine
 from m3_paged_attention.scheduler_events import Preempted

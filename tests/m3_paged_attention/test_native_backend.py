@@ -1,0 +1,553 @@
+"""The C++ kernels compute what float64 computes, alone and in company alike, and hide nothing.
+
+What they have in common with the other kernels is tested in `tests/kernels`. Here are linear layers, which only this
+backend has of its own, its promise that a row never depends on the rows beside it, and what may go wrong in vectors:
+ends that fill none, rounding, infinities, NaN. Everything runs twice: compiled for this processor, and for the oldest
+that the compiler knows, where there are no fused products and no products of bfloat16.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from m3_paged_attention.attention import native_backend, native_library
+from m3_paged_attention.attention.native_backend import NativeBackend, NativeLinear
+from m3_paged_attention.attention.torch_backend import TorchBackend
+from m3_paged_attention.kv_storage import KVLayer
+from m3_paged_attention.linear import PlainLinear
+from tests.kernels import references
+from tests.kernels.references import (
+    POINTWISE,
+    PagedBatch,
+    assert_close,
+    causal_attention,
+    decode_row,
+    paged_batch,
+)
+
+if OBSTACLE := native_library.obstacle():
+    pytest.skip(OBSTACLE, allow_module_level=True)
+
+CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+NAN, INF = float("nan"), float("inf")
+ATTENTION = references.ATTENTION | {FP32: 2e-6}  # sums of up to 320 products, one after the other
+LINEAR = {FP32: 2e-6, BF16: 4e-3}  # of up to 1030
+EVERY_BF16 = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(BF16)
+
+
+@pytest.fixture(scope="session")
+def oldest(tmp_path_factory: pytest.TempPathFactory) -> NativeBackend:
+    """The same kernels for any processor of this kind; and not for the last bit of speed, which takes 10 seconds."""
+    flags = tuple(flag for flag in native_library.FLAGS if flag not in ("-march=native", "-O3"))
+    assert len(flags) == len(native_library.FLAGS) - 2
+    target = tmp_path_factory.mktemp("oldest") / "kernels.so"
+    native_library.build(native_library.find_compiler(), target, (*flags, "-O1"))
+    library = native_library.open_library(target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_backend, "load", lambda: library)
+        return NativeBackend()
+
+
+@pytest.fixture(scope="module", params=["this processor", "the oldest"])
+def backend(request: pytest.FixtureRequest) -> NativeBackend:
+    return NativeBackend() if request.param == "this processor" else request.getfixturevalue("oldest")
+
+
+@pytest.fixture(params=[FP32, BF16], ids=["fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_and_no_luck() -> Iterator[None]:
+    """Random numbers repeat, and `torch.empty` returns NaN."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Every number is the same one, and NaN is where NaN is."""
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def attend(backend: NativeBackend, batch: PagedBatch) -> Tensor:
+    return backend.attention(batch.query, batch.layer, batch.metadata, batch.scale)
+
+
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    result = hidden.double() @ weight.double().T
+    return result if bias is None else result + bias.double()
+
+
+def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+# --- linear layers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_features", [2, 16, 48, 512, 514, 1030])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_linear_equals_float64(backend, dtype, in_features, has_bias) -> None:
+    for out_features in (1, 63, 64, 65, 200):
+        weight = numbers(dtype, out_features, in_features)
+        bias = numbers(dtype, out_features) if has_bias else None
+        layer = backend.linear(weight, bias)
+        assert isinstance(layer, NativeLinear)
+        for rows in (0, 1, 5, 97):
+            hidden = numbers(dtype, rows, in_features)
+            result = layer(hidden)
+            assert result.shape == (rows, out_features) and result.dtype == dtype
+            if rows:
+                assert_close(result, product(hidden, weight, bias), LINEAR)
+
+
+def test_linear_takes_any_number_of_rows_and_none_changes_another(backend, dtype) -> None:
+    """Groups of up to six rows, blocks of 96, one or several threads: each row keeps its bits."""
+    weight, bias, hidden = numbers(dtype, 130, 1030), numbers(dtype, 130), numbers(dtype, 200, 1030)
+    layer, exact = backend.linear(weight, bias), product(hidden, weight, bias)
+    alone = torch.cat([layer(row) for row in hidden.split(1)])
+    assert_close(alone, exact, LINEAR)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for rows in (*range(1, 15), 96, 97, 193, 200):
+            assert torch.equal(layer(hidden[:rows]), alone[:rows])
+            assert torch.equal(layer(hidden[-rows:]), alone[-rows:])
+
+
+def test_linear_takes_views(backend, dtype) -> None:
+    weight, wide = numbers(dtype, 70, 48), numbers(dtype, 6, 100)
+    layer = backend.linear(weight)
+    turned = backend.linear(weight.T.contiguous().T, wide[:, ::2].flatten()[::2][:70])
+    for view in (wide[:, 3:51], wide[::2, :48], wide[:, :96:2], wide[:, :6].T.expand(6, 6).repeat(1, 8)):
+        assert torch.equal(layer(view), layer(view.clone(memory_format=torch.contiguous_format)))
+        assert_close(turned(view), product(view, weight, wide[:, ::2].flatten()[::2][:70]), LINEAR)
+
+
+def test_linear_keeps_nothing_of_the_weight(backend, dtype) -> None:
+    weight, hidden = numbers(dtype, 70, 48), numbers(dtype, 3, 48)
+    expected = product(hidden, weight)
+    layer, alive = backend.linear(weight), weakref.ref(weight)
+    weight.fill_(NAN)
+    del weight
+    assert alive() is None
+    assert_close(layer(hidden), expected, LINEAR)
+
+
+def test_what_fills_up_the_last_panel_is_zero(backend, dtype) -> None:
+    """Leftovers there would be multiplied, and denormal ones slowly."""
+    packed = backend.linear(torch.ones(65, 48, dtype=dtype)).packed
+    assert packed.shape == (128, 48)
+    assert packed.float().sum() == 65 * 48
+
+
+@pytest.mark.parametrize(("dtype", "in_features"), [(FP32, 49), (BF16, 49), (torch.float16, 48), (torch.float64, 48)])
+def test_a_weight_without_kernels_stays_as_it_is(backend, dtype, in_features) -> None:
+    weight, bias, hidden = numbers(dtype, 70, in_features), numbers(dtype, 70), numbers(dtype, 3, in_features)
+    layer = backend.linear(weight, bias)
+    assert isinstance(layer, PlainLinear)
+    assert_close(layer(hidden), product(hidden, weight, bias), LINEAR | {torch.float16: 1e-3, torch.float64: 1e-12})
+
+
+def test_linear_refuses_other_widths_and_precisions(backend) -> None:
+    layer = backend.linear(numbers(FP32, 8, 16))
+    for wrong in (numbers(FP32, 2, 14), numbers(BF16, 2, 16)):
+        with pytest.raises(AssertionError):
+            layer(wrong)
+
+
+@pytest.mark.parametrize("out_features", [64, 70])
+def test_linear_hides_no_nan_and_spreads_none(backend, dtype, out_features) -> None:
+    weight, hidden = numbers(dtype, out_features, 48), numbers(dtype, 7, 48)
+    weight[5, 47] = weight[out_features - 1, 0] = NAN
+    hidden[2, 0] = hidden[6, 47] = NAN
+    hidden[4, 3] = INF
+    result = backend.linear(weight)(hidden)
+    expected = product(hidden, weight)
+    assert torch.equal(result.isnan(), expected.isnan()) and expected.isnan().sum() == 2 * out_features + 5 * 2
+    assert torch.equal(result.isposinf(), expected.isposinf()) and expected.isposinf().any()
+    assert torch.equal(result.isneginf(), expected.isneginf()) and expected.isneginf().any()
+
+
+# --- rounding and the edges of numbers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0.0, 2**-8, 2**-9, -(2**-9), 1.5 * 2**-9, 1.0, 3.0, INF, NAN])
+def test_sums_are_rounded_as_torch_rounds_them(backend, factor) -> None:
+    """To the nearest bfloat16, ties to even, for each that exists; 2^-9 of a number is the tie above it."""
+    x = EVERY_BF16.view(-1, 256)
+    other = (x.float() * factor).bfloat16()
+    expected = x + other
+    _, total = backend.add_rms_norm(other, x.clone(), torch.ones(256, dtype=BF16), 1e-6)
+    assert same_bits(total, expected)
+
+
+@pytest.mark.parametrize("out_features", [64, 3])
+def test_products_are_rounded_as_torch_rounds_them(backend, out_features) -> None:
+    """A full panel is stored in vectors, the rest of one number by number. Denormal numbers may count as zero."""
+    first = EVERY_BF16[(EVERY_BF16.abs() >= 2.0**-100) | EVERY_BF16.isnan()]
+    second = (first.float() * 2**-9).bfloat16()
+    for other in (second, -second, first, second * 1.5):
+        result = backend.linear(torch.ones(out_features, 2, dtype=BF16))(torch.stack((first, other), 1))
+        expected = (first.float() + other.float()).bfloat16()
+        assert same_bits(result, expected[:, None].expand(-1, out_features))
+
+
+def test_exponentials_are_right_over_their_whole_range(backend) -> None:
+    """silu(x) = x / (1 + e^-x): for x far below 0 its relative error is that of e^-x."""
+    gate = torch.cat((torch.linspace(-87.9, 200, 2**16 - 16), torch.linspace(-1e-3, 1e-3, 16))).view(64, -1)
+    up = torch.ones_like(gate)
+    result = backend.silu_mul(torch.cat((gate, up), 1)).double()
+    exact = references.silu_mul(torch.cat((gate, up), 1))
+    assert ((result - exact).abs() <= 5e-7 * exact.abs()).all()
+    beyond = torch.linspace(-200, -87, 1024).view(16, -1)  # nothing is left of e^x in float32
+    result = backend.silu_mul(torch.cat((beyond, torch.ones_like(beyond)), 1)).double()
+    assert (result - references.silu_mul(torch.cat((beyond, torch.ones_like(beyond)), 1))).abs().max() < 2e-36
+
+
+def test_silu_hides_neither_nan_nor_infinity(backend, dtype) -> None:
+    edges = [NAN, INF, -INF, 0.0, -0.0, 3e38, -3e38, 88.0, 89.0, -87.0, 1e-40, 1.0]
+    pairs = torch.cartesian_prod(torch.tensor(edges), torch.tensor(edges))
+    pairs = torch.cat((pairs, pairs[: -len(pairs) % 16])).to(dtype)
+    gate_up = torch.cat((pairs[:, 0], pairs[:, 1]))[None]
+    result, expected = backend.silu_mul(gate_up), references.silu_mul(gate_up).to(dtype)
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.isinf(), expected.isinf()) and torch.equal(
+        result[result.isinf()], expected[expected.isinf()]
+    )
+    finite = expected.isfinite()
+    torch.testing.assert_close(result[finite], expected[finite], rtol=1e-2 if dtype == BF16 else 1e-6, atol=1e-35)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("at", [0, 15, 63])
+def test_norms_hide_no_nan_and_spread_none(backend, dtype, bad, at) -> None:
+    x, weight = numbers(dtype, 3, 64), torch.ones(64, dtype=dtype)
+    x[1, at] = bad
+    expected = references.rms_norm(x, weight, 1e-6)
+    for result in (backend.rms_norm(x, weight, 1e-6), backend.add_rms_norm(x, torch.zeros_like(x), weight, 1e-6)[0]):
+        assert torch.equal(result.isnan(), expected.isnan()) and expected[1].isnan().any()
+
+
+def test_rotary_hides_no_nan_and_spreads_none(backend, dtype) -> None:
+    x, angles = numbers(dtype, 3, 2, 64), torch.rand(3, 32)
+    x[1, 1, 7] = x[2, 0, 40] = NAN
+    result = backend.rotary(x, angles.cos(), angles.sin())
+    assert set(map(tuple, result.isnan().nonzero().tolist())) == {(1, 1, 7), (1, 1, 39), (2, 0, 8), (2, 0, 40)}
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1, -0x7FFFFF])
+def test_a_nan_of_any_bits_stays_one(backend, dtype, bits) -> None:
+    """Rounding to bfloat16 adds to the bits, and a carry out of the largest NaN would make it zero."""
+    nan = torch.tensor([bits], dtype=torch.int32).view(FP32)
+    assert nan.isnan()
+    result = backend.rotary(torch.ones(3, 1, 32, dtype=dtype), nan.expand(3, 16), torch.ones(3, 16))
+    assert result.isnan().all()
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def last_block(batch: PagedBatch) -> int:
+    """The block of row 0 that its last token is in, of 16 tokens each."""
+    return int(batch.metadata.block_tables[0, (batch.metadata.seq_lens_host[0] - 1) // 16])
+
+
+@pytest.mark.parametrize("offset", [0, 1, 15])
+@pytest.mark.parametrize("cache", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_wrong_in_a_token_that_is_seen_comes_out(backend, dtype, offset, cache, bad) -> None:
+    batch = paged_batch((6, 2, 64), decodes=[48, 20], dtype=dtype, device=CPU)
+    clean = attend(backend, batch)
+    batch.layer[cache][last_block(batch), offset, 1, 5] = bad
+    result = attend(backend, batch)
+    assert torch.equal(result[1], clean[1]) and torch.equal(result[0, :3], clean[0, :3]), "others do not see it"
+    key, value = (numbers(dtype, 48, 2, 64) for _ in range(2))
+    for position in range(48):
+        block = int(batch.metadata.block_tables[0, position // 16])
+        key[position], value[position] = (kv[block, position % 16] for kv in batch.layer)
+    expected = causal_attention(batch.query[:1], key, value, batch.scale)[0]
+    assert torch.equal(result[0].isnan(), expected.isnan())
+    assert torch.equal(result[0].isinf(), expected.isinf())
+    assert not expected[3:].isfinite().all() or bad == -INF or cache == 0
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 32), (2, 2, 64), (3, 1, 96), (4, 1, 320), (10, 2, 64), (16, 2, 128)], ids=str)
+@pytest.mark.parametrize("page", [1, 16])
+def test_attention_never_depends_on_company_or_threads(backend, dtype, heads, page) -> None:
+    """Few sequences are shared between threads head by head, and many are not: the same bits."""
+    lengths = [1, 15, 16, 17, 31, 32, 33, 0, 130]
+    batch = paged_batch(heads, decodes=lengths, dtype=dtype, device=CPU, page=page)
+    together = attend(backend, batch)
+    assert_close(together, batch.expected, ATTENTION)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(attend(backend, batch), together)
+        for row in range(len(lengths)):
+            assert torch.equal(attend(backend, decode_row(batch, row))[0], together[row])
+
+
+@pytest.mark.parametrize("rising", [True, False])
+def test_the_largest_score_may_come_at_any_time(backend, rising) -> None:
+    """What was summed before a larger score shrinks, to nothing if need be; what comes after it is small."""
+    batch = paged_batch((1, 1, 64), decodes=[200], dtype=FP32, device=CPU)
+    slope = torch.linspace(-1, 1, 200) * (1 if rising else -1)
+    query = torch.zeros(1, 1, 64)
+    query[0, 0, 0] = 1.0
+    for steepness in (1.0, 30.0, 1000.0, 1e6, 1e30):
+        key, value = numbers(FP32, 200, 1, 64), numbers(FP32, 200, 1, 64)
+        key[:, 0, 0] = slope * steepness
+        for position in range(200):
+            block = batch.metadata.block_tables[0, position // 16]
+            for cache, new in zip(batch.layer, (key, value), strict=True):
+                cache[block, position % 16] = new[position]
+        result = backend.attention(query, batch.layer, batch.metadata, 1.0)
+        assert_close(result, causal_attention(query, key, value, 1.0), ATTENTION)
+
+
+def test_values_are_weighted_by_exponentials_from_one_to_nothing(backend) -> None:
+    """Two tokens whose scores differ by d have the weights 1 / (1 + e^-d) and the rest; in float32, d is exact."""
+    batch = paged_batch((1, 1, 32), decodes=[2], dtype=FP32, device=CPU)
+    block = batch.metadata.block_tables[0, 0]
+    batch.layer.key_cache[block, :2] = torch.tensor([[1.0], [0.0]])[:, :, None] * torch.eye(32)[0]
+    batch.layer.value_cache[block, :2] = torch.tensor([[0.0], [1.0]])[:, :, None]
+    for difference in [*torch.linspace(0, 87, 300).tolist(), 88.0, 100.0, 1e4]:
+        query = torch.full((1, 1, 32), difference)
+        weight = attend_once(backend, query, batch)
+        exact = 1 / (1 + query[0, 0, 0].double().exp())
+        assert abs(weight - exact) <= 1e-6 * exact + 2e-38
+
+
+def attend_once(backend: NativeBackend, query: Tensor, batch: PagedBatch) -> float:
+    return backend.attention(query, batch.layer, batch.metadata, 1.0)[0, 0, 0].double().item()
+
+
+# --- attention, many queries ------------------------------------------------------------------------------------------
+
+
+def last_queries(batch: PagedBatch, count: int) -> PagedBatch:
+    """The only prompt of a batch, of which all but so many tokens have had their turn."""
+    (before,) = batch.metadata.query_lens_host
+    (length,) = batch.metadata.seq_lens_host
+    metadata = replace(
+        batch.metadata,
+        query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+        context_lens=torch.tensor([length - count], dtype=torch.int32),
+        query_lens=torch.tensor([count], dtype=torch.int32),
+        num_prefill_tokens=count,
+        max_query_len=count,
+        query_lens_host=(count,),
+    )
+    first = before - count
+    return replace(batch, query=batch.query[first:], metadata=metadata, expected=batch.expected[first:])
+
+
+@pytest.mark.parametrize(
+    "heads", [(1, 1, 32), (3, 1, 96), (4, 1, 320), (10, 2, 64), (16, 2, 128), (97, 1, 32)], ids=str
+)
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_prompt_in_pieces_is_the_prompt_in_one(backend, dtype, heads, page) -> None:
+    """However its tokens are cut into tiles, and whoever computes them: the same bits."""
+    batch = paged_batch(heads, prefills=[(3, 127)], dtype=dtype, device=CPU, page=page)
+    whole = attend(backend, batch)
+    assert_close(whole, batch.expected, ATTENTION)
+    for threads, counts in ((1, (97, 64, 25, 1)), (2, (127, 24))):
+        torch.set_num_threads(threads)
+        for count in counts:
+            assert torch.equal(attend(backend, last_queries(batch, count)), whole[-count:])
+
+
+@pytest.mark.parametrize("new", [2, 64, 65, 96, 97, 193])
+@pytest.mark.parametrize("context", [0, 1, 63, 64])
+def test_tiles_of_a_prompt_may_end_anywhere(backend, dtype, new, context) -> None:
+    prefills = [(context, new), (0, 0), (context + 1, 0), (0, 5)]
+    batch = paged_batch((2, 2, 32), prefills=prefills, decodes=[70, 0], dtype=dtype, device=CPU)
+    result = attend(backend, batch)
+    assert_close(result, batch.expected, ATTENTION)
+    assert torch.equal(
+        result[:new], attend(backend, paged_batch((2, 2, 32), prefills=prefills[:1], dtype=dtype, device=CPU))
+    )
+
+
+@pytest.mark.parametrize("at", [0, 63, 64, 100, 129])
+@pytest.mark.parametrize("cache", [0, 1], ids=["key", "value"])
+def test_a_nan_in_a_prompt_comes_out_from_there_on(backend, dtype, at, cache) -> None:
+    batch = paged_batch((6, 2, 64), prefills=[(0, 130), (10, 20)], decodes=[20], dtype=dtype, device=CPU)
+    clean = attend(backend, batch)
+    batch.layer[cache][batch.metadata.block_tables[0, at // 16], at % 16, 1, 5] = NAN
+    result = attend(backend, batch)
+    assert result[at:130, 3:, 5].isnan().all()
+    assert torch.equal(result[:, :3], clean[:, :3]) and torch.equal(result[130:], clean[130:]), "others do not see it"
+    assert cache == 1 or torch.equal(result[:at], clean[:at]), "and a key is not seen by tokens before it"
+
+
+@pytest.mark.parametrize("rising", [True, False])
+@pytest.mark.parametrize("steepness", [1.0, 30.0, 1e6, 1e30])
+def test_the_largest_score_of_a_prompt_may_come_at_any_time(backend, rising, steepness) -> None:
+    batch = paged_batch((1, 1, 64), prefills=[(0, 200)], dtype=FP32, device=CPU)
+    query, key, value = (numbers(FP32, 200, 1, 64) for _ in range(3))
+    query[:, 0, 0] = 1.0
+    key[:, 0, 0] = torch.linspace(-1, 1, 200) * steepness * (1 if rising else -1)
+    for position in range(200):
+        block = batch.metadata.block_tables[0, position // 16]
+        for cache, new in zip(batch.layer, (key, value), strict=True):
+            cache[block, position % 16] = new[position]
+    result = backend.attention(query, batch.layer, batch.metadata, 0.1)
+    assert_close(result, causal_attention(query, key, value, 0.1), {FP32: 5e-6 if steepness > 100 else 1e-6})
+
+
+# --- rows, views, threads ---------------------------------------------------------------------------------------------
+
+Call = Callable[[NativeBackend, Tensor], Tensor]
+ANGLES = torch.linspace(0, 600, 700 * 32).view(700, 32)
+CALLS: dict[str, Call] = {
+    "rms_norm": lambda backend, x: backend.rms_norm(x[:, 0], x[0, 1], 1e-6),
+    "rms_norm of heads": lambda backend, x: backend.rms_norm(x, x[0], 1e-6),
+    "add_rms_norm": lambda backend, x: torch.stack(backend.add_rms_norm(x[:, 0], x[:, 1].clone(), x[0, 1], 1e-6)),
+    "rotary": lambda backend, x: backend.rotary(x.clone(), ANGLES[: len(x)].cos(), ANGLES[: len(x)].sin()),
+    "silu_mul": lambda backend, x: backend.silu_mul(x[:, 1:].flatten(1)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_never_depend_on_company_or_threads(backend, dtype, name) -> None:
+    """700 rows are enough for threads, and 3 are not."""
+    call, x = CALLS[name], numbers(dtype, 700, 5, 64)
+    whole = call(backend, x)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(call(backend, x), whole)
+        few = call(backend, x[:3])
+        assert torch.equal(few, whole[:, :3] if name == "add_rms_norm" else whole[:3])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_fits_vectors_is_never_left_to_torch(backend, dtype, name, monkeypatch) -> None:
+    for function in ("rms_norm", "add_rms_norm", "rotary", "silu_mul", "attention", "store_kv"):
+        monkeypatch.setattr(TorchBackend, function, lambda *_: pytest.fail("torch was asked"))
+    CALLS[name](backend, numbers(dtype, 3, 5, 64))
+    batch = paged_batch((4, 2, 64), prefills=[(0, 7), (20, 3)], decodes=[40, 0, 1], dtype=dtype, device=CPU)
+    assert_close(attend(backend, batch), batch.expected, ATTENTION)
+    backend.store_kv(batch.query[:, :2], batch.query[:, 2:], batch.layer, torch.arange(len(batch.query)))
+
+
+def layouts(dtype: torch.dtype, *shape: int) -> list[Tensor]:
+    """The same numbers in one piece, as a part of wider rows, and in an order of memory that is no row's."""
+    plain = numbers(dtype, *shape)
+    wide = torch.full((shape[0], *(size + 3 for size in shape[1:])), NAN, dtype=dtype)
+    inner = wide[(slice(None), *(slice(1, size + 1) for size in shape[1:]))]
+    inner.copy_(plain)
+    apart = torch.full((shape[0], shape[1] + 3, *shape[2:]), NAN, dtype=dtype)[:, 1:-2]
+    apart.copy_(plain)
+    return [
+        plain,
+        inner,
+        apart,
+        plain.transpose(0, -1).contiguous().transpose(0, -1),
+        plain.repeat(2, *[1] * (len(shape) - 1))[: shape[0]],
+    ]
+
+
+def test_tensors_may_be_views_of_any_kind(backend, dtype) -> None:
+    heads, weight = layouts(dtype, 4, 6, 64), numbers(dtype, 64)
+    cos, sin = ANGLES[:4].cos(), ANGLES[:4].sin()
+    turned = cos.T.contiguous().T, sin.T.contiguous().T
+    calls: list[Call] = [
+        lambda backend, x: backend.rms_norm(x, weight, 1e-6),
+        lambda backend, x: backend.rms_norm(x[:, 2], weight, 1e-6),
+        lambda backend, x: backend.rotary(x.clone(), cos, sin),
+        lambda backend, x: backend.rotary(x[:, 1:], *turned),
+    ]
+    for call in calls:
+        expected = call(backend, heads[0].clone())
+        for x in heads:
+            keep = x.clone(), x.stride()
+            view = torch.empty_strided(x.shape, x.stride(), dtype=dtype).copy_(x)
+            assert torch.equal(call(backend, view), expected)
+            assert torch.equal(x, keep[0])
+    rows = layouts(dtype, 4, 128)
+    for x in rows:
+        assert torch.equal(backend.silu_mul(x), backend.silu_mul(rows[0]))
+        for residual in rows:
+            ours = backend.add_rms_norm(x, residual.clone(), numbers(dtype, 128) * 0 + 1, 1e-6)
+            theirs = backend.add_rms_norm(rows[0], rows[0].clone(), torch.ones(128, dtype=dtype), 1e-6)
+            assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_queries_keys_and_values_may_be_views_of_any_kind(backend, dtype) -> None:
+    batch = paged_batch((6, 2, 64), decodes=[3, 40, 17, 5], dtype=dtype, device=CPU)
+    expected = attend(backend, batch)
+    prompt = paged_batch((6, 2, 64), prefills=[(2, 4)], dtype=dtype, device=CPU)
+    for query in layouts(dtype, 4, 6, 64):
+        for one, wanted in ((batch, expected), (prompt, attend(backend, prompt))):
+            query.copy_(one.query)
+            assert torch.equal(backend.attention(query, one.layer, one.metadata, one.scale), wanted)
+    slots = torch.tensor([9, 2, 14, 7])
+    for key in layouts(dtype, 4, 2, 64):
+        layer = KVLayer(*torch.full((2, 4, 4, 2, 64), NAN, dtype=dtype))
+        backend.store_kv(key, key.flip(0), layer, slots)
+        for cache, written in zip(layer, (key, key.flip(0)), strict=True):
+            assert torch.equal(cache.view(16, 2, 64)[slots], written)
+            assert cache.isnan().sum() == 12 * 2 * 64
+
+
+def test_rotary_works_in_place_beside_what_it_must_not_touch(backend, dtype) -> None:
+    fused = numbers(dtype, 5, 8, 64)
+    before = fused.clone()
+    angles = torch.rand(5, 32)
+    expected = references.rotary(fused[:, 1:7], angles.cos(), angles.sin())
+    backend.rotary(fused[:, 1:7], angles.cos(), angles.sin())
+    assert_close(fused[:, 1:7], expected, POINTWISE)
+    assert torch.equal(fused[:, [0, 7]], before[:, [0, 7]])
+
+
+# --- any shape --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_batch_equals_float64(oldest: NativeBackend, data: st.DataObject) -> None:
+    backend = data.draw(st.sampled_from([NativeBackend(), oldest]))
+    dtype = data.draw(st.sampled_from([FP32, BF16]))
+    kv_heads, group = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    head_dim = 32 * data.draw(st.integers(1, 8))
+    prefills = data.draw(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 100)), max_size=3))
+    decodes = data.draw(st.lists(st.integers(0, 70), max_size=5))
+    page = data.draw(st.sampled_from([1, 2, 3, 7, 16, 20]))
+    torch.set_num_threads(data.draw(st.integers(1, 2)))
+    heads = kv_heads * group, kv_heads, head_dim
+    batch = paged_batch(heads, prefills=prefills, decodes=decodes, dtype=dtype, device=CPU, page=page)
+    result = attend(backend, batch)
+    assert result.shape == batch.expected.shape
+    if batch.expected.any():
+        assert_close(result, batch.expected, ATTENTION)
+    else:
+        assert not result.any()
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 110),
+    in_features=st.integers(1, 700),
+    out_features=st.integers(1, 140),
+    dtype=st.sampled_from([FP32, BF16]),
+    threads=st.integers(1, 2),
+)
+def test_any_linear_layer_equals_float64(
+    oldest: NativeBackend, rows: int, in_features: int, out_features: int, dtype: torch.dtype, threads: int
+) -> None:
+    torch.manual_seed(rows)
+    torch.set_num_threads(threads)
+    hidden, weight = numbers(dtype, rows, in_features), numbers(dtype, out_features, in_features)
+    exact = product(hidden, weight)
+    rounding = 2e-6 * product(hidden.abs(), weight.abs()) + (exact.abs() / 2**8 if dtype == BF16 else 0)
+    for backend in (NativeBackend(), oldest):
+        assert ((backend.linear(weight)(hidden).double() - exact).abs() <= rounding).all()
