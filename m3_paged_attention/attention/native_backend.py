@@ -3,7 +3,7 @@
 Three things cost torch its time in a decode step, and each has its answer here. Torch has no product that reads KV in
 blocks, so it copies: these kernels read the blocks where they lie. A small model is all calls of a few microseconds: a
 norm is one call here and five there. And a product with few rows is nothing but reading weights: they lie in the order
-in which they are read (`native_kernels.cpp`).
+in which they are read. The C++ is in `native/`.
 
 vLLM: `v1/attention/backends/cpu_attn.py` over `csrc/cpu`; SGLang: `sgl-kernel/csrc/cpu`; llama.cpp's ggml packs weights
 the same way.
@@ -48,6 +48,7 @@ class NativeBackend:
         kernels = self._kernels.get(weight.dtype)
         if kernels is None or weight.shape[1] % 2:
             return PlainLinear(weight, bias)
+        assert bias is None or bias.dtype == weight.dtype
         return NativeLinear(kernels, weight, bias)
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
@@ -56,6 +57,7 @@ class NativeBackend:
         if kernels is None:
             return self._torch.store_kv(key, value, layer, slot_mapping)
         assert layer.key_cache.is_contiguous() and layer.value_cache.is_contiguous()
+        assert slot_mapping.dtype == torch.int64 and slot_mapping.shape[0] == key.shape[0] == value.shape[0]
         key, value = _dense_tokens(key), _dense_tokens(value)
         kernels.store_kv(
             key.data_ptr(),
@@ -92,7 +94,7 @@ class NativeBackend:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""
         kernels, width = self._kernels.get(x.dtype), x.shape[-1]
-        if kernels is None or width % LANES or x.dim() not in (2, 3):
+        if kernels is None or width % LANES or x.dim() not in (2, 3) or weight.dtype != x.dtype:
             return self._torch.rms_norm(x, weight, eps)
         x = _dense_tokens(x)
         y = x.new_empty(x.shape)
@@ -114,7 +116,7 @@ class NativeBackend:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The norm of `x + residual`, and the sum, which `residual` now holds."""
         kernels, (rows, width) = self._kernels.get(x.dtype), x.shape
-        if kernels is None or width % LANES:
+        if kernels is None or width % LANES or weight.dtype != x.dtype:
             return self._torch.add_rms_norm(x, residual, weight, eps)
         x, residual = x.contiguous(), residual.contiguous()
         y = x.new_empty(rows, width)

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("native_kernels.cpp")
+SOURCES = Path(__file__).with_name("native")  # kernels.cpp and what it includes
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 LINK = ("-fopenmp", "-shared", "-fPIC")  # torch brings the same OpenMP library: its threads are ours
 COMPILERS = ("c++", "g++", "clang++")
@@ -40,7 +40,7 @@ SIGNATURES = {
     "rotary": (P, P, P, N, N, N, N, INT),
     "silu_mul": (P, P, N, N, INT),
 }
-"""The functions of native_kernels.cpp and their arguments, in its order."""
+"""The functions of kernels.cpp and their arguments, in its order."""
 PRECISIONS = ("float32", "bfloat16")
 
 
@@ -53,7 +53,8 @@ def load() -> ctypes.CDLL:
     """The compiled kernels. Raises `NativeUnavailable`."""
     compiler = find_compiler()
     identity = hashlib.sha256()
-    for part in (SOURCE.read_bytes(), " ".join((*FLAGS, *LINK)).encode(), _version(compiler), _processor()):
+    sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*"))]
+    for part in (*sources, " ".join((*FLAGS, *LINK)).encode(), _version(compiler), _processor()):
         identity.update(hashlib.sha256(part).digest())
     name = f"native-{identity.hexdigest()[:24]}.so"
     try:
@@ -100,7 +101,7 @@ def build(compiler: str, target: Path, flags: tuple[str, ...] = FLAGS) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target.parent))
     with tempfile.TemporaryDirectory(prefix=DRAFT, dir=target.parent) as directory:
         draft = Path(directory) / target.name
-        command = [compiler, *flags, *LINK, str(SOURCE), "-o", str(draft)]
+        command = [compiler, *flags, *LINK, str(SOURCES / "kernels.cpp"), "-o", str(draft)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
         except subprocess.TimeoutExpired as error:

@@ -133,9 +133,10 @@ def test_whatever_the_result_depends_on_is_in_its_name(
     (before,) = names(cache)
     forget()
     if changed == "source":
-        source = tmp_path / "native_kernels.cpp"
-        source.write_bytes(native_library.SOURCE.read_bytes() + b"\n")
-        monkeypatch.setattr(native_library, "SOURCE", source)
+        sources = shutil.copytree(native_library.SOURCES, tmp_path / "changed")
+        with (sources / "linear.h").open("a") as file:
+            file.write("\n")
+        monkeypatch.setattr(native_library, "SOURCES", sources)
     elif changed == "flags":
         monkeypatch.setattr(native_library, "FLAGS", (*native_library.FLAGS, "-g"))
     elif changed == "version":

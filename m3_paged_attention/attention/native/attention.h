@@ -1,0 +1,305 @@
+// Attention over KV in blocks, read where it lies.
+//
+// One pass over the keys and values of a sequence, 16 tokens at a time, where they lie. Nobody knows the largest score
+// before the end, so the sums are kept relative to the largest so far and scaled down when a larger one comes:
+//
+//     largest' = max(largest, scores)      scale = e^(largest - largest')
+//     total'   = total * scale + sum e^(scores - largest')
+//     output'  = output * scale + sum e^(scores - largest') * values
+//
+// and the result is output / total: the softmax, without a second pass.
+
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+
+namespace {
+
+constexpr long CHUNK = LANES;  // tokens
+constexpr long MAX_HEADS = 4;  // query heads of one KV head that share a key while it is in a register
+
+struct Shape {  // queries of [num_seqs] sequences over [blocks, block_size, kv_heads, head_dim] keys and values
+    long num_seqs, heads, kv_heads, head_dim, block_size;
+    long query_stride;  // elements from the query of one token to that of the next
+    long table_stride;  // the same for block tables
+
+    // Where the keys and values of a token begin.
+    long offset_of(const int32_t* table, long token) const {
+        return (table[token / block_size] * block_size + token % block_size) * kv_heads * head_dim;
+    }
+};
+
+struct Chunk {  // some tokens of a sequence, and where the keys and values of their first head begin
+    long count, at[CHUNK];
+
+    Chunk(const int32_t* table, long token, long length, const Shape& shape) {
+        count = std::max(0L, std::min(CHUNK, length - token));
+        for (long t = 0; t < count; t++) at[t] = shape.offset_of(table, token + t);
+    }
+};
+
+template <class T> struct Head {  // one query head on its way through its sequence
+    const T* query;
+    float* output;  // [head_dim]
+    float largest = -INFINITY, total = 0.0f;
+};
+
+// The largest score, if there is one: where all so far were minus infinity, their weights are zeros and no NaN.
+inline float finite(float largest) { return largest == -INFINITY ? 0.0f : largest; }
+
+// sum + a * b, 32 elements, in 16 lanes
+inline Floats add_products(Floats sum, const float* a, const float* b) {
+    sum += load(a) * load(b);
+    return sum + load(a + LANES) * load(b + LANES);
+}
+inline Floats add_products(Floats sum, const bfloat16* a, const bfloat16* b) {
+#if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)read<__m512i>(a), (__m512bh)read<__m512i>(b));
+#else
+    sum += load(a) * load(b);
+    return sum + load(a + LANES) * load(b + LANES);
+#endif
+}
+
+// --8<-- [start:see]
+// HEADS query heads of one KV head, whose keys and values begin at `first`, see a chunk and have the next one fetched.
+template <class T, int HEADS>
+void see(Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, const Chunk& next, long dim, float scale) {
+    Floats products[HEADS][CHUNK] = {};
+    for (long t = 0; t < chunk.count; t++) {
+        const T* key = keys + chunk.at[t];
+        if (t < next.count) fetch(keys + next.at[t], dim);
+        Floats product[HEADS] = {};
+        for (long i = 0; i < dim; i += 2 * LANES)
+            for (int h = 0; h < HEADS; h++) product[h] = add_products(product[h], heads[h].query + i, key + i);
+        for (int h = 0; h < HEADS; h++) products[h][t] = product[h];
+    }
+    alignas(64) float weights[HEADS][CHUNK];
+    float shrink[HEADS];
+    for (int h = 0; h < HEADS; h++) {
+        float* scores = weights[h];
+        store(scores, sums(products[h]) * scale);
+        float largest = heads[h].largest;
+        for (long t = 0; t < chunk.count; t++) largest = std::max(largest, scores[t]);
+        for (long t = chunk.count; t < CHUNK; t++) scores[t] = -INFINITY;
+        const Floats weight = exp(load(scores) - finite(largest));
+        shrink[h] = exp(all(heads[h].largest - finite(largest)))[0];
+        heads[h].largest = largest;
+        heads[h].total = heads[h].total * shrink[h] + sum(weight);
+        store(weights[h], weight);
+    }
+    for (long t = 0; t < next.count; t++) fetch(values + next.at[t], dim);
+    for (long i = 0; i < dim; i += LANES) {
+        Floats output[HEADS];
+        for (int h = 0; h < HEADS; h++) output[h] = load(heads[h].output + i) * shrink[h];
+        for (long t = 0; t < chunk.count; t++) {
+            const Floats value = load(values + chunk.at[t] + i);
+            for (int h = 0; h < HEADS; h++) output[h] += value * weights[h][t];
+        }
+        for (int h = 0; h < HEADS; h++) store(heads[h].output + i, output[h]);
+    }
+}
+// --8<-- [end:see]
+
+template <class T>
+void see(long num_heads, Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, const Chunk& next,
+         long dim, float scale) {
+    switch (num_heads) {
+        case 1: return see<T, 1>(heads, keys, values, chunk, next, dim, scale);
+        case 2: return see<T, 2>(heads, keys, values, chunk, next, dim, scale);
+        case 3: return see<T, 3>(heads, keys, values, chunk, next, dim, scale);
+        default: return see<T, MAX_HEADS>(heads, keys, values, chunk, next, dim, scale);
+    }
+}
+
+template <class T>
+void attend(const T* query, const T* keys, const T* values, const int32_t* tables, const int32_t* lengths, T* output,
+            const Shape& shape, float scale, int threads) {
+    const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
+    // A thread takes whole tokens, which lie in one piece. Only where sequences are few do threads share a sequence.
+    const long parts = shape.num_seqs >= 2 * threads ? 1 : std::min(shape.kv_heads, (long)threads);
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+    for (long seq = 0; seq < shape.num_seqs; seq++)
+        for (long part = 0; part < parts; part++) {
+            const long first = part * shape.kv_heads / parts, end = (part + 1) * shape.kv_heads / parts;
+            const int32_t* table = tables + seq * shape.table_stride;
+            const long length = lengths[seq], num_heads = (end - first) * group;
+            const T* from = query + seq * shape.query_stride + first * group * dim;
+            T* to = output + (seq * shape.heads + first * group) * dim;
+            std::vector<float> sums(num_heads * dim, 0.0f);
+            std::vector<Head<T>> heads(num_heads);
+            for (long h = 0; h < num_heads; h++) heads[h].query = from + h * dim, heads[h].output = &sums[h * dim];
+            Chunk next(table, 0, length, shape);
+            for (long token = 0; token < length; token += CHUNK) {
+                const Chunk chunk = next;
+                next = Chunk(table, token + CHUNK, length, shape);
+                for (long h = 0; h < num_heads; h += std::min(MAX_HEADS, group - h % group)) {
+                    const long at = (first + h / group) * dim;
+                    see(group - h % group, &heads[h], keys + at, values + at, chunk, next, dim, scale);
+                }
+            }
+            for (long h = 0; h < num_heads; h++)
+                for (long i = 0; i < dim; i += LANES)
+                    store(to + h * dim + i, load(heads[h].output + i) / (length ? heads[h].total : 1.0f));
+        }
+}
+
+// Prompts: many queries, so the products are those of linear layers. 64 tokens at a time, keys and values are copied into
+// panels, and a tile of queries is multiplied with them: scores with the keys, their softmax with the values.
+
+constexpr long TILE_ROWS = 96;  // queries of one KV head that use a copy of keys and values
+
+template <class T> struct Room {  // for some elements, on a cache line's border
+    std::vector<char> memory;
+    T* begin;
+    explicit Room(long size) : memory(size * sizeof(T) + 64) {
+        begin = (T*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    }
+};
+
+// Keys as a panel whose features are tokens: [dim / PAIR][64 tokens][PAIR]. Four bytes move at a time.
+template <class T> void pack_keys(const T* keys, const long* at, long count, long dim, T* panel) {
+    uint32_t* to = (uint32_t*)panel;
+    for (long t = 0; t < PANEL; t++)
+        for (long i = 0; i < dim / PAIR<T>; i++)
+            to[i * PANEL + t] = t < count ? read<uint32_t>(keys + at[t] + i * PAIR<T>) : 0;
+}
+
+// The values of one token, or of two that make pairs; there may be no second.
+inline void interleave(const float* one, const float*, long width, float* to) { std::memcpy(to, one, width * 4); }
+inline void interleave(const bfloat16* one, const bfloat16* two, long width, bfloat16* to) {
+    uint32_t* pairs = (uint32_t*)to;
+    if (two)
+        for (long i = 0; i < width; i++) pairs[i] = one[i].bits | (uint32_t)two[i].bits << 16;
+    else
+        for (long i = 0; i < width; i++) pairs[i] = one[i].bits;
+}
+
+// Values as panels of 64 features: [dim / 64][64 tokens / PAIR][64][PAIR].
+template <class T> void pack_values(const T* values, const long* at, long count, long dim, T* panels) {
+    for (long first = 0; first < dim; first += PANEL) {
+        const long width = std::min(PANEL, dim - first);
+        T* panel = panels + first * PANEL;
+        if (width < PANEL || count < PANEL) std::memset((void*)panel, 0, PANEL * PANEL * sizeof(T));
+        for (long t = 0; t < count; t += PAIR<T>)
+            interleave(values + at[t] + first, t + 1 < count ? values + at[t + 1] + first : nullptr, width,
+                       panel + t * PANEL);
+    }
+}
+
+template <class T> void multiply_all(const T* x, const T* panel, float* sums, long rows, long in) {
+    for (long r = 0; r < rows; r += GROUP)
+        multiply(std::min(GROUP, rows - r), x + r * in, panel, sums + r * PANEL, in, 0, in, panel);
+}
+
+inline float largest_of(Floats v) {
+    float x[LANES];
+    std::memcpy(x, &v, sizeof(x));
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = std::max(x[i], x[i + half]);
+    return x[0];
+}
+
+struct Row {  // one query on its way through its sequence
+    float largest = -INFINITY, total = 0.0f;
+
+    // Scores of 64 tokens, of which it sees `count`, become weights. Returns what earlier sums shrink by.
+    template <class T> float weigh(const float* scores, long count, float scale, T* weights) {
+        const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        Floats seen[VECTORS], most = all(largest);
+        for (long v = 0; v < VECTORS; v++) {
+            const Floats score = load(scores + v * LANES) * scale;
+            seen[v] = pick(lane + (int)(v * LANES) < (int)count, score, all(-INFINITY));
+            most = pick(seen[v] > most, seen[v], most);
+        }
+        const float before = largest;
+        largest = largest_of(most);
+        const float shrink = before == largest ? 1.0f : exp(all(before - finite(largest)))[0];
+        Floats sum_of_weights = {};
+        for (long v = 0; v < VECTORS; v++) {
+            const Floats weight = exp(seen[v] - finite(largest));
+            sum_of_weights += weight;
+            store(weights + v * LANES, weight);
+        }
+        total = total * shrink + sum(sum_of_weights);
+        return shrink;
+    }
+};
+
+// `count` queries from `first` on, of one sequence and one KV head. The last query of the sequence sees all of it.
+template <class T>
+void attend_to_tile(const T* query, const T* keys, const T* values, const int32_t* table, long context, long first,
+                    long count, T* output, const Shape& shape, long kv_head, float scale) {
+    const long dim = shape.head_dim, group = shape.heads / shape.kv_heads, rows = count * group;
+    const long num_panels = (dim + PANEL - 1) / PANEL, length = context + first + count;
+    Room<T> queries(rows * dim), weights(rows * PANEL);
+    Room<T> key_panel(PANEL * dim), value_panels(num_panels * PANEL * PANEL);
+    Room<float> scores(rows * PANEL), outputs(num_panels * rows * PANEL);  // sums of values: [panels][rows][64]
+    std::vector<Row> states(rows);
+    for (long r = 0; r < rows; r++) {
+        const T* from = query + (first + r / group) * shape.query_stride + (kv_head * group + r % group) * dim;
+        std::memcpy((void*)(queries.begin + r * dim), from, dim * sizeof(T));
+    }
+    for (long token = 0; token < length; token += PANEL) {
+        const long num_tokens = std::min(PANEL, length - token);
+        long at[PANEL];
+        for (long t = 0; t < num_tokens; t++) at[t] = shape.offset_of(table, token + t) + kv_head * dim;
+        pack_keys(keys, at, num_tokens, dim, key_panel.begin);
+        pack_values(values, at, num_tokens, dim, value_panels.begin);
+        std::fill_n(scores.begin, rows * PANEL, 0.0f);
+        multiply_all(queries.begin, key_panel.begin, scores.begin, rows, dim);
+        for (long r = 0; r < rows; r++) {
+            const long seen = std::min(num_tokens, context + first + r / group + 1 - token);
+            T* weight = weights.begin + r * PANEL;
+            if (seen <= 0) {
+                std::fill_n(weight, PANEL, T{});
+                continue;
+            }
+            const float shrink = states[r].weigh(scores.begin + r * PANEL, seen, scale, weight);
+            for (long p = 0; shrink != 1.0f && p < num_panels; p++)
+                for (long v = 0; v < VECTORS; v++) {
+                    float* sums = outputs.begin + (p * rows + r) * PANEL + v * LANES;
+                    store(sums, load(sums) * shrink);
+                }
+        }
+        for (long p = 0; p < num_panels; p++) {
+            float* sums = outputs.begin + p * rows * PANEL;
+            multiply_all(weights.begin, value_panels.begin + p * PANEL * PANEL, sums, rows, PANEL);
+        }
+    }
+    for (long r = 0; r < rows; r++)
+        for (long i = 0; i < dim; i += LANES) {
+            const Floats sums = load(outputs.begin + (i / PANEL * rows + r) * PANEL + i % PANEL);
+            T* to = output + ((first + r / group) * shape.heads + kv_head * group + r % group) * dim;
+            store(to + i, sums / states[r].total);
+        }
+}
+
+// Sequences with several new tokens: those of sequence s are starts[s]..starts[s + 1], the last of its lengths[s].
+template <class T>
+void attend_to_prompts(const T* query, const T* keys, const T* values, const int32_t* tables, const int32_t* starts,
+                       const int32_t* lengths, T* output, const Shape& shape, float scale, int threads) {
+    const long group = shape.heads / shape.kv_heads, tile = std::max(1L, TILE_ROWS / group);
+    for (long seq = 0; seq < shape.num_seqs; seq++) {
+        const long start = starts[seq], num_new = starts[seq + 1] - start, num_tiles = (num_new + tile - 1) / tile;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+        for (long t = num_tiles - 1; t >= 0; t--)  // the longest first
+            for (long kv_head = 0; kv_head < shape.kv_heads; kv_head++)
+                attend_to_tile(query + start * shape.query_stride, keys, values, tables + seq * shape.table_stride,
+                               lengths[seq] - num_new, t * tile, std::min(tile, num_new - t * tile),
+                               output + start * shape.heads * shape.head_dim, shape, kv_head, scale);
+    }
+}
+
+template <class T>
+void store_kv(const T* key, const T* value, T* keys, T* values, const int64_t* slots, long tokens, long width,
+              long key_stride, long value_stride) {
+    for (long t = 0; t < tokens; t++) {
+        std::memcpy(keys + slots[t] * width, key + t * key_stride, width * sizeof(T));
+        std::memcpy(values + slots[t] * width, value + t * value_stride, width * sizeof(T));
+    }
+}
+
+}  // namespace

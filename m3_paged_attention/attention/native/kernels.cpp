@@ -1,0 +1,61 @@
+// The kernels of the `native` backend: what a CPU can do with KV in blocks when nobody copies them first.
+//
+// Compiled on the machine that runs them (native_library.py), so there is one source and no table of processors. All
+// arithmetic is in float32. What a row becomes never depends on the rows beside it: a request gets bit for bit the same
+// numbers alone and in a batch.
+//
+//     vectors.h      load, store, sum, exp
+//     linear.h       weights in panels, read once for up to six rows
+//     attention.h    over the blocks of a table: one new token per sequence, then many; the KV store
+//     pointwise.h    norms, rotary, SiLU
+
+#include "attention.h"
+#include "linear.h"
+#include "pointwise.h"
+
+// What Python calls: every function for float32 and bfloat16.
+#define EXPORTS(T, suffix)                                                                                             \
+    void pack_##suffix(const T* weight, T* packed, long in, long out, int threads) {                                   \
+        pack(weight, packed, in, out, threads);                                                                        \
+    }                                                                                                                  \
+    void linear_##suffix(const T* x, const T* packed, const T* bias, T* y, long rows, long in, long out,               \
+                         int threads) {                                                                                \
+        linear(x, packed, bias, y, rows, in, out, threads);                                                            \
+    }                                                                                                                  \
+    void attend_##suffix(const T* query, const T* keys, const T* values, const int32_t* tables,                        \
+                         const int32_t* lengths, T* output, long num_seqs, long heads, long kv_heads, long head_dim,   \
+                         long block_size, long query_stride, long table_stride, float scale, int threads) {            \
+        const Shape shape = {num_seqs, heads, kv_heads, head_dim, block_size, query_stride, table_stride};             \
+        attend(query, keys, values, tables, lengths, output, shape, scale, threads);                                   \
+    }                                                                                                                  \
+    void attend_to_prompts_##suffix(const T* query, const T* keys, const T* values, const int32_t* tables,             \
+                                    const int32_t* starts, const int32_t* lengths, T* output, long num_seqs,           \
+                                    long heads, long kv_heads, long head_dim, long block_size, long query_stride,      \
+                                    long table_stride, float scale, int threads) {                                     \
+        const Shape shape = {num_seqs, heads, kv_heads, head_dim, block_size, query_stride, table_stride};             \
+        attend_to_prompts(query, keys, values, tables, starts, lengths, output, shape, scale, threads);                \
+    }                                                                                                                  \
+    void store_kv_##suffix(const T* key, const T* value, T* keys, T* values, const int64_t* slots, long tokens,        \
+                           long width, long key_stride, long value_stride) {                                           \
+        store_kv(key, value, keys, values, slots, tokens, width, key_stride, value_stride);                            \
+    }                                                                                                                  \
+    void rms_norm_##suffix(const T* x, const T* weight, T* y, long rows, long heads, long width, long stride,          \
+                           int weight_per_head, float eps, int threads) {                                              \
+        rms_norm(x, weight, y, rows, heads, width, stride, weight_per_head, eps, threads);                             \
+    }                                                                                                                  \
+    void add_rms_norm_##suffix(const T* x, T* residual, const T* weight, T* y, long rows, long width, float eps,       \
+                               int threads) {                                                                          \
+        add_rms_norm(x, residual, weight, y, rows, width, eps, threads);                                               \
+    }                                                                                                                  \
+    void rotary_##suffix(T* x, const float* cos, const float* sin, long tokens, long heads, long half, long stride,    \
+                         int threads) {                                                                                \
+        rotary(x, cos, sin, tokens, heads, half, stride, threads);                                                     \
+    }                                                                                                                  \
+    void silu_mul_##suffix(const T* gate_up, T* y, long rows, long width, int threads) {                               \
+        silu_mul(gate_up, y, rows, width, threads);                                                                    \
+    }
+
+extern "C" {
+EXPORTS(float, float32)
+EXPORTS(bfloat16, bfloat16)
+}

@@ -1,0 +1,113 @@
+// Linear layers for few rows: weights in the order in which they are read.
+//
+// Decoding is waiting for weights: each is used once per row, and there are few rows. So they lie in the order in which
+// they are read, in panels of 64 output features:
+//
+//     [out_features / 64][in_features / PAIR][64][PAIR]      PAIR: 1 float or 2 bfloat16, four bytes
+//
+// A group of up to six rows keeps its 6 x 64 sums in registers while a panel streams past. Missing features are zeros.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr long PANEL = 64, VECTORS = PANEL / LANES;
+constexpr long GROUP = 6;          // rows whose sums fit into 32 registers beside a piece of a panel
+constexpr long ROW_BLOCK = 96;     // rows that share a panel while it is in the cache
+constexpr long DEPTH_BLOCK = 512;  // input features of a panel at a time: 64 or 128 KiB, less than a core's own cache
+constexpr long AHEAD = 8192;       // bytes between what is read and what is fetched
+
+template <class T> constexpr long PAIR = 4 / sizeof(T);
+
+inline Floats add_product(Floats sum, const float* weights, const float* x) { return sum + load(weights) * all(*x); }
+inline Floats add_product(Floats sum, const bfloat16* weights, const bfloat16* x) {
+    uint32_t pair = read<uint32_t>(x);
+#if defined(__AVX512BF16__)
+    const __m512bh pairs = (__m512bh)_mm512_set1_epi32((int)pair);
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)read<__m512i>(weights), pairs);
+#else
+    Words words = read<Words>(weights);
+    sum += (Floats)(words << 16) * all(bits_of<float>(pair << 16));
+    return sum + (Floats)(words & 0xffff0000u) * all(bits_of<float>(pair & 0xffff0000u));
+#endif
+}
+
+// sums [ROWS][PANEL] += x [ROWS][from..to] * panel [from..to][PANEL]; `ahead`, from..to, is fetched meanwhile
+template <class T, int ROWS>
+__attribute__((noinline))  // or its sums share registers with whoever calls
+void multiply(const T* x, const T* panel, float* sums, long in, long from, long to, const T* ahead) {
+    Floats s[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) s[r][v] = load(sums + r * PANEL + v * LANES);
+    for (long k = from; k < to; k += PAIR<T>) {
+        for (int v = 0; v < VECTORS; v++) {
+            fetch(ahead + k * PANEL + v * LANES * PAIR<T>, 1);
+            for (int r = 0; r < ROWS; r++)
+                s[r][v] = add_product(s[r][v], panel + k * PANEL + v * LANES * PAIR<T>, x + r * in + k);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(sums + r * PANEL + v * LANES, s[r][v]);
+}
+
+template <class T>
+inline void multiply(long rows, const T* x, const T* panel, float* sums, long in, long from, long to, const T* ahead) {
+    switch (rows) {
+        case 1: return multiply<T, 1>(x, panel, sums, in, from, to, ahead);
+        case 2: return multiply<T, 2>(x, panel, sums, in, from, to, ahead);
+        case 3: return multiply<T, 3>(x, panel, sums, in, from, to, ahead);
+        case 4: return multiply<T, 4>(x, panel, sums, in, from, to, ahead);
+        case 5: return multiply<T, 5>(x, panel, sums, in, from, to, ahead);
+        default: return multiply<T, GROUP>(x, panel, sums, in, from, to, ahead);
+    }
+}
+
+// y [rows][out] = x [rows][in] * weights + bias
+template <class T>
+void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in, long out, int threads) {
+    const long num_panels = (out + PANEL - 1) / PANEL, num_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    for (long block = 0; block < num_blocks; block++)
+        for (long p = 0; p < num_panels; p++) {
+            const long first = block * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - first);
+            const long feature = p * PANEL, width = std::min(PANEL, out - feature);
+            const T *panel = packed + feature * in, *next = p + 1 < num_panels ? panel + PANEL * in : panel;
+            alignas(64) float sums[ROW_BLOCK * PANEL], start[PANEL] = {};
+            if (bias)
+                for (long i = 0; i < width; i++) start[i] = load_one(bias + feature + i);
+            for (long r = 0; r < count; r++) std::memcpy(sums + r * PANEL, start, sizeof(start));
+            const long num_groups = (count + GROUP - 1) / GROUP;
+            for (long from = 0; from < in; from += DEPTH_BLOCK) {
+                const long to = std::min(in, from + DEPTH_BLOCK);
+                for (long g = 0; g < num_groups; g++) {  // of equal size: 8 rows are 4 and 4
+                    const long r = g * count / num_groups, size = (g + 1) * count / num_groups - r;
+                    // The first group waits for memory. While the last one works on what is there, memory is free.
+                    const T* ahead = g > 0 && g + 1 == num_groups ? next : panel + AHEAD / (long)sizeof(T);
+                    multiply(size, x + (first + r) * in, panel, sums + r * PANEL, in, from, to, ahead);
+                }
+            }
+            for (long r = 0; r < count; r++) {
+                T* to = y + (first + r) * out + feature;
+                if (width == PANEL)
+                    for (long v = 0; v < VECTORS; v++) store(to + v * LANES, load(sums + r * PANEL + v * LANES));
+                else
+                    for (long i = 0; i < width; i++) store_one(to + i, sums[r * PANEL + i]);
+            }
+        }
+}
+
+template <class T> void pack(const T* weight, T* packed, long in, long out, int threads) {
+    const long num_panels = (out + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long p = 0; p < num_panels; p++)
+        for (long k = 0; k < in; k += PAIR<T>)
+            for (long i = 0; i < PANEL; i++)
+                for (long j = 0; j < PAIR<T>; j++) {
+                    const long feature = p * PANEL + i;
+                    packed[(p * in + k) * PANEL + i * PAIR<T> + j] = feature < out ? weight[feature * in + k + j] : T{};
+                }
+}
+
+}  // namespace

@@ -1,0 +1,67 @@
+// What lies between the products: norms, rotary positions, SiLU.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr long WORTH_A_THREAD = 1 << 14;  // elements; starting the threads costs as much as a few thousand
+
+// Rows of `heads` heads of `width`; `weight` has a row for every head, or one for all.
+template <class T>
+void rms_norm(const T* x, const T* weight, T* y, long rows, long heads, long width, long stride, bool weight_per_head,
+              float eps, int threads) {
+#pragma omp parallel for if (rows * heads * width > WORTH_A_THREAD) num_threads(threads)
+    for (long r = 0; r < rows; r++)
+        for (long h = 0; h < heads; h++) {
+            const T *from = x + r * stride + h * width, *w = weight + (weight_per_head ? h * width : 0);
+            T* to = y + (r * heads + h) * width;
+            Floats squares = {};
+            for (long i = 0; i < width; i += LANES) squares += load(from + i) * load(from + i);
+            const float scale = 1.0f / std::sqrt(sum(squares) / width + eps);
+            for (long i = 0; i < width; i += LANES) store(to + i, load(from + i) * scale * load(w + i));
+        }
+}
+
+template <class T> void add(const T* x, T* residual, long size) {
+    for (long i = 0; i < size; i += LANES) store(residual + i, load(residual + i) + load(x + i));
+}
+
+template <class T>
+void add_rms_norm(const T* x, T* residual, const T* weight, T* y, long rows, long width, float eps, int threads) {
+#pragma omp parallel for if (rows * width > WORTH_A_THREAD) num_threads(threads)
+    for (long r = 0; r < rows; r++) {
+        add(x + r * width, residual + r * width, width);
+        rms_norm(residual + r * width, weight, y + r * width, 1, 1, width, width, false, eps, 1);
+    }
+}
+
+// In place: pairs (i, i + half) of every head, turned by the angle of their token.
+template <class T>
+void rotary(T* x, const float* cos, const float* sin, long tokens, long heads, long half, long stride, int threads) {
+#pragma omp parallel for if (tokens * heads * half > WORTH_A_THREAD) num_threads(threads)
+    for (long t = 0; t < tokens; t++)
+        for (long h = 0; h < heads; h++) {
+            T *first = x + t * stride + h * 2 * half, *second = first + half;
+            for (long i = 0; i < half; i += LANES) {
+                const Floats a = load(first + i), b = load(second + i);
+                const Floats c = load(cos + t * half + i), s = load(sin + t * half + i);
+                store(first + i, a * c - b * s);
+                store(second + i, b * c + a * s);
+            }
+        }
+}
+
+template <class T> void silu_mul(const T* gate_up, T* y, long rows, long width, int threads) {
+#pragma omp parallel for if (rows * width > WORTH_A_THREAD) num_threads(threads)
+    for (long r = 0; r < rows; r++) {
+        const T *gate = gate_up + r * 2 * width, *up = gate + width;
+        for (long i = 0; i < width; i += LANES) {
+            const Floats g = load(gate + i);
+            store(y + r * width + i, g / (1.0f + exp(-g)) * load(up + i));
+        }
+    }
+}
+
+}  // namespace

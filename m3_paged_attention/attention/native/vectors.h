@@ -1,0 +1,121 @@
+// Sixteen floats at once, and the two precisions in which they lie in memory.
+//
+// The vectors are the compiler's own and become whatever the processor has. The one thing that compilers do not find by
+// themselves is the product of pairs of bfloat16.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+struct bfloat16 { uint16_t bits; };  // the upper half of a float
+
+template <class To, class From> inline To bits_of(From from) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+template <class V> inline V read(const void* from) {
+    V vector;
+    std::memcpy(&vector, from, sizeof(vector));
+    return vector;
+}
+
+inline Floats all(float x) { return x - Floats{}; }
+
+inline Floats load(const float* from) { return read<Floats>(from); }
+inline Floats load(const bfloat16* from) {
+    return (Floats)(__builtin_convertvector(read<Halves>(from), Words) << 16);
+}
+
+inline void store(float* to, Floats v) { std::memcpy(to, &v, sizeof(v)); }
+inline void store(bfloat16* to, Floats v) {  // to the nearest, ties to even; NaN stays NaN
+    Words word = (Words)v;
+    Words is_nan = (Words)((word & 0x7fffffffu) > 0x7f800000u);
+    Words rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+    Halves halves = __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), Halves);
+    std::memcpy(to, &halves, sizeof(halves));
+}
+
+inline float load_one(const float* from) { return *from; }
+inline float load_one(const bfloat16* from) { return bits_of<float>((uint32_t)from->bits << 16); }
+inline void store_one(float* to, float x) { *to = x; }
+inline void store_one(bfloat16* to, float x) {
+    uint32_t word = bits_of<uint32_t>(x);
+    bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
+    to->bits = is_nan ? 0x7fc0 : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+}
+
+inline float sum(Floats v) {  // always in the same order
+    float x[LANES];
+    std::memcpy(x, &v, sizeof(x));
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
+
+// GCC's name and clang's for: lanes of `a` (0 to 15) and `b` (16 to 31) in this order
+#if defined(__clang__)
+#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// The sums of 16 vectors, one in each lane, bit for bit as `sum` gives them. Halves of two vectors are added at once:
+// 16 vectors become 8, then 4, 2 and 1.
+inline Floats sums(const Floats* v) {
+    Floats a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++)
+        a[i] = LANES_OF(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               LANES_OF(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        b[i] = LANES_OF(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               LANES_OF(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        c[i] = LANES_OF(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               LANES_OF(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return LANES_OF(c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           LANES_OF(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+inline Floats pick(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
+
+// e^x within two units in the last place; 0 far below, infinity far above, NaN stays NaN.
+inline Floats exp(Floats x) {
+    Ints too_small = x < -87.0f, too_large = x > 88.0f;
+    Floats inside = pick(too_small | too_large, Floats{}, x);
+    Floats shifted = inside * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the addition rounds to a whole number
+    Floats whole = shifted - 12582912.0f;
+    Floats rest = (inside - whole * 0.693359375f) + whole * 2.12194440e-4f;  // ln 2 in two parts
+    Floats p = all(1.9875691500e-4f);
+    p = p * rest + 1.3981999507e-3f;
+    p = p * rest + 8.3334519073e-3f;
+    p = p * rest + 4.1665795894e-2f;
+    p = p * rest + 1.6666665459e-1f;
+    p = p * rest + 5.0000001201e-1f;
+    p = p * rest * rest + rest + 1.0f;
+    Floats power = (Floats)(((Ints)shifted - 0x4b400000 + 127) << 23);
+    return pick(too_small, Floats{}, pick(too_large, all(INFINITY), p * power));
+}
+
+// Have `size` elements brought into the core's second cache: the first has room for too few requests on their way.
+template <class T> inline void fetch(const T* from, long size) {
+    for (long i = 0; i < size; i += 64 / (long)sizeof(T)) __builtin_prefetch(from + i, 0, 2);
+}
+
+}  // namespace
