@@ -267,6 +267,8 @@ class KVUsage(Event):
     def explain(self) -> str:
         slots = self.num_used * self.block_size
         host = f"; {some(self.num_host_used, 'block')} on the host in use" if self.num_host_used else ""
+        if not self.num_used:
+            return f"0 of {some(self.num_free, 'block')} in use{host}."
         return (
             f"{self.num_used:,} of {some(self.num_used + self.num_free, 'block')} in use, {self.num_shared:,} of them "
             f"shared{host}. They hold {some(self.tokens_held, 'token')} in {some(slots, 'slot')}: "

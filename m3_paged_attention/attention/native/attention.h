@@ -64,7 +64,7 @@ inline Floats add_products(Floats sum, const bfloat16* a, const bfloat16* b) {
 }
 
 // --8<-- [start:see]
-// HEADS query heads of one KV head, whose keys and values begin at `first`, see a chunk and have the next one fetched.
+// HEADS query heads of one KV head see a chunk of its keys and values; the next one is fetched meanwhile.
 template <class T, int HEADS>
 void see(Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, const Chunk& next, long dim, float scale) {
     Floats products[HEADS][CHUNK] = {};
