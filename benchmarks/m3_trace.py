@@ -42,7 +42,7 @@ class Decisions(TraceReader):
 
     def __init__(self) -> None:
         self.text = io.StringIO()
-        self.reader = ConsoleReader(console=Console(file=self.text, width=96, highlight=False))
+        self.reader = ConsoleReader(console=Console(file=self.text, width=84, highlight=False))
 
     def read(self, record: TraceRecord) -> None:
         """Pass on what is the same on every machine."""
