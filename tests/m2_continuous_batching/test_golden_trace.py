@@ -6,16 +6,11 @@ trace is intended, record it again and read the difference before committing it:
     python -m tests.m2_continuous_batching.test_golden_trace
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 from m2_continuous_batching import JsonlReader, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, TraceConfig
-
-GOLDEN = Path(__file__).parent / "golden" / "small_batch.jsonl"
+from tests.support.golden import GoldenTrace
 
 
 def record(path: Path) -> None:
@@ -48,27 +43,15 @@ def record(path: Path) -> None:
             engine.step()
 
 
-def events(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+GOLDEN = GoldenTrace(Path(__file__).parent / "golden" / "small_batch.jsonl", record)
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The events, recorded now."""
-    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
-    record(path)
-    return events(path)
-
-
-def test_the_trace_is_the_stored_one(recorded: list[dict[str, Any]]) -> None:
-    stored = events(GOLDEN)
-    for number, (event, wanted) in enumerate(zip(recorded, stored, strict=False), start=1):
-        assert event == wanted, f"event {number}"
-    assert len(recorded) == len(stored)
+def test_the_trace_is_the_stored_one(tmp_path: Path) -> None:
+    GOLDEN.check(tmp_path / "trace.jsonl")
 
 
 def test_the_stored_trace_shows_every_kind_of_decision() -> None:
-    stored = events(GOLDEN)
+    stored = GOLDEN.stored()
     assert {event["event"] for event in stored} >= {
         "engine_started",
         "request_added",
@@ -97,14 +80,7 @@ def test_the_stored_trace_shows_every_kind_of_decision() -> None:
 
 def test_the_stored_batches_add_up() -> None:
     """Tokens of a batch, of its forwards, of the step: three ways to count the same."""
-    steps: dict[int, dict[str, Any]] = {}
-    for event in events(GOLDEN):
-        step = steps.setdefault(event["step"], {"forward": [], "admit": []})
-        if event["event"] in ("forward", "admit"):
-            step[event["event"]].append(event)
-        else:
-            step[event["event"]] = event
-    for step in steps.values():
+    for step in GOLDEN.steps("forward", "admit"):
         if "batch" not in step:
             continue
         batch, usage, done = step["batch"], step["kv_usage"], step["step_done"]
@@ -119,21 +95,8 @@ def test_the_stored_batches_add_up() -> None:
 
 
 def test_the_stored_trace_holds_nothing_that_another_machine_would_compute_otherwise() -> None:
-    for event in events(GOLDEN):
-        assert "time" not in event
-        for name, value in event.items():
-            # The one float is a function of seed and position in integer arithmetic.
-            assert name == "uniform" or not holds_float(value), f"{event['event']}.{name}"
-
-
-def holds_float(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(holds_float(entry) for entry in value)
-    return isinstance(value, float)
+    GOLDEN.check_portable()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    GOLDEN.parent.mkdir(exist_ok=True)
-    record(GOLDEN)
-    print(f"{len(events(GOLDEN))} events written to {GOLDEN}")
+    GOLDEN.record_again()

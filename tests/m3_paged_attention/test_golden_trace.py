@@ -6,12 +6,8 @@ trace is intended, record it again and read the difference before committing it:
     python -m tests.m3_paged_attention.test_golden_trace
 """
 
-import json
 from pathlib import Path
 from typing import Any
-
-import pytest
-import torch
 
 from m3_paged_attention import (
     CacheConfig,
@@ -22,8 +18,7 @@ from m3_paged_attention import (
     SchedulerConfig,
     TraceConfig,
 )
-
-GOLDEN = Path(__file__).parent / "golden" / "little_memory.jsonl"
+from tests.support.golden import GoldenTrace
 
 
 def record(path: Path) -> None:
@@ -62,27 +57,15 @@ def record(path: Path) -> None:
             number += 1
 
 
-def events(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+GOLDEN = GoldenTrace(Path(__file__).parent / "golden" / "little_memory.jsonl", record)
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The events, recorded now."""
-    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
-    record(path)
-    return events(path)
-
-
-def test_the_trace_is_the_stored_one(recorded: list[dict[str, Any]]) -> None:
-    stored = events(GOLDEN)
-    for number, (event, wanted) in enumerate(zip(recorded, stored, strict=False), start=1):
-        assert event == wanted, f"event {number}"
-    assert len(recorded) == len(stored)
+def test_the_trace_is_the_stored_one(tmp_path: Path) -> None:
+    GOLDEN.check(tmp_path / "trace.jsonl")
 
 
 def test_the_stored_trace_shows_every_kind_of_decision() -> None:
-    stored = events(GOLDEN)
+    stored = GOLDEN.stored()
     assert {event["event"] for event in stored} >= {
         *(
             "engine_started",
@@ -109,14 +92,7 @@ def test_the_stored_trace_shows_every_kind_of_decision() -> None:
 
 def test_the_stored_steps_add_up() -> None:
     """Tokens of a batch and of its step; blocks of the pool; who is admitted and who joins."""
-    steps: dict[int, dict[str, Any]] = {}
-    for event in events(GOLDEN):
-        step = steps.setdefault(event["step"], {"admit": []})
-        if event["event"] == "admit":
-            step["admit"].append(event)
-        else:
-            step[event["event"]] = event
-    for step in steps.values():
+    for step in GOLDEN.steps("admit"):
         if "kv_usage" in step:
             usage = step["kv_usage"]
             assert usage["num_used"] + usage["num_free"] == 14
@@ -132,21 +108,8 @@ def test_the_stored_steps_add_up() -> None:
 
 
 def test_the_stored_trace_holds_nothing_that_another_machine_would_compute_otherwise() -> None:
-    for event in events(GOLDEN):
-        assert "time" not in event
-        for name, value in event.items():
-            # The one float is a function of seed and position in integer arithmetic.
-            assert name == "uniform" or not holds_float(value), f"{event['event']}.{name}"
-
-
-def holds_float(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(holds_float(entry) for entry in value)
-    return isinstance(value, float)
+    GOLDEN.check_portable()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    GOLDEN.parent.mkdir(exist_ok=True)
-    record(GOLDEN)
-    print(f"{len(events(GOLDEN))} events written to {GOLDEN}")
+    GOLDEN.record_again()

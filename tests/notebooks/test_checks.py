@@ -1,4 +1,4 @@
-"""The graders of m1: folded solutions pass, typical wrong answers fail with a hint that names the mistake."""
+"""The graders of m1: typical wrong answers fail with a hint that names the mistake. Right ones: `test_lessons.py`."""
 
 import re
 from collections import deque
@@ -14,53 +14,13 @@ from m1_single_request.model_loader import head_dim
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler
 from m1_single_request.stop_checker import held_back
-from notebooks.checks import GRADERS, check, listing
-from tests.notebooks.lessons import Lesson
+from notebooks.checks import check, listing
+from tests.notebooks.exercises import M1, assert_refused, open_exercise
 
-LESSON = Lesson("m1_single_request")
-ANSWERS = {
-    "m1.off_by_one": "OffByOne",
-    "m1.detokenizer": "HastyDetokenizer",
-    "m1.output_processor": "HastyOutput",
-    "m1.kv_bytes": "kv_bytes",
-    "m1.top_p_filter": "top_p_filter",
-    "m1.held_back": "held_back",
-    "m1.shortest_first": "ShortestFirst",
-}
-
-
-# --- solutions --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exercise", ANSWERS)
-def test_the_folded_solution_of_every_exercise_passes(exercise):
-    verdict = check(exercise, LESSON.folded_solutions()[ANSWERS[exercise]])
-    assert verdict, verdict
-
-
-def test_every_exercise_is_checked_in_the_notebook_with_the_name_that_its_solution_has():
-    assert LESSON.checked() == ANSWERS
-    assert set(ANSWERS) == {name for name in GRADERS if name.startswith("m1.")}
-
-
-def test_the_engines_own_code_passes_where_it_is_the_reference():
-    assert check("m1.off_by_one", Scheduler)
-    assert check("m1.detokenizer", IncrementalDetokenizer)
-    assert check("m1.output_processor", OutputProcessor)
+LESSON = M1.lesson
 
 
 # --- wrong answers ----------------------------------------------------------------------------------------------------
-
-
-def open_exercise(*_):
-    raise NotImplementedError
-
-
-@pytest.mark.parametrize("exercise", ANSWERS)
-def test_an_open_exercise_is_a_verdict_and_not_an_exception(exercise):
-    verdict = check(exercise, open_exercise)
-    assert not verdict
-    assert verdict.message
 
 
 def test_an_exercise_where_nothing_is_written_says_so():
@@ -95,15 +55,16 @@ WRONG_KV_BYTES = {
 
 @pytest.mark.parametrize("hint", WRONG_KV_BYTES)
 def test_a_wrong_size_of_the_kv_is_met_with_the_factor_that_is_missing(hint):
-    verdict = check("m1.kv_bytes", WRONG_KV_BYTES[hint])
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m1.kv_bytes", WRONG_KV_BYTES[hint], hint)
 
 
 def test_two_mistakes_in_the_size_of_the_kv_are_both_named():
-    verdict = check("m1.kv_bytes", lambda c, n, b: layers_times(c, c.num_attention_heads, head_dim(c)) // 2 * n * b)
-    assert not verdict
-    assert "two tensors" in verdict.message and "Only the KV heads" in verdict.message
+    assert_refused(
+        "m1.kv_bytes",
+        lambda c, n, b: layers_times(c, c.num_attention_heads, head_dim(c)) // 2 * n * b,
+        "two tensors",
+        "Only the KV heads",
+    )
 
 
 def drops_the_token_that_reaches_p(probs, p):
@@ -156,9 +117,7 @@ WRONG_TOP_P = [
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_TOP_P)
 def test_a_wrong_top_p_is_met_with_a_hint(answer, hint):
-    verdict = check("m1.top_p_filter", answer)
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m1.top_p_filter", answer, hint)
 
 
 def finds_the_shortest_first(text, stops):
@@ -190,9 +149,7 @@ WRONG_HELD_BACK = [
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_HELD_BACK)
 def test_wrongly_held_text_is_met_with_what_would_happen(answer, hint):
-    verdict = check("m1.held_back", answer)
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m1.held_back", answer, hint)
 
 
 def queue_sorted_by(key):
@@ -247,9 +204,7 @@ WRONG_POLICIES = [
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_POLICIES)
 def test_a_wrong_policy_is_met_with_what_it_does(answer, hint):
-    verdict = check("m1.shortest_first", answer)
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m1.shortest_first", answer, hint)
 
 
 # --- the labs ---------------------------------------------------------------------------------------------------------
@@ -260,11 +215,10 @@ def defined_in_the_notebook(name: str) -> object:
 
 
 def test_the_planted_position_bug_is_caught_by_the_books():
-    verdict = check("m1.off_by_one", defined_in_the_notebook("OffByOne"))
-    assert not verdict
-    assert (
-        "check_invariants() fails after step 1: a decoding request has KV for all tokens but the newest"
-        in verdict.message
+    assert_refused(
+        "m1.off_by_one",
+        defined_in_the_notebook("OffByOne"),
+        "check_invariants() fails after step 1: a decoding request has KV for all tokens but the newest",
     )
 
 
@@ -276,15 +230,13 @@ def test_a_count_of_computed_tokens_that_stands_still_is_caught():
                 request.sequence.data.num_computed_tokens = request.sequence.get_prompt_len()
             return changed
 
-    verdict = check("m1.off_by_one", StandsStill)
-    assert not verdict
-    assert "check_invariants() fails after step 2" in verdict.message
+    assert_refused("m1.off_by_one", StandsStill, "check_invariants() fails after step 2")
 
 
 def test_the_planted_detokenizer_bug_is_caught_at_the_first_half_character():
-    verdict = check("m1.detokenizer", defined_in_the_notebook("HastyDetokenizer"))
-    assert not verdict
-    assert "is shown, which is not how it goes on" in verdict.message
+    assert_refused(
+        "m1.detokenizer", defined_in_the_notebook("HastyDetokenizer"), "is shown, which is not how it goes on"
+    )
 
 
 def variant(**methods):
@@ -334,15 +286,11 @@ WRONG_DETOKENIZERS = [
 
 @pytest.mark.parametrize(("methods", "hint"), WRONG_DETOKENIZERS)
 def test_a_half_repaired_detokenizer_is_met_with_a_hint(methods, hint):
-    verdict = check("m1.detokenizer", variant(**methods))
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m1.detokenizer", variant(**methods), hint)
 
 
 def test_the_planted_output_processor_is_caught_when_it_takes_text_back():
-    verdict = check("m1.output_processor", defined_in_the_notebook("HastyOutput"))
-    assert not verdict
-    assert "and then took it back" in verdict.message
+    assert_refused("m1.output_processor", defined_in_the_notebook("HastyOutput"), "and then took it back")
 
 
 def showing(visible_text):
@@ -397,9 +345,7 @@ WRONG_OUTPUT_PROCESSORS = [
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_OUTPUT_PROCESSORS)
 def test_a_half_repaired_output_processor_is_met_with_a_hint(answer, hint):
-    verdict = check("m1.output_processor", answer)
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m1.output_processor", answer, hint)
 
 
 # --- the notebook and the page ----------------------------------------------------------------------------------------
@@ -409,16 +355,6 @@ def test_a_listing_is_the_source_of_the_package_in_text_and_colours():
     shown = listing(Scheduler.schedule)
     assert repr(shown).startswith("m1_single_request/scheduler.py: Scheduler.schedule\ndef schedule(self)")
     assert "<span" in shown._repr_html_() and "monokai" not in shown._repr_html_()
-
-
-def test_the_notebook_is_stored_as_it_ran_from_top_to_bottom_without_errors_or_machine_paths():
-    LESSON.assert_stored_as_it_ran()
-
-
-def test_the_stored_outputs_come_from_the_checkpoint_that_ships():
-    question, stored = LESSON.first_answer()
-    with LLMEngine() as engine:
-        assert stored == engine.chat([{"role": "user", "content": question}]).text
 
 
 def test_the_trace_on_the_page_is_what_the_engine_says_today():

@@ -1,58 +1,18 @@
-"""The graders of m2: folded solutions pass, typical wrong answers fail with a hint that names the mistake."""
+"""The graders of m2: typical wrong answers fail with a hint that names the mistake. Right ones: `test_lessons.py`."""
 
 import pytest
 
-from benchmarks import RESULTS
-from benchmarks.m2_trace import REQUESTS, traced_steps
-from m2_continuous_batching import LLMEngine
-from m2_continuous_batching.kv_manager import SlotManager
+from benchmarks.m2_trace import REQUESTS
 from m2_continuous_batching.request_queue import FCFSRequestQueue
 from m2_continuous_batching.scheduler import Scheduler
 from m2_continuous_batching.step_plan import StepPlan
-from notebooks.checks import GRADERS
 from notebooks.checks_m2 import check
-from tests.notebooks.lessons import Lesson
+from tests.notebooks.exercises import M2, assert_refused
 
-LESSON = Lesson("m2_continuous_batching")
-ANSWERS = {
-    "m2.starved_decode": "PromptsFirst",
-    "m2.admit": "admit",
-    "m2.padding": "padding",
-    "m2.slot_manager": "Slots",
-    "m2.shortest_first": "ShortestPromptFirst",
-}
-
-# --- solutions --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exercise", ANSWERS)
-def test_the_folded_solution_of_every_exercise_passes(exercise):
-    verdict = check(exercise, LESSON.folded_solutions()[ANSWERS[exercise]])
-    assert verdict, verdict
-
-
-def test_every_exercise_is_checked_in_the_notebook_with_the_name_that_its_solution_has():
-    assert LESSON.checked() == ANSWERS
-    assert set(ANSWERS) == {name for name in GRADERS if name.startswith("m2.")}
-
-
-def test_the_engines_own_code_passes_where_it_is_the_reference():
-    assert check("m2.slot_manager", SlotManager)
-    assert check("m2.starved_decode", Scheduler)
+LESSON = M2.lesson
 
 
 # --- wrong answers ----------------------------------------------------------------------------------------------------
-
-
-def open_exercise(*_, **__):
-    raise NotImplementedError
-
-
-@pytest.mark.parametrize("exercise", ANSWERS)
-def test_an_open_exercise_is_a_verdict_and_not_an_exception(exercise):
-    verdict = check(exercise, open_exercise)
-    assert not verdict
-    assert verdict.message
 
 
 def admission(*, overtakes=False, may_fill=True, counts_running=True, decodes_first=False, shares_budget=True):
@@ -91,9 +51,7 @@ def test_the_admission_that_the_wrong_ones_vary_is_right():
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_ADMISSIONS)
 def test_a_wrong_admission_is_met_with_what_it_overlooks(answer, hint):
-    verdict = check("m2.admit", answer)
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m2.admit", answer, hint)
 
 
 def padded(*, prefill=True, decode=True, first=0, copies_when_few=True):
@@ -128,9 +86,7 @@ def test_the_padding_that_the_wrong_ones_vary_is_right():
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_PADDING)
 def test_a_wrong_count_of_padding_is_met_with_what_it_overlooks(answer, hint):
-    verdict = check("m2.padding", answer)
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m2.padding", answer, hint)
 
 
 def slots(**methods):
@@ -186,9 +142,7 @@ WRONG_SLOTS = [
 
 @pytest.mark.parametrize(("methods", "hint"), WRONG_SLOTS)
 def test_a_wrong_slot_manager_is_met_with_a_hint(methods, hint):
-    verdict = check("m2.slot_manager", slots(**methods))
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m2.slot_manager", slots(**methods), hint)
 
 
 def test_a_slot_manager_that_is_right_alone_is_also_tried_in_an_engine():
@@ -196,9 +150,7 @@ def test_a_slot_manager_that_is_right_alone_is_also_tried_in_an_engine():
         if request_id != "req-5":
             self.slots.pop(request_id, None)
 
-    verdict = check("m2.slot_manager", slots(release=forget_the_sixth))
-    assert not verdict
-    assert "check_invariants() fails after step" in verdict.message
+    assert_refused("m2.slot_manager", slots(release=forget_the_sixth), "check_invariants() fails after step")
 
 
 def queue_with(add_request):
@@ -237,9 +189,7 @@ WRONG_QUEUES = [
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_QUEUES)
 def test_a_wrong_order_of_the_queue_is_met_with_what_it_does(answer, hint):
-    verdict = check("m2.shortest_first", answer)
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m2.shortest_first", answer, hint)
 
 
 # --- the lab ----------------------------------------------------------------------------------------------------------
@@ -302,16 +252,14 @@ WRONG_SCHEDULERS = [
 
 @pytest.mark.parametrize(("decide", "hint"), WRONG_SCHEDULERS)
 def test_a_half_repaired_scheduler_is_met_with_whom_it_starves(decide, hint):
-    verdict = check("m2.starved_decode", scheduling(decide))
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m2.starved_decode", scheduling(decide), hint)
 
 
 def test_the_planted_scheduler_is_caught_when_it_starves_a_writer():
     planted = LESSON.defined("PromptsFirst", {"Scheduler": Scheduler, "StepPlan": StepPlan})
-    verdict = check("m2.starved_decode", planted)
-    assert not verdict
-    assert "'second' got a token in step 1, and the next one in step 25. It starves." in verdict.message
+    assert_refused(
+        "m2.starved_decode", planted, "'second' got a token in step 1, and the next one in step 25. It starves."
+    )
 
 
 def test_another_rule_that_starves_nobody_passes():
@@ -327,20 +275,6 @@ def test_another_rule_that_starves_nobody_passes():
 
 
 # --- the notebook and the page ----------------------------------------------------------------------------------------
-
-
-def test_the_notebook_is_stored_as_it_ran_from_top_to_bottom_without_errors_or_machine_paths():
-    LESSON.assert_stored_as_it_ran()
-
-
-def test_the_stored_outputs_come_from_the_checkpoint_that_ships():
-    question, stored = LESSON.first_answer()
-    with LLMEngine() as engine:
-        assert stored == engine.chat([{"role": "user", "content": question}]).text
-
-
-def test_the_trace_on_the_page_is_what_the_engine_says_today():
-    assert (RESULTS / "m2_continuous_batching_trace.txt").read_text(encoding="utf-8") == traced_steps()
 
 
 def test_the_notebook_traces_the_requests_of_the_page():

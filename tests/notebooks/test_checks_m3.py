@@ -1,56 +1,18 @@
-"""The graders of m3: folded solutions pass, typical wrong answers fail with a hint that names the mistake."""
+"""The graders of m3: typical wrong answers fail with a hint that names the mistake. Right ones: `test_lessons.py`."""
 
 import pytest
 import torch
 
-from benchmarks import RESULTS
-from benchmarks.m3_trace import REQUESTS, traced_steps
-from m3_paged_attention import LLMEngine
+from benchmarks.m3_trace import REQUESTS
 from m3_paged_attention.block_pool import BlockPool
 from m3_paged_attention.preemption import FewestOutputsFirst
-from notebooks.checks import GRADERS
 from notebooks.checks_m3 import check
-from tests.notebooks.lessons import Lesson
+from tests.notebooks.exercises import M3, assert_refused
 
-LESSON = Lesson("m3_paged_attention")
-ANSWERS = {
-    "m3.freed_block": "FreesByToken",
-    "m3.slots": "slots",
-    "m3.join": "join",
-    "m3.shared_blocks": "SharedBlocks",
-    "m3.newest_first": "NewestFirst",
-}
-
-# --- solutions --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exercise", ANSWERS)
-def test_the_folded_solution_of_every_exercise_passes(exercise):
-    verdict = check(exercise, LESSON.folded_solutions()[ANSWERS[exercise]])
-    assert verdict, verdict
-
-
-def test_every_exercise_is_checked_in_the_notebook_with_the_name_that_its_solution_has():
-    assert LESSON.checked() == ANSWERS
-    assert set(ANSWERS) == {name for name in GRADERS if name.startswith("m3.")}
-
-
-def test_the_engines_own_code_passes_where_it_is_the_reference():
-    assert check("m3.freed_block", BlockPool)
+LESSON = M3.lesson
 
 
 # --- wrong answers ----------------------------------------------------------------------------------------------------
-
-
-def open_exercise(*_, **__):
-    raise NotImplementedError
-
-
-@pytest.mark.parametrize("exercise", ANSWERS)
-def test_an_open_exercise_is_a_verdict_and_not_an_exception(exercise):
-    verdict = check(exercise, open_exercise)
-    assert not verdict
-    assert verdict.message
 
 
 def slots_by(place, first=None):
@@ -76,9 +38,7 @@ WRONG_SLOTS = [
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_SLOTS)
 def test_a_wrong_place_of_a_token_is_met_with_what_it_overlooks(answer, hint):
-    verdict = check("m3.slots", answer)
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m3.slots", answer, hint)
 
 
 def joined_with(*, weigh=torch.exp, safe=True, masked=True, guarded=True):
@@ -117,9 +77,7 @@ def test_the_join_that_the_wrong_ones_vary_is_right():
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_JOINS)
 def test_a_wrong_join_is_met_with_what_goes_wrong(answer, hint):
-    verdict = check("m3.join", answer)
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m3.join", answer, hint)
 
 
 def blocks(**methods):
@@ -191,9 +149,7 @@ WRONG_BLOCKS = [
 
 @pytest.mark.parametrize(("methods", "hint"), WRONG_BLOCKS)
 def test_a_wrong_block_manager_is_met_with_a_hint(methods, hint):
-    verdict = check("m3.shared_blocks", blocks(**methods))
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m3.shared_blocks", blocks(**methods), hint)
 
 
 def test_a_block_manager_that_is_right_by_hand_is_also_tried_at_random():
@@ -224,18 +180,18 @@ WRONG_POLICIES = [
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_POLICIES)
 def test_a_wrong_victim_is_met_with_whom_it_takes(answer, hint):
-    verdict = check("m3.newest_first", answer)
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m3.newest_first", answer, hint)
 
 
 # --- the lab ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_planted_pool_is_caught_by_the_books_when_a_shared_block_is_freed():
-    verdict = check("m3.freed_block", LESSON.defined("FreesByToken", {"BlockPool": BlockPool}))
-    assert not verdict
-    assert "check_invariants() fails after step 2: counted" in verdict.message
+    assert_refused(
+        "m3.freed_block",
+        LESSON.defined("FreesByToken", {"BlockPool": BlockPool}),
+        "check_invariants() fails after step 2: counted",
+    )
 
 
 def pool(free):
@@ -276,26 +232,10 @@ WRONG_POOLS = [
 
 @pytest.mark.parametrize(("free", "hint"), WRONG_POOLS)
 def test_a_half_repaired_pool_is_met_with_what_it_does(free, hint):
-    verdict = check("m3.freed_block", pool(free))
-    assert not verdict
-    assert hint in verdict.message
+    assert_refused("m3.freed_block", pool(free), hint)
 
 
 # --- the notebook and the page ----------------------------------------------------------------------------------------
-
-
-def test_the_notebook_is_stored_as_it_ran_from_top_to_bottom_without_errors_or_machine_paths():
-    LESSON.assert_stored_as_it_ran()
-
-
-def test_the_stored_outputs_come_from_the_checkpoint_that_ships():
-    question, stored = LESSON.first_answer()
-    with LLMEngine() as engine:
-        assert stored == engine.chat([{"role": "user", "content": question}]).text
-
-
-def test_the_trace_on_the_page_is_what_the_engine_says_today():
-    assert (RESULTS / "m3_paged_attention_trace.txt").read_text(encoding="utf-8") == traced_steps()
 
 
 def test_the_notebook_traces_the_requests_of_the_page():

@@ -1,0 +1,38 @@
+"""The events of every milestone, with an example of each: what the tests beside this file hold to one contract.
+
+A new milestone joins by being there. Its events stand in modules whose names end with `events`, its examples in the
+table `EXAMPLES` of `tests/<milestone>/event_examples.py`, each with words that its sentences must hold.
+"""
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from m1_single_request.trace_event import Event
+
+ROOT = Path(__file__).parents[2]
+MILESTONES = sorted(path.parent.name for path in ROOT.glob("m[1-6]_*/__init__.py"))
+
+
+def event_modules(milestone: str) -> list[ModuleType]:
+    """All modules of a milestone that hold events."""
+    paths = sorted((ROOT / milestone).glob("*events.py"))
+    return [importlib.import_module(f"{milestone}.{path.stem}") for path in paths]
+
+
+def event_classes(milestone: str) -> list[type[Event]]:
+    """All events that a milestone defines itself."""
+    return [
+        value
+        for module in event_modules(milestone)
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Event) and value.__module__ == module.__name__
+    ]
+
+
+def examples(milestone: str) -> Mapping[Event, Sequence[str]]:
+    """Events of a milestone, each with words that its sentences must hold."""
+    table: Mapping[Event, Sequence[str]] = importlib.import_module(f"tests.{milestone}.event_examples").EXAMPLES
+    return table

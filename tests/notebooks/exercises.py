@@ -1,0 +1,109 @@
+"""The exercises of every notebook: which there are, how their answers are named, and which code of the package passes.
+
+A new milestone joins by adding its `Exercises` to `TAUGHT`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import m1_single_request
+import m2_continuous_batching
+import m3_paged_attention
+from benchmarks import m2_trace, m3_trace
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.output_processor import OutputProcessor
+from m1_single_request.scheduler import Scheduler as SchedulerOfM1
+from m2_continuous_batching.kv_manager import SlotManager
+from m2_continuous_batching.scheduler import Scheduler as SchedulerOfM2
+from m3_paged_attention.block_pool import BlockPool
+from notebooks import checks, checks_m2, checks_m3
+from tests.notebooks.lessons import Lesson
+
+
+@dataclass(frozen=True)
+class Exercises:
+    """What is to be answered in the notebook of one milestone."""
+
+    package: ModuleType
+    check: Callable[[str, Any], Any]
+    """As the notebook imports it."""
+    answers: Mapping[str, str]
+    """The exercises, each with the name of its answer."""
+    own_code: Mapping[str, object]
+    """Code of the package that is right where an exercise asks for the same."""
+    traced_steps: Callable[[], str] | None = None
+    """What the page of the milestone shows of a trace, where every machine writes the same."""
+    lesson: Lesson = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lesson", Lesson(str(self)))
+
+    def __str__(self) -> str:
+        return self.package.__name__
+
+    @property
+    def prefix(self) -> str:
+        """How the names of its exercises begin: `m2.`."""
+        return str(self).partition("_")[0] + "."
+
+
+M1 = Exercises(
+    m1_single_request,
+    checks.check,
+    {
+        "m1.off_by_one": "OffByOne",
+        "m1.detokenizer": "HastyDetokenizer",
+        "m1.output_processor": "HastyOutput",
+        "m1.kv_bytes": "kv_bytes",
+        "m1.top_p_filter": "top_p_filter",
+        "m1.held_back": "held_back",
+        "m1.shortest_first": "ShortestFirst",
+    },
+    {
+        "m1.off_by_one": SchedulerOfM1,
+        "m1.detokenizer": IncrementalDetokenizer,
+        "m1.output_processor": OutputProcessor,
+    },
+)
+M2 = Exercises(
+    m2_continuous_batching,
+    checks_m2.check,
+    {
+        "m2.starved_decode": "PromptsFirst",
+        "m2.admit": "admit",
+        "m2.padding": "padding",
+        "m2.slot_manager": "Slots",
+        "m2.shortest_first": "ShortestPromptFirst",
+    },
+    {"m2.slot_manager": SlotManager, "m2.starved_decode": SchedulerOfM2},
+    m2_trace.traced_steps,
+)
+M3 = Exercises(
+    m3_paged_attention,
+    checks_m3.check,
+    {
+        "m3.freed_block": "FreesByToken",
+        "m3.slots": "slots",
+        "m3.join": "join",
+        "m3.shared_blocks": "SharedBlocks",
+        "m3.newest_first": "NewestFirst",
+    },
+    {"m3.freed_block": BlockPool},
+    m3_trace.traced_steps,
+)
+TAUGHT = [M1, M2, M3]
+
+
+def open_exercise(*_: object, **__: object) -> None:
+    """An exercise as the notebook hands it out."""
+    raise NotImplementedError
+
+
+def assert_refused(exercise: str, answer: object, *hints: str) -> None:
+    """Fail unless the grader refuses an answer, with these words among its own."""
+    verdict = checks.check(exercise, answer)
+    assert not verdict, f"{exercise} accepts it: {verdict}"
+    for hint in hints:
+        assert hint in verdict.message, f"{hint!r} is not in {verdict.message!r}"
