@@ -131,6 +131,16 @@ class EngineCoreBase(ABC):
             kv_bytes=kv_tokens * self._kv_holder.kv_bytes_per_token,
         )
 
+    def flush_cache(self) -> bool:
+        """Forget the KV that no request needs any more. False, and nothing is forgotten, while requests are unfinished.
+
+        Here nothing outlives its request, so there is nothing to forget; m4 keeps what others may use.
+        """
+        if self.has_unfinished_requests():
+            return False
+        self._kv_holder.clear_kv_caches()
+        return True
+
     def close(self) -> None:
         """Release the KV of all requests."""
         if self.dead is None:

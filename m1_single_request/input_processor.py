@@ -5,7 +5,7 @@ vLLM: `v1/engine/input_processor.py`; SGLang: `tokenizer_manager.py`, a process 
 """
 
 from collections.abc import Mapping, Sequence as SequenceOf
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from jinja2 import Environment, TemplateError, meta
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,14 @@ from m1_single_request.sampling_params import SamplingParams
 
 Prompt = str | SequenceOf[int]
 Message = Mapping[str, Any]
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may come with a request besides its parameters. Each is an error before the milestone that honours it."""
+
+    priority: int  # m4
+    cache_salt: str | None  # m4
+
 
 TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # transformers' own
 
@@ -46,12 +54,19 @@ class InputProcessor:
         self.seed = seed
 
     def process_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, number: int, arrival_time: float
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        number: int,
+        arrival_time: float,
+        **options: Unpack[RequestOptions],
     ) -> Request:
         """Check a prompt and its parameters against the model and build the request.
 
-        `number` is the request's place in line, from which its seed is derived if it names none. Raises a child of
-        `InvalidRequestError`.
+        `number` is the request's place in line, from which its seed is derived if it names none; `options` are what a
+        later milestone takes with a request besides. Raises a child of `InvalidRequestError`.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError(f"params must be SamplingParams, not {params!r}")
@@ -61,7 +76,8 @@ class InputProcessor:
         self.check_limits(token_ids, params, request_id)
         seed = derive_seed(self.seed, number) if params.seed is None else params.seed
         text = prompt if isinstance(prompt, str) else None
-        return self.build_request(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
+        known: dict[str, Any] = {**options}  # to those who build requests from them
+        return self.build_request(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time, **known)
 
     def build_request(
         self,

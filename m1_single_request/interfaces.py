@@ -6,14 +6,14 @@ does. `ROLES` maps the role's name to its Protocol; `check_parts` compares a tab
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence as SequenceOf
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from torch import Tensor
 
 from m1_single_request.config import ModelConfig
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import ConfigError
-from m1_single_request.input_processor import Message, Prompt
+from m1_single_request.input_processor import Message, Prompt, RequestOptions
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.model_runner import ModelInputs
 from m1_single_request.outputs import EngineStats, RequestOutput
@@ -47,7 +47,14 @@ class InputProcessorInterface(Protocol):
         seed: int,
     ) -> None: ...
     def process_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, number: int, arrival_time: float
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        number: int,
+        arrival_time: float,
+        **options: Unpack[RequestOptions],
     ) -> Request: ...
     def apply_chat_template(
         self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None
@@ -152,6 +159,7 @@ class EngineCoreInterface(Protocol):
     def take_back(self, request_ids: Iterable[str] | None = None) -> None: ...
     def step(self) -> dict[str, RequestOutput]: ...
     def stats(self) -> EngineStats: ...
+    def flush_cache(self) -> bool: ...
     def close(self) -> None: ...
 
 

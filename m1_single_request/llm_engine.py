@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Unpack
 
 from m1_single_request.config import DEFAULT_MODEL, EngineConfig, assemble_config
 from m1_single_request.errors import (
@@ -19,7 +19,7 @@ from m1_single_request.errors import (
     EngineUsageError,
     InvalidRequestError,
 )
-from m1_single_request.input_processor import Message, Prompt
+from m1_single_request.input_processor import Message, Prompt, RequestOptions
 from m1_single_request.interfaces import ROLES, check_parts
 from m1_single_request.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from m1_single_request.progress import BatchProgress
@@ -44,6 +44,9 @@ class LLMEngine:
     roles: ClassVar[Mapping[str, type]] = ROLES
     config_type: ClassVar[type] = EngineConfig
     default_model: ClassVar[str | Path] = DEFAULT_MODEL
+    request_options: ClassVar[Sequence[str]] = ()
+    """Keywords that a request may come with besides its parameters; here none, in later milestones `priority`, say.
+    Every call that takes a prompt takes them."""
 
     def __init__(
         self, model: str | Path | None = None, *, parts: Mapping[str, Any] | None = None, **configs: Any
@@ -71,9 +74,11 @@ class LLMEngine:
 
     # --- whole answers ------------------------------------------------------------------------------------------------
 
-    def generate(self, prompt: Prompt, params: Params = None, *, request_id: str | None = None) -> RequestOutput:
+    def generate(
+        self, prompt: Prompt, params: Params = None, *, request_id: str | None = None, **options: Unpack[RequestOptions]
+    ) -> RequestOutput:
         """Answer one prompt (text or token ids) and return the finished output."""
-        with self._open(prompt, params, request_id, final_only=True) as outputs:
+        with self._open(prompt, params, request_id, options, final_only=True) as outputs:
             return _last(outputs)
 
     def generate_batch(
@@ -82,13 +87,16 @@ class LLMEngine:
         params: Params | Sequence[SamplingParams] = None,
         *,
         progress: bool | None = None,
+        **options: Unpack[RequestOptions],
     ) -> dict[str, RequestOutput]:
         """Answer several prompts; returns finished outputs by request id, in order of submission.
 
-        `params` is one for all or one per prompt. A prompt that cannot run gets an output with `finish_reason="error"`;
-        the others run. `progress` shows a bar on a terminal (stderr): None does so if it takes more than a second.
+        `params` is one for all or one per prompt, each of `options` one for all. A prompt that cannot run gets an
+        output with `finish_reason="error"`; the others run. `progress` shows a bar on a terminal (stderr): None does so
+        if it takes more than a second.
         """
         each = _one_per_prompt(prompts, params)
+        self._check_options(options)
         if progress is not None and not isinstance(progress, bool):
             raise InvalidRequestError(f"progress={progress!r} must be True, False or None")
         results: dict[str, RequestStream | RequestOutput] = {}
@@ -96,7 +104,7 @@ class LLMEngine:
             for prompt, own in zip(prompts, each, strict=True):
                 request_id = self._new_id()
                 try:
-                    results[request_id] = self._open(prompt, own, request_id, final_only=True)
+                    results[request_id] = self._open(prompt, own, request_id, options, final_only=True)
                 except InvalidRequestError as error:
                     self._number += 1
                     results[request_id] = _refused(request_id, prompt, error)
@@ -120,10 +128,11 @@ class LLMEngine:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Answer a conversation: `[{"role": "user", "content": "..."}, ...]`, put through the model's chat template."""
         prompt = self.chat_prompt(messages, chat_template_kwargs=chat_template_kwargs)
-        return self.generate(prompt, params, request_id=request_id)
+        return self.generate(prompt, params, request_id=request_id, **options)
 
     def chat_prompt(
         self, messages: Sequence[Message], *, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -134,18 +143,22 @@ class LLMEngine:
 
     # --- as it comes --------------------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, params: Params = None, *, request_id: str | None = None) -> RequestStream:
+    def stream(
+        self, prompt: Prompt, params: Params = None, *, request_id: str | None = None, **options: Unpack[RequestOptions]
+    ) -> RequestStream:
         """Queue a prompt now and iterate over its `RequestOutput` so far, one per step that added tokens.
 
         Several streams may be open at once, beside `step()`. Closing one early aborts its request.
         """
-        return self._open(prompt, params, request_id)
+        return self._open(prompt, params, request_id, options)
 
     # --- step by step -------------------------------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, params: Params = None, *, request_id: str | None = None) -> str:
+    def add_request(
+        self, prompt: Prompt, params: Params = None, *, request_id: str | None = None, **options: Unpack[RequestOptions]
+    ) -> str:
         """Queue a prompt and return its request id; `step()` reports it. Raises before anything changes."""
-        return self._submit(prompt, params, request_id)
+        return self._submit(prompt, params, request_id, options)
 
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; returns the new state of the requests of `add_request` that changed, `{}` on an idle engine.
@@ -176,6 +189,11 @@ class LLMEngine:
         self._check_thread()
         return self.engine_core.stats()
 
+    def flush_cache(self) -> bool:
+        """Forget the KV that is kept for later requests. False, and nothing is forgotten, while any is unfinished."""
+        self._check_usable()
+        return self.engine_core.flush_cache()
+
     def close(self) -> None:
         """Release everything. Open requests end without a further output; the engine cannot be used any more."""
         if self._closed:
@@ -203,21 +221,29 @@ class LLMEngine:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _open(
-        self, prompt: Prompt, params: Params, request_id: str | None, *, final_only: bool = False
+        self,
+        prompt: Prompt,
+        params: Params,
+        request_id: str | None,
+        options: RequestOptions,
+        *,
+        final_only: bool = False,
     ) -> RequestStream:
         mailbox: deque[RequestOutput] = deque()
-        return RequestStream(self, self._submit(prompt, params, request_id, mailbox, final_only=final_only))
+        return RequestStream(self, self._submit(prompt, params, request_id, options, mailbox, final_only=final_only))
 
     def _submit(
         self,
         prompt: Prompt,
         params: Params,
         request_id: str | None,
+        options: RequestOptions,
         mailbox: deque[RequestOutput] | None = None,
         *,
         final_only: bool = False,
     ) -> str:
         self._check_usable()
+        self._check_options(options)
         if request_id is None:
             request_id = self._new_id()
         if not isinstance(request_id, str) or not request_id:
@@ -230,6 +256,7 @@ class LLMEngine:
             SamplingParams() if params is None else params,
             number=self._number,
             arrival_time=time.monotonic(),
+            **options,
         )
         request.final_only = final_only
         self._mailboxes.pop(request_id, None)  # at most a closed stream's, which would swallow the outputs
@@ -298,6 +325,12 @@ class LLMEngine:
             del self._mailboxes[request_id]
         else:
             mailbox.append(output)
+
+    def _check_options(self, options: RequestOptions) -> None:
+        for name in options:
+            if name not in self.request_options:
+                known = ", ".join(["request_id", *self.request_options])
+                raise InvalidRequestError(f"{name}= is unknown here: a request of this milestone takes {known}")
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:

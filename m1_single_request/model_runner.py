@@ -6,6 +6,7 @@ model and a KV cache in blocks. vLLM: `v1/worker/gpu_model_runner.py`; SGLang: `
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,11 +101,16 @@ class ModelRunner:
     def _cache_at(self, request_id: str, start: int) -> DynamicCache:
         """The request's cache with exactly `start` tokens in it.
 
-        It can hold more: if a step was interrupted after its forward, its tokens were never committed.
+        It can hold more: the tokens of an interrupted step were never committed. The interrupt may have come between
+        two layers, or between the keys and the values of one, so each of these tensors is cut for itself.
         """
         if start == 0:
             self.request_caches[request_id] = DynamicCache()  # keeps every token, also in layers with a sliding window
         cache = self.request_caches[request_id]
-        if cache.get_seq_length() > start:
-            cache.crop(start - cache.get_seq_length())  # negative: how many tokens to remove
+        layers: list[Any] = cache.layers  # keys, values: [1, kv_heads, tokens, head_dim]
+        for layer in layers:
+            if layer.keys.shape[-2] > start:
+                layer.keys = layer.keys[..., :start, :]
+            if layer.values.shape[-2] > start:
+                layer.values = layer.values[..., :start, :]
         return cache

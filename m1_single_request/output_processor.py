@@ -98,12 +98,12 @@ def failed_output(request: Request, error: Exception) -> RequestOutput:
 
 
 def make_metrics(request: Request) -> RequestMetrics:
-    """The request's times and token counts as of now. Nothing is ever cached in m1: that comes with m4."""
+    """The request's times and token counts as of now."""
     return RequestMetrics(
         arrival_time=request.arrival_time,
         first_token_time=request.first_token_time,
         finished_time=request.finished_time,
         num_prompt_tokens=request.sequence.get_prompt_len(),
-        num_cached_tokens=0,
+        cached_tokens=request.cached_tokens,
         num_output_tokens=request.num_output_tokens,
     )

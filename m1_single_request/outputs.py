@@ -46,7 +46,8 @@ class RequestMetrics:
     first_token_time: float | None
     finished_time: float | None
     num_prompt_tokens: int
-    num_cached_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was there already (from m4 on)."""
     num_output_tokens: int
 
     @property

@@ -231,6 +231,7 @@ class Request:
         self.sequence = sequence
         self.sampling_params = sequence.sampling_params
         self.seed = seed
+        self.cached_tokens = 0  # prompt tokens whose KV was there already: nothing is ever cached before m4
         self.final_only = False  # its caller reads only the last output, so no other is made (vLLM: FINAL_ONLY)
         self.status = RequestStatus.WAITING
         self.to_finish: BaseFinishReason | None = None  # why it will end, once known; takes effect at an update

@@ -96,8 +96,8 @@ class RequestUpdater:
                 )
             )
 
-    def commit_simply(self, requests: Sequence[Request], token_ids: Sequence[int]) -> list[int]:
-        """Give each request one token, whose KV came with it, where that is all there is to do.
+    def commit_simply(self, requests: Sequence[Request], token_ids: Sequence[int], *, num_new_kv: int = 1) -> list[int]:
+        """Give each request one token, with which `num_new_kv` KV came, where that is all there is to do.
 
         Returns the places of the others, which are unchanged: those that end or may end with this token, or whose text
         or log-probabilities are asked for. For these there is `commit`. While the trace is read, that is everybody.
@@ -110,7 +110,7 @@ class RequestUpdater:
             if stops is None or token_id in stops.stop_ids or len(output) + 1 >= stops.num_output or request.to_finish:
                 others.append(index)
             else:
-                data.num_computed_tokens += 1
+                data.num_computed_tokens += num_new_kv
                 output.append(token_id)  # last: an interrupt before it leaves one token too many computed, none missing
         return others
 

@@ -1,13 +1,14 @@
 """The sampling parameters of a batch as tensors: one row per request that gets a token in this step.
 
 Built anew for every step in m1. What no row uses is None, so that the sampler skips it without asking the device.
-vLLM: `SamplingMetadata`; SGLang: `SamplingBatchInfo`, which lives across steps (m4).
+vLLM: `SamplingMetadata`; SGLang: `SamplingBatchInfo`, which lives across steps (m4, from the same pieces).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,39 @@ from m1_single_request.sampling_params import SamplingParams
 
 MIN_REPETITION_PENALTY = 1e-30  # smaller ones would be zero in float32
 MAX_TEMPERATURE = 1e30  # beyond this all tokens are equally likely anyway, and float32 ends at 3.4e38
+
+
+NUMBERS = np.dtype(
+    [
+        ("greedy", np.bool_),
+        ("temperature", np.float32),  # 1 in greedy rows, whose filters keep every token
+        ("min_p", np.float32),
+        ("top_k", np.int64),  # the vocabulary size where all are kept
+        ("top_p", np.float32),
+        ("penalised", np.bool_),  # whether any of the next three changes a logit
+        ("repetition_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("presence_penalty", np.float32),
+    ]
+)
+"""What the tensors hold of one row's settings."""
+
+
+def numbers_of(params: Sequence[SamplingParams], vocab_size: int) -> np.ndarray:
+    """The settings as `NUMBERS`, one record per row."""
+    return np.array([(*_choice(p, vocab_size), *_penalties(p)) for p in params], dtype=NUMBERS)
+
+
+def _choice(params: SamplingParams, vocab_size: int) -> tuple[bool, float, float, int, float]:
+    if params.is_greedy:
+        return True, 1.0, 0.0, vocab_size, 1.0
+    top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+    return False, min(params.temperature, MAX_TEMPERATURE), params.min_p, top_k, params.top_p
+
+
+def _penalties(params: SamplingParams) -> tuple[bool, float, float, float]:
+    repetition = max(params.repetition_penalty, MIN_REPETITION_PENALTY)
+    return params.has_penalties, repetition, params.frequency_penalty, params.presence_penalty
 
 
 @dataclass(frozen=True)
@@ -50,8 +84,8 @@ class SamplingMetadata:
     top_p: Tensor | None
     bias: Tensor | None  # float32 [rows, vocab]: logit_bias, and -inf on stop ids before min_tokens
     penalties: tuple[Tensor, Tensor, Tensor] | None  # repetition, frequency, presence
-    seen: Tensor | None  # bool [rows, vocab]: in prompt or output; with penalties only
-    output_counts: Tensor | None  # float32 [rows, vocab]: times in the output; with penalties only
+    seen: Tensor | None  # bool [rows, vocab]: in prompt or output; of rows with penalties only
+    output_counts: Tensor | None  # float32 [rows, vocab]: times in the output; of rows with penalties only
     num_logprobs: tuple[int | None, ...]
 
     @classmethod
@@ -80,35 +114,52 @@ class SamplingMetadata:
     def from_rows(cls, rows: Sequence[SamplingRow], *, vocab_size: int, device: torch.device) -> "SamplingMetadata":
         """Gather the rows' parameters into tensors."""
         params = [row.params for row in rows]
-        greedy = [p.is_greedy for p in params]
-        drawn = [p for p in params if not p.is_greedy]
-
-        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-        has_penalties = any(p.has_penalties for p in params)
-        return cls(
-            greedy=column(greedy, torch.bool),
-            all_greedy=all(greedy),
-            temperature=column(
-                [1.0 if g else min(p.temperature, MAX_TEMPERATURE) for g, p in zip(greedy, params, strict=True)]
-            ),
-            uniforms=_draws(rows, device) if drawn else None,
-            min_p=column([p.min_p for p in params]) if any(p.min_p > 0 for p in drawn) else None,
-            top_k=column(top_k, torch.int64) if any(0 < p.top_k < vocab_size for p in drawn) else None,
-            top_p=column([p.top_p for p in params]) if any(p.top_p < 1 for p in drawn) else None,
-            bias=_bias(rows, vocab_size, device),
-            penalties=(
-                column([max(p.repetition_penalty, MIN_REPETITION_PENALTY) for p in params]),
-                column([p.frequency_penalty for p in params]),
-                column([p.presence_penalty for p in params]),
-            )
-            if has_penalties
-            else None,
-            seen=_seen(rows, vocab_size, device) if has_penalties else None,
-            output_counts=_output_counts(rows, vocab_size, device) if has_penalties else None,
+        numbers = numbers_of(params, vocab_size)
+        return cls.from_numbers(
+            numbers,
             num_logprobs=tuple(p.logprobs for p in params),
+            vocab_size=vocab_size,
+            device=device,
+            uniforms=None if numbers["greedy"].all() else _draws(rows, device),
+            bias=bias_of(rows, vocab_size, device),
+            seen=seen_by(rows, vocab_size, device),
+            output_counts=output_counts_of(rows, vocab_size, device),
+        )
+
+    @classmethod
+    def from_numbers(
+        cls,
+        numbers: np.ndarray,
+        *,
+        num_logprobs: tuple[int | None, ...],
+        vocab_size: int,
+        device: torch.device,
+        uniforms: Tensor | None,
+        bias: Tensor | None,
+        seen: Tensor | None,
+        output_counts: Tensor | None,
+    ) -> "SamplingMetadata":
+        """Make tensors of what the settings say (`NUMBERS` `[rows]`), beside those that depend on the tokens so far."""
+
+        def column(name: str) -> Tensor:
+            return torch.from_numpy(numbers[name].copy()).to(device)
+
+        def penalties() -> tuple[Tensor, Tensor, Tensor]:
+            return column("repetition_penalty"), column("frequency_penalty"), column("presence_penalty")
+
+        return cls(
+            greedy=column("greedy"),
+            all_greedy=bool(numbers["greedy"].all()),
+            temperature=column("temperature"),
+            uniforms=uniforms,
+            min_p=column("min_p") if (numbers["min_p"] > 0).any() else None,
+            top_k=column("top_k") if (numbers["top_k"] < vocab_size).any() else None,
+            top_p=column("top_p") if (numbers["top_p"] < 1).any() else None,
+            bias=bias,
+            penalties=penalties() if numbers["penalised"].any() else None,
+            seen=seen,
+            output_counts=output_counts,
+            num_logprobs=num_logprobs,
         )
 
 
@@ -117,7 +168,11 @@ def _draws(rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
     return torch.from_numpy(draws).to(device)
 
 
-def _bias(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
+def bias_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
+    """What is added to the logits, float32 `[rows, vocab]`: `logit_bias`, and -inf where `min_tokens` forbids a stop.
+
+    None if nothing is.
+    """
     blocked = [row.stop_ids if len(row.output_token_ids) < row.params.min_tokens else frozenset() for row in rows]
     if not any(blocked) and not any(row.params.logit_bias for row in rows):
         return None
@@ -129,16 +184,26 @@ def _bias(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) ->
     return bias.to(device)
 
 
-def _seen(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor:
+def seen_by(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
+    """Which tokens are in prompt or output, bool `[rows, vocab]`; nothing in rows without penalties.
+
+    None if all rows are without.
+    """
+    if not any(row.params.has_penalties for row in rows):
+        return None
     seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
     for i, row in enumerate(rows):
-        seen[i, torch.tensor([*row.prompt_token_ids, *row.output_token_ids])] = True
+        if row.params.has_penalties:
+            seen[i, torch.tensor([*row.prompt_token_ids, *row.output_token_ids])] = True
     return seen.to(device)
 
 
-def _output_counts(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor:
+def output_counts_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
+    """How often each token is in the output, float32 `[rows, vocab]`; zeros and None as in `seen_by`."""
+    if not any(row.params.has_penalties for row in rows):
+        return None
     counts = torch.zeros(len(rows), vocab_size)
     for i, row in enumerate(rows):
-        if row.output_token_ids:
+        if row.params.has_penalties and row.output_token_ids:
             counts[i] = torch.bincount(torch.tensor(row.output_token_ids), minlength=vocab_size)
     return counts.to(device)

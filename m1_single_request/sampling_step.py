@@ -17,6 +17,7 @@ from m1_single_request.events import Sampled
 from m1_single_request.request import Request
 from m1_single_request.sampler import LogprobRow, Sampler, SamplerOutput, gather_logprobs
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 
@@ -67,7 +68,8 @@ class SamplingStep:
                 continue
             if self.tracer:
                 text = request.sequence.detokenizer.token_text
-                self.tracer.emit(sampled_event(request_id, rows[index], last, metadata, chosen, index, text))
+                params, position = request.sampling_params, request.sequence.get_output_len()
+                self.tracer.emit(sampled_event(request_id, params, position, last, metadata, chosen, index, text))
             sampled[request_id] = SampledTokens(
                 (chosen.token_ids[index],), (chosen.logprobs[index],), prompt_logprobs(request, logits[request_id])
             )
@@ -86,20 +88,21 @@ class SamplingStep:
 
 def sampled_event(
     request_id: str,
-    row: SamplingRow,
+    params: SamplingParams,
+    position: int,
     logits: Tensor,
     metadata: SamplingMetadata,
     chosen: SamplerOutput,
     index: int,
     text: Callable[[int], str],
 ) -> Sampled:
-    """What the sampler saw and chose in row `index` of `logits` `[rows, vocab]`; built only for a reader."""
+    """What the sampler saw in row `index` of `logits` `[rows, vocab]`, and chose; built only for a reader."""
     best, ids = logits[index].softmax(-1).topk(min(NUM_CANDIDATES, logits.shape[-1]))
-    token_id, params = chosen.token_ids[index], row.params
+    token_id = chosen.token_ids[index]
     drawn = metadata.uniforms is not None and not params.is_greedy
     return Sampled(
         rid=request_id,
-        position=len(row.output_token_ids),
+        position=position,
         token_id=token_id,
         text=text(token_id),
         greedy=params.is_greedy,

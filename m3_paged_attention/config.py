@@ -50,8 +50,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        _check_choice("load_format", self.load_format, LoadFormat)
-        _check_choice("attention_backend", self.attention_backend, AttentionBackend)
+        check_choice("load_format", self.load_format, LoadFormat)
+        check_choice("attention_backend", self.attention_backend, AttentionBackend)
         check_whole_number("max_model_len", self.max_model_len, low=2, optional=True)
         check_whole_number("seed", self.seed)
         resolve_dtype(self.dtype, resolve_device(self.device))
@@ -79,14 +79,8 @@ class SchedulerConfig:
     memory and back (`CacheConfig.swap_space_bytes`)."""
 
     def __post_init__(self) -> None:
-        _check_choice("preemption_mode", self.preemption_mode, PreemptionMode)
-        check_whole_number("max_num_seqs", self.max_num_seqs, low=1)
-        check_whole_number("max_num_batched_tokens", self.max_num_batched_tokens, low=1, optional=True)
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
-                f"not every running request could get a token in a step"
-            )
+        check_choice("preemption_mode", self.preemption_mode, PreemptionMode)
+        check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
 
     def resolved(self, max_model_len: int) -> "SchedulerConfig":
         """The same with every None replaced, for a model of this length."""
@@ -116,13 +110,8 @@ class CacheConfig:
         check_whole_number("kv_cache_memory_bytes", self.kv_cache_memory_bytes, low=1, optional=True)
         check_whole_number("num_blocks", self.num_blocks, low=1, optional=True)
         check_whole_number("swap_space_bytes", self.swap_space_bytes, low=1, optional=True)
-        share = self.gpu_memory_utilization
-        if share is not None and (not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1):
-            raise ConfigError(f"gpu_memory_utilization={share!r} must be a number greater than 0 and at most 1")
-        sizes = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_blocks")
-        given = [name for name in sizes if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} both say how much KV memory there is: give one of them")
+        check_share("gpu_memory_utilization", self.gpu_memory_utilization)
+        check_one_given(self, "kv_cache_memory_bytes", "gpu_memory_utilization", "num_blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +124,31 @@ class EngineConfig:
     trace: TraceConfig = field(default_factory=TraceConfig)
 
 
-def _check_choice(name: str, value: Any, choices: Any) -> None:
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`."""
     if not isinstance(value, str) or value not in get_args(choices):
         raise ConfigError(f"{name}={value!r} is unknown: use {' or '.join(get_args(choices))}")
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is None, or a number greater than 0 and at most 1."""
+    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1):
+        raise ConfigError(f"{name}={value!r} must be a number greater than 0 and at most 1")
+
+
+def check_one_given(config: Any, *names: str) -> None:
+    """Raise `ConfigError` if more than one of these settings, which all say the same thing, is given."""
+    given = [name for name in names if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} both say how much KV memory there is: give one of them")
+
+
+def check_token_budget(max_num_batched_tokens: int | None, max_num_seqs: int) -> None:
+    """Raise `ConfigError` if a step could not give every running request a token."""
+    check_whole_number("max_num_seqs", max_num_seqs, low=1)
+    check_whole_number("max_num_batched_tokens", max_num_batched_tokens, low=1, optional=True)
+    if max_num_batched_tokens is not None and max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: not every "
+            f"running request could get a token in a step"
+        )

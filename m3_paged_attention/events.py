@@ -38,7 +38,7 @@ class KVSized(Event):
     style: ClassVar[str] = "bold"
     headline: ClassVar[bool] = True
     source: str
-    """What the number comes from: `num_blocks`, `kv_cache_memory_bytes` or `gpu_memory_utilization`."""
+    """The setting that the number comes from: `num_blocks`, `kv_cache_memory_bytes` or `gpu_memory_utilization`."""
     budget_bytes: int | None
     """Bytes that the KV memory may take; None if the number of blocks was given."""
     total_bytes: int | None
@@ -75,8 +75,11 @@ class KVSized(Event):
     def explain(self) -> str:
         each = some(self.block_size, "token")
         parts = []
-        if self.source == "num_blocks":
-            parts.append(f"num_blocks={self.num_blocks} of {each} was asked for, {size(self.block_bytes)} each")
+        if self.budget_bytes is None:
+            asked = f"num_blocks={self.num_blocks} of {each} was asked for"
+            if self.source != "num_blocks":
+                asked = f"{self.source} is room for {some(self.num_blocks, 'block')} of {each}"
+            parts.append(f"{asked}, {size(self.block_bytes)} each")
         else:
             if self.total_bytes is not None and self.peak_bytes is not None:
                 parts.append(

@@ -4,9 +4,10 @@ m2's executor took a batch and gave logits back. This one takes the scheduler's 
 both are plain data, so the workers could be anywhere. vLLM: `v1/executor` (`UniProcExecutor` is this one).
 """
 
+from typing import Any
+
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec, MemoryProfile
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.scheduler_output import SchedulerOutput
 from m3_paged_attention.worker import GPUWorker
 
 
@@ -28,13 +29,13 @@ class GPUExecutor:
         """Reserve the KV memory. Raises `ConfigError` where there is not so much."""
         self.worker.initialize_kv_cache(kv_cache_config)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a decision; returns the tokens.
+    def execute_model(self, decision: Any) -> ModelRunnerOutput:
+        """Run a decision, in the form that the runner takes: here a `SchedulerOutput`. Returns the tokens.
 
         Whatever it raises fails the requests of this step, and no other; `torch.AcceleratorError` means that the device
         is lost.
         """
-        return self.worker.execute_model(scheduler_output)
+        return self.worker.execute_model(decision)
 
     def free_request(self, request_id: str) -> None:
         """Forget a request; nothing happens if it is unknown."""

@@ -119,15 +119,20 @@ class Budget:
 
 def check_cache_config(cache_config: CacheConfig, *, preemption_mode: PreemptionMode, device: torch.device) -> None:
     """Raise `ConfigError` for a setting that would have no effect here. Needs no model."""
-    if cache_config.gpu_memory_utilization is not None and device.type != "cuda":
-        raise ConfigError(
-            f"gpu_memory_utilization={cache_config.gpu_memory_utilization} is about a GPU, and the device is {device}: "
-            f"use kv_cache_memory_bytes or num_blocks"
-        )
+    check_memory_share(cache_config, device)
     if cache_config.swap_space_bytes is not None and preemption_mode != "swap":
         raise ConfigError(
             f"swap_space_bytes={cache_config.swap_space_bytes} has no effect with "
             f"preemption_mode={preemption_mode!r}: use preemption_mode='swap'"
+        )
+
+
+def check_memory_share(cache_config: KVMemorySettings, device: torch.device) -> None:
+    """Raise `ConfigError` if a share of a GPU was given, and the device is none."""
+    if cache_config.gpu_memory_utilization is not None and device.type != "cuda":
+        raise ConfigError(
+            f"gpu_memory_utilization={cache_config.gpu_memory_utilization} is about a GPU, and the device is {device}: "
+            f"use kv_cache_memory_bytes, or give the size itself"
         )
 
 
@@ -139,17 +144,19 @@ def size_kv_cache(
     max_model_len: int,
     max_num_seqs: int | None,
     swap_space_bytes: int | None,
+    size_setting: tuple[str, int] = ("num_blocks", 1),
     profile: MemoryProfile | None = None,
     tracer: Tracer,
 ) -> KVCacheConfig:
     """Decide how many blocks there are, and tell the trace how.
 
     `max_num_seqs`: no more than these requests can fill; None: whoever keeps blocks of ended requests can use them all.
-    `swap_space_bytes`: for blocks on the host; None: as many as on the device. `profile` is needed where
-    `needs_profile` says so. Raises `ConfigError` if the longest request has no room, naming the longest that has, or if
+    `swap_space_bytes`: for blocks on the host; None: as many as on the device. `size_setting`: what the caller calls
+    the setting behind `num_blocks`, and how many of its units a block is. `profile` is needed where `needs_profile`
+    says so. Raises `ConfigError` if the longest request has no room, naming the longest that has, or if
     the machine has not so much memory.
     """
-    budget = _budget(cache_config, device, profile)
+    budget = _budget(cache_config, device, profile, size_setting[0])
     if budget.num_bytes is None:
         assert budget.num_blocks is not None
         fitting = budget.num_blocks + 1
@@ -162,7 +169,7 @@ def size_kv_cache(
             num_blocks = min(num_blocks, max_num_seqs * spec.blocks_for(max_model_len))
     num_host_blocks = num_blocks if swap_space_bytes is None else _num_host_blocks(spec, swap_space_bytes)
     config = KVCacheConfig(spec=spec, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-    _check_memory(config, budget, device)
+    _check_memory(config, budget, device, size_setting)
     if tracer:
         tracer.emit(
             KVSized(
@@ -197,10 +204,12 @@ def gpu_budget_bytes(profile: MemoryProfile, share: float) -> int:
     return int(profile.total_bytes * share) - profile.peak_bytes
 
 
-def _budget(cache_config: KVMemorySettings, device: torch.device, profile: MemoryProfile | None) -> Budget:
+def _budget(
+    cache_config: KVMemorySettings, device: torch.device, profile: MemoryProfile | None, size_setting: str
+) -> Budget:
     """One function, three sources: the number itself, bytes, a share of the device."""
     if cache_config.num_blocks is not None:
-        return Budget(source="num_blocks", num_blocks=cache_config.num_blocks)
+        return Budget(source=size_setting, num_blocks=cache_config.num_blocks)
     if not needs_profile(cache_config, device):
         return Budget(source="kv_cache_memory_bytes", num_bytes=cache_config.kv_cache_memory_bytes or CPU_KV_BYTES)
     assert profile is not None, "a share of the device says nothing before the profiling run"
@@ -236,7 +245,7 @@ def _num_host_blocks(spec: KVCacheSpec, swap_space_bytes: int) -> int:
     return swap_space_bytes // spec.block_bytes
 
 
-def _check_memory(config: KVCacheConfig, budget: Budget, device: torch.device) -> None:
+def _check_memory(config: KVCacheConfig, budget: Budget, device: torch.device, size_setting: tuple[str, int]) -> None:
     """Refuse what the machine has not got, before it is asked for.
 
     A share of a CUDA device was measured already. Blocks on the host share the machine's memory with those of a CPU.
@@ -254,7 +263,8 @@ def _check_memory(config: KVCacheConfig, budget: Budget, device: torch.device) -
             blocks += f" and {config.num_host_blocks:,} on the host"
             way += " or swap_space_bytes"
         elif (num_blocks := available // config.spec.block_bytes - 1) >= 1:
-            way = f"num_blocks of at most {num_blocks:,}"
+            name, units = size_setting
+            way = f"{name} of at most {num_blocks * units:,}"
         raise ConfigError(
             f"KV memory of {blocks} takes {size(num_bytes)} of {place} memory, of which {size(available)} may be "
             f"taken. Use {way}"

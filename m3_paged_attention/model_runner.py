@@ -9,22 +9,21 @@ process or wait on the device without anybody holding a matrix of logits. vLLM: 
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError
 from m1_single_request.sampler import LogprobRow, Sampler
-from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.config import SchedulerConfig
-from m3_paged_attention.input_batch import BatchRow, CachedRequestState, InputBatch
+from m3_paged_attention.input_batch import BatchRow, InputBatch
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.model_input import ModelInput, make_model_input
 from m3_paged_attention.model_loader import LoadedModel
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.row_sampler import RowSampler, prompt_logprobs
-from m3_paged_attention.scheduler_output import NewRequestData, SchedulerOutput
+from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
+from m3_paged_attention.row_sampler import RowSampler, SamplingRows, prompt_logprobs
+from m3_paged_attention.scheduler_output import SchedulerOutput
 
 
 class ModelRunner:
@@ -60,33 +59,13 @@ class ModelRunner:
 
         Returns the bytes of the KV memory that it had for itself meanwhile.
         """
-        block_size, longest = 16, self.max_model_len
-        spec = self.kv_cache_spec(block_size)
-        num_blocks = spec.blocks_for(min(longest, num_tokens))
-        config = KVCacheConfig(spec=spec, num_blocks=num_blocks)
-        self.kv = KVStorage(config, device=self.device)  # until `initialize_kv_cache` knows how much there is
-        tables = np.arange(1, num_blocks + 1, dtype=np.int32)[None]  # all rows write into the same blocks
-        lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
-        rows = []
-        for length in lengths:
-            nothing = NewRequestData("", [0] * length, SamplingParams(), 0, frozenset(), block_ids=[])
-            rows.append(BatchRow(CachedRequestState(nothing, table_row=0), 0, length, False))
-        hidden = self.forward(make_model_input(rows, tables, block_size, self.device))
-        self.model.compute_logits(hidden[: self.max_num_seqs])
-        num_bytes = self.kv.num_bytes
-        del self.kv
-        return num_bytes
+        return run_largest_step(
+            self.model, num_tokens, longest=self.max_model_len, max_num_seqs=self.max_num_seqs, device=self.device
+        )
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """The shape of a block of this model."""
-        config = self.model.config
-        return KVCacheSpec(
-            block_size=block_size,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=self.model.dtype,
-        )
+        return kv_cache_spec_of(self.model, block_size)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Move blocks, run the new tokens of all requests through the model, and choose the next ones.
@@ -106,7 +85,8 @@ class ModelRunner:
         logits = self.model.compute_logits(last)  # [num_seqs, vocab]
         began = time.perf_counter()
         of_prompts, errors = self._prompt_logprobs(rows, hidden)
-        sampled = self.sampler([row.state.req_id for row in rows], [row.state.sampling_row for row in rows], logits)
+        batch = SamplingRows([row.state.sampling_row for row in rows], logits.shape[-1], logits.device)
+        sampled = self.sampler([row.state.req_id for row in rows], batch, logits)
         return ModelRunnerOutput(
             req_ids=sampled.req_ids,
             sampled_token_ids=sampled.token_ids,

@@ -5,9 +5,10 @@ as they are needed, so they can run out under running requests. The rule is one 
 its place (`parts={"preemption": ...}`). vLLM preempts the last of the running; SGLang's `retract_decode` has this rule.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol, TypeVar
 
+from m1_single_request.request import Sequence
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import PartError
 from m3_paged_attention.kv_manager_interface import PagedKVManager
@@ -15,28 +16,41 @@ from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_events import Preempted
 
 
+class Runs(Protocol):
+    """What there is to know of a running request."""
+
+    number: int
+    sequence: Sequence
+
+    @property
+    def request_id(self) -> str: ...
+
+
+RunsT = TypeVar("RunsT", bound=Runs)
+
+
 class PreemptionPolicy(Protocol):
     """Chooses one of the running requests."""
 
     def __init__(self) -> None: ...
 
-    def choose_victim(self, running: Sequence[Request]) -> Request:
+    def choose_victim(self, running: SequenceOf[Any]) -> Any:
         """The request that loses its blocks. `running` is not empty, and is not changed."""
 
 
 class FewestOutputsFirst:
     """Whoever loses least: fewest output tokens, then the longest prompt (most blocks come free), then the newest."""
 
-    def choose_victim(self, running: Sequence[Request]) -> Request:
+    def choose_victim(self, running: SequenceOf[RunsT]) -> RunsT:
         return min(running, key=_loss)
 
 
-def _loss(request: Request) -> tuple[int, int, int]:
+def _loss(request: Runs) -> tuple[int, int, int]:
     sequence = request.sequence
     return sequence.get_output_len(), -sequence.get_prompt_len(), -request.number
 
 
-def victim_of(policy: PreemptionPolicy, running: Sequence[Request]) -> Request:
+def victim_of(policy: PreemptionPolicy, running: SequenceOf[RunsT]) -> RunsT:
     """Whom the policy chooses. Raises `PartError` if it fails, or chooses nobody who runs."""
     part = f"the part 'preemption' ({type(policy).__name__})"
     try:

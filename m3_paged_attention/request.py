@@ -57,6 +57,7 @@ class ParentRequest(SingleRequest):
             self.sequence = self._with_prompt_logprobs() or self.sequence  # the one that is asked about the prompt
         started = [child.first_token_time for child in self.children if child.first_token_time is not None]
         self.first_token_time = min(started, default=None)
+        self.cached_tokens = min((c.cached_tokens for c in self.children if c.first_token_time is not None), default=0)
         if self.is_finished or not all(child.is_finished for child in self.children):
             return
         self.finished_time = max(child.finished_time or 0.0 for child in self.children)

@@ -11,7 +11,7 @@ from m1_single_request.events import EngineStarted
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.wiring import PARTS as M2_PARTS
 from m3_paged_attention.attention.registry import obstacle_to_best
-from m3_paged_attention.config import EngineConfig
+from m3_paged_attention.config import EngineConfig, ModelConfig
 from m3_paged_attention.engine_core import EngineCore
 from m3_paged_attention.events import BackendChosen
 from m3_paged_attention.executor import GPUExecutor
@@ -33,10 +33,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     check_cache_config(config.cache, preemption_mode=mode, device=device)
     loaded = parts["model_loader"](config.model)
     if tracer:
-        tracer.emit(describe_model(loaded))
-        asked, backend = config.model.attention_backend, loaded.model.backend.name
-        obstacle = obstacle_to_best(device) if asked == "auto" else None
-        tracer.emit(BackendChosen(asked=asked, backend=backend, obstacle=obstacle))
+        trace_start(loaded, config.model, tracer)
     limits = config.scheduler.resolved(loaded.max_model_len)
     runner = parts["model_runner"](
         loaded_model=loaded,
@@ -97,6 +94,15 @@ PARTS: dict[str, Any] = M2_PARTS | {
     "output_processor": OutputProcessor,
     "engine_core": EngineCore,
 }
+
+
+def trace_start(loaded: LoadedModel, config: ModelConfig, tracer: Tracer) -> None:
+    """Introduce the model and its kernels to the trace."""
+    if tracer:
+        tracer.emit(describe_model(loaded))
+        asked, backend = config.attention_backend, loaded.model.backend.name
+        obstacle = obstacle_to_best(config.torch_device()) if asked == "auto" else None
+        tracer.emit(BackendChosen(asked=asked, backend=backend, obstacle=obstacle))
 
 
 def describe_model(loaded: LoadedModel) -> EngineStarted:

@@ -6,20 +6,19 @@ the device then still has of its share becomes KV blocks. vLLM: `determine_avail
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 from m1_single_request.errors import ConfigError
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec, MemoryProfile
-from m3_paged_attention.model_runner import ModelRunner
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.scheduler_output import SchedulerOutput
 
 
 class GPUWorker:
     """Runs on its device whatever it is handed; decides nothing."""
 
-    def __init__(self, *, model_runner: ModelRunner) -> None:
+    def __init__(self, *, model_runner: Any) -> None:
         self.model_runner = model_runner
         self.device = model_runner.device
         self._on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -51,10 +50,10 @@ class GPUWorker:
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
     @torch.inference_mode()
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a decision; returns the tokens."""
+    def execute_model(self, decision: Any) -> ModelRunnerOutput:
+        """Run a decision, in the form that the runner takes; returns the tokens."""
         with self._on_device:  # a kernel of triton runs on the current device, wherever its arguments lie
-            return self.model_runner.execute_model(scheduler_output)
+            return self.model_runner.execute_model(decision)
 
     def free_request(self, request_id: str) -> None:
         """Forget a request; nothing happens if it is unknown."""

@@ -21,6 +21,36 @@ from tests.m1_single_request.engines import MakeEngine, OnEvent, drain, greedy, 
 PROMPT = "Once upon a time"
 
 
+# --- what may come with a request -------------------------------------------------------------------------------------
+
+
+OPTION_CALLS: dict[str, Callable[..., Any]] = {
+    "generate": lambda engine, **options: engine.generate(PROMPT, **options),
+    "generate_batch": lambda engine, **options: engine.generate_batch([PROMPT], **options),
+    "chat": lambda engine, **options: engine.chat([{"role": "user", "content": "Hi"}], **options),
+    "stream": lambda engine, **options: engine.stream(PROMPT, **options),
+    "add_request": lambda engine, **options: engine.add_request(PROMPT, **options),
+}
+
+
+@pytest.mark.parametrize("call", OPTION_CALLS.values(), ids=OPTION_CALLS)
+@pytest.mark.parametrize("option", ["priority", "cache_salt", "speculate", "temperature"])
+def test_an_option_of_a_later_milestone_is_refused(engine: LLMEngine, call: Callable[..., Any], option: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{option}= is unknown here: .* takes request_id"):
+        call(engine, **{option: 1})
+    assert not engine.has_unfinished_requests()
+
+
+def test_there_is_nothing_to_flush_but_it_says_whether_it_could(engine: LLMEngine) -> None:
+    assert engine.flush_cache()
+    engine.add_request(PROMPT, greedy(2))
+    assert not engine.flush_cache()
+    engine.step()
+    assert not engine.flush_cache()
+    drain(engine)
+    assert engine.flush_cache()
+
+
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
@@ -40,7 +70,7 @@ def test_generate_returns_the_finished_output(engine: LLMEngine) -> None:
 
 def test_metrics_tell_counts_and_ordered_times(engine: LLMEngine) -> None:
     metrics = engine.generate([5, 6, 7], greedy(4)).metrics
-    assert (metrics.num_prompt_tokens, metrics.num_cached_tokens, metrics.num_output_tokens) == (3, 0, 4)
+    assert (metrics.num_prompt_tokens, metrics.cached_tokens, metrics.num_output_tokens) == (3, 0, 4)
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
     assert 0 <= metrics.time_to_first_token <= metrics.latency
     assert metrics.time_per_output_token == pytest.approx((metrics.latency - metrics.time_to_first_token) / 3)
@@ -286,6 +316,7 @@ CALLS: dict[str, Callable[[LLMEngine], Any]] = {
     "chat_prompt": lambda engine: engine.chat_prompt([{"role": "user", "content": "a"}]),
     "add_request": lambda engine: engine.add_request("a", greedy(1)),
     "step": lambda engine: engine.step(),
+    "flush_cache": lambda engine: engine.flush_cache(),
 }
 
 

@@ -42,6 +42,13 @@ from m3_paged_attention import (
     ModelConfig as OwnModelConfig,
     SchedulerConfig as PagedSchedulerConfig,
 )
+from m4_radix_cache import (
+    PARTS as M4_PARTS,
+    CacheConfig as PrefixCacheConfig,
+    EngineStats as CacheStats,
+    LLMEngine as RadixEngine,
+    SchedulerConfig as PolicySchedulerConfig,
+)
 
 
 def whole_answers(engine: LLMEngine) -> None:
@@ -149,6 +156,25 @@ def paged() -> None:
     assert_type(KVCapacityError("too long"), KVCapacityError)
 
 
+def shared() -> None:
+    """m4's engine: m3's model configuration, another memory, and what a request may come with."""
+    limits = PolicySchedulerConfig(max_num_seqs=8, schedule_policy="lpm", schedule_conservativeness=0.5)
+    cache = PrefixCacheConfig(page_size=4, prefix_cache="hash", eviction_policy="lru", max_total_tokens=400, debug=True)
+    parts: dict[str, Any] = M4_PARTS | {"prefix_cache": M4_PARTS["prefix_cache"]}
+    with RadixEngine(model_config=OwnModelConfig(), scheduler_config=limits, cache_config=cache, parts=parts) as engine:
+        assert_type(engine, RadixEngine)
+        output = engine.generate("text", priority=3, cache_salt="tenant")
+        assert_type(output.metrics.cached_tokens, int)
+        assert_type(engine.add_request("text", priority=3), str)
+        assert_type(engine.flush_cache(), bool)
+        whole_answers(engine)
+        as_it_comes(engine)
+        stats = engine.stats()
+        if isinstance(stats, CacheStats):
+            assert_type(stats.hit_rate, float)
+            assert_type(stats.evictable_size, int)
+
+
 def mistakes(engine: LLMEngine, output: RequestOutput) -> None:
     """What the types refuse."""
     SamplingParams(max_token=8)  # type: ignore[call-arg]
@@ -159,6 +185,10 @@ def mistakes(engine: LLMEngine, output: RequestOutput) -> None:
     engine.tracer.attach(print)  # type: ignore[arg-type]
     output.finished = True  # type: ignore[misc]
     engine.generate_batch(["one"], progress="yes")  # type: ignore[arg-type]
+    engine.generate("text", priorty=3)  # type: ignore[call-arg]
+    engine.stream("text", priority="high")  # type: ignore[arg-type]
+    PolicySchedulerConfig(schedule_policy="shortest")  # type: ignore[arg-type]
+    PrefixCacheConfig(block_size=16)  # type: ignore[call-arg]
     SchedulerConfig(8)  # type: ignore[call-arg]
     SchedulerConfig(execution="fast")  # type: ignore[arg-type]
     SchedulerConfig(max_seqs=8)  # type: ignore[call-arg]

@@ -1,0 +1,108 @@
+"""What an m4 engine is told: who goes first, how KV is shared, and in pages of which size.
+
+The model's configuration is m3's. Blocks are called pages here, as in SGLang, and memory is counted in tokens. There is
+no `preemption_mode` any more: whoever loses its place leaves what it computed to the cache's other users or drops it,
+and computes the rest again. SGLang: `ServerArgs`; vLLM: `CacheConfig`, `SchedulerConfig`.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from m1_single_request.config import TraceConfig, check_whole_number
+from m1_single_request.errors import ConfigError
+from m3_paged_attention.config import (
+    LEAST_BATCHED_TOKENS,
+    ModelConfig,
+    check_choice,
+    check_one_given,
+    check_share,
+    check_token_budget,
+)
+
+SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
+PrefixCacheName = Literal["radix", "hash", "chunk"]
+EvictionPolicyName = Literal["lru", "lfu", "fifo", "slru", "priority"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How large a batch may become, and who is the next to join it."""
+
+    max_num_seqs: int = 16
+    """At most so many requests run at a time."""
+    max_num_batched_tokens: int | None = None
+    """At most so many new tokens go through the model in one step. A prompt runs whole, so a longer one is refused.
+    None: the largest of `max_model_len`, 2,048 and `max_num_seqs`, so that no prompt is refused for it."""
+    schedule_policy: SchedulePolicyName = "lpm"
+    """Who of those that wait goes first. `fcfs`: first come, first served. `lpm`: whoever finds most of its prompt in
+    the cache. `dfs-weight`: branch after branch of the tree, the busiest first. `lof`: the longest output. `random`.
+    `priority`: the highest `priority=` of a request."""
+    schedule_conservativeness: float = 1.0
+    """How much memory is kept for what running requests may still say: 1 expects 70 % of it at first and less as time
+    goes by. Less admits more, and retracts more often."""
+
+    def __post_init__(self) -> None:
+        check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        check_choice("schedule_policy", self.schedule_policy, SchedulePolicyName)
+        value = self.schedule_conservativeness
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise ConfigError(f"schedule_conservativeness={value!r} must be a number of at least 0")
+
+    def resolved(self, max_model_len: int) -> "SchedulerConfig":
+        """The same with every None replaced, for a model of this length."""
+        budget = self.max_num_batched_tokens or max(max_model_len, LEAST_BATCHED_TOKENS, self.max_num_seqs)
+        return replace(self, max_num_batched_tokens=budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How much KV memory there is, in pages of which size, and how it is shared. At most one of the sizes is given."""
+
+    page_size: int = 16
+    """Tokens per page: what m3 calls a block. Only whole pages are shared."""
+    prefix_cache: PrefixCacheName = "radix"
+    """How requests find what others computed. `radix`: a tree of tokens (SGLang), or the part `prefix_cache` if it is
+    yours. `hash`: a table of hashed pages (vLLM). `chunk`: nothing is shared."""
+    eviction_policy: EvictionPolicyName = "lru"
+    """What goes first when room is needed: the least recently used, the least frequently used (`lfu`), the oldest
+    (`fifo`), what was used only once (`slru`), the lowest `priority=`."""
+    max_total_tokens: int | None = None
+    """Exactly so many tokens, less what does not fill a page, even if the longest request does not fit (it then fails
+    alone)."""
+    kv_cache_memory_bytes: int | None = None
+    """A budget in bytes. The default on a CPU: 512 MiB."""
+    gpu_memory_utilization: float | None = None
+    """On CUDA: the share of the device's memory that weights, activations and KV may take together; what a profiling
+    run leaves of it is KV memory. The default there: 0.9. SGLang's `mem_fraction_static`."""
+    debug: bool = False
+    """Check every slot that is given back, and audit the whole memory after every step. Slow."""
+
+    def __post_init__(self) -> None:
+        check_whole_number("page_size", self.page_size, low=1)
+        check_choice("prefix_cache", self.prefix_cache, PrefixCacheName)
+        check_choice("eviction_policy", self.eviction_policy, EvictionPolicyName)
+        check_whole_number("kv_cache_memory_bytes", self.kv_cache_memory_bytes, low=1, optional=True)
+        check_whole_number("max_total_tokens", self.max_total_tokens, low=1, optional=True)
+        if not isinstance(self.debug, bool):
+            raise ConfigError(f"debug={self.debug!r} must be True or False")
+        check_share("gpu_memory_utilization", self.gpu_memory_utilization)
+        check_one_given(self, "kv_cache_memory_bytes", "gpu_memory_utilization", "max_total_tokens")
+        if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
+            raise ConfigError(
+                f"max_total_tokens={self.max_total_tokens} is less than one page of page_size={self.page_size} tokens"
+            )
+
+    @property
+    def num_blocks(self) -> int | None:
+        """`max_total_tokens` in pages, which m3 calls blocks."""
+        return None if self.max_total_tokens is None else self.max_total_tokens // self.page_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an m4 engine can be told. The field `x` is the engine's keyword `x_config`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)

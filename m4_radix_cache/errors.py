@@ -1,0 +1,7 @@
+"""What can go wrong in the pools; the rest is in m1's and m3's `errors.py`."""
+
+from m1_single_request.errors import EngineError
+
+
+class PoolError(EngineError, RuntimeError):
+    """A row or slots were given back that their holder does not own. Nothing was changed: some part has a bug."""

@@ -1,0 +1,234 @@
+"""What the trace can say about the prefix cache: what was found, kept, split, locked and thrown out, and an audit.
+
+m3 spoke of blocks and who holds them. Here KV has an owner that is no request, the cache, and what matters is how much
+of it is free, evictable or protected. What happens to requests stands in `scheduler_events.py`. SGLang exports the hit
+rate and the sizes as metrics; what its tree does is not recorded.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from m1_single_request.trace_event import Event, some
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched(Event):
+    """A request was looked up in the prefix cache."""
+
+    style: ClassVar[str] = "green"
+    rid: str | None = None
+    """The request; None if the cache was asked for nobody."""
+    query_len: int
+    """Tokens that the request has."""
+    limit: int
+    """Tokens that it may take from the cache: at least one must be computed, because its logits are needed."""
+    device_hit: int
+    """Tokens found; the request starts from their KV."""
+    host_hit: int
+    """Further tokens found in host memory, whose KV must be copied."""
+
+    def explain(self) -> str:
+        who = "A look-up" if self.rid is None else self.rid
+        host = f", and {some(self.host_hit, 'token')} more in host memory" if self.host_hit else ""
+        left = self.query_len - self.device_hit - self.host_hit
+        return (
+            f"{who} finds {self.device_hit:,} of {some(self.query_len, 'token')} in the cache{host}, where it may take "
+            f"{self.limit:,} at most: {left:,} {'is' if left == 1 else 'are'} left to compute."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inserted(Event):
+    """Tokens were put into the cache."""
+
+    style: ClassVar[str] = "green"
+    detail: ClassVar[bool] = True
+    node: int
+    """Where they end: number of a node of the tree, or of a page of the table."""
+    parent: int
+    """Where the new ones hang; the same as `node` if nothing was new, 0 for the root."""
+    extra_key: str | None
+    """The namespace."""
+    insert_len: int
+    """Tokens that were offered, in whole pages."""
+    existing: int
+    """How many of them were there already."""
+    evictable: int
+    """Cached tokens that nobody has locked, now."""
+    protected: int
+    """Cached tokens that some request has locked, now."""
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that the cache owns now and did not before."""
+        return self.insert_len - self.existing
+
+    def explain(self) -> str:
+        where = "" if self.extra_key is None else f" under {self.extra_key!r}"
+        return (
+            f"{some(self.insert_len, 'token')} are offered to the cache{where}: {self.existing:,} were there, "
+            f"{self.num_new:,} are new. {_sizes(self.evictable, self.protected)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(Event):
+    """A node of the tree became two, because somebody shares only the first part of it."""
+
+    style: ClassVar[str] = "green"
+    detail: ClassVar[bool] = True
+    node: int
+    """The old node."""
+    upper: int
+    """The new one above it."""
+    head: int
+    """Tokens that the new one has now."""
+    tail: int
+    """Tokens that the old one keeps."""
+    lock_ref: int
+    """Locks on both."""
+
+    def explain(self) -> str:
+        locks = f"; both have {some(self.lock_ref, 'lock')}" if self.lock_ref else ""
+        return (
+            f"Node {self.node} of {some(self.head + self.tail, 'token')} is split: its first {self.head:,} are node "
+            f"{self.upper} now, which others can share; it keeps the other {self.tail:,}{locks}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locked(Event):
+    """A request has begun or ceased to use a cached prefix."""
+
+    style: ClassVar[str] = "cyan"
+    detail: ClassVar[bool] = True
+    node: int
+    """The deepest node (or page) that is locked; all above it are, too."""
+    delta: int
+    """1: a lock more; -1: one less."""
+    num_tokens: int
+    """Tokens that it protects and nobody else does: these changed sides."""
+    evictable: int
+    """Cached tokens that nobody has locked, now."""
+    protected: int
+    """Cached tokens that some request has locked, now."""
+
+    def explain(self) -> str:
+        count, verb = some(self.num_tokens, "token"), "is" if self.num_tokens == 1 else "are"
+        if self.delta > 0:
+            what = f"is locked: {count} {verb} protected that {'was' if self.num_tokens == 1 else 'were'} not"
+        else:
+            what = f"is unlocked: {count} {verb} evictable again"
+        return f"The path to node {self.node} {what}. {_sizes(self.evictable, self.protected)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evicted(Event):
+    """Cached tokens were thrown out to make room."""
+
+    style: ClassVar[str] = "yellow"
+    asked: int
+    """Tokens for which there was no room."""
+    freed: int
+    """Tokens that went."""
+    nodes: tuple[int, ...]
+    """The nodes (or pages) that went, in this order."""
+    token_counts: tuple[int, ...]
+    """Tokens of each of them."""
+    strategy: str
+    """The rule that chose them."""
+    evictable: int
+    """Cached tokens that nobody has locked, now."""
+    protected: int
+    """Cached tokens that some request has locked, now."""
+
+    @property
+    def num_nodes(self) -> int:
+        """How many went."""
+        return len(self.nodes)
+
+    def explain(self) -> str:
+        short = "" if self.freed >= self.asked else ", all that nobody has locked"
+        return (
+            f"{some(self.asked, 'token')} more must fit: {some(self.num_nodes, 'node')} with "
+            f"{some(self.freed, 'token')} {'goes' if self.num_nodes == 1 else 'go'}, by {self.strategy}{short}. "
+            f"{_sizes(self.evictable, self.protected)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFlushed(Event):
+    """The cache forgot everything."""
+
+    style: ClassVar[str] = "yellow"
+    evictable: int
+    """Tokens that it held without a lock."""
+    protected: int
+    """Tokens that it held locked."""
+
+    def explain(self) -> str:
+        locked = f", {self.protected:,} of them locked" if self.protected else ""
+        return f"The cache is emptied: {some(self.evictable + self.protected, 'token')} forgotten{locked}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicatesFreed(Event):
+    """A request had computed what the cache has got from another one meanwhile; its own copy is free."""
+
+    style: ClassVar[str] = "yellow"
+    rid: str
+    """Whose copy it was."""
+    start: int
+    """The first of these tokens."""
+    num_tokens: int
+    """How many they are."""
+
+    def explain(self) -> str:
+        return (
+            f"{self.rid} computed its tokens {self.start:,} to {self.start + self.num_tokens - 1:,}, and so did "
+            f"another request, whose copy the cache has: its own, {some(self.num_tokens, 'slot')}, is free."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(Event):
+    """Every slot has exactly one owner."""
+
+    style: ClassVar[str] = "magenta"
+    detail: ClassVar[bool] = True
+    available: int
+    """Slots that are free."""
+    evictable: int
+    """Slots of cached tokens that nobody has locked."""
+    protected: int
+    """Slots of cached tokens that some request has locked."""
+    owned: int
+    """Slots in pages that requests own themselves."""
+    total: int
+    """All slots."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the four parts make up the whole."""
+        return self.available + self.evictable + self.protected + self.owned == self.total
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "KV slots free": self.available,
+            "KV slots evictable": self.evictable,
+            "KV slots protected": self.protected,
+            "KV slots owned": self.owned,
+        }
+
+    def explain(self) -> str:
+        parts = f"{self.available:,} free + {self.evictable:,} evictable + {self.protected:,} protected + "
+        parts += f"{self.owned:,} of requests"
+        if self.holds:
+            return f"{parts} = {some(self.total, 'slot')}: none is lost, none counted twice."
+        off = self.total - self.available - self.evictable - self.protected - self.owned
+        what = f"{some(off, 'slot')} lost" if off > 0 else f"{some(-off, 'slot')} counted twice"
+        return f"{parts} is not {some(self.total, 'slot')}: {what}."
+
+
+def _sizes(evictable: int, protected: int) -> str:
+    return f"Cached now: {some(evictable, 'token')} evictable, {protected:,} protected."

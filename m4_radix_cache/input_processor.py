@@ -1,0 +1,87 @@
+"""Intake for a memory that is shared: a request may say how important it is, and with whom it shares.
+
+m3 asked whether a prompt fits into the blocks. Admission here counts what a request may still say, too, so it must be
+told how much that can be: `max_tokens`, clipped to the model and to the memory. SGLang: `Scheduler.
+handle_generate_request`; vLLM: `cache_salt` and `priority` of a request.
+"""
+
+from typing import Any
+
+from m1_single_request.errors import InvalidRequestError
+from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
+from m1_single_request.request import Request
+from m1_single_request.sampling_params import SamplingParams
+from m2_continuous_batching.input_processor import check_token_budget
+from m3_paged_attention.errors import KVCapacityError
+from m3_paged_attention.input_processor import build_parent, check_n
+from m4_radix_cache.request import Req
+
+MAX_PRIORITY = 2**63 - 1
+
+
+class InputProcessor(SingleRequestInputProcessor):
+    """m1's, and it knows the token budget, the size of the KV memory, and the options of a request."""
+
+    def __init__(self, *, max_num_batched_tokens: int, max_total_tokens: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_total_tokens = max_total_tokens
+
+    def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
+        """Refuse what this engine can never run (`InvalidRequestError`)."""
+        check_n(params)
+        check_model_len(token_ids, self.max_model_len, request_id)
+        check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
+        if self._most_new_tokens(token_ids) < 1:
+            raise KVCapacityError(
+                f"request {request_id!r} has {len(token_ids)} prompt tokens; the KV memory has room for "
+                f"{self.max_total_tokens}, and a prompt must leave 2 of them"
+            )
+
+    def build_request(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """A request, or a parent of `n` of them, of this priority and in the namespace that the salt names.
+
+        Raises `InvalidRequestError` for a priority that is no whole number, or a salt that is no text.
+        """
+        check_priority(priority)
+        check_cache_salt(cache_salt)
+        build_one = super().build_request
+
+        def build_child(child_id: str, params: SamplingParams, seed: int) -> Request:
+            req = build_one(child_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
+            assert isinstance(req, Req), "the part `request` must be a Req"
+            req.priority = priority
+            req.extra_key = cache_salt
+            req.max_new_tokens = min(params.max_tokens, self._most_new_tokens(token_ids))
+            return req
+
+        if params.n == 1:
+            return build_child(request_id, params, seed)
+        return build_parent(request_id, params, seed, build_child)
+
+    def _most_new_tokens(self, token_ids: list[int]) -> int:
+        """What the model and the memory leave for output. Alone in the memory, such a request is always admitted."""
+        return min(self.max_model_len, self.max_total_tokens - 1) - len(token_ids)
+
+
+def check_priority(priority: Any) -> None:
+    """Raise `InvalidRequestError` for what is no priority."""
+    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
+        raise InvalidRequestError(f"priority={priority!r:.80} must be a whole number of at most 63 bits")
+
+
+def check_cache_salt(cache_salt: Any) -> None:
+    """Raise `InvalidRequestError` for what cannot name a namespace of the cache."""
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise InvalidRequestError(f"cache_salt={cache_salt!r:.80} must be a string that is not empty")

@@ -1,0 +1,291 @@
+"""The prefix cache as a tree: what requests have in common is one path from the root, and is stored once.
+
+A node holds a run of tokens and the slots of their KV, both in whole pages. Its children begin with different pages:
+
+    root ── "You are a helpful assistant." ─┬─ " Translate: ..."
+             slots 16-47                    └─ " Summarise: ..." ── " In short, ..."
+
+`match_prefix` walks down as far as a request's tokens go, `insert` puts the rest below, both split a node in which they
+end. A lock protects a path while a request reads it; `evict` takes leaves without a lock, so the ends of conversations
+go before what they share. m3 freed everything at once when a request ended. SGLang: `mem_cache/radix_cache.py`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from m4_radix_cache.events import Evicted, Inserted, Split
+from m4_radix_cache.mem_cache.allocator import Slots
+from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult
+from m4_radix_cache.mem_cache.eviction import STRATEGIES, EvictionHeap
+from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
+
+Edge = bytes | tuple[str | None, bytes]
+"""What a node is found by among its siblings: its first page; below the root with the namespace before it."""
+
+
+class TreeNode:
+    """A run of cached tokens behind those of its parent. The handle of a match; only the cache changes it."""
+
+    __slots__ = (
+        "children",
+        "creation_time",
+        "edge",
+        "entry",
+        "hit_count",
+        "id",
+        "key",
+        "last_access_time",
+        "lock_ref",
+        "parent",
+        "priority",
+        "value",
+    )
+
+    def __init__(self, node_id: int, *, parent: "TreeNode | None", edge: Edge, key: bytes, value: Slots) -> None:
+        self.id = node_id
+        self.parent = parent
+        """None for the root, and for a node that was evicted."""
+        self.edge = edge
+        self.key = key
+        """Its tokens, as in `RadixKey.data`."""
+        self.value = value
+        """The slots of its tokens, `[num_tokens]`."""
+        self.children: dict[Edge, TreeNode] = {}
+        self.lock_ref = 0
+        """Locks on it or below it."""
+        self.last_access_time = 0
+        self.creation_time = 0
+        self.hit_count = 0
+        """Requests that started from it or from below it."""
+        self.priority = 0
+        """The highest of those who inserted it."""
+        self.entry: tuple[Any, ...] | None = None  # kept by EvictionHeap
+
+    def __repr__(self) -> str:
+        return f"TreeNode({self.id}, {len(self.value)} tokens, {len(self.children)} children, lock_ref={self.lock_ref})"
+
+
+class RadixCache(BasePrefixCache):
+    """The tree. All sizes are in tokens, and everything in it is a whole number of pages."""
+
+    def _start_empty(self) -> None:
+        self.root = TreeNode(0, parent=None, edge=b"", key=b"", value=NO_SLOTS)
+        self.root.lock_ref = 1  # it never goes
+        self._candidates: EvictionHeap[TreeNode] = EvictionHeap(STRATEGIES[self.eviction_policy])  # unlocked leaves
+        self._time = 0
+        self._num_nodes_ever = 0
+
+    # --- match --------------------------------------------------------------------------------------------------------
+
+    def match_prefix(self, key: RadixKey, max_len: int | None = None) -> MatchResult:
+        num_tokens = len(key) if max_len is None else max(0, min(len(key), max_len))
+        node, values, _ = self._walk(key, num_tokens // self.page_size * self.page_bytes, 0)
+        if len(values) == 1:
+            return MatchResult(values[0], node, node)
+        return MatchResult(np.concatenate(values) if values else NO_SLOTS, node, node)
+
+    def _walk(self, key: RadixKey, end: int, priority: int) -> tuple[TreeNode, list[Slots], int]:
+        """Follow the first `end` bytes of `key` down the tree, and split the node in which they part from it.
+
+        Returns the last node, the slots on the way, and how many bytes were found.
+        """
+        node, offset = self.root, 0
+        values: list[Slots] = []
+        if not end:
+            return node, values, offset
+        data, page_bytes = key.data, self.page_bytes
+        self._time = now = self._time + 1
+        edge: Edge = (key.extra_key, data[:page_bytes])
+        while offset < end and (child := node.children.get(edge)) is not None:
+            child.last_access_time = now
+            if not data.startswith(child.key, offset, end):
+                child = self._split(child, self._num_common(child.key, data, offset, end))
+            if child.priority < priority:
+                child.priority = priority
+            node = child
+            values.append(node.value)
+            offset += len(node.key)
+            edge = data[offset : offset + page_bytes]
+        if node.entry is not None:  # of all nodes on the way only the last can be a leaf
+            self._candidates.push(node)
+        return node, values, offset
+
+    def _num_common(self, node_key: bytes, data: bytes, offset: int, end: int) -> int:
+        """How many bytes of whole pages a node has in common with what follows in `data`; at least one page."""
+        count = min(len(node_key), end - offset) // TOKEN_BYTES
+        ours = np.frombuffer(node_key, dtype=np.int32, count=count)
+        theirs = np.frombuffer(data, dtype=np.int32, count=count, offset=offset)
+        differs = ours != theirs
+        first = int(differs.argmax())
+        num_tokens = first if differs[first] else count
+        return num_tokens // self.page_size * self.page_bytes
+
+    # --- insert and split ---------------------------------------------------------------------------------------------
+
+    def insert(self, key: RadixKey, value: Slots, priority: int = 0) -> int:
+        if not len(value):
+            return 0
+        end = len(value) * TOKEN_BYTES
+        assert end % self.page_bytes == 0 and end <= len(key.data), f"{len(value)} slots for {key!r}: no whole pages"
+        parent, _, offset = self._walk(key, end, priority)
+        existing, leaf = offset // TOKEN_BYTES, parent
+        if offset < end:
+            page = key.data[offset : offset + self.page_bytes]
+            edge: Edge = (key.extra_key, page) if parent is self.root else page
+            # A copy: the tree's slots are its own, whatever the caller does with the array.
+            leaf = self._new_node(parent, edge, key.data[offset:end], value[existing:].copy())
+            leaf.priority = priority
+            self._evictable += len(leaf.value)
+            self._candidates.discard(parent)
+            self._candidates.push(leaf)
+        if self.tracer:
+            self.tracer.emit(
+                Inserted(
+                    node=leaf.id,
+                    parent=parent.id,
+                    insert_len=len(value),
+                    existing=existing,
+                    extra_key=key.extra_key,
+                    evictable=self._evictable,
+                    protected=self._protected,
+                )
+            )
+        return existing
+
+    def _new_node(self, parent: TreeNode, edge: Edge, key: bytes, value: Slots) -> TreeNode:
+        self._num_nodes_ever += 1
+        node = TreeNode(self._num_nodes_ever, parent=parent, edge=edge, key=key, value=value)
+        node.creation_time = node.last_access_time = self._time
+        parent.children[edge] = node
+        return node
+
+    def _split(self, node: TreeNode, num_bytes: int) -> TreeNode:
+        """Put a new node with the first `num_bytes` of `node` above it, and return that.
+
+        The old object keeps the tail: whoever holds it as a handle still has the whole path, locks included.
+        """
+        assert node.parent is not None
+        num_tokens = num_bytes // TOKEN_BYTES
+        upper = self._new_node(node.parent, node.edge, node.key[:num_bytes], node.value[:num_tokens])
+        upper.lock_ref, upper.priority, upper.hit_count = node.lock_ref, node.priority, node.hit_count
+        node.key, node.value = node.key[num_bytes:], node.value[num_tokens:]
+        node.parent, node.edge = upper, node.key[: self.page_bytes]
+        upper.children[node.edge] = node
+        if node.entry is not None:
+            self._candidates.push(node)
+        if self.tracer:
+            self.tracer.emit(
+                Split(node=node.id, upper=upper.id, head=num_tokens, tail=len(node.value), lock_ref=node.lock_ref)
+            )
+        return upper
+
+    # --- lock ---------------------------------------------------------------------------------------------------------
+
+    def inc_lock_ref(self, node: TreeNode) -> None:
+        last, moved = node, 0
+        while node is not self.root:
+            assert node.parent is not None, f"{node!r} was evicted"
+            if not node.lock_ref:
+                moved += len(node.value)
+                self._candidates.discard(node)
+            node.lock_ref += 1
+            node = node.parent
+        self._lock_moved(last.id, 1, moved)
+
+    def dec_lock_ref(self, node: TreeNode) -> None:
+        last, moved = node, 0
+        while node is not self.root:
+            assert node.parent is not None and node.lock_ref > 0, f"{node!r} is not locked"
+            node.lock_ref -= 1
+            if not node.lock_ref:
+                moved += len(node.value)
+                if not node.children:
+                    self._candidates.push(node)
+            node = node.parent
+        self._lock_moved(last.id, -1, moved)
+
+    def record_hit(self, node: TreeNode) -> None:
+        """Count one request more for `node` and all above it."""
+        last = node
+        while node is not self.root:
+            assert node.parent is not None, f"{node!r} was evicted"
+            node.hit_count += 1
+            node = node.parent
+        if last.entry is not None:
+            self._candidates.push(last)
+
+    # --- evict --------------------------------------------------------------------------------------------------------
+
+    def evict(self, num_tokens: int) -> int:
+        """Free whole leaves, the smallest rank first, until `num_tokens` are free; perhaps a few more."""
+        freed = 0
+        nodes: list[TreeNode] = []
+        while freed < num_tokens and (node := self._candidates.pop()) is not None:
+            parent = node.parent
+            assert parent is not None
+            nodes.append(node)
+            freed += len(node.value)
+            node.parent = None
+            del parent.children[node.edge]
+            if not parent.children and not parent.lock_ref:
+                self._candidates.push(parent)
+        if not nodes:
+            return 0
+        self._evictable -= freed
+        self.num_evicted_tokens += freed
+        self.token_to_kv_pool_allocator.free(np.concatenate([node.value for node in nodes]))
+        if self.tracer:
+            self.tracer.emit(
+                Evicted(
+                    asked=num_tokens,
+                    freed=freed,
+                    nodes=tuple(node.id for node in nodes),
+                    token_counts=tuple(len(node.value) for node in nodes),
+                    strategy=self.eviction_policy,
+                    evictable=self._evictable,
+                    protected=self._protected,
+                )
+            )
+        return freed
+
+    # --- looking at it ------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """All nodes but the root, each before its children, the oldest child first."""
+        stack = list(reversed(self.root.children.values()))
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(reversed(node.children.values()))
+
+    def check_invariants(self) -> None:
+        evictable = protected = num_candidates = 0
+        pages: list[Slots] = [NO_SLOTS]
+        for node in self.nodes():
+            self._check_node(node)
+            num_candidates += node.entry is not None
+            evictable += 0 if node.lock_ref else len(node.value)
+            protected += len(node.value) if node.lock_ref else 0
+            pages.append(node.value[:: self.page_size] // self.page_size)
+        assert (evictable, protected) == (self._evictable, self._protected), "the sizes were counted wrongly"
+        assert num_candidates == len(self._candidates), "the candidates were counted wrongly"
+        self._check_pages(np.concatenate(pages))
+
+    def _check_node(self, node: TreeNode) -> None:
+        parent, size = node.parent, len(node.value)
+        assert parent is not None and parent.children[node.edge] is node, f"{node!r} is not below its parent"
+        assert isinstance(node.edge, tuple) == (parent is self.root), f"{node!r} has an edge of the wrong kind"
+        first = node.edge[1] if isinstance(node.edge, tuple) else node.edge
+        assert node.key[: self.page_bytes] == first, f"{node!r} is found by tokens that it does not have"
+        assert size and size % self.page_size == 0 and len(node.key) == size * TOKEN_BYTES, f"{node!r}: no whole pages"
+        grid = node.value.reshape(-1, self.page_size)
+        starts = grid[:, :1] // self.page_size * self.page_size
+        assert (grid == starts + np.arange(self.page_size)).all(), f"{node!r}: its slots are no whole pages"
+        below = sum(child.lock_ref for child in node.children.values())
+        assert node.lock_ref >= below, f"{node!r} has fewer locks than what is below it"
+        is_candidate = not node.children and not node.lock_ref
+        assert (node.entry is not None) == is_candidate, f"{node!r} is a candidate wrongly, or should be one"
+        if node.entry is not None:
+            assert node.entry[0] == self._candidates.strategy(node), f"{node!r} stands in the heap with an old rank"

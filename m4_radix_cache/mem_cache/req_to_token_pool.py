@@ -1,0 +1,91 @@
+"""Where each token of each running request has its KV: one row of slot numbers per request.
+
+m3 kept a block table per request, a list that grew. Here it is one matrix for all, because what a step needs of it -
+the slots of 64 prefixes, a new slot for each of 200 decodes - is then one read or one write of an array, without a loop
+over requests. A row says where the KV lies, not who owns it: the slots at its start may belong to the prefix cache, the
+rest belong to the request (see `base_prefix_cache.py`). SGLang: `ReqToTokenPool` in `mem_cache/memory_pool.py`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from m1_single_request.errors import ConfigError
+from m4_radix_cache.errors import PoolError
+from m4_radix_cache.mem_cache.allocator import Slots
+
+
+class ReqToTokenPool:
+    """`size` rows of `max_context_len` slots. A row belongs to one request from `alloc` to `free`."""
+
+    def __init__(self, *, size: int, max_context_len: int) -> None:
+        """Raises `ConfigError` unless there is room for at least one request of one token."""
+        if size < 1 or max_context_len < 1:
+            raise ConfigError(f"a pool of {size} rows of {max_context_len} tokens has no room; both must be at least 1")
+        self.size = size
+        self.max_context_len = max_context_len
+        self.req_to_token: npt.NDArray[np.int32] = np.zeros((size, max_context_len), dtype=np.int32)
+        """`[size, max_context_len]`: the slot of each token. An entry without a token is 0: page 0 is nobody's."""
+        self.lens: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
+        """`[size]`: how many tokens of each row have a slot, the `kv_allocated_len` of its request."""
+        self.clear()
+
+    def available_size(self) -> int:
+        """Rows that are free."""
+        return len(self._free)
+
+    def alloc(self, need_size: int) -> list[int] | None:
+        """Hand out rows, all entries 0. None, and no change, if there are fewer. The first freed come first."""
+        if need_size > len(self._free):
+            return None
+        rows = [self._free.popleft() for _ in range(need_size)]
+        for row in rows:
+            self._in_use[row] = 1
+            self.req_to_token[row] = 0
+            self.lens[row] = 0
+        return rows
+
+    def free(self, rows: int | Sequence[int]) -> None:
+        """Take one row or several back. Raises `PoolError`, changing nothing, for a row that is not in use."""
+        given = [rows] if isinstance(rows, int | np.integer) else list(rows)
+        for row in given:
+            if not (0 <= row < self.size and self._in_use[row]):
+                raise PoolError(f"row {row} is not in use: it was freed already, or never handed out")
+        if len(set(given)) < len(given):
+            raise PoolError(f"a row is freed twice: {given}")
+        for row in given:
+            self._in_use[row] = 0
+            self._free.append(row)
+
+    def write(self, row: int, start: int, slots: Slots) -> None:
+        """Say that the tokens from number `start` on have these slots."""
+        end = start + len(slots)
+        self.req_to_token[row, start:end] = slots
+        self.lens[row] = max(self.lens[row], end)
+
+    def append(self, rows: npt.NDArray[np.int64], slots: Slots) -> None:
+        """One token more for each of `rows`, with these slots."""
+        self.req_to_token[rows, self.lens[rows]] = slots
+        self.lens[rows] += 1
+
+    def read(self, row: int, start: int, end: int) -> Slots:
+        """The slots of the tokens `start` to `end - 1`: int64, a copy."""
+        return self.req_to_token[row, start:end].astype(np.int64)
+
+    def last_slots(self, rows: npt.NDArray[np.int64]) -> Slots:
+        """The slot of the last token of each of `rows`: int64, a copy."""
+        return self.req_to_token[rows, self.lens[rows] - 1].astype(np.int64)
+
+    def page_tables(self, rows: npt.NDArray[np.int64], num_tokens: int, page_size: int) -> npt.NDArray[np.int32]:
+        """The pages of the first `num_tokens` tokens of each of `rows`: int32 `[len(rows), pages]`, 0 behind the last.
+
+        What kernels call a block table; a token's slot tells its page.
+        """
+        return self.req_to_token[rows, :num_tokens:page_size] // page_size
+
+    def clear(self) -> None:
+        """Take all rows back."""
+        self._free = deque(range(self.size))
+        self._in_use = bytearray(self.size)

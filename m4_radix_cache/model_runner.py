@@ -1,0 +1,118 @@
+"""Tensors in, tokens out, and nothing remembered in between.
+
+m3's runner kept a record of every request, because messages brought differences. Here each batch is complete, sampling
+parameters included, and the tables are looked up in the row of each request; so there is nothing to keep and nothing to
+forget. The model, its kernels, the KV storage and the sampler are m3's. SGLang: `model_executor/model_runner.py` and
+`managers/tp_worker.py`.
+"""
+
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from m1_single_request.errors import ForwardError
+from m1_single_request.sampler import LogprobRow, Sampler
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_storage import KVStorage
+from m3_paged_attention.model_loader import LoadedModel
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
+from m3_paged_attention.row_sampler import RowSampler, prompt_logprobs
+from m4_radix_cache.config import SchedulerConfig
+from m4_radix_cache.forward_batch import ForwardBatch
+from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+from m4_radix_cache.model_worker_batch import ModelWorkerBatch
+
+
+class ModelRunner:
+    """Runs what the scheduler decided: prepare, forward, sample."""
+
+    def __init__(
+        self,
+        *,
+        loaded_model: LoadedModel,
+        scheduler_config: SchedulerConfig,
+        req_to_token_pool: ReqToTokenPool,
+        sampler: Sampler,
+        token_text: Callable[[int], str],
+        tracer: Tracer,
+    ) -> None:
+        self.model = loaded_model.model
+        self.device = loaded_model.device
+        self.max_model_len = loaded_model.max_model_len
+        self.max_num_seqs = scheduler_config.max_num_seqs
+        self.req_to_token_pool = req_to_token_pool
+        self.sampler = RowSampler(sampler=sampler, token_text=token_text, tracer=tracer)
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Reserve the KV memory. Raises `ConfigError` where there is not so much."""
+        self.page_size = kv_cache_config.spec.block_size
+        self.kv = KVStorage(kv_cache_config, device=self.device)
+
+    def profile_run(self, num_tokens: int) -> int:
+        """Run the largest step once, on nothing; returns the bytes of the KV memory that it had meanwhile."""
+        return run_largest_step(
+            self.model, num_tokens, longest=self.max_model_len, max_num_seqs=self.max_num_seqs, device=self.device
+        )
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """The shape of a page of this model."""
+        return kv_cache_spec_of(self.model, block_size)
+
+    def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
+        """Run the new tokens of all requests through the model, and choose the next ones.
+
+        Whatever it raises fails the requests of this step, and no other; `torch.AcceleratorError` means that the device
+        is lost.
+        """
+        forward_batch = ForwardBatch.init_new(batch, self)
+        hidden = self.forward(forward_batch)
+        last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
+        logits = self.model.compute_logits(last)  # [batch_size, vocab]
+        began = time.perf_counter()
+        of_prompts, errors = self._prompt_logprobs(batch, hidden)
+        sampled = self.sampler(batch.rids, batch.sampling_info, logits)
+        return ModelRunnerOutput(
+            req_ids=sampled.req_ids,
+            sampled_token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=of_prompts,
+            errors=errors | sampled.errors,
+            sample_seconds=time.perf_counter() - began,
+        )
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states `[total_tokens, hidden_size]`. The one place where the model is called."""
+        return self.model.forward(batch.input_ids, batch.positions, self.kv, batch.attn_metadata)
+
+    def free_request(self, request_id: str) -> None:
+        """Forget a request: it knows none."""
+
+    def held_request_ids(self) -> list[str]:
+        """The requests that are remembered: none."""
+        return []
+
+    def shutdown(self) -> None:
+        """Let go of the KV memory and the model."""
+        for name in ("kv", "model"):
+            vars(self).pop(name, None)  # an interrupted `close` comes again
+
+    def _prompt_logprobs(
+        self, batch: ModelWorkerBatch, hidden: Tensor
+    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, ForwardError]]:
+        """For the prompts that are to be rated; and the errors of those that cannot be."""
+        found: dict[str, tuple[LogprobRow, ...]] = {}
+        errors: dict[str, ForwardError] = {}
+        start = 0
+        for rid, num_tokens in batch.num_scheduled_tokens.items() if batch.prompts_to_rate else ():
+            if rid in batch.prompts_to_rate:
+                prompt, num_best = batch.prompts_to_rate[rid]
+                try:
+                    of_prompt = hidden[start : start + len(prompt)]
+                    found[rid] = prompt_logprobs(prompt, of_prompt, num_best, self.model.compute_logits)
+                except ForwardError as error:
+                    errors[rid] = error
+            start += num_tokens
+        return found, errors

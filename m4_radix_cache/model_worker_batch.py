@@ -1,0 +1,53 @@
+"""A batch on its way to the device: plain data, no request, no pool, no tree.
+
+Whatever the model runner must know of a step stands here as numbers, lists and arrays, so it could cross a process. m3
+sent `SchedulerOutput`, differences to what the runner remembered; this one is complete every time, and the runner
+remembers nothing. SGLang: `ModelWorkerBatch` in `managers/schedule_batch.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum, auto
+
+import numpy as np
+
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+
+
+class ForwardMode(IntEnum):
+    """What a forward does for its requests: the same for all of them here; m5 mixes the two."""
+
+    EXTEND = auto()
+    """New tokens behind a prefix that has its KV: prefills."""
+    DECODE = auto()
+    """One token each."""
+
+    def is_extend(self) -> bool:
+        return self is ForwardMode.EXTEND
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWorkerBatch:
+    """One step. Requests with more than one new token come first; all arrays are of the host."""
+
+    forward_mode: ForwardMode
+    rids: list[str]
+    input_ids: np.ndarray  # int64 [total_tokens]: the new tokens, one request after the other
+    req_pool_indices: np.ndarray  # int64 [batch_size]: rows of `req_to_token`
+    seq_lens: np.ndarray  # int64 [batch_size]: tokens with KV after this step
+    out_cache_loc: np.ndarray  # int64 [total_tokens]: the slot of each new token
+    prefix_lens: list[int] | None
+    """Tokens that have their KV, in an extend."""
+    extend_lens: list[int] | None
+    """New tokens, in an extend; a decode has one each."""
+    prompts_to_rate: Mapping[str, tuple[list[int], int]]
+    """Requests whose prompt's log-probabilities are asked for: its token ids, and how many of the best."""
+    sampling_info: SamplingBatchInfo
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        """New tokens by request id."""
+        return dict(zip(self.rids, self.extend_lens or [1] * len(self.rids), strict=True))

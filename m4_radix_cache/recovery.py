@@ -1,0 +1,128 @@
+"""What must hold of queues, batches and memory between two steps, and how to get there again after an interrupt.
+
+Ctrl-C may come between any two lines. m3 knew of every block whose it was and could sort out the rest. A tree that is
+being split, or slots on their way from a request to the cache, cannot be sorted out; so there are two ways back. If
+the interrupt came while the model ran, the books are in order and only the KV of that step is doubtful: its requests
+are sent back. If it came while the books were being written, nobody's KV is trusted: the cache is flushed and everybody
+starts over. Either way no token changes, only time is lost. Neither vLLM nor SGLang recovers a step.
+"""
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from m1_single_request.request import RequestStatus
+from m3_paged_attention.scheduler_events import StepLost
+from m4_radix_cache.events import Audit
+from m4_radix_cache.request import Req
+from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
+
+if TYPE_CHECKING:
+    from m4_radix_cache.scheduler_base import SchedulerBase
+
+
+class Phase(Enum):
+    """How far the step has come."""
+
+    IDLE = "idle"
+    """No step is under way."""
+    DECIDING = "deciding"
+    """`schedule` has begun: the books are being written."""
+    IN_FLIGHT = "in flight"
+    """`schedule` is done, and its result has not come."""
+    UPDATING = "updating"
+    """The result is being booked."""
+
+
+def recover(scheduler: "SchedulerBase") -> None:
+    """The last step's result never came: send its requests back, or everybody. Interrupted itself, it starts over."""
+    is_sound, scheduler.phase = scheduler.phase is Phase.IN_FLIGHT, Phase.DECIDING
+    batch = scheduler.cur_batch
+    if is_sound and batch is not None:
+        lost = [req for req in batch.reqs if req.req_pool_idx is not None]
+        if batch is scheduler.running_batch:
+            scheduler.running_batch = ScheduleBatch([], scheduler.pools)
+        for req in lost:
+            scheduler.tree_cache.cache_finished_req(req, is_insert=False)
+    elif not is_sound:
+        lost = [req for req in scheduler.requests.values() if req.status is not RequestStatus.WAITING]
+        forget_everything(scheduler)
+    else:
+        lost = []
+    for req in lost:
+        if req.to_finish is None:
+            req.num_retractions += 1
+            req.set_status(RequestStatus.PREEMPTED)
+    holding = {id(req) for req in scheduler.requests.values() if req.req_pool_idx is not None}
+    scheduler.waiting_queue = [req for req in scheduler.requests.values() if id(req) not in holding]
+    scheduler.marked = {req.rid: req for req in scheduler.requests.values() if req.to_finish is not None}
+    scheduler.cur_batch, scheduler.running_batch.batch_is_full = None, False
+    if scheduler.tracer:
+        scheduler.tracer.emit(StepLost(reset=tuple(req.rid for req in lost)))
+
+
+def forget_everything(scheduler: "SchedulerBase") -> None:
+    """Nobody has KV any more: all slots and rows are free, the cache is empty, no batch holds anybody."""
+    pools = scheduler.pools
+    pools.tree_cache.reset()
+    pools.token_to_kv_pool_allocator.clear()
+    pools.req_to_token_pool.clear()
+    for req in scheduler.requests.values():
+        req.forget_kv()
+    scheduler.running_batch, scheduler.last_batch = ScheduleBatch([], pools), None
+
+
+def check_scheduler(scheduler: "SchedulerBase") -> None:
+    """Raise AssertionError if queues, batches and memory contradict each other. Between two steps only."""
+    batches = [scheduler.running_batch] + ([scheduler.last_batch] if scheduler.last_batch is not None else [])
+    waiting = scheduler.waiting_queue
+    running = [req for batch in batches for req in batch.reqs if not req.finished()]
+    assert sorted(req.rid for req in [*waiting, *running]) == sorted(scheduler.requests)
+    assert len(running) <= scheduler.max_num_seqs
+    assert all(req.status is RequestStatus.RUNNING and req.req_pool_idx is not None for req in running)
+    assert all(req.status is not RequestStatus.RUNNING and req.req_pool_idx is None for req in waiting)
+    for req in running:
+        assert req.kv_committed_len == req.kv_allocated_len == req.seqlen - 1, (req.rid, req.kv_committed_len)
+        assert req.cache_protected_len % scheduler.pools.token_to_kv_pool_allocator.page_size == 0
+    for batch in batches:
+        columns = (batch.reqs, batch.req_pool_indices, batch.seq_lens, batch.output_ids)
+        assert len({len(column) for column in columns}) == 1, [len(column) for column in columns]
+        assert batch.sampling_info is None or len(batch.sampling_info) == len(batch.reqs)
+    check_memory(running, scheduler.pools)
+
+
+def check_memory(running: list[Req], pools: Pools) -> None:
+    """Raise AssertionError unless every page is free, the cache's or one request's, and locks are those who run."""
+    allocator, cache, rows = pools.token_to_kv_pool_allocator, pools.tree_cache, pools.req_to_token_pool
+    cache.check_invariants()
+    page_size = allocator.page_size
+    own: list[int] = []
+    for req in running:
+        assert req.req_pool_idx is not None
+        slots = rows.read(req.req_pool_idx, req.cache_protected_len, req.kv_allocated_len)
+        own += np.unique(slots // page_size).tolist()
+    assert len(own) == len(set(own)) and 0 not in own, "two requests own the same page, or somebody owns page 0"
+    cached = cache.evictable_size() + cache.protected_size()
+    total = allocator.available_size() + cached + len(own) * page_size
+    assert total == allocator.size, f"{total} of {allocator.size} tokens are accounted for"
+    assert set(own) <= set(allocator.owned_pages().tolist()), "a page is both free and mapped"
+    assert rows.available_size() == rows.size - len(running)
+    assert running or not cache.protected_size(), "something is locked, and nobody runs"
+
+
+def audit(scheduler: "SchedulerBase") -> None:
+    """Check everything, and tell the trace the equation: what is free, cached and owned is all there is."""
+    check_scheduler(scheduler)
+    if scheduler.tracer:
+        allocator, cache = scheduler.pools.token_to_kv_pool_allocator, scheduler.tree_cache
+        available, evictable, protected = allocator.available_size(), cache.evictable_size(), cache.protected_size()
+        scheduler.tracer.emit(
+            Audit(
+                available=available,
+                evictable=evictable,
+                protected=protected,
+                owned=allocator.size - available - evictable - protected,
+                total=allocator.size,
+            )
+        )

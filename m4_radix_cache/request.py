@@ -1,0 +1,122 @@
+"""A request whose KV may begin with what others computed.
+
+m1's request, and what a living batch keeps about it. Its KV, once it runs, is one row of slots:
+
+    0          cache_protected_len     kv_committed_len    kv_allocated_len
+    |  the tree's, locked  |  its own, in no tree yet  |  in flight  |
+    |<- prefix_indices, at its start ->|<- extend_input_len ->|
+
+The tree owns whole pages, so the part that is its own begins on a page. What is in flight has slots and is being
+computed. SGLang: `Req` in `managers/schedule_batch.py`; seed of the names: there, too.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from m1_single_request.request import Request, RequestStatus, Sequence
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.mem_cache.radix_key import RadixKey
+from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+
+NO_SLOTS = np.zeros(0, dtype=np.int64)
+
+
+class Req(Request):
+    """m1's request under SGLang's names, with its place in the pools and in the tree."""
+
+    def __init__(self, request_id: str, prompt: str | None, sequence: Sequence, seed: int, arrival_time: float) -> None:
+        super().__init__(request_id, prompt, sequence, seed, arrival_time)
+        self.priority = 0
+        self.extra_key: str | None = None  # its namespace: it shares KV with requests of the same one only
+        self.parent_id: str | None = None  # the request that this one is a continuation of
+        self.number = 0  # its place in the order of arrival
+        self.num_retractions = 0
+        self.max_new_tokens = self.sampling_params.max_tokens  # what it may still say; intake clips it to the memory
+        self.fill_ids: list[int] = []  # prompt and outputs: all that must have KV after its next extend
+        self.prefix_indices = NO_SLOTS  # int64: slots of the tokens that need not be computed
+        self.last_node: Any = None  # the cache's handle for the prefix, locked while the request runs
+        self.cache_protected_len = 0  # tokens whose slots belong to the cache
+        self.extend_input_len = 0  # tokens to compute
+        self.req_pool_idx: int | None = None  # its row of slots, while it runs
+        self.req_to_token_pool: ReqToTokenPool | None = None  # where that row is
+        self._key: RadixKey | None = None
+
+    @property
+    def rid(self) -> str:
+        return self.request_id
+
+    @property
+    def origin_input_ids(self) -> list[int]:
+        return self.sequence.data.prompt_token_ids
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.sequence.data.output_token_ids
+
+    @property
+    def seqlen(self) -> int:
+        return self.sequence.get_len()
+
+    @property
+    def kv_committed_len(self) -> int:
+        """Tokens whose KV exists; between two steps this is prompt + output - 1, for the newest token has none yet."""
+        return self.sequence.data.num_computed_tokens
+
+    @kv_committed_len.setter
+    def kv_committed_len(self, num_tokens: int) -> None:
+        self.sequence.data.num_computed_tokens = num_tokens
+
+    @property
+    def kv_allocated_len(self) -> int:
+        """Tokens that have a slot; one more than committed while a decode is in flight."""
+        if self.req_pool_idx is None or self.req_to_token_pool is None:
+            return 0
+        return int(self.req_to_token_pool.lens[self.req_pool_idx])
+
+    @property
+    def key(self) -> RadixKey:
+        """Its tokens as the cache knows them. Each is encoded once, when somebody first asks."""
+        if self._key is None:
+            self._key = RadixKey(self.origin_input_ids, self.extra_key)
+        missing = self.seqlen - len(self._key)
+        if missing > 0:
+            self._key.append(self.output_ids[-missing:])
+        return self._key
+
+    @property
+    def is_retracted(self) -> bool:
+        """Whether it ran, lost its place, and waits again."""
+        return self.status is RequestStatus.PREEMPTED
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its prompt must go through the model from the first token on."""
+        return self.sampling_params.prompt_logprobs is not None and self.sequence.data.prompt_logprobs is None
+
+    @property
+    def match_limit(self) -> int:
+        """How many of its tokens it may take from the cache."""
+        return 0 if self.wants_prompt_logprobs else self.seqlen - 1
+
+    def finished(self) -> bool:
+        return self.is_finished
+
+    def init_next_round_input(self, tree_cache: BasePrefixCache) -> None:
+        """Look up what is cached of its tokens, and note what is left to compute: at least one token, always.
+
+        The last token must go through the model because its logits give the next one; so a prompt that is cached whole
+        counts as one token short. With prompt log-probabilities nothing may be left out. What is found is safe until
+        the next eviction, unless `last_node` is locked.
+        """
+        self.fill_ids = self.origin_input_ids + self.output_ids
+        match = tree_cache.match_prefix(self.key, self.match_limit)
+        self.prefix_indices, self.last_node = match.device_indices, match.last_device_node
+        self.cache_protected_len = len(self.prefix_indices)
+        self.extend_input_len = len(self.fill_ids) - len(self.prefix_indices)
+
+    def forget_kv(self) -> None:
+        """It has no KV, no row and no node any more; whoever calls this has given them back."""
+        self.prefix_indices, self.last_node = NO_SLOTS, None
+        self.cache_protected_len = self.extend_input_len = self.kv_committed_len = 0
+        self.req_pool_idx = self.req_to_token_pool = None

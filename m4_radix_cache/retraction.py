@@ -1,0 +1,58 @@
+"""What happens when memory runs out under the running requests, and nothing is left to evict.
+
+m3 took blocks away and kept, dropped or swapped what was in them. Here a request that must go gives up only what is its
+own: what the cache shares of it stays until somebody needs the room, so it often comes back for little. Who goes is
+m3's rule. SGLang: `ScheduleBatch.retract_decode`.
+"""
+
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.errors import KVCapacityError, PartError
+from m3_paged_attention.preemption import PreemptionPolicy, victim_of
+from m4_radix_cache.new_token_ratio import NewTokenRatio
+from m4_radix_cache.request import Req
+from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
+from m4_radix_cache.scheduler_events import Retract
+
+
+def retract(
+    batch: ScheduleBatch, preemption: PreemptionPolicy, ratio: NewTokenRatio, tracer: Tracer
+) -> tuple[list[Req], PartError | None]:
+    """Take requests out of a batch until the others' next tokens have room, or one is left; returns who went.
+
+    And the error, if the policy failed or chose nobody: then there may be no room.
+    """
+    retracted: list[Req] = []
+    events, failure = [], None
+    while len(batch.reqs) > 1 and not batch.check_decode_mem():
+        try:
+            victim = victim_of(preemption, batch.reqs)
+        except PartError as error:
+            failure = error
+            break
+        if tracer:
+            events.append((victim.rid, victim.kv_committed_len, len(victim.output_ids), *batch.room()))
+        batch.retract_decode(victim)
+        retracted.append(victim)
+    ratio.after_retraction(batch.reqs)
+    if tracer:
+        for rid, num_tokens, num_output_tokens, needed, available in events:
+            tracer.emit(
+                Retract(
+                    rid=rid,
+                    num_tokens=num_tokens,
+                    num_output_tokens=num_output_tokens,
+                    needed=needed,
+                    available=available,
+                    new_token_ratio=ratio.value,
+                )
+            )
+    return retracted, failure
+
+
+def outgrown(req: Req, pools: Pools) -> KVCapacityError:
+    """The error of a request that has no room even alone."""
+    size = pools.token_to_kv_pool_allocator.size
+    return KVCapacityError(
+        f"request {req.rid!r} has grown to {req.seqlen} tokens, and the KV memory has room for {size}, in pages of "
+        f"{pools.token_to_kv_pool_allocator.page_size}: give it more, or ask for fewer tokens"
+    )

@@ -1,0 +1,201 @@
+"""The sampling parameters of a batch that lives across steps.
+
+m1 to m3 gather the rows' parameters anew for every step, and count every token of the history again where there are
+penalties. Here they are gathered once, when requests join. A step only moves them on by one token; a request that ends
+takes its row out; a prefilled batch joins the running one with its rows as they are. What no row needs stays None. The
+result is the same `SamplingMetadata`, to the last bit. SGLang: `sampling/sampling_batch_info.py`
+(`SamplingBatchInfo.from_schedule_batch`, `filter_batch`, `merge_batch`); the history is what its penalizers and their
+orchestrator keep (`sampling/penaltylib`).
+"""
+
+from collections.abc import Callable, Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m1_single_request.draws import uniforms
+from m1_single_request.request import Request, Sequence
+from m1_single_request.sampling_metadata import (
+    SamplingMetadata,
+    SamplingRow,
+    bias_of,
+    numbers_of,
+    output_counts_of,
+    seen_by,
+)
+from m1_single_request.sampling_params import SamplingParams
+
+FOREVER = np.iinfo(np.int64).max  # min_tokens may be any whole number
+
+
+@dataclass(kw_only=True, eq=False)
+class SamplingBatchInfo:
+    """One row per request of a batch: lists, arrays and tensors only, so it may cross to another process.
+
+    Between a step and the preparation of the next one it is one token behind its requests: `advance` is told the newest
+    tokens. Arrays are `[rows]`; tensors are `[rows, vocab]`, on the logits' device.
+    """
+
+    vocab_size: int
+    device: torch.device
+    params: list[SamplingParams]
+    seeds: list[int]
+    positions: np.ndarray  # int64: output tokens so far, which is the position of the next one
+    numbers: np.ndarray  # NUMBERS: the settings as the tensors will hold them
+    plain: np.ndarray  # bool: the best token of the untouched logits is all that is asked for
+    blocked_until: np.ndarray  # int64: stop ids are forbidden before this position; 0 where there is nothing to forbid
+    bias: Tensor | None  # float32; None while there is nothing to add
+    seen: Tensor | None  # bool; None without penalties, False in rows without
+    output_counts: Tensor | None  # float32; likewise
+    is_plain: bool = field(init=False)
+    """Whether all rows are: then there is nothing to keep but the positions."""
+    _newest: SamplingMetadata | None = field(init=False, default=None)  # None: the rows have changed since
+
+    def __post_init__(self) -> None:
+        self.is_plain = bool(self.plain.all())
+
+    @classmethod
+    def from_reqs(
+        cls,
+        reqs: SequenceOf[Request],
+        *,
+        vocab_size: int,
+        stop_ids: Callable[[Sequence], frozenset[int]],
+        device: torch.device,
+    ) -> "SamplingBatchInfo":
+        """The rows of requests about to be prefilled, in this order. `vocab_size` is that of the logits.
+
+        Prompt and output so far make the history, so a retracted request comes back with its penalties.
+        """
+        rows = [
+            SamplingRow(
+                params=req.sampling_params,
+                seed=req.seed,
+                prompt_token_ids=req.sequence.data.prompt_token_ids,
+                output_token_ids=req.sequence.data.output_token_ids,
+                stop_ids=stop_ids(req.sequence),
+            )
+            for req in reqs
+        ]
+        params = [row.params for row in rows]
+        blocked_until = [min(row.params.min_tokens, FOREVER) if row.stop_ids else 0 for row in rows]
+        return cls(
+            vocab_size=vocab_size,
+            device=device,
+            params=params,
+            seeds=[row.seed for row in rows],
+            positions=np.array([len(row.output_token_ids) for row in rows], dtype=np.int64),
+            numbers=numbers_of(params, vocab_size),
+            plain=np.array([row.is_plain for row in rows], dtype=np.bool_),
+            blocked_until=np.array(blocked_until, dtype=np.int64),
+            bias=bias_of(rows, vocab_size, device),
+            seen=seen_by(rows, vocab_size, device),
+            output_counts=output_counts_of(rows, vocab_size, device),
+        )
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def metadata(self) -> SamplingMetadata:
+        """This step's parameters for the sampler. Valid until `advance`, which writes on in the same tensors."""
+        if self.is_plain:
+            return SamplingMetadata.plain(len(self), self.device)
+        draws = None
+        if not self.numbers["greedy"].all():
+            draws = torch.from_numpy(uniforms(self.seeds, self.positions.tolist())).to(self.device)
+        if self._newest is None:
+            self._newest = SamplingMetadata.from_numbers(
+                self.numbers,
+                num_logprobs=tuple(p.logprobs for p in self.params),
+                vocab_size=self.vocab_size,
+                device=self.device,
+                uniforms=draws,
+                bias=self.bias,
+                seen=self.seen,
+                output_counts=self.output_counts,
+            )
+        else:
+            self._newest = replace(self._newest, uniforms=draws, bias=self.bias)  # the rest is as it was
+        return self._newest
+
+    def advance(self, token_ids: SequenceOf[int] | np.ndarray) -> None:
+        """Every row has accepted one more token: `token_ids` `[rows]`. Changes the rows in place."""
+        assert len(token_ids) == len(self)
+        self.positions += 1
+        if self.is_plain:
+            return
+        if self.bias is not None:
+            self._allow_stops(self.bias)
+        if self.seen is not None and self.output_counts is not None:
+            rows = np.flatnonzero(self.numbers["penalised"])
+            tokens = np.asarray(token_ids, dtype=np.int64)[rows]
+            where = (torch.from_numpy(rows).to(self.device), torch.from_numpy(tokens).to(self.device))
+            self.seen[where] = True
+            self.output_counts[where] += 1
+
+    def filter_batch(self, keep_indices: SequenceOf[int] | np.ndarray) -> None:
+        """Keep these rows, in this order."""
+        keep = np.asarray(keep_indices, dtype=np.int64)
+        kept = keep.tolist()
+        self.params = [self.params[i] for i in kept]
+        self.seeds = [self.seeds[i] for i in kept]
+        self.positions, self.numbers = self.positions[keep], self.numbers[keep]
+        self.plain, self.blocked_until = self.plain[keep], self.blocked_until[keep]
+        if not self.is_plain:
+            index = torch.tensor(kept, dtype=torch.int64, device=self.device)
+            self.bias = _rows_of(self.bias, index)
+            self.seen = _rows_of(self.seen, index)
+            self.output_counts = _rows_of(self.output_counts, index)
+            self._drop_unused()
+        self._rows_changed()
+
+    def merge_batch(self, other: "SamplingBatchInfo") -> None:
+        """Take up a copy of the rows of `other`, behind one's own."""
+        assert self.vocab_size == other.vocab_size and self.device == other.device
+        counts = (len(self), len(other))
+        self.bias = _joined(self.bias, other.bias, counts)
+        self.seen = _joined(self.seen, other.seen, counts)
+        self.output_counts = _joined(self.output_counts, other.output_counts, counts)
+        self.params = self.params + other.params
+        self.seeds = self.seeds + other.seeds
+        self.positions = np.concatenate([self.positions, other.positions])
+        self.numbers = np.concatenate([self.numbers, other.numbers])
+        self.plain = np.concatenate([self.plain, other.plain])
+        self.blocked_until = np.concatenate([self.blocked_until, other.blocked_until])
+        self._rows_changed()
+
+    def _rows_changed(self) -> None:
+        self.is_plain = bool(self.plain.all())
+        self._newest = None
+
+    def _allow_stops(self, bias: Tensor) -> None:
+        """Rows that have reached their min_tokens keep their logit_bias only."""
+        due = np.flatnonzero(self.positions == self.blocked_until).tolist()
+        for i in due:
+            own = bias_of([SamplingRow(self.params[i], self.seeds[i], (), ())], self.vocab_size, self.device)
+            bias[i] = 0.0 if own is None else own[0]
+        if due:
+            self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """Forget the tensors that no row needs any more."""
+        if self.bias is not None and not (self.positions < self.blocked_until).any():
+            self.bias = self.bias if any(p.logit_bias for p in self.params) else None
+        if not self.numbers["penalised"].any():
+            self.seen = self.output_counts = None
+
+
+def _rows_of(tensor: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.index_select(0, index)
+
+
+def _joined(first: Tensor | None, second: Tensor | None, counts: tuple[int, int]) -> Tensor | None:
+    """Both sides' rows; for a side without a tensor as many zero rows as `counts` says, which change no logit."""
+    if first is None and second is None:
+        return None
+    sides = zip((first, second), counts, strict=True)
+    known = first if first is not None else second
+    assert known is not None
+    return torch.cat([known.new_zeros(count, known.shape[1]) if side is None else side for side, count in sides])

@@ -1,0 +1,214 @@
+"""A batch that lives: requests join it, get token after token, and leave it.
+
+m3 described every step anew, as differences to what the runner remembered. Here the batch itself is kept from step to
+step, with its arrays: a step of decodes adds one to each length, takes a slot for each request and writes it into its
+row, all at once and without a loop over requests. New requests form a batch of their own, run their prompts, and are
+merged into the one that runs. SGLang: `ScheduleBatch` in `managers/schedule_batch.py` and `mem_cache/common.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import numpy as np
+import torch
+
+from m1_single_request.request import RequestStatus, Sequence as TokenSequence
+from m3_paged_attention.errors import PartError
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+from m4_radix_cache.model_worker_batch import ForwardMode, ModelWorkerBatch
+from m4_radix_cache.request import Req
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+
+NOTHING = np.zeros(0, dtype=np.int64)
+
+
+class Pools:
+    """Where a batch takes its memory from: rows, slots, and the cache that gives slots back when there are too few."""
+
+    def __init__(
+        self,
+        req_to_token_pool: ReqToTokenPool,
+        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator,
+        tree_cache: BasePrefixCache,
+        *,
+        debug: bool = False,
+    ) -> None:
+        self.debug = debug  # audit after every step
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
+        self.tree_cache = tree_cache
+
+    def make_room(self, num_tokens: int) -> bool:
+        """Evict as much as it takes to have so many free slots. False if even that is not enough."""
+        available = self.token_to_kv_pool_allocator.available_size()
+        if available < num_tokens:
+            self.tree_cache.evict(num_tokens - available)
+            available = self.token_to_kv_pool_allocator.available_size()
+        return available >= num_tokens
+
+
+class ScheduleBatch:
+    """Requests that go through the model together, and all that a step needs of them, as arrays of the host."""
+
+    def __init__(self, reqs: list[Req], pools: Pools) -> None:
+        self.reqs = reqs
+        self.rids = [req.rid for req in reqs]
+        self.pools = pools
+        self.forward_mode = ForwardMode.EXTEND
+        self.batch_is_full = False  # the last attempt to let somebody in failed, and nobody has left since
+        self.input_ids = NOTHING  # int64 [total_tokens]
+        self.output_ids = NOTHING  # int64 [batch_size]: the newest token of each, which has no KV yet
+        self.req_pool_indices = NOTHING  # int64 [batch_size]
+        self.seq_lens = NOTHING  # int64 [batch_size]: tokens with KV after the step
+        self.out_cache_loc = NOTHING  # int64 [total_tokens]
+        self.prefix_lens: list[int] | None = None
+        self.extend_lens: list[int] | None = None
+        self.sampling_info: SamplingBatchInfo | None = None
+
+    @classmethod
+    def init_new(cls, reqs: Sequence[Req], pools: Pools) -> Self:
+        """A batch of requests that were admitted; those with a single new token last, as the device wants them."""
+        return cls(sorted(reqs, key=lambda req: req.extend_input_len == 1), pools)
+
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+    # --- what goes through the model ----------------------------------------------------------------------------------
+
+    def prepare_for_extend(
+        self, *, vocab_size: int, stop_ids: Callable[[TokenSequence], frozenset[int]], device: torch.device
+    ) -> None:
+        """Give every request a row and a slot for each token that it lacks, and note what is to be computed.
+
+        The prefixes must be locked. Raises `PartError`, and changes nothing, if there is no room for what was admitted.
+        """
+        reqs, pools = self.reqs, self.pools
+        prefix_lens = [len(req.prefix_indices) for req in reqs]
+        seq_lens = np.array([len(req.fill_ids) for req in reqs])
+        last_locs = np.array([req.prefix_indices[-1] if len(req.prefix_indices) else -1 for req in reqs])
+        allocator = pools.token_to_kv_pool_allocator
+        pools.make_room(allocator.num_pages_for_extend(np.array(prefix_lens), seq_lens) * allocator.page_size)
+        rows = pools.req_to_token_pool.alloc(len(reqs))
+        slots = None if rows is None else allocator.alloc_extend(np.array(prefix_lens), seq_lens, last_locs)
+        if rows is None or slots is None:
+            if rows is not None:
+                pools.req_to_token_pool.free(rows)
+            raise PartError(f"{len(reqs)} requests were admitted, and the KV memory has no room for them")
+        start = 0
+        for req, row in zip(reqs, rows, strict=True):
+            end = start + req.extend_input_len
+            req.req_pool_idx, req.req_to_token_pool = row, pools.req_to_token_pool
+            req.kv_committed_len = len(req.prefix_indices)
+            pools.req_to_token_pool.write(row, 0, req.prefix_indices)
+            pools.req_to_token_pool.write(row, req.kv_committed_len, slots[start:end])
+            start = end
+        self.forward_mode = ForwardMode.EXTEND
+        self.input_ids = np.concatenate([np.array(req.fill_ids[len(req.prefix_indices) :]) for req in reqs])
+        self.req_pool_indices, self.seq_lens, self.out_cache_loc = np.array(rows), seq_lens, slots
+        self.prefix_lens, self.extend_lens = prefix_lens, [req.extend_input_len for req in reqs]
+        self.sampling_info = SamplingBatchInfo.from_reqs(reqs, vocab_size=vocab_size, stop_ids=stop_ids, device=device)
+
+    def prepare_for_decode(self) -> None:
+        """One token more for every request. There must be room (`check_decode_mem`)."""
+        pools, rows = self.pools, self.req_pool_indices
+        assert self.sampling_info is not None
+        last_locs = pools.req_to_token_pool.last_slots(rows)
+        slots = pools.token_to_kv_pool_allocator.alloc_decode(self.seq_lens + 1, last_locs)
+        assert slots is not None, "check_decode_mem said that there is room"
+        pools.req_to_token_pool.append(rows, slots)
+        self.forward_mode = ForwardMode.DECODE
+        self.input_ids, self.out_cache_loc = self.output_ids, slots
+        self.seq_lens = self.seq_lens + 1
+        self.prefix_lens = self.extend_lens = None
+        self.sampling_info.advance(self.output_ids)
+
+    def get_model_worker_batch(self) -> ModelWorkerBatch:
+        """This step as plain data."""
+        assert self.sampling_info is not None
+        return ModelWorkerBatch(
+            forward_mode=self.forward_mode,
+            rids=self.rids,
+            input_ids=self.input_ids,
+            req_pool_indices=self.req_pool_indices,
+            seq_lens=self.seq_lens,
+            out_cache_loc=self.out_cache_loc,
+            prefix_lens=self.prefix_lens,
+            extend_lens=self.extend_lens,
+            prompts_to_rate=self._prompts_to_rate() if self.forward_mode.is_extend() else {},
+            sampling_info=self.sampling_info,
+        )
+
+    def _prompts_to_rate(self) -> dict[str, tuple[list[int], int]]:
+        return {
+            req.request_id: (req.origin_input_ids, req.sampling_params.prompt_logprobs)
+            for req in self.reqs
+            if req.wants_prompt_logprobs and req.sampling_params.prompt_logprobs is not None
+        }
+
+    def take_tokens(self, output: ModelRunnerOutput) -> tuple[list[Req], list[int]]:
+        """The requests that got a token, and these tokens, which are the next step's input."""
+        token_ids = [token_ids[0] for token_ids in output.sampled_token_ids]
+        if output.req_ids == self.rids:
+            self.output_ids = np.array(token_ids, dtype=np.int64)
+            return self.reqs, token_ids
+        by_id = {rid: index for index, rid in enumerate(self.rids)}
+        places = [by_id[rid] for rid in output.req_ids]
+        self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)  # whoever got none ends now
+        self.output_ids[places] = token_ids
+        return [self.reqs[place] for place in places], token_ids
+
+    # --- who is in it -------------------------------------------------------------------------------------------------
+
+    def filter_batch(self, keep_indices: Sequence[int] | None = None) -> None:
+        """Keep only these requests, or those that still run and are not about to end. Their order stays."""
+        if keep_indices is None:
+            running = RequestStatus.RUNNING
+            keep_indices = [i for i, req in enumerate(self.reqs) if req.status is running and req.to_finish is None]
+        if len(keep_indices) == len(self.reqs):
+            return
+        self.batch_is_full = False
+        self.reqs = [self.reqs[i] for i in keep_indices]
+        self.rids = [req.rid for req in self.reqs]
+        keep = np.array(keep_indices, dtype=np.int64)
+        self.req_pool_indices, self.seq_lens = self.req_pool_indices[keep], self.seq_lens[keep]
+        self.output_ids = self.output_ids[keep]
+        self.input_ids = self.out_cache_loc = NOTHING
+        if self.sampling_info is not None:
+            self.sampling_info.filter_batch(keep_indices)
+
+    def merge_batch(self, other: "ScheduleBatch") -> None:
+        """Take the requests of another batch in, behind those that are here."""
+        if not self.reqs or self.sampling_info is None:
+            self.sampling_info = other.sampling_info
+        elif other.sampling_info is not None:
+            self.sampling_info.merge_batch(other.sampling_info)
+        self.reqs, self.rids = self.reqs + other.reqs, self.rids + other.rids
+        self.req_pool_indices = np.concatenate([self.req_pool_indices, other.req_pool_indices])
+        self.seq_lens = np.concatenate([self.seq_lens, other.seq_lens])
+        self.output_ids = np.concatenate([self.output_ids, other.output_ids])
+        self.input_ids = self.out_cache_loc = NOTHING
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def new_tokens_next_decode(self) -> int:
+        """Slots that must be free for everybody's next token: a page for each request that begins one."""
+        allocator = self.pools.token_to_kv_pool_allocator
+        return allocator.num_pages_for_decode(self.seq_lens + 1) * allocator.page_size
+
+    def check_decode_mem(self) -> bool:
+        """Make room for everybody's next token; whether there is."""
+        return self.pools.make_room(self.new_tokens_next_decode())
+
+    def room(self) -> tuple[int, int]:
+        """Tokens, in whole pages, that everybody's next token needs; and those that are free or can be evicted."""
+        pools = self.pools
+        free = pools.token_to_kv_pool_allocator.available_size() + pools.tree_cache.evictable_size()
+        return self.new_tokens_next_decode(), free
+
+    def retract_decode(self, victim: Req) -> None:
+        """Take a request out and free what is its own. What the cache has of it stays there, unlocked."""
+        self.filter_batch([i for i, req in enumerate(self.reqs) if req is not victim])
+        self.pools.tree_cache.cache_finished_req(victim, is_insert=False)

@@ -1,0 +1,217 @@
+"""Who of those that wait goes first, and who had better wait a round.
+
+m3 asked in order of arrival. Now that a request can start from what others computed, the order decides how much has to
+be computed at all: whoever finds most of its prompt in the cache should come before that is evicted, and of several
+that would compute the same prefix one should go first, so that the others find it. A request that lost its place comes
+before all others whatever the policy. SGLang: `SchedulePolicy` in `managers/schedule_policy.py`, where requests with a
+common prefix only go last and may still run in the same step; here they are held back, so that they always hit. vLLM
+has fcfs and priority only.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+from m1_single_request.errors import ConfigError
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.errors import PartError
+from m4_radix_cache.config import SchedulePolicyName
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
+from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
+from m4_radix_cache.request import Req
+from m4_radix_cache.scheduler_events import PolicyOrder
+
+CACHE_AWARE = ("lpm", "dfs-weight")
+MAX_WAITING_FOR_LPM = 128
+"""With more waiting, to look all of them up costs more than it saves."""
+FEW_HIT_TOKENS = 32
+"""Whoever finds more than this in the cache is not held back for a common prefix."""
+MIN_COMMON_TOKENS = 32
+"""A common prefix of fewer tokens is not worth a round's wait."""
+
+Matches = dict[str, MatchResult]  # by request id
+
+
+class Order(NamedTuple):
+    """What a policy decides in one round."""
+
+    ready: list[Req]
+    """Those that are asked to join, in this order."""
+    held_back: list[Req]
+    """Those that are not asked in this round, oldest first. One of `ready` computes what they would compute."""
+
+
+class SchedulePolicy:
+    """Orders the waiting requests; changes none of them. All ties are broken by arrival."""
+
+    def __init__(self, policy: str, *, tree_cache: BasePrefixCache, seed: int, tracer: Tracer) -> None:
+        """Raises `ConfigError` if there is no such policy. Without a cache that shares, cache-aware ones are fcfs.
+
+        `seed`: of the policy `random`.
+        """
+        if policy not in get_args(SchedulePolicyName):
+            known = ", ".join(get_args(SchedulePolicyName))
+            raise ConfigError(f"schedule_policy={policy!r} is not known; choose one of: {known}")
+        self.policy = policy
+        self.tree_cache = tree_cache
+        self.rng = random.Random(seed)
+        self.tracer = tracer
+
+    def calc_priority(self, waiting: Sequence[Req]) -> Order:
+        """The order of this round. To look prompts up in the cache refreshes what they find there.
+
+        Nobody waits for ever by being held back: whoever it waits for stands in `ready`, before it.
+        """
+        active = self._active_policy(len(waiting))
+        arrived = sorted(waiting, key=lambda req: req.number)
+        retracted = [req for req in arrived if req.is_retracted]
+        others = [req for req in arrived if not req.is_retracted]
+        matches: Matches = {}
+        if active in CACHE_AWARE:
+            matches = {req.rid: self._match(req) for req in retracted + others}
+        ready, held_back = self._hold_back(retracted, others, matches)
+        order = Order(retracted + self._sorted(active, ready, matches), held_back)
+        if self.tracer and len(waiting) > 1:
+            everybody = order.ready + order.held_back
+            self.tracer.emit(
+                PolicyOrder(
+                    policy=self.policy,
+                    active=active,
+                    rids=tuple(req.rid for req in everybody),
+                    num_held_back=len(held_back),
+                    num_retracted=len(retracted),
+                    hits=tuple(_hit(matches[req.rid]) for req in everybody) if matches else (),
+                )
+            )
+        return order
+
+    def _active_policy(self, num_waiting: int) -> str:
+        """The policy that decides this round."""
+        needs_cache = self.policy in CACHE_AWARE
+        is_too_long = self.policy == "lpm" and num_waiting > MAX_WAITING_FOR_LPM
+        return "fcfs" if (needs_cache and self.tree_cache.disable) or is_too_long else self.policy
+
+    def _sorted(self, policy: str, requests: list[Req], matches: Matches) -> list[Req]:
+        """`requests`, which come in order of arrival, as the policy wants them."""
+        if policy == "lpm":
+            return sorted(requests, key=lambda req: -_hit(matches[req.rid]))
+        if policy == "dfs-weight":
+            return depth_first(requests, matches)
+        if policy == "lof":
+            return sorted(requests, key=lambda req: -req.max_new_tokens)
+        if policy == "priority":
+            return sorted(requests, key=lambda req: -req.priority)
+        if policy == "random":
+            return self.rng.sample(requests, len(requests))
+        return requests
+
+    def _hold_back(self, retracted: list[Req], others: list[Req], matches: Matches) -> tuple[list[Req], list[Req]]:
+        """`others` in two: those that may go, and those that gain by waiting until somebody has computed their prefix.
+
+        Siblings (`n > 1`) wait for the first of them, however short their prompt is; strangers only under a policy that
+        looks into the cache, and for a prefix that is worth it. SGLang would let the latter wait even if all that they
+        share is in the cache; that costs little if they only go last.
+        """
+        if self.tree_cache.disable:
+            return others, []
+        coming = _Coming(self.tree_cache.page_size)
+        parents = {req.parent_id for req in retracted}
+        for req in retracted:
+            coming.add(req.key)
+        ready, held_back = [], []
+        for req in others:
+            is_sibling = req.parent_id is not None and req.parent_id in parents
+            match = matches.get(req.rid)
+            if match is None and is_sibling:
+                match = self._match(req)
+            hit = _hit(match) if match else 0
+            is_worth_it = is_sibling or (bool(matches) and coming.is_worth_waiting(req.key, hit))
+            if is_worth_it and hit < self._longest_hit(req):
+                held_back.append(req)
+                continue
+            ready.append(req)
+            parents.add(req.parent_id)
+            coming.add(req.key)
+        return ready, held_back
+
+    def _match(self, req: Req) -> MatchResult:
+        """What the cache has of all its tokens; nothing, if it may not use any because it wants their logits."""
+        return self.tree_cache.match_prefix(req.key, 0 if req.wants_prompt_logprobs else None)
+
+    def _longest_hit(self, req: Req) -> int:
+        """What it could use if all its tokens were in the cache: the last one is computed in any case."""
+        page_size = self.tree_cache.page_size
+        return 0 if req.wants_prompt_logprobs else (len(req.key) - 1) // page_size * page_size
+
+
+class _Coming:
+    """The prefixes that are in the cache after this round: SGLang's simulated radix tree.
+
+    That tree is asked one question only, whether so many tokens of a key are in it. So it is enough to keep the heads
+    of the keys, of the two lengths that can be asked for.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        least_common = -(-MIN_COMMON_TOKENS // page_size) * page_size
+        beyond_few_hits = (FEW_HIT_TOKENS // page_size + 1) * page_size
+        self.lengths = (least_common, beyond_few_hits)
+        self.heads: set[tuple[str | None, bytes]] = set()
+
+    def add(self, key: RadixKey) -> None:
+        for length in self.lengths:
+            if len(key) >= length:
+                self.heads.add(self._head(key, length))
+
+    def is_worth_waiting(self, key: RadixKey, hit: int) -> bool:
+        """Whether the cache has few of the tokens now, and will have enough, and more, after this round."""
+        least = max(self.lengths[0], hit + self.page_size)
+        return hit <= FEW_HIT_TOKENS and len(key) >= least and self._head(key, least) in self.heads
+
+    def _head(self, key: RadixKey, num_tokens: int) -> tuple[str | None, bytes]:
+        return key.extra_key, key.data[: num_tokens * TOKEN_BYTES]
+
+
+def order_of(policy: SchedulePolicy, waiting: Sequence[Req]) -> Order:
+    """What the policy decides. Raises `PartError` if it fails, or does not name each of `waiting` exactly once."""
+    part = f"the part 'schedule_policy' ({type(policy).__name__})"
+    try:
+        order = Order(*map(list, policy.calc_priority(list(waiting))))
+        named = sorted(id(req) for reqs in order for req in reqs)
+    except Exception as error:
+        raise PartError(f"{part} failed: {error!r}") from error
+    if named != sorted(map(id, waiting)):
+        raise PartError(f"{part} must name each of the {len(waiting)} waiting requests once; it named {len(named)}")
+    return order
+
+
+def depth_first(requests: Sequence[Req], matches: Matches) -> list[Req]:
+    """The requests branch after branch of the tree, so that what a branch shares is used while it is there.
+
+    Each hangs at the node where its match ends. Of the branches below a node the one with most requests comes first, of
+    equal ones the one with the oldest; whoever ends at the node itself comes after them. Works for any cache whose
+    nodes know their parents, and does not depend on how it cuts a prefix into nodes.
+    """
+    weight: dict[Any, int] = defaultdict(int)
+    branches: dict[Any, list[Any]] = defaultdict(list)  # of each node; below None: the roots
+    own: dict[Any, list[Req]] = defaultdict(list)
+    for req in requests:
+        node = matches[req.rid].last_device_node
+        own[node].append(req)
+        while node is not None:
+            if not weight[node]:
+                branches[node.parent].append(node)
+            weight[node] += 1
+            node = node.parent
+    backwards: list[Req] = []
+    stack: list[Any] = [None]
+    while stack:  # not a recursion: a long chat is a deep tree
+        node = stack.pop()
+        backwards += reversed(own[node])
+        stack += sorted(branches[node], key=lambda branch: -weight[branch])  # the last is the next to be visited
+    return backwards[::-1]
+
+
+def _hit(match: MatchResult) -> int:
+    return len(match.device_indices)

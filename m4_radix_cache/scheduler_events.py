@@ -1,0 +1,247 @@
+"""What the trace can say about requests that share KV: who goes first, who got in and at what price, who had to leave.
+
+What happens in the cache stands in `events.py`. m3's `ParallelSampling` and `StepLost` are used as they are. Its
+`Admit` and `NotAdmitted` spoke of free blocks, its `Preempted` of swapping, and m2's `Batch` took every request with a
+prefix for a decode; so these are said anew, in tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from m1_single_request.trace_event import Event, some
+from m4_radix_cache.events import Matched
+from m4_radix_cache.request import Req
+from m4_radix_cache.schedule_batch import ScheduleBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOrder(Event):
+    """Several requests wait: in which order they are asked to join, and who is not asked in this round."""
+
+    style: ClassVar[str] = "cyan"
+    detail: ClassVar[bool] = True
+    policy: str
+    """The policy that was asked for."""
+    active: str
+    """The one that decided: `fcfs` where the other needs a cache that shares, or where too many wait for it."""
+    rids: tuple[str, ...]
+    """Request ids, in order; those that are held back come last."""
+    num_held_back: int
+    """So many of the last ones wait a round, because one before them computes what they would compute, too."""
+    num_retracted: int
+    """So many of the first ones lost their place once and stand before all others."""
+    hits: tuple[int, ...]
+    """How many tokens of each are in the cache; empty if the policy did not look."""
+
+    def explain(self) -> str:
+        number = len(self.rids) - self.num_held_back
+        shown = [f"{rid} ({hit:,})" for rid, hit in zip(self.rids, self.hits, strict=True)] if self.hits else self.rids
+        decided = f"{self.policy}, here as {self.active}" if self.policy != self.active else self.policy
+        counts = ", with the tokens that are in the cache" if self.hits else ""
+        first = f" {some(self.num_retracted, 'retracted request')} first." if self.num_retracted else ""
+        held = (
+            f" Held back for a round, because one before them computes the same prefix: {', '.join(shown[number:])}."
+            if self.num_held_back
+            else ""
+        )
+        return f"Order by {decided}{counts}: {', '.join(shown[:number])}.{first}{held}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admit(Event):
+    """A waiting request joins. The budget is the one that it was judged by, its prefix locked already."""
+
+    style: ClassVar[str] = "cyan"
+    rid: str
+    """Request id."""
+    prefix: int
+    """Tokens whose KV is in the cache."""
+    extend: int
+    """Tokens that go through the model now."""
+    num_output_tokens: int
+    """What it had said before it was retracted."""
+    need: int
+    """Tokens that it takes now or may say later."""
+    rem_total: int
+    """Tokens that are neither taken nor expected to be; `need` is less."""
+    cur_rem: int
+    """Tokens that are not taken yet, expected ones included."""
+    rem_input: int
+    """What was left of the tokens that may be computed in one step."""
+    evictable: int
+    """Of the free tokens: those that the cache would have to give up first."""
+    result: str
+    """Whether another one may follow: `continue`, `no_token` (memory) or `other` (tokens of one step)."""
+
+    def explain(self) -> str:
+        cached = f", {self.prefix:,} more are in the cache" if self.prefix else ""
+        again = (
+            f"; {self.num_output_tokens:,} of all are its own output from before it was retracted"
+            if self.num_output_tokens
+            else ""
+        )
+        last = {
+            "continue": "",
+            "no_token": " Nobody else fits into the memory.",
+            "other": " Nobody else fits into this step.",
+        }[self.result]
+        return (
+            f"{self.rid} joins: {some(self.extend, 'token')} to compute{cached}{again}. It may need {self.need:,} of "
+            f"{_budget(self.rem_total, self.cur_rem, self.evictable)}; {self.rem_input:,} could still be computed in "
+            f"this step.{last}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotAdmitted(Event):
+    """A waiting request cannot join in this step; nobody behind it may overtake it."""
+
+    style: ClassVar[str] = "dim cyan"
+    detail: ClassVar[bool] = True
+    rid: str
+    """Request id."""
+    limit: str
+    """What stands in its way: `memory`, `max_num_seqs` or `max_num_batched_tokens`."""
+    is_locked: bool
+    """Whether `memory` sufficed until its own prefix could not be evicted any more."""
+    prefix: int
+    """Tokens whose KV is in the cache."""
+    extend: int
+    """Tokens that it would compute."""
+    need: int
+    """Tokens that it would take now or may say later."""
+    rem_total: int
+    """Tokens that are neither taken nor expected to be; `need` must be less."""
+    cur_rem: int
+    """Tokens that are not taken yet, expected ones included."""
+    rem_input: int
+    """What is left of the tokens that may be computed in one step."""
+    evictable: int
+    """Of the free tokens: those that the cache would have to give up first."""
+
+    def explain(self) -> str:
+        budget = _budget(self.rem_total, self.cur_rem, self.evictable)
+        locked = f" once the {some(self.prefix, 'token')} that it found there may not be evicted" * self.is_locked
+        why = {
+            "memory": f"it may need {some(self.need, 'token')}, which is not less than {budget}{locked}",
+            "max_num_seqs": "as many run as may",
+            "max_num_batched_tokens": (
+                f"its {some(self.extend, 'token')}, in whole pages, are not less than the {self.rem_input:,} that are "
+                f"left of this step's budget"
+            ),
+        }[self.limit]
+        return f"{self.rid} must wait: {why}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retract(Event):
+    """A running request lost its place, so that others can go on."""
+
+    style: ClassVar[str] = "bold yellow"
+    rid: str
+    """Request id."""
+    num_tokens: int
+    """Tokens whose KV it had; what others share of it stays."""
+    num_output_tokens: int
+    """What it has said; it is not lost."""
+    needed: int
+    """Tokens, in whole pages, that the running requests, this one included, needed for their next ones."""
+    available: int
+    """Tokens that were free or could be evicted."""
+    new_token_ratio: float
+    """The share of their remaining tokens that running requests are expected to say from now on."""
+
+    def brief(self) -> str:
+        return f"retracted: {self.rid}"
+
+    def explain(self) -> str:
+        return (
+            f"{self.rid} is retracted: the next tokens need {some(self.needed, 'slot')}, {self.available:,} "
+            f"{'is' if self.available == 1 else 'are'} free or can be evicted, and it has the fewest outputs "
+            f"({self.num_output_tokens:,}). The KV of its {some(self.num_tokens, 'token')} is given up, except what "
+            f"the cache has of it; it waits in front of all others. Those that run are expected to say "
+            f"{self.new_token_ratio:.0%} of what they still may."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Event):
+    """What goes through the model in this step: prompts or decodes, never both (m5 mixes them)."""
+
+    style: ClassVar[str] = "bold blue"
+    mode: str
+    """`extend` or `decode`."""
+    rids: tuple[str, ...]
+    """Request ids, one per row of the fields below."""
+    extend_lens: tuple[int, ...]
+    """New tokens per request."""
+    prefix_lens: tuple[int, ...]
+    """Tokens per request whose KV is read instead of computed."""
+    seq_lens: tuple[int, ...]
+    """Tokens per request with KV after this step: prefix plus extend."""
+    left: tuple[str, ...]
+    """Requests that ended since the batch before, those included that never ran."""
+    num_running: int
+    """Requests that run; in an extend, those that must wait for it with their next token are among them."""
+    budget: int
+    """How many new tokens there may be."""
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.extend_lens)
+
+    def brief(self) -> str:
+        return f"{self.mode:<7} {some(self.total_tokens, 'token')} of {some(len(self.rids), 'request')}"
+
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        return tuple((rid, self.mode) for rid in self.rids)
+
+    def explain(self) -> str:
+        what = "decodes 1 token each" if self.mode == "decode" else f"computes {some(self.total_tokens, 'token')}"
+        saved = sum(self.prefix_lens) if self.mode == "extend" else 0
+        cached = f" and reads the KV of {saved:,} more" if saved else ""
+        waiting = self.num_running - len(self.rids)
+        delayed = (
+            f" {some(waiting, 'running request')} must wait for that." if self.mode == "extend" and waiting else ""
+        )
+        left = f" Since the last step left: {', '.join(self.left)}." if self.left else ""
+        return (
+            f"{self.mode.capitalize()} batch of {some(len(self.rids), 'request')} {what}{cached}; at most "
+            f"{self.budget:,} new tokens fit.{delayed}{left}"
+        )
+
+
+def batch_event(batch: ScheduleBatch, left: Sequence[str], num_running: int, budget: int) -> Batch:
+    """A batch for the trace; built only for a reader."""
+    seq_lens = tuple(batch.seq_lens.tolist())
+    extend_lens = tuple(batch.extend_lens or [1] * len(seq_lens))
+    return Batch(
+        mode=batch.forward_mode.name.lower(),
+        rids=tuple(req.rid for req in batch.reqs),
+        extend_lens=extend_lens,
+        prefix_lens=tuple(after - new for after, new in zip(seq_lens, extend_lens, strict=True)),
+        seq_lens=seq_lens,
+        left=tuple(left),
+        num_running=num_running,
+        budget=budget,
+    )
+
+
+def matched_event(req: Req) -> Matched:
+    """What the cache has of a request; built only for a reader."""
+    return Matched(
+        rid=req.rid,
+        query_len=len(req.fill_ids),
+        limit=req.match_limit,
+        device_hit=len(req.prefix_indices),
+        host_hit=0,
+    )
+
+
+def _budget(rem_total: int, cur_rem: int, evictable: int) -> str:
+    """The memory in words."""
+    return (
+        f"{rem_total:,} ({some(cur_rem, 'token')} not taken yet, less {cur_rem - rem_total:,} kept for those that run; "
+        f"the cache could give up {evictable:,})"
+    )

@@ -1,0 +1,140 @@
+"""m4's table of contents: m3's table with the roles that sharing changes, and how the parts are put together.
+
+Pools and cache are made before the scheduler, and the rows of slots before the runner, which looks them up.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from m1_single_request.errors import ConfigError
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.kv_cache_config import KVCacheConfig, check_memory_share, needs_profile, size_kv_cache
+from m3_paged_attention.wiring import PARTS as M3_PARTS, trace_start
+from m4_radix_cache.config import CacheConfig, EngineConfig, SchedulerConfig
+from m4_radix_cache.engine_core import EngineCore
+from m4_radix_cache.input_processor import InputProcessor
+from m4_radix_cache.mem_cache.allocator import make_allocator
+from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
+from m4_radix_cache.mem_cache.chunk_cache import ChunkCache
+from m4_radix_cache.mem_cache.radix_cache import RadixCache
+from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+from m4_radix_cache.model_runner import ModelRunner
+from m4_radix_cache.prefill_adder import PrefillAdder
+from m4_radix_cache.request import Req
+from m4_radix_cache.schedule_batch import Pools
+from m4_radix_cache.schedule_policy import SchedulePolicy
+from m4_radix_cache.scheduler import Scheduler
+
+
+def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
+    """Load the model, size the KV memory, and put the parts together."""
+    device = config.model.torch_device()
+    check_memory_share(config.cache, device)
+    cache_class = prefix_cache_class(config.cache, parts)
+    loaded = parts["model_loader"](config.model)
+    if tracer:
+        trace_start(loaded, config.model, tracer)
+    limits = config.scheduler.resolved(loaded.max_model_len)
+    rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
+    runner = parts["model_runner"](
+        loaded_model=loaded,
+        scheduler_config=limits,
+        req_to_token_pool=rows,
+        sampler=parts["sampler"](),
+        token_text=parts["detokenizer"](loaded.tokenizer).token_text,
+        tracer=tracer,
+    )
+    executor = parts["executor"](worker=parts["worker"](model_runner=runner))
+    kv_cache_config = reserve_kv_memory(executor, config.cache, device, loaded.max_model_len, limits, tracer)
+    allocator = parts["token_to_kv_pool_allocator"](
+        size=kv_cache_config.num_tokens, page_size=config.cache.page_size, checked=config.cache.debug
+    )
+    tree_cache = cache_class(
+        req_to_token_pool=rows,
+        token_to_kv_pool_allocator=allocator,
+        eviction_policy=config.cache.eviction_policy,
+        tracer=tracer,
+    )
+    return parts["engine_core"](
+        input_processor=parts["input_processor"](
+            request_class=parts["request"],
+            detokenizer_class=parts["detokenizer"],
+            tokenizer=loaded.tokenizer,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_total_tokens=allocator.size,
+            seed=config.model.seed,
+        ),
+        scheduler=parts["scheduler"](
+            scheduler_config=limits,
+            pools=Pools(rows, allocator, tree_cache, debug=config.cache.debug),
+            policy=parts["schedule_policy"](
+                limits.schedule_policy, tree_cache=tree_cache, seed=config.model.seed, tracer=tracer
+            ),
+            prefill_adder=parts["prefill_adder"],
+            preemption=parts["preemption"](),
+            stop_checker=parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len),
+            vocab_size=loaded.vocab_size,
+            device=device,
+            tracer=tracer,
+        ),
+        executor=executor,
+        output_processor=parts["output_processor"](tracer=tracer),
+        kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
+        tracer=tracer,
+    )
+
+
+# --8<-- [start:parts]
+PARTS: dict[str, Any] = {role: part for role, part in M3_PARTS.items() if role != "kv_manager"} | {
+    "wiring": build_engine_core,
+    "input_processor": InputProcessor,
+    "request": Req,
+    "req_to_token_pool": ReqToTokenPool,
+    "token_to_kv_pool_allocator": make_allocator,
+    "prefix_cache": RadixCache,
+    "schedule_policy": SchedulePolicy,
+    "prefill_adder": PrefillAdder,
+    "scheduler": Scheduler,
+    "model_runner": ModelRunner,
+    "engine_core": EngineCore,
+}
+# --8<-- [end:parts]
+
+
+def prefix_cache_class(config: CacheConfig, parts: Mapping[str, Any]) -> Any:
+    """The cache that the configuration names. Raises `ConfigError` if the parts name another one."""
+    own = parts["prefix_cache"]
+    if config.prefix_cache == "radix":
+        return own
+    if own is not RadixCache:
+        raise ConfigError(f"the parts name a prefix cache, and prefix_cache={config.prefix_cache!r} another one")
+    return BlockHashCache if config.prefix_cache == "hash" else ChunkCache
+
+
+def reserve_kv_memory(
+    executor: Any,
+    cache_config: CacheConfig,
+    device: torch.device,
+    max_model_len: int,
+    limits: SchedulerConfig,
+    tracer: Tracer,
+) -> KVCacheConfig:
+    """Decide how many pages there are, and let the runner reserve them. All are of use: the cache keeps what it can."""
+    measures = needs_profile(cache_config, device)
+    kv_cache_config = size_kv_cache(
+        executor.kv_cache_spec(cache_config.page_size),
+        cache_config=cache_config,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=None,
+        swap_space_bytes=0,
+        size_setting=("max_total_tokens", cache_config.page_size),
+        profile=executor.measure_memory(limits.max_num_batched_tokens) if measures else None,
+        tracer=tracer,
+    )
+    executor.initialize_kv_cache(kv_cache_config)
+    return kv_cache_config
