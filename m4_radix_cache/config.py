@@ -87,6 +87,12 @@ class CacheConfig:
             raise ConfigError(f"debug={self.debug!r} must be True or False")
         check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         check_one_given(self, "kv_cache_memory_bytes", "gpu_memory_utilization", "max_total_tokens")
+        if self.prefix_cache != "radix" and self.eviction_policy != "lru":
+            does = "evicts by lru only" if self.prefix_cache == "hash" else "keeps nothing that could be evicted"
+            raise ConfigError(
+                f"eviction_policy={self.eviction_policy!r} has no effect with prefix_cache={self.prefix_cache!r}, "
+                f"which {does}: use prefix_cache='radix'"
+            )
         if self.max_total_tokens is not None and self.max_total_tokens < self.page_size:
             raise ConfigError(
                 f"max_total_tokens={self.max_total_tokens} is less than one page of page_size={self.page_size} tokens"

@@ -16,24 +16,27 @@ class Matched(Event):
     """A request was looked up in the prefix cache."""
 
     style: ClassVar[str] = "green"
-    rid: str | None = None
-    """The request; None if the cache was asked for nobody."""
+    rid: str
+    """Request id."""
     query_len: int
     """Tokens that the request has."""
     limit: int
-    """Tokens that it may take from the cache: at least one must be computed, because its logits are needed."""
+    """Tokens that it may take from the cache: all but the last, because that one's logits are needed, or none, because
+    those of the whole prompt are."""
     device_hit: int
     """Tokens found; the request starts from their KV."""
     host_hit: int
     """Further tokens found in host memory, whose KV must be copied."""
 
     def explain(self) -> str:
-        who = "A look-up" if self.rid is None else self.rid
-        host = f", and {some(self.host_hit, 'token')} more in host memory" if self.host_hit else ""
-        left = self.query_len - self.device_hit - self.host_hit
+        tokens, left = some(self.query_len, "token"), self.query_len - self.device_hit - self.host_hit
+        if left == self.query_len:
+            why = "the logits of its whole prompt are wanted" if self.limit < left - 1 else "nothing of use is cached"
+            return f"{self.rid} can skip none of its {tokens}: {why}."
+        host = f", and {self.host_hit:,} more in host memory" if self.host_hit else ""
         return (
-            f"{who} finds {self.device_hit:,} of {some(self.query_len, 'token')} in the cache{host}, where it may take "
-            f"{self.limit:,} at most: {left:,} {'is' if left == 1 else 'are'} left to compute."
+            f"{self.rid} can skip {self.device_hit:,} of its {tokens}, whose KV is in the cache{host}; {self.limit:,} "
+            f"would be the most, in whole pages. {left:,} {_are(left)} left to compute."
         )
 
 
@@ -53,6 +56,8 @@ class Inserted(Event):
     """Tokens that were offered, in whole pages."""
     existing: int
     """How many of them were there already."""
+    pages: tuple[int, ...]
+    """The pages of the others, in order: the cache owns them now."""
     evictable: int
     """Cached tokens that nobody has locked, now."""
     protected: int
@@ -64,10 +69,15 @@ class Inserted(Event):
         return self.insert_len - self.existing
 
     def explain(self) -> str:
-        where = "" if self.extra_key is None else f" under {self.extra_key!r}"
+        where = "" if self.extra_key is None else f" under the salt {self.extra_key!r}"
+        offered = f"{some(self.insert_len, 'token')} {_are(self.insert_len)} offered to the cache{where}"
+        if not self.num_new:
+            return f"{offered}, which has them all. {_sizes(self.evictable, self.protected)}"
+        there = f"it has {self.existing:,} of them, " if self.existing else ""
+        below = f"node {self.parent}" if self.parent else "the root"
         return (
-            f"{some(self.insert_len, 'token')} are offered to the cache{where}: {self.existing:,} were there, "
-            f"{self.num_new:,} are new. {_sizes(self.evictable, self.protected)}"
+            f"{offered}: {there}{self.num_new:,} {_are(self.num_new)} new, from {below} down to node {self.node}. "
+            f"{_sizes(self.evictable, self.protected)}"
         )
 
 
@@ -91,14 +101,15 @@ class Split(Event):
     def explain(self) -> str:
         locks = f"; both have {some(self.lock_ref, 'lock')}" if self.lock_ref else ""
         return (
-            f"Node {self.node} of {some(self.head + self.tail, 'token')} is split: its first {self.head:,} are node "
-            f"{self.upper} now, which others can share; it keeps the other {self.tail:,}{locks}."
+            f"Node {self.node} of {some(self.head + self.tail, 'token')} is split, because somebody shares only the "
+            f"first {self.head:,}: these are node {self.upper} now, and it keeps the other {self.tail:,} below "
+            f"that{locks}."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Locked(Event):
-    """A request has begun or ceased to use a cached prefix."""
+    """A request has begun or ceased to use a cached prefix. Nothing is told of the root, which needs no lock."""
 
     style: ClassVar[str] = "cyan"
     detail: ClassVar[bool] = True
@@ -114,12 +125,12 @@ class Locked(Event):
     """Cached tokens that some request has locked, now."""
 
     def explain(self) -> str:
-        count, verb = some(self.num_tokens, "token"), "is" if self.num_tokens == 1 else "are"
-        if self.delta > 0:
-            what = f"is locked: {count} {verb} protected that {'was' if self.num_tokens == 1 else 'were'} not"
-        else:
-            what = f"is unlocked: {count} {verb} evictable again"
-        return f"The path to node {self.node} {what}. {_sizes(self.evictable, self.protected)}"
+        path = f"The path to node {self.node} has one lock {'more' if self.delta > 0 else 'less'}"
+        if not self.num_tokens:
+            return f"{path}; all of it {'was protected already' if self.delta > 0 else 'stays protected'}."
+        moved = f"{some(self.num_tokens, 'token')} {_are(self.num_tokens)}"
+        now = "protected now" if self.delta > 0 else "evictable again"
+        return f"{path}: {moved} {now}. {_sizes(self.evictable, self.protected)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +158,15 @@ class Evicted(Event):
         """How many went."""
         return len(self.nodes)
 
+    def brief(self) -> str:
+        return f"evicted: {some(self.freed, 'token')}"
+
     def explain(self) -> str:
         short = "" if self.freed >= self.asked else ", all that nobody has locked"
         return (
-            f"{some(self.asked, 'token')} more must fit: {some(self.num_nodes, 'node')} with "
-            f"{some(self.freed, 'token')} {'goes' if self.num_nodes == 1 else 'go'}, by {self.strategy}{short}. "
-            f"{_sizes(self.evictable, self.protected)}"
+            f"{some(self.asked, 'slot')} {_are(self.asked)} missing: {some(self.num_nodes, 'node')} with "
+            f"{some(self.freed, 'token')} {'goes' if self.num_nodes == 1 else 'go'}, chosen by "
+            f"{self.strategy}{short}. {_sizes(self.evictable, self.protected)}"
         )
 
 
@@ -167,13 +181,16 @@ class CacheFlushed(Event):
     """Tokens that it held locked."""
 
     def explain(self) -> str:
+        number = self.evictable + self.protected
+        if not number:
+            return "The cache is emptied; it held nothing."
         locked = f", {self.protected:,} of them locked" if self.protected else ""
-        return f"The cache is emptied: {some(self.evictable + self.protected, 'token')} forgotten{locked}."
+        return f"The cache is emptied: {some(number, 'token')} {_are(number)} forgotten{locked}."
 
 
 @dataclass(frozen=True, kw_only=True)
 class DuplicatesFreed(Event):
-    """A request had computed what the cache has got from another one meanwhile; its own copy is free."""
+    """A request has computed what the cache has from another one; its own copy is free."""
 
     style: ClassVar[str] = "yellow"
     rid: str
@@ -187,6 +204,29 @@ class DuplicatesFreed(Event):
         return (
             f"{self.rid} computed its tokens {self.start:,} to {self.start + self.num_tokens - 1:,}, and so did "
             f"another request, whose copy the cache has: its own, {some(self.num_tokens, 'slot')}, is free."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released(Event):
+    """A request ends or loses its place, and some of its KV goes into no cache; those pages are free."""
+
+    style: ClassVar[str] = "yellow"
+    detail: ClassVar[bool] = True
+    rid: str
+    """Request id."""
+    start: int
+    """The first of its tokens on them."""
+    num_tokens: int
+    """How many they are."""
+    pages: tuple[int, ...]
+    """The pages, in order."""
+
+    def explain(self) -> str:
+        count = len(self.pages)
+        return (
+            f"{self.rid} gives {some(count, 'page')} back, with the KV of its last {some(self.num_tokens, 'token')}, "
+            f"which the cache does not keep: {', '.join(map(str, self.pages))}."
         )
 
 
@@ -222,12 +262,16 @@ class Audit(Event):
 
     def explain(self) -> str:
         parts = f"{self.available:,} free + {self.evictable:,} evictable + {self.protected:,} protected + "
-        parts += f"{self.owned:,} of requests"
+        parts += f"{self.owned:,} owned by requests"
         if self.holds:
             return f"{parts} = {some(self.total, 'slot')}: none is lost, none counted twice."
         off = self.total - self.available - self.evictable - self.protected - self.owned
         what = f"{some(off, 'slot')} lost" if off > 0 else f"{some(-off, 'slot')} counted twice"
         return f"{parts} is not {some(self.total, 'slot')}: {what}."
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _sizes(evictable: int, protected: int) -> str:

@@ -39,10 +39,11 @@ class PrefillAdder:
           - what is kept for tokens to come         = rem_total_tokens
 
     Why the batch can then be allocated: a request is admitted only if `extend <= need < rem_total <= cur_rem`. All
-    terms of `cur_rem` are whole pages, so it is at least `extend` rounded up to pages; and so many pages the request
-    takes, because its prefix ends on a page. What it has found and locked is not evictable any more when this is
-    tested, and is tested again. So `cur_rem` never falls below 0: there are pages for all of `can_run_list`, and what
-    is evictable really can be evicted, because whatever lies below an unlocked node of the cache is unlocked, too.
+    terms of `cur_rem` are whole pages, so it is at least `extend` rounded up to pages (whoever may fill the memory is
+    asked just that); and so many pages the request takes, because its prefix ends on a page. This is tested once more
+    when what it has found is locked, and not evictable any more. So `cur_rem` never falls below 0: there are pages for
+    all of `can_run_list`, and what is evictable really can be evicted, because whatever lies below an unlocked node of
+    the cache is unlocked, too.
     """
 
     def __init__(
@@ -101,14 +102,14 @@ class PrefillAdder:
         """
         if len(self.can_run_list) >= self.max_new_reqs:
             return self._refuse(req, "max_num_seqs")
-        if self._need(req) >= self.rem_total_tokens:
+        if self._lacks_memory(req):
             return self._refuse(req, "memory")
         extend = self._ceil_page(req.extend_input_len)
         # Only a retracted request can be longer than the whole budget: others are refused at intake. It runs alone.
         if extend >= self.rem_input_tokens and self.can_run_list:
             return self._refuse(req, "max_num_batched_tokens")
         self.tree_cache.inc_lock_ref(req.last_node)
-        if self._need(req) >= self.rem_total_tokens:  # without what it has found, less can be evicted
+        if self._lacks_memory(req):  # without what it has found, less can be evicted
             refused = self._refuse(req, "memory", is_locked=True)
             self.tree_cache.dec_lock_ref(req.last_node)
             return refused
@@ -157,6 +158,13 @@ class PrefillAdder:
                 )
             )
         return AddReqResult.NO_TOKEN if limit == "memory" else AddReqResult.OTHER
+
+    def _lacks_memory(self, req: Req) -> bool:
+        """Whether there is no room for its tokens and those to come."""
+        is_alone = not self._num_running and not self.can_run_list
+        if is_alone and not _tokens_to_come(req):  # it lost its place at the very end, and may fill the memory
+            return self._ceil_page(req.extend_input_len) > self.cur_rem_tokens
+        return self._need(req) >= self.rem_total_tokens
 
     def _need(self, req: Req) -> int:
         """What it takes now and may take later."""

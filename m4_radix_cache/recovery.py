@@ -96,25 +96,35 @@ def check_memory(running: list[Req], pools: Pools) -> None:
     """Raise AssertionError unless every page is free, the cache's or one request's, and locks are those who run."""
     allocator, cache, rows = pools.token_to_kv_pool_allocator, pools.tree_cache, pools.req_to_token_pool
     cache.check_invariants()
-    page_size = allocator.page_size
-    own: list[int] = []
-    for req in running:
-        assert req.req_pool_idx is not None
-        slots = rows.read(req.req_pool_idx, req.cache_protected_len, req.kv_allocated_len)
-        own += np.unique(slots // page_size).tolist()
+    shared, own = pages_of(running, pools)
     assert len(own) == len(set(own)) and 0 not in own, "two requests own the same page, or somebody owns page 0"
+    in_use = set(allocator.owned_pages().tolist())
+    assert shared | set(own) <= in_use, "a page is both free and mapped"
+    assert not shared & set(own), "a request reads a page that another one owns"
     cached = cache.evictable_size() + cache.protected_size()
-    total = allocator.available_size() + cached + len(own) * page_size
+    total = allocator.available_size() + cached + len(own) * allocator.page_size
     assert total == allocator.size, f"{total} of {allocator.size} tokens are accounted for"
-    assert set(own) <= set(allocator.owned_pages().tolist()), "a page is both free and mapped"
     assert rows.available_size() == rows.size - len(running)
     assert running or not cache.protected_size(), "something is locked, and nobody runs"
 
 
+def pages_of(running: list[Req], pools: Pools) -> tuple[set[int], list[int]]:
+    """The pages that requests read from the cache, and those that each of them owns, one request after the other."""
+    page_size = pools.token_to_kv_pool_allocator.page_size
+    shared: set[int] = set()
+    own: list[int] = []
+    for req in running:
+        assert req.req_pool_idx is not None
+        pages = pools.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len) // page_size
+        shared |= set(pages[: req.cache_protected_len].tolist())
+        own += np.unique(pages[req.cache_protected_len :]).tolist()
+    return shared, own
+
+
 def audit(scheduler: "SchedulerBase") -> None:
-    """Check everything, and tell the trace the equation: what is free, cached and owned is all there is."""
-    check_scheduler(scheduler)
+    """Tell the trace the equation - what is free, cached and owned is all there is - and check everything."""
     if scheduler.tracer:
+        _, own = pages_of(scheduler.running, scheduler.pools)
         allocator, cache = scheduler.pools.token_to_kv_pool_allocator, scheduler.tree_cache
         available, evictable, protected = allocator.available_size(), cache.evictable_size(), cache.protected_size()
         scheduler.tracer.emit(
@@ -122,7 +132,8 @@ def audit(scheduler: "SchedulerBase") -> None:
                 available=available,
                 evictable=evictable,
                 protected=protected,
-                owned=allocator.size - available - evictable - protected,
+                owned=len(own) * allocator.page_size,
                 total=allocator.size,
             )
         )
+    check_scheduler(scheduler)

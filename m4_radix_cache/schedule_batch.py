@@ -83,9 +83,12 @@ class ScheduleBatch:
     ) -> None:
         """Give every request a row and a slot for each token that it lacks, and note what is to be computed.
 
-        The prefixes must be locked. Raises `PartError`, and changes nothing, if there is no room for what was admitted.
+        The prefixes must be locked. Raises `PartError`, and changes nothing, if there is no room for what was admitted,
+        or nothing to compute.
         """
         reqs, pools = self.reqs, self.pools
+        if idle := [req.rid for req in reqs if req.extend_input_len < 1]:
+            raise PartError(f"nothing is left to compute of {', '.join(idle)}: without a new token there are no logits")
         prefix_lens = [len(req.prefix_indices) for req in reqs]
         seq_lens = np.array([len(req.fill_ids) for req in reqs])
         last_locs = np.array([req.prefix_indices[-1] if len(req.prefix_indices) else -1 for req in reqs])

@@ -21,6 +21,7 @@ from m4_radix_cache.recovery import Phase, check_scheduler
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.schedule_policy import SchedulePolicy
+from m4_radix_cache.scheduler_events import RequestOptions
 
 
 class SchedulerBase:
@@ -75,6 +76,8 @@ class SchedulerBase:
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request id {request.request_id!r} is in use: it has not finished yet")
         self.updater.trace_arrival(request, num_waiting=len(self.waiting_queue))
+        if self.tracer and (request.priority or request.extra_key is not None):
+            self.tracer.emit(RequestOptions(rid=request.rid, priority=request.priority, extra_key=request.extra_key))
         self._num_arrivals += 1
         request.number = self._num_arrivals
         self.requests[request.request_id] = request

@@ -16,6 +16,26 @@ from m4_radix_cache.schedule_batch import ScheduleBatch
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestOptions(Event):
+    """A request arrived with a priority or a salt of its own."""
+
+    style: ClassVar[str] = "cyan"
+    detail: ClassVar[bool] = True
+    rid: str
+    """Request id."""
+    priority: int
+    """How important it is; others have 0."""
+    extra_key: str | None
+    """Its namespace, named by `cache_salt`: it shares KV with requests of the same one only."""
+
+    def explain(self) -> str:
+        said = [f"has priority {self.priority:,}"] if self.priority else []
+        if self.extra_key is not None:
+            said.append(f"shares KV only with requests under the salt {self.extra_key!r}")
+        return f"{self.rid} {' and '.join(said)}."
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyOrder(Event):
     """Several requests wait: in which order they are asked to join, and who is not asked in this round."""
 
@@ -87,9 +107,9 @@ class Admit(Event):
             "other": " Nobody else fits into this step.",
         }[self.result]
         return (
-            f"{self.rid} joins: {some(self.extend, 'token')} to compute{cached}{again}. It may need {self.need:,} of "
-            f"{_budget(self.rem_total, self.cur_rem, self.evictable)}; {self.rem_input:,} could still be computed in "
-            f"this step.{last}"
+            f"{self.rid} joins: {some(self.extend, 'token')} to compute{cached}{again}. It may need "
+            f"{some(self.need, 'slot')} of {_budget(self.rem_total, self.cur_rem, self.evictable)}. This step could "
+            f"compute {self.rem_input:,}.{last}"
         )
 
 
@@ -124,7 +144,7 @@ class NotAdmitted(Event):
         budget = _budget(self.rem_total, self.cur_rem, self.evictable)
         locked = f" once the {some(self.prefix, 'token')} that it found there may not be evicted" * self.is_locked
         why = {
-            "memory": f"it may need {some(self.need, 'token')}, which is not less than {budget}{locked}",
+            "memory": f"it may need {some(self.need, 'slot')}, which is not less than {budget}{locked}",
             "max_num_seqs": "as many run as may",
             "max_num_batched_tokens": (
                 f"its {some(self.extend, 'token')}, in whole pages, are not less than the {self.rem_input:,} that are "
@@ -158,10 +178,10 @@ class Retract(Event):
     def explain(self) -> str:
         return (
             f"{self.rid} is retracted: the next tokens need {some(self.needed, 'slot')}, {self.available:,} "
-            f"{'is' if self.available == 1 else 'are'} free or can be evicted, and it has the fewest outputs "
-            f"({self.num_output_tokens:,}). The KV of its {some(self.num_tokens, 'token')} is given up, except what "
-            f"the cache has of it; it waits in front of all others. Those that run are expected to say "
-            f"{self.new_token_ratio:.0%} of what they still may."
+            f"{'is' if self.available == 1 else 'are'} free or can be evicted, and it was chosen, with "
+            f"{some(self.num_output_tokens, 'output token')} so far. The KV of its {some(self.num_tokens, 'token')} "
+            f"is given up, except what the cache has of it; it waits in front of all others. Those that run are "
+            f"expected to say {self.new_token_ratio:.0%} of what they still may."
         )
 
 
@@ -180,6 +200,8 @@ class Batch(Event):
     """Tokens per request whose KV is read instead of computed."""
     seq_lens: tuple[int, ...]
     """Tokens per request with KV after this step: prefix plus extend."""
+    out_slots: tuple[int, ...]
+    """Where the KV of the new tokens goes: the slots of the first request, then those of the next one."""
     left: tuple[str, ...]
     """Requests that ended since the batch before, those included that never ran."""
     num_running: int
@@ -191,24 +213,28 @@ class Batch(Event):
     def total_tokens(self) -> int:
         return sum(self.extend_lens)
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens of an extend that need not be computed."""
+        return sum(self.prefix_lens) if self.mode == "extend" else 0
+
     def brief(self) -> str:
-        return f"{self.mode:<7} {some(self.total_tokens, 'token')} of {some(len(self.rids), 'request')}"
+        cached = f", {self.num_cached:,} more cached" if self.num_cached else ""
+        return f"{self.mode:<7} {some(self.total_tokens, 'token')} of {some(len(self.rids), 'request')}{cached}"
 
     def lanes(self) -> tuple[tuple[str, str], ...]:
         return tuple((rid, self.mode) for rid in self.rids)
 
     def explain(self) -> str:
-        what = "decodes 1 token each" if self.mode == "decode" else f"computes {some(self.total_tokens, 'token')}"
-        saved = sum(self.prefix_lens) if self.mode == "extend" else 0
-        cached = f" and reads the KV of {saved:,} more" if saved else ""
+        left = f" Since the last batch left: {', '.join(self.left)}." if self.left else ""
+        if self.mode == "decode":
+            return f"Decode batch of {some(len(self.rids), 'request')}: 1 token each.{left}"
+        cached = f", and {self.num_cached:,} more are read from the cache" if self.num_cached else ""
         waiting = self.num_running - len(self.rids)
-        delayed = (
-            f" {some(waiting, 'running request')} must wait for that." if self.mode == "extend" and waiting else ""
-        )
-        left = f" Since the last step left: {', '.join(self.left)}." if self.left else ""
+        delayed = f" {some(waiting, 'running request')} must wait for that." if waiting else ""
         return (
-            f"{self.mode.capitalize()} batch of {some(len(self.rids), 'request')} {what}{cached}; at most "
-            f"{self.budget:,} new tokens fit.{delayed}{left}"
+            f"Extend batch of {some(len(self.rids), 'request')}: {some(self.total_tokens, 'token')} to compute, of at "
+            f"most {self.budget:,}{cached}.{delayed}{left}"
         )
 
 
@@ -222,6 +248,7 @@ def batch_event(batch: ScheduleBatch, left: Sequence[str], num_running: int, bud
         extend_lens=extend_lens,
         prefix_lens=tuple(after - new for after, new in zip(seq_lens, extend_lens, strict=True)),
         seq_lens=seq_lens,
+        out_slots=tuple(batch.out_cache_loc.tolist()),
         left=tuple(left),
         num_running=num_running,
         budget=budget,
@@ -241,7 +268,5 @@ def matched_event(req: Req) -> Matched:
 
 def _budget(rem_total: int, cur_rem: int, evictable: int) -> str:
     """The memory in words."""
-    return (
-        f"{rem_total:,} ({some(cur_rem, 'token')} not taken yet, less {cur_rem - rem_total:,} kept for those that run; "
-        f"the cache could give up {evictable:,})"
-    )
+    given_up = f", {evictable:,} of them only by eviction" if evictable else ""
+    return f"{rem_total:,} ({cur_rem:,} not taken yet{given_up}, less {cur_rem - rem_total:,} kept for those that run)"

@@ -21,7 +21,7 @@ import numpy as np
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
-from m4_radix_cache.events import CacheFlushed, DuplicatesFreed, Locked
+from m4_radix_cache.events import CacheFlushed, DuplicatesFreed, Locked, Released
 from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator, Slots
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
@@ -196,7 +196,11 @@ class BasePrefixCache(ABC):
                 kept = req.kv_committed_len // self.page_size * self.page_size
                 existing = self.insert(req.key, slots[:kept], req.priority)
                 self._free_duplicates(req, slots, existing)
-            allocator.free(slots[kept:])  # from a page boundary on: no page that the cache has is freed in part
+            own = slots[kept:]
+            allocator.free(own)  # from a page boundary on: no page that the cache has is freed in part
+            if self.tracer and len(own):
+                pages = tuple((own[:: self.page_size] // self.page_size).tolist())
+                self.tracer.emit(Released(rid=req.rid, start=kept, num_tokens=len(own), pages=pages))
         finally:
             allocator.free_group_end()
         self.req_to_token_pool.free(row)
@@ -214,6 +218,8 @@ class BasePrefixCache(ABC):
 
     def _move_lock(self, req: CacheableReq, node: Any) -> None:
         """First the new lock, then the old one: what both protect is never without."""
+        if node is req.last_node:
+            return
         if node is not None:
             self.inc_lock_ref(node)
         if req.last_node is not None:
@@ -223,10 +229,13 @@ class BasePrefixCache(ABC):
     # --- what the caches have in common -------------------------------------------------------------------------------
 
     def _lock_moved(self, node_id: int, delta: int, num_tokens: int) -> None:
-        """Book `num_tokens` that a lock has newly protected (`delta` 1) or no longer protects (-1)."""
+        """Book `num_tokens` that a lock has newly protected (`delta` 1) or no longer protects (-1).
+
+        `node_id` is 0 for the root.
+        """
         self._evictable -= delta * num_tokens
         self._protected += delta * num_tokens
-        if self.tracer:
+        if self.tracer and node_id:
             self.tracer.emit(
                 Locked(
                     node=node_id,

@@ -8,6 +8,7 @@ hash), `v1/core/block_pool.py` (the table); there several blocks may have the sa
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from hashlib import blake2b
 
 import numpy as np
@@ -88,6 +89,7 @@ class BlockHashCache(BasePrefixCache):
                     parent=chain[-1 - num_new].page if num_new < len(chain) else 0,
                     insert_len=len(value),
                     existing=existing,
+                    pages=tuple(pages[len(pages) - num_new :]),
                     extra_key=key.extra_key,
                     evictable=self._evictable,
                     protected=self._protected,
@@ -161,6 +163,10 @@ class BlockHashCache(BasePrefixCache):
             )
         return freed
 
+    def blocks(self) -> Iterator[Block]:
+        """All cached pages, in the order in which they were first cached."""
+        yield from self._blocks.values()
+
     def check_invariants(self) -> None:
         seen: set[bytes] = set()
         for digest in self._unlocked:
@@ -183,7 +189,7 @@ class BlockHashCache(BasePrefixCache):
 
 def _root_digest(extra_key: str | None) -> bytes:
     """What the first page is chained to. Its length is that of a digest, so nothing can be taken for something else."""
-    return bytes(DIGEST_BYTES) if extra_key is None else _digest(b"", extra_key.encode())
+    return bytes(DIGEST_BYTES) if extra_key is None else _digest(b"", extra_key.encode("utf-8", "surrogatepass"))
 
 
 def _digest(parent: bytes, data: bytes) -> bytes:

@@ -10,15 +10,15 @@ end. A lock protects a path while a request reads it; `evict` takes leaves witho
 go before what they share. m3 freed everything at once when a request ended. SGLang: `mem_cache/radix_cache.py`.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
 from m4_radix_cache.events import Evicted, Inserted, Split
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult
-from m4_radix_cache.mem_cache.eviction import STRATEGIES, EvictionHeap
+from m4_radix_cache.mem_cache.eviction import STRATEGIES, EvictionHeap, EvictionStrategy
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
 
 Edge = bytes | tuple[str | None, bytes]
@@ -70,10 +70,15 @@ class TreeNode:
 class RadixCache(BasePrefixCache):
     """The tree. All sizes are in tokens, and everything in it is a whole number of pages."""
 
+    strategies: ClassVar[Mapping[str, EvictionStrategy]] = STRATEGIES
+    """What goes first, by the name of the policy. A cache of your own may have others."""
+
     def _start_empty(self) -> None:
         self.root = TreeNode(0, parent=None, edge=b"", key=b"", value=NO_SLOTS)
         self.root.lock_ref = 1  # it never goes
-        self._candidates: EvictionHeap[TreeNode] = EvictionHeap(STRATEGIES[self.eviction_policy])  # unlocked leaves
+        self._candidates: EvictionHeap[TreeNode] = EvictionHeap(
+            self.strategies[self.eviction_policy]
+        )  # unlocked leaves
         self._time = 0
         self._num_nodes_ever = 0
 
@@ -147,6 +152,7 @@ class RadixCache(BasePrefixCache):
                     parent=parent.id,
                     insert_len=len(value),
                     existing=existing,
+                    pages=tuple((value[existing :: self.page_size] // self.page_size).tolist()),
                     extra_key=key.extra_key,
                     evictable=self._evictable,
                     protected=self._protected,
@@ -168,9 +174,10 @@ class RadixCache(BasePrefixCache):
         """
         assert node.parent is not None
         num_tokens = num_bytes // TOKEN_BYTES
-        upper = self._new_node(node.parent, node.edge, node.key[:num_bytes], node.value[:num_tokens])
+        assert 0 < num_tokens < len(node.value), f"{node!r} cannot be split at {num_tokens}"
+        upper = self._new_node(node.parent, node.edge, node.key[:num_bytes], node.value[:num_tokens].copy())
         upper.lock_ref, upper.priority, upper.hit_count = node.lock_ref, node.priority, node.hit_count
-        node.key, node.value = node.key[num_bytes:], node.value[num_tokens:]
+        node.key, node.value = node.key[num_bytes:], node.value[num_tokens:].copy()  # a view would keep both alive
         node.parent, node.edge = upper, node.key[: self.page_bytes]
         upper.children[node.edge] = node
         if node.entry is not None:

@@ -11,14 +11,17 @@ from typing import Any
 import m1_single_request
 import m2_continuous_batching
 import m3_paged_attention
-from benchmarks import m2_trace, m3_trace
+import m4_radix_cache
+from benchmarks import m2_trace, m3_trace, m4_trace
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler as SchedulerOfM1
 from m2_continuous_batching.kv_manager import SlotManager
 from m2_continuous_batching.scheduler import Scheduler as SchedulerOfM2
 from m3_paged_attention.block_pool import BlockPool
-from notebooks import checks, checks_m2, checks_m3
+from m4_radix_cache.mem_cache.radix_cache import RadixCache
+from m4_radix_cache.request import Req
+from notebooks import checks, checks_m2, checks_m3, checks_m4
 from tests.notebooks.lessons import Lesson
 
 
@@ -93,7 +96,21 @@ M3 = Exercises(
     {"m3.freed_block": BlockPool},
     m3_trace.traced_steps,
 )
-TAUGHT = [M1, M2, M3]
+M4 = Exercises(
+    m4_radix_cache,
+    checks_m4.check,
+    {
+        "m4.freed_while_mapped": "FreesWhileMapped",
+        "m4.whole_hit": "TakesEverything",
+        "m4.match": "match",
+        "m4.split": "split",
+        "m4.who_goes_first": "who_goes_first",
+        "m4.strategy": "strategy",
+    },
+    {"m4.freed_while_mapped": RadixCache, "m4.whole_hit": Req},
+    m4_trace.traced_steps,
+)
+TAUGHT = [M1, M2, M3, M4]
 
 
 def open_exercise(*_: object, **__: object) -> None:

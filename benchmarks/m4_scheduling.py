@@ -1,0 +1,158 @@
+"""What scheduling costs in a decode step of many requests, without any model: m4 beside m3.
+
+m4's half of a step is more than m3's: `schedule` takes the slots and writes them into rows, and the batch is complete
+when it leaves. m3 sends differences and its runner looks the rest up. So `prepare`, which makes the tensors of the
+forward of it, is measured as well.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.m3_scheduling import EOS, NUM_SEQUENCES, PROMPT_LENS, TOKEN, make_scheduler as make_m3_scheduler
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.request import Sequence
+from m1_single_request.stop_checker import StopChecker
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.input_batch import InputBatch
+from m3_paged_attention.model_input import make_model_input
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.preemption import FewestOutputsFirst
+from m4_radix_cache import DEFAULT_MODEL, SamplingParams, SchedulerConfig
+from m4_radix_cache.forward_batch import ForwardBatch
+from m4_radix_cache.mem_cache.allocator import make_allocator
+from m4_radix_cache.mem_cache.radix_cache import RadixCache
+from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+from m4_radix_cache.prefill_adder import PrefillAdder
+from m4_radix_cache.request import Req
+from m4_radix_cache.schedule_batch import Pools
+from m4_radix_cache.schedule_policy import SchedulePolicy
+from m4_radix_cache.scheduler import Scheduler
+
+PAGE_SIZE = 16
+CPU = torch.device("cpu")
+Row = dict[str, Any]
+
+
+class Times(NamedTuple):
+    """Seconds of one step."""
+
+    schedule: float
+    prepare: float
+    update: float
+
+
+@dataclass
+class Tables:
+    """What m4 looks up to make tensors of a batch."""
+
+    device: torch.device
+    page_size: int
+    req_to_token_pool: ReqToTokenPool
+
+
+def make_scheduler(num_sequences: int, num_steps: int) -> Scheduler:
+    """An m4 scheduler with so many requests, none of which ends within `num_steps`."""
+    tracer = Tracer()
+    length = PROMPT_LENS.stop + num_steps + 2
+    rows = ReqToTokenPool(size=num_sequences, max_context_len=length)
+    allocator = make_allocator(size=num_sequences * (length // PAGE_SIZE + 3) * PAGE_SIZE, page_size=PAGE_SIZE)
+    cache = RadixCache(
+        req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, eviction_policy="lru", tracer=tracer
+    )
+    budget = num_sequences * length
+    scheduler = Scheduler(
+        scheduler_config=SchedulerConfig(max_num_seqs=num_sequences, max_num_batched_tokens=budget),
+        pools=Pools(rows, allocator, cache),
+        policy=SchedulePolicy("fcfs", tree_cache=cache, seed=0, tracer=tracer),
+        prefill_adder=PrefillAdder,
+        preemption=FewestOutputsFirst(),
+        stop_checker=StopChecker(eos_token_ids=frozenset({EOS}), max_model_len=length + 1),
+        vocab_size=4096,
+        device=CPU,
+        tracer=tracer,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+    for number in range(num_sequences):
+        request_id, params = f"req-{number}", SamplingParams(max_tokens=num_steps + 1)
+        prompt = [number + 1, *[TOKEN] * (PROMPT_LENS[number % len(PROMPT_LENS)] - 1)]
+        sequence = Sequence(f"{request_id}/0", request_id, prompt, params, IncrementalDetokenizer(tokenizer))
+        scheduler.add_request(Req(request_id, None, sequence, seed=number, arrival_time=0.0))
+    return scheduler
+
+
+def output_of(ids: list[str]) -> ModelRunnerOutput:
+    """The same token for everybody."""
+    return ModelRunnerOutput(ids, [[TOKEN] for _ in ids], [None] * len(ids))
+
+
+def m4_stepper(num_sequences: int, num_steps: int) -> Callable[[], Times]:
+    """Makes a step of m4 whenever it is called."""
+    scheduler = make_scheduler(num_sequences, num_steps)
+    tables = Tables(CPU, PAGE_SIZE, scheduler.pools.req_to_token_pool)
+
+    def step() -> Times:
+        begin = time.perf_counter()
+        batch = scheduler.schedule()
+        assert batch is not None and len(batch.reqs) == num_sequences
+        worker_batch = batch.get_model_worker_batch()
+        scheduled = time.perf_counter()
+        ForwardBatch.init_new(worker_batch, tables)
+        prepared = time.perf_counter()
+        output = output_of(worker_batch.rids)
+        made = time.perf_counter()
+        scheduler.update_from_output(batch, output)
+        return Times(scheduled - begin, prepared - scheduled, time.perf_counter() - made)
+
+    return step
+
+
+def m3_stepper(num_sequences: int, num_steps: int) -> Callable[[], Times]:
+    """The same for m3."""
+    scheduler = make_m3_scheduler(num_sequences, num_steps)
+    blocks = (PROMPT_LENS.stop + num_steps + 2) // PAGE_SIZE + 2
+    rows = InputBatch(max_num_seqs=num_sequences, max_blocks_per_seq=blocks, block_size=PAGE_SIZE)
+
+    def step() -> Times:
+        begin = time.perf_counter()
+        decision = scheduler.schedule()
+        scheduled = time.perf_counter()
+        make_model_input(rows.update(decision), rows.block_tables, PAGE_SIZE, CPU)
+        prepared = time.perf_counter()
+        output = output_of(list(decision.num_scheduled_tokens))
+        made = time.perf_counter()
+        scheduler.update_from_output(decision, output)
+        return Times(scheduled - begin, prepared - scheduled, time.perf_counter() - made)
+
+    return step
+
+
+def scheduling(*, num_steps: int, num_sequences: int = NUM_SEQUENCES) -> Row:
+    """Medians over the decode steps, which the two take in turn, in seconds per sequence."""
+    sides = {"m3": m3_stepper(num_sequences, num_steps), "m4": m4_stepper(num_sequences, num_steps)}
+    steps: dict[str, list[Times]] = {name: [] for name in sides}
+    for _ in range(num_steps):
+        for name, step in sides.items():
+            steps[name].append(step())
+    return {
+        "sequences": num_sequences,
+        "steps": num_steps - 1,
+        "sides": {name: _medians(found[1:], num_sequences) for name, found in steps.items()},  # the first has prompts
+    }
+
+
+def _medians(steps: list[Times], num_sequences: int) -> Row:
+    of_parts = {
+        name: statistics.median([getattr(times, name) for times in steps]) / num_sequences for name in Times._fields
+    }
+    scheduler = statistics.median([times.schedule + times.update for times in steps]) / num_sequences
+    return of_parts | {
+        "schedule_and_update": scheduler,
+        "schedule_and_update_us": scheduler * 1e6,
+        "all": statistics.median([sum(times) for times in steps]) / num_sequences,
+    }
