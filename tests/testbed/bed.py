@@ -127,6 +127,7 @@ class SchedulerBed:
             for rid, life in self.checks.running.items():
                 assert self.runner.num_kv_tokens(rid) >= life.num_kv
         self.ended |= ended
+        assert len(self.steps) < MANY_STEPS, "a test of so many steps goes in circles"
         self.steps.append(Step(output, [request.request_id for request in changed], ended))
         return self.steps[-1]
 

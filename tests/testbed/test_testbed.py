@@ -13,6 +13,7 @@ from m2_continuous_batching import LLMEngine, SchedulerConfig, scheduler as sche
 from m2_continuous_batching.kv_manager import SlotManager
 from m2_continuous_batching.scheduler import Scheduler
 from m2_continuous_batching.scheduler_output import SchedulerOutput
+from tests.support import engines
 from tests.testbed.bed import make_bed
 from tests.testbed.fakes import FakeRunner, Row, answer, fake_model_loader
 from tests.testbed.interrupts import interrupted
@@ -75,6 +76,21 @@ def test_a_whole_engine_runs_on_the_fake_model() -> None:
             assert output.token_ids == answer(output.prompt_token_ids, 5)
             assert output.text == bytes(output.token_ids).decode()
         assert engine.stats().kv_tokens == 0
+
+
+class AdmitsNobody(Scheduler):
+    """Lets everybody wait for ever."""
+
+    def _admit(self, plan: Any) -> None: ...
+
+
+@pytest.mark.parametrize("ask", ["generate", "generate_batch", "stream"])
+def test_an_engine_of_a_test_that_goes_in_circles_fails_in_words(monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
+    """Its own loops wait until a request ends."""
+    monkeypatch.setattr(engines, "MOST_STEPS", 50)
+    parts = {"model_loader": fake_model_loader(64), "model_runner": FakeRunner, "scheduler": AdmitsNobody}
+    with engines.bounded(LLMEngine(parts=parts)) as engine, pytest.raises(AssertionError, match="50 steps and no end"):
+        list(getattr(engine, ask)(["one"] if ask == "generate_batch" else "one"))
 
 
 # --- the bed ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,261 @@
+"""Helpers of m4's engine tests: settings in a line, what memory must look like, and parts that do as they are told."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m4_radix_cache import CacheConfig, LLMEngine, RequestOutput, SamplingParams, SchedulerConfig
+from m4_radix_cache.forward_batch import ForwardBatch
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.mem_cache.radix_cache import RadixCache
+from m4_radix_cache.mem_cache.radix_key import RadixKey
+from m4_radix_cache.model_runner import ModelRunner
+from m4_radix_cache.model_worker_batch import ModelWorkerBatch
+from m4_radix_cache.request import Req
+from m4_radix_cache.scheduler import Scheduler
+from tests.support.engines import (
+    MAX_MODEL_LEN as MAX_MODEL_LEN,
+    OnEvent as OnEvent,
+    Recorder as Recorder,
+    drain as drain,
+    greedy as greedy,
+    held as held,
+    unfinished as unfinished,
+)
+
+CACHES = ("radix", "hash", "chunk")
+Moment = Literal["before", "forward", "after"]
+Asked = Mapping[str, tuple[list[int], SamplingParams]]
+"""Requests by their ids: a prompt, and what is asked for."""
+
+
+class MakeEngine(Protocol):
+    """Builds an engine on the tiny model; the configs are those of `setting`."""
+
+    def __call__(
+        self,
+        parts: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        **configs: Any,
+    ) -> LLMEngine: ...
+
+
+def setting(
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int | None = None,
+    *,
+    tokens: int = 2048,
+    page_size: int = 4,
+    cache: Any = "radix",
+    policy: Any = "lpm",
+    conservativeness: float = 1.0,
+    debug: bool = True,
+    **more: Any,
+) -> dict[str, Any]:
+    """The keywords of an engine with these limits and KV memory for so many `tokens`, by default enough.
+
+    Audited after every step. `more`: other fields of `CacheConfig`.
+    """
+    return {
+        "scheduler_config": SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            schedule_policy=policy,
+            schedule_conservativeness=conservativeness,
+        ),
+        "cache_config": CacheConfig(
+            page_size=page_size, max_total_tokens=tokens, prefix_cache=cache, debug=debug, **more
+        ),
+    }
+
+
+def ids(length: int, first: int = 5) -> list[int]:
+    """A prompt of this length."""
+    return list(range(first, first + length))
+
+
+# --- looking inside ---------------------------------------------------------------------------------------------------
+
+
+def scheduler_of(engine: LLMEngine) -> Scheduler:
+    """What decides."""
+    return engine.engine_core.scheduler
+
+
+def cache_of(engine: LLMEngine) -> BasePrefixCache:
+    """What remembers."""
+    return scheduler_of(engine).tree_cache
+
+
+def runner_of(engine: LLMEngine) -> ModelRunner:
+    """What touches the tensors."""
+    return engine.engine_core.executor.worker.model_runner
+
+
+def cached_len(engine: LLMEngine, token_ids: Iterable[int], cache_salt: str | None = None) -> int:
+    """How many of these tokens are in the cache now. To ask refreshes them."""
+    return len(cache_of(engine).match_prefix(RadixKey(list(token_ids), cache_salt)).device_indices)
+
+
+def locks(engine: LLMEngine) -> int:
+    """All locks in the tree (radix only), the root's own left out."""
+    tree = cache_of(engine)
+    assert isinstance(tree, RadixCache)
+    return sum(node.lock_ref for node in tree.nodes())
+
+
+def check_step(engine: LLMEngine) -> None:
+    """What must hold after every step that was not interrupted."""
+    scheduler, stats = scheduler_of(engine), engine.stats()
+    scheduler.check_invariants()
+    rows, allocator = scheduler.pools.req_to_token_pool, scheduler.pools.token_to_kv_pool_allocator
+    page_size, owned = allocator.page_size, set(allocator.owned_pages().tolist())
+    pages: set[int] = set()
+    for req in scheduler.running:
+        assert req.req_pool_idx is not None
+        slots = rows.read(req.req_pool_idx, 0, req.kv_allocated_len)
+        of_req = np.unique(slots // page_size).tolist()
+        assert set(of_req) <= owned, "a request reads a page that is free"
+        assert len(of_req) == -(-len(slots) // page_size), "a page stands in a row twice"
+        pages |= set(of_req)
+        assert slots[: req.cache_protected_len].tolist() == cached_slots(scheduler, req)
+    used = len(pages) * page_size  # shared ones once, in whole pages
+    assert held(engine) == used == allocator.size - stats.available_size - stats.evictable_size
+    assert min(stats.available_size, stats.evictable_size, stats.protected_size) >= 0
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+
+
+def cached_slots(scheduler: Scheduler, req: Req) -> list[int]:
+    """The slots that the cache has for what it owns of a request, read without touching the cache."""
+    node, values = req.last_node, []
+    if isinstance(scheduler.tree_cache, RadixCache):
+        while node.parent is not None:
+            values.append(node.value)
+            node = node.parent
+    elif node is not None:  # a page of the table of hashes
+        page_size = scheduler.pools.token_to_kv_pool_allocator.page_size
+        while node.parent is not None:
+            values.append(node.page * page_size + np.arange(page_size))
+            node = node.parent
+    return np.concatenate([*values[::-1], np.zeros(0, dtype=np.int64)]).tolist()
+
+
+def check_drained(engine: LLMEngine) -> None:
+    """What must hold when all work is done: nothing waits, runs or is locked; what is not free can be evicted."""
+    scheduler, stats = scheduler_of(engine), engine.stats()
+    assert (stats.num_waiting, stats.num_running, stats.kv_tokens, stats.kv_bytes) == (0, 0, 0, 0)
+    assert stats.available_size + stats.evictable_size == stats.max_total_tokens and not stats.protected_size
+    rows = scheduler.pools.req_to_token_pool
+    assert rows.available_size() == rows.size and not scheduler.requests and not scheduler.marked
+    if isinstance(scheduler.tree_cache, RadixCache):
+        assert locks(engine) == 0
+    check_memory(engine)
+
+
+def check_flushed(engine: LLMEngine) -> None:
+    """An idle engine forgets everything when it is told to, and then all memory is free."""
+    assert engine.flush_cache()
+    stats = engine.stats()
+    assert (stats.available_size, stats.evictable_size, stats.protected_size) == (stats.max_total_tokens, 0, 0)
+    check_memory(engine)
+
+
+def check_memory(engine: LLMEngine) -> None:
+    """No request owns a slot or a row, and the cache is sound."""
+    scheduler = scheduler_of(engine)
+    allocator, cache, rows = (
+        scheduler.pools.token_to_kv_pool_allocator,
+        scheduler.tree_cache,
+        scheduler.pools.req_to_token_pool,
+    )
+    cache.check_invariants()
+    assert allocator.available_size() + cache.evictable_size() == allocator.size
+    assert not cache.protected_size() and rows.available_size() == rows.size
+
+
+def run(engine: LLMEngine) -> dict[str, Any]:
+    """Step until nothing is left, looking at the engine after every step; the last output of every request."""
+    last: dict[str, Any] = {}
+    for _ in unfinished(engine):
+        outputs = engine.step()
+        assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
+        last |= outputs
+        check_step(engine)
+    check_drained(engine)
+    return last
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def failing_runner(error: BaseException, *, rid: str, position: int, at: Moment = "forward") -> type[ModelRunner]:
+    """A runner that raises once: in the step in which `rid` runs from `position` on, before all, in the forward or
+    after."""
+    left, fails = [error], []
+
+    class FailingRunner(ModelRunner):
+        def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
+            prefix_lens = batch.prefix_lens or (batch.seq_lens - 1).tolist()
+            starts = dict(zip(batch.rids, prefix_lens, strict=True))
+            fails[:] = [at] if left and starts.get(rid) == position else []
+            if fails == ["before"]:
+                raise left.pop()
+            output = super().execute_model(batch)
+            if fails == ["after"]:
+                raise left.pop()
+            return output
+
+        def forward(self, batch: ForwardBatch) -> Any:
+            if fails == ["forward"]:
+                raise left.pop()
+            return super().forward(batch)
+
+    return FailingRunner
+
+
+class InTurn:
+    """A policy that chooses another victim each time, whatever it loses."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def choose_victim(self, running: Any) -> Req:
+        self.count += 1
+        return running[self.count % len(running)]
+
+
+class Remembered:
+    """m1's answers to single requests, each computed once for all tests. For greedy or seeded ones: others depend on
+    the number of the request.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.answers: dict[Any, RequestOutput] = {}
+
+    def generate(self, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
+        assert params.is_greedy or params.seed is not None
+        key = str(prompt), repr(params)
+        if key not in self.answers:
+            self.answers[key] = self.engine.generate(prompt, params)
+        return self.answers[key]
+
+
+def check_answers(outputs: dict[str, Any], m1: "Remembered", asked: Asked) -> None:
+    """Everybody has m1's answer."""
+    for rid, (prompt, params) in asked.items():
+        output = outputs[rid]
+        assert output.error is None, f"{rid}: {output.error!r}"
+        wanted = m1.generate(prompt, params)
+        assert (output.token_ids, output.finish_reason) == (wanted.token_ids, wanted.finish_reason), rid
+
+
+def submit(engine: LLMEngine, asked: Asked) -> None:
+    """Let them all come, under their names."""
+    for rid, (prompt, params) in asked.items():
+        engine.add_request(prompt, params, request_id=rid)

@@ -1,0 +1,298 @@
+"""A request's KV on its way into the cache: who owns what afterwards, and what is free."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from m1_single_request.tracer import Tracer
+from m4_radix_cache.errors import PoolError
+from m4_radix_cache.events import DuplicatesFreed
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from tests.m4_radix_cache.caches import (
+    Events,
+    FakeReq,
+    admit,
+    allocator_of,
+    audit,
+    decode,
+    extend,
+    find,
+    hit,
+    make_cache,
+    owned_by,
+    row_of,
+)
+
+SHARING = ["radix", "block_hash"]
+
+
+@pytest.fixture(params=SHARING)
+def cache(request: pytest.FixtureRequest) -> Any:
+    return make_cache(request.param, page_size=4)
+
+
+def sizes(cache: BasePrefixCache, *reqs: FakeReq) -> tuple[int, int, int, int]:
+    """Free pages, evictable ones, protected ones, and those of requests."""
+    tokens = cache.token_to_kv_pool_allocator.available_size(), cache.evictable_size(), cache.protected_size()
+    return (*(count // cache.page_size for count in tokens), owned_by(cache, reqs) // cache.page_size)
+
+
+def tokens(length: int, first: int = 0) -> list[int]:
+    return list(range(first, first + length))
+
+
+# --- unfinished -------------------------------------------------------------------------------------------------------
+
+
+def test_an_unfinished_request_shares_its_whole_pages_and_keeps_the_tail(cache: BasePrefixCache) -> None:
+    req = admit(cache, "a", tokens(10))
+    slots = row_of(cache, req)
+    assert sizes(cache, req) == (61, 0, 0, 3)
+    cache.cache_unfinished_req(req)
+    assert sizes(cache, req) == (61, 0, 2, 1)
+    assert row_of(cache, req) == slots == req.prefix_indices.tolist() and req.cache_protected_len == 8
+    assert find(cache, tokens(12)).device_indices.tolist() == slots[:8]
+    assert cache.evict(100) == 0, "the request has locked it"
+    audit(cache, [req])
+
+
+def test_the_second_of_two_that_computed_the_same_frees_its_copy_and_reads_the_first_ones(
+    cache: BasePrefixCache,
+) -> None:
+    """Both ran in one batch, so neither found the other. No page is both free and mapped."""
+    first, second = admit(cache, "a", tokens(10)), admit(cache, "b", [*tokens(8), 90, 91])
+    own = row_of(cache, second)
+    cache.cache_unfinished_req(first)
+    assert sizes(cache, first, second) == (58, 0, 2, 4)
+    cache.cache_unfinished_req(second)
+    assert sizes(cache, first, second) == (60, 0, 2, 2)
+    shared = row_of(cache, first)[:8]
+    assert row_of(cache, second) == second.prefix_indices.tolist() == [*shared, *own[8:]]
+    with pytest.raises(PoolError):
+        allocator_of(cache).free(np.array(own[:8]))
+    audit(cache, [first, second])
+    cache.cache_finished_req(first)
+    assert cache.evict(100) == 0 and row_of(cache, second)[:8] == shared, "the second has locked it, too"
+    cache.cache_finished_req(second)
+    assert cache.evict(100) == 8 and sizes(cache) == (64, 0, 0, 0)
+
+
+def test_a_hit_is_not_taken_for_a_duplicate(cache: BasePrefixCache) -> None:
+    cache.cache_finished_req(admit(cache, "a", tokens(12)))
+    req = admit(cache, "b", [*tokens(8), *tokens(5, 50)])
+    assert req.cache_protected_len == 8
+    slots = row_of(cache, req)
+    cache.cache_unfinished_req(req)
+    assert row_of(cache, req) == slots and req.cache_protected_len == 12
+    audit(cache, [req])
+
+
+def test_only_what_was_computed_twice_is_freed_and_not_what_both_have_hit(cache: BasePrefixCache) -> None:
+    cache.cache_finished_req(admit(cache, "a", tokens(8)))
+    first, second = admit(cache, "b", tokens(13)), admit(cache, "c", tokens(13))
+    assert sizes(cache, first, second) == (58, 0, 2, 4)
+    cache.cache_unfinished_req(first)
+    cache.cache_unfinished_req(second)
+    assert sizes(cache, first, second) == (59, 0, 3, 2) and row_of(cache, second)[:12] == row_of(cache, first)[:12]
+    audit(cache, [first, second])
+
+
+def test_a_request_is_cached_chunk_after_chunk(cache: BasePrefixCache) -> None:
+    req = admit(cache, "a", tokens(3))
+    protected = []
+    for length in (3, 6, 6, 14):
+        req.key.append(tokens(length - len(req.key), len(req.key)))
+        extend(cache, req, length)
+        cache.cache_unfinished_req(req)
+        protected.append(req.cache_protected_len)
+        audit(cache, [req])
+    assert protected == [0, 4, 4, 12] and sizes(cache, req) == (60, 0, 3, 1)
+
+
+def test_a_lock_moves_along_with_the_request(cache: BasePrefixCache) -> None:
+    cache.cache_finished_req(admit(cache, "a", tokens(4)))
+    req = admit(cache, "b", tokens(9))
+    assert sizes(cache, req) == (61, 0, 1, 2)
+    cache.cache_unfinished_req(req)
+    assert sizes(cache, req) == (61, 0, 2, 1) and req.last_node is find(cache, tokens(8)).last_device_node
+    cache.cache_finished_req(req)
+    assert sizes(cache) == (62, 2, 0, 0)
+
+
+def test_what_is_shared_under_one_namespace_is_not_under_another(cache: BasePrefixCache) -> None:
+    for name in ("x", "y"):
+        cache.cache_finished_req(admit(cache, name, tokens(8), extra_key=name))
+    assert sizes(cache) == (60, 4, 0, 0)
+    assert [hit(cache, tokens(8), extra_key=name) for name in ("x", "y", None)] == [8, 8, 0]
+
+
+# --- finished ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_cached_before", [False, True], ids=["prefilled", "cached after its prefill"])
+def test_a_finished_request_leaves_prompt_and_answer_and_its_tail_is_free(
+    cache: BasePrefixCache, is_cached_before: bool
+) -> None:
+    """A second turn hits both; the last page was not full, so it is nobody's."""
+    req = admit(cache, "a", tokens(10))
+    if is_cached_before:
+        cache.cache_unfinished_req(req)
+    for token in tokens(5, 100):
+        decode(cache, req, token)
+    slots = row_of(cache, req)
+    cache.cache_finished_req(req)
+    assert sizes(cache) == (61, 3, 0, 0)
+    second = [*tokens(10), *tokens(5, 100), *tokens(7, 200)]
+    assert find(cache, second).device_indices.tolist() == slots[:12]
+    assert cache.req_to_token_pool.available_size() == cache.req_to_token_pool.size
+
+
+def test_a_finished_request_holds_nothing(cache: BasePrefixCache) -> None:
+    req = admit(cache, "a", tokens(9))
+    cache.cache_finished_req(req)
+    assert req.req_pool_idx is None and req.last_node is None and req.prefix_indices.tolist() == []
+    assert (req.cache_protected_len, req.kv_committed_len, req.kv_allocated_len) == (0, 0, 0)
+    with pytest.raises(AssertionError, match="a has no row"):
+        cache.cache_finished_req(req)
+    with pytest.raises(AssertionError, match="a has no row"):
+        cache.cache_unfinished_req(req)
+
+
+def test_slots_without_kv_are_freed_and_never_cached(cache: BasePrefixCache) -> None:
+    """A request that ends while its next tokens are in flight: they have slots, no KV, and may fill a page."""
+    req = admit(cache, "a", tokens(6))
+    req.key.append(tokens(7, 6))
+    extend(cache, req, 13)
+    req.kv_committed_len = 7
+    cache.cache_finished_req(req)
+    assert sizes(cache) == (63, 1, 0, 0) and hit(cache, tokens(13)) == 4
+
+
+def test_a_finished_request_frees_what_somebody_else_has_cached_meanwhile(cache: BasePrefixCache) -> None:
+    first, second = admit(cache, "a", tokens(10)), admit(cache, "b", tokens(10))
+    cache.cache_finished_req(first)
+    assert sizes(cache, second) == (59, 2, 0, 3)
+    cache.cache_finished_req(second)
+    assert sizes(cache) == (62, 2, 0, 0)
+
+
+@pytest.mark.parametrize("is_cached_before", [False, True], ids=["own", "cached"])
+def test_a_request_that_is_sent_back_frees_its_own_and_leaves_what_is_cached(
+    cache: BasePrefixCache, is_cached_before: bool
+) -> None:
+    req = admit(cache, "a", tokens(10))
+    if is_cached_before:
+        cache.cache_unfinished_req(req)
+    decode(cache, req, 99)
+    cache.cache_finished_req(req, is_insert=False)
+    assert sizes(cache) == ((62, 2, 0, 0) if is_cached_before else (64, 0, 0, 0))
+    assert req.req_pool_idx is None and req.kv_allocated_len == 0
+
+
+def test_freed_duplicates_are_told() -> None:
+    tracer = Tracer()
+    events, cache = Events(tracer), make_cache(page_size=4, tracer=tracer)
+    cache.cache_finished_req(admit(cache, "a", tokens(10)))
+    hits = admit(cache, "b", tokens(10))
+    cache.cache_unfinished_req(hits)
+    assert events.of(DuplicatesFreed) == []
+    first, second = admit(cache, "c", tokens(18)), admit(cache, "d", tokens(18))
+    cache.cache_unfinished_req(first)
+    cache.cache_unfinished_req(second)
+    assert events.of(DuplicatesFreed) == [DuplicatesFreed(rid="d", start=8, num_tokens=8)]
+
+
+# --- random requests --------------------------------------------------------------------------------------------------
+
+
+class World:
+    """Requests in a small pool, and for every slot the tokens whose KV was written there."""
+
+    def __init__(self, kind: str, page_size: int, num_pages: int) -> None:
+        self.cache = make_cache(kind, page_size=page_size, num_pages=num_pages, num_rows=4, max_context_len=64)
+        self.memory: dict[int, tuple[str | None, Sequence[int]]] = {}
+        self.reqs: dict[str, FakeReq] = {}
+
+    def admit(self, name: str, prompt: list[int], extra_key: str | None) -> None:
+        if name not in self.reqs and self._has_room(len(prompt)):
+            self.reqs[name] = admit(self.cache, name, prompt, extra_key=extra_key)
+            self._compute(self.reqs[name], self.reqs[name].cache_protected_len)
+
+    def decode(self, name: str, token: int) -> None:
+        if name in self.reqs and self._has_room(1):
+            decode(self.cache, self.reqs[name], token)
+            self._compute(self.reqs[name], len(self.reqs[name].key) - 1)
+
+    def share(self, name: str) -> None:
+        if name in self.reqs:
+            self.cache.cache_unfinished_req(self.reqs[name])
+
+    def end(self, name: str, is_insert: bool) -> None:
+        if name in self.reqs:
+            self.cache.cache_finished_req(self.reqs.pop(name), is_insert=is_insert)
+
+    def look(self) -> None:
+        """Everybody finds the KV of its own tokens, nobody else writes where it reads; and every slot has an owner."""
+        audit(self.cache, list(self.reqs.values()))
+        owned = self.cache.token_to_kv_pool_allocator.owned_pages().tolist()
+        own_pages: list[int] = []
+        for name, req in self.reqs.items():
+            row, known = row_of(self.cache, req), req.key.token_ids()
+            for position, slot in enumerate(row):
+                assert self.memory[slot] == (req.key.extra_key, known[: position + 1]), f"{name} reads what is not its"
+            assert {slot // self.cache.page_size for slot in row} <= set(owned), f"a page of {name} is free"
+            assert row[: len(req.prefix_indices)] == req.prefix_indices.tolist()
+            own_pages += sorted({slot // self.cache.page_size for slot in row[req.cache_protected_len :]})
+        assert len(own_pages) == len(set(own_pages)), "a page has two owners"
+
+    def drain(self) -> None:
+        for name in list(self.reqs):
+            self.end(name, True)
+        cache, allocator = self.cache, self.cache.token_to_kv_pool_allocator
+        assert cache.protected_size() == 0 and allocator.available_size() + cache.evictable_size() == allocator.size
+        cache.evict(allocator.size)
+        assert allocator.available_size() == allocator.size
+        assert cache.req_to_token_pool.available_size() == cache.req_to_token_pool.size
+
+    def _compute(self, req: FakeReq, start: int) -> None:
+        row, known = row_of(self.cache, req), req.key.token_ids()
+        for position in range(start, len(row)):
+            self.memory[row[position]] = (req.key.extra_key, known[: position + 1])
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """Room in the worst case: not a page of it is cached."""
+        allocator = self.cache.token_to_kv_pool_allocator
+        needed = (-(-num_tokens // self.cache.page_size) + 1) * self.cache.page_size
+        self.cache.evict(needed - allocator.available_size())
+        return allocator.available_size() >= needed
+
+
+NAMES = st.sampled_from("abcd")
+PROMPTS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=12)
+VERBS = st.one_of(
+    st.tuples(st.just("admit"), NAMES, PROMPTS, st.sampled_from([None, None, "x"])),
+    st.tuples(st.just("admit"), NAMES, PROMPTS, st.none()),
+    st.tuples(st.just("decode"), NAMES, st.sampled_from([0, 0, 1])),
+    st.tuples(st.just("share"), NAMES),
+    st.tuples(st.just("end"), NAMES, st.booleans()),
+)
+
+
+@pytest.mark.parametrize("kind", [*SHARING, "chunk"])
+@settings(max_examples=100)
+@given(
+    page_size=st.sampled_from([1, 2, 4]),
+    num_pages=st.integers(4, 20),
+    verbs=st.lists(VERBS, min_size=5, max_size=40),
+)
+def test_everybody_reads_its_own_tokens_and_every_slot_has_one_owner(
+    kind: str, page_size: int, num_pages: int, verbs: list[tuple[Any, ...]]
+) -> None:
+    world = World(kind, page_size, num_pages)
+    for verb, *arguments in verbs:
+        getattr(world, verb)(*arguments)
+        world.look()
+    world.drain()

@@ -1,0 +1,199 @@
+"""What an m4 engine can be told: who goes first, how KV is shared, how much of it there is. Checked when it is said."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from m4_radix_cache import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    LLMEngine,
+    ModelConfig,
+    SchedulerConfig,
+    TraceConfig,
+)
+from tests.m4_radix_cache.engines import MakeEngine, greedy, ids, setting
+
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "message"),
+    [
+        (SchedulerConfig, {"max_num_seqs": 0}, "max_num_seqs=0"),
+        (SchedulerConfig, {"max_num_seqs": True}, "max_num_seqs=True"),
+        (SchedulerConfig, {"max_num_seqs": None}, "max_num_seqs=None"),
+        (SchedulerConfig, {"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
+        (SchedulerConfig, {"max_num_batched_tokens": 512.0}, "max_num_batched_tokens=512.0"),
+        (SchedulerConfig, {"max_num_seqs": 16, "max_num_batched_tokens": 15}, "15 is less than max_num_seqs=16"),
+        (
+            SchedulerConfig,
+            {"schedule_policy": "sjf"},
+            "schedule_policy='sjf' is unknown: use fcfs or lpm or dfs-weight or lof or random or priority",
+        ),
+        (SchedulerConfig, {"schedule_policy": None}, "schedule_policy=None"),
+        (SchedulerConfig, {"schedule_policy": ["lpm"]}, "schedule_policy="),
+        (SchedulerConfig, {"schedule_conservativeness": -0.1}, "schedule_conservativeness=-0.1 must be a number of at"),
+        (SchedulerConfig, {"schedule_conservativeness": float("nan")}, "schedule_conservativeness=nan"),
+        (SchedulerConfig, {"schedule_conservativeness": float("inf")}, "schedule_conservativeness=inf"),
+        (SchedulerConfig, {"schedule_conservativeness": True}, "schedule_conservativeness=True"),
+        (SchedulerConfig, {"schedule_conservativeness": "1"}, "schedule_conservativeness='1'"),
+        (SchedulerConfig, {"schedule_conservativeness": None}, "schedule_conservativeness=None"),
+        (CacheConfig, {"page_size": 0}, "page_size=0"),
+        (CacheConfig, {"page_size": 16.0}, "page_size=16.0"),
+        (CacheConfig, {"page_size": None}, "page_size=None"),
+        (CacheConfig, {"page_size": True}, "page_size=True"),
+        (CacheConfig, {"prefix_cache": "tree"}, "prefix_cache='tree' is unknown: use radix or hash or chunk"),
+        (CacheConfig, {"prefix_cache": None}, "prefix_cache=None"),
+        (CacheConfig, {"prefix_cache": False}, "prefix_cache=False"),
+        (
+            CacheConfig,
+            {"eviction_policy": "mru"},
+            "eviction_policy='mru' is unknown: use lru or lfu or fifo or slru or priority",
+        ),
+        (CacheConfig, {"eviction_policy": None}, "eviction_policy=None"),
+        (CacheConfig, {"max_total_tokens": 0}, "max_total_tokens=0"),
+        (CacheConfig, {"max_total_tokens": 1e4}, "max_total_tokens=10000.0"),
+        (CacheConfig, {"max_total_tokens": 15}, "max_total_tokens=15 is less than one page of page_size=16 tokens"),
+        (CacheConfig, {"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes=0"),
+        (CacheConfig, {"kv_cache_memory_bytes": 1e9}, "kv_cache_memory_bytes=1000000000.0"),
+        (CacheConfig, {"gpu_memory_utilization": 0}, "gpu_memory_utilization=0 must be"),
+        (CacheConfig, {"gpu_memory_utilization": 1.01}, "gpu_memory_utilization=1.01"),
+        (CacheConfig, {"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization=nan"),
+        (CacheConfig, {"gpu_memory_utilization": True}, "gpu_memory_utilization=True"),
+        (CacheConfig, {"debug": 1}, "debug=1 must be True or False"),
+        (CacheConfig, {"debug": None}, "debug=None"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_value_is_refused_with_its_name(make: Any, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**values)
+
+
+def test_what_is_right_is_accepted() -> None:
+    for values in (
+        {"max_total_tokens": 16},
+        {"kv_cache_memory_bytes": 1},
+        {"gpu_memory_utilization": 1},
+        {"debug": True},
+    ):
+        assert CacheConfig(**values)
+    assert CacheConfig(page_size=1, max_total_tokens=1).num_blocks == 1
+    assert CacheConfig(max_total_tokens=47).num_blocks == 2, "whole pages"
+    assert CacheConfig().num_blocks is None
+    for conservativeness in (0, 0.5, 100):
+        assert SchedulerConfig(schedule_conservativeness=conservativeness)
+    for eviction in EVICTION_POLICIES:
+        assert CacheConfig(eviction_policy=eviction)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_total_tokens": 64, "kv_cache_memory_bytes": 2**20},
+        {"max_total_tokens": 64, "gpu_memory_utilization": 0.5},
+        {"kv_cache_memory_bytes": 2**20, "gpu_memory_utilization": 0.5},
+        {"max_total_tokens": 64, "kv_cache_memory_bytes": 2**20, "gpu_memory_utilization": 0.5},
+    ],
+    ids=str,
+)
+def test_only_one_setting_may_say_how_much_memory_there_is(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=" and ".join(sorted(values, key=list(values).index)).replace(" and ", ".*")):
+        CacheConfig(**dict(sorted(values.items(), key=lambda item: item[0] == "max_total_tokens")))
+
+
+@pytest.mark.parametrize(
+    ("prefix_cache", "reason"), [("hash", "evicts by lru only"), ("chunk", "keeps nothing that could be evicted")]
+)
+def test_an_eviction_policy_that_would_have_no_effect_is_refused(prefix_cache: Any, reason: str) -> None:
+    for eviction in EVICTION_POLICIES[1:]:
+        with pytest.raises(
+            ConfigError, match=f"eviction_policy='{eviction}' has no effect .*'{prefix_cache}'.*{reason}"
+        ):
+            CacheConfig(prefix_cache=prefix_cache, eviction_policy=eviction)
+    assert CacheConfig(prefix_cache=prefix_cache, eviction_policy="lru")
+
+
+def test_a_share_of_a_gpu_on_a_cpu_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.5 is about a GPU, and the device is cpu"):
+        LLMEngine(
+            "/nowhere", model_config=ModelConfig(device="cpu"), cache_config=CacheConfig(gpu_memory_utilization=0.5)
+        )
+
+
+def test_too_little_memory_names_the_longest_request_that_would_fit(make_engine: MakeEngine) -> None:
+    """The tiny model takes 1 KiB a token, and requests of up to 256."""
+    with pytest.raises(
+        ConfigError, match="max_model_len=256 needs .*Use max_model_len of at most 60 or kv_cache_memory_bytes of at"
+    ) as caught:
+        make_engine(cache_config=CacheConfig(page_size=4, kv_cache_memory_bytes=64 * 2**10))
+    enough = int(str(caught.value).rpartition(" ")[2].replace(",", ""))
+    fits = make_engine(cache_config=CacheConfig(page_size=4, kv_cache_memory_bytes=enough))
+    assert fits.stats().max_total_tokens == 256
+    with pytest.raises(ConfigError, match="max_model_len=256"):
+        make_engine(cache_config=CacheConfig(page_size=4, kv_cache_memory_bytes=enough - 1))
+    short = make_engine(max_model_len=60, cache_config=CacheConfig(page_size=4, kv_cache_memory_bytes=64 * 2**10))
+    assert short.stats().max_total_tokens == 60
+
+
+def test_all_memory_of_a_budget_is_used_because_the_cache_can_fill_it(make_engine: MakeEngine) -> None:
+    """m3 made no more blocks than its requests could fill."""
+    engine = make_engine(
+        scheduler_config=SchedulerConfig(max_num_seqs=1), cache_config=CacheConfig(kv_cache_memory_bytes=2**20)
+    )
+    assert engine.stats().max_total_tokens == 2**20 // 1024 - 16
+    assert make_engine(**setting(2, tokens=43)).stats().max_total_tokens == 40, "less what fills no page"
+
+
+@pytest.mark.parametrize(
+    ("seqs", "model_len", "budget"),
+    [(16, 512, 2048), (16, 40_960, 40_960), (5000, 512, 5000)],
+    ids=["a short model", "a long model", "many sequences"],
+)
+def test_without_a_budget_no_prompt_and_no_decode_is_refused_for_it(seqs: int, model_len: int, budget: int) -> None:
+    config = SchedulerConfig(max_num_seqs=seqs, schedule_policy="lof", schedule_conservativeness=0.5)
+    assert config.resolved(model_len) == dataclasses.replace(config, max_num_batched_tokens=budget)
+    assert config.max_num_batched_tokens is None, "the configuration itself stays as it was"
+    assert SchedulerConfig(max_num_batched_tokens=64).resolved(model_len).max_num_batched_tokens == 64
+
+
+def test_what_m3_could_be_told_and_m4_cannot_is_an_error() -> None:
+    for make, name, value in (
+        (SchedulerConfig, "preemption_mode", "swap"),
+        (CacheConfig, "block_size", 16),
+        (CacheConfig, "num_blocks", 4),
+        (CacheConfig, "swap_space_bytes", 0),
+    ):
+        with pytest.raises(TypeError, match=name):
+            make(**{name: value})
+    with pytest.raises(ConfigError, match="cache_config"):
+        LLMEngine("/nowhere", cache_config=SchedulerConfig())
+    with pytest.raises(ConfigError, match="speculative_config"):
+        LLMEngine("/nowhere", speculative_config=None)
+
+
+@pytest.mark.parametrize("config", [ModelConfig, SchedulerConfig, CacheConfig, EngineConfig])
+def test_configurations_take_keywords_only_and_are_frozen(config: Any) -> None:
+    with pytest.raises(TypeError):
+        config(4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config(), dataclasses.fields(config)[0].name, 3)
+
+
+def test_an_engine_is_told_of_model_scheduler_cache_and_trace() -> None:
+    config = EngineConfig()
+    assert (config.model, config.scheduler) == (ModelConfig(), SchedulerConfig())
+    assert (config.cache, config.trace) == (CacheConfig(), TraceConfig())
+    assert [field.name for field in dataclasses.fields(config)] == ["model", "scheduler", "cache", "trace"]
+    assert (CacheConfig().page_size, CacheConfig().prefix_cache, CacheConfig().eviction_policy) == (16, "radix", "lru")
+    assert SchedulerConfig().schedule_policy == "lpm"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"])
+def test_every_policy_runs_with_every_cache(make_engine: MakeEngine, cache: str, policy: str) -> None:
+    engine = make_engine(**setting(2, cache=cache, policy=policy))
+    outputs = engine.generate_batch([ids(9), ids(9), ids(3)], greedy(2))
+    assert [output.finish_reason for output in outputs.values()] == ["length"] * 3

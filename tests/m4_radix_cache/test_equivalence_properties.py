@@ -1,0 +1,176 @@
+"""Whatever of a prompt was cached, and whoever shares it: everybody gets m1's tokens.
+
+Hypothesis makes the traffic, with the strategies and the comparison of `tests/equivalence/traffic.py`: prompts that
+begin alike, conversations that go on, several outputs per prompt, priorities and namespaces, in pools so small that
+cached tokens are evicted and requests are retracted. Every step is audited. That tokens were shared, evicted and given
+up is counted, because traffic in which nothing of that happens would prove nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+import m1_single_request
+from m1_single_request.sampler import Sampler
+from m1_single_request.sampling_metadata import SamplingMetadata
+from m4_radix_cache import KVCapacityError, SamplingParams
+from tests.equivalence import answers
+from tests.equivalence.forced_retraction import ForcedRetraction, InTurn
+from tests.equivalence.harness import Reference, check_cuts
+from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, asks_of, check_ask, prompt_of, serve
+from tests.m4_radix_cache.engines import MakeEngine, check_drained, check_flushed, check_step, setting
+from tests.support.engines import EngineMaker
+
+ASKS = asks_of(
+    (1, 7, 8, 16, 20, 33),
+    CLEAR_SETTINGS,
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    arrival=st.integers(0, 4),
+    patience=st.none() | st.none() | st.none() | st.integers(0, 9),
+    kind=SharingAsk,
+    which=st.integers(0, 3),
+    priority=st.integers(-1, 1),
+    cache_salt=st.sampled_from([None, None, None, "tenant"]),
+)
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
+FORCED = {"scheduler": ForcedRetraction}
+PARTS: tuple[dict[str, Any], ...] = (FORCED, {}, FORCED, {"preemption": InTurn}, FORCED)
+EVICTIONS = ("lru", "lfu", "fifo", "slru", "priority")
+LIMITS = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.sampled_from([8, 4, 8, 2, 1]),
+        "policy": st.sampled_from(POLICIES),
+        "conservativeness": st.sampled_from([0, 0, 0, 1]),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def alone(loaded_m1: Any) -> Alone:
+    """`alone(ask, child)`: m1's answer to one child, as a reference, and how it ended."""
+    return Alone(EngineMaker(m1_single_request, loaded_m1))
+
+
+def next_turns(asks: Sequence[SharingAsk], outputs: Sequence[Any]) -> list[SharingAsk]:
+    """Two of the conversations go on: what was said, and a little more."""
+    ended = [(a, o) for a, o in zip(asks, outputs, strict=True) if o.finish_reason in ("stop", "length")]
+    return [
+        replace(ask, before=(*ask.prompt, *output.token_ids), prompt_len=2, arrival=0, patience=None)
+        for ask, output in ended[:2]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cache", "page_size"),
+    [("radix", 1), ("radix", 4), ("radix", 16), ("hash", 4), ("chunk", 4)],
+    ids=lambda value: str(value),
+)
+def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone, cache: str, page_size: int) -> None:
+    references: list[Reference] = []
+    seen = {"cached": 0, "evicted": 0, "retracted": 0, "next turns": 0}
+
+    @settings(max_examples=10)
+    @given(
+        asks=st.lists(ASKS, min_size=5, max_size=8),
+        limits=LIMITS,
+        eviction_policy=st.sampled_from(EVICTIONS if cache == "radix" else EVICTIONS[:1]),
+        spare_tokens=st.integers(0, 60),
+        spare_budget=st.none() | st.integers(0, 3),
+        parts=st.sampled_from(PARTS),
+    )
+    def holds(
+        asks: list[SharingAsk],
+        limits: dict[str, Any],
+        eviction_policy: str,
+        spare_tokens: int,
+        spare_budget: int | None,
+        parts: dict[str, Any],
+    ) -> None:
+        longest = max(ask.prompt_len for ask in asks)
+        budget = None if spare_budget is None else max(limits["max_num_seqs"], longest) + spare_budget
+        tokens = -(-(longest + 2 + spare_tokens) // page_size) * page_size
+
+        def may_fail(ask: SharingAsk, error: Any, num_tokens: int) -> bool:
+            return isinstance(error, KVCapacityError) and len(ask.prompt) + num_tokens > tokens
+
+        configs = setting(
+            tokens=tokens,
+            page_size=page_size,
+            cache=cache,
+            max_num_batched_tokens=budget,
+            eviction_policy=eviction_policy,
+            **limits,
+        )
+        with make_engine(parts, eos_token_ids=EOS, **configs) as engine:
+            for turn in range(2):
+                outputs = serve(engine, asks, check_step)
+                check_drained(engine)
+                for ask, output in zip(asks, outputs, strict=True):
+                    references.extend(check_ask(ask, output, alone, may_fail))
+                seen["next turns"] += turn * sum(output.metrics.cached_tokens for output in outputs)
+                most = min(tokens - 2, budget or tokens)
+                asks = [ask for ask in next_turns(asks, outputs) if len(ask.prompt) <= most]
+                if not asks:
+                    break
+            stats = engine.stats()
+            seen["cached"] += stats.num_cached_tokens
+            seen["evicted"] += stats.num_evicted_tokens
+            seen["retracted"] += stats.num_retractions
+            check_flushed(engine)
+
+    holds()
+    check_cuts(references)
+    assert seen["retracted"] > 4, seen
+    if cache == "chunk":
+        assert seen["cached"] == seen["evicted"] == seen["next turns"] == 0, seen
+    else:
+        assert min(seen["cached"], seen["evicted"], seen["next turns"]) > 20, seen
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def noting(rows: list[Tensor]) -> type[Sampler]:
+    """A sampler that keeps the logits that it sees."""
+
+    class Noting(Sampler):
+        def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> Any:
+            rows.extend(logits.clone())
+            return super().__call__(logits, metadata)
+
+    return Noting
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_logits_behind_a_hit_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, cache: str, page_size: int) -> None:
+    """Every row of logits: of a prompt that is new, one that is cached whole, one that parts from it, a next turn."""
+    first, params = prompt_of(21), SamplingParams(max_tokens=9, ignore_eos=True)
+    prompts = [first, first, [*first[:18], *prompt_of(5)], [*first, *prompt_of(30)], [*first, *prompt_of(30), 7]]
+    theirs: list[Tensor] = []
+    ours: list[Tensor] = []
+    m1 = make_m1({"sampler": noting(theirs)})
+    engine = make_engine({"sampler": noting(ours)}, **setting(4, page_size=page_size, cache=cache))
+    for prompt in prompts:
+        assert engine.generate(prompt, params).token_ids == m1.generate(prompt, params).token_ids
+    assert (engine.stats().num_cached_tokens > 60) == (cache != "chunk")
+    torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=0, atol=1e-4)
+
+
+# --- what shares the batch --------------------------------------------------------------------------------------------
+
+
+def test_a_drawn_answer_does_not_depend_on_who_shares_steps_and_memory(
+    make_engine: MakeEngine, make_m1: Any, cache: str
+) -> None:
+    drawn = SamplingParams(max_tokens=10, temperature=1.0, seed=11, top_k=8, ignore_eos=True)
+    limits = setting(8, tokens=80, cache=cache)
+    answers.check_drawn_in_company(lambda: make_engine(**limits), make_m1(), drawn, longest=17)
+
+
+def test_without_a_seed_the_number_of_the_request_decides(make_engine: MakeEngine, make_m1: Any, cache: str) -> None:
+    answers.check_unseeded(make_engine(seed=4, **setting(cache=cache)), make_m1(seed=4))

@@ -1,0 +1,103 @@
+"""`priority=` and `cache_salt=`: every call that takes a prompt takes them, and refuses wrong ones at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from m4_radix_cache import InvalidRequestError, LLMEngine
+from tests.m4_radix_cache.engines import MakeEngine, Recorder, check_drained, greedy, ids, run, setting, unfinished
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+Call = Callable[..., Any]
+
+CALLS: dict[str, Callable[[LLMEngine], Call]] = {
+    "generate": lambda engine: lambda **options: engine.generate(ids(9), greedy(2), **options),
+    "chat": lambda engine: (
+        lambda **options: engine.chat([{"role": "user", "content": "What is a page?"}], greedy(2), **options)
+    ),
+    "stream": lambda engine: lambda **options: engine.stream(ids(9), greedy(2), **options),
+    "add_request": lambda engine: lambda **options: engine.add_request(ids(9), greedy(2), **options),
+    "add_request of a family": lambda engine: lambda **options: engine.add_request(ids(9), greedy(2, n=2), **options),
+}
+WRONG = [
+    ({"priority": "high"}, "priority='high' must be a whole number"),
+    ({"priority": 1.0}, "priority=1.0"),
+    ({"priority": True}, "priority=True"),
+    ({"priority": None}, "priority=None"),
+    ({"priority": 2**63}, "priority=9223372036854775808 must be a whole number of at most 63 bits"),
+    ({"priority": -(2**63)}, "priority=-9223372036854775808"),
+    ({"priority": [1]}, r"priority=\[1\]"),
+    ({"cache_salt": ""}, "cache_salt='' must be a string that is not empty"),
+    ({"cache_salt": 7}, "cache_salt=7"),
+    ({"cache_salt": b"tenant"}, "cache_salt=b'tenant'"),
+    ({"cache_salt": ["tenant"]}, r"cache_salt=\['tenant'\]"),
+    ({"salt": "tenant"}, "salt= is unknown here: .*takes request_id, priority, cache_salt"),
+    ({"priority": 1, "cache_salt": False}, "cache_salt=False"),
+]
+each_wrong = pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda value: str(value))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@each_wrong
+def test_a_wrong_option_is_refused_before_anything_changes(
+    make_engine: MakeEngine, name: str, options: dict[str, Any], message: str
+) -> None:
+    engine = make_engine(chat_template=TEMPLATE, **setting(2))
+    recorder = Recorder(engine.tracer)
+    engine.add_request(ids(4), greedy(2), request_id="other", priority=1)
+    before, told = engine.stats(), len(recorder.records)
+    with pytest.raises(InvalidRequestError, match=message):
+        CALLS[name](engine)(**options)
+    assert engine.stats() == before and len(recorder.records) == told
+    assert run(engine)["other"].finish_reason == "length"
+    assert engine.add_request(ids(4), greedy(1)) == "req-1", "the refused one took no number"
+    run(engine)
+
+
+@each_wrong
+def test_a_batch_with_a_wrong_option_runs_nothing(
+    make_engine: MakeEngine, options: dict[str, Any], message: str
+) -> None:
+    """Names are wrong for the whole call, values for each of its requests (ruling 16)."""
+    engine = make_engine(**setting(2))
+    if "salt" in options:
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.generate_batch([ids(4), ids(5)], greedy(2), **options)
+    else:
+        outputs = engine.generate_batch([ids(4), ids(5)], greedy(2), **options)
+        assert [output.finish_reason for output in outputs.values()] == ["error"] * 2
+        assert all(isinstance(output.error, InvalidRequestError) for output in outputs.values())
+    assert engine.stats().num_steps == 0
+    check_drained(engine)
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "stream", "add_request"])
+def test_every_call_passes_them_on(make_engine: MakeEngine, name: str) -> None:
+    engine = make_engine(chat_template=TEMPLATE, **setting(2))
+    recorder = Recorder(engine.tracer)
+    result = CALLS[name](engine)(priority=-(2**63) + 1, cache_salt="tenant")
+    assert result is not None, "kept: a stream that nobody holds is aborted"
+    for _ in unfinished(engine):
+        engine.step()
+    (told,) = recorder.events("request_options")
+    assert (told.priority, told.extra_key) == (-(2**63) + 1, "tenant")
+    assert recorder.events("inserted")[0].extra_key == "tenant"
+
+
+def test_a_batch_passes_them_to_each_request(make_engine: MakeEngine) -> None:
+    engine = make_engine(**setting(2))
+    recorder = Recorder(engine.tracer)
+    outputs = engine.generate_batch([ids(9), ids(9)], greedy(2), priority=3, cache_salt="tenant")
+    told = [(event.rid, event.priority, event.extra_key) for event in recorder.events("request_options")]
+    assert told == [(rid, 3, "tenant") for rid in outputs]
+
+
+def test_the_most_important_go_first_and_equals_in_order_of_arrival(make_engine: MakeEngine) -> None:
+    engine = make_engine(**setting(1, policy="priority"))
+    recorder = Recorder(engine.tracer)
+    for rid, priority in (("a", 0), ("b", 2), ("c", -1), ("d", 2), ("e", 10**18)):
+        engine.add_request(ids(3), greedy(1), request_id=rid, priority=priority)
+    run(engine)
+    assert [admit.rid for admit in recorder.events("admit")] == ["e", "b", "d", "a", "c"]

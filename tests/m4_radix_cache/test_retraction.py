@@ -1,0 +1,272 @@
+"""Retraction: who has to go when memory runs out, what stays of it, when it comes back, and that no answer shows it."""
+
+from typing import Any
+
+import pytest
+
+from m3_paged_attention.errors import KVCapacityError
+from tests.testbed.bed import Step
+from tests.testbed.radix import CACHES, RadixBed, make_radix_bed
+
+EVERY_CACHE = pytest.mark.parametrize("prefix_cache", CACHES)
+
+
+def crowd(*, num_tokens: int = 18, **settings: Any) -> RadixBed:
+    """Two requests of four tokens that may become twelve each; eighteen have room, and nothing is kept for later."""
+    bed = make_radix_bed(num_tokens=num_tokens, conservativeness=0, trace=True, **settings)
+    bed.add(4, max_tokens=8), bed.step()
+    bed.add(4, max_tokens=8), bed.step()
+    return bed
+
+
+def step_until_retracted(bed: RadixBed) -> Step:
+    while True:
+        step = bed.step()
+        if bed.retracted():
+            return step
+
+
+# --- the victim -------------------------------------------------------------------------------------------------------
+
+
+def test_the_victim_has_the_fewest_outputs() -> None:
+    bed = make_radix_bed(max_num_seqs=3)
+    bed.add(4, max_tokens=9), bed.step()
+    bed.step(), bed.step()
+    bed.add(4, max_tokens=9, request_id="fewest"), bed.step()
+    bed.add(9, max_tokens=2, request_id="short"), bed.abort("short"), bed.step()
+    bed.pools.due = 1
+    bed.step()
+    assert bed.retracted() == ["fewest"] and len(bed.said("fewest")) == 2
+    bed.drain()
+
+
+@pytest.mark.parametrize(("lengths", "victim"), [([4, 6, 5], "r1"), ([5, 5, 5], "r2"), ([6, 4, 6], "r2")])
+def test_of_those_with_as_many_outputs_the_longest_prompt_goes_then_the_newest(lengths: list[int], victim: str) -> None:
+    bed = make_radix_bed(max_num_seqs=3)
+    for length in lengths:
+        bed.add(length, max_tokens=9)
+    bed.step(), bed.step()
+    bed.pools.due = 1
+    bed.step()
+    assert bed.retracted() == [victim]
+    bed.drain()
+
+
+def test_as_many_go_as_it_takes_and_one_always_stays() -> None:
+    bed = make_radix_bed(max_num_seqs=4)
+    for _ in range(4):
+        bed.add(4, max_tokens=9)
+    bed.step()
+    bed.pools.due = 9
+    step = bed.step()
+    assert bed.retracted() == ["r1", "r2", "r3"] and step.counts == {"r0": 1}
+    bed.pools.release()
+    bed.drain()
+
+
+# --- what becomes of it -----------------------------------------------------------------------------------------------
+
+
+@EVERY_CACHE
+def test_a_victim_loses_what_is_its_own_and_keeps_what_it_said(prefix_cache: str) -> None:
+    bed = crowd(prefix_cache=prefix_cache)
+    step = step_until_retracted(bed)
+    assert bed.retracted() == bed.waiting() == ["r1"] and bed.running() == ["r0"]
+    assert step.output.mode == "decode" and step.counts == {"r0": 1} and step.ended == {}
+    said = bed.said("r1")
+    assert len(said) > 2
+    bed.drain()
+    assert bed.said("r1")[: len(said)] == said and len(bed.said("r1")) == 8
+    assert bed.reported_ends == ["r0", "r1"]
+
+
+def test_what_the_cache_has_of_it_stays_until_somebody_needs_the_room() -> None:
+    bed = crowd(num_tokens=40)
+    bed.step()
+    bed.pools.due = 1
+    bed.step()
+    cache = bed.pools.tree_cache
+    assert bed.retracted() == ["r1"] and (cache.evictable_size(), cache.protected_size()) == (4, 4)
+    step = bed.step()
+    assert step.output.mode == "extend" and step.output.hits == {"r1": 4}, "its prompt need not be computed again"
+    assert step.counts == {"r1": 2}, "what it has said must"
+    bed.drain()
+
+
+def test_a_request_that_came_back_reports_what_it_found_when_it_first_came() -> None:
+    bed = crowd(num_tokens=40)
+    bed.pools.due = 1
+    bed.step(), bed.step()
+    assert bed.reqs["r1"].num_retractions == 1 and bed.reqs["r1"].cached_tokens == 0
+    assert bed.scheduler.num_retractions == 1
+    bed.drain()
+
+
+def test_a_request_that_came_back_has_its_penalties() -> None:
+    """The oracle compares the history of every row that is penalised."""
+    bed = make_radix_bed(max_num_seqs=3)
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
+    for number in range(3):
+        bed.add(4, max_tokens=9, **(penalties if number else {}))
+    for _ in range(3):
+        bed.step()
+    bed.pools.due = 2
+    bed.step()
+    assert bed.retracted() == ["r1", "r2"]
+    assert set(bed.drain().values()) == {"length"}
+
+
+def test_the_trace_says_why() -> None:
+    bed = crowd()
+    step_until_retracted(bed)
+    (event,) = bed.events("retract")
+    assert (event.rid, event.num_output_tokens, event.needed) == ("r1", len(bed.said("r1")), 2)
+    assert event.available < 2 and event.new_token_ratio == bed.scheduler.new_token_ratio.value
+    assert f"r1 is retracted: the next tokens need 2 slots, {event.available}" in event.explain()
+    bed.drain()
+
+
+def test_the_ratio_is_measured_anew() -> None:
+    bed = crowd()
+    step_until_retracted(bed)
+    said = len(bed.said("r0")) - 1  # the decision was made before its newest token
+    assert bed.scheduler.new_token_ratio.value == min(1.0, (said + 20) / (8 + 1))
+    bed.drain()
+    assert bed.scheduler.new_token_ratio.value == 0.0, "idle: as at the start"
+
+
+# --- who comes back when ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule_policy", ["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"])
+def test_whoever_was_retracted_goes_before_all_others_oldest_first(schedule_policy: str) -> None:
+    bed = make_radix_bed(max_num_seqs=3, schedule_policy=schedule_policy)
+    for _ in range(3):
+        bed.add(4, max_tokens=9)
+    bed.step(), bed.step()
+    bed.add(9, max_tokens=30, priority=9, same_as="r0")
+    bed.pools.due = 2
+    bed.step()
+    retracted = bed.retracted()
+    assert len(retracted) == 2 and bed.waiting() == ["r3", *sorted(retracted, key=bed.waiting().index)]
+    assert list(bed.step().output.rids) == retracted
+    bed.drain()
+
+
+@EVERY_CACHE
+def test_nobody_is_admitted_in_a_step_that_retracted(prefix_cache: str) -> None:
+    bed = crowd(prefix_cache=prefix_cache)
+    while bed.pools.token_to_kv_pool_allocator.available_size() + bed.pools.tree_cache.evictable_size() > 1:
+        bed.step()
+    newcomer = bed.add(1, max_tokens=1)
+    step = bed.step()
+    assert bed.retracted() == ["r1"] and step.output.mode == "decode" and newcomer in bed.waiting()
+    assert bed.drain()[newcomer] == "length"
+
+
+def test_a_resumed_request_alone_may_exceed_the_token_budget() -> None:
+    bed = make_radix_bed(max_num_seqs=3, max_num_batched_tokens=5, prefix_cache="chunk")
+    bed.add(5, max_tokens=9), bed.step()
+    bed.add(5, max_tokens=9), bed.step()
+    for _ in range(4):
+        bed.step()
+    bed.add(3, max_tokens=2)
+    bed.scheduler.running_batch.batch_is_full = True  # or the newcomer would come before the retraction
+    bed.pools.due = 1
+    bed.step()
+    assert bed.retracted() == ["r1"] and len(bed.said("r1")) == 5
+    assert bed.step().counts == {"r1": 10}, "alone, and whoever is behind it waits"
+    assert bed.step().counts == {"r2": 3}
+    bed.drain()
+
+
+# --- no answer shows it -----------------------------------------------------------------------------------------------
+
+
+@EVERY_CACHE
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_answers_with_forced_retractions_are_those_without(page_size: int, prefix_cache: str) -> None:
+    bed = make_radix_bed(page_size=page_size, max_num_seqs=3, tensors=True, prefix_cache=prefix_cache)
+    for number in range(5):
+        bed.add(1 + 3 * number % 7, max_tokens=6 + number, n=1 + number % 2)
+    while bed.scheduler.has_unfinished_requests() and len(bed.steps) < 300:
+        bed.pools.due = int(len(bed.steps) % 3 == 2)
+        bed.step()
+        bed.pools.release()
+    assert bed.pools.num_forced == bed.scheduler.num_retractions > 3
+    assert len(bed.drain()) == 7 and set(bed.ended.values()) == {"length"}
+
+
+@EVERY_CACHE
+@pytest.mark.parametrize("when", ["waits", "comes back"])
+def test_an_abort_of_a_retracted_request_frees_everything(prefix_cache: str, when: str) -> None:
+    bed = crowd(prefix_cache=prefix_cache)
+    step_until_retracted(bed)
+    num_said = len(bed.said("r1"))
+    if when == "waits":
+        bed.abort("r1")
+        assert bed.step().ended["r1"] == "abort"
+    while bed.retracted():
+        step = bed.step(between=lambda decision: "r1" in decision.rids and bed.abort("r1"))
+        assert step.ended.get("r1") == "abort" or bed.retracted()
+    assert bed.drain()["r1"] == "abort" and len(bed.said("r1")) == num_said
+    assert bed.reported_ends.count("r1") == 1
+
+
+# --- who cannot be helped ---------------------------------------------------------------------------------------------
+
+
+@EVERY_CACHE
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_request_that_outgrows_the_pool_alone_fails_and_others_go_on(prefix_cache: str, page_size: int) -> None:
+    bed = make_radix_bed(num_tokens=8, page_size=page_size, prefix_cache=prefix_cache)
+    large, waits = bed.add(5, max_tokens=50), bed.add(3, max_tokens=3)
+    assert bed.drain(limit=100) == {large: "error", waits: "length"}
+    error = bed.error_of(large)
+    assert isinstance(error, KVCapacityError) and len(bed.said(large)) == 4
+    assert str(error) == (
+        f"request 'r0' has grown to 9 tokens, and the KV memory has room for 8, in pages of {page_size}: give it more, "
+        "or ask for fewer tokens"
+    )
+
+
+@EVERY_CACHE
+def test_of_two_that_grow_without_end_each_fills_the_pool_before_it_fails(prefix_cache: str) -> None:
+    bed = make_radix_bed(num_tokens=12, page_size=2, max_num_seqs=2, conservativeness=0, prefix_cache=prefix_cache)
+    bed.add(2, max_tokens=20), bed.add(2, max_tokens=20)
+    assert bed.drain(limit=200) == {"r0": "error", "r1": "error"}
+    assert [len(bed.said(rid)) for rid in ("r0", "r1")] == [11, 11], "prompt and output but for the newest token"
+
+
+def test_a_prompt_over_the_pool_that_intake_let_pass_fails_alone() -> None:
+    bed = make_radix_bed(num_tokens=8)
+    before, too_long, after = bed.add(3), bed.add(9), bed.add(3)
+    assert bed.drain(limit=50) == {too_long: "error", before: "length", after: "length"}
+    assert isinstance(bed.error_of(too_long), KVCapacityError)
+
+
+def test_the_last_one_waits_for_whoever_is_about_to_end_before_it_gives_up() -> None:
+    bed = make_radix_bed(num_tokens=14, max_num_seqs=2, conservativeness=0)
+    stays, _ = bed.add(2, max_tokens=7), bed.step()
+    leaves, _ = bed.add(2, max_tokens=7), bed.step()
+    while bed.pools.token_to_kv_pool_allocator.available_size():
+        bed.step()
+    assert bed.running() == [stays, leaves] and not bed.pools.tree_cache.evictable_size()
+    bed.abort(leaves)
+    step = bed.step()
+    assert step.counts == {} and step.ended == {leaves: "abort"}, "its slots are still taken: no token, and no error"
+    assert bed.drain() == {leaves: "abort", stays: "length"}
+
+
+@EVERY_CACHE
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_whoever_lost_its_place_at_the_very_end_of_the_memory_may_fill_it_all_the_same(
+    prefix_cache: str, page_size: int
+) -> None:
+    """Its 8 tokens need KV for the last one, and so many slots there are; as if it had never lost its place."""
+    bed = make_radix_bed(num_tokens=8, page_size=page_size, prefix_cache=prefix_cache)
+    bed.add(6, max_tokens=3), bed.step(), bed.step()
+    bed.interrupt()
+    assert bed.step().output.rids == ("r0",) and bed.ended == {"r0": "length"}
+    bed.drain()

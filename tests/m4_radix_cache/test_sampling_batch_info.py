@@ -1,0 +1,399 @@
+"""A batch's sampling parameters that live on say the same as those gathered anew.
+
+The oracle is m1's `SamplingMetadata.from_rows` on the requests as they stand. It counts every token of the history
+again, which is what the living batch is there to avoid.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from m1_single_request.errors import ForwardError
+from m1_single_request.sampler import Sampler, apply_penalties
+from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.tracer import Tracer, TraceRecord
+from m3_paged_attention.row_sampler import RowSampler, SamplingRows
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+
+CPU = torch.device("cpu")
+VOCAB = 7
+EOS = frozenset({2, 5})
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 2},
+    {"temperature": 0.8},
+    {"temperature": 1.3, "top_k": 3, "top_p": 0.9, "logprobs": 1},
+    {"temperature": 1e-6, "top_k": 2, "top_p": 0.5, "min_p": 0.5},
+    {"temperature": 0.5, "min_p": 0.1, "presence_penalty": 0.5},
+    {"min_tokens": 2},
+    {"temperature": 0.7, "min_tokens": 3, "ignore_eos": True},  # nothing can stop it, so nothing is forbidden
+    {"min_tokens": 1, "logit_bias": {2: 4.0, 3: -100.0}},
+    {"logit_bias": {0: 1.5}},
+    {"repetition_penalty": 1.4},
+    {"temperature": 0.9, "frequency_penalty": -0.7, "min_tokens": 4, "logit_bias": {5: 1.0}},
+]
+
+
+class Req:
+    """As much of a request as the batch reads."""
+
+    def __init__(self, seed: int = 0, prompt: Sequence[int] = (1, 1, 4), output: Sequence[int] = (), **settings: Any):
+        self.sampling_params = SamplingParams(**settings)
+        self.seed = seed
+        self.sequence: Any = SimpleNamespace(
+            data=SimpleNamespace(prompt_token_ids=list(prompt), output_token_ids=list(output)),
+            sampling_params=self.sampling_params,
+        )
+
+    @property
+    def output(self) -> list[int]:
+        return self.sequence.data.output_token_ids
+
+    @property
+    def row(self) -> SamplingRow:
+        data = self.sequence.data
+        stops = stop_ids_of(self.sequence)
+        return SamplingRow(self.sampling_params, self.seed, data.prompt_token_ids, list(self.output), stops)
+
+
+def stop_ids_of(sequence: Any) -> frozenset[int]:
+    params = sequence.sampling_params
+    return (frozenset() if params.ignore_eos else EOS).union(params.stop_token_ids)
+
+
+def info_of(*reqs: Any, vocab_size: int = VOCAB) -> SamplingBatchInfo:
+    return SamplingBatchInfo.from_reqs(reqs, vocab_size=vocab_size, stop_ids=stop_ids_of, device=CPU)
+
+
+def accept(info: SamplingBatchInfo, reqs: Sequence[Req], token_ids: Sequence[int]) -> None:
+    """Every request has one more token, and the batch is told."""
+    for req, token_id in zip(reqs, token_ids, strict=True):
+        req.output.append(token_id)
+    info.advance(token_ids)
+
+
+def check(info: SamplingBatchInfo, reqs: Sequence[Req]) -> None:
+    """The batch says of these requests what a look at each of them says."""
+    rows = [req.row for req in reqs]
+    assert len(info) == len(reqs)
+    assert info.params == [row.params for row in rows]
+    assert info.seeds == [row.seed for row in rows]
+    assert info.positions.tolist() == [len(row.output_token_ids) for row in rows]
+    assert info.is_plain == all(row.is_plain for row in rows)
+    check_same(info.metadata(), SamplingMetadata.from_rows(rows, vocab_size=VOCAB, device=CPU))
+
+
+def check_same(found: SamplingMetadata, expected: SamplingMetadata) -> None:
+    for field in dataclasses.fields(SamplingMetadata):
+        ours, theirs = getattr(found, field.name), getattr(expected, field.name)
+        assert same(ours, theirs), f"{field.name}: {ours}, not {theirs}"
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, Tensor):
+        return isinstance(ours, Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(theirs, tuple):
+        return isinstance(ours, tuple) and len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return bool(ours == theirs)
+
+
+# --- against the oracle -----------------------------------------------------------------------------------------------
+
+number = st.integers(0, 2**20)
+some_kinds = st.one_of(
+    st.lists(st.sampled_from(KINDS), min_size=1, max_size=5),
+    st.integers(1, 3).map(lambda n: [KINDS[0]] * n),  # batches of plain rows alone would be rare
+)
+a_verb = st.one_of(
+    st.tuples(st.just("join"), some_kinds),
+    *(
+        st.tuples(st.just(verb), number)
+        for verb in ("step", "step", "step", "keep", "retract", "resume", "look", "look")
+    ),
+)
+scripts = st.tuples(some_kinds, st.lists(a_verb, min_size=3, max_size=20))
+
+
+class World:
+    """A running batch as a scheduler would keep it, and the requests that it threw out."""
+
+    def __init__(self) -> None:
+        self.reqs: list[Req] = []
+        self.retracted: list[Req] = []
+        self.info = info_of()
+        self.num_joined = 0
+
+    def join(self, kinds: list[dict[str, Any]]) -> None:
+        """New requests are prefilled, and join with what their first step needs."""
+        for kind in kinds:
+            self.num_joined += 1
+            prompt = [(self.num_joined * 3 + i) % VOCAB for i in range(1 + self.num_joined % 4)]
+            self.retracted.append(Req(seed=self.num_joined * 1000 - 2500, prompt=prompt, **kind))
+        self.resume(len(kinds))
+
+    def resume(self, amount: int) -> None:
+        """The last ones that wait are prefilled; those that were retracted bring their output along."""
+        split = len(self.retracted) - amount % (len(self.retracted) + 1)
+        coming, self.retracted = self.retracted[split:], self.retracted[:split]
+        self.info.merge_batch(info_of(*coming))
+        self.reqs += coming
+
+    def step(self, seed: int) -> None:
+        accept(self.info, self.reqs, np.random.default_rng(seed).integers(VOCAB, size=len(self.reqs)).tolist())
+
+    def keep(self, seed: int) -> None:
+        """Any rows stay, in any order."""
+        rng = np.random.default_rng(seed)
+        keep = rng.permutation(len(self.reqs))[: rng.integers(1 + 2 * len(self.reqs))]
+        self.info.filter_batch(keep if seed % 2 else keep.tolist())
+        self.reqs = [self.reqs[i] for i in keep]
+
+    def retract(self, pick: int) -> None:
+        if self.reqs:
+            out = pick % len(self.reqs)
+            self.info.filter_batch([i for i in range(len(self.reqs)) if i != out])
+            self.retracted.append(self.reqs.pop(out))
+
+    def look(self, _: int) -> None:
+        check(self.info, self.reqs)
+
+
+@given(scripts)
+def test_whatever_joins_leaves_and_returns_the_batch_says_what_its_requests_say(script: tuple[Any, list[Any]]) -> None:
+    world = World()
+    for verb, argument in [("join", script[0]), *script[1], ("look", 0), ("resume", 1), ("step", 1), ("look", 0)]:
+        getattr(world, verb)(argument)
+
+
+@pytest.mark.parametrize("ours", [[], [Req()]], ids=["into none", "into one"])
+def test_a_merge_does_not_touch_the_batch_it_takes_from(ours: list[Req]) -> None:
+    theirs = [Req(seed=i, **kind) for i, kind in enumerate(KINDS)]
+    one, other = info_of(*ours), info_of(*theirs)
+    one.merge_batch(other)
+    together = ours + theirs
+    accept(one, together, [3] * len(together))
+    for req in theirs:
+        req.output.clear()
+    check(other, theirs)
+
+
+# --- what the settings do over a life ---------------------------------------------------------------------------------
+
+
+def allowed(info: SamplingBatchInfo) -> list[bool]:
+    """Whether each row may sample a stop id now."""
+    bias = info.metadata().bias
+    return [True] * len(info) if bias is None else [not row[list(EOS)].isneginf().any() for row in bias]
+
+
+def test_stop_ids_are_blocked_for_exactly_min_tokens_steps() -> None:
+    reqs = [Req(min_tokens=3), Req(min_tokens=1), Req()]
+    info = info_of(*reqs)
+    seen = []
+    for _ in range(5):
+        seen.append(allowed(info))
+        accept(info, reqs, [0, 0, 0])
+    assert [column.count(False) for column in zip(*seen, strict=True)] == [3, 1, 0]
+    assert info.metadata().bias is None, "there is nothing left to forbid"
+
+
+def test_a_row_that_may_stop_has_its_logit_bias_back() -> None:
+    info = info_of(Req(min_tokens=1, logit_bias={2: 4.0, 3: -1.0}))
+    bias = info.metadata().bias
+    assert bias is not None and bias[0].tolist() == [0, 0, -np.inf, -1, 0, -np.inf, 0]
+    info.advance([0])
+    bias = info.metadata().bias
+    assert bias is not None and bias[0].tolist() == [0, 0, 4, -1, 0, 0, 0]
+
+
+def penalised(info: SamplingBatchInfo) -> list[list[float]]:
+    """What the penalties make of logits that are all zero."""
+    return apply_penalties(torch.zeros(len(info), VOCAB), info.metadata()).tolist()
+
+
+def test_penalties_count_what_was_accepted_step_by_step() -> None:
+    reqs = [Req(frequency_penalty=1.0), Req(presence_penalty=1.0), Req(frequency_penalty=2.0)]
+    info = info_of(*reqs)
+    accept(info, reqs, [3, 3, 6])
+    assert [row[3] for row in penalised(info)] == [-1, -1, 0] and penalised(info)[2][6] == -2
+    accept(info, reqs, [3, 3, 0])
+    assert [row[3] for row in penalised(info)] == [-2, -1, 0] and penalised(info)[2][0] == -2
+
+
+def test_a_history_survives_its_neighbours_coming_and_going() -> None:
+    leaves, stays = Req(frequency_penalty=0.5), Req(frequency_penalty=1.0)
+    info = info_of(leaves, stays)
+    accept(info, [leaves, stays], [6, 3])
+    info.filter_batch([1])
+    running = info_of(Req())
+    running.merge_batch(info)
+    assert penalised(running)[1] == [0, 0, 0, -1, 0, 0, 0]
+
+
+def test_a_history_survives_a_retraction() -> None:
+    req = Req(frequency_penalty=1.0, repetition_penalty=2.0)
+    info = info_of(req)
+    accept(info, [req], [3])
+    accept(info, [req], [3])
+    before = info.metadata()
+    info.filter_batch([])
+    assert len(info) == 0 and info.is_plain
+    info.merge_batch(info_of(req))
+    check_same(info.metadata(), before)
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    def numbers(info: SamplingBatchInfo) -> list[float]:
+        uniforms = info.metadata().uniforms
+        assert uniforms is not None
+        return uniforms.tolist()
+
+    alone = [numbers(info_of(Req(seed=9, temperature=1.0, output=[0] * position)))[0] for position in range(4)]
+    assert len(set(alone)) == 4
+    info = info_of(Req(seed=1, temperature=1.0), Req(seed=9, temperature=1.0))
+    found = [numbers(info)[1]]
+    info.advance([4, 4])
+    info.filter_batch([1])
+    found.append(numbers(info)[0])
+    info.advance([2])
+    other = info_of(Req(seed=5))
+    other.merge_batch(info)
+    found.append(numbers(other)[1])
+    other.advance([1, 1])
+    assert [*found, numbers(other)[1]] == alone
+
+
+def test_a_child_of_the_largest_seed_has_draws() -> None:
+    """Child i of several outputs draws with seed + i, which may be more than 64 bits hold."""
+    req = Req(seed=2**63 + 5, temperature=1.0)
+    check(info_of(req), [req])
+
+
+def test_more_min_tokens_than_an_array_holds() -> None:
+    req = Req(min_tokens=2**70, max_tokens=2**70)
+    info = info_of(req)
+    accept(info, [req], [0])
+    check(info, [req])
+
+
+# --- what it costs, and what it is made of ----------------------------------------------------------------------------
+
+
+@contextmanager
+def torch_operations() -> Iterator[list[str]]:
+    """The names of all tensor operations meanwhile."""
+    names: list[str] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Log():
+        yield names
+
+
+def test_a_plain_batch_asks_nothing_of_torch() -> None:
+    info, more = info_of(*[Req()] * 5), info_of(*[Req()] * 3)
+    for size in (8, 7):
+        SamplingMetadata.plain(size, CPU)  # made once in a process
+    with torch_operations() as names:
+        info.merge_batch(more)
+        for _ in range(3):
+            info.metadata()
+            info.advance([1] * 8)
+        info.filter_batch(range(7))
+        info.metadata()
+    assert names == []
+
+
+def test_a_step_makes_no_tensor_again_that_has_not_changed() -> None:
+    info = info_of(Req(temperature=0.7, top_p=0.8), Req(repetition_penalty=1.3))
+    first = info.metadata()
+    info.advance([3, 4])
+    second = info.metadata()
+    assert second is not first
+    for name in ("greedy", "temperature", "top_p", "penalties", "seen", "output_counts"):
+        assert getattr(second, name) is getattr(first, name), name
+
+
+def test_what_no_row_uses_is_none() -> None:
+    info = info_of(*[Req(**kind) for kind in KINDS])
+    assert all(getattr(info.metadata(), field.name) is not None for field in dataclasses.fields(SamplingMetadata))
+    info.filter_batch([1])  # greedy, with logprobs
+    found = {f.name for f in dataclasses.fields(SamplingMetadata) if getattr(info.metadata(), f.name) is not None}
+    assert found == {"greedy", "all_greedy", "temperature", "num_logprobs"}
+    assert info.bias is None and info.seen is None and info.output_counts is None
+
+
+def test_it_holds_plain_data_and_nothing_of_its_requests() -> None:
+    reqs = [Req(**kind) for kind in KINDS]
+    info = info_of(*reqs)
+    expected = SamplingMetadata.from_rows([req.row for req in reqs], vocab_size=VOCAB, device=CPU)
+    for req in reqs:
+        req.output.append(6)
+        req.sequence.data.prompt_token_ids.append(6)
+    check_same(info.metadata(), expected)
+    for name, value in vars(info).items():
+        for item in value if isinstance(value, list) else [value]:
+            data = isinstance(item, int | SamplingParams | Tensor | torch.device | SamplingMetadata | None)
+            assert data or (isinstance(item, np.ndarray) and not item.dtype.hasobject), name
+
+
+# --- the sampler of m3 ------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Keeps the events of a trace."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def read(self, record: TraceRecord) -> None:
+        self.events.append(record.event)
+
+    def close(self) -> None:
+        pass
+
+
+IMPOSSIBLE = len(KINDS)  # the row that forbids every token
+
+
+@pytest.mark.parametrize("broken", [[], [3], [IMPOSSIBLE], range(len(KINDS) + 2)], ids=["no", "one", "that", "all"])
+def test_the_row_sampler_does_with_it_what_it_does_with_rows(broken: Sequence[int]) -> None:
+    reqs = [Req(seed=i, output=[i % VOCAB], **kind) for i, kind in enumerate(KINDS)]
+    reqs += [Req(min_tokens=1, stop_token_ids=range(VOCAB)), Req()]
+    names = [f"r{i}" for i in range(len(reqs))]
+    logits = torch.randn(len(reqs), VOCAB, generator=torch.Generator().manual_seed(0))
+    logits[-1, :2] = 3e38  # finite, though their sum is not
+    logits[list(broken)] = torch.nan
+
+    def sampled(batch: Any) -> tuple[list[str], list[list[int]], list[Any], dict[str, str], list[Any]]:
+        reader, tracer = Reader(), Tracer()
+        tracer.attach(reader)
+        result = RowSampler(sampler=Sampler(), token_text=str, tracer=tracer)(names, batch, logits)
+        assert all(type(error) is ForwardError for error in result.errors.values())
+        errors = {name: str(error) for name, error in result.errors.items()}
+        return *result[:3], errors, reader.events
+
+    info = info_of(*reqs)
+    found = req_ids, token_ids, _, errors, events = sampled(info)
+    assert found == sampled(SamplingRows([req.row for req in reqs], VOCAB, CPU))
+    check(info, reqs)
+    sound = [i for i in range(len(reqs)) if i not in broken and i != IMPOSSIBLE]
+    assert req_ids == [names[i] for i in sound] == [event.rid for event in events]
+    assert [event.position for event in events] == [len(reqs[i].output) for i in sound]
+    alone = [Sampler()(logits[i : i + 1], info_of(reqs[i]).metadata()).token_ids[0] for i in sound]
+    assert token_ids == [[token_id] for token_id in alone]
+    failed = {names[i]: "infinite" if i in broken else "every token" for i in [*broken, IMPOSSIBLE]}
+    assert list(errors) == list(failed) and all(word in errors[name] for name, word in failed.items())

@@ -1,0 +1,292 @@
+"""The living batch by itself: what a step needs of it, and that its arrays stay as long as its list of requests."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from m1_single_request import SamplingParams
+from m1_single_request.request import FinishAbort, RequestStatus
+from m3_paged_attention.errors import PartError
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m4_radix_cache.model_worker_batch import ForwardMode
+from m4_radix_cache.request import Req
+from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
+from tests.m4_radix_cache.caches import make_cache, put
+from tests.testbed.fakes import CPU, VOCAB_SIZE, make_request
+
+
+def make_pools(**settings: Any) -> Pools:
+    cache = make_cache(**settings)
+    return Pools(cache.req_to_token_pool, cache.token_to_kv_pool_allocator, cache)
+
+
+def req_of(pools: Pools, rid: str, prompt: Sequence[int], **params: Any) -> Req:
+    """A request that was admitted: it has looked into the cache, and locked what it found."""
+    settings = SamplingParams(**{"max_tokens": 8} | params)
+    req = make_request(rid, prompt, settings, request_class=Req, seed=len(prompt))
+    assert isinstance(req, Req)
+    admit(pools, req)
+    return req
+
+
+def admit(pools: Pools, req: Req) -> None:
+    req.init_next_round_input(pools.tree_cache)
+    pools.tree_cache.inc_lock_ref(req.last_node)
+
+
+def extend(pools: Pools, reqs: Sequence[Req]) -> ScheduleBatch:
+    batch = ScheduleBatch.init_new(reqs, pools)
+    batch.prepare_for_extend(vocab_size=VOCAB_SIZE, stop_ids=lambda sequence: frozenset(), device=CPU)
+    return batch
+
+
+def say(batch: ScheduleBatch, *token_ids: int) -> None:
+    """What the scheduler does when a step's tokens come."""
+    rids = [req.rid for req in batch.reqs]
+    reqs, tokens = batch.take_tokens(ModelRunnerOutput(rids, [[token] for token in token_ids], [None] * len(rids)))
+    for req, token in zip(reqs, tokens, strict=True):
+        req.kv_committed_len = req.kv_allocated_len
+        req.sequence.add_token_id(token)
+        if batch.forward_mode.is_extend():
+            batch.pools.tree_cache.cache_unfinished_req(req)
+
+
+def check_columns(batch: ScheduleBatch, *rids: str) -> None:
+    """Every per-request array has a row for each request, and the rows are theirs."""
+    assert [req.rid for req in batch.reqs] == list(rids)
+    assert batch.req_pool_indices.tolist() == [req.req_pool_idx for req in batch.reqs]
+    assert batch.seq_lens.tolist() == [req.kv_allocated_len for req in batch.reqs]
+    assert batch.output_ids.tolist() == [req.output_ids[-1] for req in batch.reqs]
+    info = batch.sampling_info
+    assert info is not None and len(info) == len(rids)
+    assert info.params == [req.sampling_params for req in batch.reqs]
+    assert info.seeds == [req.seed for req in batch.reqs]
+    for column in (info.positions, info.numbers, info.plain, info.blocked_until):
+        assert len(column) == len(rids)
+    for tensor in (info.bias, info.seen, info.output_counts):
+        assert tensor is None or len(tensor) == len(rids)
+
+
+# --- prefill ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_extend_computes_what_the_cache_lacks() -> None:
+    pools = make_pools(page_size=2)
+    cached = put(pools.tree_cache, [1, 2, 3, 4])
+    reqs = [req_of(pools, "a", [1, 2, 3, 4, 5, 6, 7]), req_of(pools, "b", [8, 9, 10])]
+    batch = extend(pools, reqs)
+    assert batch.forward_mode is ForwardMode.EXTEND
+    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 10]
+    assert (batch.prefix_lens, batch.extend_lens, batch.seq_lens.tolist()) == ([4, 0], [3, 3], [7, 3])
+    row = pools.req_to_token_pool.read(reqs[0].req_pool_idx, 0, 7)  # type: ignore[arg-type]
+    assert row[:4].tolist() == cached.tolist() and row[4:].tolist() == batch.out_cache_loc[:3].tolist()
+    assert [req.kv_committed_len for req in reqs] == [4, 0] and [req.kv_allocated_len for req in reqs] == [7, 3]
+
+
+def test_requests_with_one_new_token_come_last() -> None:
+    pools = make_pools()
+    put(pools.tree_cache, [1, 2, 3])
+    prompts = {"a": [1, 2, 3], "b": [5, 6], "c": [7], "d": [8, 9]}
+    batch = extend(pools, [req_of(pools, rid, prompt) for rid, prompt in prompts.items()])
+    assert [req.rid for req in batch.reqs] == ["b", "d", "a", "c"] and batch.extend_lens == [2, 2, 1, 1]
+    assert batch.input_ids.tolist() == [5, 6, 8, 9, 3, 7]
+
+
+def test_a_retracted_request_computes_its_outputs_again_with_its_history() -> None:
+    pools = make_pools()
+    req = req_of(pools, "a", [1, 2, 3], frequency_penalty=0.5)
+    say(extend(pools, [req]), 7)
+    batch = ScheduleBatch.init_new([req], pools)
+    pools.tree_cache.cache_finished_req(req, is_insert=False)
+    put(pools.tree_cache, [1, 2])
+    admit(pools, req)
+    batch = extend(pools, [req])
+    assert batch.input_ids.tolist() == [7] and batch.prefix_lens == [3], "the prompt is in the cache"
+    info = batch.sampling_info
+    assert info is not None and info.positions.tolist() == [1]
+    assert info.output_counts is not None and info.output_counts[0].nonzero().tolist() == [[7]]
+
+
+@pytest.mark.parametrize(("num_pages", "num_rows"), [(2, 8), (64, 1)], ids=["slots", "rows"])
+def test_a_batch_that_finds_no_room_changes_nothing_and_says_so(num_pages: int, num_rows: int) -> None:
+    pools = make_pools(page_size=2, num_pages=num_pages, num_rows=num_rows)
+    reqs = [req_of(pools, "a", [1, 2, 3]), req_of(pools, "b", [4, 5, 6])]
+    with pytest.raises(PartError, match="2 requests were admitted, and the KV memory has no room for them"):
+        extend(pools, reqs)
+    allocator, rows = pools.token_to_kv_pool_allocator, pools.req_to_token_pool
+    assert allocator.available_size() == allocator.size and rows.available_size() == rows.size
+    assert all(req.req_pool_idx is None for req in reqs)
+
+
+def test_an_extend_evicts_exactly_what_it_lacks() -> None:
+    pools = make_pools(num_pages=8)
+    put(pools.tree_cache, [1, 2, 3]), put(pools.tree_cache, [4, 5, 6])
+    extend(pools, [req_of(pools, "a", [7, 8, 9])])
+    assert pools.tree_cache.num_evicted_tokens == 3, "2 were free, and a leaf goes whole"
+    assert len(pools.tree_cache.match_prefix(req_of(pools, "b", [4, 5, 6, 7]).key).device_indices) == 3
+
+
+def test_what_the_model_is_told_is_plain_data() -> None:
+    pools = make_pools()
+    batch = extend(pools, [req_of(pools, "a", [1, 2, 3], prompt_logprobs=2), req_of(pools, "b", [4, 5])])
+    worker_batch = batch.get_model_worker_batch()
+    assert worker_batch.rids == ["a", "b"] and worker_batch.num_scheduled_tokens == {"a": 3, "b": 2}
+    assert worker_batch.prompts_to_rate == {"a": ([1, 2, 3], 2)}
+    assert not any(isinstance(value, Req | Pools) for value in vars(worker_batch).values())
+    say(batch, 7, 8)
+    batch.prepare_for_decode()
+    worker_batch = batch.get_model_worker_batch()
+    assert worker_batch.num_scheduled_tokens == {"a": 1, "b": 1} and not worker_batch.prompts_to_rate
+    assert worker_batch.prefix_lens is None and worker_batch.extend_lens is None
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_decode_writes_its_token_behind_the_others() -> None:
+    pools = make_pools(page_size=4)
+    reqs = [req_of(pools, rid, range(1, 1 + length)) for rid, length in {"a": 9, "b": 3, "c": 5}.items()]
+    batch = extend(pools, reqs)
+    say(batch, 61, 62, 63)
+    batch.prepare_for_decode()
+    assert batch.forward_mode is ForwardMode.DECODE
+    assert batch.input_ids.tolist() == [61, 62, 63] and batch.seq_lens.tolist() == [10, 4, 6]
+    assert [req.kv_allocated_len for req in reqs] == [10, 4, 6], "each has a slot for the new token"
+    assert [req.kv_committed_len for req in reqs] == [9, 3, 5], "and its KV comes with the step"
+    rows = pools.req_to_token_pool
+    last = [rows.read(req.req_pool_idx, length, length + 1)[0] for req, length in zip(reqs, (9, 3, 5), strict=True)]  # type: ignore[arg-type]
+    assert batch.out_cache_loc.tolist() == last
+
+
+@pytest.mark.parametrize(
+    ("page_size", "lens", "needed"), [(1, [3, 4, 5], 3), (4, [3, 4, 5], 4), (4, [8, 4], 8), (2, [1, 3], 0)]
+)
+def test_the_next_tokens_need_a_page_for_each_who_begins_one(page_size: int, lens: list[int], needed: int) -> None:
+    pools = make_pools(page_size=page_size)
+    reqs = [req_of(pools, f"r{i}", range(10 * i, 10 * i + length)) for i, length in enumerate(lens)]
+    batch = extend(pools, reqs)
+    say(batch, *range(70, 70 + len(lens)))
+    assert batch.new_tokens_next_decode() == needed
+    available = pools.token_to_kv_pool_allocator.available_size()
+    assert batch.check_decode_mem() and batch.room()[0] == needed
+    batch.prepare_for_decode()
+    assert available - pools.token_to_kv_pool_allocator.available_size() == needed
+
+
+def test_room_for_the_next_tokens_is_made_by_eviction() -> None:
+    pools = make_pools(num_pages=6)
+    put(pools.tree_cache, [9, 8, 7])
+    batch = extend(pools, [req_of(pools, "a", [1, 2, 3])])
+    say(batch, 70)
+    assert batch.room() == (1, 3)
+    assert batch.check_decode_mem() and pools.tree_cache.num_evicted_tokens == 3
+    assert batch.room() == (1, 3)
+
+
+def test_whoever_is_taken_out_gives_up_what_is_its_own() -> None:
+    pools = make_pools(page_size=2)
+    a, b = req_of(pools, "a", [1, 2, 3]), req_of(pools, "b", [5, 6, 7, 8])
+    batch = extend(pools, [a, b])
+    say(batch, 70, 71)
+    batch.prepare_for_decode()
+    say(batch, 72, 73)
+    batch.batch_is_full = True
+    free = pools.token_to_kv_pool_allocator.available_size()
+    batch.retract_decode(a)
+    check_columns(batch, "b")
+    assert a.req_pool_idx is None and a.output_ids == [70, 72] and a.kv_committed_len == a.kv_allocated_len == 0
+    assert pools.token_to_kv_pool_allocator.available_size() == free + 2, "its tail; the whole page is the cache's"
+    assert pools.tree_cache.evictable_size() == 2 and not batch.batch_is_full
+
+
+# --- who is in it -----------------------------------------------------------------------------------------------------
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "logit_bias": {5: 1.0}},
+    {"temperature": 0.7, "presence_penalty": 0.2, "min_tokens": 3},
+]
+
+
+def running(pools: Pools, names: str, first: int = 0) -> ScheduleBatch:
+    """A batch of requests that have said one token each."""
+    reqs = [
+        req_of(pools, name, [first + 10 * i, first + 10 * i + 1], **SETTINGS[(first + i) % len(SETTINGS)])
+        for i, name in enumerate(names)
+    ]
+    batch = extend(pools, reqs)
+    say(batch, *range(90, 90 + len(names)))
+    for req in reqs:
+        req.set_status(RequestStatus.RUNNING)
+    return batch
+
+
+@pytest.mark.parametrize("keep", [[0], [2], [0, 2], [1, 2], [], [0, 1, 2]])
+def test_filter_then_merge_keeps_every_array_as_long_as_the_batch(keep: list[int]) -> None:
+    pools = make_pools()
+    batch, other = running(pools, "abc"), running(pools, "de", first=3)
+    batch.filter_batch(keep)
+    check_columns(batch, *("abc"[i] for i in keep))
+    batch.merge_batch(other)
+    check_columns(batch, *("abc"[i] for i in keep), "d", "e")
+    batch.prepare_for_decode()
+    say(batch, *range(50, 50 + len(batch.reqs)))
+    check_columns(batch, *("abc"[i] for i in keep), "d", "e")
+    assert batch.sampling_info is not None
+    assert batch.sampling_info.positions.tolist() == [1] * len(batch.reqs), "one behind, until the next decode"
+    batch.filter_batch([len(batch.reqs) - 1])
+    check_columns(batch, "e")
+
+
+def test_a_batch_that_was_empty_becomes_the_other_one() -> None:
+    pools = make_pools()
+    batch = ScheduleBatch([], pools)
+    assert batch.is_empty()
+    batch.merge_batch(running(pools, "ab"))
+    check_columns(batch, "a", "b")
+    batch.filter_batch([])
+    assert batch.is_empty()
+    batch.merge_batch(running(pools, "c", first=50))
+    check_columns(batch, "c")
+
+
+def test_merging_nobody_changes_nobody() -> None:
+    pools = make_pools()
+    batch, other = running(pools, "ab"), running(pools, "c", first=50)
+    other.filter_batch([])
+    batch.merge_batch(other)
+    check_columns(batch, "a", "b")
+
+
+def test_a_filter_without_indices_keeps_whoever_goes_on() -> None:
+    pools = make_pools()
+    batch = running(pools, "abc")
+    batch.batch_is_full = True
+    batch.filter_batch()
+    check_columns(batch, "a", "b", "c")
+    assert batch.batch_is_full and not batch.is_empty(), "nobody has left"
+    batch.reqs[0].to_finish = FinishAbort()
+    batch.reqs[1].set_status(RequestStatus.FINISHED)
+    batch.filter_batch()
+    check_columns(batch, "c")
+    assert not batch.batch_is_full
+
+
+def test_tokens_may_come_in_any_order_and_not_for_everybody() -> None:
+    pools = make_pools()
+    batch = running(pools, "abc")
+    reqs, tokens = batch.take_tokens(ModelRunnerOutput(["c", "a"], [[5], [6]], [None, None]))
+    assert [req.rid for req in reqs] == ["c", "a"] and tokens == [5, 6]
+    assert batch.output_ids.tolist() == [6, 0, 5]
+
+
+def test_an_eviction_is_asked_for_only_where_room_is_missing() -> None:
+    pools = make_pools(num_pages=8)
+    put(pools.tree_cache, [1, 2, 3])
+    assert pools.make_room(5) and pools.tree_cache.num_evicted_tokens == 0
+    assert not pools.make_room(9) and pools.tree_cache.num_evicted_tokens == 3
+    assert np.array_equal(pools.token_to_kv_pool_allocator.owned_pages(), [])
