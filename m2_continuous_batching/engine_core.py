@@ -86,6 +86,13 @@ class EngineCore(EngineCoreBase):
         )
         return outputs
 
+    def close(self) -> None:
+        """Release the KV of all requests, and the slots it lay in."""
+        super().close()
+        kv_manager = self.scheduler.kv_manager
+        for request_id in list(kv_manager.owned()):
+            kv_manager.release(request_id)
+
     def stats(self) -> EngineStats:
         """Totals so far, what is held now, and the waste of both."""
         return EngineStats(

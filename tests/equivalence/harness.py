@@ -16,6 +16,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tests.support.engines import bounded
+
+ENOUGH_TOKENS = 4096  # for all prompts and answers at once
+LEAST_TOKENS = 440  # for the longest of them alone
 NEAR_TIE = 1e-4
 MAX_CUT_SHARE = 0.02
 MANY_STEPS = 10_000
@@ -41,6 +45,12 @@ class Variant:
     """Which kernels, where a milestone has several: named, because `auto` chooses by what a machine has."""
     preempts: bool = False
     """Whether it throws running requests out, so that a test can see that it did."""
+    evicts: bool = False
+    """Whether its memory is so small that what was cached has to go, likewise."""
+    shares: bool = False
+    """Whether what is asked again starts from what was computed then, so that a test can see that it does."""
+    models: Sequence[str] | None = None
+    """The models that it is asked with. None: all; one is enough where only decisions differ."""
     ways: Mapping[str, int] = field(
         default_factory=lambda: {"generate": 4, "generate_batch": 1, "stream": 2, "step": 2}
     )
@@ -57,14 +67,19 @@ class Variant:
         """Why it cannot run here, or None. C++ kernels need a compiler."""
         if self.backend != "native":
             return None
-        return importlib.import_module(f"{self.milestone}.attention.native_library").obstacle()
+        return importlib.import_module("m3_paged_attention.attention.native_library").obstacle()
+
+    def num_preemptions(self, engine: Any) -> int:
+        """How often its engine threw a request out, which each milestone calls by its own name."""
+        stats = engine.stats()
+        return int(stats.num_preemptions if self.milestone < "m4" else stats.num_retractions)
 
     def make_engine(self, directory: Path) -> Any:
         """Its engine as the rule wants it: float32 on the CPU."""
         configs = {keyword: self._config_class(keyword)(**values) for keyword, values in self.configs.items()}
         kernels = {"attention_backend": self.backend} if self.backend else {}
         model_config = self.package.ModelConfig(model=directory, device="cpu", dtype="float32", **kernels)
-        return self.package.LLMEngine(model_config=model_config, parts=self.parts(), **configs)
+        return bounded(self.package.LLMEngine(model_config=model_config, parts=self.parts(), **configs))
 
     def _config_class(self, keyword: str) -> Any:
         """The class behind an engine's keyword: `scheduler_config` is a `SchedulerConfig`."""
@@ -93,10 +108,37 @@ def _m3(
     return Variant("m3_paged_attention", name, configs, backend=backend, **settings)
 
 
+def _m4(
+    name: str,
+    *,
+    backend: str = "torch",
+    policy: str = "lpm",
+    cache: Mapping[str, Any] | None = None,
+    retracted: bool = False,
+    **settings: Any,
+) -> Variant:
+    """A tree of pages of 16 tokens, unless `cache` says otherwise; `retracted`: somebody is, every three steps."""
+    cache = {"max_total_tokens": ENOUGH_TOKENS} | dict(cache or {})
+    scheduler = {"max_num_seqs": 16, "schedule_policy": policy}
+    if retracted:
+        settings |= {"parts": forced_retraction, "preempts": True}
+    evicts = cache["max_total_tokens"] < ENOUGH_TOKENS
+    shares = cache.get("prefix_cache") != "chunk" and not evicts
+    configs = {"cache_config": cache, "scheduler_config": scheduler}
+    return Variant("m4_radix_cache", name, configs, backend=backend, evicts=evicts, shares=shares, **settings)
+
+
 def forced_preemption() -> Mapping[str, Any]:
     """A scheduler for m3 that preempts in every third step, need it or not."""
     return {"scheduler": importlib.import_module("tests.equivalence.forced_preemption").ForcedPreemption}
 
+
+def forced_retraction() -> Mapping[str, Any]:
+    """The same for m4."""
+    return {"scheduler": importlib.import_module("tests.equivalence.forced_retraction").ForcedRetraction}
+
+
+ON_ONE_MODEL: dict[str, Any] = {"models": ("qwen3",), "ways": {"generate_batch": 1, "step": 2}}
 
 VARIANTS = [
     Variant("m1_single_request", ways={"generate": 1, "generate_batch": 2, "stream": 2, "step": 2}),
@@ -118,6 +160,19 @@ VARIANTS = [
         ways={"generate_batch": 2, "step": 2},
     ),
     _m3("native-swap", backend="native", preempted="swap", ways={"generate_batch": 2}),
+    # m4's model and kernels are m3's: what is new are decisions, which look the same on every model.
+    _m4("radix-16", ways={"generate": 4, "generate_batch": 1, "stream": 4, "step": 2}),
+    _m4("radix-1-fcfs", policy="fcfs", cache={"page_size": 1}, **ON_ONE_MODEL),
+    _m4("radix-4-dfs-weight", policy="dfs-weight", cache={"page_size": 4}, **ON_ONE_MODEL),
+    _m4("radix-4-lof", policy="lof", cache={"page_size": 4, "eviction_policy": "slru"}, **ON_ONE_MODEL),
+    _m4("radix-1-random", policy="random", cache={"page_size": 1, "eviction_policy": "fifo"}, **ON_ONE_MODEL),
+    _m4("radix-4-priority", policy="priority", cache={"page_size": 4, "eviction_policy": "lfu"}, **ON_ONE_MODEL),
+    _m4("hash-4", cache={"page_size": 4, "prefix_cache": "hash"}, **ON_ONE_MODEL),
+    _m4("chunk", cache={"page_size": 4, "prefix_cache": "chunk"}, **ON_ONE_MODEL),
+    _m4("retracted", cache={"page_size": 4}, retracted=True, **ON_ONE_MODEL),
+    _m4("evicting", cache={"page_size": 4, "max_total_tokens": LEAST_TOKENS}, **ON_ONE_MODEL),
+    _m4("native", backend="native", ways={"generate_batch": 2, "step": 4}),
+    _m4("native-1", backend="native", cache={"page_size": 1}, retracted=True, **ON_ONE_MODEL),
 ]
 
 
@@ -273,6 +328,7 @@ def by_steps(engine: Any, prompts: Sequence[Prompt], params: Any) -> list[Any]:
             ids[engine.add_request(prompt, params)] = number
         for _ in range(3 if coming else 1):
             done |= {ids[rid]: output for rid, output in engine.step().items() if output.finished}
+    assert len(done) == len(prompts), f"{len(done)} of {len(prompts)} prompts are answered after {MANY_STEPS} steps"
     return [done[number] for number in range(len(prompts))]
 
 

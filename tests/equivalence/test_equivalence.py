@@ -23,7 +23,7 @@ class Case(NamedTuple):
     model: str
 
 
-CASES = [(variant, name) for variant in VARIANTS for name in MODELS]
+CASES = [(variant, name) for variant in VARIANTS for name in variant.models or MODELS]
 ASKED = [(case, way) for case in CASES for way in case[0].ways]
 
 
@@ -62,7 +62,23 @@ def test_greedy_answers_are_those_of_transformers(
         assert output.text == model.decode(output.token_ids[:-1] if ended else output.token_ids)
     assert not engine.has_unfinished_requests()
     assert engine.stats().kv_tokens == 0
-    assert not variant.preempts or engine.stats().num_preemptions > 0
+    assert not variant.preempts or variant.num_preemptions(engine) > 0
+    assert not variant.evicts or engine.stats().num_evicted_tokens > 0
+
+
+SHARING = [case for case in CASES if case[0].shares]
+
+
+@pytest.mark.parametrize("case", SHARING, indirect=True, ids=map(id_of, SHARING))
+def test_what_is_asked_again_is_found_and_answered_alike(case: Case, references: References) -> None:
+    """Whatever the cache has of it: the whole prompt, or of a longer one its beginning."""
+    variant, engine, name = case
+    prompts, expected = references(name)
+    params = variant.package.SamplingParams(max_tokens=MAX_TOKENS)
+    for _ in range(2):
+        outputs = list(engine.generate_batch(prompts[3::4], params).values())
+        compare(expected[3::4], [output.token_ids for output in outputs])
+    assert all(output.metrics.cached_tokens > 0 for output in outputs)
 
 
 @pytest.mark.parametrize("case", CASES, indirect=True, ids=id_of)

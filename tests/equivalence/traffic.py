@@ -4,7 +4,7 @@ A milestone brings what is its own: which lengths, settings and numbers of outpu
 and what must hold of it after every step. The comparison is the one of `harness.py`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -20,6 +20,7 @@ EOS = range(0, 4096, 40)  # so many that answers of a random model end anywhere
 MOST_TOKENS = 12
 MOST_STEPS = 800
 SEED = 70
+BRANCH_TOKENS = 7
 
 CLEAR_SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -84,10 +85,18 @@ class Ask:
         return prompt_of(self.prompt_len, self.which)
 
     @property
+    def options(self) -> Mapping[str, Any]:
+        """What else its request is told, for engines that have such options."""
+        return {}
+
+    @property
     def params(self) -> SamplingParams:
         values = SETTINGS[self.setting]
         least = {"min_tokens": min(values.get("min_tokens", 0), self.max_tokens)}
         return SamplingParams(max_tokens=self.max_tokens, n=self.n, **values | least)
+
+
+WHICH = st.integers(0, 1)
 
 
 def asks_of(
@@ -97,18 +106,49 @@ def asks_of(
     n: SearchStrategy[int],
     arrival: SearchStrategy[int],
     patience: SearchStrategy[int | None],
-) -> SearchStrategy[Ask]:
-    """Requests of these lengths and settings."""
+    kind: type[Ask] = Ask,
+    which: SearchStrategy[int] = WHICH,
+    **options: SearchStrategy[Any],
+) -> SearchStrategy[Any]:
+    """Requests of these lengths and settings; `options`: the fields that only this kind has."""
     return st.builds(
-        Ask,
+        kind,
         prompt_len=st.sampled_from(prompt_lens),
-        which=st.integers(0, 1),
+        which=which,
         setting=st.sampled_from(sorted(settings)),
         n=n,
         max_tokens=st.integers(1, MOST_TOKENS),
         arrival=arrival,
         patience=patience,
+        **options,
     )
+
+
+@dataclass(frozen=True)
+class SharingAsk(Ask):
+    """A request whose prompt begins as others do: with a path in a small tree of texts, which may end anywhere."""
+
+    priority: int
+    cache_salt: str | None
+    before: tuple[int, ...] = ()
+    """What was said earlier in its conversation; the path comes behind it."""
+
+    @property
+    def prompt(self) -> list[int]:
+        return [*self.before, *tree_prompt(self.prompt_len, self.which)]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return {"priority": self.priority, "cache_salt": self.cache_salt}
+
+
+def tree_prompt(length: int, path: int) -> list[int]:
+    """The first `length` tokens on one of the paths of a tree: it forks at every seventh token, as the bits of `path`
+    say, lowest first.
+    """
+    runs = -(-length // BRANCH_TOKENS)
+    tokens = [token for n in range(runs) for token in prompt_of(BRANCH_TOKENS, n * 1000 + path % 2 ** (n + 1))]
+    return tokens[:length]
 
 
 # --- m1, alone --------------------------------------------------------------------------------------------------------
@@ -124,7 +164,7 @@ class Alone:
 
     def __call__(self, ask: Ask, child: int) -> tuple[Reference, str]:
         child = child if "seed" in SETTINGS[ask.setting] else 0
-        key = ask.prompt_len, ask.which, ask.setting, child
+        key = tuple(ask.prompt), ask.setting, child
         if key not in self.answers:
             self.answers[key] = self._answer(ask, child)
         whole, reason = self.answers[key]
@@ -159,7 +199,7 @@ def serve(engine: Any, asks: Sequence[Ask], check_step: Callable[[Any], None]) -
         assert number < MOST_STEPS, "the engine does not come to an end"
         for index, ask in enumerate(asks):
             if ask.arrival == number:
-                engine.add_request(ask.prompt, ask.params, request_id=f"r{index}")
+                engine.add_request(ask.prompt, ask.params, request_id=f"r{index}", **ask.options)
             if ask.patience is not None and ask.arrival + ask.patience == number:
                 engine.abort_request(f"r{index}")
         outputs = engine.step()

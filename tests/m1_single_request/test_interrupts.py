@@ -6,18 +6,59 @@ step runs through.
 
 import threading
 import warnings
+from itertools import count
 from typing import Any
 
 import pytest
+from transformers import cache_utils
 
 from m1_single_request import ConfigError, DuplicateRequestError, LLMEngine, RequestOutput, TraceConfig, TraceRecord
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.events import Finish
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.request import Request
-from tests.m1_single_request.engines import MakeEngine, drain, greedy, held
+from tests.m1_single_request.engines import MANY_STEPS, MakeEngine, drain, greedy, held
+from tests.testbed.interrupts import interrupted
 
 PROMPT = [5, 6, 7]
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_interrupt_between_two_layers_changes_no_token(make_engine: MakeEngine, step: int, layer: int) -> None:
+    """The layers before it have the step's KV already, the others do not."""
+    expected = make_engine().generate(PROMPT, greedy(6)).token_ids
+    engine = make_engine()
+    engine.add_request(PROMPT, greedy(6), request_id="x")
+    for _ in range(step - 1):
+        engine.step()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = engine.engine_core.model_runner.model.model.layers[layer].register_forward_pre_hook(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    finally:
+        hook.remove()
+    assert drain(engine)["x"].token_ids == expected
+
+
+def test_an_interrupt_anywhere_in_the_kv_cache_changes_no_token(make_engine: MakeEngine) -> None:
+    """Between the keys and the values of a layer, too."""
+    expected = make_engine().generate(PROMPT, greedy(5)).token_ids
+    for line in count(1):
+        engine = make_engine()
+        engine.add_request(PROMPT, greedy(5), request_id="x")
+        engine.step(), engine.step()
+        with interrupted(line, [cache_utils]) as interrupt:
+            engine.step()
+        if interrupt.where is None:
+            break
+        output = drain(engine)["x"]
+        assert (output.error, output.token_ids) == (None, expected), f"after an interrupt before {interrupt.where}"
+    assert 10 < line < MANY_STEPS
 
 
 class InterruptedDetokenizer(IncrementalDetokenizer):

@@ -28,7 +28,7 @@ from m1_single_request import (
 )
 from m1_single_request.demo_tour import TourReader
 from m1_single_request.events import Event, Finish, Free, RequestAdded, Result, size, some
-from tests.m1_single_request.engines import MakeEngine, drain, greedy, scripted
+from tests.m1_single_request.engines import MakeEngine, drain, greedy, scripted, unfinished
 from tests.m1_single_request.event_examples import DECODE, EXAMPLES, GREEDY, PREFILL, STARTED, STEP, finish, result
 
 
@@ -604,7 +604,7 @@ def test_an_unread_trace_costs_less_than_a_thousandth_of_a_step(
         loaded_engine.add_request([1, 2, 3], params)
         loaded_engine.step()  # the prefill
         seconds = []
-        while loaded_engine.has_unfinished_requests():
+        for _ in unfinished(loaded_engine):
             begin = time.perf_counter()
             loaded_engine.step()
             seconds.append(time.perf_counter() - begin)

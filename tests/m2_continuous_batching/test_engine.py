@@ -1,27 +1,22 @@
 """m2 behind the face of m1: requests share steps, join and leave between any two of them, and nobody notices.
 
-What the face promises whatever runs behind it is tested with m1; here is what a batch changes.
+What the face promises whatever runs behind it is tested with m1, and what all batches have in common in
+`tests/engine_contract`; here is what slots and padding change.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from m2_continuous_batching import (
-    DuplicateRequestError,
-    EngineClosedError,
-    EngineUsageError,
     InvalidParamsError,
     LLMEngine,
-    PromptTooLongError,
     SamplingParams,
     SchedulerConfig,
 )
 from tests.m2_continuous_batching.engines import (
     MAX_MODEL_LEN,
     MakeEngine,
-    OnEvent,
     Recorder,
     check_drained,
     check_step,
@@ -29,7 +24,6 @@ from tests.m2_continuous_batching.engines import (
     held,
     limits,
     run,
-    unfinished,
 )
 
 
@@ -68,30 +62,6 @@ def test_a_batch_takes_as_many_steps_as_its_longest_answer(make_engine: MakeEngi
     assert engine.stats().num_steps == 8
 
 
-def test_with_room_for_one_it_is_m1(make_engine: MakeEngine, execution: str) -> None:
-    engine = make_engine(**limits(1, execution=execution))
-    for rid in ("a", "b", "c"):
-        engine.add_request(ids(3), greedy(2), request_id=rid)
-    order = [list(engine.step()) for _ in unfinished(engine)]
-    assert order == [["a"], ["a"], ["b"], ["b"], ["c"], ["c"]]
-
-
-def test_a_late_prompt_may_delay_a_running_request_by_one_step_only(make_engine: MakeEngine) -> None:
-    engine = make_engine(**limits(4, 8))
-    engine.add_request(ids(2), greedy(20), request_id="a")
-    engine.step()
-    recorder = Recorder(engine.tracer)
-    for number in range(6):
-        engine.add_request(ids(8, number), greedy(1), request_id=f"long-{number}")
-    for _ in range(12):
-        engine.step()
-        check_step(engine)
-    steps = [batch.rids for batch in recorder.events("batch")]
-    assert steps[:4] == [("long-0",), ("a",), ("long-1",), ("a",)]
-    assert all("a" in first + second for first, second in pairwise(steps))
-    assert [event.rids for event in recorder.events("left_out")] == [("a",)] * 6
-
-
 # --- many requests ----------------------------------------------------------------------------------------------------
 
 
@@ -118,23 +88,6 @@ def test_five_hundred_requests_pass_through_four_slots(make_engine: MakeEngine, 
 # --- what can never run -----------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_over_the_token_budget_is_refused_with_both_numbers(make_engine: MakeEngine, execution: str) -> None:
-    engine = make_engine(**limits(2, 20, execution))
-    for call in (engine.add_request, engine.generate, engine.stream):
-        with pytest.raises(PromptTooLongError, match=r"21 prompt tokens.*max_num_batched_tokens is 20"):
-            call(ids(21), greedy(2), request_id="long")
-    assert not engine.has_unfinished_requests()
-    assert len(engine.generate(ids(20), greedy(2), request_id="long").token_ids) == 2
-
-
-def test_a_prompt_over_the_model_s_length_is_refused_with_both_numbers(make_engine: MakeEngine, execution: str) -> None:
-    engine = make_engine(**limits(2, execution=execution))
-    with pytest.raises(PromptTooLongError, match=f"{MAX_MODEL_LEN} prompt tokens; max_model_len is {MAX_MODEL_LEN}"):
-        engine.add_request(ids(MAX_MODEL_LEN), greedy(2))
-    output = engine.generate(ids(MAX_MODEL_LEN - 1), greedy(9))
-    assert (output.finish_reason, len(output.token_ids)) == ("length", 1)
-
-
 def test_without_a_budget_of_its_own_no_prompt_is_refused_for_it(make_engine: MakeEngine) -> None:
     engine = make_engine(max_model_len=200)
     assert engine.engine_core.scheduler.max_num_batched_tokens == 2048
@@ -146,47 +99,7 @@ def test_several_outputs_are_refused_with_the_milestone_that_brings_them(engine:
         engine.add_request(ids(3), greedy(2, n=2))
 
 
-def test_the_limit_of_the_model_ends_each_request_for_itself(make_engine: MakeEngine, execution: str) -> None:
-    engine = make_engine(max_model_len=16, **limits(4, execution=execution))
-    outputs = engine.generate_batch([ids(n) for n in (3, 15, 8, 12, 15)], greedy(99))
-    assert [len(output.token_ids) for output in outputs.values()] == [13, 1, 8, 4, 1]
-
-
 # --- the face ---------------------------------------------------------------------------------------------------------
-
-
-def test_generate_streams_and_steps_share_the_batch(make_engine: MakeEngine, make_m1: Any, execution: str) -> None:
-    alone = make_m1()
-    engine = make_engine(**limits(3, execution=execution))
-    recorder = Recorder(engine.tracer)
-    mine = engine.add_request(ids(4), greedy(12))
-    stream, other = engine.stream(ids(6), greedy(5)), engine.stream(ids(2), greedy(9))
-    assert len(next(stream).token_ids) == 1
-    assert engine.generate(ids(7), greedy(3)).token_ids == alone.generate(ids(7), greedy(3)).token_ids
-    assert [len(output.token_ids) for output in stream] == [2, 3, 4, 5]
-    *_, last = other
-    assert last.token_ids == alone.generate(ids(2), greedy(9)).token_ids
-    assert run(engine)[mine].token_ids == alone.generate(ids(4), greedy(12)).token_ids
-    assert max(len(batch.rids) for batch in recorder.events("batch")) == 3
-
-
-def test_every_step_reports_every_request_that_got_a_token(engine: LLMEngine) -> None:
-    for rid, max_tokens in (("a", 3), ("b", 1), ("c", 2)):
-        engine.add_request(ids(3), greedy(max_tokens), request_id=rid)
-    seen = [{rid: len(o.token_ids) for rid, o in engine.step().items()} for _ in unfinished(engine)]
-    assert seen == [{"a": 1, "b": 1, "c": 1}, {"a": 2, "c": 2}, {"a": 3}]
-    assert engine.step() == {}
-
-
-def test_a_request_id_in_use_is_refused_and_free_after_its_end(engine: LLMEngine) -> None:
-    engine.add_request(ids(3), greedy(2), request_id="mine")
-    engine.add_request(ids(4), greedy(5), request_id="other")
-    with pytest.raises(DuplicateRequestError, match="'mine'"):
-        engine.add_request(ids(3), greedy(2), request_id="mine")
-    engine.step()
-    assert engine.step()["mine"].finished
-    engine.add_request(ids(5), greedy(1), request_id="mine")
-    assert run(engine)["mine"].prompt_token_ids == tuple(ids(5))
 
 
 def test_stats_count_work_and_waste(make_engine: MakeEngine) -> None:
@@ -228,32 +141,6 @@ def test_per_request_execution_wastes_nothing(make_engine: MakeEngine) -> None:
         assert (stats.useful_tokens, stats.padded_tokens, stats.kv_bytes_reserved) == (useful, 0, stats.kv_bytes)
     run(engine)
     assert engine.stats().kv_bytes_reserved == 0
-
-
-def test_closing_releases_all_of_the_batch(make_engine: MakeEngine, execution: str) -> None:
-    engine = make_engine(**limits(4, execution=execution))
-    for length in (3, 5, 2):
-        engine.add_request(ids(length), greedy(9))
-    engine.step()
-    assert held(engine) == 10
-    engine.close()
-    assert held(engine) == 0
-    with pytest.raises(EngineClosedError):
-        engine.step()
-
-
-def test_a_trace_reader_cannot_call_the_engine_but_may_abort(engine: LLMEngine) -> None:
-    calls = [
-        OnEvent(engine.tracer, "batch", engine.step),
-        OnEvent(engine.tracer, "batch", lambda: engine.add_request(ids(3))),
-        OnEvent(engine.tracer, "batch", lambda: engine.generate_batch([ids(3)])),
-    ]
-    aborts = OnEvent(engine.tracer, "batch", lambda: engine.abort_request("b"))
-    for rid in ("a", "b"):
-        engine.add_request(ids(3), greedy(2), request_id=rid)
-    assert {rid: output.finish_reason for rid, output in run(engine).items()} == {"a": "length", "b": "abort"}
-    assert all(isinstance(call.error, EngineUsageError) for call in calls)
-    assert aborts.result is True
 
 
 def test_the_engine_runs_the_checkpoint_that_ships() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 from m3_paged_attention import CacheConfig, LLMEngine, SchedulerConfig
+from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.model_input import ModelInput
 from m3_paged_attention.model_runner import ModelRunner
 from m3_paged_attention.outputs import ModelRunnerOutput
@@ -144,6 +145,24 @@ def failing_runner(error: BaseException, *, rid: str, position: int, at: Moment 
             return super().forward(model_input)
 
     return FailingRunner
+
+
+class CheckingExecutor(GPUExecutor):
+    """Looks at every result: each scheduled request has a token or an error, and none has both."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        output = super().execute_model(scheduler_output)
+        assert len(output.req_ids) == len(output.sampled_token_ids) == len(output.logprobs)
+        got, failed = set(output.req_ids), output.errors.keys()
+        assert got.isdisjoint(failed - of_the_prompt(output)) and got | failed == set(
+            scheduler_output.num_scheduled_tokens
+        )
+        return output
+
+
+def of_the_prompt(output: ModelRunnerOutput) -> set[str]:
+    """Those whose token is sound, but not what was asked of their prompt."""
+    return {rid for rid, error in output.errors.items() if "for the prompt" in str(error)}
 
 
 class InTurn:

@@ -1,7 +1,6 @@
-"""Giving up in a batch: while waiting, in the prefill, in a decode, preempted, on the host, at every moment of a step.
+"""Giving up what is preempted, on the host or one of several continuations; and what becomes of the blocks.
 
-An abort only marks; the step's update ends the request, and its blocks are free for the next step. It is reported
-exactly once, and nobody else notices.
+All that every milestone with batches promises about aborts is tested in `tests/engine_contract`.
 """
 
 from typing import Any
@@ -40,71 +39,19 @@ def ends(last: dict[str, Any]) -> dict[str, tuple[str, int]]:
     return {rid: (output.finish_reason, len(output.token_ids)) for rid, output in sorted(last.items())}
 
 
-def test_a_waiting_request_ends_with_the_next_step_and_the_others_run(make_engine: MakeEngine) -> None:
-    engine = make_engine(**setting(2))
-    submit(engine)
-    engine.step()
-    assert engine.abort_request("c")
-    outputs = engine.step()
-    assert outputs.keys() == {"a", "b", "c"}
-    assert outputs["c"].finish_reason == "abort" and outputs["c"].token_ids == ()
-    assert outputs["c"].metrics.first_token_time is None
-    assert len(outputs["a"].token_ids) == len(outputs["b"].token_ids) == 2, "nobody lost a step"
-    assert ends(outputs | run(engine)) == {
-        "a": ("length", 9),
-        "b": ("length", 9),
-        "c": ("abort", 0),
-        "d": ("length", 9),
-    }
-
-
-def test_the_last_waiting_request_ends_in_a_step_that_runs_nothing(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.add_request(PROMPTS["a"], greedy(9), request_id="a")
-    engine.abort_request("a")
-    recorder = Recorder(engine.tracer)
-    assert ends(engine.step()) == {"a": ("abort", 0)}
-    assert [kind for kind in recorder.kinds() if kind != "kv_usage"] == ["finish", "step_done"]
-    check_drained(engine)
-
-
-@pytest.mark.parametrize(
-    ("kind", "nth", "kept", "steps"),
-    [
-        ("admit", 1, 0, 1),  # running, but before its prefill
-        ("batch", 1, 0, 1),  # between schedule and update: the first token is dropped
-        ("sampled", 1, 0, 1),
-        ("batch", 4, 3, 4),  # in a decode
-        ("sampled", 4, 3, 4),
-        ("result", 4, 4, 4),  # the token was committed before
-        ("kv_usage", 4, 4, 5),
-        ("step_done", 4, 4, 5),
-    ],
-)
-def test_an_abort_within_a_step_takes_effect_at_its_update(
-    make_engine: MakeEngine,
-    expected: dict[str, tuple[int, ...]],
-    kind: str,
-    nth: int,
-    kept: int,
-    steps: int,
+def test_an_abort_when_a_step_counts_its_blocks_takes_effect_in_the_next(
+    make_engine: MakeEngine, expected: dict[str, tuple[int, ...]]
 ) -> None:
+    """The update has ended whom it had to."""
     engine = make_engine(**setting(3))
     submit(engine)
-    rid = "b" if kind in ("admit", "sampled", "result") else None
-    reader = OnEvent(engine.tracer, kind, lambda: engine.abort_request("b"), nth=nth, rid=rid)
-    last: dict[str, Any] = {}
-    while "b" not in last or not last["b"].finished:
-        assert engine.stats().num_steps < 9, "the abort took no effect"
-        last |= engine.step()
-    check_step(engine)
+    reader = OnEvent(engine.tracer, "kv_usage", lambda: engine.abort_request("b"), nth=4)
+    for _ in range(4):
+        assert not engine.step()["b"].finished
     assert (reader.result, reader.error) == (True, None)
-    assert (last["b"].finish_reason, last["b"].token_ids) == ("abort", expected["b"][:kept])
-    assert engine.stats().num_steps == steps
-    assert "b" not in engine.engine_core.executor.held_request_ids()
-    last |= run(engine)
-    assert {rid: output.token_ids for rid, output in last.items()} == expected | {"b": expected["b"][:kept]}
-    assert engine.stats().num_finished == {"length": 3, "abort": 1}
+    output = engine.step()["b"]
+    assert (output.finish_reason, output.token_ids) == ("abort", expected["b"][:4])
+    run(engine)
 
 
 def test_the_blocks_of_an_aborted_request_are_free_after_the_update_and_not_before(make_engine: MakeEngine) -> None:
@@ -214,7 +161,7 @@ def test_an_abort_while_it_is_swapped_in(
     assert all(last[rid].token_ids == expected[rid] for rid in PROMPTS if rid not in victim)
 
 
-def test_all_of_a_batch_can_be_aborted_at_once(make_engine: MakeEngine, mode: str) -> None:
+def test_all_can_be_aborted_at_once_wherever_they_are(make_engine: MakeEngine, mode: str) -> None:
     engine = make_engine(**setting(4, blocks=9, block_size=2, mode=mode))
     submit(engine)
     until_preempted(engine)
@@ -226,22 +173,7 @@ def test_all_of_a_batch_can_be_aborted_at_once(make_engine: MakeEngine, mode: st
     assert engine.stats().num_finished == {"abort": 4}
 
 
-def test_an_aborted_decode_that_the_budget_left_out_ends_all_the_same(make_engine: MakeEngine) -> None:
-    engine = make_engine(**setting(3, 4))
-    engine.add_request([5, 6], greedy(9), request_id="a")
-    engine.step()
-    for rid in ("long", "longer"):
-        engine.add_request([7, 8, 9, 10], greedy(3), request_id=rid)
-    recorder = Recorder(engine.tracer)
-    engine.step()
-    assert recorder.events("left_out")[0].rids == ("a",)
-    engine.abort_request("a")
-    assert ends(engine.step())["a"] == ("abort", 1)
-    check_step(engine)
-    assert ends(run(engine)) == {"long": ("length", 3), "longer": ("length", 3)}
-
-
-def test_a_closed_stream_leaves_the_batch_and_no_other_stream_notices(
+def test_a_closed_stream_leaves_a_crowded_memory_and_no_other_stream_notices(
     make_engine: MakeEngine, expected: dict[str, tuple[int, ...]], mode: str
 ) -> None:
     engine = make_engine(**setting(2, blocks=9, block_size=2, mode=mode))
@@ -256,7 +188,7 @@ def test_a_closed_stream_leaves_the_batch_and_no_other_stream_notices(
     assert engine.stats().num_finished == {"abort": 2, "length": 2}
 
 
-def test_everything_about_an_abort_is_in_the_trace(make_engine: MakeEngine) -> None:
+def test_the_trace_says_what_an_aborted_request_held(make_engine: MakeEngine) -> None:
     engine = make_engine()
     for rid in ("a", "b"):
         engine.add_request(PROMPTS[rid], greedy(9), request_id=rid)
@@ -264,13 +196,9 @@ def test_everything_about_an_abort_is_in_the_trace(make_engine: MakeEngine) -> N
     recorder = Recorder(engine.tracer)
     engine.abort_request("a")
     engine.step()
-    engine.step()
-    (abort,), (finish,), (freed,) = (recorder.events(kind) for kind in ("abort", "finish", "blocks_freed"))
-    assert (abort.rid, abort.state) == ("a", "running")
-    assert (finish.rid, finish.reason, finish.out_len) == ("a", "abort", 1)
+    (freed,) = recorder.events("blocks_freed")
     assert (freed.owner, freed.block_ids, freed.num_kept, freed.on_host) == ("a", (1,), 0, False)
-    assert [(batch.rids, batch.left) for batch in recorder.events("batch")] == [(("b",), ()), (("b",), ("a",))]
-    assert held(engine) == len(PROMPTS["b"]) + 2
+    assert held(engine) == len(PROMPTS["b"]) + 1
     run(engine)
 
 

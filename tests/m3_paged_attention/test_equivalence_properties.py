@@ -1,9 +1,11 @@
 """Whoever shares the steps and the memory, whenever requests come and go: everybody gets m1's tokens.
 
 Hypothesis makes the traffic, with the strategies and the comparison of `tests/equivalence/traffic.py`: several outputs
-per prompt, in pools so small that requests are thrown out by recompute and by swap.
+per prompt, in pools so small that requests are thrown out by recompute and by swap. All of it runs on the native
+kernels and on torch's.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,10 @@ from torch import Tensor
 import m1_single_request
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
-from m3_paged_attention import KVCapacityError, SamplingParams, row_sampler
+from m3_paged_attention import KVCapacityError, ModelConfig, SamplingParams, row_sampler
+from m3_paged_attention.attention import native_library
+from m3_paged_attention.attention.torch_backend import TorchBackend
+from m3_paged_attention.model_loader import LoadedModel, load_model
 from tests.equivalence import answers
 from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.forced_preemption import ForcedPreemption
@@ -32,6 +37,15 @@ ASKS = asks_of(
 )
 
 
+@pytest.fixture(scope="module", params=["native", "torch"])
+def loaded(request: pytest.FixtureRequest, tiny_directory: Path) -> LoadedModel:
+    """The tiny model on each backend of a CPU."""
+    if request.param == "native" and (obstacle := native_library.obstacle()):
+        pytest.skip(obstacle)
+    config = ModelConfig(model=tiny_directory, device="cpu", dtype="float32", attention_backend=request.param)
+    return load_model(config)
+
+
 @pytest.fixture(scope="module")
 def alone(loaded_m1: Any) -> Alone:
     """`alone(ask, child)`: m1's answer to one child, as a reference, and how it ended."""
@@ -43,7 +57,7 @@ def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone
     references: list[Reference] = []
     num_preemptions = [0]
 
-    @settings(max_examples=20)
+    @settings(max_examples=10)
     @given(
         asks=st.lists(ASKS, min_size=3, max_size=8),
         max_num_seqs=st.sampled_from([1, 2, 4, 8]),
@@ -72,6 +86,19 @@ def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone
     holds()
     check_cuts(references)
     assert num_preemptions[0] > 10
+
+
+def test_native_kernels_do_the_work_of_the_native_backend(
+    make_engine: MakeEngine, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves widths that fill no vector to torch: a model of such heads would not test it."""
+
+    def refuse(self: TorchBackend, *_: Any) -> Any:
+        raise AssertionError("torch attends")
+
+    monkeypatch.setattr(TorchBackend, "attention", refuse)
+    output = make_engine().generate(prompt_of(8), SamplingParams(max_tokens=3))
+    assert (output.error is None) == (loaded.model.backend.name == "native")
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -108,9 +135,9 @@ def test_logits_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, mode: str
     runner = engine.engine_core.executor.worker.model_runner
     sampler = runner.sampler
 
-    def noted(req_ids: Any, rows: Any, logits: Tensor) -> Any:
-        places.extend((tuple(row.prompt_token_ids), len(row.output_token_ids)) for row in rows)
-        return sampler(req_ids, rows, logits)
+    def noted(req_ids: Any, batch: Any, logits: Tensor) -> Any:
+        places.extend((tuple(row.prompt_token_ids), len(row.output_token_ids)) for row in batch.rows)
+        return sampler(req_ids, batch, logits)
 
     runner.sampler = noted
     outputs = engine.generate_batch(prompts, params)

@@ -18,6 +18,7 @@ from m3_paged_attention import (
     SchedulerConfig,
     TraceConfig,
 )
+from tests.support.engines import unfinished
 from tests.support.golden import GoldenTrace
 
 
@@ -47,14 +48,12 @@ def record(path: Path) -> None:
         ask("drawn", "What is a token?", max_tokens=8, temperature=0.9, top_k=20, seed=7)
         ask("leaves", "What is a batch?", max_tokens=4)
         ask("gone", "What is a decode step?", max_tokens=30)
-        number = 0
-        while engine.has_unfinished_requests():
+        for number, _ in enumerate(unfinished(engine)):
             if number == 2:
                 engine.abort_request("leaves")
             if number == 22:
                 engine.abort_request("gone")
             engine.step()
-            number += 1
 
 
 GOLDEN = GoldenTrace(Path(__file__).parent / "golden" / "little_memory.jsonl", record)

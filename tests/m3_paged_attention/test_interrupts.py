@@ -31,7 +31,7 @@ from m3_paged_attention import (
     scheduler as scheduler_module,
     step_plan,
 )
-from tests.m3_paged_attention.engines import MakeEngine, check_drained, greedy, setting
+from tests.m3_paged_attention.engines import MakeEngine, check_drained, greedy, setting, unfinished
 from tests.testbed.interrupts import interrupted
 
 SCHEDULER: list[ModuleType] = [
@@ -95,7 +95,7 @@ def counted(modules: list[ModuleType]) -> Iterator[list[int]]:
 def lines_of_each_step(engine: LLMEngine, modules: list[ModuleType]) -> list[int]:
     """Run to the end; how many lines each step has."""
     found: list[int] = []
-    while engine.has_unfinished_requests():
+    for _ in unfinished(engine):
         if len(found) == ABORT_AT:
             engine.abort_request("gone")
         with counted(modules) as lines:
@@ -180,7 +180,7 @@ def test_who_was_told_of_its_end_is_not_told_again_if_the_next_step_is_interrupt
         with interrupted(line, [engine_core, engine_core_base]) as interrupt:
             engine.step()
         assert interrupt.where is not None
-        while engine.has_unfinished_requests():
+        for _ in unfinished(engine):
             outputs = engine.step()
             assert "ends" not in outputs, f"after an interrupt before {interrupt.where}"
             last |= outputs

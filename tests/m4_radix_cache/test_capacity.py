@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from m4_radix_cache import CacheConfig, ConfigError, KVCapacityError, LLMEngine, ModelConfig, SchedulerConfig
+from tests.equivalence.forced_retraction import ForcedRetraction
 from tests.m4_radix_cache.engines import MAX_MODEL_LEN, MakeEngine, Recorder, check_drained, greedy, ids, run, setting
 
 # --- who can never run ------------------------------------------------------------------------------------------------
@@ -131,6 +132,22 @@ def test_a_retracted_request_longer_than_the_token_budget_runs_alone(make_engine
     alone = make_m1()
     for n in (0, 1):
         assert outputs[str(n)].token_ids == alone.generate(ids(7, n), greedy(9)).token_ids
+
+
+def test_a_stream_tells_each_token_once_however_often_its_request_loses_its_place(
+    make_engine: MakeEngine, make_m1: Any, cache: str
+) -> None:
+    engine = make_engine({"scheduler": ForcedRetraction}, **setting(3, tokens=60, page_size=2, cache=cache))
+    streams = {n: engine.stream(ids(5 + n, n), greedy(9)) for n in range(3)}
+    told: dict[int, list[tuple[int, ...]]] = {n: [] for n in streams}
+    for outputs in zip(*streams.values(), strict=True):
+        for n, output in enumerate(outputs):
+            told[n].append(output.token_ids)
+    assert engine.stats().num_retractions > 2
+    alone = make_m1()
+    for n, parts in told.items():
+        whole = alone.generate(ids(5 + n, n), greedy(9)).token_ids
+        assert parts == [whole[: length + 1] for length in range(9)], "one more with each output, and none again"
 
 
 # --- sizing -----------------------------------------------------------------------------------------------------------

@@ -101,8 +101,9 @@ def test_what_is_right_is_accepted() -> None:
     ids=str,
 )
 def test_only_one_setting_may_say_how_much_memory_there_is(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=" and ".join(sorted(values, key=list(values).index)).replace(" and ", ".*")):
-        CacheConfig(**dict(sorted(values.items(), key=lambda item: item[0] == "max_total_tokens")))
+    with pytest.raises(ConfigError, match="both say how much KV memory there is: give one of them") as caught:
+        CacheConfig(**values)
+    assert all(name in str(caught.value) for name in values)
 
 
 @pytest.mark.parametrize(
@@ -118,16 +119,15 @@ def test_an_eviction_policy_that_would_have_no_effect_is_refused(prefix_cache: A
 
 
 def test_a_share_of_a_gpu_on_a_cpu_is_refused_before_anything_is_loaded() -> None:
+    model = ModelConfig(model="/nowhere", device="cpu")
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.5 is about a GPU, and the device is cpu"):
-        LLMEngine(
-            "/nowhere", model_config=ModelConfig(device="cpu"), cache_config=CacheConfig(gpu_memory_utilization=0.5)
-        )
+        LLMEngine(model_config=model, cache_config=CacheConfig(gpu_memory_utilization=0.5))
 
 
 def test_too_little_memory_names_the_longest_request_that_would_fit(make_engine: MakeEngine) -> None:
     """The tiny model takes 1 KiB a token, and requests of up to 256."""
     with pytest.raises(
-        ConfigError, match="max_model_len=256 needs .*Use max_model_len of at most 60 or kv_cache_memory_bytes of at"
+        ConfigError, match=r"max_model_len=256 needs .*Use max_model_len of at most 60 or kv_cache_memory_bytes of at"
     ) as caught:
         make_engine(cache_config=CacheConfig(page_size=4, kv_cache_memory_bytes=64 * 2**10))
     enough = int(str(caught.value).rpartition(" ")[2].replace(",", ""))

@@ -80,6 +80,10 @@ class RowsWithoutTables(ReqToTokenPool):
     page_tables = None  # type: ignore[assignment]
 
 
+class AllocatorWithoutDecode(PagedTokenToKVPoolAllocator):
+    alloc_decode = None  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -90,12 +94,12 @@ class RowsWithoutTables(ReqToTokenPool):
         ({"schedule_policy": "lpm"}, "'schedule_policy' must be a class or a function, not 'lpm'"),
         ({"prefill_adder": AdderThatInsists}, "needs the argument chunk_size, which nobody gives it"),
         ({"req_to_token_pool": RowsWithoutTables}, r"RowsWithoutTables has no page_tables\(\)"),
+        ({"token_to_kv_pool_allocator": AllocatorWithoutDecode}, r"AllocatorWithoutDecode has no alloc_decode\(\)"),
         ({"token_to_kv_pool_allocator": 16}, "must be a class or a function, not 16"),
         ({"kv_manager": m3_paged_attention.PARTS["kv_manager"]}, "no role 'kv_manager'.*prefix_cache"),
         ({"scheduler": m3_paged_attention.PARTS["scheduler"]}, "Scheduler does not take the argument pools, policy"),
         ({"model_runner": m3_paged_attention.PARTS["model_runner"]}, "ModelRunner does not take the argument req_to"),
-        ({"engine_core": m3_paged_attention.PARTS["engine_core"]}, "EngineCore does not take the argument kv_bytes"),
-        ({"input_processor": m3_paged_attention.PARTS["input_processor"]}, "does not take the argument max_total"),
+        ({"input_processor": m3_paged_attention.PARTS["input_processor"]}, "needs the argument num_blocks, block_size"),
     ],
     ids=str,
 )
@@ -252,10 +256,10 @@ def test_an_adder_of_ones_own_decides_how_many_get_in(make_engine: MakeEngine) -
 
 def test_a_preemption_policy_of_ones_own_chooses_the_victims(make_engine: MakeEngine) -> None:
     def victims(parts: dict[str, Any]) -> tuple[list[str], list[tuple[int, ...]]]:
-        engine = make_engine(parts, **setting(4, tokens=28, conservativeness=0.0))
+        engine = make_engine(parts, **setting(4, tokens=40, conservativeness=0.0))
         recorder = Recorder(engine.tracer)
         for number, prompt in enumerate(PROMPTS):  # one by one: who runs already is charged less
-            engine.add_request(prompt, greedy(9), request_id=str(number))
+            engine.add_request(prompt, greedy(14), request_id=str(number))
             engine.step()
         outputs = run(engine)
         return [event.rid for event in recorder.events("retract")], [outputs[rid].token_ids for rid in sorted(outputs)]

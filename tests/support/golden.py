@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+EXACT = {"uniform", "new_token_ratio"}
+"""Floats that every machine computes alike: of seed and position in integer arithmetic, a quotient of two counts."""
+
 
 @dataclass(frozen=True)
 class GoldenTrace:
@@ -37,8 +40,7 @@ class GoldenTrace:
         for event in self.stored():
             assert "time" not in event, event
             for name, value in event.items():
-                # The one float is a function of seed and position in integer arithmetic.
-                assert name == "uniform" or not holds_float(value), f"{event['event']}.{name}"
+                assert name in EXACT or not holds_float(value), f"{event['event']}.{name}"
 
     def steps(self, *several: str) -> list[dict[str, Any]]:
         """The stored events of each step by their kind; a list where the kind is among `several`."""

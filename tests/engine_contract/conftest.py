@@ -1,0 +1,62 @@
+"""What the contract's tests share: one tiny random model, every variant's engines around it, and m1's answers."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import m1_single_request
+from m1_single_request.model_loader import load_model
+from tests.engine_contract.crowd import MakeEngine
+from tests.engine_contract.variants import VARIANTS, Variant
+from tests.support.engines import EngineMaker, save_tiny_model
+
+
+@pytest.fixture(params=VARIANTS, ids=str)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    """Every milestone with batches, in each of its ways to run them."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as files."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def load(tiny_directory: Path) -> Callable[[Any, Callable[[Any], Any]], Any]:
+    """`load(package, model_loader)`: the tiny model, loaded once by each loader."""
+
+    @cache
+    def loaded(package: Any, model_loader: Callable[[Any], Any]) -> Any:
+        return model_loader(package.ModelConfig(model=tiny_directory, device="cpu", dtype="float32"))
+
+    return loaded
+
+
+@pytest.fixture
+def make_engine(variant: Variant, load: Callable[..., Any]) -> Iterator[MakeEngine]:
+    """`make_engine(parts, seats=..., budget=..., room=..., ...)`: an engine of the variant, which may hold nothing in
+    the end."""
+    maker = EngineMaker(variant.package, load(variant.package, variant.part("model_loader")))
+
+    def make(
+        parts: Any = None, *, seats: int = 4, budget: int | None = None, room: int | None = None, **changes: Any
+    ) -> Any:
+        return maker({**variant.parts(), **(parts or {})}, **variant.limits(seats, budget, room), **changes)
+
+    yield make
+    maker.check()
+    for engine in maker.engines:
+        assert not list(variant.owners(engine)), "a closed engine holds something"
+
+
+@pytest.fixture
+def make_m1(load: Callable[..., Any]) -> Iterator[Any]:
+    """The same for m1, whose answers are the ones to give."""
+    maker = EngineMaker(m1_single_request, load(m1_single_request, load_model))
+    yield maker
+    maker.check()

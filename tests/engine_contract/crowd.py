@@ -1,0 +1,104 @@
+"""A few requests that share an engine, what must become of them, and what must hold on the way."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from m1_single_request import SamplingParams
+from tests.engine_contract.variants import Variant
+from tests.support.engines import greedy, unfinished
+
+Answers = dict[str, tuple[int, ...]]
+
+PROMPTS = {"a": [31, 32, 33], "b": [41, 42, 43, 44, 45], "c": [51], "d": [61, 62], "e": [71, 72, 73, 74]}
+NUM_TOKENS = {"a": 6, "b": 3, "c": 5, "d": 6, "e": 4}
+"""With seats for three, d joins when b has ended, and e when c has."""
+SEATS = 3
+
+
+class MakeEngine(Protocol):
+    """Builds an engine of the variant on the tiny model."""
+
+    def __call__(
+        self,
+        parts: Mapping[str, Any] | None = None,
+        *,
+        seats: int = 4,
+        budget: int | None = None,
+        room: int | None = None,
+        **changes: Any,
+    ) -> Any: ...
+
+
+def ids(length: int, first: int = 5) -> list[int]:
+    """A prompt of this length."""
+    return list(range(first, first + length))
+
+
+def answers_of(make_m1: Any) -> Answers:
+    """What everybody of the crowd gets if nothing breaks."""
+    engine = make_m1()
+    return {rid: engine.generate(prompt, greedy(NUM_TOKENS[rid])).token_ids for rid, prompt in PROMPTS.items()}
+
+
+def submit(engine: Any, **params: SamplingParams) -> None:
+    """Let the crowd come; `params` are those of one that is not greedy."""
+    for rid, prompt in PROMPTS.items():
+        engine.add_request(prompt, params.get(rid, greedy(NUM_TOKENS[rid])), request_id=rid)
+
+
+def calls_of(engine: Any) -> list[Callable[[], Any]]:
+    """Every call that asks an engine for something."""
+    return [
+        lambda: engine.generate("a", greedy(1)),
+        lambda: engine.stream("a", greedy(1)),
+        lambda: engine.add_request("a", greedy(1)),
+        lambda: engine.generate_batch(["a"], greedy(1)),
+        lambda: engine.step(),
+    ]
+
+
+def run(variant: Variant, engine: Any) -> dict[str, Any]:
+    """Step until nothing is left, looking at the engine after every step; the last output of every request."""
+    last: dict[str, Any] = {}
+    for _ in unfinished(engine):
+        note(last, engine.step())
+        variant.check_step(engine)
+    variant.check_drained(engine)
+    return last
+
+
+def note(last: dict[str, Any], outputs: Mapping[str, Any]) -> None:
+    """Keep the last output of every request. Whoever has ended is never heard of again."""
+    assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
+    last |= outputs
+
+
+def ends(outputs: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """Why each request ended, and with how many tokens."""
+    return {rid: (output.finish_reason, len(output.token_ids)) for rid, output in sorted(outputs.items())}
+
+
+def check_the_rest(
+    variant: Variant,
+    engine: Any,
+    last: Mapping[str, Any],
+    expected: Answers,
+    failed: Mapping[str, int],
+    error: BaseException | type | None = None,
+) -> None:
+    """Those who `failed` have so many tokens, the others all of theirs, and a request that comes now as well."""
+    for rid, output in last.items():
+        if rid in failed:
+            assert (output.finish_reason, output.finished) == ("error", True), rid
+            assert output.token_ids == expected[rid][: failed[rid]], rid
+            if error is not None:
+                assert output.error is error or isinstance(output.error, error if isinstance(error, type) else ())
+        else:
+            assert (output.finish_reason, output.error) == ("length", None), rid
+            assert output.token_ids == expected[rid], rid
+    assert last.keys() == PROMPTS.keys() and failed.keys() <= last.keys()
+    assert engine.stats().num_finished == Counter(output.finish_reason for output in last.values())
+    for rid in "ade":
+        assert engine.generate(PROMPTS[rid], greedy(NUM_TOKENS[rid])).token_ids == expected[rid], f"{rid}, again"
+    variant.check_drained(engine)

@@ -1,0 +1,235 @@
+"""When something breaks inside a batch: who shared the step fails with it, or only who caused it; nothing stays behind.
+
+A forward, a sampler or a preparation that raises takes the requests of its step along, because nobody can say whose
+fault it was. Numbers that are no numbers belong to one row, and fail one request. Whoever waited runs on.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from m1_single_request import EngineDeadError, ForwardError, RequestOutput
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.request import Request
+from tests.engine_contract.crowd import (
+    NUM_TOKENS,
+    PROMPTS,
+    SEATS,
+    Answers,
+    MakeEngine,
+    answers_of,
+    calls_of,
+    check_the_rest,
+    note,
+    run,
+    submit,
+)
+from tests.engine_contract.variants import (
+    MOMENTS,
+    FailingRunner,
+    Moment,
+    Variant,
+    calling,
+    failing_sampler,
+    runner_of,
+)
+from tests.support.engines import greedy
+
+BOOM = RuntimeError("the forward broke")
+
+
+@pytest.fixture
+def expected(make_m1: Any) -> Answers:
+    """What everybody gets if nothing breaks."""
+    return answers_of(make_m1)
+
+
+# --- what takes the whole step along ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", MOMENTS)
+@pytest.mark.parametrize(
+    ("rid", "position"),
+    [
+        ("a", 0),
+        ("b", 6),  # in the step that would end b
+        ("d", 0),  # a prefill while others decode
+        ("e", 4),  # others have ended before
+    ],
+)
+def test_a_step_that_breaks_fails_those_who_share_it(
+    variant: Variant, make_engine: MakeEngine, expected: Answers, rid: str, position: int, at: Moment
+) -> None:
+    failing = FailingRunner(variant, BOOM, rid=rid, position=position, at=at)
+    engine = make_engine(failing.parts, seats=SEATS)
+    submit(engine)
+    last = run(variant, engine)
+    assert rid in failing.hit and len(failing.hit) <= SEATS
+    said = {rid: max(0, start - len(PROMPTS[rid]) + 1) for rid, start in failing.hit.items()}
+    check_the_rest(variant, engine, last, expected, said, BOOM)
+
+
+def test_a_failed_sampler_fails_the_requests_of_its_step(
+    variant: Variant, make_engine: MakeEngine, expected: Answers
+) -> None:
+    engine = make_engine({"sampler": failing_sampler(variant, BOOM, call=2)}, seats=SEATS)
+    submit(engine)
+    check_the_rest(variant, engine, run(variant, engine), expected, {"a": 1, "b": 1, "c": 1}, BOOM)
+
+
+@pytest.mark.parametrize("role", ["model_runner", "executor"])
+def test_an_abort_in_the_step_that_fails_stays_an_abort(variant: Variant, make_engine: MakeEngine, role: str) -> None:
+    def abort_and_break(part: Any, starts: dict[str, int]) -> None:
+        if "b" in starts:
+            engine.abort_request("b")
+            raise BOOM
+
+    engine = make_engine({role: calling(variant, role, abort_and_break)}, seats=SEATS)
+    submit(engine)
+    ends = {rid: (output.finish_reason, output.error) for rid, output in run(variant, engine).items()}
+    assert ends["b"] == ("abort", None) and ends["a"] == ends["c"] == ("error", BOOM)
+    assert ends["d"] == ends["e"] == ("length", None)
+
+
+def test_every_way_to_ask_reports_the_error_in_the_output(variant: Variant, make_engine: MakeEngine) -> None:
+    def engine() -> Any:
+        return make_engine(FailingRunner(variant, BOOM, rid="req-0", position=4).parts, seats=2)
+
+    prompts = [[5, 6, 7], [15, 16, 17], [25, 26, 27]]
+    assert engine().generate(prompts[0], greedy(6)).error is BOOM
+    outputs = list(engine().generate_batch(prompts, greedy(6)).values())
+    assert [output.finish_reason for output in outputs] == ["error", "error", "length"]
+    streamed = list(engine().stream(prompts[0], greedy(6)))
+    assert [output.finish_reason for output in streamed] == [None, None, "error"]
+
+
+# --- what fails one request -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 1}], ids=["greedy", "drawn"])
+def test_kv_that_is_no_number_fails_its_request_alone(
+    variant: Variant, make_engine: MakeEngine, expected: Answers, value: float, params: dict[str, Any]
+) -> None:
+    """And whoever gets its memory afterwards does not see it."""
+    engine = make_engine(seats=SEATS, room=20)
+    submit(engine, b=greedy(NUM_TOKENS["b"], **params))
+    last = dict(engine.step())
+    with torch.inference_mode():
+        variant.first_key(engine, "b")[:] = value
+    note(last, run(variant, engine))
+    assert isinstance(last["b"].error, ForwardError)
+    assert str(last["b"].error) == "the model computed NaN or infinite logits for request 'b'"
+    assert len(last["b"].token_ids) == 1
+    expected["b"] = last["b"].token_ids
+    check_the_rest(variant, engine, last, expected, {"b": 1}, ForwardError)
+
+
+@pytest.mark.parametrize("asked", [{}, {"prompt_logprobs": 1}], ids=["plain", "prompt logprobs"])
+def test_a_prompt_that_makes_no_numbers_fails_alone_and_cannot_spoil_its_memory(
+    variant: Variant, make_engine: MakeEngine, expected: Answers, asked: dict[str, Any]
+) -> None:
+    """The weights hold NaN for one token. Where prompts are padded, it stands behind their end as well."""
+    poison = 3000
+    engine = make_engine(seats=SEATS, room=20)
+    weight = variant.embedding(runner_of(engine))
+    before = weight[poison].clone()
+    with torch.no_grad():
+        weight[poison] = torch.nan
+    try:
+        for rid, prompt in PROMPTS.items():
+            prompt = [prompt[0], poison, *prompt[1:]] if rid in ("a", "d") else prompt
+            engine.add_request(prompt, greedy(NUM_TOKENS[rid], **asked), request_id=rid)
+        last = run(variant, engine)
+        check_the_rest(variant, engine, last, expected, {"a": 0, "d": 0}, ForwardError)
+    finally:
+        with torch.no_grad():
+            weight[poison] = before
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
+def test_settings_that_leave_no_token_fail_their_request_alone(
+    variant: Variant, make_engine: MakeEngine, expected: Answers, temperature: float
+) -> None:
+    engine = make_engine(seats=SEATS)
+    vocab_size = engine.engine_core.input_processor.vocab_size
+    impossible = greedy(5, min_tokens=3, stop_token_ids=list(range(vocab_size)), temperature=temperature)
+    submit(engine, b=impossible, d=impossible)
+    last = run(variant, engine)
+    assert "no token can be sampled for 'b'" in str(last["b"].error)
+    check_the_rest(variant, engine, last, expected, {"b": 0, "d": 0}, ForwardError)
+
+
+def test_a_tokenizer_that_fails_while_tokens_are_committed_fails_its_request_alone(
+    variant: Variant, make_engine: MakeEngine, expected: Answers
+) -> None:
+    class FailsToName(IncrementalDetokenizer):
+        def token_text(self, token_id: int) -> str:
+            raise BOOM
+
+    engine = make_engine({"detokenizer": FailsToName}, seats=SEATS)
+    submit(engine, b=greedy(3, logprobs=1), d=greedy(3, logprobs=1))
+    check_the_rest(variant, engine, run(variant, engine), expected, {"b": 0, "d": 0}, BOOM)
+
+
+def test_a_tokenizer_that_fails_to_make_text_fails_its_request_alone(
+    variant: Variant, make_engine: MakeEngine, expected: Answers
+) -> None:
+    bad = expected["b"][1]
+
+    class CannotRead(IncrementalDetokenizer):
+        def push(self, token_id: int) -> None:
+            if token_id == bad:
+                raise BOOM
+            super().push(token_id)
+
+    engine = make_engine({"detokenizer": CannotRead}, seats=SEATS)
+    submit(engine)
+    last = run(variant, engine)
+    assert last["b"].error is BOOM and last["b"].finish_reason == "error"
+    assert {rid: o.finish_reason for rid, o in last.items() if rid != "b"} == dict.fromkeys("acde", "length")
+
+
+def test_an_output_that_cannot_be_made_fails_its_request_alone(
+    variant: Variant, make_engine: MakeEngine, expected: Answers
+) -> None:
+    class Refuses(variant.part("output_processor")):  # type: ignore[misc]
+        def make_output(self, request: Request) -> RequestOutput:
+            if request.request_id == "b" and request.sequence.get_output_len() == 2:
+                raise BOOM
+            return super().make_output(request)  # type: ignore[no-any-return]
+
+    engine = make_engine({"output_processor": Refuses}, seats=SEATS)
+    submit(engine)
+    check_the_rest(variant, engine, run(variant, engine), expected, {"b": 2}, BOOM)
+
+
+# --- a lost device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [EngineDeadError("the device is gone"), torch.AcceleratorError("CUDA error: an illegal memory access", 700)],
+    ids=["runner", "torch"],
+)
+def test_a_lost_device_fails_every_request_and_then_every_call(
+    variant: Variant, make_engine: MakeEngine, error: Exception
+) -> None:
+    engine = make_engine(FailingRunner(variant, error, rid="a", position=3).parts, seats=2)
+    submit(engine)
+    stream = engine.stream([5], greedy(9))
+    engine.step()
+    outputs = engine.step()
+    assert outputs.keys() == PROMPTS.keys()
+    streamed = list(stream)
+    assert len(streamed) == 1
+    for output in [*outputs.values(), *streamed]:
+        assert output.finish_reason == "error" and isinstance(output.error, EngineDeadError)
+    assert {rid: len(output.token_ids) for rid, output in outputs.items()} == {"a": 1, "b": 1, "c": 0, "d": 0, "e": 0}
+    variant.check_drained(engine)
+    for call in calls_of(engine):
+        with pytest.raises(EngineDeadError):
+            call()
+    assert engine.stats().num_finished == {"error": 6}
+    engine.close()

@@ -1,0 +1,60 @@
+"""A scheduler for m4 that retracts a running request every three steps, whether there is need or not.
+
+Its memory says that there is no room, so that what really happens then is what happens: one request has to go, each
+time another one. Somebody who runs alone stays, for nobody would gain by his going.
+"""
+
+from typing import Any
+
+from m4_radix_cache.request import Req
+from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
+from m4_radix_cache.scheduler import Scheduler
+
+EVERY = 3
+
+
+class ShortPools(Pools):
+    """Pools that deny as often as they are told that there is room."""
+
+    num_denials = 0
+
+    def make_room(self, num_tokens: int) -> bool:
+        if self.num_denials:
+            self.num_denials -= 1
+            return False
+        return super().make_room(num_tokens)
+
+
+class InTurn:
+    """Chooses another victim each time, so that sooner or later everybody is hit, in every state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def choose_victim(self, running: Any) -> Req:
+        self.count += 1
+        return running[self.count % len(running)]
+
+
+class ForcedRetraction(Scheduler):
+    """m4's, in less memory than it seems to have."""
+
+    def __init__(self, *, pools: Pools, **parts: Any) -> None:
+        short = ShortPools(
+            pools.req_to_token_pool, pools.token_to_kv_pool_allocator, pools.tree_cache, debug=pools.debug
+        )
+        super().__init__(pools=short, **parts | {"preemption": InTurn()})
+        self.short = short
+        self.num_steps_since = 0
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        self.num_steps_since += 1
+        return super().get_next_batch_to_run()
+
+    def update_running_batch(self) -> ScheduleBatch | None:
+        if self.num_steps_since >= EVERY and len(self.running_batch.reqs) > 1:
+            self.num_steps_since = 0
+            self.short.num_denials = 2  # for who looks whether there is room, and for who looks how many must go
+        batch = super().update_running_batch()
+        assert not self.short.num_denials
+        return batch
