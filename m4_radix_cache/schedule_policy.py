@@ -136,13 +136,12 @@ class SchedulePolicy:
         return ready, held_back
 
     def _match(self, req: Req) -> MatchResult:
-        """What the cache has of all its tokens; nothing, if it may not use any because it wants their logits."""
-        return self.tree_cache.match_prefix(req.key, 0 if req.wants_prompt_logprobs else None)
+        """What it will find. Limited as at its admission: a longer look would split a node that nobody parts from."""
+        return self.tree_cache.match_prefix(req.key, req.match_limit)
 
     def _longest_hit(self, req: Req) -> int:
-        """What it could use if all its tokens were in the cache: the last one is computed in any case."""
-        page_size = self.tree_cache.page_size
-        return 0 if req.wants_prompt_logprobs else (len(req.key) - 1) // page_size * page_size
+        """What it could use if all its tokens were in the cache."""
+        return req.match_limit // self.tree_cache.page_size * self.tree_cache.page_size
 
 
 class _Coming:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.m2_continuous_batching import engines as m2
 from tests.m3_paged_attention import engines as m3
+from tests.m4_radix_cache import engines as m4
 
 Moment = Literal["before", "forward", "after"]
 MOMENTS: tuple[Moment, ...] = ("before", "forward", "after")
@@ -223,6 +224,44 @@ M3 = Variant(
 )
 
 
+# --- m4 ---------------------------------------------------------------------------------------------------------------
+
+
+def _starts_in_m4(batch: Any) -> dict[str, int]:
+    return dict(zip(batch.rids, batch.prefix_lens or (batch.seq_lens - 1).tolist(), strict=True))
+
+
+def _first_key_of_m4(engine: Any, rid: str) -> Tensor:
+    scheduler, runner = engine.engine_core.scheduler, runner_of(engine)
+    row = scheduler.requests[rid].req_pool_idx
+    (slot,) = scheduler.pools.req_to_token_pool.read(row, 0, 1).tolist()
+    return runner.kv.layer(0).key_cache[slot // runner.page_size, slot % runner.page_size]
+
+
+def _owners_in_m4(engine: Any) -> list[str]:
+    return [req.rid for req in engine.engine_core.scheduler.requests.values() if req.req_pool_idx is not None]
+
+
+def _m4(cache: str) -> Variant:
+    return Variant(
+        milestone="m4_radix_cache",
+        name=cache,
+        limits=lambda seats, budget, room: m4.setting(seats, budget, cache=cache, tokens=room or 2048, page_size=2),
+        run_step="execute_model",
+        starts=_starts_in_m4,
+        layers=lambda runner: runner.model.layers,
+        embedding=lambda runner: runner.model.embedding,
+        first_key=_first_key_of_m4,
+        owners=_owners_in_m4,
+        check_step=m4.check_step,
+        check_drained=m4.check_drained,
+        mixes=False,
+    )
+
+
+M4_RADIX, M4_HASH, M4_CHUNK = _m4("radix"), _m4("hash"), _m4("chunk")
+
+
 # --- all --------------------------------------------------------------------------------------------------------------
 
-VARIANTS = [M2_PADDED, M2_PER_REQUEST, M3]
+VARIANTS = [M2_PADDED, M2_PER_REQUEST, M3, M4_RADIX, M4_HASH, M4_CHUNK]

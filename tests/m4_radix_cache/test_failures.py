@@ -62,33 +62,6 @@ def check_the_rest(engine: LLMEngine, last: dict[str, Any], expected: Answers, f
 
 
 @pytest.mark.parametrize("at", MOMENTS)
-@pytest.mark.parametrize(
-    ("rid", "position", "failed"),
-    [
-        ("a", 0, {"a": 0, "b": 0, "c": 0}),
-        ("b", 6, {"a": 2, "b": 2, "c": 2}),  # in the step that would end b
-        ("d", 0, {"d": 0}),  # a prefill: a and c wait for it, and go on
-        ("e", 4, {"a": 5, "d": 3, "e": 1}),  # c has ended before
-    ],
-)
-def test_a_failed_step_fails_the_requests_of_that_step(
-    make_engine: MakeEngine,
-    expected: Answers,
-    cache: str,
-    rid: str,
-    position: int,
-    failed: dict[str, int],
-    at: Moment,
-) -> None:
-    runner = failing_runner(BOOM, rid=rid, position=position, at=at)
-    engine = make_engine({"model_runner": runner}, **setting(3, page_size=2, cache=cache, policy="fcfs"))
-    submit(engine)
-    last = run(engine)
-    assert all(last[rid].error is BOOM for rid in failed)
-    check_the_rest(engine, last, expected, failed)
-
-
-@pytest.mark.parametrize("at", MOMENTS)
 def test_what_a_failed_prefill_wrote_is_shared_with_nobody(make_engine: MakeEngine, make_m1: Any, at: Moment) -> None:
     """Who asks the same prompt next starts from what was there before, and computes the rest."""
     engine = make_engine({"model_runner": failing_runner(BOOM, rid="fails", position=4, at=at)}, **setting(3))

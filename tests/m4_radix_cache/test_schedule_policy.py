@@ -54,7 +54,8 @@ class Words:
         return longest
 
     def hit(self, req: Req) -> int:
-        return self.common(req, self.cached)
+        """What it will find: never its last token."""
+        return min(self.common(req, self.cached), self.floor(req.seqlen - 1))
 
     def held_back(self, policy: str, arrived: Sequence[Req]) -> list[Req]:
         """Whoever gains by waiting for somebody before it who goes."""
@@ -225,8 +226,8 @@ def test_dfs_weight_goes_through_the_tree_branch_after_branch_the_busiest_first(
     one, two, three, four, five = ([number] * 3 for number in (1, 2, 3, 4, 5))
     for tokens in (one + two + three, one + four, five):
         fill(cache, tokens)
-    prompts = [[9], five, [*one, 9], one + two, one + four, five, one + two + three, [*one, *four, 9], one + four]
-    waiting = [make_req(number, prompt) for number, prompt in enumerate(prompts)]
+    found = [[], five, one, one + two, one + four, five, one + two + three, one + four, one + four]
+    waiting = [make_req(number, [*tokens, 9]) for number, tokens in enumerate(found)]
     order = make_policy("dfs-weight", cache).calc_priority(waiting)
     assert numbers(order) == ([4, 7, 8, 6, 3, 2, 1, 5, 0], [])
 

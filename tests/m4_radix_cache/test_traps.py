@@ -88,6 +88,15 @@ def test_of_a_prompt_that_is_cached_whole_one_token_is_computed(
     assert engine.stats().num_prompt_tokens == length + 1 + 7
 
 
+def test_whoever_only_looks_splits_nothing_that_nobody_parts_from(make_engine: MakeEngine) -> None:
+    """The beginning of a cached prompt, in whole pages. The policy may look no further than the request may go."""
+    engine = make_engine(**setting(page_size=4))
+    engine.generate(prompt_of(16), greedy(1))
+    recorder = Recorder(engine.tracer)
+    assert engine.generate(prompt_of(16)[:12], greedy(1)).metrics.cached_tokens == 8
+    assert [(event.head, event.tail) for event in recorder.events("split")] == [(8, 8), (4, 4)]  # the other: its insert
+
+
 # --- eviction ---------------------------------------------------------------------------------------------------------
 
 
