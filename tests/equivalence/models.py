@@ -27,7 +27,8 @@ ARCHITECTURES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24, "tie_word_embeddings": True}),
     # Qwen2 has biases on Q, K and V. Its embedding has more rows than the tokenizer has tokens, as real ones do.
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": False, "vocab_size": 4256}),
-    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False, "num_key_value_heads": 1}),
+    # As wide as the heads of real models, so that native kernels attend; with 16 and 24, as above, torch does it.
+    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 32}),
 }
 
 

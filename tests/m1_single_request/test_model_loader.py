@@ -65,7 +65,7 @@ def test_every_supported_architecture_loads(architecture: str, tmp_path: Path) -
     assert type(loaded.model).__name__ in SUPPORTED_ARCHITECTURES
     assert loaded.dtype == next(loaded.model.parameters()).dtype == torch.float32
     assert loaded.vocab_size == config.vocab_size == loaded.model.get_input_embeddings().num_embeddings
-    head_dim = 24 if architecture == "qwen3" else 16
+    head_dim = {"qwen3": 24, "qwen2": 16, "llama": 32}[architecture]
     assert loaded.kv_bytes_per_token == 2 * 2 * config.num_key_value_heads * head_dim * 4
     assert not loaded.model.training
 
