@@ -172,11 +172,11 @@ class BasePrefixCache(ABC):
         slots = self.req_to_token_pool.read(row, 0, req.kv_committed_len)
         num_whole = len(slots) // self.page_size * self.page_size
         existing = self.insert(req.key, slots[:num_whole], req.priority)
-        self._free_duplicates(req, slots, existing)
         match = self.match_prefix(req.key, num_whole)
         cached = match.device_indices
         self.req_to_token_pool.write(row, req.cache_protected_len, cached[req.cache_protected_len :])
         self._move_lock(req, match.last_device_node)
+        self._free_duplicates(req, slots, existing)  # now that no row names them
         req.prefix_indices = np.concatenate((cached, slots[len(cached) :]))  # the tail of a page is still its own
         req.cache_protected_len = len(cached)
 
