@@ -10,7 +10,7 @@ from typing import Any, Literal, get_type_hints
 
 import torch
 
-from m1_single_request.errors import ConfigError
+from m1_single_request.errors import ConfigError, shown
 from m1_single_request.tracer import TraceReader
 
 DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3"
@@ -93,7 +93,7 @@ def check_whole_number(name: str, value: Any, *, low: int | None = None, optiona
         return
     if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
         bound = "" if low is None else f" of at least {low}"
-        raise ConfigError(f"{name}={value!r} must be a whole number{bound}")
+        raise ConfigError(f"{name}={shown(value)} must be a whole number{bound}")
 
 
 def resolve_device(name: Any) -> torch.device:

@@ -6,6 +6,15 @@ its output, so that no other request is disturbed. vLLM has `EngineDeadError` an
 """
 
 
+def shown(value: object) -> str:
+    """`value` as a message shows it: at most 80 characters, whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than some thousand digits
+        text = f"a {type(value).__name__} with a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 class EngineError(Exception):
     """The root of all errors of this engine."""
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.draws import derive_seed
-from m1_single_request.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError
+from m1_single_request.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, shown
 from m1_single_request.request import Request, Sequence
 from m1_single_request.sampling_params import SamplingParams
 
@@ -69,7 +69,7 @@ class InputProcessor:
         later milestone takes with a request besides. Raises a child of `InvalidRequestError`.
         """
         if not isinstance(params, SamplingParams):
-            raise InvalidParamsError(f"params must be SamplingParams, not {params!r}")
+            raise InvalidParamsError(f"params must be SamplingParams, not {shown(params)}")
         self._check_params(params)
         token_ids = self._token_ids(prompt)
         self._check_tokens(token_ids, request_id)
@@ -102,13 +102,13 @@ class InputProcessor:
         is_list = isinstance(messages, SequenceOf) and not isinstance(messages, str)
         if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
             raise InvalidPromptError(
-                f"messages must be a list of {{'role': ..., 'content': ...}}, not {_short(messages)}"
+                f"messages must be a list of {{'role': ..., 'content': ...}}, not {shown(messages)}"
             )
         if options is not None and not isinstance(options, Mapping):
-            raise InvalidPromptError(f"chat_template_kwargs must map names to values, not {_short(options)}")
+            raise InvalidPromptError(f"chat_template_kwargs must map names to values, not {shown(options)}")
         for message in messages:
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise InvalidPromptError(f"message {message!r} needs a role and a content, both strings")
+                raise InvalidPromptError(f"message {shown(message)} needs a role and a content, both strings")
         if self.tokenizer.chat_template is None:
             raise InvalidPromptError("this model has no chat template: use generate() with a prompt of your own")
         self._check_template_options(options or {})
@@ -154,13 +154,13 @@ class InputProcessor:
             ids = [i for i in prompt if isinstance(i, int) and not isinstance(i, bool)]
             if len(ids) == len(prompt):
                 return ids
-        raise InvalidPromptError(f"a prompt is a string or a list of token ids, not {_short(prompt)}")
+        raise InvalidPromptError(f"a prompt is a string or a list of token ids, not {shown(prompt)}")
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is no text
-            raise InvalidPromptError(f"the prompt is not valid text: {_short(text)}") from error
+            raise InvalidPromptError(f"the prompt is not valid text: {shown(text)}") from error
 
     def _check_tokens(self, token_ids: list[int], request_id: str) -> None:
         if not token_ids:
@@ -187,8 +187,3 @@ def check_model_len(token_ids: list[int], max_model_len: int, request_id: str) -
             f"request {request_id!r} has {len(token_ids)} prompt tokens; max_model_len is {max_model_len} for "
             f"prompt and output together, so at most {max_model_len - 1} are possible"
         )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -18,6 +18,7 @@ from m1_single_request.errors import (
     EngineClosedError,
     EngineUsageError,
     InvalidRequestError,
+    shown,
 )
 from m1_single_request.input_processor import Message, Prompt, RequestOptions
 from m1_single_request.interfaces import ROLES, check_parts
@@ -98,7 +99,7 @@ class LLMEngine:
         each = _one_per_prompt(prompts, params)
         self._check_options(options)
         if progress is not None and not isinstance(progress, bool):
-            raise InvalidRequestError(f"progress={progress!r} must be True, False or None")
+            raise InvalidRequestError(f"progress={shown(progress)} must be True, False or None")
         results: dict[str, RequestStream | RequestOutput] = {}
         try:
             for prompt, own in zip(prompts, each, strict=True):
@@ -177,7 +178,7 @@ class LLMEngine:
         Takes exact ids. Returns False if there is no such unfinished request.
         """
         self._check_thread()
-        return not self._closed and self.engine_core.abort_request(request_id)
+        return isinstance(request_id, str) and not self._closed and self.engine_core.abort_request(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to compute or to report."""
@@ -247,7 +248,7 @@ class LLMEngine:
         if request_id is None:
             request_id = self._new_id()
         if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError(f"request_id={request_id!r} must be a string that is not empty")
+            raise InvalidRequestError(f"request_id={shown(request_id)} must be a string that is not empty")
         if self._is_taken(request_id):
             raise DuplicateRequestError(f"request id {request_id!r} is in use: unfinished, or its end not fetched yet")
         request = self.engine_core.input_processor.process_request(
@@ -354,7 +355,7 @@ def _one_per_prompt(prompts: Sequence[Prompt], params: Params | Sequence[Samplin
     if params is None or isinstance(params, SamplingParams):
         return [params] * len(prompts)
     if isinstance(params, str) or not isinstance(params, Sequence):
-        raise InvalidRequestError(f"params must be SamplingParams or a list of them, not {params!r}")
+        raise InvalidRequestError(f"params must be SamplingParams or a list of them, not {shown(params)}")
     if len(params) != len(prompts):
         raise InvalidRequestError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each")
     return list(params)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from m1_single_request.errors import InvalidParamsError
+from m1_single_request.errors import InvalidParamsError, shown
 
 MAX_BIAS = 100  # enough to force or to ban a token; the OpenAI API has the same range
 MAX_BITS = 4096  # Python refuses to print much larger numbers, so no message could name them
@@ -81,7 +81,7 @@ class SamplingParams:
         _number(self, "repetition_penalty", low=0.0, high=2.0, open_low=True)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParamsError(f"{name}={getattr(self, name)!r} must be True or False")
+                raise InvalidParamsError(f"{name}={shown(getattr(self, name))} must be True or False")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -119,7 +119,7 @@ def _integer(
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidParamsError(f"{name}={value!r} must be a whole number")
+        raise InvalidParamsError(f"{name}={shown(value)} must be a whole number")
     if value.bit_length() > MAX_BITS:
         raise InvalidParamsError(f"{name} has {value.bit_length()} bits, which no setting needs")
     if value < low:
@@ -132,7 +132,7 @@ def _integer(
 def _number(params: SamplingParams, name: str, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
     value = getattr(params, name)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidParamsError(f"{name}={value!r} must be a number")
+        raise InvalidParamsError(f"{name}={shown(value)} must be a number")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise InvalidParamsError(f"{name} has {value.bit_length()} bits, which no setting needs")
     above = value > low if open_low else value >= low
@@ -145,9 +145,9 @@ def _number(params: SamplingParams, name: str, *, low: float, high: float = math
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
-        raise InvalidParamsError(f"stop={stop!r} must be a string or a list of strings, none of them empty")
+        raise InvalidParamsError(f"stop={shown(stop)} must be a string or a list of strings, none of them empty")
     if any("\ud800" <= character <= "\udfff" for s in strings for character in s):
-        raise InvalidParamsError(f"stop={stop!r} has half a surrogate pair, which no text can contain")
+        raise InvalidParamsError(f"stop={shown(stop)} has half a surrogate pair, which no text can contain")
     return tuple(dict.fromkeys(strings))
 
 
@@ -157,7 +157,7 @@ def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
         or not isinstance(ids, Sequence)
         or not all(_is_token_id(i) for i in ids)
     ):
-        raise InvalidParamsError(f"stop_token_ids={ids!r} must be a list of token ids (whole numbers from 0)")
+        raise InvalidParamsError(f"stop_token_ids={shown(ids)} must be a list of token ids (whole numbers from 0)")
     return tuple(dict.fromkeys(ids))
 
 
@@ -165,13 +165,12 @@ def _bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise InvalidParamsError(f"logit_bias={bias!r} must map token ids to numbers")
+        raise InvalidParamsError(f"logit_bias={shown(bias)} must map token ids to numbers")
     for token_id, value in bias.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not _is_token_id(token_id) or not is_number or not -MAX_BIAS <= value <= MAX_BIAS:
-            raise InvalidParamsError(
-                f"logit_bias={{{token_id!r}: {value!r}}} must map a token id to a number from -{MAX_BIAS} to {MAX_BIAS}"
-            )
+            bound = f"a token id to a number from -{MAX_BIAS} to {MAX_BIAS}"
+            raise InvalidParamsError(f"logit_bias={{{shown(token_id)}: {shown(value)}}} must map {bound}")
     return dict(bias) or None
 
 

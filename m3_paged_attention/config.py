@@ -18,7 +18,7 @@ from m1_single_request.config import (
     resolve_device,
     resolve_dtype,
 )
-from m1_single_request.errors import ConfigError
+from m1_single_request.errors import ConfigError, shown
 
 LoadFormat = Literal["auto", "dummy"]
 AttentionBackend = Literal["auto", "native", "torch", "triton"]
@@ -127,13 +127,13 @@ class EngineConfig:
 def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raise `ConfigError` unless `value` is one of the strings of a `Literal`."""
     if not isinstance(value, str) or value not in get_args(choices):
-        raise ConfigError(f"{name}={value!r} is unknown: use {' or '.join(get_args(choices))}")
+        raise ConfigError(f"{name}={shown(value)} is unknown: use {' or '.join(get_args(choices))}")
 
 
 def check_share(name: str, value: Any) -> None:
     """Raise `ConfigError` unless `value` is None, or a number greater than 0 and at most 1."""
     if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1):
-        raise ConfigError(f"{name}={value!r} must be a number greater than 0 and at most 1")
+        raise ConfigError(f"{name}={shown(value)} must be a number greater than 0 and at most 1")
 
 
 def check_one_given(config: Any, *names: str) -> None:

@@ -29,6 +29,8 @@ from m3_paged_attention.config import (
 from m3_paged_attention.demo_parts.tour import BLOCK_SIZE, NUM_ANSWERS, POOL_TOKENS, tour
 from m3_paged_attention.llm_engine import LLMEngine
 
+MAX_THREADS = 1024
+
 
 def make_parser(prog: str = "python -m m3_paged_attention.demo") -> argparse.ArgumentParser:
     """m1's and m2's flags, and those of a memory of blocks."""
@@ -113,8 +115,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
 def check_flags(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for what no configuration checks."""
     m2.check_num_prompts(args)
-    if args.threads is not None and args.threads < 1:
-        raise ConfigError(f"threads={args.threads} must be at least 1")
+    if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
+        raise ConfigError(f"threads={args.threads} must be from 1 to {MAX_THREADS}")
     if args.chat and args.n not in (None, 1):
         raise ConfigError(f"n={args.n}: a conversation goes on from one answer; use --prompt for several")
 

@@ -5,11 +5,12 @@ no `preemption_mode` any more: whoever loses its place leaves what it computed t
 and computes the rest again. SGLang: `ServerArgs`; vLLM: `CacheConfig`, `SchedulerConfig`.
 """
 
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from m1_single_request.config import TraceConfig, check_whole_number
-from m1_single_request.errors import ConfigError
+from m1_single_request.errors import ConfigError, shown
 from m3_paged_attention.config import (
     LEAST_BATCHED_TOKENS,
     ModelConfig,
@@ -45,8 +46,8 @@ class SchedulerConfig:
         check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
         check_choice("schedule_policy", self.schedule_policy, SchedulePolicyName)
         value = self.schedule_conservativeness
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-            raise ConfigError(f"schedule_conservativeness={value!r} must be a number of at least 0")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
+            raise ConfigError(f"schedule_conservativeness={shown(value)} must be a number of at least 0")
 
     def resolved(self, max_model_len: int) -> "SchedulerConfig":
         """The same with every None replaced, for a model of this length."""
@@ -84,7 +85,7 @@ class CacheConfig:
         check_whole_number("kv_cache_memory_bytes", self.kv_cache_memory_bytes, low=1, optional=True)
         check_whole_number("max_total_tokens", self.max_total_tokens, low=1, optional=True)
         if not isinstance(self.debug, bool):
-            raise ConfigError(f"debug={self.debug!r} must be True or False")
+            raise ConfigError(f"debug={shown(self.debug)} must be True or False")
         check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         check_one_given(self, "kv_cache_memory_bytes", "gpu_memory_utilization", "max_total_tokens")
         if self.prefix_cache != "radix" and self.eviction_policy != "lru":

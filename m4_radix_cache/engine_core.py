@@ -9,6 +9,8 @@ release; `flush_cache` forgets it. `n > 1` stands outside, as in m3. SGLang: `Sc
 
 import time
 
+import torch
+
 from m1_single_request.engine_core_base import EngineCoreBase
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
@@ -55,7 +57,11 @@ class EngineCore(EngineCoreBase):
         if not self._begin_step():
             return {}
         times = [time.perf_counter()]
-        batch = self.scheduler.schedule()  # 1 schedule
+        try:
+            batch = self.scheduler.schedule()  # 1 schedule
+        except (torch.AcceleratorError, torch.OutOfMemoryError) as error:  # the tensors of sampling are made there
+            batch = None
+            self._fail(self.scheduler.give_up(), error)
         times.append(time.perf_counter())
         output: ModelRunnerOutput | None = None
         scheduled: dict[str, int] = {}

@@ -223,9 +223,9 @@ class Released(Event):
     """The pages, in order."""
 
     def explain(self) -> str:
-        count = len(self.pages)
+        pages = some(len(self.pages), "page")
         return (
-            f"{self.rid} gives {some(count, 'page')} back, with the KV of its last {some(self.num_tokens, 'token')}, "
+            f"{self.rid} gives {pages} back, with the slots of its last {some(self.num_tokens, 'token')}, "
             f"which the cache does not keep: {', '.join(map(str, self.pages))}."
         )
 

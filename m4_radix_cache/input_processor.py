@@ -7,7 +7,7 @@ handle_generate_request`; vLLM: `cache_salt` and `priority` of a request.
 
 from typing import Any
 
-from m1_single_request.errors import InvalidRequestError
+from m1_single_request.errors import InvalidRequestError, shown
 from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
@@ -78,10 +78,10 @@ class InputProcessor(SingleRequestInputProcessor):
 def check_priority(priority: Any) -> None:
     """Raise `InvalidRequestError` for what is no priority."""
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
-        raise InvalidRequestError(f"priority={priority!r:.80} must be a whole number of at most 63 bits")
+        raise InvalidRequestError(f"priority={shown(priority)} must be a whole number of at most 63 bits")
 
 
 def check_cache_salt(cache_salt: Any) -> None:
     """Raise `InvalidRequestError` for what cannot name a namespace of the cache."""
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise InvalidRequestError(f"cache_salt={cache_salt!r:.80} must be a string that is not empty")
+        raise InvalidRequestError(f"cache_salt={shown(cache_salt)} must be a string that is not empty")

@@ -115,7 +115,10 @@ class SchedulePolicyInterface(Protocol):
 
 
 class PrefillAdderInterface(Protocol):
-    """Says who of them fits into a prefill."""
+    """Says who of them fits into a prefill. Derive it from `PrefillAdder`, whose budgets the scheduler counts on."""
+
+    can_run_list: list[Req]
+    """Who was admitted, in order; the `last_node` of each is locked."""
 
     def __init__(
         self,

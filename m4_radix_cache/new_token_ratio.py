@@ -34,7 +34,10 @@ class NewTokenRatio:
         self.value = max(self.value - (self.init - self.min) / DECAY_STEPS, self.min)
 
     def after_retraction(self, running: Sequence[Req]) -> None:
-        """The estimate was too low: take what those that still run have said by now, and a few steps more."""
+        """The estimate was too low: take what those that still run have said by now, and a few steps more.
+
+        If that is little, because they have only begun, the ratio falls all the same; `decay` then brings it to `min`.
+        """
         expected = sum(len(req.output_ids) for req in running) + STEPS_AHEAD * len(running)
         self.value = min(1.0, expected / (sum(req.max_new_tokens for req in running) + 1))
 

@@ -7,7 +7,11 @@ from m1_single_request.outputs import EngineStats as SingleRequestStats
 
 @dataclass(frozen=True)
 class EngineStats(SingleRequestStats):
-    """m1's totals, and the state of the cache. Sizes are in tokens, and together they are `max_total_tokens`."""
+    """m1's totals, and the state of the cache.
+
+    Sizes are in tokens; what they lack of `max_total_tokens` is in pages that running requests own. `num_prompt_tokens`
+    counts all tokens that were prefilled, a retracted request's again, its outputs included.
+    """
 
     max_total_tokens: int
     """All that the KV memory has room for."""

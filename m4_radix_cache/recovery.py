@@ -105,7 +105,8 @@ def check_memory(running: list[Req], pools: Pools) -> None:
     total = allocator.available_size() + cached + len(own) * allocator.page_size
     assert total == allocator.size, f"{total} of {allocator.size} tokens are accounted for"
     assert rows.available_size() == rows.size - len(running)
-    assert running or not cache.protected_size(), "something is locked, and nobody runs"
+    read = len(shared) * allocator.page_size
+    assert cache.protected_size() == read, f"{cache.protected_size()} tokens are locked, and {read} are read"
 
 
 def pages_of(running: list[Req], pools: Pools) -> tuple[set[int], list[int]]:

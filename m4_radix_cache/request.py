@@ -7,7 +7,7 @@ m1's request, and what a living batch keeps about it. Its KV, once it runs, is o
     |<- prefix_indices, at its start ->|<- extend_input_len ->|
 
 The tree owns whole pages, so the part that is its own begins on a page. What is in flight has slots and is being
-computed. SGLang: `Req` in `managers/schedule_batch.py`; seed of the names: there, too.
+computed. SGLang: `Req` in `managers/schedule_batch.py`.
 """
 
 from typing import Any
@@ -107,8 +107,9 @@ class Req(Request):
 
         The last token must go through the model because its logits give the next one; so a prompt that is cached whole
         counts as one token short. With prompt log-probabilities nothing may be left out. What is found is safe until
-        the next eviction, unless `last_node` is locked.
+        the next eviction, unless `last_node` is locked. Only for a request that has no row: it replaces `last_node`.
         """
+        assert self.req_pool_idx is None, f"{self.rid} has a row, and a lock that this would forget"
         self.fill_ids = self.origin_input_ids + self.output_ids
         match = tree_cache.match_prefix(self.key, self.match_limit)
         self.prefix_indices, self.last_node = match.device_indices, match.last_device_node

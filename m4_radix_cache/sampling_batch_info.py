@@ -171,7 +171,7 @@ class SamplingBatchInfo:
         self._newest = None
 
     def _allow_stops(self, bias: Tensor) -> None:
-        """Rows that have reached their min_tokens keep their logit_bias only."""
+        """Rows that have reached their min_tokens keep their logit_bias only. No step may jump over that position."""
         due = np.flatnonzero(self.positions == self.blocked_until).tolist()
         for i in due:
             own = bias_of([SamplingRow(self.params[i], self.seeds[i], (), ())], self.vocab_size, self.device)

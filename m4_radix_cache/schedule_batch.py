@@ -6,13 +6,12 @@ row, all at once and without a loop over requests. New requests form a batch of 
 merged into the one that runs. SGLang: `ScheduleBatch` in `managers/schedule_batch.py` and `mem_cache/common.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
-import torch
 
-from m1_single_request.request import RequestStatus, Sequence as TokenSequence
+from m1_single_request.request import RequestStatus
 from m3_paged_attention.errors import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -58,7 +57,9 @@ class ScheduleBatch:
         self.rids = [req.rid for req in reqs]
         self.pools = pools
         self.forward_mode = ForwardMode.EXTEND
-        self.batch_is_full = False  # the last attempt to let somebody in failed, and nobody has left since
+        self.batch_is_full = (
+            False  # somebody lacked memory, and nobody has left since: nobody else is asked, a smaller one neither
+        )
         self.input_ids = NOTHING  # int64 [total_tokens]
         self.output_ids = NOTHING  # int64 [batch_size]: the newest token of each, which has no KV yet
         self.req_pool_indices = NOTHING  # int64 [batch_size]
@@ -78,13 +79,11 @@ class ScheduleBatch:
 
     # --- what goes through the model ----------------------------------------------------------------------------------
 
-    def prepare_for_extend(
-        self, *, vocab_size: int, stop_ids: Callable[[TokenSequence], frozenset[int]], device: torch.device
-    ) -> None:
+    def prepare_for_extend(self, sampling_info: SamplingBatchInfo) -> None:
         """Give every request a row and a slot for each token that it lacks, and note what is to be computed.
 
-        The prefixes must be locked. Raises `PartError`, and changes nothing, if there is no room for what was admitted,
-        or nothing to compute.
+        `sampling_info`: the rows of `reqs`, in their order. The prefixes must be locked. Raises `PartError`, and
+        changes nothing, if there is no room for what was admitted, or nothing to compute.
         """
         reqs, pools = self.reqs, self.pools
         if idle := [req.rid for req in reqs if req.extend_input_len < 1]:
@@ -112,12 +111,13 @@ class ScheduleBatch:
         self.input_ids = np.concatenate([np.array(req.fill_ids[len(req.prefix_indices) :]) for req in reqs])
         self.req_pool_indices, self.seq_lens, self.out_cache_loc = np.array(rows), seq_lens, slots
         self.prefix_lens, self.extend_lens = prefix_lens, [req.extend_input_len for req in reqs]
-        self.sampling_info = SamplingBatchInfo.from_reqs(reqs, vocab_size=vocab_size, stop_ids=stop_ids, device=device)
+        self.sampling_info = sampling_info
 
     def prepare_for_decode(self) -> None:
         """One token more for every request. There must be room (`check_decode_mem`)."""
         pools, rows = self.pools, self.req_pool_indices
         assert self.sampling_info is not None
+        assert (pools.req_to_token_pool.lens[rows] == self.seq_lens).all(), "a row has slots unknown to the batch"
         last_locs = pools.req_to_token_pool.last_slots(rows)
         slots = pools.token_to_kv_pool_allocator.alloc_decode(self.seq_lens + 1, last_locs)
         assert slots is not None, "check_decode_mem said that there is room"
@@ -179,6 +179,7 @@ class ScheduleBatch:
         self.req_pool_indices, self.seq_lens = self.req_pool_indices[keep], self.seq_lens[keep]
         self.output_ids = self.output_ids[keep]
         self.input_ids = self.out_cache_loc = NOTHING
+        self.prefix_lens = self.extend_lens = None
         if self.sampling_info is not None:
             self.sampling_info.filter_batch(keep_indices)
 

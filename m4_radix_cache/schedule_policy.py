@@ -17,6 +17,7 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import PartError
 from m4_radix_cache.config import SchedulePolicyName
+from m4_radix_cache.errors import blamed_on
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
 from m4_radix_cache.request import Req
@@ -174,13 +175,11 @@ class _Coming:
 
 def order_of(policy: SchedulePolicy, waiting: Sequence[Req]) -> Order:
     """What the policy decides. Raises `PartError` if it fails, or does not name each of `waiting` exactly once."""
-    part = f"the part 'schedule_policy' ({type(policy).__name__})"
-    try:
+    with blamed_on("schedule_policy", policy):
         order = Order(*map(list, policy.calc_priority(list(waiting))))
         named = sorted(id(req) for reqs in order for req in reqs)
-    except Exception as error:
-        raise PartError(f"{part} failed: {error!r}") from error
     if named != sorted(map(id, waiting)):
+        part = f"the part 'schedule_policy' ({type(policy).__name__})"
         raise PartError(f"{part} must name each of the {len(waiting)} waiting requests once; it named {len(named)}")
     return order
 

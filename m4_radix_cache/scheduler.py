@@ -8,11 +8,14 @@ evicted, then somebody is retracted. SGLang: `Scheduler.get_next_batch_to_run` a
 
 from collections.abc import Iterable
 
+import torch
+
 from m1_single_request.request import FinishError, RequestStatus
 from m1_single_request.sampling_step import SampledTokens
 from m3_paged_attention.errors import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m4_radix_cache.prefill_adder import AddReqResult
+from m4_radix_cache.errors import blamed_on
+from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
 from m4_radix_cache.recovery import Phase, audit, recover
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown, retract
@@ -57,16 +60,8 @@ class Scheduler(SchedulerBase):
         waiting = [req for req in self.waiting_queue if req.to_finish is None]
         if running.batch_is_full or not waiting or not num_places:
             return None
-        adder = self.prefill_adder(
-            tree_cache=self.tree_cache,
-            token_to_kv_pool_allocator=self.pools.token_to_kv_pool_allocator,
-            running=running.reqs,
-            new_token_ratio=self.new_token_ratio.value,
-            max_prefill_tokens=self.max_num_batched_tokens,
-            max_new_reqs=num_places,
-            tracer=self.tracer,
-        )
         try:
+            adder = self._new_adder(num_places)
             order = order_of(self.policy, waiting)
         except PartError as error:  # nobody can be let in, and to ask again would not help
             self.finish_requests([req.rid for req in waiting], FinishError(error))
@@ -75,7 +70,13 @@ class Scheduler(SchedulerBase):
             req.init_next_round_input(self.tree_cache)
             if self.tracer:
                 self.tracer.emit(matched_event(req))
-            result = adder.add_one_req(req)
+            try:
+                with blamed_on("prefill_adder", self.prefill_adder):
+                    result = adder.add_one_req(req)
+            except PartError as error:  # what it has locked nobody knows: the books are made anew
+                recover(self)
+                self.finish_requests([req.rid], FinishError(error))
+                return None
             if result is AddReqResult.NO_TOKEN and not self.running and not adder.can_run_list:
                 self.finish_requests([req.rid], FinishError(outgrown(req, self.pools)))  # alone, and no room: never
             elif result is not AddReqResult.CONTINUE:
@@ -141,13 +142,25 @@ class Scheduler(SchedulerBase):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _new_adder(self, num_places: int) -> PrefillAdder:
+        """What counts whether another prompt fits. Raises `PartError` if the part cannot be made."""
+        with blamed_on("prefill_adder", self.prefill_adder):
+            return self.prefill_adder(
+                tree_cache=self.tree_cache,
+                token_to_kv_pool_allocator=self.pools.token_to_kv_pool_allocator,
+                running=self.running_batch.reqs,
+                new_token_ratio=self.new_token_ratio.value,
+                max_prefill_tokens=self.max_num_batched_tokens,
+                max_new_reqs=num_places,
+                tracer=self.tracer,
+            )
+
     def _start(self, reqs: list[Req]) -> ScheduleBatch | None:
         """A batch of requests that were admitted, their prefixes locked."""
         batch = ScheduleBatch.init_new(reqs, self.pools)
         try:
-            stop_ids = self.updater.stop_checker.stop_ids
-            batch.prepare_for_extend(vocab_size=self.vocab_size, stop_ids=stop_ids, device=self.device)
-        except PartError as error:
+            batch.prepare_for_extend(self._sampling_info(batch.reqs))
+        except (PartError, torch.OutOfMemoryError) as error:  # nothing was taken
             for req in reqs:
                 self.tree_cache.dec_lock_ref(req.last_node)
             self.running_batch.batch_is_full = False

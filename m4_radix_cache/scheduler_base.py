@@ -16,9 +16,11 @@ from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.preemption import PreemptionPolicy
 from m4_radix_cache.config import SchedulerConfig
+from m4_radix_cache.errors import blamed_on
 from m4_radix_cache.new_token_ratio import NewTokenRatio
-from m4_radix_cache.recovery import Phase, check_scheduler
+from m4_radix_cache.recovery import Phase, check_scheduler, recover
 from m4_radix_cache.request import Req
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.schedule_policy import SchedulePolicy
 from m4_radix_cache.scheduler_events import RequestOptions
@@ -93,9 +95,24 @@ class SchedulerBase:
         self.marked |= known  # first: an interrupt may leave one here that is not marked, but none unseen that is
         return [request_id for request_id, request in known.items() if self.updater.mark(request, reason)]
 
+    def give_up(self) -> list[str]:
+        """After `schedule` raised: nothing runs in this step, and nobody's KV is trusted. Returns those who ran."""
+        running = [req.rid for req in self.running]
+        recover(self)
+        self.phase = Phase.IN_FLIGHT
+        return running or list(self.requests)
+
     def check_invariants(self) -> None:
         """Raise AssertionError if queues, batches and memory contradict each other; tests call it after each step."""
         check_scheduler(self)
+
+    def _sampling_info(self, reqs: list[Req]) -> SamplingBatchInfo:
+        """How the next tokens of these requests are chosen. Raises `PartError` if the stop checker fails."""
+        stop_checker = self.updater.stop_checker
+        with blamed_on("stop_checker", stop_checker):
+            return SamplingBatchInfo.from_reqs(
+                reqs, vocab_size=self.vocab_size, stop_ids=stop_checker.stop_ids, device=self.device
+            )
 
     def _send_back(self, reqs: Iterable[Req]) -> None:
         """Let requests that ran wait again. The policy puts them before all others."""
@@ -117,7 +134,9 @@ class SchedulerBase:
             self.running_batch.batch_is_full = False
         elif req in self.waiting_queue:
             self.waiting_queue.remove(req)
-        self.untold.append(req.rid)
+            self.running_batch.batch_is_full = False  # perhaps it was the one that stood in the others' way
+        if self.tracer:
+            self.untold.append(req.rid)
         self.marked.pop(req.rid, None)
         del self.requests[req.rid]  # last: as long as it is here, an interrupted update is made again
         self.updater.trace_end(req)

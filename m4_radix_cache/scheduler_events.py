@@ -84,7 +84,7 @@ class Admit(Event):
     need: int
     """Tokens that it takes now or may say later."""
     rem_total: int
-    """Tokens that are neither taken nor expected to be; `need` is less."""
+    """Tokens that are neither taken nor expected to be; `need` is less, except if it is alone and came back."""
     cur_rem: int
     """Tokens that are not taken yet, expected ones included."""
     rem_input: int

@@ -188,8 +188,12 @@ class BlockHashCache(BasePrefixCache):
 
 
 def _root_digest(extra_key: str | None) -> bytes:
-    """What the first page is chained to. Its length is that of a digest, so nothing can be taken for something else."""
-    return bytes(DIGEST_BYTES) if extra_key is None else _digest(b"", extra_key.encode("utf-8", "surrogatepass"))
+    """What the first page is chained to. Salts have a hash function of their own: whatever a salt says, it has not the
+    digest of a page."""
+    if extra_key is None:
+        return bytes(DIGEST_BYTES)
+    salt = extra_key.encode("utf-8", "surrogatepass")
+    return blake2b(salt, digest_size=DIGEST_BYTES, person=b"cache_salt").digest()
 
 
 def _digest(parent: bytes, data: bytes) -> bytes:

@@ -24,7 +24,8 @@ class Candidate(Protocol):
 
 
 EvictionStrategy = Callable[[Any], Any]
-"""From a node to its rank, anything that can be compared. It may depend on the fields of `Candidate`, nothing else."""
+"""From a node to its rank, anything that can be compared and equals itself (NaN does not). It may depend on the fields
+of `Candidate`, nothing else."""
 
 PROBATION_HITS = 2
 """SLRU protects nodes from which at least so many requests have started."""

@@ -71,7 +71,8 @@ class RadixCache(BasePrefixCache):
     """The tree. All sizes are in tokens, and everything in it is a whole number of pages."""
 
     strategies: ClassVar[Mapping[str, EvictionStrategy]] = STRATEGIES
-    """What goes first, by the name of the policy. A cache of your own may have others."""
+    """What goes first, by the name of the policy. A cache of your own may have others, if its `eviction_policies` names
+    them, too."""
 
     def _start_empty(self) -> None:
         self.root = TreeNode(0, parent=None, edge=b"", key=b"", value=NO_SLOTS)
@@ -295,4 +296,5 @@ class RadixCache(BasePrefixCache):
         is_candidate = not node.children and not node.lock_ref
         assert (node.entry is not None) == is_candidate, f"{node!r} is a candidate wrongly, or should be one"
         if node.entry is not None:
-            assert node.entry[0] == self._candidates.strategy(node), f"{node!r} stands in the heap with an old rank"
+            is_current = node.entry[0] == self._candidates.strategy(node)
+            assert is_current, f"{node!r} had another rank: the strategy must be a function of the node, not NaN"

@@ -16,9 +16,11 @@ from m1_single_request.errors import ConfigError
 from m4_radix_cache.errors import PoolError
 from m4_radix_cache.mem_cache.allocator import Slots
 
+FIRST_ROWS = 64  # the arrays grow with the requests that run at a time
+
 
 class ReqToTokenPool:
-    """`size` rows of `max_context_len` slots. A row belongs to one request from `alloc` to `free`."""
+    """Up to `size` rows of `max_context_len` slots. A row belongs to one request from `alloc` to `free`."""
 
     def __init__(self, *, size: int, max_context_len: int) -> None:
         """Raises `ConfigError` unless there is room for at least one request of one token."""
@@ -26,20 +28,23 @@ class ReqToTokenPool:
             raise ConfigError(f"a pool of {size} rows of {max_context_len} tokens has no room; both must be at least 1")
         self.size = size
         self.max_context_len = max_context_len
-        self.req_to_token: npt.NDArray[np.int32] = np.zeros((size, max_context_len), dtype=np.int32)
-        """`[size, max_context_len]`: the slot of each token. An entry without a token is 0: page 0 is nobody's."""
-        self.lens: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
-        """`[size]`: how many tokens of each row have a slot, the `kv_allocated_len` of its request."""
+        num_rows = min(size, FIRST_ROWS)
+        self.req_to_token: npt.NDArray[np.int32] = np.zeros((num_rows, max_context_len), dtype=np.int32)
+        """`[rows so far, max_context_len]`: the slot of each token. Without a token: 0, for page 0 is nobody's."""
+        self.lens: npt.NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        """`[rows so far]`: how many tokens of each row have a slot, the `kv_allocated_len` of its request."""
         self.clear()
 
     def available_size(self) -> int:
         """Rows that are free."""
-        return len(self._free)
+        return self.size - len(self._in_use) + len(self._free)
 
     def alloc(self, need_size: int) -> list[int] | None:
         """Hand out rows, all entries 0. None, and no change, if there are fewer. The first freed come first."""
-        if need_size > len(self._free):
+        if need_size > self.available_size():
             return None
+        if need_size > len(self._free):
+            self._grow(need_size - len(self._free))
         rows = [self._free.popleft() for _ in range(need_size)]
         for row in rows:
             self._in_use[row] = 1
@@ -51,7 +56,7 @@ class ReqToTokenPool:
         """Take one row or several back. Raises `PoolError`, changing nothing, for a row that is not in use."""
         given = [rows] if isinstance(rows, int | np.integer) else list(rows)
         for row in given:
-            if not (0 <= row < self.size and self._in_use[row]):
+            if not (0 <= row < len(self._in_use) and self._in_use[row]):
                 raise PoolError(f"row {row} is not in use: it was freed already, or never handed out")
         if len(set(given)) < len(given):
             raise PoolError(f"a row is freed twice: {given}")
@@ -87,5 +92,16 @@ class ReqToTokenPool:
 
     def clear(self) -> None:
         """Take all rows back."""
-        self._free = deque(range(self.size))
-        self._in_use = bytearray(self.size)
+        self._free = deque(range(len(self.lens)))
+        self._in_use = bytearray(len(self.lens))
+
+    def _grow(self, missing: int) -> None:
+        """Make at least so many rows more. An interrupt on the way leaves arrays that `clear` makes agree again."""
+        before = len(self._in_use)
+        num_rows = min(self.size, max(2 * before, before + missing))
+        rows = np.zeros((num_rows, self.max_context_len), dtype=np.int32)
+        rows[:before] = self.req_to_token[:before]
+        self.req_to_token = rows
+        self.lens = np.concatenate((self.lens, np.zeros(num_rows - before, dtype=np.int64)))
+        self._in_use.extend(bytes(num_rows - before))
+        self._free.extend(range(before, num_rows))

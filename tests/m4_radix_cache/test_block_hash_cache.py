@@ -40,6 +40,14 @@ def test_a_namespace_enters_the_chain_at_its_head(cache: BlockHashCache) -> None
     assert hit(cache, B, extra_key="tenant") == 0
 
 
+def test_no_salt_stands_for_a_page(cache: BlockHashCache) -> None:
+    """A page of small token ids is valid text: behind 32 zeros it looks like what the first page is hashed from."""
+    page = b"".join(token.to_bytes(4, "little") for token in A)
+    put(cache, A + B)
+    for salt in (bytes(32) + page, page):
+        assert hit(cache, B, extra_key=salt.decode()) == 0
+
+
 def test_no_two_prefixes_share_a_digest(cache: BlockHashCache) -> None:
     """All sequences of up to 3 pages out of 3, in namespaces made to look like tokens, digests or nothing."""
     spaces = [None, "", "\0" * 32, "\x01\0\0\0" * 4, "a", "aa"]

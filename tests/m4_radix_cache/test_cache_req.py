@@ -129,6 +129,16 @@ def test_what_is_shared_under_one_namespace_is_not_under_another(cache: BasePref
     assert [hit(cache, tokens(8), extra_key=name) for name in ("x", "y", None)] == [8, 8, 0]
 
 
+def test_slots_without_kv_are_not_shared_while_their_request_runs(cache: BasePrefixCache) -> None:
+    req = admit(cache, "a", range(6))
+    req.key.append(range(6, 13))
+    extend(cache, req, 13)
+    req.kv_committed_len = 7
+    cache.cache_unfinished_req(req)
+    assert hit(cache, range(13)) == req.cache_protected_len == 4
+    audit(cache, [req])
+
+
 # --- finished ---------------------------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m4_radix_cache import EngineClosedError, EngineDeadError, ForwardError, LLMEngine, ModelConfig
+from m4_radix_cache import EngineClosedError, EngineDeadError, ForwardError, LLMEngine, ModelConfig, sampling_batch_info
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from tests.engine_contract.crowd import NUM_TOKENS, PROMPTS, Answers, answers_of, calls_of, submit
 from tests.m4_radix_cache.engines import (
     MakeEngine,
@@ -260,6 +261,63 @@ def test_a_lost_device_fails_every_request_and_then_every_call(
             call()
     assert engine.stats().num_finished == {"error": 7}
     engine.close()
+
+
+# --- a device that fails while the scheduler makes tensors ------------------------------------------------------------
+
+
+def test_no_memory_for_the_settings_of_a_prompt_fails_those_who_start(
+    make_engine: MakeEngine, make_m1: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = sampling_batch_info.seen_by
+
+    def seen_by(rows: Any, *others: Any) -> Any:
+        if any(row.params.has_penalties for row in rows):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(rows, *others)
+
+    monkeypatch.setattr(sampling_batch_info, "seen_by", seen_by)
+    engine = make_engine(**setting(3, policy="fcfs"))
+    engine.add_request([5, 6, 7], greedy(9), request_id="runs")
+    engine.step(), engine.step()
+    engine.add_request([8, 9], greedy(5, repetition_penalty=1.2), request_id="starts")
+    outputs = run(engine)
+    assert isinstance(outputs["starts"].error, torch.OutOfMemoryError)
+    assert outputs["runs"].token_ids == make_m1().generate([5, 6, 7], greedy(9)).token_ids
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: an illegal memory access", 700)],
+    ids=["memory", "device"],
+)
+@pytest.mark.parametrize("verb", ["merge_batch", "filter_batch", "advance"])
+def test_a_device_that_fails_in_the_books_ends_those_who_run(
+    make_engine: MakeEngine, make_m1: Any, monkeypatch: pytest.MonkeyPatch, verb: str, error: Exception
+) -> None:
+    left, real = [error], getattr(SamplingBatchInfo, verb)
+
+    def fails(self: Any, *args: Any) -> Any:
+        if left:
+            raise left.pop()
+        return real(self, *args)
+
+    monkeypatch.setattr(SamplingBatchInfo, verb, fails)
+    engine = make_engine(**setting(2, policy="fcfs"))
+    engine.add_request([5, 6, 7], greedy(3), request_id="a")
+    engine.step()
+    engine.add_request([8, 9], greedy(6), request_id="b")
+    engine.add_request([10], greedy(6), request_id="waits")
+    outputs = run(engine)
+    assert not left and outputs.keys() == {"a", "b", "waits"}
+    if isinstance(error, torch.AcceleratorError):
+        assert isinstance(engine.engine_core.dead, EngineDeadError)
+        assert all(isinstance(output.error, EngineDeadError) for output in outputs.values() if output.error)
+        engine.close()
+        return
+    assert any(output.error is error for output in outputs.values()) and outputs["waits"].error is None
+    assert outputs["waits"].token_ids == make_m1().generate([10], greedy(6)).token_ids
+    check_flushed(engine)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from m1_single_request.stop_checker import StopChecker
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache import KVCapacityError, LLMEngine, PartError
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
@@ -176,6 +177,62 @@ def test_an_adder_that_cannot_count_is_no_endless_loop(
     assert all(isinstance(output.error, PartError) for output in outputs.values())
 
 
+class RaisesForOne(PrefillAdder):
+    """Cannot cope with a prompt of two tokens, and has locked something by then."""
+
+    def add_one_req(self, req: Any) -> AddReqResult:
+        result = super().add_one_req(req)
+        if len(req.origin_input_ids) == 2:
+            raise RuntimeError("a bug")
+        return result
+
+
+def test_an_adder_that_raises_ends_whom_it_was_asked_about_and_no_other(make_engine: MakeEngine, make_m1: Any) -> None:
+    engine = make_engine({"prefill_adder": RaisesForOne}, **setting(4, policy="fcfs"))
+    prompts = {"runs": [5, 6, 7], "before": [8], "asked": [9, 10], "behind": [11, 12, 13]}
+    engine.add_request(prompts["runs"], greedy(9), request_id="runs")
+    engine.step(), engine.step()
+    for rid in ("before", "asked", "behind"):
+        engine.add_request(prompts[rid], greedy(9), request_id=rid)
+    outputs = run(engine)
+    error = outputs.pop("asked").error
+    assert isinstance(error, PartError) and "'prefill_adder' (RaisesForOne) failed: RuntimeError('a bug')" in str(error)
+    for rid, output in outputs.items():
+        assert output.token_ids == make_m1().generate(prompts[rid], greedy(9)).token_ids, rid
+
+
+def test_an_adder_that_cannot_be_made_ends_those_who_wait(make_engine: MakeEngine) -> None:
+    class CannotBeMade(PrefillAdder):
+        def __init__(self, *, running: Any, **settings: Any) -> None:
+            if running:
+                raise RuntimeError("a bug")
+            super().__init__(running=running, **settings)
+
+    engine = make_engine({"prefill_adder": CannotBeMade}, **setting(4))
+    engine.add_request([5, 6], greedy(4), request_id="runs")
+    engine.step(), engine.step()
+    engine.add_request([7], greedy(4), request_id="waits")
+    outputs = run(engine)
+    assert isinstance(outputs["waits"].error, PartError) and len(outputs["runs"].token_ids) == 4
+
+
+def test_a_stop_checker_that_raises_at_the_start_ends_those_who_start(make_engine: MakeEngine) -> None:
+    class Raises(StopChecker):
+        def stop_ids(self, sequence: Any) -> frozenset[int]:
+            if sequence.data.prompt_token_ids[0] == 9:
+                raise RuntimeError("a bug")
+            return super().stop_ids(sequence)
+
+    engine = make_engine({"stop_checker": Raises}, **setting(4))
+    engine.add_request([5, 6], greedy(4), request_id="runs")
+    engine.step(), engine.step()
+    engine.add_request([9, 7], greedy(4, min_tokens=2), request_id="starts")
+    outputs = run(engine)
+    error = outputs["starts"].error
+    assert isinstance(error, PartError) and "'stop_checker' (Raises)" in str(error)
+    assert len(outputs["runs"].token_ids) == 4
+
+
 # --- a prefix cache ---------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +293,10 @@ def test_a_cache_that_frees_nothing_when_a_decode_needs_room_ends_with_an_error_
 def test_a_cache_that_raises_is_a_bug_that_the_engine_survives(
     make_engine: MakeEngine, expected: dict[str, tuple[int, ...]], verb: str
 ) -> None:
-    """As m3's KV manager: whoever calls `step` hears of it, and what was decided is undone."""
+    """As m3's KV manager: whoever calls `step` hears of it, and what was decided is undone.
+
+    In the adder, which takes the first lock of a request, it ends that request.
+    """
     left = [ValueError("a bug")]
 
     def raises(self: Any, *args: Any) -> Any:
@@ -262,7 +322,9 @@ def test_a_cache_that_raises_is_a_bug_that_the_engine_survives(
         assert not any(last[rid].finished for rid in outputs.keys() & last.keys())
         last |= outputs
         check_step(engine)
-    assert errors == 1 and {rid: output.token_ids for rid, output in last.items()} == expected
+    ended = [rid for rid, output in last.items() if isinstance(output.error, PartError)]
+    assert (errors, len(ended)) == ((0, 1) if verb == "inc_lock_ref" else (1, 0))
+    assert all(output.token_ids == expected[rid] for rid, output in last.items() if rid not in ended)
     check_drained(engine)
 
 

@@ -26,6 +26,23 @@ def test_too_few_rows_give_none_and_nothing_changes() -> None:
     assert pool.available_size() == 2 and pool.alloc(2) == [1, 2] and pool.alloc(0) == []
 
 
+def test_rows_are_made_when_they_are_needed_and_keep_what_they_hold() -> None:
+    pool = ReqToTokenPool(size=10**15, max_context_len=4)
+    first = pool.alloc(2) or []
+    pool.write(first[1], 0, np.array([7, 8, 9]))
+    more = pool.alloc(500) or []
+    assert sorted([*first, *more]) == list(range(502)) and pool.available_size() == 10**15 - 502
+    pool.write(more[-1], 1, np.array([5]))
+    assert pool.read(first[1], 0, 4).tolist() == [7, 8, 9, 0] and pool.lens[first[1]] == 3
+    assert pool.read(more[-1], 0, 4).tolist() == [0, 5, 0, 0] and pool.lens[more[-1]] == 2
+    with pytest.raises(PoolError):
+        pool.free(10**14)
+    pool.free([*first, *more])
+    assert pool.available_size() == 10**15
+    pool.clear()
+    assert pool.available_size() == 10**15 and pool.alloc(1) == [0]
+
+
 def test_a_row_holds_what_was_written_and_reading_copies_it() -> None:
     pool = ReqToTokenPool(size=2, max_context_len=6)
     (row,) = pool.alloc(1) or []

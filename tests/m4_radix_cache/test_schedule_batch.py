@@ -12,6 +12,7 @@ from m3_paged_attention.errors import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from tests.m4_radix_cache.caches import make_cache, put
 from tests.testbed.fakes import CPU, VOCAB_SIZE, make_request
@@ -38,7 +39,11 @@ def admit(pools: Pools, req: Req) -> None:
 
 def extend(pools: Pools, reqs: Sequence[Req]) -> ScheduleBatch:
     batch = ScheduleBatch.init_new(reqs, pools)
-    batch.prepare_for_extend(vocab_size=VOCAB_SIZE, stop_ids=lambda sequence: frozenset(), device=CPU)
+    no_stop_ids: frozenset[int] = frozenset()
+    info = SamplingBatchInfo.from_reqs(
+        batch.reqs, vocab_size=VOCAB_SIZE, stop_ids=lambda sequence: no_stop_ids, device=CPU
+    )
+    batch.prepare_for_extend(info)
     return batch
 
 
@@ -118,6 +123,16 @@ def test_a_batch_that_finds_no_room_changes_nothing_and_says_so(num_pages: int, 
     allocator, rows = pools.token_to_kv_pool_allocator, pools.req_to_token_pool
     assert allocator.available_size() == allocator.size and rows.available_size() == rows.size
     assert all(req.req_pool_idx is None for req in reqs)
+
+
+def test_a_batch_with_nothing_to_compute_is_refused_and_takes_nothing() -> None:
+    pools = make_pools()
+    req = req_of(pools, "a", [1, 2, 3])
+    req.extend_input_len = 0
+    with pytest.raises(PartError, match="nothing is left to compute of a"):
+        extend(pools, [req])
+    allocator, rows = pools.token_to_kv_pool_allocator, pools.req_to_token_pool
+    assert allocator.available_size() == allocator.size and rows.available_size() == rows.size
 
 
 def test_an_extend_evicts_exactly_what_it_lacks() -> None:

@@ -223,6 +223,25 @@ def test_a_hit_is_not_evicted_for_whoever_makes_it() -> None:
     bed.drain()
 
 
+def test_a_hit_is_counted_once_for_each_request_that_joins_and_never_for_a_look() -> None:
+    """Without this LFU and SLRU are LRU with longer names."""
+    bed = make_radix_bed(num_tokens=40)
+    bed.add(9, max_tokens=1), bed.drain()
+    tree = bed.pools.tree_cache
+    assert isinstance(tree, RadixCache)
+
+    def num_hits() -> int:
+        return sum(node.hit_count for node in tree.root.children.values())
+
+    assert num_hits() == 0
+    bed.add(12, same_as="r0", max_tokens=20), bed.step()
+    assert num_hits() == 1
+    bed.add(14, same_as="r0", max_tokens=20), bed.step()
+    assert bed.waiting() == ["r2"] and num_hits() == 1, "it was looked up and refused"
+    bed.drain()
+    assert num_hits() == 2
+
+
 # --- who is let in ----------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +263,23 @@ def test_who_was_refused_for_memory_is_not_asked_again_before_somebody_leaves() 
     while "r0" not in bed.ended:
         bed.step()
     assert len(bed.events("not_admitted")) == 1
+    bed.drain()
+
+
+def test_whoever_was_refused_and_gives_up_stands_in_nobodys_way() -> None:
+    bed = make_radix_bed(num_tokens=20)
+    bed.add(8, max_tokens=8), bed.step()
+    bed.add(10, max_tokens=6), bed.add(1, max_tokens=1), bed.step()
+    bed.abort("r1"), bed.step()
+    assert bed.step().counts == {"r2": 1}
+    bed.drain()
+
+
+def test_whoever_ends_with_its_first_token_leaves_room_for_those_who_were_refused() -> None:
+    bed = make_radix_bed(num_tokens=20)
+    bed.add(8, max_tokens=1), bed.add(10, max_tokens=6)
+    assert bed.step().ended == {"r0": "length"} and bed.waiting() == ["r1"]
+    assert bed.step().counts == {"r1": 10}
     bed.drain()
 
 
@@ -426,6 +462,12 @@ def test_a_step_without_a_result_sends_its_requests_back(mode: str) -> None:
     assert bed.drain(limit=100) == {"r0": "length", "r1": "length"}
 
 
+def test_nothing_is_kept_for_a_trace_that_nobody_reads() -> None:
+    bed = make_radix_bed(trace=False)
+    bed.add(4, max_tokens=1), bed.drain()
+    assert bed.scheduler.untold == []
+
+
 # --- what the invariants notice ---------------------------------------------------------------------------------------
 
 
@@ -472,6 +514,24 @@ def forget_a_lock(bed: RadixBed) -> None:
     bed.pools.tree_cache.dec_lock_ref(bed.reqs["r0"].last_node)
 
 
+def read_what_is_free(bed: RadixBed) -> None:
+    rows, allocator = bed.pools.req_to_token_pool, bed.pools.token_to_kv_pool_allocator
+    page = np.setdiff1d(np.arange(1, allocator.num_pages + 1), allocator.owned_pages())[0]
+    rows.req_to_token[bed.reqs["r0"].req_pool_idx, :2] = page * 2 + np.arange(2)
+
+
+def read_what_another_one_owns(bed: RadixBed) -> None:
+    rows = bed.pools.req_to_token_pool
+    first, second = (bed.reqs[rid].req_pool_idx for rid in ("r0", "r1"))
+    rows.req_to_token[first, 0] = rows.req_to_token[second, 4]
+
+
+def read_what_another_one_has_cached(bed: RadixBed) -> None:
+    rows = bed.pools.req_to_token_pool
+    first, second = (bed.reqs[rid].req_pool_idx for rid in ("r0", "r1"))
+    rows.req_to_token[first, :4] = rows.req_to_token[second, :4]
+
+
 def lock_twice(bed: RadixBed) -> None:
     bed.pools.tree_cache.inc_lock_ref(bed.reqs["r0"].last_node)
 
@@ -502,6 +562,10 @@ FAULTS = [
     free_what_is_cached,
     free_what_is_in_use,
     share_a_page_of_its_own,
+    forget_a_lock,
+    read_what_is_free,
+    read_what_another_one_owns,
+    read_what_another_one_has_cached,
     keep_a_row,
     count_a_token_twice,
     let_too_many_run,
