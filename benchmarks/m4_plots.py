@@ -75,7 +75,8 @@ def hit_rate(part: Part) -> Figure:
             color="0.4",
             **SMALL,
         )
-        for name, color in STRATEGIES.items():
+        for name in part["strategies"]:
+            color = STRATEGIES.get(name, "C5")
             rates = [100 * rate for rate in part["strategies"][name][who]]
             style: Part = {"lw": 4, "alpha": 0.45} if name == "lru" else {}  # others lie on it
             axis.plot(sizes, rates, "o-", color=color, ms=4, label=f"tree, {name}", **style)

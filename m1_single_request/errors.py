@@ -11,7 +11,7 @@ def shown(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python writes no number of more than some thousand digits
-        text = f"a {type(value).__name__} with a number of thousands of digits"
+        text = "a number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -5,6 +5,7 @@ the weights come in, and which backend runs. `execution` of m2 is gone: a flat b
 `ModelConfig`, `CacheConfig`, `SchedulerConfig`; SGLang: `ServerArgs`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -125,9 +126,10 @@ class EngineConfig:
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`."""
-    if not isinstance(value, str) or value not in get_args(choices):
-        raise ConfigError(f"{name}={shown(value)} is unknown: use {' or '.join(get_args(choices))}")
+    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`, or of a mapping's keys."""
+    known = tuple(choices) if isinstance(choices, Mapping) else get_args(choices)
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{name}={shown(value)} is unknown: use {' or '.join(known)}")
 
 
 def check_share(name: str, value: Any) -> None:

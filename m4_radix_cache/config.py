@@ -19,10 +19,10 @@ from m3_paged_attention.config import (
     check_share,
     check_token_budget,
 )
+from m4_radix_cache.mem_cache.eviction import STRATEGIES
 
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
 PrefixCacheName = Literal["radix", "hash", "chunk"]
-EvictionPolicyName = Literal["lru", "lfu", "fifo", "slru", "priority"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +64,10 @@ class CacheConfig:
     prefix_cache: PrefixCacheName = "radix"
     """How requests find what others computed. `radix`: a tree of tokens (SGLang), or the part `prefix_cache` if it is
     yours. `hash`: a table of hashed pages (vLLM). `chunk`: nothing is shared."""
-    eviction_policy: EvictionPolicyName = "lru"
+    eviction_policy: str = "lru"
     """What goes first when room is needed: the least recently used, the least frequently used (`lfu`), the oldest
-    (`fifo`), what was used only once (`slru`), the lowest `priority=`."""
+    (`fifo`), what fewer than two requests have started from (`slru`), the lowest `priority=`; or any other of the
+    `STRATEGIES`."""
     max_total_tokens: int | None = None
     """Exactly so many tokens, less what does not fill a page, even if the longest request does not fit (it then fails
     alone)."""
@@ -81,7 +82,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_whole_number("page_size", self.page_size, low=1)
         check_choice("prefix_cache", self.prefix_cache, PrefixCacheName)
-        check_choice("eviction_policy", self.eviction_policy, EvictionPolicyName)
+        check_choice("eviction_policy", self.eviction_policy, STRATEGIES)
         check_whole_number("kv_cache_memory_bytes", self.kv_cache_memory_bytes, low=1, optional=True)
         check_whole_number("max_total_tokens", self.max_total_tokens, low=1, optional=True)
         if not isinstance(self.debug, bool):

@@ -22,7 +22,6 @@ from m3_paged_attention.block_pool import blocks_for
 from m3_paged_attention.config import AttentionBackend, LoadFormat
 from m4_radix_cache.config import (
     CacheConfig,
-    EvictionPolicyName,
     PrefixCacheName,
     SchedulePolicyName,
     SchedulerConfig,
@@ -33,6 +32,7 @@ from m4_radix_cache.demo_parts.tour import tour
 from m4_radix_cache.demo_parts.user import User
 from m4_radix_cache.input_processor import check_cache_salt, check_priority
 from m4_radix_cache.llm_engine import LLMEngine
+from m4_radix_cache.mem_cache.eviction import STRATEGIES
 
 NUM_USERS = 5
 PLENTY = 8192  # tokens, in parts 1 and 2 of the tour: enough, and numbers that a reader can add up
@@ -81,7 +81,7 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     )
     sharing.add_argument(
         "--eviction-policy",
-        choices=get_args(EvictionPolicyName),
+        choices=tuple(STRATEGIES),
         default="lru",
         help="what goes first when room is needed; default: lru; the others are for --cache radix",
     )

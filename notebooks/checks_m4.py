@@ -163,7 +163,7 @@ def _check_locked(cache: BasePrefixCache, locked: Sequence[tuple[Any, RadixKey, 
     try:
         cache.check_invariants()
     except AssertionError as error:
-        if "old rank" in str(error):
+        if "another rank" in str(error):
             raise Mismatch(
                 "A rank has changed while its node stood in the heap. It may depend on what the cache watches, "
                 "`last_access_time`, `creation_time`, `hit_count`, `priority` and `id`, and on nothing else."
@@ -215,7 +215,7 @@ def _compare_match(match: Any, cache: RadixCache, tokens: list[int], page_size: 
     wanted = _find(cache, tokens)
     if _paths(root) != before:
         raise Mismatch("match() has changed the tree. This one only looks; to split is the next exercise.")
-    if not isinstance(got, Sequence) or list(got) != wanted:
+    if not isinstance(got, Sequence | np.ndarray) or list(got) != wanted:
         raise Mismatch(
             f"In a tree of {_told(before)}, pages of {page_size}: of {tokens} the slots {wanted} are found, you say "
             f"{short(got)}.{' ' if hint else ''}{hint}"
@@ -435,7 +435,7 @@ def grade_who_goes_first(who_goes_first: WhoGoesFirst) -> str:
         got = who_goes_first(waiting, _cached_a, 4)
         if [(name, tokens) for name, tokens in prompts.items()] != waiting:
             raise Mismatch("who_goes_first() changes the list of those that wait.")
-        if not (isinstance(got, tuple) and len(got) == 2):
+        if not (isinstance(got, tuple | list) and len(got) == 2 and all(isinstance(names, list) for names in got)):
             raise Mismatch(f"Two lists of names are wanted, who goes and who is held back; you return {short(got)}.")
         order, held_back = map(list, got)
         if sorted(order + held_back) != sorted(prompts):
@@ -491,11 +491,15 @@ CAPACITIES = {
 }
 
 
+WATCHED = ("last_access_time", "creation_time", "hit_count", "priority", "id", "lock_ref")
+
+
 @grader("m4.strategy")
 def grade_strategy(strategy: EvictionStrategy) -> str:
     """`strategy(node)`: the rank of a leaf; the smallest goes first. Must find more than FIFO, with little and much."""
     hour = recorded_hour()
-    replay(hour[:150], 32 * 1024, strategy, num_locked=3)
+    watched = _watching(strategy)
+    replay(hour[:150], 32 * 1024, watched, num_locked=3)
     found = []
     for size, hint in CAPACITIES.items():
         mine, first_out = replay(hour, size, strategy), _found_by("fifo", size)
@@ -508,6 +512,21 @@ def grade_strategy(strategy: EvictionStrategy) -> str:
             f"{mine:.1%} with room for {size:,} tokens (FIFO {first_out:.1%}, SLRU {_found_by('slru', size):.1%})"
         )
     return f"You find {' and '.join(found)}."
+
+
+def _watching(strategy: EvictionStrategy) -> EvictionStrategy:
+    """The same, unless it returns nothing or changes a node."""
+
+    def rank_of(node: TreeNode) -> Any:
+        before = [getattr(node, name) for name in WATCHED]
+        rank = strategy(node)
+        if rank is None:
+            raise Mismatch("strategy() returns nothing: is a `return` missing?")
+        if [getattr(node, name) for name in WATCHED] != before:
+            raise Mismatch("strategy() changes the node. A strategy ranks nodes and changes nothing.")
+        return rank
+
+    return rank_of
 
 
 @functools.cache
@@ -599,6 +618,8 @@ def _difference(sizes: tuple[int, int, int], right: tuple[int, int, int]) -> str
         if sizes[2] < right[2]
         else " Its duplicates hold what the tree holds, and are not free."
         if sizes[0] < right[0]
+        else " A lock was never taken back: `_move_lock` takes the new one and gives back the old one."
+        if sizes[2] > right[2]
         else ""
     )
     return f"there are {told}.{hint}"

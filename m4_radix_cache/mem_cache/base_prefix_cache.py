@@ -183,7 +183,7 @@ class BasePrefixCache(ABC):
     def cache_finished_req(self, req: CacheableReq, *, is_insert: bool = True) -> None:
         """The request ends: what it computed stays in the cache, everything else that it held is free.
 
-        Without `is_insert` (an abort, a retraction) its own tokens are freed, too. Afterwards it has no row, no lock
+        Without `is_insert` (an error, a retraction) its own tokens are freed, too. Afterwards it has no row, no lock
         and no KV.
         """
         row = _row_of(req)

@@ -15,7 +15,7 @@ PROMPT = [21, 22, 23]
 
 
 def test_an_unknown_or_finished_request_cannot_be_aborted(engine: LLMEngine) -> None:
-    assert not engine.abort_request("nobody")
+    assert not any(engine.abort_request(name) for name in ("nobody", None, 5, [], {}))
     rid = engine.generate("a", greedy(2)).request_id
     assert not engine.abort_request(rid)
     assert engine.step() == {}

@@ -180,3 +180,11 @@ def test_what_is_not_needed_for_running_is_of_use_for_the_cache(make_engine: Mak
     """A default pool is larger than all that may run: what ended stays."""
     engine = make_engine(scheduler_config=SchedulerConfig(max_num_seqs=1))
     assert engine.stats().max_total_tokens > MAX_MODEL_LEN
+
+
+def test_as_many_may_run_as_anybody_likes(make_engine: MakeEngine) -> None:
+    """Rows are made when they are needed; memory decides how many that are."""
+    engine = make_engine(**setting(10**12))
+    outputs = engine.generate_batch([[5 + n % 90, 6 + n % 7] for n in range(200)], greedy(2), progress=False)
+    assert all(len(output.token_ids) == 2 for output in outputs.values())
+    check_drained(engine)

@@ -38,6 +38,7 @@ EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
         (SchedulerConfig, {"schedule_conservativeness": -0.1}, "schedule_conservativeness=-0.1 must be a number of at"),
         (SchedulerConfig, {"schedule_conservativeness": float("nan")}, "schedule_conservativeness=nan"),
         (SchedulerConfig, {"schedule_conservativeness": float("inf")}, "schedule_conservativeness=inf"),
+        (SchedulerConfig, {"schedule_conservativeness": 10**400}, "schedule_conservativeness=1000"),
         (SchedulerConfig, {"schedule_conservativeness": True}, "schedule_conservativeness=True"),
         (SchedulerConfig, {"schedule_conservativeness": "1"}, "schedule_conservativeness='1'"),
         (SchedulerConfig, {"schedule_conservativeness": None}, "schedule_conservativeness=None"),

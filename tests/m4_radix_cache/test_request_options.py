@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from m1_single_request.errors import shown
 from m4_radix_cache import InvalidRequestError, LLMEngine
 from tests.m4_radix_cache.engines import MakeEngine, Recorder, check_drained, greedy, ids, run, setting, unfinished
 
@@ -28,6 +29,7 @@ WRONG = [
     ({"priority": None}, "priority=None"),
     ({"priority": 2**63}, "priority=9223372036854775808 must be a whole number of at most 63 bits"),
     ({"priority": -(2**63)}, "priority=-9223372036854775808"),
+    ({"priority": 10**5000}, "priority=a number of thousands of digits must be"),
     ({"priority": [1]}, r"priority=\[1\]"),
     ({"cache_salt": ""}, "cache_salt='' must be a string that is not empty"),
     ({"cache_salt": 7}, "cache_salt=7"),
@@ -36,7 +38,7 @@ WRONG = [
     ({"salt": "tenant"}, "salt= is unknown here: .*takes request_id, priority, cache_salt"),
     ({"priority": 1, "cache_salt": False}, "cache_salt=False"),
 ]
-each_wrong = pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda value: str(value))
+each_wrong = pytest.mark.parametrize(("options", "message"), WRONG, ids=shown)
 
 
 @pytest.mark.parametrize("name", CALLS)

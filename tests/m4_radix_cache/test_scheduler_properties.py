@@ -12,7 +12,8 @@ from typing import Any, get_args
 from hypothesis import given, settings, strategies as st
 
 from m3_paged_attention.errors import KVCapacityError
-from m4_radix_cache.config import EvictionPolicyName, SchedulePolicyName
+from m4_radix_cache.config import SchedulePolicyName
+from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from tests.testbed.bed import Step
 from tests.testbed.radix import CACHES, RadixBed, make_radix_bed
 from tests.testbed.radix_runner import answer_of
@@ -83,7 +84,7 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 3)
     """Some requests and some limits; `disturbed`: with all kinds of accidents."""
     max_num_seqs = draw(st.sampled_from([1, 2, 3, 8]))
     prefix_cache = draw(st.sampled_from(list(CACHES)))
-    policies = get_args(EvictionPolicyName) if prefix_cache == "radix" else ("lru",)
+    policies = tuple(STRATEGIES) if prefix_cache == "radix" else ("lru",)
     limits = Limits(
         num_tokens=4 * draw(st.sampled_from([2, 3, 4, 6, 9, 14, 40])),
         page_size=draw(st.sampled_from([1, 2, 4])),

@@ -318,7 +318,7 @@ WRONG_CACHES = [
     (caching(free="nothing"), "of 224 tokens are accounted for"),
     (caching(free="the row's"), "The audit fails after step 1"),
     (caching(free="all"), "page 1 is not in use: it was freed already"),
-    (caching(lock=False), "After step 1 there are"),
+    (caching(lock=False), "0 tokens are locked, and 64 are read"),
     (caching(protect=False), "The audit fails after step 1"),
     (caching(prefix=False), "The prefix_indices of"),
     (KeepsItsOwn, "Its duplicates hold what the tree holds, and are not free"),
