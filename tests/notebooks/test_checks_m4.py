@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import m4_trace
 from benchmarks.m4_eviction import Server, prepared, replay as careful_replay
-from benchmarks.m4_traffic import recorded
+from benchmarks.m4_traffic import FILE, as_csv, generate, recorded
 from m4_radix_cache import CacheConfig, ModelConfig, SchedulerConfig
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
@@ -252,6 +252,10 @@ WRONG_STRATEGIES = [
 @pytest.mark.parametrize(("answer", "hint"), WRONG_STRATEGIES)
 def test_a_strategy_that_is_no_better_is_met_with_what_it_keeps(answer, hint):
     assert_refused("m4.strategy", answer, hint)
+
+
+def test_the_recorded_day_is_the_one_that_the_generator_draws():
+    assert FILE.read_text(encoding="utf-8") == as_csv(generate())
 
 
 @pytest.mark.parametrize(("policy", "capacity"), [("slru", 16 * 1024), ("lru", 64 * 1024)])
