@@ -52,7 +52,7 @@ EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
         (
             CacheConfig,
             {"eviction_policy": "mru"},
-            "eviction_policy='mru' is unknown: use lru or lfu or fifo or slru or priority",
+            "eviction_policy='mru' is unknown: use lru or lfu or fifo",
         ),
         (CacheConfig, {"eviction_policy": None}, "eviction_policy=None"),
         (CacheConfig, {"max_total_tokens": 0}, "max_total_tokens=0"),
