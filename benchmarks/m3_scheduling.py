@@ -61,7 +61,7 @@ def scheduling(*, num_steps: int, num_sequences: int = NUM_SEQUENCES) -> dict[st
         decision = scheduler.schedule()
         decided.append(time.perf_counter() - begin)
         ids = list(decision.num_scheduled_tokens)
-        output = ModelRunnerOutput(ids, [[TOKEN] for _ in ids], [None] * len(ids))
+        output = ModelRunnerOutput(ids, [[TOKEN] for _ in ids], [[None]] * len(ids))
         begin = time.perf_counter()
         scheduler.update_from_output(decision, output)
         committed.append(time.perf_counter() - begin)

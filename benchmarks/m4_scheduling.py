@@ -88,7 +88,7 @@ def make_scheduler(num_sequences: int, num_steps: int) -> Scheduler:
 
 def output_of(ids: list[str]) -> ModelRunnerOutput:
     """The same token for everybody."""
-    return ModelRunnerOutput(ids, [[TOKEN] for _ in ids], [None] * len(ids))
+    return ModelRunnerOutput(ids, [[TOKEN] for _ in ids], [[None]] * len(ids))
 
 
 def m4_stepper(num_sequences: int, num_steps: int) -> Callable[[], Times]:

@@ -105,5 +105,7 @@ def make_metrics(request: Request) -> RequestMetrics:
         finished_time=request.finished_time,
         num_prompt_tokens=request.sequence.get_prompt_len(),
         cached_tokens=request.cached_tokens,
+        num_draft_tokens=request.num_draft_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
         num_output_tokens=request.num_output_tokens,
     )

@@ -49,6 +49,10 @@ class RequestMetrics:
     cached_tokens: int
     """Prompt tokens whose KV was there already (from m4 on)."""
     num_output_tokens: int
+    num_draft_tokens: int = 0
+    """Output tokens that were guessed and then verified by the model (from m5 on)."""
+    num_accepted_tokens: int = 0
+    """Those among them that were right."""
 
     @property
     def time_to_first_token(self) -> float | None:

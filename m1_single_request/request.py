@@ -4,6 +4,7 @@ The scheduled unit is a `Request` with exactly one `Sequence`. Only the schedule
 same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the family of finish reasons is SGLang's.
 """
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -133,6 +134,16 @@ class SimpleStops(NamedTuple):
     """before it has so many output tokens."""
 
 
+class SequenceMark(NamedTuple):
+    """How far a sequence had come."""
+
+    num_output: int
+    num_computed_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    text: Any
+    """The detokenizer's own mark."""
+
+
 class Sequence:
     """One growing sequence of tokens and its text."""
 
@@ -176,21 +187,31 @@ class Sequence:
         self._num_read += 1
         self.data.output_token_ids.append(token_id)
 
-    def mark(self) -> tuple[int, int, Any]:
+    def mark(self) -> SequenceMark:
         """A point to `rewind` to."""
-        return len(self.data.output_token_ids), self.data.num_computed_tokens, self.detokenizer.mark()
+        data = self.data
+        return SequenceMark(
+            len(data.output_token_ids), data.num_computed_tokens, data.prompt_logprobs, self.detokenizer.mark()
+        )
 
-    def rewind(self, mark: tuple[int, int, Any]) -> None:
+    def rewind(self, mark: SequenceMark) -> None:
         """Forget every token, and its text, since `mark`."""
-        num_output, self.data.num_computed_tokens, text = mark
+        num_output, self.data.num_computed_tokens, self.data.prompt_logprobs, text = mark
         del self.data.output_token_ids[num_output:], self.data.output_logprobs[num_output:]
         self._num_read = num_output
         self._detokenizer.rewind(text)
         self.text_end = None
 
-    def set_prompt_logprobs(self, rows: list[LogprobRow]) -> None:
-        """Record the log-probabilities of the prompt's tokens after the first, which has none."""
-        self.data.prompt_logprobs = [None, *(self._named(row) for row in rows)]
+    def add_prompt_logprobs(self, rows: SequenceOf[LogprobRow]) -> None:
+        """Record the log-probabilities of the prompt's tokens after the first, which has none; or of some of them, in
+        their order (from m5 on). Once all are there, the next ones begin anew."""
+        known = [None] if self.has_prompt_logprobs else self.data.prompt_logprobs or [None]
+        self.data.prompt_logprobs = [*known, *(self._named(row) for row in rows)]
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether all of the prompt's tokens have their log-probabilities."""
+        return self.data.prompt_logprobs is not None and len(self.data.prompt_logprobs) >= self.get_prompt_len()
 
     def _named(self, row: LogprobRow | None) -> TokenLogprobs | None:
         if row is None:
@@ -232,6 +253,8 @@ class Request:
         self.sampling_params = sequence.sampling_params
         self.seed = seed
         self.cached_tokens = 0  # prompt tokens whose KV was there already: nothing is ever cached before m4
+        self.num_draft_tokens = 0  # output tokens that were guessed and verified: nothing is guessed before m5
+        self.num_accepted_tokens = 0  # those among them that were right
         self.final_only = False  # its caller reads only the last output, so no other is made (vLLM: FINAL_ONLY)
         self.status = RequestStatus.WAITING
         self.to_finish: BaseFinishReason | None = None  # why it will end, once known; takes effect at an update

@@ -58,8 +58,9 @@ class RequestUpdater:
     def commit(self, request: Request, sampled: SampledTokens, *, num_new_kv: int) -> None:
         """Append the tokens that the stop checker accepts, and mark the request if they end it.
 
-        `num_new_kv`: how many of its tokens got their KV in this step. Whatever a part raises here (a tokenizer of
-        somebody's own, say) marks this request alone to end with that error.
+        `num_new_kv`: how many of the tokens that it had got their KV in this step. Of several accepted tokens all but
+        the last one have theirs, too. Whatever a part raises here (a tokenizer of somebody's own, say) marks this
+        request alone to end with that error.
         """
         sequence = request.sequence
         before = sequence.mark()
@@ -69,9 +70,9 @@ class RequestUpdater:
             for token_id, row in zip(sampled.token_ids[: verdict.num_accepted], sampled.logprobs, strict=False):
                 sequence.add_token_id(token_id, row)
             if sampled.prompt_logprobs is not None:
-                sequence.set_prompt_logprobs(list(sampled.prompt_logprobs))
+                sequence.add_prompt_logprobs(sampled.prompt_logprobs)
             sequence.text_end = verdict.text_end
-            sequence.data.num_computed_tokens += num_new_kv
+            sequence.data.num_computed_tokens += num_new_kv + verdict.num_accepted - 1
             new_text = sequence.detokenizer.text[shown:] if self.tracer else ""
             if request.to_finish is None:  # an abort may have come meanwhile
                 request.to_finish = verdict.finish_reason

@@ -61,7 +61,7 @@ class EngineCore(EngineCoreBase):
         if not scheduler_output.is_empty:
             try:
                 said = self.executor.execute_model(scheduler_output)  # 2 execute
-                output = checked(said, scheduler_output.num_scheduled_tokens)
+                output = checked(said, dict.fromkeys(scheduler_output.num_scheduled_tokens, 1))
                 self._fail_each(output.errors)
             except Exception as error:
                 self._fail(scheduler_output.num_scheduled_tokens, error)

@@ -6,7 +6,7 @@ From m3 on the sampler runs next to the model, so what crosses the executor upwa
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,8 @@ class ModelRunnerOutput:
     """Whoever got a token; a request whose row could not be used stands in `errors` instead."""
     sampled_token_ids: list[list[int]]
     """The new tokens of each; here always one."""
-    logprobs: list[LogprobRow | None]
+    logprobs: list[Sequence[LogprobRow | None]]
+    """Of each of these tokens, where asked for."""
     prompt_logprobs: dict[str, tuple[LogprobRow, ...]] = field(default_factory=dict)
     """For the prompt's tokens after the first, by request id; with the prefill, where asked for."""
     errors: Mapping[str, Exception] = field(default_factory=dict)
@@ -32,11 +33,11 @@ class ModelRunnerOutput:
     """How much of the step was sampling."""
 
 
-def checked(output: Any, scheduled: Mapping[str, int]) -> ModelRunnerOutput:
-    """What a step brought for the requests that were `scheduled`, each with one token or an error.
+def checked(output: Any, expected: Mapping[str, int]) -> ModelRunnerOutput:
+    """What a step brought for its requests, each with tokens or an error.
 
-    A request that is missing, stands there twice or has no token gets a `PartError`, and no row. If nobody can say
-    which row is whose, it is raised.
+    `expected`: how many tokens each may bring at most; with 0, it brings none. A request that is missing, stands there
+    twice or has not its tokens gets a `PartError`, and no row. If nobody can say which row is whose, it is raised.
     """
     said = "the executor (or its worker, or its model runner)"
     if not isinstance(output, ModelRunnerOutput):
@@ -49,25 +50,28 @@ def checked(output: Any, scheduled: Mapping[str, int]) -> ModelRunnerOutput:
     if not isinstance(output.errors, Mapping) or not isinstance(output.prompt_logprobs, Mapping):
         raise PartError(f"{said} returned errors or prompt_logprobs that are no mapping by request id")
     known = set(req_ids)
-    if unknown := known.difference(scheduled):
+    if unknown := known.difference(expected):
         raise PartError(f"{said} returned a row for {min(map(repr, unknown))}, which is not in this step")
-    everybody = len(known) == len(req_ids) and known.union(output.errors) == scheduled.keys()
-    if everybody and all(map(_is_one, token_ids)):
+    most = [expected[request_id] for request_id in req_ids]
+    everybody = len(known) == len(req_ids) and known.union(output.errors) >= {r for r, n in expected.items() if n}
+    if everybody and all(map(_is_sound, token_ids, logprobs, most)):
         return output
     times = Counter(req_ids)
     errors = dict(output.errors)
-    for request_id in scheduled:
-        if times[request_id] != 1 and not (times[request_id] == 0 and request_id in errors):
+    for request_id in expected:
+        wanted = 1 if expected[request_id] else 0
+        if times[request_id] != wanted and not (times[request_id] == 0 and request_id in errors):
             errors[request_id] = PartError(f"{said} returned {times[request_id]} rows for request {request_id!r}")
     sound = []
     for index, request_id in enumerate(req_ids):
-        if times[request_id] != 1:
+        if times[request_id] != 1 or not most[index]:
             continue
-        if _is_one(token_ids[index]):
+        if _is_sound(token_ids[index], logprobs[index], most[index]):
             sound.append(index)
         else:
+            wanted_tokens = "one token" if most[index] == 1 else f"1 to {most[index]} tokens"
             errors[request_id] = PartError(
-                f"{said} returned {token_ids[index]!r:.80} for request {request_id!r} in place of one token"
+                f"{said} returned {token_ids[index]!r:.80} for request {request_id!r} in place of {wanted_tokens}"
             )
     return replace(
         output,
@@ -78,10 +82,11 @@ def checked(output: Any, scheduled: Mapping[str, int]) -> ModelRunnerOutput:
     )
 
 
-def _is_one(token_ids: Any) -> bool:
-    """Whether these are the tokens of one row: one whole number."""
+def _is_sound(token_ids: Any, logprobs: Any, most: int) -> bool:
+    """Whether these are the tokens of one row: whole numbers, at least one, and as many log-probabilities."""
     try:
-        return len(token_ids) == 1 and operator.index(token_ids[0]) >= 0
+        count = len(token_ids)
+        return 1 <= count <= most and len(logprobs) == count and all(operator.index(i) >= 0 for i in token_ids)
     except (TypeError, LookupError):
         return False
 

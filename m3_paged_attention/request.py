@@ -49,7 +49,7 @@ class ParentRequest(SingleRequest):
 
     def _with_prompt_logprobs(self) -> Sequence | None:
         """The sequence that has the prompt's log-probabilities."""
-        return next((s for s in self.sequences.values() if s.data.prompt_logprobs is not None), None)
+        return next((s for s in self.sequences.values() if s.has_prompt_logprobs), None)
 
     def take_stock(self) -> None:
         """Note what has happened to the children: the parent's times, and its end with that of the last child."""
@@ -57,6 +57,8 @@ class ParentRequest(SingleRequest):
             self.sequence = self._with_prompt_logprobs() or self.sequence  # the one that is asked about the prompt
         started = [child.first_token_time for child in self.children if child.first_token_time is not None]
         self.first_token_time = min(started, default=None)
+        self.num_draft_tokens = sum(child.num_draft_tokens for child in self.children)
+        self.num_accepted_tokens = sum(child.num_accepted_tokens for child in self.children)
         self.cached_tokens = min((c.cached_tokens for c in self.children if c.first_token_time is not None), default=0)
         if self.is_finished or not all(child.is_finished for child in self.children):
             return

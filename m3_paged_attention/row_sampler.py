@@ -71,7 +71,7 @@ class SampledRows(NamedTuple):
 
     req_ids: list[str]
     token_ids: list[list[int]]
-    logprobs: list[LogprobRow | None]
+    logprobs: list[Sequence[LogprobRow | None]]
     errors: dict[str, ForwardError]
 
 
@@ -104,7 +104,7 @@ class RowSampler:
         return SampledRows(
             req_ids=[req_ids[i] for i in kept],
             token_ids=[[chosen.token_ids[i]] for i in kept],
-            logprobs=[chosen.logprobs[i] for i in kept],
+            logprobs=[[chosen.logprobs[i]] for i in kept],
             errors=errors,
         )
 

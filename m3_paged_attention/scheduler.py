@@ -260,7 +260,7 @@ class Scheduler:
             if request.to_finish is None:
                 sampled = SampledTokens(
                     tuple(output.sampled_token_ids[index]),
-                    (output.logprobs[index],),
+                    tuple(output.logprobs[index]),
                     output.prompt_logprobs.get(request.request_id),
                 )
                 self.updater.commit(request, sampled, num_new_kv=counts[request.request_id])

@@ -64,23 +64,23 @@ class EngineCore(EngineCoreBase):
             self._fail(self.scheduler.give_up(), error)
         times.append(time.perf_counter())
         output: ModelRunnerOutput | None = None
-        scheduled: dict[str, int] = {}
+        num_tokens = num_prompt_tokens = 0
         if batch is not None:
             worker_batch = batch.get_model_worker_batch()
-            scheduled = worker_batch.num_scheduled_tokens
+            num_tokens = len(worker_batch.input_ids)
             try:
-                output = checked(self.executor.execute_model(worker_batch), scheduled)  # 2 execute
+                said = self.executor.execute_model(worker_batch)  # 2 execute
+                output = checked(said, worker_batch.num_samples)
+                num_prompt_tokens = worker_batch.num_prompt_tokens
                 self._fail_each(output.errors)
             except Exception as error:
-                self._fail(scheduled, error)
+                self._fail(worker_batch.rids, error)
         executed = time.perf_counter()
         times += [executed - (output.sample_seconds if output else 0.0), executed]
         updated = self.scheduler.update_from_output(batch, output)  # 3 update
         changed = self._and_unreported(self.families.reported(updated))
         outputs = self._make_outputs(changed)  # 4 make outputs
-        is_extend = batch is not None and batch.forward_mode.is_extend() and output is not None
-        num_tokens = sum(scheduled.values())
-        self._end_step(times, num_tokens=num_tokens, num_prompt_tokens=num_tokens if is_extend else 0, changed=changed)
+        self._end_step(times, num_tokens=num_tokens, num_prompt_tokens=num_prompt_tokens, changed=changed)
         return outputs
 
     def close(self) -> None:
@@ -94,20 +94,9 @@ class EngineCore(EngineCoreBase):
 
     def stats(self) -> EngineStats:
         """Totals so far, and the state of the cache."""
-        scheduler = self.scheduler
-        allocator, cache = scheduler.pools.token_to_kv_pool_allocator, scheduler.tree_cache
         totals, uncounted = vars(super().stats()), [r for rid, r in self._open.items() if rid not in self._counted]
         totals["num_output_tokens"] = self._num_output_tokens + sum(r.num_output_tokens for r in uncounted)
-        return EngineStats(
-            **totals,
-            max_total_tokens=allocator.size,
-            available_size=allocator.available_size(),
-            evictable_size=cache.evictable_size(),
-            protected_size=cache.protected_size(),
-            num_cached_tokens=scheduler.num_cached_tokens,
-            num_evicted_tokens=cache.num_evicted_tokens,
-            num_retractions=scheduler.num_retractions,
-        )
+        return self.scheduler.stats(totals)
 
 
 class KVView:

@@ -108,10 +108,10 @@ class ModelRunner:
         start = 0
         for rid, num_tokens in batch.num_scheduled_tokens.items() if batch.prompts_to_rate else ():
             if rid in batch.prompts_to_rate:
-                prompt, num_best = batch.prompts_to_rate[rid]
+                token_ids, num_best = batch.prompts_to_rate[rid]
                 try:
-                    of_prompt = hidden[start : start + len(prompt)]
-                    found[rid] = prompt_logprobs(prompt, of_prompt, num_best, self.model.compute_logits)
+                    of_prompt = hidden[start : start + num_tokens]
+                    found[rid] = prompt_logprobs(token_ids, of_prompt, num_best, self.model.compute_logits)
                 except ForwardError as error:
                     errors[rid] = error
             start += num_tokens

@@ -15,15 +15,20 @@ from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 
 
 class ForwardMode(IntEnum):
-    """What a forward does for its requests: the same for all of them here; m5 mixes the two."""
+    """What a forward does for its requests: the same for all of them here, so one of the first two."""
 
     EXTEND = auto()
     """New tokens behind a prefix that has its KV: prefills."""
     DECODE = auto()
     """One token each."""
+    MIXED = auto()
+    """Both, side by side (from m5 on)."""
+    TARGET_VERIFY = auto()
+    """One token and some guessed ones, whose logits tell which of them are right (from m5 on)."""
 
     def is_extend(self) -> bool:
-        return self is ForwardMode.EXTEND
+        """Whether somebody may have more than one new token."""
+        return self is not ForwardMode.DECODE
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
@@ -31,7 +36,10 @@ class ForwardMode(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWorkerBatch:
-    """One step. Requests with more than one new token come first; all arrays are of the host."""
+    """One step. Requests with more than one new token come first; all arrays are of the host.
+
+    Seams for m5, where a step does several things at once: `num_samples`, `num_prompt_tokens`.
+    """
 
     forward_mode: ForwardMode
     rids: list[str]
@@ -44,10 +52,21 @@ class ModelWorkerBatch:
     extend_lens: list[int] | None
     """New tokens, in an extend; a decode has one each."""
     prompts_to_rate: Mapping[str, tuple[list[int], int]]
-    """Requests whose prompt's log-probabilities are asked for: its token ids, and how many of the best."""
+    """Requests whose prompt's log-probabilities are asked for: its token ids that are in this step, and the next one if
+    it is not the last; and how many of the best."""
     sampling_info: SamplingBatchInfo
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
         """New tokens by request id."""
         return dict(zip(self.rids, self.extend_lens or [1] * len(self.rids), strict=True))
+
+    @property
+    def num_samples(self) -> dict[str, int]:
+        """How many tokens each request may get, by its id."""
+        return dict.fromkeys(self.rids, 1)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of the new tokens are prefilled."""
+        return len(self.input_ids) if self.forward_mode.is_extend() else 0

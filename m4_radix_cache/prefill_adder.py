@@ -44,6 +44,8 @@ class PrefillAdder:
     when what it has found is locked, and not evictable any more. So `cur_rem` never falls below 0: there are pages for
     all of `can_run_list`, and what is evictable really can be evicted, because whatever lies below an unlocked node of
     the cache is unlocked, too.
+
+    Seams for m5, which takes prompts in pieces: `_fits_step`, `_admit`.
     """
 
     def __init__(
@@ -104,9 +106,7 @@ class PrefillAdder:
             return self._refuse(req, "max_num_seqs")
         if self._lacks_memory(req):
             return self._refuse(req, "memory")
-        extend = self._ceil_page(req.extend_input_len)
-        # Only a retracted request can be longer than the whole budget: others are refused at intake. It runs alone.
-        if extend >= self.rem_input_tokens and self.can_run_list:
+        if not self._fits_step(req):
             return self._refuse(req, "max_num_batched_tokens")
         self.tree_cache.inc_lock_ref(req.last_node)
         if self._lacks_memory(req):  # without what it has found, less can be evicted
@@ -115,7 +115,15 @@ class PrefillAdder:
             return refused
         return self._admit(req)
 
+    def _fits_step(self, req: Req) -> bool:
+        """Whether its tokens are within this step's budget.
+
+        Only a retracted request can be longer than the whole of it: others are refused at intake. It runs alone.
+        """
+        return self._ceil_page(req.extend_input_len) < self.rem_input_tokens or not self.can_run_list
+
     def _admit(self, req: Req) -> AddReqResult:
+        """Take it; its node is locked."""
         need, extend = self._need(req), self._ceil_page(req.extend_input_len)
         rem_total, cur_rem, rem_input = self.rem_total_tokens, self.cur_rem_tokens, self.rem_input_tokens
         self.can_run_list.append(req)

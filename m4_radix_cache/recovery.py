@@ -16,7 +16,7 @@ from m1_single_request.request import RequestStatus
 from m3_paged_attention.scheduler_events import StepLost
 from m4_radix_cache.events import Audit
 from m4_radix_cache.request import Req
-from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
+from m4_radix_cache.schedule_batch import Pools
 
 if TYPE_CHECKING:
     from m4_radix_cache.scheduler_base import SchedulerBase
@@ -42,7 +42,7 @@ def recover(scheduler: "SchedulerBase") -> None:
     if is_sound and batch is not None:
         lost = [req for req in batch.reqs if req.req_pool_idx is not None]
         if batch is scheduler.running_batch:
-            scheduler.running_batch = ScheduleBatch([], scheduler.pools)
+            scheduler.running_batch = scheduler.batch_class([], scheduler.pools)
         for req in lost:
             scheduler.tree_cache.cache_finished_req(req, is_insert=False)
     elif not is_sound:
@@ -57,7 +57,7 @@ def recover(scheduler: "SchedulerBase") -> None:
     holding = {id(req) for req in scheduler.requests.values() if req.req_pool_idx is not None}
     scheduler.waiting_queue = [req for req in scheduler.requests.values() if id(req) not in holding]
     scheduler.marked = {req.rid: req for req in scheduler.requests.values() if req.to_finish is not None}
-    scheduler.cur_batch, scheduler.running_batch.batch_is_full = None, False
+    scheduler.cur_batch, scheduler.batch_is_full = None, False
     if scheduler.tracer:
         scheduler.tracer.emit(StepLost(reset=tuple(req.rid for req in lost)))
 
@@ -70,20 +70,26 @@ def forget_everything(scheduler: "SchedulerBase") -> None:
     pools.req_to_token_pool.clear()
     for req in scheduler.requests.values():
         req.forget_kv()
-    scheduler.running_batch, scheduler.last_batch = ScheduleBatch([], pools), None
+    scheduler.running_batch, scheduler.last_batch = scheduler.batch_class([], pools), None
 
 
-def check_scheduler(scheduler: "SchedulerBase") -> None:
-    """Raise AssertionError if queues, batches and memory contradict each other. Between two steps only."""
+def check_scheduler(scheduler: "SchedulerBase", prefilling: Req | None = None) -> None:
+    """Raise AssertionError if queues, batches and memory contradict each other. Between two steps only.
+
+    `prefilling`: a request of whose prompt only a part is computed (from m5 on).
+    """
     batches = [scheduler.running_batch] + ([scheduler.last_batch] if scheduler.last_batch is not None else [])
     waiting = scheduler.waiting_queue
     running = [req for batch in batches for req in batch.reqs if not req.finished()]
+    if prefilling is not None and prefilling not in running:
+        running.append(prefilling)
     assert sorted(req.rid for req in [*waiting, *running]) == sorted(scheduler.requests)
     assert len(running) <= scheduler.max_num_seqs
     assert all(req.status is RequestStatus.RUNNING and req.req_pool_idx is not None for req in running)
     assert all(req.status is not RequestStatus.RUNNING and req.req_pool_idx is None for req in waiting)
     for req in running:
-        assert req.kv_committed_len == req.kv_allocated_len == req.seqlen - 1, (req.rid, req.kv_committed_len)
+        assert req.kv_committed_len == req.kv_allocated_len, (req.rid, req.kv_committed_len, req.kv_allocated_len)
+        assert req.kv_committed_len == req.seqlen - 1 or req is prefilling, (req.rid, req.kv_committed_len)
         assert req.cache_protected_len % scheduler.pools.token_to_kv_pool_allocator.page_size == 0
     for batch in batches:
         columns = (batch.reqs, batch.req_pool_indices, batch.seq_lens, batch.output_ids)
@@ -137,4 +143,4 @@ def audit(scheduler: "SchedulerBase") -> None:
                 total=allocator.size,
             )
         )
-    check_scheduler(scheduler)
+    scheduler.check_invariants()

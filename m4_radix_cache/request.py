@@ -40,6 +40,7 @@ class Req(Request):
         self.extend_input_len = 0  # tokens to compute
         self.req_pool_idx: int | None = None  # its row of slots, while it runs
         self.req_to_token_pool: ReqToTokenPool | None = None  # where that row is
+        self.spec_state: Any = None  # how well its next tokens can be guessed: nothing is guessed before m5
         self._key: RadixKey | None = None
 
     @property
@@ -92,7 +93,7 @@ class Req(Request):
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether its prompt must go through the model from the first token on."""
-        return self.sampling_params.prompt_logprobs is not None and self.sequence.data.prompt_logprobs is None
+        return self.sampling_params.prompt_logprobs is not None and not self.sequence.has_prompt_logprobs
 
     @property
     def match_limit(self) -> int:
@@ -121,3 +122,5 @@ class Req(Request):
         self.prefix_indices, self.last_node = NO_SLOTS, None
         self.cache_protected_len = self.extend_input_len = self.kv_committed_len = 0
         self.req_pool_idx = self.req_to_token_pool = None
+        if not self.sequence.has_prompt_logprobs:
+            self.sequence.data.prompt_logprobs = None  # those of a part of the prompt are no use (from m5 on)

@@ -5,6 +5,8 @@ own: what the cache shares of it stays until somebody needs the room, so it ofte
 m3's rule. SGLang: `ScheduleBatch.retract_decode`.
 """
 
+from collections.abc import Sequence
+
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import KVCapacityError, PartError
 from m3_paged_attention.preemption import PreemptionPolicy, victim_of
@@ -15,23 +17,30 @@ from m4_radix_cache.scheduler_events import Retract
 
 
 def retract(
-    batch: ScheduleBatch, preemption: PreemptionPolicy, ratio: NewTokenRatio, tracer: Tracer
+    batch: ScheduleBatch,
+    preemption: PreemptionPolicy,
+    ratio: NewTokenRatio,
+    tracer: Tracer,
+    *,
+    prefilling: Sequence[Req] = (),
 ) -> tuple[list[Req], PartError | None]:
     """Take requests out of a batch until the others' next tokens have room, or one is left; returns who went.
 
-    And the error, if the policy failed or chose nobody: then there may be no room.
+    And the error, if the policy failed or chose nobody: then there may be no room. `prefilling`: others that hold
+    memory and may have to go as well (from m5 on).
     """
     retracted: list[Req] = []
-    events, failure = [], None
-    while len(batch.reqs) > 1 and not batch.check_decode_mem():
+    events, failure, others = [], None, list(prefilling)
+    while len(batch.reqs) + len(others) > 1 and not batch.check_decode_mem():
         try:
-            victim = victim_of(preemption, batch.reqs)
+            victim = victim_of(preemption, [*batch.reqs, *others])
         except PartError as error:
             failure = error
             break
         if tracer:
             events.append((victim.rid, victim.kv_committed_len, len(victim.output_ids), *batch.room()))
         batch.retract_decode(victim)
+        others = [req for req in others if req is not victim]
         retracted.append(victim)
     ratio.after_retraction(batch.reqs)
     if tracer:

@@ -120,20 +120,25 @@ class SamplingBatchInfo:
             self._newest = replace(self._newest, uniforms=draws, bias=self.bias)  # the rest is as it was
         return self._newest
 
-    def advance(self, token_ids: SequenceOf[int] | np.ndarray) -> None:
-        """Every row has accepted one more token: `token_ids` `[rows]`. Changes the rows in place."""
-        assert len(token_ids) == len(self)
-        self.positions += 1
+    def advance(self, token_ids: SequenceOf[int] | np.ndarray, counts: np.ndarray | None = None) -> None:
+        """The rows have accepted more tokens. Changes the rows in place.
+
+        `token_ids`: one for each row; or as many as `counts` `[rows]` says (from m5 on), row after row.
+        """
+        before = self.positions
+        self.positions = before + (1 if counts is None else counts)
+        assert len(token_ids) == (len(self) if counts is None else counts.sum())
         if self.is_plain:
             return
         if self.bias is not None:
-            self._allow_stops(self.bias)
+            self._allow_stops(self.bias, before)
         if self.seen is not None and self.output_counts is not None:
-            rows = np.flatnonzero(self.numbers["penalised"])
-            tokens = np.asarray(token_ids, dtype=np.int64)[rows]
-            where = (torch.from_numpy(rows).to(self.device), torch.from_numpy(tokens).to(self.device))
+            owners = np.repeat(np.arange(len(self)), 1 if counts is None else counts)
+            counted = self.numbers["penalised"][owners]
+            tokens = np.asarray(token_ids, dtype=np.int64)[counted]
+            where = (torch.from_numpy(owners[counted]).to(self.device), torch.from_numpy(tokens).to(self.device))
             self.seen[where] = True
-            self.output_counts[where] += 1
+            self.output_counts.index_put_(where, self.output_counts.new_ones(()), accumulate=True)
 
     def filter_batch(self, keep_indices: SequenceOf[int] | np.ndarray) -> None:
         """Keep these rows, in this order."""
@@ -170,9 +175,9 @@ class SamplingBatchInfo:
         self.is_plain = bool(self.plain.all())
         self._newest = None
 
-    def _allow_stops(self, bias: Tensor) -> None:
-        """Rows that have reached their min_tokens keep their logit_bias only. No step may jump over that position."""
-        due = np.flatnonzero(self.positions == self.blocked_until).tolist()
+    def _allow_stops(self, bias: Tensor, before: np.ndarray) -> None:
+        """Rows that have reached their min_tokens since `before` keep their logit_bias only."""
+        due = np.flatnonzero((before < self.blocked_until) & (self.positions >= self.blocked_until)).tolist()
         for i in due:
             own = bias_of([SamplingRow(self.params[i], self.seeds[i], (), ())], self.vocab_size, self.device)
             bias[i] = 0.0 if own is None else own[0]

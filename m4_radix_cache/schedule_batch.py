@@ -57,9 +57,6 @@ class ScheduleBatch:
         self.rids = [req.rid for req in reqs]
         self.pools = pools
         self.forward_mode = ForwardMode.EXTEND
-        self.batch_is_full = (
-            False  # somebody lacked memory, and nobody has left since: nobody else is asked, a smaller one neither
-        )
         self.input_ids = NOTHING  # int64 [total_tokens]
         self.output_ids = NOTHING  # int64 [batch_size]: the newest token of each, which has no KV yet
         self.req_pool_indices = NOTHING  # int64 [batch_size]
@@ -80,25 +77,28 @@ class ScheduleBatch:
     # --- what goes through the model ----------------------------------------------------------------------------------
 
     def prepare_for_extend(self, sampling_info: SamplingBatchInfo) -> None:
-        """Give every request a row and a slot for each token that it lacks, and note what is to be computed.
+        """Give every request a row and a slot for each token to compute.
 
         `sampling_info`: the rows of `reqs`, in their order. The prefixes must be locked. Raises `PartError`, and
-        changes nothing, if there is no room for what was admitted, or nothing to compute.
+        changes nothing, if there is no room for what was admitted, or nothing to compute. (From m5 on a request may
+        have a row already, because a part of its prompt was computed before.)
         """
         reqs, pools = self.reqs, self.pools
         if idle := [req.rid for req in reqs if req.extend_input_len < 1]:
             raise PartError(f"nothing is left to compute of {', '.join(idle)}: without a new token there are no logits")
         prefix_lens = [len(req.prefix_indices) for req in reqs]
-        seq_lens = np.array([len(req.fill_ids) for req in reqs])
+        seq_lens = np.array([len(req.prefix_indices) + req.extend_input_len for req in reqs])
         last_locs = np.array([req.prefix_indices[-1] if len(req.prefix_indices) else -1 for req in reqs])
         allocator = pools.token_to_kv_pool_allocator
         pools.make_room(allocator.num_pages_for_extend(np.array(prefix_lens), seq_lens) * allocator.page_size)
-        rows = pools.req_to_token_pool.alloc(len(reqs))
-        slots = None if rows is None else allocator.alloc_extend(np.array(prefix_lens), seq_lens, last_locs)
-        if rows is None or slots is None:
-            if rows is not None:
-                pools.req_to_token_pool.free(rows)
+        new_rows = pools.req_to_token_pool.alloc(sum(req.req_pool_idx is None for req in reqs))
+        slots = None if new_rows is None else allocator.alloc_extend(np.array(prefix_lens), seq_lens, last_locs)
+        if new_rows is None or slots is None:
+            if new_rows is not None:
+                pools.req_to_token_pool.free(new_rows)
             raise PartError(f"{len(reqs)} requests were admitted, and the KV memory has no room for them")
+        unused = iter(new_rows)
+        rows = [next(unused) if req.req_pool_idx is None else req.req_pool_idx for req in reqs]
         start = 0
         for req, row in zip(reqs, rows, strict=True):
             end = start + req.extend_input_len
@@ -108,7 +108,10 @@ class ScheduleBatch:
             pools.req_to_token_pool.write(row, req.kv_committed_len, slots[start:end])
             start = end
         self.forward_mode = ForwardMode.EXTEND
-        self.input_ids = np.concatenate([np.array(req.fill_ids[len(req.prefix_indices) :]) for req in reqs])
+        ends = seq_lens.tolist()
+        self.input_ids = np.concatenate(
+            [np.array(req.fill_ids[start:end]) for req, start, end in zip(reqs, prefix_lens, ends, strict=True)]
+        )
         self.req_pool_indices, self.seq_lens, self.out_cache_loc = np.array(rows), seq_lens, slots
         self.prefix_lens, self.extend_lens = prefix_lens, [req.extend_input_len for req in reqs]
         self.sampling_info = sampling_info
@@ -145,11 +148,12 @@ class ScheduleBatch:
         )
 
     def _prompts_to_rate(self) -> dict[str, tuple[list[int], int]]:
-        return {
-            req.request_id: (req.origin_input_ids, req.sampling_params.prompt_logprobs)
-            for req in self.reqs
-            if req.wants_prompt_logprobs and req.sampling_params.prompt_logprobs is not None
-        }
+        found = {}
+        for req in self.reqs:
+            num_best, start = req.sampling_params.prompt_logprobs, len(req.prefix_indices)
+            if req.wants_prompt_logprobs and num_best is not None:
+                found[req.rid] = req.origin_input_ids[start : start + req.extend_input_len + 1], num_best
+        return found
 
     def take_tokens(self, output: ModelRunnerOutput) -> tuple[list[Req], list[int]]:
         """The requests that got a token, and these tokens, which are the next step's input."""
@@ -172,7 +176,6 @@ class ScheduleBatch:
             keep_indices = [i for i, req in enumerate(self.reqs) if req.status is running and req.to_finish is None]
         if len(keep_indices) == len(self.reqs):
             return
-        self.batch_is_full = False
         self.reqs = [self.reqs[i] for i in keep_indices]
         self.rids = [req.rid for req in self.reqs]
         keep = np.array(keep_indices, dtype=np.int64)

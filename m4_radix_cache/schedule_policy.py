@@ -59,9 +59,10 @@ class SchedulePolicy:
         self.rng = random.Random(seed)
         self.tracer = tracer
 
-    def calc_priority(self, waiting: Sequence[Req]) -> Order:
+    def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
         """The order of this round. To look prompts up in the cache refreshes what they find there.
 
+        `prefilling`: those whose prompts this round completes, though they do not wait any more (from m5 on).
         Nobody waits for ever by being held back: whoever it waits for stands in `ready`, before it.
         """
         active = self._active_policy(len(waiting))
@@ -71,7 +72,7 @@ class SchedulePolicy:
         matches: Matches = {}
         if active in CACHE_AWARE:
             matches = {req.rid: self._match(req) for req in retracted + others}
-        ready, held_back = self._hold_back(retracted, others, matches)
+        ready, held_back = self._hold_back([*prefilling, *retracted], others, matches)
         order = Order(retracted + self._sorted(active, ready, matches), held_back)
         if self.tracer and len(waiting) > 1:
             everybody = order.ready + order.held_back
@@ -107,8 +108,10 @@ class SchedulePolicy:
             return self.rng.sample(requests, len(requests))
         return requests
 
-    def _hold_back(self, retracted: list[Req], others: list[Req], matches: Matches) -> tuple[list[Req], list[Req]]:
+    def _hold_back(self, first: list[Req], others: list[Req], matches: Matches) -> tuple[list[Req], list[Req]]:
         """`others` in two: those that may go, and those that gain by waiting until somebody has computed their prefix.
+
+        `first`: those that go before all others.
 
         Siblings (`n > 1`) wait for the first of them, however short their prompt is; strangers only under a policy that
         looks into the cache, and for a prefix that is worth it. SGLang would let the latter wait even if all that they
@@ -117,8 +120,8 @@ class SchedulePolicy:
         if self.tree_cache.disable:
             return others, []
         coming = _Coming(self.tree_cache.page_size)
-        parents = {req.parent_id for req in retracted}
-        for req in retracted:
+        parents = {req.parent_id for req in first}
+        for req in first:
             coming.add(req.key)
         ready, held_back = [], []
         for req in others:
@@ -173,10 +176,10 @@ class _Coming:
         return key.extra_key, key.data[: num_tokens * TOKEN_BYTES]
 
 
-def order_of(policy: SchedulePolicy, waiting: Sequence[Req]) -> Order:
+def order_of(policy: SchedulePolicy, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
     """What the policy decides. Raises `PartError` if it fails, or does not name each of `waiting` exactly once."""
     with blamed_on("schedule_policy", policy):
-        order = Order(*map(list, policy.calc_priority(list(waiting))))
+        order = Order(*map(list, policy.calc_priority(list(waiting), *([prefilling] if prefilling else []))))
         named = sorted(id(req) for reqs in order for req in reqs)
     if named != sorted(map(id, waiting)):
         part = f"the part 'schedule_policy' ({type(policy).__name__})"

@@ -56,9 +56,9 @@ class Scheduler(SchedulerBase):
 
     def get_new_batch_prefill(self) -> ScheduleBatch | None:
         """Let waiting requests in, in the order of the policy, as long as places, tokens and memory allow."""
-        running, num_places = self.running_batch, self.pools.req_to_token_pool.available_size()
+        num_places = self.pools.req_to_token_pool.available_size()
         waiting = [req for req in self.waiting_queue if req.to_finish is None]
-        if running.batch_is_full or not waiting or not num_places:
+        if self.batch_is_full or not waiting or not num_places:
             return None
         try:
             adder = self._new_adder(num_places)
@@ -80,7 +80,7 @@ class Scheduler(SchedulerBase):
             if result is AddReqResult.NO_TOKEN and not self.running and not adder.can_run_list:
                 self.finish_requests([req.rid], FinishError(outgrown(req, self.pools)))  # alone, and no room: never
             elif result is not AddReqResult.CONTINUE:
-                running.batch_is_full = result is AddReqResult.NO_TOKEN
+                self.batch_is_full = result is AddReqResult.NO_TOKEN
                 break
         return self._start(adder.can_run_list) if adder.can_run_list else None
 
@@ -134,7 +134,7 @@ class Scheduler(SchedulerBase):
             req = reqs[index]
             if req.to_finish is None:
                 of_prompt = output.prompt_logprobs.get(req.rid)
-                sampled = SampledTokens((token_ids[index],), (output.logprobs[index],), of_prompt)
+                sampled = SampledTokens((token_ids[index],), tuple(output.logprobs[index]), of_prompt)
                 self.updater.commit(req, sampled, num_new_kv=req.extend_input_len if is_extend else 1)
             if is_extend and req.to_finish is None:
                 self.tree_cache.cache_unfinished_req(req)
@@ -163,7 +163,7 @@ class Scheduler(SchedulerBase):
         except (PartError, torch.OutOfMemoryError) as error:  # nothing was taken
             for req in reqs:
                 self.tree_cache.dec_lock_ref(req.last_node)
-            self.running_batch.batch_is_full = False
+            self.batch_is_full = False
             self.finish_requests([req.rid for req in reqs], FinishError(error))
             return None
         started = {id(req) for req in reqs}

@@ -4,7 +4,7 @@ Said once, so that `scheduler.py` shows nothing but who runs now, and so that m5
 only that anew. The duties are those of m3's scheduler. SGLang: the rest of `Scheduler` in `managers/scheduler.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from m3_paged_attention.preemption import PreemptionPolicy
 from m4_radix_cache.config import SchedulerConfig
 from m4_radix_cache.errors import blamed_on
 from m4_radix_cache.new_token_ratio import NewTokenRatio
+from m4_radix_cache.outputs import EngineStats
 from m4_radix_cache.recovery import Phase, check_scheduler, recover
 from m4_radix_cache.request import Req
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
@@ -31,7 +32,12 @@ class SchedulerBase:
 
     `requests` holds every unfinished request, in order of arrival. Each waits in `waiting_queue`, or has a row: then it
     is in `running_batch`, or in `last_batch` if that ran its prompt and is not merged yet.
+
+    Seams for later milestones: `batch_class`; `stats`, which knows more there; `check_invariants`.
     """
+
+    batch_class: type[ScheduleBatch] = ScheduleBatch
+    """Of its batches."""
 
     def __init__(
         self,
@@ -56,7 +62,8 @@ class SchedulerBase:
         self.new_token_ratio = NewTokenRatio(scheduler_config.schedule_conservativeness)
         self.requests: dict[str, Req] = {}
         self.waiting_queue: list[Req] = []
-        self.running_batch = ScheduleBatch([], pools)
+        self.running_batch = self.batch_class([], pools)
+        self.batch_is_full = False  # somebody lacked memory, and nobody has left since: nobody else is asked
         self.last_batch: ScheduleBatch | None = None  # of the step before, if that was an extend
         self.cur_batch: ScheduleBatch | None = None  # of the step that was decided last
         self.num_retractions = self.num_cached_tokens = 0
@@ -102,6 +109,20 @@ class SchedulerBase:
         self.phase = Phase.IN_FLIGHT
         return running or list(self.requests)
 
+    def stats(self, totals: Mapping[str, Any]) -> EngineStats:
+        """The engine's totals (the fields of m1's `EngineStats`), and the state of the cache."""
+        allocator, cache = self.pools.token_to_kv_pool_allocator, self.tree_cache
+        return EngineStats(
+            **totals,
+            max_total_tokens=allocator.size,
+            available_size=allocator.available_size(),
+            evictable_size=cache.evictable_size(),
+            protected_size=cache.protected_size(),
+            num_cached_tokens=self.num_cached_tokens,
+            num_evicted_tokens=cache.num_evicted_tokens,
+            num_retractions=self.num_retractions,
+        )
+
     def check_invariants(self) -> None:
         """Raise AssertionError if queues, batches and memory contradict each other; tests call it after each step."""
         check_scheduler(self)
@@ -123,7 +144,7 @@ class SchedulerBase:
             self.num_retractions += 1
             req.set_status(RequestStatus.PREEMPTED)
             self.waiting_queue.append(req)
-            self.running_batch.batch_is_full = False
+            self.batch_is_full = False
 
     def _finish(self, req: Req) -> None:
         """End a request, and leave its KV to others unless something went wrong with it."""
@@ -131,10 +152,10 @@ class SchedulerBase:
         self.updater.end(req, req.to_finish)
         if req.req_pool_idx is not None:
             self.tree_cache.cache_finished_req(req, is_insert=not isinstance(req.to_finish, FinishError))
-            self.running_batch.batch_is_full = False
+            self.batch_is_full = False
         elif req in self.waiting_queue:
             self.waiting_queue.remove(req)
-            self.running_batch.batch_is_full = False  # perhaps it was the one that stood in the others' way
+            self.batch_is_full = False  # perhaps it was the one that stood in the others' way
         if self.tracer:
             self.untold.append(req.rid)
         self.marked.pop(req.rid, None)

@@ -196,11 +196,11 @@ def test_the_order_of_rows_is_the_runners_own_affair(
 
 def test_what_is_sound_passes_as_it_is() -> None:
     row = LogprobRow((5,), (0.0,), (1,))
-    output = ModelRunnerOutput(["a", "b"], [[5], [6]], [row, None], errors={"b": ValueError("of its prompt")})
-    assert checked(output, {"a": 1, "b": 3}) is output
+    output = ModelRunnerOutput(["a", "b"], [[5], [6]], [[row], [None]], errors={"b": ValueError("of its prompt")})
+    assert checked(output, {"a": 1, "b": 1}) is output
     assert checked(ModelRunnerOutput([], [], []), {}).req_ids == []
-    alone = ModelRunnerOutput(["a"], [[5]], [None], errors={"b": ValueError("its row")})
-    assert checked(alone, {"a": 1, "b": 3}) is alone
+    alone = ModelRunnerOutput(["a"], [[5]], [[None]], errors={"b": ValueError("its row")})
+    assert checked(alone, {"a": 1, "b": 1}) is alone
 
 
 # --- triton -----------------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_a_resumed_request_alone_may_exceed_the_token_budget() -> None:
     for _ in range(4):
         bed.step()
     bed.add(3, max_tokens=2)
-    bed.scheduler.running_batch.batch_is_full = True  # or the newcomer would come before the retraction
+    bed.scheduler.batch_is_full = True  # or the newcomer would come before the retraction
     bed.pools.due = 1
     bed.step()
     assert bed.retracted() == ["r1"] and len(bed.said("r1")) == 5

@@ -50,7 +50,7 @@ def extend(pools: Pools, reqs: Sequence[Req]) -> ScheduleBatch:
 def say(batch: ScheduleBatch, *token_ids: int) -> None:
     """What the scheduler does when a step's tokens come."""
     rids = [req.rid for req in batch.reqs]
-    reqs, tokens = batch.take_tokens(ModelRunnerOutput(rids, [[token] for token in token_ids], [None] * len(rids)))
+    reqs, tokens = batch.take_tokens(ModelRunnerOutput(rids, [[token] for token in token_ids], [[None]] * len(rids)))
     for req, token in zip(reqs, tokens, strict=True):
         req.kv_committed_len = req.kv_allocated_len
         req.sequence.add_token_id(token)
@@ -207,13 +207,12 @@ def test_whoever_is_taken_out_gives_up_what_is_its_own() -> None:
     say(batch, 70, 71)
     batch.prepare_for_decode()
     say(batch, 72, 73)
-    batch.batch_is_full = True
     free = pools.token_to_kv_pool_allocator.available_size()
     batch.retract_decode(a)
     check_columns(batch, "b")
     assert a.req_pool_idx is None and a.output_ids == [70, 72] and a.kv_committed_len == a.kv_allocated_len == 0
     assert pools.token_to_kv_pool_allocator.available_size() == free + 2, "its tail; the whole page is the cache's"
-    assert pools.tree_cache.evictable_size() == 2 and not batch.batch_is_full
+    assert pools.tree_cache.evictable_size() == 2
 
 
 # --- who is in it -----------------------------------------------------------------------------------------------------
@@ -280,21 +279,19 @@ def test_merging_nobody_changes_nobody() -> None:
 def test_a_filter_without_indices_keeps_whoever_goes_on() -> None:
     pools = make_pools()
     batch = running(pools, "abc")
-    batch.batch_is_full = True
     batch.filter_batch()
     check_columns(batch, "a", "b", "c")
-    assert batch.batch_is_full and not batch.is_empty(), "nobody has left"
+    assert not batch.is_empty(), "nobody has left"
     batch.reqs[0].to_finish = FinishAbort()
     batch.reqs[1].set_status(RequestStatus.FINISHED)
     batch.filter_batch()
     check_columns(batch, "c")
-    assert not batch.batch_is_full
 
 
 def test_tokens_may_come_in_any_order_and_not_for_everybody() -> None:
     pools = make_pools()
     batch = running(pools, "abc")
-    reqs, tokens = batch.take_tokens(ModelRunnerOutput(["c", "a"], [[5], [6]], [None, None]))
+    reqs, tokens = batch.take_tokens(ModelRunnerOutput(["c", "a"], [[5], [6]], [[None], [None]]))
     assert [req.rid for req in reqs] == ["c", "a"] and tokens == [5, 6]
     assert batch.output_ids.tolist() == [6, 0, 5]
 

@@ -352,7 +352,7 @@ def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None
 
     def judged() -> Any:
         oracle = Oracle(bed, limits)
-        if bed.scheduler.running_batch.batch_is_full:
+        if bed.scheduler.batch_is_full:
             oracle.waiting = []  # the last attempt failed, and nobody has left since
         before = bed.retracted()
         retracted, given_up, counts = oracle.decide()

@@ -149,7 +149,7 @@ class RadixBed(SchedulerBed):
         return ModelRunnerOutput(
             req_ids=list(sampled),
             sampled_token_ids=[list(one.token_ids) for one in sampled.values()],
-            logprobs=[one.logprobs[0] for one in sampled.values()],
+            logprobs=[one.logprobs for one in sampled.values()],
             prompt_logprobs=prompt_logprobs,
         )
 
