@@ -25,6 +25,7 @@ class RequestOptions(TypedDict, total=False):
 
     priority: int  # m4
     cache_salt: str | None  # m4
+    speculate: bool  # m5
 
 
 TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # transformers' own

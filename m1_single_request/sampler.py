@@ -61,10 +61,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """The chosen token ids `[rows]` for float32 `logits` `[rows, vocab]`; `vocab` where no token is possible."""
-        if metadata.bias is not None:
-            logits = logits + metadata.bias
-        if metadata.penalties is not None:
-            logits = apply_penalties(logits, metadata)
+        logits = adjusted(logits, metadata)
         best = logits.argmax(dim=-1)
         if metadata.bias is not None:  # only a bias can forbid every token
             impossible = logits.gather(-1, best[:, None])[:, 0].isneginf()
@@ -77,6 +74,23 @@ class Sampler:
         probs = filtered_probs(scaled, metadata)
         drawn = draw(probs, metadata.uniforms)
         return torch.where(metadata.greedy | (best == logits.shape[-1]), best, drawn)
+
+
+def adjusted(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """What greedy rows take the best of: logits with bias and penalties. `[rows, vocab]` in and out."""
+    if metadata.bias is not None:
+        logits = logits + metadata.bias
+    return logits if metadata.penalties is None else apply_penalties(logits, metadata)
+
+
+def distribution(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """What a row that draws is drawn from, float64 `[rows, vocab]`, each row's sum 1. `logits` is float32.
+
+    Undefined for rows in which no token is possible.
+    """
+    scaled = (adjusted(logits, metadata) / metadata.temperature[:, None]).clamp(max=LARGEST)
+    probs = filtered_probs(scaled, metadata)
+    return probs / probs.sum(dim=-1, keepdim=True)
 
 
 def apply_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

@@ -32,6 +32,8 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    companion_bytes_per_token: int = 0
+    """What a second model's KV of the same tokens takes (from m5 on)."""
 
     @property
     def page_size_bytes(self) -> int:
@@ -40,8 +42,8 @@ class KVCacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """K and V of a block in all layers."""
-        return self.num_layers * self.page_size_bytes
+        """K and V of a block in all layers, and its companion's."""
+        return self.num_layers * self.page_size_bytes + self.block_size * self.companion_bytes_per_token
 
     @property
     def bytes_per_token(self) -> int:

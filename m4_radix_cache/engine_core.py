@@ -14,12 +14,11 @@ import torch
 from m1_single_request.engine_core_base import EngineCoreBase
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
-from m1_single_request.outputs import RequestOutput
+from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput, checked
 from m3_paged_attention.parallel_sampling import RequestFamilies
-from m4_radix_cache.outputs import EngineStats
 from m4_radix_cache.recovery import Phase, forget_everything
 from m4_radix_cache.scheduler import Scheduler
 
@@ -92,7 +91,7 @@ class EngineCore(EngineCoreBase):
         """As m1's. If a parent's arrival was interrupted, only its family knows it, until its children have ended."""
         return super().is_unfinished(request_id) or self.families.is_unfinished(request_id)
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> SingleRequestStats:
         """Totals so far, and the state of the cache."""
         totals, uncounted = vars(super().stats()), [r for rid, r in self._open.items() if rid not in self._counted]
         totals["num_output_tokens"] = self._num_output_tokens + sum(r.num_output_tokens for r in uncounted)

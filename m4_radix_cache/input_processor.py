@@ -32,11 +32,7 @@ class InputProcessor(SingleRequestInputProcessor):
         check_n(params)
         check_model_len(token_ids, self.max_model_len, request_id)
         check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
-        if self._most_new_tokens(token_ids) < 1:
-            raise KVCapacityError(
-                f"request {request_id!r} has {len(token_ids)} prompt tokens; the KV memory has room for "
-                f"{self.max_total_tokens}, and a prompt must leave 2 of them"
-            )
+        check_kv_room(token_ids, self.max_total_tokens, request_id)
 
     def build_request(
         self,
@@ -60,19 +56,30 @@ class InputProcessor(SingleRequestInputProcessor):
 
         def build_child(child_id: str, params: SamplingParams, seed: int) -> Request:
             req = build_one(child_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
-            assert isinstance(req, Req), "the part `request` must be a Req"
-            req.priority = priority
-            req.extra_key = cache_salt
-            req.max_new_tokens = min(params.max_tokens, self._most_new_tokens(token_ids))
-            return req
+            return set_options(req, priority, cache_salt, min(self.max_model_len, self.max_total_tokens - 1))
 
         if params.n == 1:
             return build_child(request_id, params, seed)
         return build_parent(request_id, params, seed, build_child)
 
-    def _most_new_tokens(self, token_ids: list[int]) -> int:
-        """What the model and the memory leave for output. Alone in the memory, such a request is always admitted."""
-        return min(self.max_model_len, self.max_total_tokens - 1) - len(token_ids)
+
+def set_options(request: Request, priority: int, cache_salt: str | None, max_total_len: int) -> Req:
+    """Give a request its options. Of its output it may say what `max_total_len` leaves: alone in the memory, such a
+    request is always admitted."""
+    assert isinstance(request, Req), "the part `request` must be a Req"
+    request.priority = priority
+    request.extra_key = cache_salt
+    request.max_new_tokens = min(request.max_new_tokens, max_total_len - len(request.origin_input_ids))
+    return request
+
+
+def check_kv_room(token_ids: list[int], max_total_tokens: int, request_id: str) -> None:
+    """Refuse a prompt after which the KV memory has no room for output (`KVCapacityError`)."""
+    if len(token_ids) > max_total_tokens - 2:
+        raise KVCapacityError(
+            f"request {request_id!r} has {len(token_ids)} prompt tokens; the KV memory has room for "
+            f"{max_total_tokens}, and a prompt must leave 2 of them"
+        )
 
 
 def check_priority(priority: Any) -> None:

@@ -50,7 +50,11 @@ class Pools:
 
 
 class ScheduleBatch:
-    """Requests that go through the model together, and all that a step needs of them, as arrays of the host."""
+    """Requests that go through the model together, and all that a step needs of them, as arrays of the host.
+
+    Seams for m5, where a request may have several new tokens in a step: `prepare_for_extend`, `prepare_for_decode`,
+    `get_model_worker_batch`.
+    """
 
     def __init__(self, reqs: list[Req], pools: Pools) -> None:
         self.reqs = reqs
@@ -143,13 +147,13 @@ class ScheduleBatch:
             out_cache_loc=self.out_cache_loc,
             prefix_lens=self.prefix_lens,
             extend_lens=self.extend_lens,
-            prompts_to_rate=self._prompts_to_rate() if self.forward_mode.is_extend() else {},
+            prompts_to_rate=self._prompts_to_rate(self.reqs if self.forward_mode.is_extend() else []),
             sampling_info=self.sampling_info,
         )
 
-    def _prompts_to_rate(self) -> dict[str, tuple[list[int], int]]:
+    def _prompts_to_rate(self, prefilled: list[Req]) -> dict[str, tuple[list[int], int]]:
         found = {}
-        for req in self.reqs:
+        for req in prefilled:
             num_best, start = req.sampling_params.prompt_logprobs, len(req.prefix_indices)
             if req.wants_prompt_logprobs and num_best is not None:
                 found[req.rid] = req.origin_input_ids[start : start + req.extend_input_len + 1], num_best

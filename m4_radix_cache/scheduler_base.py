@@ -5,17 +5,17 @@ only that anew. The duties are those of m3's scheduler. SGLang: the rest of `Sch
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from m1_single_request.errors import DuplicateRequestError
+from m1_single_request.outputs import EngineStats as SingleRequestStats
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.preemption import PreemptionPolicy
-from m4_radix_cache.config import SchedulerConfig
 from m4_radix_cache.errors import blamed_on
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.outputs import EngineStats
@@ -25,6 +25,17 @@ from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.schedule_policy import SchedulePolicy
 from m4_radix_cache.scheduler_events import RequestOptions
+
+
+class Limits(Protocol):
+    """What a scheduler's configuration says to any scheduler of a living batch."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int | None: ...
+    @property
+    def schedule_conservativeness(self) -> float: ...
 
 
 class SchedulerBase:
@@ -42,7 +53,7 @@ class SchedulerBase:
     def __init__(
         self,
         *,
-        scheduler_config: SchedulerConfig,
+        scheduler_config: Limits,
         pools: Pools,
         policy: SchedulePolicy,
         prefill_adder: Any,
@@ -109,7 +120,7 @@ class SchedulerBase:
         self.phase = Phase.IN_FLIGHT
         return running or list(self.requests)
 
-    def stats(self, totals: Mapping[str, Any]) -> EngineStats:
+    def stats(self, totals: Mapping[str, Any]) -> SingleRequestStats:
         """The engine's totals (the fields of m1's `EngineStats`), and the state of the cache."""
         allocator, cache = self.pools.token_to_kv_pool_allocator, self.tree_cache
         return EngineStats(

@@ -12,7 +12,7 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import KVCacheConfig, check_memory_share, needs_profile, size_kv_cache
 from m3_paged_attention.wiring import PARTS as M3_PARTS, trace_start
-from m4_radix_cache.config import CacheConfig, EngineConfig, SchedulerConfig
+from m4_radix_cache.config import CacheConfig, EngineConfig
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.input_processor import InputProcessor
 from m4_radix_cache.mem_cache.allocator import make_allocator
@@ -26,6 +26,7 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.schedule_policy import SchedulePolicy
 from m4_radix_cache.scheduler import Scheduler
+from m4_radix_cache.scheduler_base import Limits
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
@@ -120,7 +121,7 @@ def reserve_kv_memory(
     cache_config: CacheConfig,
     device: torch.device,
     max_model_len: int,
-    limits: SchedulerConfig,
+    limits: Limits,
     tracer: Tracer,
 ) -> KVCacheConfig:
     """Decide how many pages there are, and let the runner reserve them. All are of use: the cache keeps what it can."""

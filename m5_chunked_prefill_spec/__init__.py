@@ -1,0 +1,88 @@
+"""m5: many tokens in one step, on purpose.
+
+Since m4: a step has a budget of tokens, and two ideas fill it. A prompt is cut into pieces that run beside decodes, so
+that nobody who is in the middle of an answer waits for somebody else's long prompt (Agrawal et al., "Sarathi-Serve",
+OSDI 2024). And tokens are guessed, by looking further up or by a small model, and verified together: the model reads
+its weights once for all of them (Leviathan et al., 2023). Both work because the device only ever sees "a few new tokens
+per request over paged KV". No token of any answer changes, greedy or seeded; guesses that a draft model draws keep the
+distribution. Cache, policies, model and kernels are m4's and m3's.
+
+    from m5_chunked_prefill_spec import LLMEngine, SamplingParams, SchedulerConfig, SpeculativeConfig
+
+Read `batch_composer.py`, then `scheduler.py`, `prefill_adder.py`, `schedule_batch.py`; then `speculative/`:
+`proposer.py`, `rejection_sampler.py`, `speculation.py`, `draft_runner.py`. `wiring.py` shows what m5 replaces.
+"""
+
+from m1_single_request.config import DEFAULT_MODEL, TraceConfig
+from m1_single_request.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineUsageError,
+    ForwardError,
+    InvalidParamsError,
+    InvalidPromptError,
+    InvalidRequestError,
+    ModelLoadError,
+    PromptTooLongError,
+)
+from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from m1_single_request.request_stream import RequestStream
+from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
+from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
+from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.errors import KVCapacityError, PartError
+from m4_radix_cache.config import CacheConfig
+from m4_radix_cache.errors import PoolError
+from m5_chunked_prefill_spec.config import EngineConfig, SchedulerConfig, SpeculativeConfig
+from m5_chunked_prefill_spec.cost_table import CostTable
+from m5_chunked_prefill_spec.interfaces import ROLES
+from m5_chunked_prefill_spec.llm_engine import LLMEngine
+from m5_chunked_prefill_spec.outputs import EngineStats
+from m5_chunked_prefill_spec.wiring import PARTS, build_engine_core
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "PARTS",
+    "ROLES",
+    "CacheConfig",
+    "ChromeTraceReader",
+    "CompletionOutput",
+    "ConfigError",
+    "ConsoleReader",
+    "CostTable",
+    "DuplicateRequestError",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStats",
+    "EngineUsageError",
+    "ForwardError",
+    "InvalidParamsError",
+    "InvalidPromptError",
+    "InvalidRequestError",
+    "JsonlReader",
+    "KVCapacityError",
+    "LLMEngine",
+    "Logprob",
+    "ModelConfig",
+    "ModelLoadError",
+    "PartError",
+    "PoolError",
+    "PromptTooLongError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestStream",
+    "SamplingParams",
+    "SchedulerConfig",
+    "SpeculativeConfig",
+    "TraceConfig",
+    "TraceReader",
+    "TraceRecord",
+    "Tracer",
+    "build_engine_core",
+]

@@ -1,0 +1,154 @@
+"""What an m5 engine is told: how a step's tokens are shared out, and how tokens are guessed.
+
+Model and cache are configured as in m4. What was the largest prompt there is a budget here: `max_num_batched_tokens`
+new tokens go through the model in one step, those of decodes, guesses and pieces of prompts together, and a prompt of
+any length may come. SGLang: `chunked_prefill_size`, `enable_mixed_chunk`, `speculative_*` of `ServerArgs`; vLLM:
+`SchedulerConfig` and `SpeculativeConfig`.
+"""
+
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from m1_single_request.config import TraceConfig, check_model, check_whole_number
+from m1_single_request.errors import ConfigError, shown
+from m3_paged_attention.config import LEAST_BATCHED_TOKENS, ModelConfig, check_choice, check_token_budget
+from m4_radix_cache.config import CacheConfig, SchedulePolicyName
+from m5_chunked_prefill_spec.cost_table import CostTable
+
+ScheduleName = Literal["decode_first", "prefill_first"]
+SpeculativeMethod = Literal["ngram", "draft_model"]
+
+DEFAULT_DRAFT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-draft"
+CHUNKED_BATCHED_TOKENS = 256
+"""A step of so many tokens keeps the gap between two tokens short, and the matrices still large enough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How large a step may become, what it is filled with first, and who is the next to join."""
+
+    max_num_seqs: int = 16
+    """At most so many requests run at a time."""
+    max_num_batched_tokens: int | None = None
+    """At most so many new tokens go through the model in one step. None: 256 or `max_num_seqs`, whichever is more; with
+    `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
+    schedule: ScheduleName = "decode_first"
+    """What a step is filled with. `decode_first`: everybody who runs gets a token, prompts get the rest, to the last
+    token. `prefill_first`: prompts go alone, as in m4, and whoever runs waits for them."""
+    enable_chunked_prefill: bool = True
+    """Whether a prompt may be cut into pieces. Without, one that is longer than the budget is refused."""
+    chunked_prefill_size: int | None = None
+    """At most so many tokens of prompts go through the model in one step, whatever the budget leaves. None: no limit of
+    its own."""
+    target_gap_ms: float | None = None
+    """With `decode_first`: pieces are so small that a step should take no longer, by the engine's own table of what
+    steps cost. A step without prompts may take longer all the same. None: the budget alone decides."""
+    schedule_policy: SchedulePolicyName = "lpm"
+    """Who of those that wait goes first, as in m4."""
+    schedule_conservativeness: float = 1.0
+    """How much memory is kept for what running requests may still say, as in m4."""
+    cost_table: CostTable | None = None
+    """What steps cost, for `target_gap_ms` and for guesses. None: measured when the engine is built, and recorded in
+    the trace. Given one, an engine decides as the one did that recorded it."""
+
+    def __post_init__(self) -> None:
+        check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        check_choice("schedule", self.schedule, ScheduleName)
+        check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
+        check_whole_number("chunked_prefill_size", self.chunked_prefill_size, low=1, optional=True)
+        check_choice("schedule_policy", self.schedule_policy, SchedulePolicyName)
+        check_number("schedule_conservativeness", self.schedule_conservativeness, at_least=0)
+        if self.target_gap_ms is not None:
+            check_number("target_gap_ms", self.target_gap_ms, more_than=0)
+        if self.cost_table is not None and not isinstance(self.cost_table, CostTable):
+            raise ConfigError(f"cost_table={shown(self.cost_table)} must be a CostTable")
+        if not self.enable_chunked_prefill:
+            for name in ("chunked_prefill_size", "target_gap_ms"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} has no effect with enable_chunked_prefill=False: no prompt is cut")
+        if self.schedule == "prefill_first" and self.target_gap_ms is not None:
+            raise ConfigError("target_gap_ms has no effect with schedule='prefill_first': decodes wait for all prompts")
+
+    def resolved(self, max_model_len: int) -> "SchedulerConfig":
+        """The same with every None that stands for a number replaced, for a model of this length."""
+        least = CHUNKED_BATCHED_TOKENS if self.enable_chunked_prefill else max(max_model_len, LEAST_BATCHED_TOKENS)
+        return replace(self, max_num_batched_tokens=self.max_num_batched_tokens or max(least, self.max_num_seqs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How the next tokens of requests are guessed, so that one step can verify several of them."""
+
+    method: SpeculativeMethod | None = None
+    """`ngram`: what followed the last tokens when they stood in prompt or output before. `draft_model`: a small model
+    says it. None: nothing is guessed."""
+    num_speculative_tokens: int = 4
+    """At most so many tokens are guessed for a request in one step."""
+    prompt_lookup_max: int = 4
+    """`ngram`: the longest run of last tokens that is looked for; then shorter ones."""
+    prompt_lookup_min: int = 2
+    """`ngram`: the shortest one."""
+    model: str | Path | None = None
+    """`draft_model`: a local directory or hub id, of the target's tokenizer. None: the checkpoint that ships, which
+    belongs to the default model."""
+    back_off: bool = True
+    """Guess fewer tokens, or none for a while, for requests of which too few guesses were right to pay for them."""
+
+    def __post_init__(self) -> None:
+        if self.method is not None:
+            check_choice("method", self.method, SpeculativeMethod)
+        check_whole_number("num_speculative_tokens", self.num_speculative_tokens, low=1)
+        check_whole_number("prompt_lookup_max", self.prompt_lookup_max, low=1)
+        check_whole_number("prompt_lookup_min", self.prompt_lookup_min, low=1)
+        check_model(self.model)
+        check_flag("back_off", self.back_off)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
+            )
+        if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens={shown(self.num_speculative_tokens)} must be at most {MAX_SPECULATIVE_TOKENS}"
+            )
+        for name, methods in READ_BY.items():
+            if self.method not in methods and getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(f"{name} has no effect with method={self.method!r}: use {' or '.join(methods)}")
+
+
+MAX_SPECULATIVE_TOKENS = 64
+READ_BY: dict[str, tuple[SpeculativeMethod, ...]] = {
+    "num_speculative_tokens": ("ngram", "draft_model"),
+    "back_off": ("ngram", "draft_model"),
+    "prompt_lookup_max": ("ngram",),
+    "prompt_lookup_min": ("ngram",),
+    "model": ("draft_model",),
+}
+"""Which methods read which field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an m5 engine can be told. The field `x` is the engine's keyword `x_config`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={shown(value)} must be True or False")
+
+
+def check_number(name: str, value: Any, *, at_least: float | None = None, more_than: float | None = None) -> None:
+    """Raise `ConfigError` unless `value` is a finite number within the limit."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if at_least is not None and not (is_number and value >= at_least):
+        raise ConfigError(f"{name}={shown(value)} must be a number of at least {at_least}")
+    if more_than is not None and not (is_number and value > more_than):
+        raise ConfigError(f"{name}={shown(value)} must be a number greater than {more_than}")

@@ -1,0 +1,104 @@
+"""What a step costs, by its size: measured once, when the engine is built, and looked up ever after.
+
+Two decisions need to know: how large a piece of a prompt may be if nobody is to wait longer than so many milliseconds
+for its next token, and how many guesses are worth their verification. A clock in these decisions would make every run
+another one. So the clock is read at the start only, what it said is in the trace, and whoever is given the same table
+decides the same. Neither vLLM nor SGLang has one.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from m1_single_request.errors import ConfigError, shown
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Milliseconds of a forward and the logits of its last tokens. Between two sizes a straight line is drawn."""
+
+    num_tokens: tuple[int, ...]
+    """New tokens in a step, rising, the first is 1."""
+    step_ms: tuple[float, ...]
+    """What a step of so many costs, with nothing before them; never falls."""
+    context_ms: float = 0.0
+    """What each new token costs more for each thousand tokens before it."""
+    draft_ms: float = 0.0
+    """A forward of the draft model with one token, if there is one."""
+    draft_row_ms: float = 0.0
+    """What each further row of that forward costs."""
+
+    def __post_init__(self) -> None:
+        numbers = (*self.num_tokens, *self.step_ms, self.context_ms, self.draft_ms, self.draft_row_ms)
+        if not all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in numbers):
+            raise ConfigError(f"a cost table holds numbers of at least 0, not {shown(numbers)}")
+        if len(self.num_tokens) != len(self.step_ms) or len(self.num_tokens) < 2 or self.num_tokens[0] != 1:
+            raise ConfigError("a cost table names at least two sizes, the first of 1 token, and the cost of each")
+        rises = all(a < b for a, b in pairwise(self.num_tokens)) and all(a <= b for a, b in pairwise(self.step_ms))
+        if not rises or self.step_ms[0] <= 0:
+            raise ConfigError("the sizes of a cost table rise, and their costs, which are more than 0, never fall")
+
+    def step(self, num_tokens: int, context: int = 0) -> float:
+        """Milliseconds of a step of so many new tokens. `context`: new tokens times tokens before each, summed up."""
+        sizes, costs = self.num_tokens, self.step_ms
+        above = next((i for i, size in enumerate(sizes) if size >= num_tokens), len(sizes) - 1)
+        above = max(above, 1)
+        (low, high), (cheap, dear) = sizes[above - 1 : above + 1], costs[above - 1 : above + 1]
+        base = cheap + (dear - cheap) * (num_tokens - low) / (high - low)
+        return max(base, 0.0) + self.context_ms * context / 1000
+
+    def draft(self, num_rows: int) -> float:
+        """Milliseconds of a forward of the draft model, one token for each of so many requests."""
+        return self.draft_ms + self.draft_row_ms * max(num_rows - 1, 0)
+
+    def largest(self, limit_ms: float, most: int, *, others: int, others_context: int, start: int) -> int:
+        """How many of `most` tokens of a prompt, `start` tokens into it, fit into a step of `limit_ms`.
+
+        The step has `others` new tokens besides. 0 if not one does.
+        """
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            context = others_context + middle * start + middle * middle // 2
+            low, high = (middle, high) if self.step(others + middle, context) <= limit_ms else (low, middle - 1)
+        return low
+
+
+def measure(cost_of: Callable[[int, int], float], sizes: Sequence[int], *, context: int) -> CostTable:
+    """A table from what `cost_of(num_tokens, context)` says, in milliseconds; the largest sizes are left out once they
+    take too long.
+
+    A size that seems to cost less than a smaller one was measured in a quieter moment: it is given the same.
+    """
+    known: dict[int, float] = {}
+    for size in sizes:
+        known[size] = max([cost_of(size, 0), *known.values()])
+        if known[size] > LONGEST_MS and len(known) > 1:
+            break
+    few = min(sizes[-1], FEW_TOKENS)
+    more = max(cost_of(few, context) - cost_of(few, 0), 0.0)
+    return CostTable(tuple(known), tuple(known.values()), context_ms=1000 * more / (few * context))
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """How long a call takes: the median of three, after one that counts for nothing."""
+    run()
+    laps = []
+    for _ in range(3):
+        began = time.perf_counter()
+        run()
+        laps.append(time.perf_counter() - began)
+    return sorted(laps)[1] * 1e3
+
+
+LONGEST_MS = 500.0
+"""A size that takes so long is the last one: beyond it the line goes on."""
+FEW_TOKENS = 4
+"""So many new tokens are measured with a context, and without."""
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` itself, at least two."""
+    return sorted({1, 2, most, *(2**i for i in range(most.bit_length()))} - ({most} if most < 1 else set()))

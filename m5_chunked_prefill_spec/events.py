@@ -1,0 +1,233 @@
+"""What the trace can say about steps that do several things at once: pieces of prompts, mixed batches, guesses.
+
+m4's `Batch` spoke of prompts or decodes; here a step is both, so it is said anew, with the budget and who took how much
+of it. Everything about the cache, the policy and admission is m4's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from m1_single_request.trace_event import Event, some, volatile
+from m5_chunked_prefill_spec.cost_table import CostTable
+from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostsMeasured(Event):
+    """What steps cost here; every later decision that depends on time goes by this table."""
+
+    style: ClassVar[str] = "dim"
+    headline: ClassVar[bool] = True
+    given: bool
+    """Whether the table was given instead of measured."""
+    num_tokens: tuple[int, ...] = volatile()
+    """New tokens in a step."""
+    step_ms: tuple[float, ...] = volatile()
+    """Milliseconds of a step of so many."""
+    context_ms: float = volatile()
+    """Milliseconds that each new token costs more for each thousand tokens before it."""
+    draft_ms: float = volatile()
+    """Milliseconds of a forward of the draft model with one token; 0 without one."""
+    draft_row_ms: float = volatile()
+    """Milliseconds of each further row of it."""
+
+    def explain(self) -> str:
+        least, most = (f"{self.num_tokens[i]:,} {self.step_ms[i]:.2f} ms" for i in (0, -1))
+        draft = f"; a token of the draft model {self.draft_ms:.2f} ms" if self.draft_ms else ""
+        how = "as given" if self.given else "measured once"
+        return f"Costs of a step by its tokens, {how}: {least}, {most}{draft}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkCut(Event):
+    """Of a prompt only a piece runs in this step."""
+
+    style: ClassVar[str] = "cyan"
+    rid: str
+    """Request id."""
+    asked: int
+    """Tokens that it still lacks."""
+    given: int
+    """Tokens that run now."""
+    start: int
+    """Tokens that have their KV: computed before, or found in the cache."""
+    total: int
+    """All tokens that must have their KV before it gets its first token."""
+    bound_by: str
+    """Which limit cut it: `max_num_batched_tokens`, `chunked_prefill_size`, `target_gap_ms` or `memory`."""
+
+    def brief(self) -> str:
+        return f"piece of {self.rid}: {self.given:,} of {self.asked:,}"
+
+    def explain(self) -> str:
+        limit = {
+            "max_num_batched_tokens": "that is what is left of the step's budget",
+            "chunked_prefill_size": "chunked_prefill_size allows no more",
+            "target_gap_ms": "a longer step would miss target_gap_ms",
+            "memory": "there is no free memory for more",
+        }[self.bound_by]
+        return (
+            f"{self.rid} is cut: tokens {self.start:,} to {self.start + self.given - 1:,} of {self.total:,} run now, "
+            f"{self.given:,} of the {self.asked:,} that it lacks, because {limit}. It gets no token yet."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Event):
+    """What goes through the model in this step."""
+
+    style: ClassVar[str] = "bold blue"
+    mode: str
+    """`extend` (prompts only), `decode` (one token each), `target_verify` (decodes with guesses) or `mixed`."""
+    rids: tuple[str, ...]
+    """Request ids, one per row of the fields below: prompts first."""
+    extend_lens: tuple[int, ...]
+    """New tokens per request."""
+    prefix_lens: tuple[int, ...]
+    """Tokens per request whose KV is read instead of computed."""
+    seq_lens: tuple[int, ...]
+    """Tokens per request with KV after this step, guesses included."""
+    draft_lens: tuple[int, ...]
+    """Guesses among the new tokens, per request."""
+    out_slots: tuple[int, ...]
+    """Where the KV of the new tokens goes: the slots of the first request, then those of the next one."""
+    left: tuple[str, ...]
+    """Requests that ended since the batch before, those included that never ran."""
+    num_prompts: int
+    """The first so many requests are prefilled."""
+    chunked: str | None
+    """The one among them whose prompt does not end in this step."""
+    num_running: int
+    """Requests that run; those of them that are in no row wait for this step."""
+    budget: int
+    """How many new tokens there may be."""
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.extend_lens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self.extend_lens[: self.num_prompts])
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.draft_lens)
+
+    def brief(self) -> str:
+        return f"{self.mode:<7} {some(self.total_tokens, 'token')} of {some(len(self.rids), 'request')}"
+
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        decodes = [f"verify {number}" if number else "decode" for number in self.draft_lens[self.num_prompts :]]
+        return tuple(zip(self.rids, ["extend"] * self.num_prompts + decodes, strict=True))
+
+    def counters(self) -> dict[str, float]:
+        num_decodes = len(self.rids) - self.num_prompts
+        return {
+            "prompt tokens": self.num_prompt_tokens,
+            "decode tokens": num_decodes,
+            "draft tokens": self.num_draft_tokens,
+        }
+
+    def explain(self) -> str:
+        num_decodes = len(self.rids) - self.num_prompts
+        parts = [some(num_decodes, "decode")] * bool(num_decodes)
+        parts += [some(self.num_draft_tokens, "guess").replace("guesss", "guesses")] * bool(self.num_draft_tokens)
+        if self.num_prompts:
+            parts.append(f"{some(self.num_prompt_tokens, 'token')} of {some(self.num_prompts, 'prompt')}")
+        waiting = self.num_running - len(self.rids)
+        delayed = f" {some(waiting, 'running request')} must wait for that." if waiting > 0 else ""
+        left = f" Since the last batch left: {', '.join(self.left)}." if self.left else ""
+        name = self.mode.capitalize().replace("_", " ")
+        return (
+            f"{name} batch: {' + '.join(parts)} = {self.total_tokens:,} of at most {some(self.budget, 'token')}."
+            f"{delayed}{left}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified(Event):
+    """The guesses for a request were read against what the model says."""
+
+    style: ClassVar[str] = "green"
+    rid: str
+    """Request id."""
+    method: str
+    """Who guessed: `ngram` or `draft_model`."""
+    drafted: tuple[int, ...]
+    """The guesses."""
+    accepted: int
+    """How many of them, from the first on, were right."""
+    tokens: tuple[int, ...]
+    """What came of it: those that were right, and one token of the model's own."""
+    texts: tuple[str, ...]
+    """The guesses as text, each alone."""
+    own: str
+    """The model's own token as text."""
+    rate: float
+    """How likely the next guess is taken to be right."""
+
+    @property
+    def rejected_at(self) -> int | None:
+        """The place of the first wrong guess; None if all were right."""
+        return None if self.accepted == len(self.drafted) else self.accepted
+
+    def explain(self) -> str:
+        guessed = " ".join(repr(text) for text in self.texts)
+        kept = f"{self.accepted} of {some(len(self.drafted), 'guess').replace('guesss', 'guesses')}"
+        if self.rejected_at is None:
+            end = f"all are right, and {self.own!r} comes on top"
+        else:
+            end = f"{self.texts[self.rejected_at]!r} is wrong, {self.own!r} is right"
+        brought = some(len(self.tokens), "token")
+        return f"{self.rid}: {self.method} guessed {guessed}. {kept} kept: {end}. {brought} in one step."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(Event):
+    """The KV of wrong guesses is given up."""
+
+    style: ClassVar[str] = "dim"
+    detail: ClassVar[bool] = True
+    rid: str
+    """Request id."""
+    num_tokens: int
+    """Tokens whose slots are not used any more."""
+    committed: int
+    """Tokens with KV that it keeps."""
+
+    def explain(self) -> str:
+        return (
+            f"{self.rid} gives the slots of {some(self.num_tokens, 'token')} back; it keeps {self.committed:,} with KV."
+        )
+
+
+def costs_event(table: CostTable, *, given: bool) -> CostsMeasured:
+    """The table for the trace; built only for a reader."""
+    return CostsMeasured(
+        given=given,
+        num_tokens=table.num_tokens,
+        step_ms=table.step_ms,
+        context_ms=table.context_ms,
+        draft_ms=table.draft_ms,
+        draft_row_ms=table.draft_row_ms,
+    )
+
+
+def batch_event(batch: ScheduleBatch, left: Sequence[str], num_running: int, budget: int) -> Batch:
+    """A batch for the trace; built only for a reader."""
+    return Batch(
+        mode=batch.forward_mode.name.lower(),
+        rids=tuple(batch.rids),
+        extend_lens=tuple(batch.new_lens.tolist()),
+        prefix_lens=tuple((batch.seq_lens - batch.new_lens).tolist()),
+        seq_lens=tuple(batch.seq_lens.tolist()),
+        draft_lens=tuple(map(len, batch.drafts)) or (0,) * len(batch.reqs),
+        out_slots=tuple(batch.out_cache_loc.tolist()),
+        left=tuple(left),
+        num_prompts=batch.num_prompts,
+        chunked=batch.chunked_req.rid if batch.chunked_req else None,
+        num_running=num_running,
+        budget=budget,
+    )

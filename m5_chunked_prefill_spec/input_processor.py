@@ -1,0 +1,71 @@
+"""Intake for an engine that takes prompts in pieces: how long a prompt is does not matter to a step any more.
+
+m4 refused a prompt that was longer than the budget of a step. That is over, unless chunks are switched off; what
+remains are the model's length and the memory. A request may also say that nothing is to be guessed for it.
+"""
+
+from typing import Any
+
+from m1_single_request.errors import InvalidRequestError, shown
+from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
+from m1_single_request.request import Request
+from m1_single_request.sampling_params import SamplingParams
+from m2_continuous_batching.input_processor import check_token_budget
+from m3_paged_attention.input_processor import build_parent, check_n
+from m4_radix_cache.input_processor import check_cache_salt, check_kv_room, check_priority, set_options
+from m5_chunked_prefill_spec.speculative.speculation import SpecState
+
+
+class InputProcessor(SingleRequestInputProcessor):
+    """m1's, and it knows the size of the KV memory and the options of a request."""
+
+    def __init__(
+        self, *, max_num_batched_tokens: int | None, max_total_tokens: int, speculates: bool, **settings: Any
+    ) -> None:
+        """`max_num_batched_tokens`: None if prompts are cut. `speculates`: whether anything is guessed at all."""
+        super().__init__(**settings)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_total_tokens = max_total_tokens
+        self.speculates = speculates
+
+    def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
+        """Refuse what this engine can never run (`InvalidRequestError`)."""
+        check_n(params)
+        check_model_len(token_ids, self.max_model_len, request_id)
+        if self.max_num_batched_tokens is not None:
+            check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
+        check_kv_room(token_ids, self.max_total_tokens, request_id)
+
+    def build_request(
+        self,
+        request_id: str,
+        text: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        speculate: bool = True,
+    ) -> Request:
+        """A request, or a parent of `n` of them. With `speculate`, its tokens may be guessed if the engine does so.
+
+        Raises `InvalidRequestError` for a priority that is no whole number, a salt that is no text, or a `speculate`
+        that is neither True nor False.
+        """
+        check_priority(priority)
+        check_cache_salt(cache_salt)
+        if not isinstance(speculate, bool):
+            raise InvalidRequestError(f"speculate={shown(speculate)} must be True or False")
+        build_one = super().build_request
+
+        def build_child(child_id: str, params: SamplingParams, seed: int) -> Request:
+            req = build_one(child_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
+            own = set_options(req, priority, cache_salt, min(self.max_model_len, self.max_total_tokens - 1))
+            own.spec_state = SpecState() if speculate and self.speculates else None
+            return own
+
+        if params.n == 1:
+            return build_child(request_id, params, seed)
+        return build_parent(request_id, params, seed, build_child)

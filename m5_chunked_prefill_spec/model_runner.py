@@ -1,0 +1,165 @@
+"""Tensors in, tokens out, several for a request if its guesses were right.
+
+m4's runner had the logits of one token for each request. Here the step says how many rows of each are looked at: none
+for a piece of a prompt, several behind guesses. A draft model, where there is one, makes its guesses before the forward
+and catches up after it. SGLang: `EAGLEWorker.forward_batch_generation` around its `ModelRunner`; vLLM:
+`v1/worker/gpu_model_runner.py`.
+"""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m1_single_request.errors import ForwardError
+from m1_single_request.sampler import LogprobRow
+from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_storage import KVStorage
+from m3_paged_attention.model_loader import LoadedModel
+from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
+from m3_paged_attention.row_sampler import prompt_logprobs
+from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+from m5_chunked_prefill_spec.config import SchedulerConfig
+from m5_chunked_prefill_spec.cost_table import CostTable, measure, milliseconds, sizes_up_to
+from m5_chunked_prefill_spec.forward_batch import ForwardBatch, nothing_in_page_0
+from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
+from m5_chunked_prefill_spec.outputs import ModelRunnerOutput
+from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunnerProtocol
+from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
+from m5_chunked_prefill_spec.speculative.spec_info import Drafts
+
+MAX_VERIFIED = 16
+"""Of how many tokens a measured step computes the logits: few steps look at more."""
+
+
+class ModelRunner:
+    """Runs what the scheduler decided: guess, prepare, forward, sample and verify."""
+
+    def __init__(
+        self,
+        *,
+        loaded_model: LoadedModel,
+        scheduler_config: SchedulerConfig,
+        req_to_token_pool: ReqToTokenPool,
+        rejection_sampler: RejectionSampler,
+        draft_runner: DraftRunnerProtocol | None,
+    ) -> None:
+        self.model = loaded_model.model
+        self.device = loaded_model.device
+        self.max_model_len = loaded_model.max_model_len
+        self.max_num_seqs = scheduler_config.max_num_seqs
+        self.req_to_token_pool = req_to_token_pool
+        self.draft_runner = draft_runner
+        self.rejection_sampler = rejection_sampler
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Reserve the KV memory, and as many pages for the draft model. Raises `ConfigError` where there is not so
+        much."""
+        self.page_size = kv_cache_config.spec.block_size
+        self.kv = KVStorage(kv_cache_config, device=self.device)
+        if self.draft_runner is not None:
+            self.draft_runner.initialize_kv_cache(kv_cache_config.num_blocks, self.page_size)
+
+    def profile_run(self, num_tokens: int) -> int:
+        """Run the largest step once, on nothing; returns the bytes of the KV memory that it had meanwhile."""
+        return run_largest_step(
+            self.model, num_tokens, longest=self.max_model_len, max_num_seqs=self.max_num_seqs, device=self.device
+        )
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """The shape of a page of this model, and what the draft model's takes besides."""
+        companion = 0 if self.draft_runner is None else self.draft_runner.kv_bytes_per_token
+        return replace(kv_cache_spec_of(self.model, block_size), companion_bytes_per_token=companion)
+
+    @torch.inference_mode()
+    def measure_costs(self, most: int) -> CostTable:
+        """What steps of up to `most` new tokens cost here, and drafts. Writes nothing that anybody reads."""
+        context = min(1024, self.max_model_len - most)
+        table = measure(self._cost_of, sizes_up_to(most), context=max(context, 1))
+        if self.draft_runner is None:
+            return table
+        one, several = (self.draft_runner.cost_of(rows) for rows in (1, self.max_num_seqs))
+        per_row = max(several - one, 0.0) / max(self.max_num_seqs - 1, 1)
+        return replace(table, draft_ms=one, draft_row_ms=per_row)
+
+    def _cost_of(self, num_tokens: int, context: int) -> float:
+        tokens = nothing_in_page_0(1, num_tokens, context, self.page_size)
+
+        def run() -> None:
+            forward_batch = ForwardBatch.init_new(tokens, self)
+            self.model.compute_logits(self.forward(forward_batch)[-MAX_VERIFIED:]).argmax(-1).tolist()
+
+        return milliseconds(run)
+
+    def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
+        """Run the new tokens of all requests through the model, and choose the next ones.
+
+        Whatever it raises fails the requests of this step, and no other; `torch.AcceleratorError` means that the device
+        is lost.
+        """
+        drafts = self._drafts(batch)
+        forward_batch = ForwardBatch.init_new(batch, self)
+        hidden = self.forward(forward_batch)
+        last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
+        began = time.perf_counter()
+        of_prompts, errors = self._prompt_logprobs(batch, hidden, forward_batch.starts)
+        if not any(batch.sample_lens):  # nothing but a piece of a prompt
+            return ModelRunnerOutput([], [], [], prompt_logprobs=of_prompts, errors=errors)
+        logits = self.model.compute_logits(last)  # [sum(sample_lens), vocab]
+        sampled = self.rejection_sampler(batch.rids, batch.sampling_info, logits, batch.sample_lens, drafts)
+        sample_seconds = time.perf_counter() - began
+        if self.draft_runner is not None:
+            accepted = dict(zip(sampled.req_ids, sampled.token_ids, strict=True))
+            self.draft_runner.follow(batch, drafts, [len(accepted.get(rid, [0])) - 1 for rid in batch.rids])
+        return ModelRunnerOutput(
+            req_ids=sampled.req_ids,
+            sampled_token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=of_prompts,
+            errors=errors | sampled.errors,
+            sample_seconds=sample_seconds,
+            draft_token_ids=dict(zip(batch.rids, drafts.token_ids, strict=True)) if drafts else {},
+        )
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states `[total_tokens, hidden_size]`. The one place where the model is called."""
+        return self.model.forward(batch.input_ids, batch.positions, self.kv, batch.attn_metadata)
+
+    def free_request(self, request_id: str) -> None:
+        """Forget a request: it knows none."""
+
+    def held_request_ids(self) -> list[str]:
+        """The requests that are remembered: none."""
+        return []
+
+    def shutdown(self) -> None:
+        """Let go of the KV memory and the models."""
+        for name in ("kv", "model"):
+            vars(self).pop(name, None)  # an interrupted `close` comes again
+        if self.draft_runner is not None:
+            self.draft_runner.shutdown()
+
+    def _drafts(self, batch: ModelWorkerBatch) -> Drafts | None:
+        """The guesses of this step: those that came with the batch, or the draft model's."""
+        if self.draft_runner is not None:
+            return self.draft_runner.propose(batch)
+        return None if batch.spec_info is None else Drafts(batch.spec_info.draft_token_ids, None)
+
+    def _prompt_logprobs(
+        self, batch: ModelWorkerBatch, hidden: Tensor, starts: np.ndarray
+    ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, ForwardError]]:
+        """For the prompts, or pieces of them, that are to be rated; and the errors of those that cannot be."""
+        found: dict[str, tuple[LogprobRow, ...]] = {}
+        errors: dict[str, ForwardError] = {}
+        for place, rid in enumerate(batch.rids) if batch.prompts_to_rate else ():
+            if rid in batch.prompts_to_rate:
+                token_ids, num_best = batch.prompts_to_rate[rid]
+                start = int(starts[place])
+                of_prompt = hidden[start : start + int(batch.new_lens[place])]
+                try:
+                    found[rid] = prompt_logprobs(token_ids, of_prompt, num_best, self.model.compute_logits)
+                except ForwardError as error:
+                    errors[rid] = error
+        return found, errors

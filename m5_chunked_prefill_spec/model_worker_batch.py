@@ -1,0 +1,33 @@
+"""A batch on its way to the device, when a step does several things at once.
+
+m4's, with what differs from request to request now: how many tokens it may get - none for a piece of a prompt that is
+not the last, one, or one more than were guessed - and the guesses. SGLang: `ModelWorkerBatch` with its `spec_info`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from m4_radix_cache.model_worker_batch import ModelWorkerBatch as PlainModelWorkerBatch
+from m5_chunked_prefill_spec.speculative.spec_info import SpecInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWorkerBatch(PlainModelWorkerBatch):
+    """One step: prompts and their pieces first, then whoever decodes. Rows are in the batch's order, not sorted."""
+
+    new_lens: np.ndarray  # int64 [batch_size]: new tokens of each, guesses included
+    sample_lens: list[int]
+    """How many of each request's last new tokens have their logits looked at: as many tokens it may get."""
+    num_prompts: int
+    """The first so many requests are prefilled."""
+    spec_info: SpecInput | None
+    """The guesses of this step; None: there are none."""
+
+    @property
+    def num_samples(self) -> dict[str, int]:
+        return dict(zip(self.rids, self.sample_lens, strict=True))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.new_lens[: self.num_prompts].sum())

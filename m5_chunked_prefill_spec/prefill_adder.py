@@ -1,0 +1,105 @@
+"""Which of the waiting requests fit into a step, and how much of the last one.
+
+m4's adder took prompts whole: one that was longer than what was left of the budget had to wait, and longer than the
+whole budget it was refused. Here it is cut. The piece runs, the rest comes in the next steps, before anybody else; so
+at most one request is in pieces at any time. Memory is counted as before: whoever is admitted must fit with its whole
+prompt and what it may say. SGLang: `PrefillAdder.add_chunked_req` and the truncation in `add_one_req`.
+"""
+
+from typing import Any
+
+from m4_radix_cache.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder as WholePrefillAdder
+from m4_radix_cache.request import Req
+from m4_radix_cache.scheduler_events import Admit
+from m5_chunked_prefill_spec.events import ChunkCut
+
+
+class PrefillAdder(WholePrefillAdder):
+    """m4's, with a budget of tokens that cuts."""
+
+    def __init__(
+        self,
+        *,
+        rem_chunk_tokens: int | None,
+        chunk_alignment: int = 1,
+        is_chunked: bool = True,
+        bound_by: str = "max_num_batched_tokens",
+        **settings: Any,
+    ) -> None:
+        """`rem_chunk_tokens`: a limit on prompt tokens besides that of the step, which is called `bound_by`.
+        `chunk_alignment`: a piece that is not the last ends at a multiple of so many tokens. Without `is_chunked`
+        nothing is cut.
+        """
+        super().__init__(**settings)
+        self.is_chunked = is_chunked
+        self.chunk_alignment = chunk_alignment
+        self.bound_by = bound_by
+        if rem_chunk_tokens is not None and rem_chunk_tokens < self.rem_input_tokens:
+            self.rem_input_tokens, self.bound_by = rem_chunk_tokens, "chunked_prefill_size"
+        self.new_chunked_req: Req | None = None
+        """Whoever was cut in this step."""
+
+    def add_chunked_req(self, req: Req) -> AddReqResult:
+        """The next piece of a request that was cut before. It has its row and its lock, and is always in `running`'s
+        stead: what it may still say counts again with its last piece.
+
+        NO_TOKEN, and nothing is added: there is no page for it, because those who run need what is left.
+        """
+        rest = req.extend_input_len
+        started = -len(req.prefix_indices) % self.page_size  # what is left of its last page
+        kept = self.page_size * self._num_running
+        room = max(self.cur_rem_tokens - kept, 0) // self.page_size * self.page_size + started
+        given = self._cut(min(rest, room), rest)
+        if given < 1:
+            return AddReqResult.NO_TOKEN if room < 1 else AddReqResult.OTHER
+        self._take(req, given, "memory" if given == room < min(rest, self.rem_input_tokens) else self.bound_by)
+        return AddReqResult.OTHER if given < rest else self.budget_state()
+
+    def _fits_step(self, req: Req) -> bool:
+        if not self.is_chunked:
+            return super()._fits_step(req)
+        return self._cut(req.extend_input_len, req.extend_input_len) > 0
+
+    def _admit(self, req: Req) -> AddReqResult:
+        need, rem_total, cur_rem = self._need(req), self.rem_total_tokens, self.cur_rem_tokens
+        rem_input, whole = self.rem_input_tokens, req.extend_input_len
+        given = self._cut(whole, whole) if self.is_chunked else whole
+        self._take(req, given, self.bound_by)
+        result = AddReqResult.OTHER if given < whole else self.budget_state()
+        if self.tracer:
+            self.tracer.emit(
+                Admit(
+                    rid=req.rid,
+                    prefix=len(req.prefix_indices),
+                    extend=req.extend_input_len,
+                    num_output_tokens=len(req.output_ids),
+                    need=need,
+                    rem_total=rem_total,
+                    cur_rem=cur_rem,
+                    rem_input=rem_input,
+                    evictable=self.tree_cache.evictable_size(),
+                    result=result.value,
+                )
+            )
+        return result
+
+    def _cut(self, most: int, rest: int) -> int:
+        """How many of `most` tokens this step takes; fewer than `rest` end at a multiple of the alignment."""
+        given = min(most, self.rem_input_tokens)
+        return given if given == rest else given // self.chunk_alignment * self.chunk_alignment
+
+    def _take(self, req: Req, given: int, bound_by: str) -> None:
+        """Add the first `given` of the tokens that it lacks."""
+        start, asked = len(req.prefix_indices), req.extend_input_len
+        self._taken += self._ceil_page(start + given) - self._ceil_page(start)
+        self.rem_input_tokens -= given
+        self.can_run_list.append(req)
+        if given == asked:
+            self._expected += min(req.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+            return
+        req.extend_input_len = given
+        self.new_chunked_req = req
+        if self.tracer:
+            self.tracer.emit(
+                ChunkCut(rid=req.rid, asked=asked, given=given, start=start, bound_by=bound_by, total=start + asked)
+            )

@@ -1,0 +1,210 @@
+"""The draft model on the device: it reads everything that the target reads, and runs ahead where it is asked to.
+
+Its KV lies in a storage of its own, at the target's slots: token for token, page for page. So whoever starts from a
+cached prefix finds the draft's KV there as well, and what is freed, shared or moved for the target needs no second
+book. For that its KV must never fall behind. In every step it computes
+
+    1. whatever the target computes anyway: prompts, pieces of them, everybody's newest token;
+    2. a guess from each, and from that the next one, as many as the step has slots for;
+    3. after the verification, the last guess of those whose guesses were all right: nobody has computed its KV yet.
+
+All requests together each time, whatever each needs. SGLang: `StandaloneWorker` (`speculative/standalone_worker.py`);
+vLLM: `DraftModelProposer`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m1_single_request.config import DEFAULT_MODEL
+from m1_single_request.draws import uniforms
+from m1_single_request.errors import ConfigError
+from m1_single_request.sampler import distribution, draw
+from m1_single_request.sampling_metadata import SamplingMetadata
+from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.kv_cache_config import KVCacheConfig
+from m3_paged_attention.kv_storage import KVStorage
+from m3_paged_attention.model_loader import LoadedModel
+from m3_paged_attention.models.decoder import Decoder
+from m3_paged_attention.profiling import kv_cache_spec_of
+from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL, SpeculativeConfig
+from m5_chunked_prefill_spec.cost_table import milliseconds
+from m5_chunked_prefill_spec.forward_batch import ForwardBatch, SomeTokens, nothing_in_page_0, ranges
+from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
+from m5_chunked_prefill_spec.speculative.rejection_sampler import DRAFT_STREAM
+from m5_chunked_prefill_spec.speculative.spec_info import Drafts
+
+
+class DraftRunnerProtocol(Protocol):
+    """Whatever makes guesses beside the model. `propose` comes before the target's forward of a step, `follow` after
+    its sampling, both in every step."""
+
+    kv_bytes_per_token: int
+
+    def initialize_kv_cache(self, num_blocks: int, block_size: int) -> None: ...
+    def cost_of(self, num_rows: int) -> float: ...
+    def propose(self, batch: ModelWorkerBatch) -> Drafts | None: ...
+    def follow(self, batch: ModelWorkerBatch, drafts: Drafts | None, num_accepted: Sequence[int]) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+class DraftRunner:
+    """Runs the draft model; remembers nothing but its KV."""
+
+    def __init__(self, *, loaded_model: LoadedModel, req_to_token_pool: ReqToTokenPool) -> None:
+        self.model: Decoder = loaded_model.model
+        self.device = loaded_model.device
+        self.req_to_token_pool = req_to_token_pool
+        self.kv_bytes_per_token = loaded_model.kv_bytes_per_token
+
+    def initialize_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        """Reserve as many pages as the target has."""
+        self.page_size = block_size
+        spec = kv_cache_spec_of(self.model, block_size)
+        self.kv = KVStorage(KVCacheConfig(spec=spec, num_blocks=num_blocks), device=self.device)
+
+    def cost_of(self, num_rows: int) -> float:
+        """Milliseconds of a guess for each of so many requests."""
+        tokens = nothing_in_page_0(num_rows, 1, 0, self.page_size)
+
+        def run() -> None:
+            laid_out = ForwardBatch.init_new(tokens, self)
+            hidden = self.model.forward(laid_out.input_ids, laid_out.positions, self.kv, laid_out.attn_metadata)
+            self.model.compute_logits(hidden).argmax(-1).tolist()
+
+        return milliseconds(run)
+
+    def shutdown(self) -> None:
+        """Let go of the KV memory and the model."""
+        for name in ("kv", "model"):
+            vars(self).pop(name, None)
+
+    def propose(self, batch: ModelWorkerBatch) -> Drafts | None:
+        """Compute the new tokens of a step, all but the guesses, and make these. None if the step has none."""
+        wanted = np.array(batch.spec_info.num_draft_tokens if batch.spec_info else [0] * len(batch.rids))
+        known = batch.new_lens - wanted
+        starts = np.cumsum(batch.new_lens) - batch.new_lens
+        rows = np.arange(len(batch.rids))
+        logits = self._forward(batch, rows, starts, known, sample=wanted > 0)
+        if not wanted.any():
+            return None
+        token_ids: list[list[int]] = [[] for _ in rows]
+        probs: list[list[Tensor]] = [[] for _ in rows]
+        rows = rows[wanted > 0]
+        is_drawn = not batch.sampling_info.numbers[rows]["greedy"].all()
+        for offset in range(int(wanted.max())):
+            newest, drawn_from = self._choose(logits, batch.sampling_info, rows, offset, is_drawn=is_drawn)
+            for place, (row, token_id) in enumerate(zip(rows.tolist(), newest, strict=True)):
+                token_ids[row].append(token_id)
+                if drawn_from is not None:
+                    probs[row].append(drawn_from[place])
+                batch.input_ids[starts[row] + known[row] + offset] = token_id
+            rows = rows[wanted[rows] > offset + 1]
+            if len(rows):
+                places = starts[rows] + known[rows] + offset
+                logits = self._forward(batch, rows, places, np.ones(len(rows), dtype=np.int64))
+        flat = [row for own in probs for row in own]
+        return Drafts(token_ids, torch.stack(flat) if flat else None)
+
+    def follow(self, batch: ModelWorkerBatch, drafts: Drafts | None, num_accepted: Sequence[int]) -> None:
+        """Compute the last guess of every request whose guesses were all right. `num_accepted`: by row."""
+        if drafts is None:
+            return
+        counts = np.array([len(own) for own in drafts.token_ids])
+        rows = np.flatnonzero((counts > 0) & (np.array(num_accepted) == counts))
+        if len(rows):
+            ends = np.cumsum(batch.new_lens)
+            ones = np.ones(len(rows), dtype=np.int64)
+            self._forward(batch, rows, ends[rows] - 1, ones, sample=np.zeros(len(rows), dtype=np.bool_))
+
+    def _forward(
+        self,
+        batch: ModelWorkerBatch,
+        rows: np.ndarray,
+        places: np.ndarray,
+        counts: np.ndarray,
+        *,
+        sample: np.ndarray | None = None,
+    ) -> Tensor:
+        """Run `counts[i]` tokens of each of `rows`, of which the first stands at `places[i]` in the batch.
+
+        Returns the logits `[rows, vocab]` behind the last one of each; only of those that `sample` names, if given.
+        """
+        where = ranges(places, counts)
+        own_starts = np.cumsum(batch.new_lens) - batch.new_lens
+        before = batch.seq_lens[rows] - batch.new_lens[rows] + places - own_starts[rows]
+        looked_at = np.ones(len(rows), dtype=np.int64) if sample is None else sample.astype(np.int64)
+        tokens = SomeTokens(
+            input_ids=batch.input_ids[where],
+            req_pool_indices=batch.req_pool_indices[rows],
+            seq_lens=before + counts,
+            new_lens=counts,
+            out_cache_loc=batch.out_cache_loc[where],
+            sample_lens=looked_at.tolist(),
+        )
+        laid_out = ForwardBatch.init_new(tokens, self)
+        hidden = self.model.forward(laid_out.input_ids, laid_out.positions, self.kv, laid_out.attn_metadata)
+        if laid_out.logits_indices is not None:
+            hidden = hidden[laid_out.logits_indices]
+        return self.model.compute_logits(hidden) if len(hidden) else hidden
+
+    def _choose(
+        self, logits: Tensor, info: SamplingBatchInfo, rows: np.ndarray, offset: int, *, is_drawn: bool
+    ) -> tuple[list[int], Tensor | None]:
+        """A guess for each row: the best token for greedy requests, else a draw as hot as the target's.
+
+        Penalties and bias are left out: a worse guess, never a wrong answer. With it what it was drawn from, float64
+        `[rows, vocab]`, if any in the step is.
+        """
+        best = logits.argmax(dim=-1)
+        numbers = info.numbers[rows]
+        if not is_drawn:
+            return best.tolist(), None
+        plain = numbers.copy()
+        plain["penalised"] = False
+        metadata = SamplingMetadata.from_numbers(
+            plain,
+            num_logprobs=(None,) * len(rows),
+            vocab_size=logits.shape[-1],
+            device=logits.device,
+            uniforms=None,
+            bias=None,
+            seen=None,
+            output_counts=None,
+        )
+        probs = distribution(logits.float(), metadata)
+        seeds = [info.seeds[i] for i in rows]
+        drawn = draw(probs, torch.from_numpy(uniforms(seeds, (info.positions[rows] + offset).tolist(), DRAFT_STREAM)))
+        greedy = torch.from_numpy(numbers["greedy"].copy()).to(logits.device)
+        return torch.where(greedy, best, drawn).tolist(), probs
+
+
+def load_draft_model(
+    load: Callable[[ModelConfig], LoadedModel], config: ModelConfig, speculative: SpeculativeConfig, target: LoadedModel
+) -> LoadedModel | None:
+    """The draft model that the configuration names, loaded as the target is; None if there is to be none.
+
+    Raises `ModelLoadError`, or `ConfigError` if it cannot guess for this target: the same token ids must mean the same.
+    """
+    if speculative.method != "draft_model":
+        return None
+    if speculative.model is None and config.model is not None and Path(config.model) != DEFAULT_MODEL:
+        raise ConfigError(
+            f"the draft model that ships belongs to the default model, not to {target.name}: name one in "
+            f"SpeculativeConfig(model=...)"
+        )
+    path = speculative.model or DEFAULT_DRAFT_MODEL
+    draft = load(replace(config, model=path, max_model_len=target.max_model_len))
+    if draft.vocab_size != target.vocab_size or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        raise ConfigError(
+            f"{draft.name} cannot guess for {target.name}: their vocabularies differ ({draft.vocab_size:,} and "
+            f"{target.vocab_size:,} ids)"
+        )
+    return draft

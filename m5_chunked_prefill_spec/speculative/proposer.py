@@ -1,0 +1,68 @@
+"""Who guesses the next tokens of a request.
+
+A proposer is asked on the host, while the step is decided, so that its guesses are part of the step's budget and of its
+memory. `NgramProposer` answers at once: it reads what stands there already (Saxena, "Prompt Lookup Decoding", 2023).
+`DraftModelProposer` only says how many there will be; the tokens are made on the device (`draft_runner.py`), where the
+small model's KV is. A head that drafts a tree would come in the same two halves. vLLM: `NgramProposer`,
+`DraftModelProposer` in `v1/spec_decode`; SGLang: `NGRAMWorker`, `StandaloneWorker`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey, decode
+from m4_radix_cache.request import Req
+from m5_chunked_prefill_spec.config import SpeculativeConfig
+from m5_chunked_prefill_spec.speculative.spec_info import UNKNOWN
+
+
+class Proposer(Protocol):
+    """Guesses. It changes no request, and what it says decides how fast an answer comes, never what it says."""
+
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
+        """For each request at most so many tokens that may come next, in order; `UNKNOWN` where the device will say."""
+        ...
+
+
+class NgramProposer:
+    """Looks for the last tokens further up, and proposes what followed them there."""
+
+    def __init__(self, *, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
+        self.prompt_lookup_min, self.prompt_lookup_max = prompt_lookup_min, prompt_lookup_max
+
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
+        """The longest run of last tokens that stood there before decides, at its earliest place."""
+        return [self.lookup(req.key, limit) if limit else [] for req, limit in zip(reqs, limits, strict=True)]
+
+    def lookup(self, key: RadixKey, limit: int) -> list[int]:
+        """Up to `limit` tokens that followed the last ones of `key` where they stood first."""
+        for size in range(min(self.prompt_lookup_max, len(key) - 1), self.prompt_lookup_min - 1, -1):
+            after = first_end(key.data, size * TOKEN_BYTES)
+            if after is not None:
+                return decode(key.data[after : after + limit * TOKEN_BYTES])
+        return []
+
+
+def first_end(data: bytes, size: int) -> int | None:
+    """Where the first copy of the last `size` bytes of `data` ends, at a whole token; None if there is no other."""
+    last, start = data[-size:], 0
+    while (start := data.find(last, start, len(data) - 1)) >= 0:
+        if start % TOKEN_BYTES == 0:
+            return start + size
+        start += 1
+    return None
+
+
+class DraftModelProposer:
+    """Leaves it to the draft model, which always has something to say."""
+
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
+        """As many as may be, all of them unknown here."""
+        return [[UNKNOWN] * limit for limit in limits]
+
+
+def make_proposer(config: SpeculativeConfig) -> Proposer | None:
+    """The proposer that the configuration names; None: nothing is guessed."""
+    if config.method == "ngram":
+        return NgramProposer(prompt_lookup_min=config.prompt_lookup_min, prompt_lookup_max=config.prompt_lookup_max)
+    return None if config.method is None else DraftModelProposer()

@@ -1,0 +1,156 @@
+"""m5's table of contents: m4's table with the roles that pieces and guesses change, and how the parts are put together.
+
+Two models may be loaded now, and what steps cost is measured before anything depends on it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from m1_single_request.errors import ConfigError
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.kv_cache_config import check_memory_share
+from m3_paged_attention.wiring import trace_start
+from m4_radix_cache.engine_core import EngineCore
+from m4_radix_cache.schedule_batch import Pools
+from m4_radix_cache.wiring import PARTS as M4_PARTS, prefix_cache_class, reserve_kv_memory
+from m5_chunked_prefill_spec.batch_composer import DecodeFirst, PrefillFirst
+from m5_chunked_prefill_spec.config import EngineConfig, SchedulerConfig
+from m5_chunked_prefill_spec.cost_table import CostTable
+from m5_chunked_prefill_spec.events import costs_event
+from m5_chunked_prefill_spec.input_processor import InputProcessor
+from m5_chunked_prefill_spec.model_runner import ModelRunner
+from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
+from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
+from m5_chunked_prefill_spec.scheduler import Scheduler
+from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner, load_draft_model
+from m5_chunked_prefill_spec.speculative.proposer import make_proposer
+from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
+from m5_chunked_prefill_spec.speculative.speculation import Speculation
+
+
+def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
+    """Load the models, size the KV memory, measure, and put the parts together."""
+    device = config.model.torch_device()
+    check_memory_share(config.cache, device)
+    cache_class = prefix_cache_class(config.cache, parts)
+    loaded = parts["model_loader"](config.model)
+    drafting = load_draft_model(parts["model_loader"], config.model, config.speculative, loaded)
+    if tracer:
+        trace_start(loaded, config.model, tracer)
+    limits = config.scheduler.resolved(loaded.max_model_len)
+    rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
+    runner = parts["model_runner"](
+        loaded_model=loaded,
+        scheduler_config=limits,
+        req_to_token_pool=rows,
+        rejection_sampler=parts["rejection_sampler"](
+            sampler=parts["sampler"](), token_text=parts["detokenizer"](loaded.tokenizer).token_text, tracer=tracer
+        ),
+        draft_runner=drafting and parts["draft_runner"](loaded_model=drafting, req_to_token_pool=rows),
+    )
+    executor = parts["executor"](worker=parts["worker"](model_runner=runner))
+    kv_cache_config = reserve_kv_memory(executor, config.cache, device, loaded.max_model_len, limits, tracer)
+    costs = cost_table(config, limits, runner, tracer)
+    allocator = parts["token_to_kv_pool_allocator"](
+        size=kv_cache_config.num_tokens, page_size=config.cache.page_size, checked=config.cache.debug
+    )
+    tree_cache = cache_class(
+        req_to_token_pool=rows,
+        token_to_kv_pool_allocator=allocator,
+        eviction_policy=config.cache.eviction_policy,
+        tracer=tracer,
+    )
+    return parts["engine_core"](
+        input_processor=parts["input_processor"](
+            request_class=parts["request"],
+            detokenizer_class=parts["detokenizer"],
+            tokenizer=loaded.tokenizer,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            max_num_batched_tokens=None if limits.enable_chunked_prefill else limits.max_num_batched_tokens,
+            max_total_tokens=allocator.size,
+            speculates=config.speculative.method is not None,
+            seed=config.model.seed,
+        ),
+        scheduler=parts["scheduler"](
+            scheduler_config=limits,
+            pools=Pools(rows, allocator, tree_cache, debug=config.cache.debug),
+            policy=parts["schedule_policy"](
+                limits.schedule_policy, tree_cache=tree_cache, seed=config.model.seed, tracer=tracer
+            ),
+            prefill_adder=parts["prefill_adder"],
+            composer=parts["composer"](limits, costs),
+            speculation=parts["speculation"](
+                proposer=parts["proposer"](config.speculative),
+                config=config.speculative,
+                max_model_len=loaded.max_model_len,
+                cost_table=costs if config.speculative.back_off else None,
+            ),
+            chunk_alignment=chunk_alignment(limits, config.cache.page_size),
+            preemption=parts["preemption"](),
+            stop_checker=parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len),
+            vocab_size=loaded.vocab_size,
+            device=device,
+            tracer=tracer,
+        ),
+        executor=executor,
+        output_processor=parts["output_processor"](tracer=tracer),
+        kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
+        tracer=tracer,
+    )
+
+
+def make_composer(config: SchedulerConfig, costs: CostTable | None) -> DecodeFirst | PrefillFirst:
+    """The schedule that the configuration names."""
+    if config.schedule == "prefill_first":
+        return PrefillFirst()
+    return DecodeFirst(target_gap_ms=config.target_gap_ms, cost_table=costs)
+
+
+# --8<-- [start:parts]
+PARTS: dict[str, Any] = M4_PARTS | {
+    "wiring": build_engine_core,
+    "input_processor": InputProcessor,
+    "req_to_token_pool": ReqToTokenPool,
+    "prefill_adder": PrefillAdder,
+    "composer": make_composer,
+    "proposer": make_proposer,
+    "speculation": Speculation,
+    "draft_runner": DraftRunner,
+    "rejection_sampler": RejectionSampler,
+    "scheduler": Scheduler,
+    "model_runner": ModelRunner,
+}
+# --8<-- [end:parts]
+
+
+def cost_table(config: EngineConfig, limits: SchedulerConfig, runner: Any, tracer: Tracer) -> CostTable | None:
+    """What steps cost, where somebody asks: given, or measured now. Raises `ConfigError` for a table nobody reads."""
+    asks = limits.target_gap_ms is not None or (config.speculative.method is not None and config.speculative.back_off)
+    if not asks:
+        if limits.cost_table is not None:
+            raise ConfigError("cost_table has no effect: it is for target_gap_ms, or for guesses with back_off")
+        return None
+    assert limits.max_num_batched_tokens is not None
+    table = limits.cost_table or runner.measure_costs(limits.max_num_batched_tokens)
+    if tracer:
+        tracer.emit(costs_event(table, given=limits.cost_table is not None))
+    return table
+
+
+def chunk_alignment(config: SchedulerConfig, page_size: int) -> int:
+    """Where a prompt may be cut: anywhere if a step is filled to the last token, else at a page.
+
+    Raises `ConfigError` if a step has no room for a page.
+    """
+    if config.schedule == "decode_first":
+        return 1
+    assert config.max_num_batched_tokens is not None
+    room = min(config.max_num_batched_tokens, config.chunked_prefill_size or config.max_num_batched_tokens)
+    if config.enable_chunked_prefill and room < page_size:
+        name = "max_num_batched_tokens" if room == config.max_num_batched_tokens else "chunked_prefill_size"
+        raise ConfigError(
+            f"{name}={room} is less than a page of page_size={page_size} tokens, and schedule='prefill_first' cuts "
+            f"prompts at pages only"
+        )
+    return page_size
