@@ -18,6 +18,7 @@ import numpy as np
 
 from m1_single_request.sampler import LogprobRow
 from m3_paged_attention.outputs import ModelRunnerOutput
+from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
@@ -132,18 +133,19 @@ class ScheduleBatch(PlainScheduleBatch):
         self.sampling_info.advance([token_id for run in runs for token_id in run.token_ids], counts)
         return runs
 
-    def roll_back(self) -> dict[str, int]:
-        """Give back the slots behind what is certain now. Returns how many tokens were taken back, by request id."""
+    def roll_back(self) -> list[tuple[Req, int]]:
+        """Give back the slots behind what is certain now. Returns from whom how many tokens were taken back."""
         if not self.drafts:
-            return {}
+            return []
         pool, allocator = cast(ReqToTokenPool, self.pools.req_to_token_pool), self.pools.token_to_kv_pool_allocator
-        freed, taken_back = [], {}
+        freed: list[Slots] = []
+        taken_back = []
+        self.seq_lens = self.seq_lens.copy()
         for place, req in enumerate(self.reqs):
-            if self.drafts[place] and req.req_pool_idx is not None:
-                surplus = int(self.seq_lens[place]) - req.kv_committed_len
-                if surplus > 0:
-                    freed.append(pool.truncate(req.req_pool_idx, req.kv_committed_len, page_size=allocator.page_size))
-                    taken_back[req.rid] = surplus
+            surplus = int(self.seq_lens[place]) - req.kv_committed_len
+            if self.drafts[place] and req.req_pool_idx is not None and surplus > 0:
+                freed.append(pool.truncate(req.req_pool_idx, req.kv_committed_len, page_size=allocator.page_size))
+                taken_back.append((req, surplus))
                 self.seq_lens[place] = req.kv_committed_len
         if freed:
             allocator.free(np.concatenate(freed))

@@ -7,39 +7,25 @@ is in the cache already. What a request gets may be several tokens; the slots of
 `Scheduler.get_next_batch_to_run` with `chunked_req`; vLLM V1: `Scheduler.schedule`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from m1_single_request.request import FinishError, RequestStatus
-from m1_single_request.sampling_step import SampledTokens
 from m3_paged_attention.errors import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.errors import blamed_on
-from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.recovery import Phase, audit, check_scheduler, recover
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown, retract
-from m4_radix_cache.schedule_policy import order_of
 from m4_radix_cache.scheduler_base import SchedulerBase
-from m4_radix_cache.scheduler_events import matched_event
+from m5_chunked_prefill_spec.admission import Admission, BooksLostError
 from m5_chunked_prefill_spec.config import SchedulerConfig
-from m5_chunked_prefill_spec.events import RolledBack, Verified, batch_event
-from m5_chunked_prefill_spec.outputs import EngineStats, ModelRunnerOutput as StepOutput
-from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
-from m5_chunked_prefill_spec.schedule_batch import Run, ScheduleBatch
-
-MAX_PASSED_OVER = 32
-"""Whoever was overtaken by newcomers in so many steps is not overtaken any more, whatever the policy."""
-
-
-class _BooksLost(Exception):
-    """A part failed in the middle of admission."""
-
-    def __init__(self, rid: str, error: PartError) -> None:
-        super().__init__(rid, error)
-        self.rid, self.error = rid, error
+from m5_chunked_prefill_spec.events import batch_event
+from m5_chunked_prefill_spec.outputs import EngineStats
+from m5_chunked_prefill_spec.result_processor import ResultProcessor
+from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 
 
 class Scheduler(SchedulerBase):
@@ -59,11 +45,23 @@ class Scheduler(SchedulerBase):
         """`chunk_alignment`: where prompts may be cut (see `PrefillAdder`)."""
         super().__init__(scheduler_config=scheduler_config, **settings)
         self.composer, self.speculation = composer, speculation
-        self.cuts = {"chunk_alignment": chunk_alignment, "is_chunked": scheduler_config.enable_chunked_prefill}
-        self.chunked_prefill_size = scheduler_config.chunked_prefill_size
+        self.admission = Admission(
+            pools=self.pools,
+            policy=self.policy,
+            prefill_adder=self.prefill_adder,
+            new_token_ratio=self.new_token_ratio,
+            cuts={
+                "chunk_alignment": chunk_alignment,
+                "is_chunked": scheduler_config.enable_chunked_prefill,
+                "rem_chunk_tokens": scheduler_config.chunked_prefill_size,
+            },
+            tracer=self.tracer,
+        )
+        self.results = ResultProcessor(
+            updater=self.updater, speculation=speculation, tree_cache=self.tree_cache, tracer=self.tracer
+        )
         self.chunked_req: Req | None = None
         """Whoever has a row, and KV of a part of its prompt only. It is in no batch between two of its pieces."""
-        self.passed_over: dict[str, int] = {}  # by request id: how often newcomers came before it
         self._has_retracted = False  # in the step that is being decided: then nobody is let in
 
     # --- the two verbs ------------------------------------------------------------------------------------------------
@@ -77,7 +75,7 @@ class Scheduler(SchedulerBase):
         batch: ScheduleBatch | None = None
         try:
             batch = self.get_next_batch_to_run()
-        except _BooksLost as lost:  # what the part has locked nobody knows: the books are made anew
+        except BooksLostError as lost:  # the books are made anew
             recover(self)
             self.finish_requests([lost.rid], FinishError(lost.error))
         self.cur_batch = batch
@@ -114,7 +112,7 @@ class Scheduler(SchedulerBase):
         marked = [req for req in self.marked.values() if req.to_finish is not None]
         changed: list[Req] = []
         if batch is not None and output is not None:
-            changed = self.process_batch_result(batch, output)
+            changed = self.results.process(batch, output)
         elif batch is not None:
             self._send_back([req for req in batch.reqs if req.to_finish is None])
             batch.filter_batch([])
@@ -123,7 +121,7 @@ class Scheduler(SchedulerBase):
             changed += [req for req in marked if req.rid not in settled]
         for req in [req for req in changed if req.to_finish is not None]:
             self._finish(req)
-            self.passed_over.pop(req.rid, None)
+        self.admission.forget(req.rid for req in changed if req.finished())
         self.last_batch = batch if batch is not None and batch.num_prompts else None
         self.phase = Phase.IDLE
         if not self.requests:
@@ -131,28 +129,6 @@ class Scheduler(SchedulerBase):
         if self.pools.debug:
             audit(self)
         return changed
-
-    def process_batch_result(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
-        """Give every request its new tokens; the KV of prompts and their pieces is there for others from now on."""
-        runs = batch.take_runs(output)
-        is_simple = not self.tracer and not batch.drafts
-        prompts = [run for run in runs if run.place < batch.num_prompts]
-        decodes = runs[len(prompts) :]
-        if is_simple:
-            others = self.updater.commit_simply([run.req for run in decodes], [run.token_ids[0] for run in decodes])
-            decodes = [decodes[i] for i in others]
-        for run in prompts + decodes:
-            self._commit(run, batch, output)
-        if batch.chunked_req is not None and batch.chunked_req.to_finish is None:
-            self._commit_piece(batch.chunked_req, output)
-        for run in prompts:
-            if run.req.to_finish is None:
-                self.tree_cache.cache_unfinished_req(run.req)
-        for rid, num_tokens in batch.roll_back().items():
-            if self.tracer:
-                committed = self.requests[rid].kv_committed_len
-                self.tracer.emit(RolledBack(rid=rid, num_tokens=num_tokens, committed=committed))
-        return [run.req for run in runs]
 
     # --- what a composer asks for -------------------------------------------------------------------------------------
 
@@ -197,20 +173,21 @@ class Scheduler(SchedulerBase):
         num_places = self.pools.req_to_token_pool.available_size()
         waiting = [req for req in self.waiting_queue if req.to_finish is None]
         chunked = self.chunked_req if self.chunked_req is None or self.chunked_req.to_finish is None else None
-        is_closed = self.batch_is_full or not waiting or not num_places or self.chunked_req is not chunked
-        if num_tokens < 1 or self._has_retracted or (chunked is None and is_closed):
+        is_closed = self._has_retracted or self.batch_is_full or not num_places or self.chunked_req is not chunked
+        if num_tokens < 1 or (chunked is None and (is_closed or not waiting)):
             return None
-        newcomers = [] if is_closed else waiting
-        try:
-            adder = self._new_adder(num_tokens, num_places + (chunked is not None), bound_by)
-        except PartError as error:  # nobody's prompt can go on, and to ask again would not help
-            self.finish_requests([req.rid for req in [*waiting, *([chunked] if chunked else [])]], FinishError(error))
-            return None
-        if chunked is not None and not self._add_chunked(adder, chunked):
-            newcomers = []
-        if newcomers:
-            self._add_newcomers(adder, newcomers)
-        return self._start(adder, chunked) if adder.can_run_list else None
+        admitted = self.admission.round(
+            chunked,
+            [] if is_closed else waiting,
+            running=self.running_batch.reqs,
+            num_tokens=num_tokens,
+            num_places=num_places,
+            bound_by=bound_by,
+        )
+        self.batch_is_full = self.batch_is_full or admitted.is_full
+        for rids, error in admitted.failures:
+            self.finish_requests(rids, FinishError(error))
+        return self._start(list(admitted.reqs)) if admitted.reqs else None
 
     def mix(self, prompts: ScheduleBatch, decodes: ScheduleBatch) -> ScheduleBatch:
         """Both in one batch, from now on."""
@@ -237,67 +214,10 @@ class Scheduler(SchedulerBase):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _new_adder(self, num_tokens: int, num_places: int, bound_by: str) -> PrefillAdder:
-        """What counts whether another prompt fits. Raises `PartError` if the part cannot be made."""
-        with blamed_on("prefill_adder", self.prefill_adder):
-            adder: PrefillAdder = self.prefill_adder(
-                tree_cache=self.tree_cache,
-                token_to_kv_pool_allocator=self.pools.token_to_kv_pool_allocator,
-                running=self.running_batch.reqs,
-                new_token_ratio=self.new_token_ratio.value,
-                max_prefill_tokens=num_tokens,
-                max_new_reqs=num_places,
-                rem_chunk_tokens=self.chunked_prefill_size,
-                bound_by=bound_by,
-                tracer=self.tracer,
-                **self.cuts,
-            )
-        return adder
-
-    def _add_chunked(self, adder: PrefillAdder, chunked: Req) -> bool:
-        """Ask for its next piece; whether others may follow in this step."""
-        chunked.extend_input_len = len(chunked.fill_ids) - len(chunked.prefix_indices)
-        try:
-            with blamed_on("prefill_adder", adder):
-                result = adder.add_chunked_req(chunked)
-        except PartError as error:
-            raise _BooksLost(chunked.rid, error) from error
-        if result is AddReqResult.NO_TOKEN and not adder.can_run_list and not self.running_batch.reqs:
-            self.finish_requests([chunked.rid], FinishError(outgrown(chunked, self.pools)))  # alone, and no room: never
-        return result is AddReqResult.CONTINUE
-
-    def _add_newcomers(self, adder: PrefillAdder, waiting: list[Req]) -> None:
-        """Let waiting requests in, in the order of the policy, until one does not fit."""
-        try:
-            order = order_of(self.policy, waiting, adder.can_run_list)
-        except PartError as error:  # nobody can be let in, and to ask again would not help
-            self.finish_requests([req.rid for req in waiting], FinishError(error))
-            return
-        for req in self._fairly(order.ready):
-            req.init_next_round_input(self.tree_cache)
-            if self.tracer:
-                self.tracer.emit(matched_event(req))
-            try:
-                with blamed_on("prefill_adder", adder):
-                    result = adder.add_one_req(req)
-            except PartError as error:
-                raise _BooksLost(req.rid, error) from error
-            is_alone = not self.running_batch.reqs and not adder.can_run_list
-            if result is AddReqResult.NO_TOKEN and is_alone:
-                self.finish_requests([req.rid], FinishError(outgrown(req, self.pools)))  # no room even so: never
-            elif result is not AddReqResult.CONTINUE:
-                self.batch_is_full = result is AddReqResult.NO_TOKEN
-                break
-
-    def _fairly(self, ready: Sequence[Req]) -> list[Req]:
-        """The order of the policy; but whoever was overtaken too often comes first, the oldest of them before all."""
-        late = [req for req in ready if self.passed_over.get(req.rid, 0) >= MAX_PASSED_OVER]
-        return [*sorted(late, key=lambda req: req.number), *(req for req in ready if req not in late)]
-
-    def _start(self, adder: PrefillAdder, chunked: Req | None) -> ScheduleBatch | None:
+    def _start(self, reqs: list[Req]) -> ScheduleBatch | None:
         """A batch of requests that were admitted, their prefixes locked."""
-        new = [req for req in adder.can_run_list if req is not chunked]
-        batch = self.batch_class.init_new(adder.can_run_list, self.pools)
+        new = [req for req in reqs if req is not self.chunked_req]
+        batch = self.batch_class.init_new(reqs, self.pools)
         assert isinstance(batch, ScheduleBatch)
         try:
             batch.prepare_for_extend(self._sampling_info(batch.reqs))
@@ -305,17 +225,13 @@ class Scheduler(SchedulerBase):
             for req in new:
                 self.tree_cache.dec_lock_ref(req.last_node)
             self.batch_is_full = False
-            self.finish_requests([req.rid for req in adder.can_run_list], FinishError(error))
+            self.finish_requests([req.rid for req in reqs], FinishError(error))
             return None
         self.chunked_req = batch.chunked_req
         started = {id(req) for req in new}
         self.waiting_queue = [req for req in self.waiting_queue if id(req) not in started]
-        newest = max((req.number for req in new), default=0)
-        for req in self.waiting_queue:
-            if req.number < newest:
-                self.passed_over[req.rid] = self.passed_over.get(req.rid, 0) + 1
+        self.admission.started(new, self.waiting_queue)
         for req in new:
-            self.passed_over.pop(req.rid, None)
             req.set_status(RequestStatus.RUNNING)
             self.tree_cache.record_hit(req.last_node)
             self.num_cached_tokens += len(req.prefix_indices)
@@ -333,43 +249,6 @@ class Scheduler(SchedulerBase):
             return []
         return drafts
 
-    def _commit(self, run: Run, batch: ScheduleBatch, output: ModelRunnerOutput) -> None:
-        """Append what a request got, as far as it is not ended by it."""
-        req, is_prompt = run.req, run.place < batch.num_prompts
-        drafts = batch.drafts[run.place] if batch.drafts else []
-        if req.to_finish is not None:
-            return
-        if drafts:
-            self.speculation.verified(req, len(drafts), len(run.token_ids) - 1)
-            if self.tracer:
-                self.tracer.emit(self._verified_event(run, output))
-        of_prompt = output.prompt_logprobs.get(req.rid)
-        sampled = SampledTokens(tuple(run.token_ids), tuple(run.logprobs), of_prompt)
-        self.updater.commit(req, sampled, num_new_kv=req.extend_input_len if is_prompt else 1)
-
-    def _commit_piece(self, chunked: Req, output: ModelRunnerOutput) -> None:
-        """A piece of a prompt has its KV: share it. No token comes of it."""
-        of_prompt = output.prompt_logprobs.get(chunked.rid)
-        if of_prompt is not None:
-            chunked.sequence.add_prompt_logprobs(of_prompt)
-        chunked.kv_committed_len += chunked.extend_input_len
-        self.tree_cache.cache_unfinished_req(chunked)
-
-    def _verified_event(self, run: Run, output: ModelRunnerOutput) -> Verified:
-        """What came of a request's guesses; built only for a reader."""
-        text = run.req.sequence.detokenizer.token_text
-        drafted = output.draft_token_ids.get(run.req.rid, []) if isinstance(output, StepOutput) else []
-        return Verified(
-            rid=run.req.rid,
-            method=self.speculation.algorithm.value,
-            drafted=tuple(drafted),
-            accepted=len(run.token_ids) - 1,
-            tokens=tuple(run.token_ids),
-            texts=tuple(map(text, drafted)),
-            own=text(run.token_ids[-1]),
-            rate=round(run.req.spec_state.rate, 3) if run.req.spec_state is not None else 0.0,
-        )
-
     def _retract(self, batch: ScheduleBatch) -> bool:
         """Take requests out until the others' next tokens have room; whether they have."""
         prefilling = [] if self.chunked_req is None else [self.chunked_req]
@@ -381,7 +260,9 @@ class Scheduler(SchedulerBase):
         if failure is not None:  # nobody can run on, and to ask again would not help
             self.finish_requests([req.rid for req in batch.reqs], FinishError(failure))
             return False
-        if batch.reqs and batch.check_decode_mem():
+        if not batch.reqs:
+            return False
+        if batch.check_decode_mem():
             return True
         if len(self.running) == 1:  # all memory is its own; otherwise others leave theirs at the update
             self.finish_requests([req.rid for req in batch.reqs], FinishError(outgrown(self.running[0], self.pools)))

@@ -60,6 +60,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         eviction_policy=config.cache.eviction_policy,
         tracer=tracer,
     )
+    pools = Pools(rows, allocator, tree_cache, debug=config.cache.debug)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
             request_class=parts["request"],
@@ -72,30 +73,44 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
             speculates=config.speculative.method is not None,
             seed=config.model.seed,
         ),
-        scheduler=parts["scheduler"](
-            scheduler_config=limits,
-            pools=Pools(rows, allocator, tree_cache, debug=config.cache.debug),
-            policy=parts["schedule_policy"](
-                limits.schedule_policy, tree_cache=tree_cache, seed=config.model.seed, tracer=tracer
-            ),
-            prefill_adder=parts["prefill_adder"],
-            composer=parts["composer"](limits, costs),
-            speculation=parts["speculation"](
-                proposer=parts["proposer"](config.speculative),
-                config=config.speculative,
-                max_model_len=loaded.max_model_len,
-                cost_table=costs if config.speculative.back_off else None,
-            ),
-            chunk_alignment=chunk_alignment(limits, config.cache.page_size),
-            preemption=parts["preemption"](),
-            stop_checker=parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len),
-            vocab_size=loaded.vocab_size,
-            device=device,
-            tracer=tracer,
-        ),
+        scheduler=build_scheduler(config, limits, parts, pools, loaded, costs, tracer),
         executor=executor,
         output_processor=parts["output_processor"](tracer=tracer),
         kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
+        tracer=tracer,
+    )
+
+
+def build_scheduler(
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    parts: Mapping[str, Any],
+    pools: Pools,
+    loaded: Any,
+    costs: CostTable | None,
+    tracer: Tracer,
+) -> Any:
+    """What decides, and whom it asks."""
+    speculation = parts["speculation"](
+        proposer=parts["proposer"](config.speculative),
+        config=config.speculative,
+        max_model_len=loaded.max_model_len,
+        cost_table=costs if config.speculative.back_off else None,
+    )
+    return parts["scheduler"](
+        scheduler_config=limits,
+        pools=pools,
+        policy=parts["schedule_policy"](
+            limits.schedule_policy, tree_cache=pools.tree_cache, seed=config.model.seed, tracer=tracer
+        ),
+        prefill_adder=parts["prefill_adder"],
+        composer=parts["composer"](limits, costs),
+        speculation=speculation,
+        chunk_alignment=chunk_alignment(limits, config.cache.page_size),
+        preemption=parts["preemption"](),
+        stop_checker=parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len),
+        vocab_size=loaded.vocab_size,
+        device=config.model.torch_device(),
         tracer=tracer,
     )
 

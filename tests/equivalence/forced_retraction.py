@@ -9,6 +9,7 @@ from typing import Any
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.scheduler import Scheduler
+from m5_chunked_prefill_spec.scheduler import Scheduler as SchedulerOfPieces
 
 EVERY = 3
 
@@ -56,5 +57,30 @@ class ForcedRetraction(Scheduler):
             self.num_steps_since = 0
             self.short.num_denials = 2  # for who looks whether there is room, and for who looks how many must go
         batch = super().update_running_batch()
+        assert not self.short.num_denials
+        return batch
+
+
+class ForcedRetractionInPieces(SchedulerOfPieces):
+    """m5's, likewise; whoever is in the middle of its prompt may be the victim, too."""
+
+    def __init__(self, *, pools: Pools, **parts: Any) -> None:
+        short = ShortPools(
+            pools.req_to_token_pool, pools.token_to_kv_pool_allocator, pools.tree_cache, debug=pools.debug
+        )
+        super().__init__(pools=short, **parts | {"preemption": InTurn()})
+        self.short = short
+        self.num_steps_since = 0
+
+    def get_next_batch_to_run(self) -> Any:
+        self.num_steps_since += 1
+        return super().get_next_batch_to_run()
+
+    def update_running_batch(self, max_draft_tokens: int) -> Any:
+        candidates = len(self.running_batch.reqs) + (self.chunked_req is not None)
+        if self.num_steps_since >= EVERY and candidates > 1 and self.running_batch.reqs:
+            self.num_steps_since = 0
+            self.short.num_denials = 2  # for who looks whether there is room, and for who looks how many must go
+        batch = super().update_running_batch(max_draft_tokens)
         assert not self.short.num_denials
         return batch

@@ -1,0 +1,84 @@
+"""What a step's result means for its requests: tokens, a piece of a prompt, guesses that were right or wrong.
+
+In m4 every request of a step got one token. Here a request in pieces gets none, though its KV is there for others; one
+with guesses gets several. All of it goes through m1's updater, which asks the stop checker first: what lies behind a
+stop is never appended, never committed, and so never in a cache. SGLang: `SchedulerOutputProcessorMixin`.
+"""
+
+from m1_single_request.request_updater import RequestUpdater
+from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.request import Req
+from m5_chunked_prefill_spec.events import RolledBack, Verified
+from m5_chunked_prefill_spec.outputs import ModelRunnerOutput as StepOutput
+from m5_chunked_prefill_spec.schedule_batch import Run, ScheduleBatch
+from m5_chunked_prefill_spec.speculative.speculation import Speculation
+
+
+class ResultProcessor:
+    """Commits the result of a batch; ends nobody, but marks who is to end."""
+
+    def __init__(
+        self, *, updater: RequestUpdater, speculation: Speculation, tree_cache: BasePrefixCache, tracer: Tracer
+    ) -> None:
+        self.updater, self.speculation, self.tree_cache, self.tracer = updater, speculation, tree_cache, tracer
+
+    def process(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
+        """Give every request its new tokens; the KV of prompts and their pieces is there for others from now on.
+
+        Returns those that got any.
+        """
+        runs = batch.take_runs(output)
+        prompts = [run for run in runs if run.place < batch.num_prompts]
+        decodes = runs[len(prompts) :]
+        if not self.tracer and not batch.drafts:
+            others = self.updater.commit_simply([run.req for run in decodes], [run.token_ids[0] for run in decodes])
+            decodes = [decodes[i] for i in others]
+        for run in prompts + decodes:
+            if run.req.to_finish is None:
+                self._commit(run, batch, output)
+        if batch.chunked_req is not None and batch.chunked_req.to_finish is None:
+            self._commit_piece(batch.chunked_req, output)
+        for run in prompts:
+            if run.req.to_finish is None:
+                self.tree_cache.cache_unfinished_req(run.req)
+        for req, num_tokens in batch.roll_back():
+            if self.tracer:
+                self.tracer.emit(RolledBack(rid=req.rid, num_tokens=num_tokens, committed=req.kv_committed_len))
+        return [run.req for run in runs]
+
+    def _commit(self, run: Run, batch: ScheduleBatch, output: ModelRunnerOutput) -> None:
+        """Append what a request got, as far as it is not ended by it."""
+        req, drafts = run.req, batch.drafts[run.place] if batch.drafts else []
+        if drafts:
+            self.speculation.verified(req, len(drafts), len(run.token_ids) - 1)
+            if self.tracer:
+                self.tracer.emit(self._verified_event(run, output))
+        sampled = SampledTokens(tuple(run.token_ids), tuple(run.logprobs), output.prompt_logprobs.get(req.rid))
+        num_new_kv = req.extend_input_len if run.place < batch.num_prompts else 1
+        self.updater.commit(req, sampled, num_new_kv=num_new_kv)
+
+    def _commit_piece(self, chunked: Req, output: ModelRunnerOutput) -> None:
+        """A piece of a prompt has its KV: share it. No token comes of it."""
+        of_prompt = output.prompt_logprobs.get(chunked.rid)
+        if of_prompt is not None:
+            chunked.sequence.add_prompt_logprobs(of_prompt)
+        chunked.kv_committed_len += chunked.extend_input_len
+        self.tree_cache.cache_unfinished_req(chunked)
+
+    def _verified_event(self, run: Run, output: ModelRunnerOutput) -> Verified:
+        """What came of a request's guesses; built only for a reader."""
+        text = run.req.sequence.detokenizer.token_text
+        drafted = output.draft_token_ids.get(run.req.rid, []) if isinstance(output, StepOutput) else []
+        return Verified(
+            rid=run.req.rid,
+            method=self.speculation.algorithm.value,
+            drafted=tuple(drafted),
+            accepted=len(run.token_ids) - 1,
+            tokens=tuple(run.token_ids),
+            texts=tuple(map(text, drafted)),
+            own=text(run.token_ids[-1]),
+            rate=round(run.req.spec_state.rate, 3) if run.req.spec_state is not None else 0.0,
+        )

@@ -1,0 +1,117 @@
+"""What m5's engine tests share: one tiny random model, a draft model that often agrees with it, and m1's answers."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import m1_single_request
+import m5_chunked_prefill_spec
+from m1_single_request.model_loader import load_model as load_m1
+from m3_paged_attention.model_loader import LoadedModel, load_model
+from tests.m5_chunked_prefill_spec.engines import CACHES, MakeEngine, Remembered, check_memory
+from tests.support.engines import EngineMaker, save_tiny_model
+
+NOISE = 0.02  # on the weights of the draft model: so much that it often, and not always, agrees
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as files."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def draft_directory(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, a little wrong."""
+    directory = tmp_path_factory.mktemp("draft")
+    model = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += NOISE * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(tiny_directory).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny_directory: Path) -> LoadedModel:
+    """The tiny model, loaded once for all engines."""
+    return load_model(m5_chunked_prefill_spec.ModelConfig(model=tiny_directory, device="cpu", dtype="float32"))
+
+
+@pytest.fixture(scope="session")
+def loaded_draft(draft_directory: Path) -> LoadedModel:
+    """The draft model, loaded once."""
+    return load_model(m5_chunked_prefill_spec.ModelConfig(model=draft_directory, device="cpu", dtype="float32"))
+
+
+@pytest.fixture(scope="session")
+def loaded_m1(tiny_directory: Path) -> Any:
+    """The tiny model in transformers' hands, for the answers to give."""
+    return load_m1(m1_single_request.ModelConfig(model=tiny_directory, device="cpu", dtype="float32"))
+
+
+class PairMaker(EngineMaker):
+    """Engines that share two loaded models: whoever asks for the draft model by its directory gets it."""
+
+    def __init__(self, loaded: LoadedModel, draft: LoadedModel) -> None:
+        super().__init__(m5_chunked_prefill_spec, loaded)
+        self.draft = draft
+
+    def __call__(
+        self, parts: Any = None, *, max_model_len: int | None = None, eos_token_ids: Any = None, **more: Any
+    ) -> Any:
+        changes: dict[str, Any] = {"max_model_len": max_model_len or self.loaded.max_model_len}
+        own = changes | ({} if eos_token_ids is None else {"eos_token_ids": frozenset(eos_token_ids)})
+
+        def load(config: Any) -> LoadedModel:
+            if str(config.model) == self.draft.name:
+                return dataclasses.replace(self.draft, **changes)
+            return dataclasses.replace(self.loaded, **own)
+
+        if more.get("speculative_config") and more["speculative_config"].method == "draft_model":
+            given = more["speculative_config"]
+            more["speculative_config"] = dataclasses.replace(given, model=given.model or self.draft.name)
+        return super().__call__({"model_loader": load, **(parts or {})}, max_model_len=max_model_len, **more)
+
+
+@pytest.fixture
+def make_engine(loaded: LoadedModel, loaded_draft: LoadedModel) -> Iterator[MakeEngine]:
+    """`make_engine(parts, seed=..., **setting(...))`: an engine that shares the loaded models."""
+    maker = PairMaker(loaded, loaded_draft)
+    yield maker
+    maker.check()
+    for engine in maker.engines:
+        check_memory(engine)
+
+
+@pytest.fixture
+def make_m1(loaded_m1: Any) -> Iterator[Any]:
+    """The same for m1, whose answers are the ones to give."""
+    maker = EngineMaker(m1_single_request, loaded_m1)
+    yield maker
+    maker.check()
+
+
+@pytest.fixture(scope="session")
+def m1(loaded_m1: Any) -> Remembered:
+    """Gives the answers that are right to greedy and seeded requests."""
+    return Remembered(EngineMaker(m1_single_request, loaded_m1)())
+
+
+@pytest.fixture(params=CACHES)
+def cache(request: pytest.FixtureRequest) -> str:
+    """Every prefix cache."""
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> Any:
+    """A fresh engine with the default limits."""
+    return make_engine()

@@ -1,0 +1,158 @@
+"""Helpers of m5's engine tests: settings in a line, guesses of every quality, and what memory must look like.
+
+What must hold of memory is what must hold in m4, so it is m4's helpers that look.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
+from typing import Any, Protocol
+
+from m4_radix_cache.request import Req
+from m5_chunked_prefill_spec import CacheConfig, CostTable, LLMEngine, SchedulerConfig, SpeculativeConfig
+from m5_chunked_prefill_spec.scheduler import Scheduler
+from tests.m4_radix_cache.engines import (
+    CACHES as CACHES,
+    Remembered as Remembered,
+    cached_len as cached_len,
+    check_answers as check_answers,
+    check_drained as check_drained,
+    check_flushed as check_flushed,
+    check_memory as check_memory,
+    check_step as check_m4_step,
+    ids as ids,
+    runner_of as runner_of,
+    scheduler_of as scheduler_of,
+    submit as submit,
+)
+from tests.support.engines import (
+    OnEvent as OnEvent,
+    Recorder as Recorder,
+    drain as drain,
+    greedy as greedy,
+    held as held,
+    unfinished as unfinished,
+)
+
+VOCAB_SIZE = 4096
+COSTS = CostTable((1, 16, 256), (1.0, 1.5, 8.0), context_ms=0.1, draft_ms=0.2, draft_row_ms=0.01)
+"""A table, so that engines of tests need not measure."""
+
+
+class MakeEngine(Protocol):
+    """Builds an engine on the tiny model; the configs are those of `setting`."""
+
+    def __call__(
+        self,
+        parts: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        **configs: Any,
+    ) -> LLMEngine: ...
+
+
+def setting(
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int | None = None,
+    *,
+    tokens: int = 2048,
+    page_size: int = 4,
+    cache: Any = "radix",
+    eviction_policy: str = "lru",
+    policy: Any = "lpm",
+    conservativeness: float = 1.0,
+    debug: bool = True,
+    method: Any = None,
+    drafts: int = 4,
+    back_off: bool = False,
+    draft_model: Any = None,
+    **scheduler: Any,
+) -> dict[str, Any]:
+    """The keywords of an engine with these limits and KV memory for so many `tokens`, by default enough.
+
+    Audited after every step. `method`: who guesses, and at most so many `drafts`. `scheduler`: other fields of
+    `SchedulerConfig`.
+    """
+    guesses: dict[str, Any] = {}
+    if method is not None:
+        guesses = {"num_speculative_tokens": drafts, "back_off": back_off}
+        if method == "draft_model":
+            guesses["model"] = draft_model
+        if method == "ngram":  # random models repeat little
+            guesses["prompt_lookup_min"] = 1
+    costs = COSTS if (method and back_off) or scheduler.get("target_gap_ms") else None
+    return {
+        "scheduler_config": SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            schedule_policy=policy,
+            schedule_conservativeness=conservativeness,
+            **{"cost_table": costs} | scheduler,
+        ),
+        "cache_config": CacheConfig(
+            page_size=page_size,
+            max_total_tokens=tokens,
+            prefix_cache=cache,
+            eviction_policy=eviction_policy,
+            debug=debug,
+        ),
+        "speculative_config": SpeculativeConfig(method=method, **guesses),
+    }
+
+
+def check_step(engine: Any) -> None:
+    """What must hold after every step that was not interrupted."""
+    check_m4_step(engine)
+    scheduler: Scheduler = engine.engine_core.scheduler
+    for req in scheduler.running:
+        if req is not scheduler.chunked_req:
+            assert req.kv_committed_len == len(req.origin_input_ids) + len(req.output_ids) - 1
+        assert req.kv_allocated_len >= req.kv_committed_len
+
+
+def run(engine: LLMEngine) -> dict[str, Any]:
+    """Step until nothing is left, looking at the engine after every step; the last output of every request."""
+    last: dict[str, Any] = {}
+    for _ in unfinished(engine):
+        outputs = engine.step()
+        assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
+        last |= outputs
+        check_step(engine)
+    check_drained(engine)
+    return last
+
+
+# --- proposers --------------------------------------------------------------------------------------------------------
+
+
+class Guessing:
+    """Proposes random tokens, as many as it may, or fewer: none is ever right but by chance."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.rng = Random(3)
+
+    def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
+        return [
+            [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.randint(0, limit) if limit else 0)]
+            for limit in limits
+        ]
+
+
+def knowing(answers: Mapping[tuple[int, ...], Sequence[int]], *, wrong_every: int = 0) -> Any:
+    """A proposer that knows what will be said to each prompt; every so many tokens it errs."""
+
+    class Knowing(Guessing):
+        def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
+            return [self.next_of(req, limit) for req, limit in zip(reqs, limits, strict=True)]
+
+        def next_of(self, req: Req, limit: int) -> list[int]:
+            start = len(req.output_ids)
+            known = list(answers.get(tuple(req.origin_input_ids), ()))
+            found = known[start : start + limit]
+            for offset in range(len(found)):
+                if wrong_every and (start + offset) % wrong_every == wrong_every - 1:
+                    found[offset] = (found[offset] + 1) % VOCAB_SIZE
+            return found
+
+    return Knowing

@@ -1,0 +1,155 @@
+"""However a prompt is cut, whatever is guessed and by whom: everybody gets m1's tokens.
+
+Hypothesis makes the traffic as for m4: prompts that begin alike, conversations that go on, several outputs per prompt,
+in pools so small that requests are retracted. On top come both schedules, budgets that cut prompts anywhere, and every
+way of guessing, random guesses included. Drawn answers are compared, too, wherever guesses are certain; guesses that a
+draft model draws keep the distribution only, which `test_rejection_sampler.py` holds to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import m1_single_request
+from m5_chunked_prefill_spec import KVCapacityError
+from tests.equivalence.forced_retraction import ForcedRetractionInPieces, InTurn
+from tests.equivalence.harness import Reference, check_cuts
+from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, asks_of, check_ask, serve
+from tests.m5_chunked_prefill_spec.engines import (
+    Guessing,
+    MakeEngine,
+    check_drained,
+    check_flushed,
+    check_step,
+    setting,
+)
+from tests.support.engines import EngineMaker
+
+GREEDY = [name for name in CLEAR_SETTINGS if "drawn" not in name]
+
+
+def asks(names: Sequence[str]) -> Any:
+    return asks_of(
+        (1, 7, 16, 20, 33, 50),
+        names,
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        arrival=st.integers(0, 4),
+        patience=st.none() | st.none() | st.none() | st.integers(0, 9),
+        kind=SharingAsk,
+        which=st.integers(0, 3),
+        priority=st.integers(-1, 1),
+        cache_salt=st.sampled_from([None, None, None, "tenant"]),
+    )
+
+
+FORCED = {"scheduler": ForcedRetractionInPieces}
+PARTS: tuple[dict[str, Any], ...] = (FORCED, {}, FORCED, {"preemption": InTurn})
+LIMITS = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.sampled_from([8, 4, 8, 2, 1]),
+        "policy": st.sampled_from(["fcfs", "lpm", "lpm", "lof", "priority"]),
+        "conservativeness": st.sampled_from([0, 0, 0, 1]),
+        "schedule": st.sampled_from(["decode_first", "decode_first", "prefill_first"]),
+        "chunked_prefill_size": st.none() | st.none() | st.sampled_from([16, 17, 19]),
+        "drafts": st.sampled_from([1, 2, 4, 7]),
+        "back_off": st.sampled_from([False, False, True]),
+    }
+)
+SPECULATORS: dict[str, dict[str, Any]] = {
+    "none": {"method": None},
+    "ngram": {"method": "ngram"},
+    "random": {"method": "ngram", "proposer": Guessing},
+    "draft_model": {"method": "draft_model"},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(loaded_m1: Any) -> Alone:
+    """`alone(ask, child)`: m1's answer to one child, as a reference, and how it ended."""
+    return Alone(EngineMaker(m1_single_request, loaded_m1))
+
+
+def next_turns(asks: Sequence[SharingAsk], outputs: Sequence[Any]) -> list[SharingAsk]:
+    """Two of the conversations go on: what was said, and a little more."""
+    ended = [(a, o) for a, o in zip(asks, outputs, strict=True) if o.finish_reason in ("stop", "length")]
+    return [
+        replace(ask, before=(*ask.prompt, *output.token_ids), prompt_len=2, arrival=0, patience=None)
+        for ask, output in ended[:2]
+    ]
+
+
+@pytest.mark.parametrize("speculator", SPECULATORS)
+@pytest.mark.parametrize(("cache", "page_size"), [("radix", 1), ("radix", 4), ("radix", 16), ("chunk", 4)])
+def test_any_traffic_gets_the_tokens_of_m1(
+    make_engine: MakeEngine, alone: Alone, cache: str, page_size: int, speculator: str
+) -> None:
+    references: list[Reference] = []
+    seen = {"cached": 0, "retracted": 0, "cut": 0, "mixed": 0, "guessed": 0, "accepted": 0}
+    own = dict(SPECULATORS[speculator])
+    parts_of = {"proposer": own.pop("proposer")} if "proposer" in own else {}
+
+    @settings(max_examples=10)
+    @given(
+        traffic=st.lists(asks(GREEDY if speculator == "draft_model" else list(CLEAR_SETTINGS)), min_size=5, max_size=8),
+        limits=LIMITS,
+        spare_tokens=st.integers(0, 60),
+        budget=st.sampled_from([16, 17, 23, 64]),
+        parts=st.sampled_from(PARTS),
+    )
+    def holds(
+        traffic: list[SharingAsk], limits: dict[str, Any], spare_tokens: int, budget: int, parts: dict[str, Any]
+    ) -> None:
+        longest = max(ask.prompt_len for ask in traffic)
+        tokens = -(-(longest + 2 + spare_tokens) // page_size) * page_size
+
+        def may_fail(ask: SharingAsk, error: Any, num_tokens: int) -> bool:
+            return isinstance(error, KVCapacityError) and len(ask.prompt) + num_tokens > tokens
+
+        if own["method"] is None:
+            limits = limits | {"back_off": False}
+        configs = setting(
+            tokens=tokens, page_size=page_size, cache=cache, max_num_batched_tokens=budget, **own | limits
+        )
+        with make_engine(parts | parts_of, eos_token_ids=EOS, **configs) as engine:
+            modes: list[str] = []
+            watch(engine, modes)
+            for _ in range(2):
+                outputs = serve(engine, traffic, check_step)
+                check_drained(engine)
+                for ask, output in zip(traffic, outputs, strict=True):
+                    references.extend(check_ask(ask, output, alone, may_fail))
+                traffic = [ask for ask in next_turns(traffic, outputs) if len(ask.prompt) <= tokens - 2]
+                if not traffic:
+                    break
+            stats = engine.stats()
+            seen["cached"] += stats.num_cached_tokens
+            seen["retracted"] += stats.num_retractions
+            seen["guessed"] += stats.num_draft_tokens
+            seen["accepted"] += stats.num_accepted_tokens
+            seen["cut"] += modes.count("cut")
+            seen["mixed"] += modes.count("mixed")
+            check_flushed(engine)
+
+    holds()
+    check_cuts(references)
+    assert min(seen["retracted"], seen["cut"], seen["mixed"]) >= 3, seen
+    assert (seen["guessed"] > 20) == (speculator != "none"), seen
+    assert seen["accepted"] > 10 or speculator != "draft_model", seen
+
+
+def watch(engine: Any, modes: list[str]) -> None:
+    """Note what kinds of steps there are."""
+    scheduler = engine.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def noted() -> Any:
+        batch = schedule()
+        if batch is not None:
+            modes.append(batch.forward_mode.name.lower())
+            modes.extend(["cut"] * (batch.chunked_req is not None))
+        return batch
+
+    scheduler.schedule = noted
