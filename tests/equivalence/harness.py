@@ -25,6 +25,7 @@ MAX_CUT_SHARE = 0.02
 MANY_STEPS = 10_000
 
 Prompt = str | list[int]
+ITSELF = object()  # in a configuration: the directory of the model that is asked
 
 
 # --- who is held to it ------------------------------------------------------------------------------------------------
@@ -76,7 +77,8 @@ class Variant:
 
     def make_engine(self, directory: Path) -> Any:
         """Its engine as the rule wants it: float32 on the CPU."""
-        configs = {keyword: self._config_class(keyword)(**values) for keyword, values in self.configs.items()}
+        named = {keyword: _naming(values, directory) for keyword, values in self.configs.items()}
+        configs = {keyword: self._config_class(keyword)(**values) for keyword, values in named.items()}
         kernels = {"attention_backend": self.backend} if self.backend else {}
         model_config = self.package.ModelConfig(model=directory, device="cpu", dtype="float32", **kernels)
         return bounded(self.package.LLMEngine(model_config=model_config, parts=self.parts(), **configs))
@@ -84,6 +86,11 @@ class Variant:
     def _config_class(self, keyword: str) -> Any:
         """The class behind an engine's keyword: `scheduler_config` is a `SchedulerConfig`."""
         return getattr(self.package, "".join(word.capitalize() for word in keyword.split("_")))
+
+
+def _naming(values: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """These fields, with the model's own directory where it is meant."""
+    return {name: directory if value is ITSELF else value for name, value in values.items()}
 
 
 def _m2(execution: str, **settings: Any) -> Variant:
@@ -138,6 +145,42 @@ def forced_retraction() -> Mapping[str, Any]:
     return {"scheduler": importlib.import_module("tests.equivalence.forced_retraction").ForcedRetraction}
 
 
+def _m5(
+    name: str,
+    *,
+    backend: str = "torch",
+    cache: Mapping[str, Any] | None = None,
+    scheduler: Mapping[str, Any] | None = None,
+    guesses: Mapping[str, Any] | None = None,
+    retracted: bool = False,
+    parts: Callable[[], Mapping[str, Any]] = dict,
+    **settings: Any,
+) -> Variant:
+    """Pages of 16 tokens and steps of 64, unless told otherwise. The draft model is the target itself unless named:
+    then all its guesses are right, and what is tested is that as many tokens come at once."""
+    cache = {"max_total_tokens": ENOUGH_TOKENS} | dict(cache or {})
+    configs = {
+        "cache_config": cache,
+        "scheduler_config": {"max_num_seqs": 16, "max_num_batched_tokens": 64} | dict(scheduler or {}),
+        "speculative_config": {"back_off": False} | dict(guesses) if guesses else {},
+    }
+    if retracted:
+        settings |= {"preempts": True}
+        parts = forced_retraction_in_pieces
+    shares = cache.get("prefix_cache") != "chunk"
+    return Variant("m5_chunked_prefill_spec", name, configs, backend=backend, parts=parts, shares=shares, **settings)
+
+
+def forced_retraction_in_pieces() -> Mapping[str, Any]:
+    """The same for m5."""
+    return {"scheduler": importlib.import_module("tests.equivalence.forced_retraction").ForcedRetractionInPieces}
+
+
+def random_guesses() -> Mapping[str, Any]:
+    """A proposer of random tokens."""
+    return {"proposer": importlib.import_module("tests.m5_chunked_prefill_spec.engines").Guessing}
+
+
 ON_ONE_MODEL: dict[str, Any] = {"models": ("qwen3",), "ways": {"generate_batch": 1, "step": 2}}
 
 VARIANTS = [
@@ -173,6 +216,19 @@ VARIANTS = [
     _m4("evicting", cache={"page_size": 4, "max_total_tokens": LEAST_TOKENS}, **ON_ONE_MODEL),
     _m4("native", backend="native", ways={"generate_batch": 2, "step": 4}),
     _m4("native-1", backend="native", cache={"page_size": 1}, retracted=True, **ON_ONE_MODEL),
+    # m5 shares steps: pieces of every size beside decodes and guesses.
+    _m5("pieces-64", ways={"generate_batch": 1, "stream": 4, "step": 2}),
+    _m5("pieces-16-1", cache={"page_size": 1}, scheduler={"max_num_batched_tokens": 16}, **ON_ONE_MODEL),
+    _m5("pieces-23-4", cache={"page_size": 4}, scheduler={"max_num_batched_tokens": 23}, **ON_ONE_MODEL),
+    _m5("whole", scheduler={"max_num_batched_tokens": 2048, "enable_chunked_prefill": False}, **ON_ONE_MODEL),
+    _m5("prefill-first", scheduler={"schedule": "prefill_first", "chunked_prefill_size": 16}, **ON_ONE_MODEL),
+    _m5("ngram", guesses={"method": "ngram", "prompt_lookup_min": 1}, ways={"generate_batch": 1, "stream": 4}),
+    _m5("random-guesses-1", cache={"page_size": 1}, guesses={"method": "ngram"}, parts=random_guesses, **ON_ONE_MODEL),
+    _m5("draft", guesses={"method": "draft_model", "model": ITSELF}, ways={"generate_batch": 2, "step": 4}),
+    _m5("draft-1", cache={"page_size": 1}, guesses={"method": "draft_model", "model": ITSELF}, **ON_ONE_MODEL),
+    _m5("retracted", cache={"page_size": 4}, guesses={"method": "ngram"}, retracted=True, **ON_ONE_MODEL),
+    _m5("chunk", cache={"page_size": 4, "prefix_cache": "chunk"}, guesses={"method": "ngram"}, **ON_ONE_MODEL),
+    _m5("native", backend="native", guesses={"method": "draft_model", "model": ITSELF}, ways={"generate_batch": 2}),
 ]
 
 
