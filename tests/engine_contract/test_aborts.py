@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine_contract.crowd import Answers, MakeEngine, ends, note, run
-from tests.engine_contract.variants import Variant
+from tests.engine_contract.variants import WHOLE, Variant
 from tests.support.engines import OnEvent, Recorder, greedy
 
 PROMPTS = {"a": [21, 22, 23], "b": [31, 32, 33, 34], "c": [41], "d": [51, 52]}
@@ -122,6 +122,7 @@ def test_all_of_a_batch_can_be_aborted_at_once(variant: Variant, make_engine: Ma
     assert engine.stats().num_finished == {"abort": 4}
 
 
+@pytest.mark.parametrize("variant", WHOLE, ids=str)
 def test_an_aborted_request_for_which_a_step_had_no_token_ends_all_the_same(
     variant: Variant, make_engine: MakeEngine
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from m1_single_request import DuplicateRequestError, EngineClosedError, EngineUsageError, PromptTooLongError
 from tests.engine_contract.crowd import MakeEngine, calls_of, ids, run
-from tests.engine_contract.variants import VARIANTS, Variant
+from tests.engine_contract.variants import CUT, WHOLE, Variant
 from tests.support.engines import MAX_MODEL_LEN, OnEvent, Recorder, greedy, held, unfinished
 
 # --- who shares a step ------------------------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ def test_with_room_for_one_it_is_m1(make_engine: MakeEngine) -> None:
     assert order == [["a"], ["a"], ["b"], ["b"], ["c"], ["c"]]
 
 
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant.mixes], ids=str)
+@pytest.mark.parametrize("variant", [variant for variant in WHOLE if variant.mixes], ids=str)
 def test_a_late_prompt_may_delay_a_running_request_by_one_step_only(variant: Variant, make_engine: MakeEngine) -> None:
     engine = make_engine(seats=4, budget=8)
     engine.add_request(ids(2), greedy(20), request_id="a")
@@ -39,6 +39,26 @@ def test_a_late_prompt_may_delay_a_running_request_by_one_step_only(variant: Var
     assert steps[:4] == [("long-0",), ("a",), ("long-1",), ("a",)]
     assert all("a" in first + second for first, second in pairwise(steps))
     assert [event.rids for event in recorder.events("left_out")] == [("a",)] * 6
+
+
+@pytest.mark.parametrize("variant", CUT, ids=str)
+def test_late_prompts_delay_nobody_where_they_are_cut(variant: Variant, make_engine: MakeEngine, make_m1: Any) -> None:
+    """However long they are."""
+    alone = make_m1()
+    engine = make_engine(seats=3, budget=8)
+    engine.add_request(ids(2), greedy(40), request_id="a")
+    engine.step()
+    for number in range(3):
+        engine.add_request(ids(20 + number, number), greedy(2), request_id=f"long-{number}")
+    outputs: dict[str, Any] = {}
+    for _ in unfinished(engine):
+        before = outputs.get("a")
+        outputs |= engine.step()
+        variant.check_step(engine)
+        assert outputs["a"] is not before or outputs["a"].finished
+    for number in range(3):
+        expected = alone.generate(ids(20 + number, number), greedy(2)).token_ids
+        assert outputs[f"long-{number}"].token_ids == expected
 
 
 def test_generate_streams_and_steps_share_the_batch(variant: Variant, make_engine: MakeEngine, make_m1: Any) -> None:
@@ -59,7 +79,8 @@ def test_generate_streams_and_steps_share_the_batch(variant: Variant, make_engin
 # --- what can never run -----------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_over_the_token_budget_is_refused_with_both_numbers(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("variant", WHOLE, ids=str)
+def test_a_prompt_over_the_token_budget_is_refused_with_both_numbers(variant: Variant, make_engine: MakeEngine) -> None:
     engine = make_engine(seats=2, budget=20)
     for call in (engine.add_request, engine.generate, engine.stream):
         with pytest.raises(PromptTooLongError, match=r"21 prompt tokens.*max_num_batched_tokens is 20"):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.m2_continuous_batching import engines as m2
 from tests.m3_paged_attention import engines as m3
 from tests.m4_radix_cache import engines as m4
+from tests.m5_chunked_prefill_spec import engines as m5
 
 Moment = Literal["before", "forward", "after"]
 MOMENTS: tuple[Moment, ...] = ("before", "forward", "after")
@@ -52,6 +53,8 @@ class Variant:
     """Parts of all its engines: those that look at what passes through them."""
     mixes: bool = True
     """Whether prompts and decodes share a step, so that nobody waits longer than the token budget demands."""
+    cuts: bool = False
+    """Whether prompts are cut, so that none is too long for a step, and no running request is ever left out."""
 
     def __str__(self) -> str:
         return f"{self.milestone.partition('_')[0]}-{self.name}" if self.name else self.milestone.partition("_")[0]
@@ -262,6 +265,33 @@ def _m4(cache: str) -> Variant:
 M4_RADIX, M4_HASH, M4_CHUNK = _m4("radix"), _m4("hash"), _m4("chunk")
 
 
+# --- m5 ---------------------------------------------------------------------------------------------------------------
+
+
+def _m5(name: str, *, parts: Callable[[], Mapping[str, Any]] = dict, **settings: Any) -> Variant:
+    return Variant(
+        milestone="m5_chunked_prefill_spec",
+        name=name,
+        limits=lambda seats, budget, room: m5.setting(seats, budget, tokens=room or 2048, page_size=2, **settings),
+        run_step="execute_model",
+        starts=_starts_in_m4,
+        layers=lambda runner: runner.model.layers,
+        embedding=lambda runner: runner.model.embedding,
+        first_key=_first_key_of_m4,
+        owners=_owners_in_m4,
+        check_step=m5.check_step,
+        check_drained=m5.check_drained,
+        parts=parts,
+        cuts=True,
+    )
+
+
+M5_MIXED = _m5("mixed")
+M5_GUESSING = _m5("guessing", method="ngram", drafts=3, parts=lambda: {"proposer": m5.Guessing})
+
+
 # --- all --------------------------------------------------------------------------------------------------------------
 
-VARIANTS = [M2_PADDED, M2_PER_REQUEST, M3, M4_RADIX, M4_HASH, M4_CHUNK]
+VARIANTS = [M2_PADDED, M2_PER_REQUEST, M3, M4_RADIX, M4_HASH, M4_CHUNK, M5_MIXED, M5_GUESSING]
+WHOLE, CUT = [variant for variant in VARIANTS if not variant.cuts], [variant for variant in VARIANTS if variant.cuts]
+"""Those that take prompts whole, and those that cut them."""

@@ -48,6 +48,8 @@ class Variant:
     """Whether it throws running requests out, so that a test can see that it did."""
     evicts: bool = False
     """Whether its memory is so small that what was cached has to go, likewise."""
+    draws_alike: bool = True
+    """Whether drawn answers are the same tokens, too. Guesses that are drawn keep the distribution only."""
     shares: bool = False
     """Whether what is asked again starts from what was computed then, so that a test can see that it does."""
     models: Sequence[str] | None = None
@@ -167,8 +169,8 @@ def _m5(
     if retracted:
         settings |= {"preempts": True}
         parts = forced_retraction_in_pieces
-    shares = cache.get("prefix_cache") != "chunk"
-    return Variant("m5_chunked_prefill_spec", name, configs, backend=backend, parts=parts, shares=shares, **settings)
+    settings |= {"shares": cache.get("prefix_cache") != "chunk", "draws_alike": "draft" not in str(guesses)}
+    return Variant("m5_chunked_prefill_spec", name, configs, backend=backend, parts=parts, **settings)
 
 
 def forced_retraction_in_pieces() -> Mapping[str, Any]:
@@ -217,7 +219,7 @@ VARIANTS = [
     _m4("native", backend="native", ways={"generate_batch": 2, "step": 4}),
     _m4("native-1", backend="native", cache={"page_size": 1}, retracted=True, **ON_ONE_MODEL),
     # m5 shares steps: pieces of every size beside decodes and guesses.
-    _m5("pieces-64", ways={"generate_batch": 1, "stream": 4, "step": 2}),
+    _m5("pieces-64", ways={"generate": 4, "generate_batch": 1, "stream": 4, "step": 2}),
     _m5("pieces-16-1", cache={"page_size": 1}, scheduler={"max_num_batched_tokens": 16}, **ON_ONE_MODEL),
     _m5("pieces-23-4", cache={"page_size": 4}, scheduler={"max_num_batched_tokens": 23}, **ON_ONE_MODEL),
     _m5("whole", scheduler={"max_num_batched_tokens": 2048, "enable_chunked_prefill": False}, **ON_ONE_MODEL),

@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 N = 4
 MAX_TOKENS = 10
-PARALLEL = [variant for variant in VARIANTS if variant.milestone >= "m3"]
+PARALLEL = [variant for variant in VARIANTS if variant.milestone >= "m3" and variant.draws_alike]
 CASES = [(variant, model) for variant in PARALLEL for model in variant.models or MODELS]
 
 
