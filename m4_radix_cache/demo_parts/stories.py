@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from m1_single_request.input_processor import Message
+from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
 from m1_single_request.sampling_params import SamplingParams
 from m4_radix_cache.llm_engine import LLMEngine
 
@@ -114,7 +115,7 @@ def most_prompt_tokens(engine: LLMEngine) -> int:
     return int(min(intake.max_model_len, intake.max_total_tokens, intake.max_num_batched_tokens)) - 2
 
 
-def as_tokens(engine: LLMEngine, messages: Sequence[Message]) -> list[int]:
+def as_tokens(engine: SingleRequestEngine, messages: Sequence[Message]) -> list[int]:
     """Messages through the model's chat template; without one, a line each."""
     tokenizer = engine.engine_core.input_processor.tokenizer
     if tokenizer.chat_template is not None:
