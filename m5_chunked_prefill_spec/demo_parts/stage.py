@@ -36,8 +36,8 @@ STREAMS = (
     "What is cache eviction?",
 )
 TEXT = (
-    "Seven boats cross under the bridge; people wave, 37 of them. ship lemon sugar paper 48 kite lamp, garden table warm "
-    "winter jacket! river stone 905 forest candle: clock window / little green bird song"
+    "Seven boats cross under the bridge; people wave, 37 of them. ship lemon sugar paper 48 kite lamp, garden table "
+    "warm winter jacket! river stone 905 forest candle: clock window / little green bird song"
 )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-EXACT = {"uniform", "new_token_ratio"}
-"""Floats that every machine computes alike: of seed and position in integer arithmetic, a quotient of two counts."""
+EXACT = {"uniform", "new_token_ratio", "rate"}
+"""Floats that every machine computes alike: of seed and position in integer arithmetic, a quotient of counts."""
 
 
 @dataclass(frozen=True)
