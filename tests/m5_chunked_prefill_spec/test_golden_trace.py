@@ -24,7 +24,7 @@ from tests.m5_chunked_prefill_spec.engines import COSTS
 from tests.support.engines import unfinished
 from tests.support.golden import GoldenTrace
 
-PAGE_SIZE, MAX_TOTAL_TOKENS, BUDGET = 4, 120, 24
+PAGE_SIZE, MAX_TOTAL_TOKENS, BUDGET = 4, 140, 24
 
 
 def record(path: Path) -> None:
