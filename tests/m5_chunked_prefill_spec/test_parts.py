@@ -1,0 +1,130 @@
+"""Parts of one's own in m5's roles: what fits is used, what does not fit or lies is an error for whom it concerns.
+
+A composer may fill a step as it likes; a runner that brings more tokens than were guessed, or a token for half a
+prompt, is not believed.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import m4_radix_cache
+from m3_paged_attention.outputs import ModelRunnerOutput
+from m5_chunked_prefill_spec import PARTS, ROLES, ConfigError, LLMEngine, PartError
+from m5_chunked_prefill_spec.batch_composer import DecodeFirst, PrefillFirst, Work
+from m5_chunked_prefill_spec.model_runner import ModelRunner
+from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
+from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+from tests.m5_chunked_prefill_spec.engines import (
+    MakeEngine,
+    Remembered,
+    check_answers,
+    check_drained,
+    greedy,
+    ids,
+    knowing,
+    run,
+    setting,
+    submit,
+)
+
+NEW_ROLES = {"composer", "proposer", "speculation", "draft_runner", "rejection_sampler"}
+ASKED = {"a": (ids(3), greedy(9)), "b": (ids(30, 60), greedy(6)), "c": (ids(2, 40), greedy(8))}
+
+
+def test_every_role_has_a_part_and_every_part_a_role() -> None:
+    assert PARTS.keys() == ROLES.keys() == LLMEngine.parts.keys() == LLMEngine.roles.keys()
+    assert PARTS.keys() - m4_radix_cache.PARTS.keys() == NEW_ROLES
+    assert m4_radix_cache.PARTS.keys() <= PARTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("role", "part"), [("composer", 3), ("proposer", object()), ("draft_runner", type("A", (), {}))]
+)
+def test_what_does_not_fit_is_refused_when_the_engine_is_built(make_engine: MakeEngine, role: str, part: Any) -> None:
+    with pytest.raises(ConfigError, match=role):
+        make_engine({role: part})
+
+
+def test_a_composer_of_ones_own_fills_the_steps(make_engine: MakeEngine, m1: Remembered) -> None:
+    """Prompts in every second step."""
+    steps: list[str] = []
+
+    class Alternating:
+        def __init__(self, config: Any, costs: Any) -> None:
+            self.schedules = [DecodeFirst(), PrefillFirst()]
+
+        def compose(self, work: Work) -> ScheduleBatch | None:
+            batch = self.schedules[len(steps) % 2].compose(work)
+            steps.append("" if batch is None else batch.forward_mode.name)
+            return batch
+
+    engine = make_engine({"composer": Alternating}, **setting(4, 8))
+    submit(engine, ASKED)
+    check_answers(run(engine), m1, ASKED)
+    assert {"EXTEND", "DECODE", "MIXED"} <= set(steps)
+
+
+def test_a_composer_that_lets_nobody_run_ends_everybody(make_engine: MakeEngine) -> None:
+    class Idle:
+        def __init__(self, config: Any, costs: Any) -> None: ...
+
+        def compose(self, work: Work) -> None:
+            return None
+
+    engine = make_engine({"composer": Idle}, **setting(4))
+    submit(engine, ASKED)
+    outputs = run(engine)
+    assert all(isinstance(output.error, PartError) and "'composer'" in str(output.error) for output in outputs.values())
+
+
+def lying(lie: Callable[[ModelWorkerBatch, ModelRunnerOutput], ModelRunnerOutput], step: int) -> type[ModelRunner]:
+    """A runner that lies about its `step`th step."""
+    steps: list[int] = []
+
+    class Liar(ModelRunner):
+        def execute_model(self, batch: ModelWorkerBatch) -> Any:
+            output = super().execute_model(batch)
+            steps.append(1)
+            return lie(batch, output) if len(steps) == step else output
+
+    return Liar
+
+
+def one_more(batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
+    """A token more than "a" may get."""
+    place = output.req_ids.index("a")
+    tokens, logprobs = list(output.sampled_token_ids), list(output.logprobs)
+    most = batch.num_samples["a"]
+    tokens[place], logprobs[place] = [5] * (most + 1), [None] * (most + 1)
+    return replace(output, sampled_token_ids=tokens, logprobs=logprobs)
+
+
+def test_more_tokens_than_were_guessed_fail_their_request_alone(make_engine: MakeEngine, m1: Remembered) -> None:
+    answers = {tuple(prompt): m1.generate(prompt, params).token_ids for prompt, params in ASKED.values()}
+    parts = {"proposer": knowing(answers), "model_runner": lying(one_more, 3)}
+    engine = make_engine(parts, **setting(4, 64, method="ngram", drafts=2))
+    submit(engine, ASKED)
+    outputs = run(engine)
+    assert isinstance(outputs["a"].error, PartError) and "in place of 1 to 3 tokens" in str(outputs["a"].error)
+    check_answers(outputs, m1, {rid: asked for rid, asked in ASKED.items() if rid != "a"})
+
+
+def test_a_token_for_half_a_prompt_fails_its_request_alone(make_engine: MakeEngine, m1: Remembered) -> None:
+    def early(batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        assert batch.num_samples["b"] == 0, "its prompt is in pieces"
+        return replace(
+            output,
+            req_ids=[*output.req_ids, "b"],
+            sampled_token_ids=[*output.sampled_token_ids, [7]],
+            logprobs=[*output.logprobs, [None]],
+        )
+
+    engine = make_engine({"model_runner": lying(early, 2)}, **setting(4, 8))
+    submit(engine, ASKED)
+    outputs = run(engine)
+    assert isinstance(outputs["b"].error, PartError) and "returned 1 rows for request 'b'" in str(outputs["b"].error)
+    check_answers(outputs, m1, {rid: asked for rid, asked in ASKED.items() if rid != "b"})
+    check_drained(engine)
