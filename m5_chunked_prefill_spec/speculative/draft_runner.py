@@ -181,7 +181,8 @@ class DraftRunner:
         )
         probs = distribution(logits.float(), metadata)
         seeds = [info.seeds[i] for i in rows]
-        drawn = draw(probs, torch.from_numpy(uniforms(seeds, (info.positions[rows] + offset).tolist(), DRAFT_STREAM)))
+        numbers_drawn = uniforms(seeds, (info.positions[rows] + offset).tolist(), DRAFT_STREAM)
+        drawn = draw(probs, torch.from_numpy(numbers_drawn).to(probs.device))
         greedy = torch.from_numpy(numbers["greedy"].copy()).to(logits.device)
         return torch.where(greedy, best, drawn).tolist(), probs
 
