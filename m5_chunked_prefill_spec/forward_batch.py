@@ -7,10 +7,12 @@ one new token first. Which logits belong to whom is told in the batch's own orde
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.model_input import ModelInput
@@ -99,34 +101,52 @@ class ForwardBatch(ModelInput):
     @classmethod
     def init_new(cls, batch: NewTokens, model_runner: HoldsTables) -> "ForwardBatch":
         """Lay out a batch."""
-        lens, device = batch.new_lens, model_runner.device
-        order = np.argsort(lens == 1, kind="stable")  # of the rows on the device
-        begins = np.cumsum(lens) - lens  # of each request's tokens, in the batch
-        starts = np.empty_like(lens)
-        starts[order] = np.cumsum(lens[order]) - lens[order]  # and in the layout
-        places = ranges(begins[order], lens[order])  # where each token of the layout stands in the batch
+        lens, device, rows = batch.new_lens, model_runner.device, batch.req_pool_indices
         prefix_lens = batch.seq_lens - lens
-        positions = ranges(prefix_lens[order], lens[order])
+        if len(batch.input_ids) == len(lens):  # one token each, as in most steps: every order is right
+            starts, positions = _numbers(len(lens)), prefix_lens
+            columns = [batch.input_ids, positions, batch.out_cache_loc]
+        else:
+            order = np.argsort(lens == 1, kind="stable")  # of the rows on the device
+            rows, own_lens = rows[order], lens[order]
+            begins = np.cumsum(lens) - lens  # of each request's tokens, in the batch
+            starts = np.empty_like(lens)
+            starts[order] = np.cumsum(own_lens) - own_lens  # and in the layout
+            places = ranges(begins[order], own_lens)  # where each token of the layout stands in the batch
+            prefix_lens = prefix_lens[order]
+            columns = [batch.input_ids[places], ranges(prefix_lens, own_lens), batch.out_cache_loc[places]]
+            lens = own_lens
         # What belongs together crosses to the device together: a transfer costs more than its bytes.
-        columns = [batch.input_ids[places], positions, batch.out_cache_loc[places]]
         per_token = torch.as_tensor(np.stack(columns), device=device)
         longest, page_size = int(batch.seq_lens.max()), model_runner.page_size
-        rows = batch.req_pool_indices[order]
         if rows[0] == NO_ROW:
             tables = np.zeros((len(rows), -(-longest // page_size)), dtype=np.int32)
         else:
             tables = model_runner.req_to_token_pool.page_tables(rows, longest, page_size)
-        query_lens, context_lens = lens[order].tolist(), prefix_lens[order].tolist()
-        looked_at = np.array(batch.sample_lens)
-        logits = ranges(starts + lens - looked_at, looked_at)
-        is_all = len(logits) == len(places) and bool((logits == np.arange(len(places))).all())
+        metadata = AttentionMetadata.build(lens.tolist(), prefix_lens.tolist(), tables, per_token[2], device)
         return cls(
             input_ids=per_token[0],
             positions=per_token[1],
-            attn_metadata=AttentionMetadata.build(query_lens, context_lens, tables, per_token[2], device),
-            logits_indices=None if is_all else torch.as_tensor(logits, device=device),
+            attn_metadata=metadata,
+            logits_indices=_logits_indices(batch, starts, device),
             starts=starts,
         )
+
+
+def _logits_indices(batch: NewTokens, starts: np.ndarray, device: torch.device) -> Tensor | None:
+    """Where the logits stand that are looked at, in the order of the batch; None: all of them, as they stand."""
+    if sum(batch.sample_lens) == len(batch.input_ids) == len(starts):
+        return None
+    looked_at = np.array(batch.sample_lens)
+    places = ranges(starts + batch.new_lens - looked_at, looked_at)
+    is_all = len(places) == len(batch.input_ids) and bool((places == _numbers(len(places))).all())
+    return None if is_all else torch.as_tensor(places, device=device)
+
+
+@lru_cache
+def _numbers(count: int) -> np.ndarray:
+    """0, 1, 2, ... Nobody changes them."""
+    return np.arange(count)
 
 
 def ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
