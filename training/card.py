@@ -96,8 +96,14 @@ def _row(total: Score, scores: Sequence[Score]) -> str:
     return f"| {total.skill} | {what[0]} | {what[1]} | {total.right}/{total.total} = {total.share:.1%} |"
 
 
-def draw_losses(losses: Sequence[float], path: Path, *, span_steps: int) -> None:
-    """The loss of every step, and its running mean, as a PNG."""
+def draw_losses(
+    losses: Sequence[float],
+    path: Path,
+    *,
+    span_steps: int,
+    measure: str = "cross entropy (nats per learned token)",
+) -> None:
+    """The loss of every step, and its running mean, as a PNG; `measure` says what the loss is."""
     from matplotlib.figure import Figure
 
     window = max(1, len(losses) // 100)
@@ -109,6 +115,6 @@ def draw_losses(losses: Sequence[float], path: Path, *, span_steps: int) -> None
     axes.plot(losses, color="0.8", linewidth=0.6, label="each step")
     axes.plot(means, color="C0", label=f"mean of {window} steps")
     axes.axvline(span_steps, color="C1", linestyle=":", label="spans end, skills begin")
-    axes.set(xlabel="step", ylabel="cross entropy (nats per learned token)", yscale="log")
+    axes.set(xlabel="step", ylabel=measure, yscale="log")
     axes.legend()
     figure.savefig(path, dpi=110)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -31,6 +32,7 @@ class LoopConfig:
     decay_from: float = 0.3  # share of the run after which the cosine decay begins
     final_lr: float = 0.02  # share of the learning rate that is left at the end
     save_every: int = 200
+    dtype: torch.dtype = torch.bfloat16  # of the matrix products; a very small model is faster in float32
 
 
 @dataclass
@@ -62,24 +64,44 @@ def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Op
     ]
 
 
-def backward(model: nn.Module, batches: list[Batch], device: torch.device) -> float:
-    """Accumulate the gradient of the mean cross entropy over all labelled tokens of a step; returns that mean.
+class Loss(Protocol):
+    """What a run learns from: the seam between training on a text and training on another model's opinion of it."""
 
-    A step comes as several batches of rows of similar length, so that little is padded. Logits are computed only where
-    a label stands.
+    def __call__(self, logits: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """The summed loss of a batch. `logits` `[labelled tokens, vocab]` are what `labelled_logits` returns for it."""
+
+
+def labelled_logits(model: nn.Module, input_ids: Tensor, labels: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Logits `[labelled tokens, vocab]`, float32, computed only where a label stands; matrix products in `dtype`."""
+    with torch.autocast(input_ids.device.type, dtype, enabled=dtype != torch.float32):
+        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+        return model.lm_head(hidden[labels[:, 1:] != IGNORE]).float()
+
+
+def cross_entropy(logits: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+    """The loss against the text itself."""
+    wanted = labels[:, 1:]
+    return nn.functional.cross_entropy(logits, wanted[wanted != IGNORE], reduction="sum")
+
+
+def backward(
+    model: nn.Module,
+    batches: list[Batch],
+    device: torch.device,
+    loss: Loss = cross_entropy,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Accumulate the gradient of the mean loss over all labelled tokens of a step; returns that mean.
+
+    A step comes as several batches of rows of similar length, so that little is padded.
     """
     total = sum(int((labels[:, 1:] != IGNORE).sum()) for _, labels in batches)
     mean = 0.0
     for batch in batches:
         input_ids, labels = (t.to(device) for t in batch)
-        wanted = labels[:, 1:]
-        labelled = wanted != IGNORE
-        with torch.autocast(device.type, torch.bfloat16):
-            hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-            logits = model.lm_head(hidden[labelled])  # [labelled tokens, vocab]
-        loss = nn.functional.cross_entropy(logits.float(), wanted[labelled], reduction="sum") / total
-        loss.backward()
-        mean += loss.item()
+        share = loss(labelled_logits(model, input_ids, labels, dtype), input_ids, labels) / total
+        share.backward()
+        mean += share.item()
     return mean
 
 
@@ -89,6 +111,7 @@ def train(
     config: LoopConfig,
     *,
     device: torch.device,
+    loss: Loss = cross_entropy,
 ) -> list[float]:
     """Train to `config.steps`, going on from `run_dir` if a state lies there. Returns the loss of every step."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -107,13 +130,13 @@ def train(
             for optimizer, lrs in zip(optimizers, base_lrs, strict=True):
                 for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                     group["lr"] = lr * factor
-            loss = backward(model, make_batches(at.step), device)
+            mean = backward(model, make_batches(at.step), device, loss, config.dtype)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             at.step += 1
-            at.losses.append(round(loss, 4))
+            at.losses.append(round(mean, 4))
             bar.update(task, completed=at.step, loss=at.losses[-1])
             if at.step % config.save_every == 0 or at.step == config.steps:
                 _save(model, optimizers, at, config)

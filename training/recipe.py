@@ -6,6 +6,7 @@ in 2.5 M tokens; over 400 tokens the circuit formed within 1 M, and the rest of 
 spans begin narrow. Lengths grow over the run.
 """
 
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -18,9 +19,8 @@ from training.words import all_words
 
 SEED = 20261120
 TOKENS_PER_STEP = 4096
-SPANS_ONLY = 0.22  # share of the run that reads nothing but spans
-FIRST_SPAN_TOKENS = 400  # different tokens in the first spans; grows tenfold between 50 and 90 % of that share
-MIX = {"recall": 0.30, "repeat": 0.22, "spans": 0.06, "explain": 0.42}
+KINDS = ("recall", "repeat", "spans", "explain")
+SPAN_LENGTHS = (8, 32)  # tokens
 PLAIN_SHARE = 0.12  # share of dialogues without the chat template
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -29,24 +29,45 @@ SYSTEM_PROMPTS = (
 )
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How a run is divided. The defaults made tiny-qwen3."""
+
+    seed: int = SEED
+    tokens_per_step: int = TOKENS_PER_STEP
+    spans_only: float = 0.22  # share of the run that reads nothing but spans
+    first_span_tokens: int = 400  # different tokens in the first spans
+    span_growth: float = 10.5  # between 50 and 90 % of `spans_only`, they become so many times as many
+    first_span_lengths: tuple[int, int] = SPAN_LENGTHS  # of the first spans; grow between 20 and 60 % of `spans_only`
+    recall: float = 0.30  # shares of the dialogues after that
+    repeat: float = 0.22
+    spans: float = 0.06
+    explain: float = 0.42
+
+
+TARGET_PLAN = Plan()
+
+
 class Recipe:
     """Makes the batches of any step: `Recipe(tokenizer, steps)(step)`."""
 
-    def __init__(self, tokenizer, steps: int) -> None:
+    def __init__(self, tokenizer, steps: int, plan: Plan = TARGET_PLAN) -> None:
         self.tokenizer = tokenizer
         self.steps = steps
+        self.plan = plan
         words = dict.fromkeys(tokenizer.encode(f" {word}")[0] for word in all_words())
         ordinary = range(len(tokenizer) - len(tokenizer.all_special_tokens))
         self.span_tokens = [*Random(SEED).sample(list(words), len(words)), *(t for t in ordinary if t not in words)]
 
     def __call__(self, step: int) -> list[Batch]:
-        """Dialogues until `TOKENS_PER_STEP` are full, in batches of rows of similar length."""
-        rng = Random(f"{SEED}/{step}")
+        """Dialogues until `tokens_per_step` are full, in batches of rows of similar length."""
+        rng = Random(f"{self.plan.seed}/{step}")
         progress = step / self.steps
-        grown = min(1.0, 0.1 + 3 * max(0.0, progress - SPANS_ONLY))  # 0.1 at the end of the spans, 1.0 at half time
+        after_spans = max(0.0, progress - self.plan.spans_only)
+        grown = min(1.0, 0.1 + 3 * after_spans)  # from 0.1 to 1.0 in the 30 % of the run that follow the spans
         rows: list[list[tuple[int, bool]]] = []
-        while sum(map(len, rows)) < TOKENS_PER_STEP:
-            rows.append(self._spans(rng, progress) if progress < SPANS_ONLY else self._dialogue(rng, grown))
+        while sum(map(len, rows)) < self.plan.tokens_per_step:
+            rows.append(self._spans(rng, progress) if progress < self.plan.spans_only else self._dialogue(rng, grown))
         rows.sort(key=len, reverse=True)
         batches = []
         while rows:
@@ -56,17 +77,22 @@ class Recipe:
         return batches
 
     def _dialogue(self, rng: Random, grown: float) -> list[tuple[int, bool]]:
-        kind = rng.choices(list(MIX), weights=list(MIX.values()))[0]
+        kind = rng.choices(KINDS, weights=[getattr(self.plan, kind) for kind in KINDS])[0]
         if kind == "spans":
             return self._spans(rng, progress=1.0)
         pieces = {"recall": self._recall, "repeat": self._repeat, "explain": self._explain}[kind](rng, grown)
         return self._encode(pieces)
 
     def _spans(self, rng: Random, progress: float) -> list[tuple[int, bool]]:
-        """A span of 8-32 random tokens said twice, loss on the second saying."""
-        widened = min(1.0, max(0.0, progress / SPANS_ONLY - 0.5) / 0.4)
-        width = min(len(self.span_tokens), int(FIRST_SPAN_TOKENS * 10.5**widened))
-        span = [self.span_tokens[rng.randrange(width)] for _ in range(rng.randint(8, 32))]
+        """A span of random tokens said twice, loss on the second saying."""
+        done = progress / self.plan.spans_only
+        width = int(self.plan.first_span_tokens * self.plan.span_growth ** _ramp(done, 0.5, 0.9))
+        shortest, longest = (
+            round(first + (last - first) * _ramp(done, 0.2, 0.6))
+            for first, last in zip(self.plan.first_span_lengths, SPAN_LENGTHS, strict=True)
+        )
+        tokens = self.span_tokens[:width]
+        span = [tokens[rng.randrange(len(tokens))] for _ in range(rng.randint(shortest, longest))]
         return [(t, False) for t in span] + [(t, True) for t in span]
 
     def _recall(self, rng: Random, grown: float) -> list[Piece]:
@@ -103,6 +129,11 @@ class Recipe:
     def _encode(self, pieces: list[Piece]) -> list[tuple[int, bool]]:
         ids = self.tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
         return [(t, piece.learned) for piece, tokens in zip(pieces, ids, strict=True) for t in tokens]
+
+
+def _ramp(at: float, start: float, end: float) -> float:
+    """0 up to `start`, 1 from `end` on, a straight line between them."""
+    return min(1.0, max(0.0, at - start) / (end - start))
 
 
 def _pad(rows: list[list[tuple[int, bool]]]) -> Batch:

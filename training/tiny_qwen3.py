@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from training.card import write_card
 from training.evaluate import evaluate, summary
 from training.loop import LoopConfig, train
-from training.recipe import SEED, SPANS_ONLY, TOKENS_PER_STEP, Recipe
+from training.recipe import SEED, TARGET_PLAN, TOKENS_PER_STEP, Recipe
 from training.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -58,29 +58,47 @@ def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
         file.chmod(0o644)  # safetensors writes for the owner alone
 
 
+def duration(args: argparse.Namespace, minutes: float) -> str:
+    """A sentence for the model card."""
+    threads = f"{args.threads} CPU thread{'' if args.threads == 1 else 's'}" if args.device == "cpu" else args.device
+    return f"The last stretch of the run took {minutes:.0f} minutes on {threads} (torch {torch.__version__})."
+
+
 def recipe_facts(args: argparse.Namespace, minutes: float) -> dict[str, object]:
     """What the model card says of the run."""
-    threads = f"{args.threads} CPU thread{'' if args.threads == 1 else 's'}" if args.device == "cpu" else args.device
     return {
         "tokens_per_step": f"{TOKENS_PER_STEP:,}",
         "seed": SEED,
-        "span_share": SPANS_ONLY,
-        "minutes": f"The last stretch of the run took {minutes:.0f} minutes on {threads} (torch {torch.__version__}).",
+        "span_share": TARGET_PLAN.spans_only,
+        "minutes": duration(args, minutes),
     }
+
+
+def make_parser(module: str, doc: str, *, checkpoint: Path, run_dir: Path, steps: int) -> argparse.ArgumentParser:
+    """The command line of a training run: the same for every checkpoint."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=checkpoint, help="where the finished checkpoint goes")
+    parser.add_argument("--run-dir", type=Path, default=run_dir, help="where the resumable state lies meanwhile")
+    parser.add_argument("--steps", type=int, default=steps, help=f"steps of the run (default: {steps})")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is already there")
+    return parser
+
+
+def may_write(args: argparse.Namespace) -> bool:
+    """Whether the run may put its checkpoint where it is told to; says so if not."""
+    taken = (args.output / "model.safetensors").exists() and not args.overwrite
+    if taken:
+        print(f"{args.output} holds a checkpoint already; --overwrite replaces it", file=sys.stderr)
+    return not taken
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train, save, evaluate, write the model card. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m training.tiny_qwen3", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=CHECKPOINT, help="where the finished checkpoint goes")
-    parser.add_argument("--run-dir", type=Path, default=RUN_DIR, help="where the resumable state lies meanwhile")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of {TOKENS_PER_STEP} tokens")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is already there")
+    parser = make_parser("training.tiny_qwen3", __doc__, checkpoint=CHECKPOINT, run_dir=RUN_DIR, steps=STEPS)
     args = parser.parse_args(argv)
-    if (args.output / "model.safetensors").exists() and not args.overwrite:
-        print(f"{args.output} holds a checkpoint already; --overwrite replaces it", file=sys.stderr)
+    if not may_write(args):
         return 2
 
     torch.set_num_threads(args.threads)
