@@ -1,0 +1,97 @@
+"""What a token costs the draft model beside the target: `python -m training.draft_cost [path]`.
+
+Both models run in m4's engine: one decode step and its logits, without scheduler and sampler, behind a context of 200
+tokens. The two take turns, so that whatever else the machine does falls on both; the medians are compared.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m4_radix_cache import CacheConfig, LLMEngine, ModelConfig
+from m4_radix_cache.model_runner import ModelRunner
+from training.evaluate import CHECKPOINT as TARGET
+from training.evaluate_draft import CHECKPOINT
+
+BATCH_SIZES = (1, 8)
+CONTEXT = 200  # tokens that have their KV
+ROUNDS, WARM_UP = 400, 20
+LARGEST_RATIO = 1 / 3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a decode step of either model."""
+
+    batch_size: int
+    target: float
+    draft: float
+
+    @property
+    def ratio(self) -> float:
+        return self.draft / self.target
+
+
+def decode_inputs(runner: ModelRunner, batch_size: int) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """One new token for each of `batch_size` requests: ids, positions, and where their KV lies."""
+    size = runner.page_size
+    pages = CONTEXT // size + 1
+    tables = np.arange(batch_size * pages, dtype=np.int32).reshape(batch_size, pages)
+    slots = tables[:, -1].astype(np.int64) * size + CONTEXT % size
+    metadata = AttentionMetadata.build([1] * batch_size, [CONTEXT] * batch_size, tables, slots, runner.device)
+    return torch.arange(batch_size), torch.full((batch_size,), CONTEXT), metadata
+
+
+@torch.inference_mode()
+def step_seconds(runner: ModelRunner, inputs: tuple[Tensor, Tensor, AttentionMetadata]) -> float:
+    """How long one decode step takes, with its logits."""
+    input_ids, positions, metadata = inputs
+    began = time.perf_counter()
+    runner.model.compute_logits(runner.model.forward(input_ids, positions, runner.kv, metadata))
+    return time.perf_counter() - began
+
+
+def measure_cost(path: Path, *, rounds: int = ROUNDS) -> list[Cost]:
+    """The cost of both models' decode steps, for every batch size."""
+    cache = CacheConfig(max_total_tokens=4096)
+    engines = [LLMEngine(model_config=ModelConfig(model=str(p)), cache_config=cache) for p in (TARGET, path)]
+    runners = [engine.engine_core.executor.worker.model_runner for engine in engines]
+    found = []
+    for batch_size in BATCH_SIZES:
+        inputs = [decode_inputs(runner, batch_size) for runner in runners]
+        seconds: list[list[float]] = [[], []]
+        for _ in range(WARM_UP + rounds):
+            for times, runner, given in zip(seconds, runners, inputs, strict=True):
+                times.append(step_seconds(runner, given))
+        found.append(Cost(batch_size, *(median(times[WARM_UP:]) for times in seconds)))
+    for engine in engines:
+        engine.close()
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print both costs and their ratio; exit status 1 if the draft costs more than a third."""
+    parser = argparse.ArgumentParser(prog="python -m training.draft_cost", description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, nargs="?", default=CHECKPOINT, help="checkpoint directory of the draft")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    costs = measure_cost(args.path)
+    for cost in costs:
+        print(
+            f"batch {cost.batch_size}: target {cost.target * 1e6:.0f} us, draft {cost.draft * 1e6:.0f} us, "
+            f"ratio {cost.ratio:.2f}"
+        )
+    return int(any(cost.ratio > LARGEST_RATIO for cost in costs))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
