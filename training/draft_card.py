@@ -32,9 +32,9 @@ one, and one token of the target's own. A draft that is always wrong has 1.00 to
 that is always right (less than {most}, because answers end).
 
 Measured by `python -m training.evaluate_draft`: the target answers greedily with transformers (both saved bf16 files,
-computed in fp32), and the draft reads along. Asked are all {num_questions} questions, in the wording that neither
-model was trained on, and of the lists of 1 to 44 facts and the texts of up to 60 tokens in `training.evaluate`, which
-are drawn from a seed that no training uses, every fifth.
+computed in fp32), and the draft reads along. Asked are all {num_questions} questions in the wording that neither model
+was trained on, and the lists of 1 to 44 facts and the texts of up to 60 tokens of `training.evaluate`, drawn from a
+seed that no training uses.
 
 ## What it costs
 

@@ -23,8 +23,7 @@ from training.evaluate import CHECKPOINT as TARGET, Case, cases
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / "m5_chunked_prefill_spec" / "checkpoints" / "tiny-qwen3-draft"
 NUM_DRAFTS = 4  # guesses per verification step
-EVERY = {"explain, unseen wording": 1, "recall": 5, "repeat": 5}  # of the cases of `training.evaluate`, every n-th
-REQUIRED = {"explain, unseen wording": 3.5, "recall": 2.0, "repeat": 2.0}  # tokens per step
+REQUIRED = {"explain, unseen wording": 3.5, "recall": 2.0, "repeat": 2.0}  # tokens per step; nothing else is asked
 BATCH_SIZE = 50
 
 
@@ -83,12 +82,8 @@ def measure(skill: str, rows: Sequence[Sequence[bool]]) -> Acceptance:
 
 
 def chosen_cases(tokenizer) -> list[Case]:
-    """The cases that neither training has seen, thinned by `EVERY`."""
-    found = []
-    everything = cases(tokenizer)
-    for skill, every in EVERY.items():
-        found += [case for case in everything if case.skill == skill][::every]
-    return found
+    """The cases that neither training has seen."""
+    return [case for case in cases(tokenizer) if case.skill in REQUIRED]
 
 
 @torch.inference_mode()
@@ -125,7 +120,7 @@ def evaluate_draft(path: Path, target_path: Path = TARGET) -> list[Acceptance]:
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32).eval()
     draft = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     chosen = sorted(chosen_cases(tokenizer), key=lambda case: len(case.messages[-1]["content"]))
-    rows: dict[str, list[list[bool]]] = {skill: [] for skill in EVERY}
+    rows: dict[str, list[list[bool]]] = {skill: [] for skill in REQUIRED}
     for first in track(range(0, len(chosen), BATCH_SIZE), description="evaluate draft"):
         batch = chosen[first : first + BATCH_SIZE]
         for case, agrees in zip(batch, agreement(draft, answers(target, tokenizer, batch)), strict=True):

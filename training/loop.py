@@ -6,6 +6,7 @@ Batches are a pure function of (seed, step), so a resumed run sees exactly what 
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,10 +38,12 @@ class LoopConfig:
 
 @dataclass
 class Progressing:
-    """What a resumed run needs besides weights and optimiser states."""
+    """How far a run is: what a resumed one needs besides weights and optimiser states."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    """Of all stretches of the run together, up to the last save."""
 
 
 def learning_rate(config: LoopConfig, step: int) -> float:
@@ -112,12 +115,13 @@ def train(
     *,
     device: torch.device,
     loss: Loss = cross_entropy,
-) -> list[float]:
-    """Train to `config.steps`, going on from `run_dir` if a state lies there. Returns the loss of every step."""
+) -> Progressing:
+    """Train to `config.steps`, going on from `run_dir` if a state lies there. Returns how the run went."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     optimizers = make_optimizers(model, config)
     base_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     at = _resume(model, optimizers, config)
+    began = time.monotonic() - at.seconds
     model.train()
     bar = Progress(
         TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
@@ -139,12 +143,18 @@ def train(
             at.losses.append(round(mean, 4))
             bar.update(task, completed=at.step, loss=at.losses[-1])
             if at.step % config.save_every == 0 or at.step == config.steps:
+                at.seconds = time.monotonic() - began
                 _save(model, optimizers, at, config)
-    return at.losses
+    return at
 
 
 def _save(model: nn.Module, optimizers: list[torch.optim.Optimizer], at: Progressing, config: LoopConfig) -> None:
-    state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": at.step}
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [o.state_dict() for o in optimizers],
+        "step": at.step,
+        "seconds": at.seconds,
+    }
     partial = config.run_dir / "state.pt.partial"
     torch.save(state, partial)
     (config.run_dir / "losses.json").write_text(json.dumps(at.losses), encoding="utf-8")
@@ -160,4 +170,4 @@ def _resume(model: nn.Module, optimizers: list[torch.optim.Optimizer], config: L
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     losses = json.loads((config.run_dir / "losses.json").read_text(encoding="utf-8"))
-    return Progressing(state["step"], losses[: state["step"]])
+    return Progressing(state["step"], losses[: state["step"]], state["seconds"])

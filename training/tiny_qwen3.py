@@ -6,7 +6,6 @@ finished checkpoint unless told to (`--overwrite`).
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from training.card import write_card
 from training.evaluate import evaluate, summary
-from training.loop import LoopConfig, train
+from training.loop import LoopConfig, Progressing, train
 from training.recipe import SEED, TARGET_PLAN, TOKENS_PER_STEP, Recipe
 from training.tokenizer import train_tokenizer
 
@@ -58,19 +57,19 @@ def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
         file.chmod(0o644)  # safetensors writes for the owner alone
 
 
-def duration(args: argparse.Namespace, minutes: float) -> str:
+def duration(args: argparse.Namespace, run: Progressing) -> str:
     """A sentence for the model card."""
     threads = f"{args.threads} CPU thread{'' if args.threads == 1 else 's'}" if args.device == "cpu" else args.device
-    return f"The last stretch of the run took {minutes:.0f} minutes on {threads} (torch {torch.__version__})."
+    return f"The run took {run.seconds / 60:.0f} minutes on {threads} (torch {torch.__version__})."
 
 
-def recipe_facts(args: argparse.Namespace, minutes: float) -> dict[str, object]:
+def recipe_facts(args: argparse.Namespace, run: Progressing) -> dict[str, object]:
     """What the model card says of the run."""
     return {
         "tokens_per_step": f"{TOKENS_PER_STEP:,}",
         "seed": SEED,
         "span_share": TARGET_PLAN.spans_only,
-        "minutes": duration(args, minutes),
+        "minutes": duration(args, run),
     }
 
 
@@ -104,17 +103,15 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     tokenizer = train_tokenizer()
     model = make_model(tokenizer).to(args.device)
-    started = time.monotonic()
-    losses = train(
+    run = train(
         model,
         Recipe(tokenizer, args.steps),
         LoopConfig(run_dir=args.run_dir, steps=args.steps),
         device=torch.device(args.device),
     )
-    minutes = (time.monotonic() - started) / 60
     save_checkpoint(model.cpu(), tokenizer, args.output)
     scores = evaluate(args.output)
-    write_card(args.output, model, tokenizer, losses, scores, recipe=recipe_facts(args, minutes))
+    write_card(args.output, model, tokenizer, run.losses, scores, recipe=recipe_facts(args, run))
     for score in summary(scores):
         print(f"{score.skill}: {score.right}/{score.total} = {score.share:.1%}")
     return 0

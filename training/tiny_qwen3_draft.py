@@ -6,7 +6,6 @@ and distilled from it. Like the target's training, this goes on where it stopped
 
 import argparse
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from training.distillation import Distillation
 from training.draft_card import machine, write_draft_card
 from training.draft_cost import measure_cost
 from training.evaluate_draft import CHECKPOINT, evaluate_draft
-from training.loop import LoopConfig, train
+from training.loop import LoopConfig, Progressing, train
 from training.recipe import Plan, Recipe
 from training.tiny_qwen3 import CHECKPOINT as TARGET, duration, make_parser, may_write, save_checkpoint
 
@@ -67,7 +66,7 @@ def save_draft(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, path
         shutil.copyfile(TARGET / name, path / name)
 
 
-def recipe_facts(args: argparse.Namespace, minutes: float) -> dict[str, object]:
+def recipe_facts(args: argparse.Namespace, run: Progressing) -> dict[str, object]:
     """What the model card says of the run."""
     return {
         "tokens_per_step": f"{PLAN.tokens_per_step:,}",
@@ -75,12 +74,12 @@ def recipe_facts(args: argparse.Namespace, minutes: float) -> dict[str, object]:
         "span_share": PLAN.spans_only,
         "first_span_tokens": PLAN.first_span_tokens,
         "explain": PLAN.explain,
-        "minutes": duration(args, minutes),
+        "minutes": duration(args, run),
     }
 
 
 def finish(
-    args: argparse.Namespace, model: Qwen3ForCausalLM, tokenizer, target_parameters: int, losses, minutes: float
+    args: argparse.Namespace, model: Qwen3ForCausalLM, tokenizer, target_parameters: int, run: Progressing
 ) -> None:
     """Save what was trained, measure it, and write the card."""
     save_draft(model.cpu(), tokenizer, args.output)
@@ -90,10 +89,10 @@ def finish(
         TARGET,
         model=model,
         target_parameters=target_parameters,
-        losses=losses,
+        losses=run.losses,
         acceptances=acceptances,
         costs=costs,
-        recipe=recipe_facts(args, minutes) | {"machine": machine(torch.get_num_threads())},
+        recipe=recipe_facts(args, run) | {"machine": machine(torch.get_num_threads())},
     )
     for acceptance in acceptances:
         print(f"{acceptance.skill}: {acceptance.share:.1%} agreed, {acceptance.tokens_per_step:.2f} tokens per step")
@@ -110,15 +109,14 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).to(args.device)
     model = make_draft(tokenizer).to(args.device)
-    started = time.monotonic()
-    losses = train(
+    run = train(
         model,
         Recipe(tokenizer, args.steps, PLAN),
         LoopConfig(run_dir=args.run_dir, steps=args.steps, **LOOP),
         device=torch.device(args.device),
         loss=Distillation(target, min(tokenizer.all_special_ids)),
     )
-    finish(args, model, tokenizer, target.num_parameters(), losses, (time.monotonic() - started) / 60)
+    finish(args, model, tokenizer, target.num_parameters(), run)
     return 0
 
 

@@ -26,7 +26,7 @@ def batches(step: int) -> list[Batch]:
 def run(path, make_batches) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = tiny_model()
     config = LoopConfig(run_dir=path, steps=6, warmup_steps=2, save_every=2)
-    losses = train(model, make_batches, config, device=torch.device("cpu"))
+    losses = train(model, make_batches, config, device=torch.device("cpu")).losses
     return losses, model.state_dict()
 
 
@@ -52,6 +52,15 @@ def test_a_finished_run_trains_no_further(tmp_path):
         raise AssertionError(f"step {step} was trained again")
 
     assert run(tmp_path, none_left)[0] == losses
+
+
+def test_the_time_of_all_stretches_of_a_run_is_added_up(tmp_path):
+    def stretch(steps: int) -> float:
+        config = LoopConfig(run_dir=tmp_path, steps=steps)
+        return train(tiny_model(), batches, config, device=torch.device("cpu")).seconds
+
+    first = stretch(2)
+    assert 0 < first < stretch(4) == stretch(4)
 
 
 def test_the_learning_rate_warms_up_stays_and_decays(tmp_path):
