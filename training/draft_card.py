@@ -5,6 +5,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import PreTrainedConfig, PreTrainedModel
+
 from training.card import draw_losses
 from training.draft_cost import Cost
 from training.evaluate_draft import NUM_DRAFTS, Acceptance
@@ -83,7 +85,7 @@ def write_draft_card(
     path: Path,
     target_path: Path,
     *,
-    model,
+    model: PreTrainedModel,
     target_parameters: int,
     losses: Sequence[float],
     acceptances: Sequence[Acceptance],
@@ -118,7 +120,7 @@ def write_draft_card(
     (path / "README.md").write_text(card, encoding="utf-8")
 
 
-def _shape(config) -> dict[str, int]:
+def _shape(config: PreTrainedConfig) -> dict[str, int]:
     return {
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,

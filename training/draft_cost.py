@@ -1,7 +1,7 @@
 """What a token costs the draft model beside the target: `python -m training.draft_cost [path]`.
 
-Both models run in m4's engine: one decode step and its logits, without scheduler and sampler, behind a context of 200
-tokens. The two take turns, so that whatever else the machine does falls on both; the medians are compared.
+Both models run in m4's engine on the CPU: one decode step and its logits, no scheduler, no sampler, a context of 200
+tokens. They take turns, so that whatever else the machine does falls on both; the medians are compared.
 """
 
 import argparse
@@ -62,7 +62,8 @@ def step_seconds(runner: ModelRunner, inputs: tuple[Tensor, Tensor, AttentionMet
 def measure_cost(path: Path, *, rounds: int = ROUNDS) -> list[Cost]:
     """The cost of both models' decode steps, for every batch size."""
     cache = CacheConfig(max_total_tokens=4096)
-    engines = [LLMEngine(model_config=ModelConfig(model=str(p)), cache_config=cache) for p in (TARGET, path)]
+    models = [ModelConfig(model=str(directory), device="cpu") for directory in (TARGET, path)]
+    engines = [LLMEngine(model_config=model, cache_config=cache) for model in models]
     runners = [engine.engine_core.executor.worker.model_runner for engine in engines]
     found = []
     for batch_size in BATCH_SIZES:

@@ -8,15 +8,16 @@ rest of them are thrown away.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from training.evaluate import CHECKPOINT as TARGET, Case, cases
 
@@ -81,13 +82,13 @@ def measure(skill: str, rows: Sequence[Sequence[bool]]) -> Acceptance:
     )
 
 
-def chosen_cases(tokenizer) -> list[Case]:
+def chosen_cases(tokenizer: PreTrainedTokenizerBase) -> list[Case]:
     """The cases that neither training has seen."""
     return [case for case in cases(tokenizer) if case.skill in REQUIRED]
 
 
 @torch.inference_mode()
-def answers(target, tokenizer, batch: Sequence[Case]) -> list[tuple[list[int], list[int]]]:
+def answers(target: Any, tokenizer: Any, batch: Sequence[Case]) -> list[tuple[list[int], list[int]]]:
     """Prompt and greedy answer of every case, as token ids; the answer with its end token."""
     prompts = [
         tokenizer.apply_chat_template(list(case.messages), add_generation_prompt=True, return_dict=False)
@@ -103,7 +104,7 @@ def answers(target, tokenizer, batch: Sequence[Case]) -> list[tuple[list[int], l
 
 
 @torch.inference_mode()
-def agreement(draft, dialogues: Sequence[tuple[list[int], list[int]]]) -> list[list[bool]]:
+def agreement(draft: Callable[..., Any], dialogues: Sequence[tuple[list[int], list[int]]]) -> list[list[bool]]:
     """For every token of every answer: would the draft have said it, having read what stands before it?"""
     rows = [torch.tensor(prompt + answer) for prompt, answer in dialogues]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # what stands behind a text does not change it

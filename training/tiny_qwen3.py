@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from training.card import write_card
 from training.evaluate import evaluate, summary
@@ -26,25 +32,33 @@ STEPS = 3200
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A freshly initialised Qwen3 of 4.2 M parameters: 4 layers, 4 query heads over 2 KV heads of 64."""
     torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
+    config = make_config(
+        tokenizer,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def make_config(tokenizer: PreTrainedTokenizerBase, **sizes: int) -> Qwen3Config:
+    """A Qwen3 of these sizes for this tokenizer: what target and draft have in common."""
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
         tie_word_embeddings=True,
         max_position_embeddings=4096,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **sizes,
     )
-    return Qwen3ForCausalLM(config)
 
 
-def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+def save_checkpoint(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """Write the Hugging Face directory: bf16 weights, config, generation config, tokenizer."""
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],

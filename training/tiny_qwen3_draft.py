@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from training.distillation import Distillation
 from training.draft_card import machine, write_draft_card
@@ -18,7 +18,14 @@ from training.draft_cost import measure_cost
 from training.evaluate_draft import CHECKPOINT, evaluate_draft
 from training.loop import LoopConfig, Progressing, train
 from training.recipe import Plan, Recipe
-from training.tiny_qwen3 import CHECKPOINT as TARGET, duration, make_parser, may_write, save_checkpoint
+from training.tiny_qwen3 import (
+    CHECKPOINT as TARGET,
+    duration,
+    make_config,
+    make_parser,
+    may_write,
+    save_checkpoint,
+)
 
 RUN_DIR = Path(__file__).parent / "runs" / "tiny-qwen3-draft"
 STEPS = 6000
@@ -41,20 +48,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 def make_draft(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
     """A freshly initialised Qwen3 of 0.51 M parameters, half of them embeddings: 3 layers, 2 heads."""
     torch.manual_seed(PLAN.seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
+    config = make_config(
+        tokenizer,
         hidden_size=64,
         intermediate_size=352,
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
     return Qwen3ForCausalLM(config)
 
@@ -78,11 +79,8 @@ def recipe_facts(args: argparse.Namespace, run: Progressing) -> dict[str, object
     }
 
 
-def finish(
-    args: argparse.Namespace, model: Qwen3ForCausalLM, tokenizer, target_parameters: int, run: Progressing
-) -> None:
-    """Save what was trained, measure it, and write the card."""
-    save_draft(model.cpu(), tokenizer, args.output)
+def finish(args: argparse.Namespace, model: Qwen3ForCausalLM, target_parameters: int, run: Progressing) -> None:
+    """Measure what was saved, and write the card."""
     acceptances, costs = evaluate_draft(args.output), measure_cost(args.output)
     write_draft_card(
         args.output,
@@ -116,7 +114,8 @@ def main(argv: list[str] | None = None) -> int:
         device=torch.device(args.device),
         loss=Distillation(target, min(tokenizer.all_special_ids)),
     )
-    finish(args, model, tokenizer, target.num_parameters(), run)
+    save_draft(model.cpu(), tokenizer, args.output)
+    finish(args, model, target.num_parameters(), run)
     return 0
 
 
