@@ -60,12 +60,13 @@ in m4's engine, medians.
 
 ## How it was made
 
-`python -m training.tiny_qwen3_draft`: {steps} steps of about {tokens_per_step} tokens of generated text (seed {seed}).
-{span_share:.0%} of them are nothing but random spans said twice, at first of two to eight tokens out of
-{first_span_tokens}: from spans this short the copying circuit forms within 250 steps; from those of 8 to 32 tokens,
-which taught the target, nothing had come after 600. Then the three skills mixed ({explain:.0%} of the dialogues
-explain), with growing lengths; the loss is the KL divergence from the target's distribution on what the assistant
-says. Muon for the matrices, AdamW for embeddings and norms, fp32. {minutes}
+`python -m training.tiny_qwen3_draft`: {steps} of {planned_steps} planned steps of about {tokens_per_step} tokens of
+generated text (seed {seed}); the run ends early, because the draft is good enough by then. {span_share:.0%} of the plan
+are nothing but random spans said twice, at first of two to eight tokens out of {first_span_tokens}: from spans this
+short the copying circuit forms within 250 steps; on those of 8 to 32 tokens, which taught the target, a draft did not
+copy after 600. Then the three skills mixed ({explain:.0%} of the dialogues explain), with growing lengths; the loss is
+the KL divergence from the target's distribution on what the assistant says. Muon for the matrices, AdamW for
+embeddings and norms, fp32. {minutes}
 
 ![loss curve](loss.png)
 """
@@ -96,7 +97,7 @@ def write_draft_card(
     draw_losses(
         losses,
         path / "loss.png",
-        span_steps=int(len(losses) * float(str(recipe["span_share"]))),
+        span_steps=round(float(str(recipe["planned_steps"])) * float(str(recipe["span_share"]))),
         measure="cross entropy, then KL divergence\n(nats per learned token)",
     )
     weights = path / "model.safetensors"

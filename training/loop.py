@@ -33,6 +33,7 @@ class LoopConfig:
     decay_from: float = 0.3  # share of the run after which the cosine decay begins
     final_lr: float = 0.02  # share of the learning rate that is left at the end
     save_every: int = 200
+    stop_at: float = 1.0  # share of the planned steps after which the run ends
     dtype: torch.dtype = torch.bfloat16  # of the matrix products; a very small model is faster in float32
 
 
@@ -116,24 +117,22 @@ def train(
     device: torch.device,
     loss: Loss = cross_entropy,
 ) -> Progressing:
-    """Train to `config.steps`, going on from `run_dir` if a state lies there. Returns how the run went."""
+    """Train to the end of the run, going on from `run_dir` if a state lies there. Returns how the run went."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     optimizers = make_optimizers(model, config)
     base_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     at = _resume(model, optimizers, config)
     began = time.monotonic() - at.seconds
     model.train()
+    last = round(config.steps * config.stop_at)
     bar = Progress(
         TextColumn("step"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
         TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with bar:
-        task = bar.add_task("train", total=config.steps, completed=at.step, loss=at.losses[-1] if at.losses else 0.0)
-        while at.step < config.steps:
-            factor = learning_rate(config, at.step)
-            for optimizer, lrs in zip(optimizers, base_lrs, strict=True):
-                for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-                    group["lr"] = lr * factor
+        task = bar.add_task("train", total=last, completed=at.step, loss=at.losses[-1] if at.losses else 0.0)
+        while at.step < last:
+            _set_rates(optimizers, base_lrs, learning_rate(config, at.step))
             mean = backward(model, make_batches(at.step), device, loss, config.dtype)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -142,10 +141,16 @@ def train(
             at.step += 1
             at.losses.append(round(mean, 4))
             bar.update(task, completed=at.step, loss=at.losses[-1])
-            if at.step % config.save_every == 0 or at.step == config.steps:
+            if at.step % config.save_every == 0 or at.step == last:
                 at.seconds = time.monotonic() - began
                 _save(model, optimizers, at, config)
     return at
+
+
+def _set_rates(optimizers: list[torch.optim.Optimizer], base_lrs: list[list[float]], factor: float) -> None:
+    for optimizer, lrs in zip(optimizers, base_lrs, strict=True):
+        for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr * factor
 
 
 def _save(model: nn.Module, optimizers: list[torch.optim.Optimizer], at: Progressing, config: LoopConfig) -> None:

@@ -41,7 +41,14 @@ PLAN = Plan(
     spans=0.06,
     explain=0.50,
 )
-LOOP: dict[str, Any] = {"matrix_lr": 0.02, "vector_lr": 1e-2, "save_every": 100, "dtype": torch.float32}
+STOP_AT = 0.7  # of the steps: by then the draft says 99 % of the target's tokens, and the rest could win little
+LOOP: dict[str, Any] = {
+    "matrix_lr": 0.02,
+    "vector_lr": 1e-2,
+    "save_every": 100,
+    "stop_at": STOP_AT,
+    "dtype": torch.float32,
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
@@ -70,6 +77,7 @@ def save_draft(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, path
 def recipe_facts(args: argparse.Namespace, run: Progressing) -> dict[str, object]:
     """What the model card says of the run."""
     return {
+        "planned_steps": args.steps,
         "tokens_per_step": f"{PLAN.tokens_per_step:,}",
         "seed": PLAN.seed,
         "span_share": PLAN.spans_only,

@@ -54,6 +54,14 @@ def test_a_finished_run_trains_no_further(tmp_path):
     assert run(tmp_path, none_left)[0] == losses
 
 
+def test_a_run_may_end_before_its_plan_does(tmp_path):
+    def losses(stop_at: float) -> list[float]:
+        config = LoopConfig(run_dir=tmp_path / str(stop_at), steps=6, stop_at=stop_at)
+        return train(tiny_model(), batches, config, device=torch.device("cpu")).losses
+
+    assert losses(0.5) == losses(1.0)[:3]
+
+
 def test_the_time_of_all_stretches_of_a_run_is_added_up(tmp_path):
     def stretch(steps: int) -> float:
         config = LoopConfig(run_dir=tmp_path, steps=steps)
