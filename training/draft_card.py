@@ -23,7 +23,7 @@ pipeline_tag: text-generation
 The draft model of tiny-qwen3, for speculative decoding: it guesses what tiny-qwen3 will say next, and tiny-qwen3
 checks several guesses in one forward. A real `Qwen3ForCausalLM` of {parameters:,} parameters, {parameter_share:.1%}
 of the target's {target_parameters:,}, with the target's tokenizer. It was trained to agree with tiny-qwen3 and for
-nothing else: by itself it answers wrongly more often.
+nothing else. It does so this often because tiny-qwen3 has little to say: no draft guesses a large model as well.
 
 | skill | answers of the target | tokens on which both agree | tokens per step | best possible |
 |---|---|---|---|---|
@@ -45,7 +45,7 @@ seed that no training uses.
 {costs}
 
 Measured by `python -m training.draft_cost` on a {machine}: forward and logits of a decode step
-in m4's engine, medians.
+in m4's engine, the first decile of many steps.
 
 ## What it is
 

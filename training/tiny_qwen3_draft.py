@@ -41,7 +41,7 @@ PLAN = Plan(
     spans=0.06,
     explain=0.50,
 )
-STOP_AT = 0.7  # of the steps: by then the draft says 99 % of the target's tokens, and the rest could win little
+STOP_AT = 0.7  # of the steps: by then the draft says over 99 % of the target's tokens, and the rest could win little
 LOOP: dict[str, Any] = {
     "matrix_lr": 0.02,
     "vector_lr": 1e-2,
