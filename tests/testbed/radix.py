@@ -72,11 +72,17 @@ class Decision:
 
 
 class RadixBed(SchedulerBed):
-    """m4's scheduler below its `RequestFamilies`, on simulated memory."""
+    """m4's scheduler below its `RequestFamilies`, on simulated memory.
+
+    Seams for a scheduler whose steps do several things at once: `runner_class`, `decision_class`.
+    """
+
+    runner_class: type[RadixRunner] = RadixRunner
+    decision_class: type[Decision] = Decision
 
     def __init__(self, scheduler: Any, *, tensors: bool = False, max_model_len: int, **settings: Any) -> None:
         super().__init__(scheduler, request_class=Req, **settings)
-        self.runner = RadixRunner(scheduler.pools, self.requests, tensors=tensors)  # type: ignore[arg-type]
+        self.runner = self.runner_class(scheduler.pools, self.requests, tensors=tensors)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.pools: Any = scheduler.pools
         self.families = RequestFamilies(scheduler=scheduler, tracer=scheduler.tracer)
@@ -163,11 +169,14 @@ class RadixBed(SchedulerBed):
         if self.recorder:
             self.scheduler.tracer.step += 1
         batch = self.schedule()
-        decision = Decision.of(batch)
+        decision = self.decision_class.of(batch)
         sampled = None if crash or batch is None else self.execute(batch)
         if crash:
             self.fail(decision.rids, RuntimeError("the model crashed"))
-        failed = [rid for rid in failing if sampled and sampled.pop(rid, None)]
+        failed = [rid for rid in failing if sampled is not None and rid in decision.rids]
+        for rid in failed:
+            assert sampled is not None
+            sampled.pop(rid, None)
         self.fail(failed, ValueError("no token can be sampled"))
         if between:
             between(decision)
@@ -175,7 +184,7 @@ class RadixBed(SchedulerBed):
 
     def update(self, output: Any, sampled: dict[str, SampledTokens] | None, decision: Decision | None = None) -> Step:
         """The second verb, and what callers hear of it."""
-        decision = decision or Decision.of(output)
+        decision = decision or self.decision_class.of(output)
         if self.checks:
             self.checks.nothing_is_freed()
         changed = self.scheduler.update_from_output(output, self.result_of(sampled))
@@ -197,7 +206,7 @@ class RadixBed(SchedulerBed):
             self.execute(batch)
         if self.checks:
             self.checks.lost()
-        return Decision.of(batch)
+        return self.decision_class.of(batch)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -251,6 +260,25 @@ class SqueezedPools(Pools):
         self.due, self._count = 0, None
 
 
+def make_pools(
+    rows: Any,
+    *,
+    num_tokens: int,
+    page_size: int,
+    cache_class: Any,
+    eviction_policy: str,
+    tracer: Tracer,
+    debug: bool,
+) -> SqueezedPools:
+    """Memory for so many tokens, less what fills no page, checked at every free."""
+    size = num_tokens // page_size * page_size
+    allocator = make_allocator(size=size, page_size=page_size, checked=True)
+    tree_cache = cache_class(
+        req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, eviction_policy=eviction_policy, tracer=tracer
+    )
+    return SqueezedPools(rows, allocator, tree_cache, debug=debug)
+
+
 def make_radix_bed(
     *,
     num_tokens: int = 256,
@@ -280,17 +308,19 @@ def make_radix_bed(
         schedule_conservativeness=conservativeness,
     ).resolved(max_model_len)
     tracer = Tracer()
-    rows = ReqToTokenPool(size=max_num_seqs, max_context_len=max_model_len)
-    size = num_tokens // page_size * page_size
-    allocator = make_allocator(size=size, page_size=page_size, checked=True)
-    tree_cache = (cache_class or CACHES[prefix_cache])(
-        req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, eviction_policy=eviction_policy, tracer=tracer
+    pools = make_pools(
+        ReqToTokenPool(size=max_num_seqs, max_context_len=max_model_len),
+        num_tokens=num_tokens,
+        page_size=page_size,
+        cache_class=cache_class or CACHES[prefix_cache],
+        eviction_policy=eviction_policy,
+        tracer=tracer,
+        debug=debug,
     )
-    pools = SqueezedPools(rows, allocator, tree_cache, debug=debug)
     scheduler = scheduler_class(
         scheduler_config=config,
         pools=pools,
-        policy=policy_class(config.schedule_policy, tree_cache=tree_cache, seed=0, tracer=tracer),
+        policy=policy_class(config.schedule_policy, tree_cache=pools.tree_cache, seed=0, tracer=tracer),
         prefill_adder=adder_class,
         preemption=preemption or FewestOutputsFirst(),
         stop_checker=StopChecker(eos_token_ids={EOS}, max_model_len=max_model_len),

@@ -96,18 +96,24 @@ class RadixChecks:
         if not self.is_lost:
             assert not (gone and joined), "nobody is admitted in a step that retracted"
             unmarked = [rid for rid in self.running if rid not in gone and not self.lives[rid].marked]
-            if batch is None:
-                assert not unmarked or any(self.lives[rid].marked for rid in self.running), "somebody could run"
-            elif batch.forward_mode.is_extend():
-                assert in_batch == joined and not any(self.lives[rid].marked for rid in in_batch)
-                self._joined_by_the_rules(batch, joined)
-            else:
-                assert in_batch == unmarked, "everybody who runs gets a token, in order of admission"
+            self._composed_by_the_rules(batch, in_batch, joined, unmarked)
         for rid in joined:
             self.lives[rid].ran = True
         self._row_lens(batch)
         self.memory_is_sound()
         self._free = self._num_free()
+
+    def _composed_by_the_rules(
+        self, batch: Any, in_batch: list[str], joined: list[str], unmarked: list[str]
+    ) -> None:
+        """Prompts, or everybody's next token. `unmarked`: those who ran and may go on."""
+        if batch is None:
+            assert not unmarked or any(self.lives[rid].marked for rid in self.running), "somebody could run"
+        elif batch.forward_mode.is_extend():
+            assert in_batch == joined and not any(self.lives[rid].marked for rid in in_batch)
+            self._joined_by_the_rules(batch, joined)
+        else:
+            assert in_batch == unmarked, "everybody who runs gets a token, in order of admission"
 
     def nothing_is_freed(self) -> None:
         """Between a decision and its update the memory stays as it is, whatever happens."""
@@ -137,18 +143,22 @@ class RadixChecks:
             assert not any(self.lives[rid].marked for rid in gone), "whoever is to end leaves its memory anyway"
 
     def _joined_by_the_rules(self, batch: ScheduleBatch, joined: list[str]) -> None:
-        """Retracted requests first, the oldest of them before the others; tokens and places as many as there are."""
-        scheduler = self.scheduler
+        """Retracted requests first; tokens and places as many as there are."""
+        came_back = self._came_back_first(joined)
+        assert batch.extend_lens is not None and batch.prefix_lens is not None
+        is_alone = len(joined) == 1 and joined == came_back
+        assert sum(batch.extend_lens) <= self.scheduler.max_num_batched_tokens or is_alone
+        page_size = self.scheduler.tree_cache.page_size
+        assert not any(prefix % page_size for prefix in batch.prefix_lens)
+
+    def _came_back_first(self, joined: list[str]) -> list[str]:
+        """Retracted requests go before all others, the oldest of them first; returns those that came back."""
         retracted = [rid for rid, one in self.lives.items() if one.ran and rid not in self.running and not one.marked]
         came_back = [rid for rid in retracted if rid in joined]
         assert came_back == retracted[: len(came_back)], f"{came_back} came back, but {retracted} lost their places"
         assert came_back == retracted or len(joined) == len(came_back), "somebody overtook a retracted request"
-        assert len(joined) + len(self.running) <= scheduler.max_num_seqs
-        assert batch.extend_lens is not None and batch.prefix_lens is not None
-        is_alone = len(joined) == 1 and joined == came_back
-        assert sum(batch.extend_lens) <= scheduler.max_num_batched_tokens or is_alone
-        page_size = scheduler.tree_cache.page_size
-        assert not any(prefix % page_size for prefix in batch.prefix_lens)
+        assert len(joined) + len(self.running) <= self.scheduler.max_num_seqs
+        return came_back
 
     def _row_lens(self, batch: ScheduleBatch | None) -> None:
         """Ruling 1, in flight: what is computed now has slots, and does not count as computed yet."""
@@ -225,7 +235,7 @@ class RadixChecks:
         assert {request.rid for request in changed} == ends | sampled.keys()
         for rid in sampled.keys() - ends:
             life = self.lives[rid]
-            life.said += sampled[rid].token_ids
+            life.said += sampled[rid].token_ids[: len(life.expected) - len(life.said)]  # nothing behind its end
             assert tuple(life.said) == life.expected[: len(life.said)], f"{rid} says something wrong"
             if len(life.said) == len(life.expected):
                 ends.add(rid)
@@ -252,18 +262,27 @@ class RadixChecks:
         ratio = self.scheduler.new_token_ratio
         assert ratio.value == ratio.init, "an idle engine has learnt nothing"
 
+    def in_pieces(self) -> list[str]:
+        """Those of whose prompts a part is computed, and that are in no batch perhaps: nobody here."""
+        return []
+
+    def num_kv_tokens(self, rid: str) -> int:
+        """How many tokens of a request that runs have KV between two steps: all but the newest."""
+        return self.lives[rid].request.seqlen - 1
+
     def _queues_are_right(self, sampled: Mapping[str, SampledTokens]) -> None:
         scheduler = self.scheduler
         assert list(scheduler.requests) == list(self.lives), "in order of arrival"
         batches = [scheduler.running_batch] + ([] if scheduler.last_batch is None else [scheduler.last_batch])
         self.running = [request.rid for batch in batches for request in batch.reqs if not request.is_finished]
+        self.running += [rid for rid in self.in_pieces() if rid not in self.running]
         waiting = [request.rid for request in scheduler.waiting_queue]
         assert sorted(self.running + waiting) == sorted(self.lives)
         for rid in self.running:
-            request = self.lives[rid].request
+            request, num_tokens = self.lives[rid].request, self.num_kv_tokens(rid)
             assert request.status is RequestStatus.RUNNING and request.req_pool_idx is not None
-            assert request.kv_committed_len == request.kv_allocated_len == request.seqlen - 1
-            assert self.runner.num_kv_tokens(rid) == request.seqlen - 1, f"{rid} lacks KV"
+            assert request.kv_committed_len == request.kv_allocated_len == num_tokens
+            assert self.runner.num_kv_tokens(rid) == num_tokens, f"{rid} lacks KV"
         for rid in waiting:
             life = self.lives[rid]
             assert life.request.req_pool_idx is None and rid not in sampled

@@ -75,7 +75,8 @@ class RadixRunner:
         self._write(batch, rows)
         if self.tensors:
             self._check_tensors(batch, rows)
-        return {row.request.rid: self._read_and_say(batch, place, row) for place, row in enumerate(rows)}
+        said = {row.request.rid: self._read_and_say(batch, place, row) for place, row in enumerate(rows)}
+        return {rid: sampled for rid, sampled in said.items() if sampled.token_ids}
 
     def poison_free_pages(self) -> None:
         """What nobody owns holds nothing that anybody may read."""
@@ -166,8 +167,7 @@ class RadixRunner:
     def _read_and_say(self, batch: ModelWorkerBatch, place: int, row: Row) -> SampledTokens:
         """Look at the KV of all of a row's tokens, and choose the next one by the rule."""
         request = row.request
-        wrong = np.flatnonzero(self.kv[row.slots] != row.states)
-        assert not len(wrong), f"{request.rid}: the KV of its tokens {wrong} is missing, or somebody else's"
+        self._check_kv(row)
         prompt_logprobs = None
         assert (request.rid in batch.prompts_to_rate) == (request.wants_prompt_logprobs and row.start == 0)
         if request.rid in batch.prompts_to_rate:
@@ -176,6 +176,10 @@ class RadixRunner:
             prompt_logprobs = tuple(LogprobRow((token_id,), (0.0,), (1,)) for token_id in prompt[1:])
         token_id = letter(int(row.states[-1]), batch.sampling_info.seeds[place])
         return SampledTokens((token_id,), (None,), prompt_logprobs)
+
+    def _check_kv(self, row: Row) -> None:
+        wrong = np.flatnonzero(self.kv[row.slots] != row.states)
+        assert not len(wrong), f"{row.request.rid}: the KV of its tokens {wrong} is missing, or somebody else's"
 
     def _check_tensors(self, batch: ModelWorkerBatch, rows: list[Row]) -> None:
         forward_batch = ForwardBatch.init_new(batch, self)
