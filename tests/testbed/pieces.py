@@ -1,8 +1,8 @@
 """The test-bed for a scheduler whose steps hold pieces of prompts, decodes and guesses at once.
 
-    bed = make_pieces_bed(max_num_batched_tokens=32, guesses=Guesses(4, right=0.5))
-    bed.add(100, max_tokens=9)           # runs in pieces of 32, 32, 32 and 4 tokens
-    bed.drain()                          # everybody has said what it had to, however much was guessed
+bed = make_pieces_bed(max_num_batched_tokens=32, guesses=Guesses(4, right=0.5))
+bed.add(100, max_tokens=9)           # runs in pieces of 32, 32, 32 and 4 tokens
+bed.drain()                          # everybody has said what it had to, however much was guessed
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from m5_chunked_prefill_spec.outputs import ModelRunnerOutput as StepOutput
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.scheduler import Scheduler
-from m5_chunked_prefill_spec.speculative.speculation import Speculation, SpecState
+from m5_chunked_prefill_spec.speculative.speculation import SpecState, Speculation
 from m5_chunked_prefill_spec.wiring import chunk_alignment, make_composer
 from tests.support.engines import Recorder
 from tests.testbed.fakes import CPU, EOS, VOCAB_SIZE, letter

@@ -49,9 +49,7 @@ class PiecesChecks(RadixChecks):
         self.pieces = {rid: num for rid, num in self.pieces.items() if rid in holding - done}
         self.in_flight = cut
 
-    def _composed_by_the_rules(
-        self, batch: Any, in_batch: list[str], joined: list[str], unmarked: list[str]
-    ) -> None:
+    def _composed_by_the_rules(self, batch: Any, in_batch: list[str], joined: list[str], unmarked: list[str]) -> None:
         """Whoever may go on goes on; prompts fill the rest."""
         decoding = [rid for rid in unmarked if rid not in self.pieces]
         is_marked = {rid for rid in self.running if self.lives[rid].marked}

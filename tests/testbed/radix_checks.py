@@ -103,9 +103,7 @@ class RadixChecks:
         self.memory_is_sound()
         self._free = self._num_free()
 
-    def _composed_by_the_rules(
-        self, batch: Any, in_batch: list[str], joined: list[str], unmarked: list[str]
-    ) -> None:
+    def _composed_by_the_rules(self, batch: Any, in_batch: list[str], joined: list[str], unmarked: list[str]) -> None:
         """Prompts, or everybody's next token. `unmarked`: those who ran and may go on."""
         if batch is None:
             assert not unmarked or any(self.lives[rid].marked for rid in self.running), "somebody could run"
