@@ -68,11 +68,14 @@ class Admission:
         waiting: Sequence[Req],
         *,
         running: Sequence[Req],
+        is_alone: bool,
         num_tokens: int,
         num_places: int,
         bound_by: str,
     ) -> Admitted:
         """Fill at most `num_tokens` and `num_places` with the rest of `chunked` and with `waiting` requests.
+
+        `is_alone`: nobody else holds memory, not even somebody who is about to end and does not run on.
 
         Raises `BooksLostError` if the adder fails on the way.
         """
@@ -84,11 +87,11 @@ class Admission:
         failures: list[tuple[list[str], Exception]] = []
         if chunked is not None:
             result = self._add_chunked(adder, chunked)
-            if result is AddReqResult.NO_TOKEN and not running and not adder.can_run_list:  # alone, and no room: never
+            if result is AddReqResult.NO_TOKEN and is_alone and not adder.can_run_list:  # no room: never
                 failures.append(([chunked.rid], outgrown(chunked, self.pools)))
             if result is not AddReqResult.CONTINUE:
                 return Admitted(adder.can_run_list, False, failures)
-        is_full = bool(waiting) and self._add_newcomers(adder, waiting, bool(running), failures)
+        is_full = bool(waiting) and self._add_newcomers(adder, waiting, is_alone, failures)
         return Admitted(adder.can_run_list, is_full, failures)
 
     def started(self, new: Sequence[Req], waiting: Iterable[Req]) -> None:
@@ -132,7 +135,7 @@ class Admission:
             raise BooksLostError(chunked.rid, error) from error
 
     def _add_newcomers(
-        self, adder: PrefillAdder, waiting: Sequence[Req], others_run: bool, failures: list[tuple[list[str], Exception]]
+        self, adder: PrefillAdder, waiting: Sequence[Req], is_alone: bool, failures: list[tuple[list[str], Exception]]
     ) -> bool:
         """Let waiting requests in, in the order of the policy, until one does not fit; whether it lacked memory."""
         try:
@@ -149,8 +152,8 @@ class Admission:
                     result = adder.add_one_req(req)
             except PartError as error:
                 raise BooksLostError(req.rid, error) from error
-            if result is AddReqResult.NO_TOKEN and not others_run and not adder.can_run_list:
-                failures.append(([req.rid], outgrown(req, self.pools)))  # alone, and no room: never
+            if result is AddReqResult.NO_TOKEN and is_alone and not adder.can_run_list:
+                failures.append(([req.rid], outgrown(req, self.pools)))  # no room: never
             elif result is not AddReqResult.CONTINUE:
                 return result is AddReqResult.NO_TOKEN
         return False

@@ -180,6 +180,7 @@ class Scheduler(SchedulerBase):
             chunked,
             [] if is_closed else waiting,
             running=self.running_batch.reqs,
+            is_alone=len(self.running) == (chunked is not None),
             num_tokens=num_tokens,
             num_places=num_places,
             bound_by=bound_by,
