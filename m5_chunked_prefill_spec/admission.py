@@ -159,6 +159,10 @@ class Admission:
         return False
 
     def _fairly(self, ready: Sequence[Req]) -> list[Req]:
-        """The order of the policy; but whoever was overtaken too often comes first, the oldest of them before all."""
-        late = [req for req in ready if self.passed_over.get(req.rid, 0) >= MAX_PASSED_OVER]
-        return [*sorted(late, key=lambda req: req.number), *(req for req in ready if req not in late)]
+        """The order of the policy; but whoever was overtaken too often comes first, the oldest of them before all but
+        those who ran already."""
+        late = [r for r in ready if self.passed_over.get(r.rid, 0) >= MAX_PASSED_OVER and not r.is_retracted]
+        if not late:
+            return list(ready)
+        first = [req for req in ready if req.is_retracted] + sorted(late, key=lambda req: req.number)
+        return [*first, *(req for req in ready if req not in first)]
