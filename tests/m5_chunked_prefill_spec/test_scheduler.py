@@ -1,0 +1,270 @@
+"""The scheduler of pieces and mixed steps by example: who runs, with how many tokens, and who waits for whom.
+
+Every step runs on the test-bed: an oracle reads every slot of KV that a request uses, and every page, lock, row and
+budget is checked. What is asserted here comes on top. What befalls a request in pieces has a file of its own
+(`test_chunked_req.py`), and so has admission (`test_admission.py`).
+"""
+
+from typing import Any
+
+import pytest
+
+from m5_chunked_prefill_spec.cost_table import CostTable
+from tests.testbed.pieces import Guesses, PiecesBed, make_pieces_bed
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
+LINEAR = CostTable((1, 101), (1.0, 101.0))
+"""A millisecond for each token."""
+
+
+def modes(bed: PiecesBed) -> str:
+    """The steps so far, a letter each."""
+    letters = {"extend": "E", "decode": "D", "target_verify": "V", "mixed": "M", "none": "-"}
+    return "".join(letters[decision.mode] for decision in bed.decisions)
+
+
+# --- a prompt in pieces -----------------------------------------------------------------------------------------------
+
+
+@SCHEDULES
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_num_batched_tokens": 32}, {"max_num_batched_tokens": 64, "chunked_prefill_size": 32}],
+    ids=["budget", "chunk"],
+)
+def test_a_prompt_of_100_tokens_runs_in_pieces_of_32_and_is_sampled_once(schedule: Any, limits: Any) -> None:
+    bed = make_pieces_bed(schedule=schedule, page_size=4, trace=True, tensors=True, **limits)
+    bed.add(100, max_tokens=3)
+    for start in (0, 32, 64):
+        step = bed.step()
+        assert step.output.chunked == "r0" and step.output.hits == {"r0": start}
+        assert step.changed == [] and bed.said("r0") == (), "no token comes of a piece"
+        assert bed.reqs["r0"].kv_committed_len == start + 32
+    assert bed.step().changed == ["r0"] and len(bed.said("r0")) == 1
+    assert bed.pieces_of("r0") == [32, 32, 32, 4]
+    assert modes(bed) == "EEEE"
+    cuts = [(cut.asked, cut.given, cut.start, cut.total) for cut in bed.events("chunk_cut")]
+    assert cuts == [(100, 32, 0, 100), (68, 32, 32, 100), (36, 32, 64, 100)]
+    bound_by = "chunked_prefill_size" if "chunked_prefill_size" in limits else "max_num_batched_tokens"
+    assert {cut.bound_by for cut in bed.events("chunk_cut")} == {bound_by}
+    bed.drain()
+    assert modes(bed) == "EEEEDD" and len(bed.events("result")) == 3
+
+
+def test_a_piece_ends_anywhere_if_decodes_go_first_and_at_a_page_if_prompts_do() -> None:
+    pieces = {}
+    for schedule in ("decode_first", "prefill_first"):
+        bed = make_pieces_bed(schedule=schedule, page_size=16, max_num_batched_tokens=50)
+        bed.add(101), bed.drain()
+        pieces[schedule] = bed.pieces_of("r0")
+    assert pieces == {"decode_first": [50, 50, 1], "prefill_first": [48, 48, 5]}
+
+
+@SCHEDULES
+def test_a_prompt_is_not_cut_where_that_is_switched_off(schedule: Any) -> None:
+    bed = make_pieces_bed(schedule=schedule, max_num_batched_tokens=32, enable_chunked_prefill=False, trace=True)
+    bed.add(20), bed.add(20), bed.drain()
+    assert bed.pieces_of("r0") == bed.pieces_of("r1") == [20] and not bed.events("chunk_cut")
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("prefix_cache", ["radix", "hash", "chunk"])
+def test_answers_do_not_depend_on_how_prompts_are_cut(page_size: int, prefix_cache: str) -> None:
+    bed = make_pieces_bed(
+        page_size=page_size, prefix_cache=prefix_cache, max_num_batched_tokens=23, tensors=True, max_num_seqs=8,
+        guesses=Guesses(3), debug=True, num_tokens=1024,
+    )  # fmt: skip
+    bed.add(70, max_tokens=12)
+    for length in (1, 15, 16, 17, 23, 24, 69, 70):
+        bed.add(length, max_tokens=12, same_as="r0")
+    assert set(bed.drain().values()) == {"length"}
+    assert "M" in modes(bed) and all(len(bed.said(rid)) == 12 for rid in bed.requests)
+
+
+def test_the_next_piece_goes_before_whoever_waits_and_newcomers_take_what_it_leaves() -> None:
+    bed = make_pieces_bed(max_num_batched_tokens=32)
+    bed.add(40), bed.add(30), bed.add(10)
+    assert [bed.step().output.prompts for _ in range(3)] == [{"r0": 32}, {"r0": 8, "r1": 24}, {"r1": 6, "r2": 10}]
+    bed.drain()
+
+
+def test_at_most_one_prompt_is_in_pieces() -> None:
+    bed = make_pieces_bed(max_num_batched_tokens=16, max_num_seqs=8)
+    for length in (40, 40, 3, 40, 17):
+        bed.add(length, max_tokens=5)
+    bed.drain()
+    order = [decision.chunked for decision in bed.decisions if decision.chunked]
+    assert len(order) > 8 and order == sorted(order), "the next one is cut when the last one is done"
+    assert set(order) == {"r0", "r1", "r3", "r4"}
+
+
+# --- decodes first ----------------------------------------------------------------------------------------------------
+
+
+def test_every_decode_gets_its_token_in_every_step_while_prompts_come() -> None:
+    bed = make_pieces_bed(max_num_batched_tokens=24, max_num_seqs=8)
+    bed.add(5, max_tokens=40), bed.add(7, max_tokens=40), bed.step()
+    for number in range(1, 20):
+        bed.add(30, max_tokens=2)
+        step = bed.step()
+        assert step.output.decodes[-2:] == ("r0", "r1")
+        assert len(bed.said("r0")) == len(bed.said("r1")) == number + 1
+    bed.drain()
+
+
+def test_the_budget_is_packed_to_the_last_token_as_long_as_prompts_wait() -> None:
+    bed = make_pieces_bed(max_num_batched_tokens=29, max_num_seqs=6, page_size=16, num_tokens=2048)
+    for length in (5, 100, 7, 80, 33, 64):
+        bed.add(length, max_tokens=30)
+    while any(not bed.said(rid) for rid in bed.requests):
+        decision = bed.step().output
+        assert decision.total == 29 or not (bed.waiting() or bed.chunked()), decision
+    bed.drain()
+
+
+def test_the_worked_example() -> None:
+    """Two decode, a prompt of 60 tokens comes: 2 + 30, 2 + 30, then three decode."""
+    bed = make_pieces_bed(max_num_batched_tokens=32, tensors=True, trace=True)
+    bed.add(9, max_tokens=9), bed.add(3, max_tokens=9), bed.step()
+    bed.add(60, max_tokens=3)
+    assert bed.step().output.num_scheduled_tokens == {"r2": 30, "r0": 1, "r1": 1}
+    assert bed.step().output.num_scheduled_tokens == {"r2": 30, "r0": 1, "r1": 1}
+    assert bed.step().output.num_scheduled_tokens == {"r2": 1, "r0": 1, "r1": 1}
+    assert modes(bed) == "EMMD"
+    batch = bed.events("batch")[1]
+    assert (batch.mode, batch.rids, batch.num_prompts, batch.chunked) == ("mixed", ("r2", "r0", "r1"), 1, "r2")
+    assert (batch.extend_lens, batch.prefix_lens, batch.seq_lens) == ((30, 1, 1), (0, 9, 3), (30, 10, 4))
+    assert (batch.total_tokens, batch.budget, batch.counters()["prompt tokens"]) == (32, 32, 30)
+    bed.drain()
+
+
+def test_decodes_alone_may_fill_the_budget_and_then_no_prompt_runs() -> None:
+    bed = make_pieces_bed(max_num_batched_tokens=3, max_num_seqs=3)
+    for _ in range(4):
+        bed.add(3, max_tokens=5)
+    while len(bed.running()) < 3:
+        bed.step()
+    bed.drain()
+    assert max(decision.total for decision in bed.decisions) == 3
+    assert bed.pieces_of("r3"), "its place and its tokens are there once somebody has ended"
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+def test_guesses_and_prompts_share_what_decodes_leave(right: float) -> None:
+    bed = make_pieces_bed(max_num_batched_tokens=20, max_num_seqs=4, guesses=Guesses(8, right=right), num_tokens=1024)
+    bed.add(5, max_tokens=60), bed.add(5, max_tokens=60), bed.step()
+    bed.add(90, max_tokens=1)
+    while "r2" not in bed.ended:
+        decision = bed.step().output
+        assert decision.total <= 20 and sum(decision.draft_lens) <= 9, "half of the 18 at most"
+        assert decision.decodes == ("r0", "r1")
+        if bed.chunked():
+            assert decision.total == 20 and sum(decision.prompts.values()) >= 9
+    bed.drain()
+
+
+def test_pieces_are_so_small_that_no_step_misses_its_target() -> None:
+    bed = make_pieces_bed(max_num_batched_tokens=64, target_gap_ms=24.0, costs=LINEAR, trace=True)
+    bed.add(5, max_tokens=30), bed.add(3, max_tokens=30), bed.step()
+    bed.add(90, max_tokens=2)
+    for _ in range(4):
+        assert bed.step().output.total == 24
+    assert bed.pieces_of("r2") == [22, 22, 22, 22]
+    assert {cut.bound_by for cut in bed.events("chunk_cut")} == {"target_gap_ms"}
+    bed.drain()
+
+
+def test_a_target_that_nothing_meets_lets_prompts_come_to_an_end_all_the_same() -> None:
+    bed = make_pieces_bed(max_num_batched_tokens=64, target_gap_ms=1.5, costs=LINEAR)
+    bed.add(5, max_tokens=30), bed.step()
+    bed.add(40, max_tokens=2), bed.drain()
+    assert bed.pieces_of("r1") == [16, 16, 8]
+
+
+# --- prompts first ----------------------------------------------------------------------------------------------------
+
+
+def test_with_prompts_first_whoever_runs_waits_as_long_as_prompts_come() -> None:
+    """The decode is starved; decode_first is there because of it."""
+    said = {}
+    for schedule in ("decode_first", "prefill_first"):
+        bed = make_pieces_bed(schedule=schedule, max_num_batched_tokens=16, max_num_seqs=8)
+        bed.add(5, max_tokens=30), bed.step()
+        for _ in range(6):
+            bed.add(16, max_tokens=1), bed.step()
+        said[schedule] = len(bed.said("r0"))
+        bed.drain()
+        if schedule == "prefill_first":
+            assert modes(bed)[:7] == "EEEEEEE" and "M" not in modes(bed)
+    assert said == {"decode_first": 7, "prefill_first": 1}
+
+
+def test_with_prompts_first_decodes_wait_for_all_pieces_of_a_long_prompt() -> None:
+    bed = make_pieces_bed(schedule="prefill_first", max_num_batched_tokens=16, trace=True)
+    bed.add(5, max_tokens=6), bed.step(), bed.step()
+    bed.add(40, max_tokens=6), bed.drain()
+    assert modes(bed).startswith("ED" + "EEE" + "DDDD")
+    batch = bed.events("batch")[2]
+    assert (batch.rids, batch.num_running) == (("r1",), 2) and "1 running request must wait" in batch.explain()
+
+
+# --- what is shared ---------------------------------------------------------------------------------------------------
+
+
+@SCHEDULES
+@pytest.mark.parametrize("prefix_cache", ["radix", "hash"])
+def test_the_pieces_of_a_prompt_are_there_for_others_before_its_last_one_is(schedule: Any, prefix_cache: str) -> None:
+    bed = make_pieces_bed(schedule=schedule, prefix_cache=prefix_cache, page_size=4, max_num_batched_tokens=32)
+    bed.add(70, max_tokens=5)
+    bed.step(), bed.step()
+    bed.add(60, max_tokens=2, same_as="r0")
+    step = bed.step()
+    assert step.output.prompts == {"r0": 6, "r1": 4}, "in the step of the last piece"
+    assert step.output.hits == {"r0": 64, "r1": 56}
+    bed.drain()
+
+
+def test_what_was_computed_of_an_aborted_prompt_is_there_for_others() -> None:
+    bed = make_pieces_bed(page_size=4, max_num_batched_tokens=16)
+    bed.add(60, max_tokens=5), bed.step(), bed.step()
+    bed.abort("r0"), bed.step()
+    bed.add(60, max_tokens=2, same_as="r0")
+    assert bed.step().output.hits == {"r1": 32}
+    bed.drain()
+
+
+@pytest.mark.parametrize("schedule_policy", ["fcfs", "lpm", "lof"])
+def test_siblings_wait_for_the_prompt_that_one_of_them_is_completing(schedule_policy: str) -> None:
+    bed = make_pieces_bed(schedule_policy=schedule_policy, max_num_batched_tokens=16, max_num_seqs=4)
+    bed.add(40, n=3, max_tokens=2)
+    assert [bed.step().output.prompts for _ in range(3)] == [{"r0/0": 16}, {"r0/0": 16}, {"r0/0": 8}]
+    assert bed.step().output.prompts == {"r0/1": 1, "r0/2": 1}, "and then compute one token each"
+    bed.drain()
+    assert bed.runner.num_written == 40 + 1 + 1 + 3 * 1
+
+
+@pytest.mark.parametrize("schedule_policy", ["lpm", "dfs-weight"])
+def test_strangers_with_the_same_prefix_wait_for_the_prompt_that_is_being_completed(schedule_policy: Any) -> None:
+    """A hit on the first pieces is not waited for, if it is long; here the first piece is short."""
+    bed = make_pieces_bed(schedule_policy=schedule_policy, max_num_batched_tokens=20, page_size=4)
+    bed.add(38, max_tokens=2), bed.step()
+    bed.add(38, same_as="r0", max_tokens=2), bed.add(9, max_tokens=2)
+    assert bed.step().output.prompts == {"r0": 18, "r2": 2}, "r2 shares nothing"
+    assert bed.step().output.prompts["r1"] == 2
+    bed.drain()
+
+
+def test_under_fcfs_strangers_do_not_wait() -> None:
+    bed = make_pieces_bed(max_num_batched_tokens=20, page_size=4)
+    bed.add(24, max_tokens=2), bed.step()
+    bed.add(24, same_as="r0", max_tokens=2)
+    assert bed.step().output.prompts == {"r0": 4, "r1": 4}
+    bed.drain()
+
+
+def test_cached_tokens_of_a_request_in_pieces_are_those_that_others_computed() -> None:
+    bed = make_pieces_bed(page_size=4, max_num_batched_tokens=16)
+    bed.add(20, max_tokens=1), bed.drain()
+    bed.add(60, same_as="r0", max_tokens=1), bed.drain()
+    assert bed.pieces_of("r1") == [16, 16, 8]
+    assert bed.reqs["r1"].cached_tokens == bed.scheduler.num_cached_tokens == 20, "not its own pieces"
