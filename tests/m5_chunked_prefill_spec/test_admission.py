@@ -1,0 +1,203 @@
+"""Who is let in beside a prompt in pieces, and that nobody is overtaken for ever.
+
+Most of it is the adder's and the policy's; what is tested here is what `Admission` adds: the count of those who were
+overtaken, failures that end nobody but those they are about, and when nobody is asked at all.
+"""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import pytest
+
+from m3_paged_attention.errors import PartError
+from m4_radix_cache.config import SchedulePolicyName
+from m4_radix_cache.prefill_adder import AddReqResult
+from m4_radix_cache.request import Req
+from m4_radix_cache.schedule_policy import Order, SchedulePolicy
+from m5_chunked_prefill_spec.admission import MAX_PASSED_OVER
+from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
+from tests.testbed.pieces import PiecesBed, make_pieces_bed
+
+POLICIES = get_args(SchedulePolicyName)
+
+
+class NewestFirst(SchedulePolicy):
+    """The worst for whoever came early."""
+
+    def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
+        return Order(sorted(waiting, key=lambda req: -req.number), [])
+
+
+def overtaken(bed: PiecesBed, rid: str, arrive: Any, *, most_steps: int = 400) -> int:
+    """Let there be newcomers in every step until `rid` runs; in how many steps some of them went before it."""
+    number, count = bed.reqs[rid].number, 0
+    for _ in range(most_steps):
+        while len(bed.waiting()) < 5:
+            arrive()
+        waited = rid in bed.waiting()
+        before = {one for one, req in bed.reqs.items() if one in bed.waiting() and req.number > number}
+        decision = bed.step().output
+        if rid in decision.prompts:
+            return count
+        count += waited and bool(before & set(decision.prompts))
+    raise AssertionError(f"{rid} still waits after {most_steps} steps")
+
+
+@pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
+def test_nobody_is_overtaken_in_more_steps_than_that(schedule: Any) -> None:
+    bed = make_pieces_bed(
+        schedule=schedule, policy_class=NewestFirst, max_num_seqs=2, max_num_batched_tokens=16, num_tokens=64
+    )
+    bed.add(5, max_tokens=3), bed.add(5, max_tokens=3), bed.step()
+    old = bed.add(20, max_tokens=2)
+    assert overtaken(bed, old, lambda: bed.add(6, max_tokens=2)) == MAX_PASSED_OVER
+    bed.drain()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_every_policy_whoever_it_likes_least_comes_to_run(policy: Any) -> None:
+    """Newcomers are what each policy likes best: longer answers, more in the cache, a higher priority."""
+    bed = make_pieces_bed(schedule_policy=policy, max_num_seqs=2, max_num_batched_tokens=16, page_size=4)
+    bed.add(16, max_tokens=1), bed.drain()
+    bed.add(16, max_tokens=8, priority=1, same_as="r0"), bed.add(16, max_tokens=8, priority=1, same_as="r0")
+    bed.step()
+    old = bed.add(18, max_tokens=1)
+    count = overtaken(bed, old, lambda: bed.add(17, max_tokens=6, priority=1, same_as="r0"))
+    assert count <= MAX_PASSED_OVER
+    if policy in ("lpm", "dfs-weight", "lof", "priority"):
+        assert count == MAX_PASSED_OVER, "or the newcomers were none"
+    bed.drain()
+
+
+def test_of_several_who_were_overtaken_too_often_the_oldest_comes_first() -> None:
+    bed = make_pieces_bed(policy_class=NewestFirst, max_num_seqs=1, max_num_batched_tokens=16)
+    bed.add(4, max_tokens=2), bed.step()
+    first, second = bed.add(4, max_tokens=2), bed.add(4, max_tokens=2)
+    overtaken(bed, first, lambda: bed.add(4, max_tokens=1))
+    while not bed.pieces_of(second):
+        bed.add(4, max_tokens=1)
+        started = bed.step().output.prompts
+        assert not started or list(started) == [second], "and right after it the second"
+    bed.drain()
+
+
+def test_whoever_lost_its_place_goes_before_those_who_were_overtaken() -> None:
+    bed = make_pieces_bed(policy_class=NewestFirst, max_num_seqs=2, max_num_batched_tokens=16)
+    bed.add(4, max_tokens=200), bed.add(4, max_tokens=2), bed.step()
+    old = bed.add(4, max_tokens=2)
+    while bed.scheduler.admission.passed_over.get(old, 0) < MAX_PASSED_OVER:
+        bed.add(4, max_tokens=2), bed.step(), bed.step()
+    while len(bed.running()) < 2:
+        bed.add(4, max_tokens=2), bed.step()
+    bed.pools.due = 1
+    bed.step(), bed.pools.release()
+    (lost,) = bed.retracted()
+    assert lost != old
+    while lost not in (started := bed.step().output.prompts):
+        assert not started
+    bed.abort(*bed.requests)
+    bed.drain()
+
+
+def test_whoever_does_not_wait_any_more_is_not_counted_any_more() -> None:
+    bed = make_pieces_bed(policy_class=NewestFirst, max_num_seqs=1)
+    bed.add(4, max_tokens=2), bed.step()
+    bed.add(4, max_tokens=2), bed.add(4, max_tokens=2), bed.add(4, max_tokens=2)
+    while not bed.pieces_of("r3"):
+        bed.step()
+    assert bed.scheduler.admission.passed_over == {"r1": 1, "r2": 1}
+    bed.abort("r1"), bed.step()
+    assert bed.scheduler.admission.passed_over == {"r2": 1}
+    bed.drain()
+    assert bed.scheduler.admission.passed_over == {}
+
+
+# --- when nobody is asked ---------------------------------------------------------------------------------------------
+
+
+def test_who_was_refused_for_memory_is_not_asked_again_before_somebody_leaves() -> None:
+    bed = make_pieces_bed(num_tokens=20, trace=True)
+    bed.add(8, max_tokens=8), bed.step()
+    bed.add(10, max_tokens=6), bed.add(1, max_tokens=2)
+    while "r0" not in bed.ended:
+        assert bed.step().counts == {"r0": 1}, "r2 would fit, but r1 came first"
+    assert [event.rid for event in bed.events("not_admitted")] == ["r1"]
+    bed.drain()
+
+
+def test_a_prompt_in_pieces_goes_on_though_nobody_else_is_let_in() -> None:
+    """Behind its first piece there is no memory for r1, and it is not asked again while r0 is in pieces."""
+    bed = make_pieces_bed(num_tokens=64, max_num_batched_tokens=12, trace=True)
+    bed.add(40, max_tokens=5), bed.add(40, max_tokens=5)
+    bed.step(), bed.step(), bed.step(), bed.step()
+    assert bed.pieces_of("r0") == [12, 12, 12, 4] and bed.said("r0")
+    bed.drain()
+
+
+def test_all_places_taken_keep_nobody_in_pieces_from_going_on() -> None:
+    bed = make_pieces_bed(max_num_seqs=2, max_num_batched_tokens=8)
+    bed.add(4, max_tokens=20), bed.step()
+    bed.add(20, max_tokens=2), bed.add(3, max_tokens=2)
+    assert [bed.step().output.prompts for _ in range(3)] == [{"r1": 7}, {"r1": 7}, {"r1": 6}]
+    bed.drain()
+
+
+# --- parts that fail --------------------------------------------------------------------------------------------------
+
+
+class Broken(PrefillAdder):
+    """Raises in one of its verbs, for one request."""
+
+    verb, rid = "", ""
+
+    def _count(self, verb: str, req: Req) -> None:
+        if (verb, req.rid) == (self.verb, self.rid):
+            raise RuntimeError("lost count")
+
+    def add_chunked_req(self, req: Req) -> AddReqResult:
+        self._count("chunk", req)
+        return super().add_chunked_req(req)
+
+    def add_one_req(self, req: Req) -> AddReqResult:
+        self._count("one", req)
+        return super().add_one_req(req)
+
+
+@pytest.mark.parametrize(("verb", "rid"), [("one", "r1"), ("chunk", "r1"), ("one", "r2")])
+def test_an_adder_that_fails_ends_the_request_that_it_was_asked_about_and_nobody_else(verb: str, rid: str) -> None:
+    part = type("Broken", (Broken,), {"verb": verb, "rid": rid})
+    bed = make_pieces_bed(adder_class=part, max_num_batched_tokens=16, checked=False)
+    bed.add(5, max_tokens=12), bed.step()
+    bed.add(30, max_tokens=3), bed.add(5, max_tokens=3)
+    ended = bed.drain()
+    assert ended == dict.fromkeys(["r0", "r1", "r2"], "length") | {rid: "error"}
+    assert isinstance(bed.error_of(rid), PartError) and "prefill_adder" in str(bed.error_of(rid))
+    assert len(bed.said("r0")) == 12
+
+
+def test_an_adder_that_cannot_be_made_ends_whoever_needs_it_and_lets_decodes_go_on() -> None:
+    left = [PrefillAdder, PrefillAdder]
+
+    def make(**settings: Any) -> PrefillAdder:
+        return left.pop()(**settings)  # then IndexError
+
+    bed = make_pieces_bed(adder_class=make, max_num_batched_tokens=16, checked=False)
+    bed.add(5, max_tokens=6), bed.step()
+    bed.add(40, max_tokens=3), bed.step()
+    bed.add(3), bed.step()
+    assert bed.ended == {"r1": "error", "r2": "error"} and len(bed.said("r0")) == 3
+    assert bed.drain()["r0"] == "length"
+
+
+def test_a_policy_that_fails_ends_those_who_wait_and_lets_the_prompt_in_pieces_go_on() -> None:
+    class Fails(SchedulePolicy):
+        def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
+            if prefilling:
+                raise RuntimeError("cannot decide")
+            return super().calc_priority(waiting, prefilling)
+
+    bed = make_pieces_bed(policy_class=Fails, max_num_batched_tokens=16, checked=False)
+    bed.add(30, max_tokens=3), bed.step()
+    bed.add(5)
+    assert bed.step().ended == {"r1": "error"} and len(bed.said("r0")) == 1
+    assert bed.drain() == {"r1": "error", "r0": "length"}
