@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from m3_paged_attention.errors import KVCapacityError
 from tests.testbed.radix import RadixBed, make_radix_bed
 from tests.testbed.radix_runner import answer_of
-from tests.testbed.radix_traffic import Limits, Traffic, names, play, scheduled_names, traffic
+from tests.testbed.radix_traffic import Limits, Traffic, names, plain_trace, play, scheduled_names, traffic
 
 MAX_MODEL_LEN = 40
 
@@ -58,20 +58,7 @@ def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(
         bed = bed_for(traffic, trace=True)
         for _ in play(traffic, bed, names):
             pass
-        assert bed.recorder is not None
-        places = {rid: place for place, rid in enumerate([*scheduled_names(traffic, names), *names])}
-
-        def plain(name: str, value: Any) -> Any:
-            if name == "why":  # a sentence
-                return ""
-            if isinstance(value, tuple):
-                return [places.get(one, one) if isinstance(one, str) else one for one in value]
-            return places.get(value, value) if isinstance(value, str) else value
-
-        return [
-            (record.step, record.event.kind, {name: plain(name, value) for name, value in vars(record.event).items()})
-            for record in bed.recorder.records
-        ]
+        return plain_trace(bed, [*scheduled_names(traffic, names), *names])
 
     first = trace(names(traffic))
     assert trace(names(traffic)) == first

@@ -5,7 +5,7 @@ Hypothesis draws it, `play` lets it happen on a bed, step by step.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
@@ -172,3 +172,21 @@ def come(traffic: Traffic, bed: RadixBed, names: list[str], number: int) -> None
                 extra_key=one.extra_key,
                 repetition_penalty=1.1 if place % 3 == 2 else 1.0,
             )
+
+
+def plain_trace(bed: RadixBed, names: list[str]) -> list[Any]:
+    """All events of a bed, with numbers instead of names, to be compared with another bed's."""
+    assert bed.recorder is not None
+    places = {rid: place for place, rid in enumerate(names)}
+
+    def plain(name: str, value: Any) -> Any:
+        if name == "why":  # a sentence
+            return ""
+        if isinstance(value, tuple):
+            return [places.get(one, one) if isinstance(one, str) else one for one in value]
+        return places.get(value, value) if isinstance(value, str) else value
+
+    return [
+        (record.step, record.event.kind, {name: plain(name, value) for name, value in vars(record.event).items()})
+        for record in bed.recorder.records
+    ]

@@ -1,0 +1,370 @@
+"""How much of a prompt fits into a step: against a budget that counts token by token, and in cases with numbers.
+
+What memory an admitted request needs is counted as in m4, and so its model of the budget is used here, too. New are the
+tokens of the step: they are counted one by one, and whoever does not fit is cut.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from m1_single_request.tracer import Tracer
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.prefill_adder import AddReqResult
+from m4_radix_cache.request import Req
+from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
+from tests.m4_radix_cache.caches import allocator_of, make_cache
+from tests.m4_radix_cache.reqs import fill, make_req
+from tests.m4_radix_cache.test_prefill_adder import (
+    PLENTY,
+    Budget as WholeBudget,
+    add,
+    random_queue,
+    running_reqs,
+)
+from tests.support.engines import Recorder
+
+CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER
+
+
+def make_adder(
+    cache: BasePrefixCache,
+    running: Sequence[Req] = (),
+    *,
+    ratio: float = 1.0,
+    tokens: int = PLENTY,
+    chunk: int | None = None,
+    align: int = 1,
+    max_new_reqs: int = PLENTY,
+    is_chunked: bool = True,
+    bound_by: str = "max_num_batched_tokens",
+    tracer: Tracer | None = None,
+) -> PrefillAdder:
+    return PrefillAdder(
+        tree_cache=cache,
+        token_to_kv_pool_allocator=allocator_of(cache),
+        running=running,
+        new_token_ratio=ratio,
+        max_prefill_tokens=tokens,
+        max_new_reqs=max_new_reqs,
+        rem_chunk_tokens=chunk,
+        chunk_alignment=align,
+        is_chunked=is_chunked,
+        bound_by=bound_by,
+        tracer=tracer or Tracer(),
+    )
+
+
+def begun(cache: BasePrefixCache, number: int, length: int, num_computed: int, **settings: Any) -> Req:
+    """A request that has computed so many tokens of its prompt, all of them its own."""
+    req = make_req(number, [7] * length, **settings)
+    slots = allocator_of(cache).alloc(-(-num_computed // cache.page_size) * cache.page_size)
+    assert slots is not None
+    req.fill_ids = req.origin_input_ids + req.output_ids
+    req.prefix_indices = slots[:num_computed]
+    req.extend_input_len = len(req.fill_ids) - num_computed
+    return req
+
+
+# --- the budget, counted token by token -------------------------------------------------------------------------------
+
+
+class Budget(WholeBudget):
+    """SEMANTICS S3 with chunks, in words."""
+
+    def __init__(self, adder: PrefillAdder, cached: Any, running: Sequence[Req], ratio: float) -> None:
+        super().__init__(adder, cached, running, ratio)
+        self.align = adder.chunk_alignment
+        self.cut: Req | None = None
+
+    def piece(self, rest: int, most: int) -> int:
+        """How many tokens one can count before the step, or `most`, is full."""
+        given = 0
+        while given < min(rest, most) and given < self.rem_input:
+            given += 1
+        while given < rest and given % self.align:
+            given -= 1
+        return given
+
+    def take(self, req: Req, given: int, rest: int, new_pages: int) -> AddReqResult:
+        self.num_admitted += 1
+        self.taken += new_pages * self.page_size
+        self.rem_input -= given
+        if given < rest:
+            self.cut = req
+            return OTHER
+        self.kept += min(req.max_new_tokens, 4096)
+        return self.state()
+
+    def add(self, req: Req) -> AddReqResult:
+        found = self.pages(req)
+        extend = len(req.origin_input_ids) + len(req.output_ids) - len(found) * self.page_size
+        whole = -(-extend // self.page_size) * self.page_size
+        need = extend + min(max(req.max_new_tokens - len(req.output_ids), 0), 4096)
+        if self.num_admitted >= self.max_new_reqs:
+            return OTHER
+        if self.is_short(whole, need, need == extend, self.locked):
+            return NO_TOKEN
+        given = self.piece(extend, extend)
+        if not given:
+            return OTHER
+        if self.is_short(whole, need, need == extend, self.locked | set(found)):
+            return NO_TOKEN
+        self.locked |= set(found)
+        return self.take(req, given, extend, -(-given // self.page_size))
+
+    def add_chunked(self, req: Req) -> AddReqResult:
+        """Page by page: a page stays free for each that runs."""
+        start, rest = len(req.prefix_indices), req.extend_input_len
+        pages = self.cur_rem(self.locked) // self.page_size - self.num_running
+        room = 0
+        while room < rest and (pages > 0 or (start + room) % self.page_size):
+            pages -= (start + room) % self.page_size == 0
+            room += 1
+        given = self.piece(rest, room)
+        if not given:
+            return NO_TOKEN if not room else OTHER
+        first, last = -(-start // self.page_size), -(-(start + given) // self.page_size)
+        return self.take(req, given, rest, last - first)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_budget_counted_token_by_token_agrees_on_a_thousand_random_queues(page_size: int) -> None:
+    rng = random.Random(page_size)
+    seen: dict[Any, int] = dict.fromkeys([*AddReqResult, "cut", "went on", "crowded out"], 0)
+    for _ in range(334):
+        cache, cached, running, waiting = random_queue(rng, page_size)
+        align = rng.choice([1, page_size])
+        chunked = somebody_in_pieces(rng, cache, align) if rng.random() < 0.6 else None
+        if chunked is not None and rng.random() < 0.4:
+            use_up(cache, cached, rng.randint(0, len(running) + 2))
+        ratio, chunk = rng.randint(0, 64) / 64, rng.choice([None, 16, 20, 33])
+        tokens, max_new = rng.choice([16, 17, 40, PLENTY]), rng.choice([2, 5, PLENTY])
+        adder = make_adder(cache, running, ratio=ratio, tokens=tokens, chunk=chunk, align=align, max_new_reqs=max_new)
+        budget = Budget(adder, cached, running, ratio)
+        assert budget.rem_input == min(tokens, chunk or tokens)
+        if chunked is not None:
+            wanted = budget.add_chunked(chunked)
+            result = adder.add_chunked_req(chunked)
+            assert result is wanted
+            seen["went on"] += chunked in adder.can_run_list
+            seen["crowded out"] += result is NO_TOKEN and chunked not in adder.can_run_list
+        for req in waiting if budget.cut is None else []:
+            result = add(adder, req)
+            assert result is budget.add(req)
+            assert (adder.cur_rem_tokens, adder.rem_input_tokens) == (budget.cur_rem(budget.locked), budget.rem_input)
+            assert adder.cur_rem_tokens >= 0
+            assert cache.protected_size() == len(budget.locked) * page_size, "a refused request has locked nothing"
+            seen[result] += 1
+            if budget.cut is not None:
+                break
+        assert adder.new_chunked_req is budget.cut and len(adder.can_run_list) == budget.num_admitted
+        seen["cut"] += budget.cut is not None
+        assert allocate(cache, adder.can_run_list) == budget.taken
+    assert min(seen.values()) > 15, seen
+
+
+def somebody_in_pieces(rng: random.Random, cache: BasePrefixCache, align: int) -> Req | None:
+    """Whoever has computed a part of its prompt, if there is room for it."""
+    available = allocator_of(cache).available_size()
+    start = rng.randint(1, max(available // 2, 1)) // align * align
+    if not 0 < start <= available - cache.page_size:
+        return None
+    return begun(cache, 99, start + rng.randint(1, 60), start, max_tokens=5)
+
+
+def use_up(cache: BasePrefixCache, cached: set[Any], num_pages: int) -> None:
+    """Leave so many free pages, and nothing that could be evicted."""
+    allocator = allocator_of(cache)
+    cache.evict(allocator.size)
+    cached.clear()
+    allocator.alloc(max(allocator.available_size() - num_pages * cache.page_size, 0))
+
+
+def allocate(cache: BasePrefixCache, reqs: Sequence[Req]) -> int:
+    """What happens to an admitted batch: its pieces get their slots, evicting as needed; how many, in whole pages."""
+    allocator = allocator_of(cache)
+    if not reqs:
+        return 0
+    prefix_lens = np.array([len(req.prefix_indices) for req in reqs], dtype=np.int64)
+    seq_lens = prefix_lens + np.array([req.extend_input_len for req in reqs])
+    needed = allocator.num_pages_for_extend(prefix_lens, seq_lens) * allocator.page_size
+    if needed > allocator.available_size():
+        cache.evict(needed - allocator.available_size())
+    last_locs = np.array([req.prefix_indices[-1] if len(req.prefix_indices) else -1 for req in reqs])
+    assert allocator.alloc_extend(prefix_lens, seq_lens, last_locs) is not None, "admitted, and there is no room"
+    return needed
+
+
+# --- the first piece --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("align", "first"), [(16, 96), (1, 100)])
+def test_of_a_chunk_of_100_tokens_in_pages_of_16_a_piece_takes_96_if_it_is_aligned(align: int, first: int) -> None:
+    adder = make_adder(make_cache(page_size=16, num_pages=60), chunk=100, align=align)
+    req = make_req(1, [7] * 300, max_tokens=5)
+    assert add(adder, req) is OTHER
+    assert adder.can_run_list == [req] and adder.new_chunked_req is req
+    assert (req.extend_input_len, len(req.fill_ids)) == (first, 300)
+    assert (adder.rem_input_tokens, adder.cur_rem_tokens) == (100 - first, 60 * 16 - -(-first // 16) * 16)
+
+
+def test_a_prompt_that_fits_the_step_exactly_is_not_cut() -> None:
+    for length, is_cut in ((99, False), (100, False), (101, True)):
+        adder = make_adder(make_cache(num_pages=500), tokens=100)
+        req = make_req(1, [7] * length, max_tokens=5)
+        assert add(adder, req) is (CONTINUE if length == 99 else OTHER)
+        assert (adder.new_chunked_req is req) is is_cut and req.extend_input_len == min(length, 100)
+
+
+@pytest.mark.parametrize(("max_tokens", "is_admitted"), [(4, True), (5, False), (6, False)])
+def test_prompt_and_answer_must_fit_whole_before_the_first_piece(max_tokens: int, is_admitted: bool) -> None:
+    """59 tokens of prompt, 64 slots: need == rem_total is refused, though the piece has 8 tokens only."""
+    adder = make_adder(make_cache(num_pages=64), tokens=8)
+    req = make_req(1, [7] * 59, max_tokens=max_tokens)
+    assert adder.rem_total_tokens == 64
+    assert add(adder, req) is (OTHER if is_admitted else NO_TOKEN)
+    assert adder.can_run_list == [req] * is_admitted
+    assert req.extend_input_len == (8 if is_admitted else 59), "whoever is refused is as it was"
+
+
+def test_what_is_cut_takes_memory_for_its_piece_only_and_nothing_is_expected_of_it_yet() -> None:
+    adder = make_adder(make_cache(page_size=4, num_pages=100), tokens=10)
+    add(adder, make_req(1, [7] * 50, max_tokens=40))
+    assert (adder.cur_rem_tokens, adder.rem_total_tokens) == (400 - 12, 400 - 12 - 4)
+
+
+def test_the_second_prompt_is_cut_where_the_first_leaves_room() -> None:
+    adder = make_adder(make_cache(num_pages=500), tokens=32)
+    first, second, third = (make_req(number, [7 + number] * 20, max_tokens=5) for number in range(3))
+    assert [add(adder, first), add(adder, second)] == [CONTINUE, OTHER]
+    assert (first.extend_input_len, second.extend_input_len, adder.new_chunked_req) == (20, 12, second)
+    assert add(adder, third) is OTHER and third not in adder.can_run_list, "there is not a token left"
+
+
+def test_where_not_even_a_page_is_left_nobody_is_cut() -> None:
+    adder = make_adder(make_cache(page_size=16, num_pages=50), tokens=47, align=16)
+    assert add(adder, make_req(0, [7] * 33, max_tokens=5)) is CONTINUE
+    req = make_req(1, [8] * 20, max_tokens=5)
+    assert add(adder, req) is OTHER and req not in adder.can_run_list and adder.new_chunked_req is None
+    assert add(adder, make_req(2, [8] * 14, max_tokens=5)) is OTHER, "who fits whole needs no alignment"
+    assert len(adder.can_run_list) == 2 and adder.rem_input_tokens == 0
+
+
+def test_a_hit_takes_nothing_of_the_step() -> None:
+    cache = make_cache(page_size=4, num_pages=60)
+    fill(cache, [7] * 40)
+    adder = make_adder(cache, tokens=8)
+    req = make_req(1, [7] * 40 + [1] * 12, max_tokens=1)
+    assert add(adder, req) is OTHER and (len(req.prefix_indices), req.extend_input_len) == (40, 8)
+    assert cache.protected_size() == 40
+
+
+def test_without_chunks_prompts_are_counted_whole_as_in_m4() -> None:
+    adder = make_adder(make_cache(page_size=4, num_pages=60), tokens=16, is_chunked=False)
+    assert add(adder, make_req(1, [7] * 5, max_tokens=1)) is CONTINUE
+    long = make_req(2, [8] * 9, max_tokens=1)
+    assert add(adder, long) is OTHER and adder.can_run_list[1:] == [] and adder.new_chunked_req is None
+    adder = make_adder(make_cache(num_pages=60), tokens=16, is_chunked=False)
+    grown = make_req(3, [7] * 10, outputs=[1] * 10, max_tokens=12, is_retracted=True)
+    assert add(adder, grown) is OTHER and grown.extend_input_len == 20, "whoever came back longer runs alone"
+
+
+# --- the next pieces --------------------------------------------------------------------------------------------------
+
+
+def test_the_next_piece_takes_the_step_and_the_last_one_leaves_the_rest() -> None:
+    cache = make_cache(num_pages=500)
+    for rest, given, result in ((70, 32, OTHER), (32, 32, OTHER), (31, 31, CONTINUE), (1, 1, CONTINUE)):
+        adder = make_adder(cache, tokens=32)
+        req = begun(cache, 1, 10 + rest, 10, max_tokens=5)
+        assert adder.add_chunked_req(req) is result and req.extend_input_len == given
+        assert adder.can_run_list == [req] and (adder.new_chunked_req is req) is (given < rest)
+        assert adder.rem_input_tokens == 32 - given
+
+
+def test_what_a_prompt_may_say_is_expected_again_with_its_last_piece() -> None:
+    for rest, expected in ((70, 1), (20, 50)):  # a slot is kept for each that runs in any case
+        cache = make_cache(num_pages=500)
+        req = begun(cache, 1, 10 + rest, 10, max_tokens=50)
+        adder = make_adder(cache, tokens=32)
+        adder.add_chunked_req(req)
+        assert adder.cur_rem_tokens - adder.rem_total_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("page_size", "num_free_pages", "num_computed", "given", "result"),
+    [
+        (1, 12, 8, 10, OTHER),  # a slot stays for each of the two that run
+        (1, 3, 8, 1, OTHER),
+        (1, 2, 8, 0, NO_TOKEN),
+        (1, 0, 8, 0, NO_TOKEN),
+        (4, 4, 8, 8, OTHER),
+        (4, 4, 7, 9, OTHER),  # what is left of its last page is its own
+        (4, 2, 7, 1, OTHER),
+        (4, 1, 7, 1, OTHER),
+        (4, 2, 8, 0, NO_TOKEN),
+    ],
+)
+def test_a_piece_is_as_large_as_memory_allows(
+    page_size: int, num_free_pages: int, num_computed: int, given: int, result: AddReqResult
+) -> None:
+    """Nothing is asked of what the rest will need: it was admitted once, and must come to an end."""
+    num_pages = 2 + -(-num_computed // page_size) + num_free_pages
+    cache, tracer = make_cache(page_size=page_size, num_pages=num_pages), Tracer()
+    recorder = Recorder(tracer)
+    running = running_reqs(cache, (1, 100), (1, 100))
+    req = begun(cache, 1, num_computed + 30, num_computed, max_tokens=5)
+    assert allocator_of(cache).available_size() == num_free_pages * page_size
+    adder = make_adder(cache, running, ratio=1.0, tokens=20, tracer=tracer)
+    assert adder.add_chunked_req(req) is result
+    assert adder.can_run_list == [req] * bool(given) and req.extend_input_len == (given or 30)
+    assert [cut.bound_by for cut in recorder.events("chunk_cut")] == ["memory"] * bool(given)
+
+
+def test_what_only_the_cache_holds_is_room_for_a_piece() -> None:
+    cache = make_cache(num_pages=30)
+    req = begun(cache, 1, 28, 10, max_tokens=1)
+    fill(cache, [9] * 20)
+    adder = make_adder(cache, tokens=16)
+    assert adder.add_chunked_req(req) is OTHER and req.extend_input_len == 16
+    assert allocate(cache, [req]) == 16
+
+
+# --- the trace --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "bound_by", "why"),
+    [
+        ({"tokens": 32}, "max_num_batched_tokens", "that is what is left of the step's budget"),
+        ({"tokens": 64, "chunk": 32}, "chunked_prefill_size", "chunked_prefill_size allows no more"),
+        ({"tokens": 32, "chunk": 32}, "max_num_batched_tokens", "that is what is left"),
+        ({"tokens": 32, "bound_by": "target_gap_ms"}, "target_gap_ms", "would miss target_gap_ms"),
+        ({"tokens": 64, "chunk": 32, "bound_by": "target_gap_ms"}, "chunked_prefill_size", "allows no more"),
+    ],
+)
+def test_the_trace_says_which_limit_cut_a_prompt(limits: dict[str, Any], bound_by: str, why: str) -> None:
+    cache, tracer = make_cache(num_pages=500), Tracer()
+    recorder = Recorder(tracer)
+    add(make_adder(cache, tracer=tracer, **limits), make_req(1, [7] * 100, max_tokens=5))
+    make_adder(cache, tracer=tracer, **limits).add_chunked_req(begun(cache, 2, 90, 40, max_tokens=5))
+    events = recorder.events("chunk_cut")
+    assert [event.data() for event in events] == [
+        {"rid": "r1", "asked": 100, "given": 32, "start": 0, "total": 100, "bound_by": bound_by},
+        {"rid": "r2", "asked": 50, "given": 32, "start": 40, "total": 90, "bound_by": bound_by},
+    ]
+    assert "tokens 40 to 71 of 90 run now, 32 of the 50 that it lacks" in events[1].explain()
+    assert why in events[1].explain() and "It gets no token yet." in events[1].explain()
+
+
+def test_the_trace_has_the_budget_by_which_whoever_was_cut_was_let_in() -> None:
+    cache, tracer = make_cache(num_pages=100), Tracer()
+    recorder = Recorder(tracer)
+    add(make_adder(cache, tokens=32, tracer=tracer), make_req(1, [7] * 60, max_tokens=5))
+    assert recorder.kinds() == ["chunk_cut", "admit"]
+    (admit,) = recorder.events("admit")
+    assert (admit.extend, admit.need, admit.rem_total, admit.rem_input, admit.result) == (32, 65, 100, 32, "other")
