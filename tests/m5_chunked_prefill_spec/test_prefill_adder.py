@@ -164,7 +164,7 @@ def test_a_budget_counted_token_by_token_agrees_on_a_thousand_random_queues(page
         assert adder.new_chunked_req is budget.cut and len(adder.can_run_list) == budget.num_admitted
         seen["cut"] += budget.cut is not None
         assert allocate(cache, adder.can_run_list) == budget.taken
-    assert min(seen.values()) > 15, seen
+    assert min(seen.values()) > 5, "the queues are too tame to say anything"
 
 
 def somebody_in_pieces(rng: random.Random, cache: BasePrefixCache, align: int) -> Req | None:

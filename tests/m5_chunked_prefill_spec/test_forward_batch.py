@@ -1,0 +1,134 @@
+"""A step as tensors: positions, tables and slots of rows in any order, and whose logits are asked for.
+
+Every step of the test-bed with `tensors=True` is compared with a layout that is made by loops (`PiecesRunner`). Here
+are the cases with numbers, and random ones.
+"""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from m5_chunked_prefill_spec.forward_batch import ForwardBatch, SomeTokens, nothing_in_page_0, ranges
+from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
+from tests.testbed.fakes import CPU
+from tests.testbed.pieces import Guesses, make_pieces_bed
+
+
+def laid_out(
+    lens: list[tuple[int, int]], sample_lens: list[int], *, page_size: int = 4, seed: int = 0
+) -> tuple[ForwardBatch, SomeTokens, ReqToTokenPool]:
+    """Requests with so many tokens that have KV, and so many in all after the step; each in pages of its own."""
+    rng, width = random.Random(seed), 64
+    pool = ReqToTokenPool(size=len(lens) + 1, max_context_len=width)
+    pool.alloc(len(lens) + 1)
+    pages = rng.sample(range(1, 200), k=sum(-(-seq // page_size) for _, seq in lens))
+    rows = rng.sample(range(len(lens) + 1), k=len(lens))
+    out = []
+    for row, (prefix, seq) in zip(rows, lens, strict=True):
+        own = [pages.pop() for _ in range(-(-seq // page_size))]
+        slots = np.array([own[i // page_size] * page_size + i % page_size for i in range(seq)])
+        pool.write(row, 0, slots)
+        out.append(slots[prefix:])
+    batch = SomeTokens(
+        input_ids=np.arange(100, 100 + sum(seq - prefix for prefix, seq in lens)),
+        req_pool_indices=np.array(rows),
+        seq_lens=np.array([seq for _, seq in lens]),
+        new_lens=np.array([seq - prefix for prefix, seq in lens]),
+        out_cache_loc=np.concatenate(out),
+        sample_lens=sample_lens,
+    )
+    runner: Any = SimpleNamespace(device=CPU, page_size=page_size, req_to_token_pool=pool)
+    return ForwardBatch.init_new(batch, runner), batch, pool
+
+
+# --- ranges -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranges_of_the_example() -> None:
+    assert ranges(np.array([3, 0]), np.array([2, 2])).tolist() == [3, 4, 0, 1]
+    assert ranges(np.array([9, 3, 5]), np.array([1, 1, 1])).tolist() == [9, 3, 5]
+    assert ranges(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), min_size=1))
+def test_ranges_are_what_a_loop_would_count(pairs: list[tuple[int, int]]) -> None:
+    """Of length 0 too: a piece of a prompt has no logits that are looked at."""
+    starts, lens = (np.array(column) for column in zip(*pairs, strict=True))
+    assert ranges(starts, lens).tolist() == [start + i for start, count in pairs for i in range(count)]
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+def test_the_positions_of_an_extend_and_of_a_decode() -> None:
+    extend, _, _ = laid_out([(3, 5), (0, 2)], [1, 1])
+    assert extend.positions.tolist() == [3, 4, 0, 1]
+    assert extend.logits_indices is not None and extend.logits_indices.tolist() == [1, 3]
+    decode, _, _ = laid_out([(9, 10), (3, 4), (5, 6)], [1, 1, 1])
+    assert decode.positions.tolist() == [9, 3, 5] and decode.logits_indices is None, "all are asked for"
+
+
+def test_a_mixed_step_as_tensors() -> None:
+    """A piece of a prompt, a whole one of one token, a decode, and a decode with two guesses: the long rows first."""
+    layout, batch, pool = laid_out([(8, 12), (0, 1), (5, 6), (9, 12)], [0, 1, 1, 3])
+    assert layout.starts.tolist() == [0, 7, 8, 4]
+    assert layout.input_ids.tolist() == [100, 101, 102, 103, 106, 107, 108, 104, 105]
+    assert layout.positions.tolist() == [8, 9, 10, 11, 9, 10, 11, 0, 5]
+    assert layout.logits_indices is not None
+    assert layout.logits_indices.tolist() == [7, 8, 4, 5, 6], "in the order of the batch; the piece has none"
+    metadata: Any = layout.attn_metadata
+    assert metadata.query_lens_host == (4, 3, 1, 1) and metadata.context_lens.tolist() == [8, 9, 0, 5]
+    assert metadata.seq_lens.tolist() == [12, 12, 1, 6]
+    assert (metadata.num_prefills, metadata.num_decodes) == (2, 2)
+    order = [0, 3, 1, 2]
+    rows = [pool.read(int(batch.req_pool_indices[i]), 0, int(batch.seq_lens[i])) for i in order]
+    for table, slots in zip(metadata.block_tables.tolist(), rows, strict=True):
+        assert table == [*(slots[::4] // 4).tolist(), *[0] * (3 - -(-len(slots) // 4))], "page 0 behind the last"
+
+
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 7)), min_size=1, max_size=6),
+    page_size=st.sampled_from([1, 4, 16]),
+    data=st.data(),
+)
+def test_rows_in_any_order_are_laid_out_as_by_hand(lens: list[tuple[int, int]], page_size: int, data: Any) -> None:
+    sample_lens = [data.draw(st.integers(0, new)) for _, new in lens]
+    layout, batch, _ = laid_out([(prefix, prefix + new) for prefix, new in lens], sample_lens, page_size=page_size)
+    tokens, first = [], 0  # by request: (token, position, slot)
+    for prefix, new in lens:
+        places = range(first, first + new)
+        tokens.append([(100 + i, prefix + i - first, int(batch.out_cache_loc[i])) for i in places])
+        first += new
+    order = sorted(range(len(lens)), key=lambda i: lens[i][1] == 1)
+    by_hand = [token for i in order for token in tokens[i]]
+    metadata: Any = layout.attn_metadata
+    found = zip(layout.input_ids.tolist(), layout.positions.tolist(), metadata.slot_mapping.tolist(), strict=True)
+    assert list(found) == by_hand
+    wanted = [token for own, count in zip(tokens, sample_lens, strict=True) for token in own[len(own) - count :]]
+    index = layout.logits_indices
+    assert [by_hand[i] for i in (range(len(by_hand)) if index is None else index.tolist())] == wanted
+    assert [by_hand[start] for start in layout.starts] == [own[0] for own in tokens]
+
+
+def test_tokens_that_only_show_what_they_cost_lie_in_page_0() -> None:
+    tokens = nothing_in_page_0(2, 3, 10, 4)
+    runner: Any = SimpleNamespace(device=CPU, page_size=4, req_to_token_pool=None)
+    layout = ForwardBatch.init_new(tokens, runner)
+    metadata: Any = layout.attn_metadata
+    assert layout.positions.tolist() == [10, 11, 12] * 2
+    assert not metadata.block_tables.any() and set(metadata.slot_mapping.tolist()) <= set(range(4))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_every_step_on_its_way_through_the_scheduler_is_laid_out_as_by_hand(page_size: int) -> None:
+    bed = make_pieces_bed(
+        page_size=page_size, max_num_batched_tokens=13, guesses=Guesses(3, right=0.7), tensors=True, max_num_seqs=4
+    )
+    for length in (9, 30, 1, 17):
+        bed.add(length, max_tokens=10)
+    bed.drain()
+    assert {"extend", "mixed", "target_verify"} <= {decision.mode for decision in bed.decisions}
