@@ -54,6 +54,7 @@ class ScheduleBatch(PlainScheduleBatch):
         super().prepare_for_extend(sampling_info)
         assert self.extend_lens is not None
         self.new_lens, self.num_prompts = np.array(self.extend_lens), len(self.reqs)
+        self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)  # so that decodes can be put behind them
         unfinished = [req for req in self.reqs if len(req.prefix_indices) + req.extend_input_len < len(req.fill_ids)]
         assert len(unfinished) <= 1, "two prompts are in pieces"
         self.chunked_req = unfinished[0] if unfinished else None
