@@ -1,0 +1,131 @@
+"""Log-probabilities of a prompt come piece by piece, and are m1's whichever way it is cut.
+
+Where two pieces meet, the last token of the first one rates the first token of the second. Nothing may be left out, and
+nothing said twice, if the request loses its place between two pieces.
+"""
+
+from typing import Any
+
+import pytest
+
+from m5_chunked_prefill_spec import LLMEngine
+from tests.equivalence import answers
+from tests.equivalence.answers import assert_same_logprobs
+from tests.equivalence.forced_retraction import ForcedRetractionInPieces
+from tests.equivalence.traffic import prompt_of
+from tests.m5_chunked_prefill_spec.engines import MakeEngine, Recorder, greedy, run, scheduler_of, setting
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
+RATED = greedy(4, prompt_logprobs=2, logprobs=1)
+
+
+def check_rated(output: Any, wanted: Any) -> None:
+    """Tokens and all log-probabilities are the wanted ones."""
+    assert output.token_ids == wanted.token_ids
+    assert_same_logprobs(output.prompt_logprobs, wanted.prompt_logprobs, exact_ranks=False)
+    assert_same_logprobs(output.outputs[0].logprobs, wanted.outputs[0].logprobs, exact_ranks=False)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("cut", [16, 17, 41, 42, 64])
+def test_they_are_those_of_m1_whichever_way_the_prompt_is_cut(
+    make_engine: MakeEngine, m1: Any, schedule: str, page_size: int, cut: int
+) -> None:
+    engine = make_engine(**setting(page_size=page_size, schedule=schedule, chunked_prefill_size=cut))
+    check_rated(engine.generate(prompt_of(42), RATED), m1.generate(prompt_of(42), RATED))
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 33])
+def test_of_every_length_around_the_cuts(make_engine: MakeEngine, m1: Any, length: int) -> None:
+    engine = make_engine(**setting(chunked_prefill_size=16))
+    output = engine.generate(prompt_of(length), RATED)
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == length
+    check_rated(output, m1.generate(prompt_of(length), RATED))
+
+
+def test_a_piece_of_one_token_rates_the_next_one(make_engine: MakeEngine, m1: Any) -> None:
+    engine = make_engine(**setting(chunked_prefill_size=1))
+    check_rated(engine.generate(prompt_of(9), RATED), m1.generate(prompt_of(9), RATED))
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash"])
+def test_a_cached_prompt_is_computed_again_for_them_in_pieces(make_engine: MakeEngine, m1: Any, cache: str) -> None:
+    engine = make_engine(**setting(cache=cache, chunked_prefill_size=17))
+    recorder = Recorder(engine.tracer)
+    engine.generate(prompt_of(42), greedy(4))
+    output = engine.generate(prompt_of(42), RATED)
+    assert output.metrics.cached_tokens == 0
+    assert [cut.start for cut in recorder.events("chunk_cut")] == [0, 17, 0, 17], "its own pieces count as computed"
+    check_rated(output, m1.generate(prompt_of(42), RATED))
+
+
+@SCHEDULES
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
+def test_rated_prompts_run_in_pieces_beside_others(
+    make_engine: MakeEngine, m1: Any, schedule: str, method: Any
+) -> None:
+    engine = make_engine(**setting(8, 16, schedule=schedule, method=method))
+    asked = {f"r{n}": (prompt_of(20 + 7 * n, n % 2), RATED if n % 2 else greedy(9)) for n in range(6)}
+    outputs: dict[str, Any] = {}
+    for rid, (prompt, params) in asked.items():
+        engine.add_request(prompt, params, request_id=rid)
+        outputs |= engine.step()
+    outputs |= run(engine)
+    for rid, (prompt, params) in asked.items():
+        check_rated(outputs[rid], m1.generate(prompt, params))
+
+
+def test_whoever_loses_its_place_between_two_pieces_rates_its_prompt_from_the_beginning(
+    make_engine: MakeEngine, m1: Any, cache: str
+) -> None:
+    engine = make_engine({"scheduler": ForcedRetractionInPieces}, **setting(4, 16, cache=cache))
+    recorder = Recorder(engine.tracer)
+    asked = {rid: prompt_of(length, length) for rid, length in {"a": 60, "b": 5, "c": 45}.items()}
+    for rid, prompt in asked.items():
+        engine.add_request(prompt, greedy(8, prompt_logprobs=2, logprobs=1), request_id=rid)
+    outputs = run(engine)
+    lost = [event for event in recorder.events("retract") if not event.num_output_tokens]
+    assert lost, "somebody lost its place with a part of its prompt"
+    for rid, prompt in asked.items():
+        check_rated(outputs[rid], m1.generate(prompt, greedy(8, prompt_logprobs=2, logprobs=1)))
+
+
+def test_once_rated_a_retracted_prompt_is_not_rated_again(make_engine: MakeEngine, m1: Any, cache: str) -> None:
+    engine = make_engine({"scheduler": ForcedRetractionInPieces}, **setting(4, 16, cache=cache))
+    answers.check_logprobs(engine, m1.engine, lengths=(40, 1, 33, 5, 17, 16), top_k=5, exact_ranks=False)
+    assert engine.stats().num_retractions > 0
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_abort_between_two_pieces_reports_none(make_engine: MakeEngine, steps: int) -> None:
+    engine = make_engine(**setting(4, 16))
+    engine.add_request(prompt_of(60), RATED, request_id="a")
+    for _ in range(steps):
+        engine.step()
+    assert in_pieces(engine) == "a"
+    engine.abort_request("a")
+    output = run(engine)["a"]
+    assert (output.finish_reason, output.token_ids, output.prompt_logprobs) == ("abort", (), None)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_if_the_child_that_rates_is_given_up_between_two_pieces_another_one_does(
+    make_engine: MakeEngine, m1: Any, steps: int
+) -> None:
+    engine = make_engine(**setting(4, 16))
+    params = greedy(3, n=2, prompt_logprobs=2)
+    engine.add_request(prompt_of(60), params, request_id="p")
+    for _ in range(steps):
+        engine.step()
+    assert in_pieces(engine) == "p/0"
+    engine.abort_request("p/0")
+    output = run(engine)["p"]
+    wanted = m1.generate(prompt_of(60), greedy(3, prompt_logprobs=2))
+    assert_same_logprobs(output.prompt_logprobs, wanted.prompt_logprobs, exact_ranks=False)
+
+
+def in_pieces(engine: LLMEngine) -> str | None:
+    """Whose prompt is computed in part."""
+    req = scheduler_of(engine).chunked_req  # type: ignore[attr-defined]
+    return None if req is None else req.rid
