@@ -186,12 +186,18 @@ def test_a_prompt_in_pieces_waits_for_the_memory_of_an_aborted_request(schedule:
     assert bed.drain()["r1"] == "length"
 
 
-def test_the_last_piece_may_fill_the_memory() -> None:
-    """Prompt and answer take all 32 slots but one; when the last piece is taken there is no room for anybody else."""
-    bed = make_pieces_bed(num_tokens=32, max_num_batched_tokens=8)
-    bed.add(28, max_tokens=3), bed.add(5, max_tokens=2)
+@SCHEDULES
+@pytest.mark.parametrize(
+    ("num_tokens", "page_size", "length", "pieces"), [(32, 1, 28, [16, 12]), (48, 16, 33, [16, 16, 1])]
+)
+def test_the_last_piece_may_leave_no_room_for_anybody_else(
+    schedule: Any, num_tokens: int, page_size: int, length: int, pieces: list[int]
+) -> None:
+    """It is alone, and the memory is spoken for: that is no reason to refuse it."""
+    bed = make_pieces_bed(num_tokens=num_tokens, page_size=page_size, max_num_batched_tokens=16, schedule=schedule)
+    bed.add(length, max_tokens=3), bed.add(5, max_tokens=2)
     assert bed.drain() == {"r0": "length", "r1": "length"}
-    assert bed.pieces_of("r0") == [8, 8, 8, 4]
+    assert bed.pieces_of("r0") == pieces
 
 
 def test_whoever_has_outgrown_the_memory_fails_alone() -> None:
