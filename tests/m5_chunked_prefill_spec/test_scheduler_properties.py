@@ -58,7 +58,7 @@ def any_traffic(**settings: Any) -> Any:
     return traffic(longest_prompt=LONGEST_PROMPT, **settings)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(any_traffic(), CUTS)
 def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic, cuts: Cuts) -> None:
     bed = cuts.bed(traffic, tensors=True)
@@ -94,7 +94,7 @@ def check_rated(req: Any) -> None:
     assert rated == [(token_id, place) for place, token_id in enumerate(req.origin_input_ids[1:])]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(any_traffic(), CUTS, st.randoms(use_true_random=False))
 def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(
     traffic: Traffic, cuts: Cuts, random: Any
@@ -112,7 +112,7 @@ def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(
     assert trace(others) == first
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(any_traffic(disturbed=False), CUTS)
 def test_there_is_always_somebody_who_goes_on(traffic: Traffic, cuts: Cuts) -> None:
     bed = cuts.bed(traffic)
@@ -120,7 +120,7 @@ def test_there_is_always_somebody_who_goes_on(traffic: Traffic, cuts: Cuts) -> N
         assert step.counts or "error" in step.ended.values() or not bed.scheduler.has_unfinished_requests()
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(any_traffic(), CUTS, CUTS)
 def test_answers_are_the_same_however_steps_are_filled(traffic: Traffic, cuts: Cuts, others: Cuts) -> None:
     """Aborts and failures come at other tokens there, so only the wholly undisturbed are compared."""
