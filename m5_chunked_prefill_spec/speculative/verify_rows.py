@@ -70,8 +70,15 @@ def _history(
     if info.seen is None or info.output_counts is None:
         return None, None
     seen, output_counts = info.seen.index_select(0, index), info.output_counts.index_select(0, index)
-    for row in np.flatnonzero(numbers["penalised"] & (offsets > 0)).tolist():
-        said = torch.tensor(guesses[int(owners[row])][: int(offsets[row])], device=info.device)
-        seen[row, said] = True
-        output_counts[row] += torch.bincount(said, minlength=output_counts.shape[1])
+    behind = np.flatnonzero(numbers["penalised"] & (offsets > 0))
+    lens = offsets[behind]
+    said = [
+        token_id for row, n in zip(owners[behind].tolist(), lens.tolist(), strict=True) for token_id in guesses[row][:n]
+    ]
+    where = (
+        torch.from_numpy(np.repeat(behind, lens)).to(info.device),
+        torch.tensor(said, dtype=torch.int64, device=info.device),
+    )
+    seen[where] = True
+    output_counts.index_put_(where, output_counts.new_ones(()), accumulate=True)
     return seen, output_counts
