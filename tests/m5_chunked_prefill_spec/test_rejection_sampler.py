@@ -1,0 +1,235 @@
+"""Which guesses are kept: the table of greedy rows, and of drawn rows the distribution, which no guess may change.
+
+The target is a table of logits over four tokens that depend on what was said before, so whoever reads the row behind a
+wrong guess, or forgets a guess that penalties should count, has another distribution. How likely each run of three
+tokens is without guesses is computed from the same table by m1's parts; 200,000 requests, each with a seed of its own,
+must come as close to it as so many draws can.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from m1_single_request.draws import uniforms
+from m1_single_request.request import Request
+from m1_single_request.sampler import Sampler
+from m1_single_request.sampling_metadata import SamplingMetadata
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+from m5_chunked_prefill_spec.speculative.rejection_sampler import ACCEPT_STREAM, decide
+from m5_chunked_prefill_spec.speculative.spec_info import Drafts
+from tests.m5_chunked_prefill_spec.guesses import (
+    CPU,
+    VOCAB,
+    Table,
+    completed,
+    copies_of,
+    drafts_from,
+    info_of,
+    m1_rows,
+    make_sampler,
+    row_of,
+    variation,
+)
+
+TARGET, DRAFT = Table.random(1), Table.random(2)
+MANY = 200_000
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "filters": {"temperature": 1.4, "top_k": 3, "top_p": 0.9},
+    "penalties": {"repetition_penalty": 1.6, "frequency_penalty": 1.1, "presence_penalty": -0.8},
+    "all": {
+        "temperature": 0.8,
+        "top_k": 3,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "frequency_penalty": 1.5,
+        "logit_bias": {2: 1.0},
+    },
+}
+
+
+def verify(info: SamplingBatchInfo, guesses: Tensor, probs: Tensor | None, target: Table = TARGET) -> list[list[int]]:
+    """The runs that come of two guesses for each row of `info`."""
+    req_ids = [str(i) for i in range(len(info))]
+    drafts = Drafts(guesses.tolist(), None if probs is None else probs.reshape(-1, VOCAB))
+    sampled = make_sampler()(req_ids, info, target.behind(guesses), [3] * len(info), drafts)
+    assert sampled.req_ids == req_ids and not sampled.errors
+    return sampled.token_ids
+
+
+def kind(name: str, seed: int = 0) -> Request:
+    """A request that has said two tokens."""
+    return row_of(seed, prompt=[1, 3], output=[0, 0], **{"temperature": 1.0} | KINDS[name])
+
+
+# --- greedy -----------------------------------------------------------------------------------------------------------
+
+GREEDY: dict[str, tuple[list[int], list[int], list[int]]] = {  # guesses, the best token of each row, what comes of it
+    "nothing guessed": ([], [2], [2]),
+    "one right": ([2], [2, 3], [2, 3]),
+    "one wrong": ([1], [2, 3], [2]),
+    "all right": ([2, 3, 0], [2, 3, 0, 1], [2, 3, 0, 1]),
+    "the first wrong": ([1, 3, 0], [2, 3, 0, 1], [2]),
+    "the second wrong": ([2, 1, 0], [2, 3, 0, 1], [2, 3]),
+    "the last wrong": ([2, 3, 3], [2, 3, 0, 1], [2, 3, 0]),
+    "right again behind a wrong one": ([2, 1, 0], [2, 3, 0, 0], [2, 3]),
+    "the same token again and again": ([3, 3, 3], [3, 3, 3, 3], [3, 3, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("name", GREEDY)
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_a_greedy_row_keeps_the_guesses_before_the_first_wrong_one(name: str, with_probs: bool) -> None:
+    guesses, best, expected = GREEDY[name]
+    probs = torch.full((len(guesses), VOCAB), 0.25, dtype=torch.float64) if with_probs else None  # of no interest
+    sampled = make_sampler()(["a"], info_of(row_of()), torch.eye(VOCAB)[best], [len(best)], Drafts([guesses], probs))
+    assert sampled.token_ids == [expected] and sampled.logprobs == [[None] * len(expected)]
+
+
+def test_all_rows_of_the_table_at_once_and_a_prompt_in_pieces_among_them() -> None:
+    cases = [([], [], []), *GREEDY.values(), ([], [], [])]
+    req_ids = [str(i) for i in range(len(cases))]
+    best = [token_id for _, row, _ in cases for token_id in row]
+    sampled = make_sampler()(
+        req_ids,
+        info_of(*(row_of() for _ in cases)),
+        torch.eye(VOCAB)[best],
+        [len(row) for _, row, _ in cases],
+        Drafts([guesses for guesses, _, _ in cases], None),
+    )
+    assert sampled.req_ids == req_ids[1:-1], "a piece of a prompt gets no token"
+    assert sampled.token_ids == [expected for *_, expected in cases[1:-1]]
+
+
+# --- the distribution -------------------------------------------------------------------------------------------------
+
+
+def test_drawn_guesses_leave_the_distribution_as_it_is() -> None:
+    info, probs = copies_of(kind("penalties"), MANY), TARGET.probs(kind("penalties"))
+    guesses, drawn_from = drafts_from(DRAFT, info)
+    runs = verify(info, guesses, drawn_from)
+    assert {len(run) for run in runs} == {1, 2, 3}
+    assert variation(completed(runs, probs, seed=1), probs) < 0.01
+
+
+def test_certain_guesses_leave_the_distribution_as_it_is() -> None:
+    info, probs = copies_of(kind("all"), MANY), TARGET.probs(kind("all"))
+    guesses, _ = drafts_from(DRAFT, info)
+    runs = verify(info, guesses, None)
+    assert {len(run) for run in runs} == {1, 2, 3}
+    assert variation(completed(runs, probs, seed=1), probs) < 0.01
+
+
+def test_greedy_and_drawn_rows_share_a_step() -> None:
+    drawn, greedy = kind("all"), row_of(prompt=[1, 3], output=[0, 0], **KINDS["penalties"])
+    info = copies_of(drawn, MANY)
+    info.merge_batch(copies_of(greedy, 1000))
+    order = np.random.default_rng(3).permutation(len(info))
+    info.filter_batch(order)
+    guesses, drawn_from = drafts_from(DRAFT, info)
+    runs = verify(info, guesses, drawn_from)
+    for req, is_own in ((drawn, order < MANY), (greedy, order >= MANY)):
+        own, probs = [runs[i] for i in np.flatnonzero(is_own).tolist()], TARGET.probs(req)
+        assert variation(completed(own, probs, seed=1), probs) < (0.01 if req is drawn else 1e-9)
+
+
+def test_a_guess_is_kept_as_often_as_the_two_distributions_allow() -> None:
+    info, probs = copies_of(kind("plain"), MANY), TARGET.probs(kind("plain"))
+    guesses, drawn_from = drafts_from(DRAFT, info)
+    runs = verify(info, guesses, drawn_from)
+    assert variation(completed(runs, probs, seed=1), probs) < 0.01
+    kept = sum(run[0] == guess for run, guess in zip(runs, guesses[:, 0].tolist(), strict=True)) / MANY
+    p, q = probs.sum(dim=(1, 2)), DRAFT.first.double().softmax(-1)
+    assert kept == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.004)
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_certain_guesses_change_no_draw(name: str) -> None:
+    """What a request would draw alone, token after token, is what it gets, however good the guesses are."""
+    for seed in range(50):
+        req, said = kind(name, seed), list[int]()
+        for _ in range(3):
+            logits = (TARGET.first, TARGET.second, TARGET.third)[len(said)][tuple(said)]
+            metadata = SamplingMetadata.from_rows(m1_rows(req, [said]), vocab_size=VOCAB, device=CPU)
+            said.append(Sampler()(logits[None], metadata).token_ids[0])
+        for guesses in ([0, 1], said[:2], [said[0], (said[1] + 1) % VOCAB]):
+            (run,) = verify(info_of(req), torch.tensor([guesses]), None)
+            assert run == said[: len(run)]
+            assert len(run) == 1 + (guesses[0] == said[0]) + (guesses == said[:2])
+
+
+@given(
+    names=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=5),
+    greedy=st.integers(0, 3),
+    probs=st.booleans(),
+)
+def test_who_shares_the_step_changes_nothing(names: list[str], greedy: int, probs: bool) -> None:
+    reqs = [kind(name, seed) for seed, name in enumerate(names)]
+    reqs[greedy:greedy] = [row_of(7)]
+    guesses, drawn_from = drafts_from(DRAFT, info_of(*reqs))
+    together = verify(info_of(*reqs), guesses, drawn_from if probs else None)
+    for place, req in enumerate(reqs):
+        own = slice(place, place + 1)
+        assert verify(info_of(req), guesses[own], drawn_from[own] if probs else None) == together[own]
+
+
+def test_the_same_seed_draws_the_same_and_another_one_something_else() -> None:
+    info = copies_of(kind("plain"), 200)
+    guesses, drawn_from = drafts_from(DRAFT, info)
+    runs = verify(info, guesses, drawn_from)
+    assert verify(copies_of(kind("plain"), 200), guesses, drawn_from) == runs
+    assert verify(copies_of(kind("plain"), 200, first_seed=200), guesses, drawn_from) != runs
+
+
+# --- one guess --------------------------------------------------------------------------------------------------------
+
+
+def decided(p: Sequence[float], q: Sequence[float], guess: int, num_rows: int = 1000) -> list[int]:
+    """What stands in the place of `guess`, drawn from `q`, for so many seeds."""
+    rows = torch.tensor([p, q], dtype=torch.float64)[:, None].expand(-1, num_rows, -1)
+    return decide(rows[0], rows[1], [guess] * num_rows, list(range(num_rows)), [5] * num_rows)
+
+
+def test_a_guess_from_the_targets_own_distribution_is_always_kept() -> None:
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).softmax(-1).tolist()
+    for guess in range(VOCAB):
+        assert set(decided(p, p, guess)) == {guess}
+
+
+def test_a_guess_that_the_target_cannot_say_is_never_kept() -> None:
+    assert set(decided([0.0, 0.5, 0.5, 0.0], [0.7, 0.1, 0.2, 0.0], 0)) == {1, 2}
+
+
+def test_a_guess_that_was_sure_is_kept_as_often_as_the_target_says_it() -> None:
+    found = decided([0.3, 0.5, 0.2, 0.0], [1.0, 0.0, 0.0, 0.0], 0, 20_000)
+    shares = [found.count(token_id) / len(found) for token_id in range(VOCAB)]
+    assert shares == pytest.approx([0.3, 0.5, 0.2, 0.0], abs=0.01)
+
+
+def test_a_guess_stands_where_the_draft_had_less_than_the_target_and_is_replaced_there_only() -> None:
+    p, q = [0.4, 0.4, 0.1, 0.1], [0.2, 0.2, 0.3, 0.3]
+    assert set(decided(p, q, 0)) == {0} and set(decided(p, q, 1)) == {1}
+    assert set(decided(p, q, 2)) == {0, 1, 2} and set(decided(p, q, 3)) == {0, 1, 3}
+
+
+def test_what_is_equal_but_for_rounding_is_no_trouble() -> None:
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    q = p * (1 + 1e-12)  # nowhere has p more, so there is nothing to replace a guess from
+    rejected = int(uniforms(range(1000), [5] * 1000, ACCEPT_STREAM).argmax())
+    assert decide(p[None], q[None], [3], [rejected], [5])[0] in range(VOCAB)
+    assert set(decided(p.tolist(), q.tolist(), 3)) <= set(range(VOCAB))
+
+
+def test_the_draws_of_a_position_are_independent_of_one_another() -> None:
+    numbers = [uniforms(range(10_000), [5] * 10_000, stream) for stream in range(4)]
+    for a in range(4):
+        for b in range(a):
+            assert abs(((numbers[a] - 0.5) * (numbers[b] - 0.5)).mean()) < 0.003
