@@ -1,0 +1,170 @@
+"""What a step costs by the table: straight lines between what was measured, and the largest piece that fits a limit."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from m1_single_request.errors import ConfigError
+from m5_chunked_prefill_spec import cost_table
+from m5_chunked_prefill_spec.cost_table import LONGEST_MS, CostTable, measure, milliseconds, sizes_up_to
+
+TABLE = CostTable((1, 4, 16, 64), (1.0, 1.0, 4.0, 10.0), context_ms=0.5, draft_ms=0.25, draft_row_ms=0.01)
+
+
+@st.composite
+def tables(draw: Any) -> CostTable:
+    """Any table, of round numbers."""
+    sizes = (1, *sorted(draw(st.sets(st.integers(2, 300), min_size=1, max_size=5))))
+    costs = draw(st.lists(st.integers(1, 400), min_size=len(sizes), max_size=len(sizes)).map(sorted))
+    return CostTable(sizes, tuple(cost / 8 for cost in costs), context_ms=draw(st.integers(0, 16)) / 4)
+
+
+# --- a look at it -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [(1, 1.0), (2, 1.0), (4, 1.0), (5, 1.25), (10, 2.5), (16, 4.0), (40, 7.0), (64, 10.0), (65, 10.125), (112, 16.0)],
+)
+def test_between_two_sizes_and_beyond_the_last_one_runs_a_straight_line(num_tokens: int, expected: float) -> None:
+    assert TABLE.step(num_tokens) == expected
+
+
+def test_every_token_pays_for_the_tokens_before_it() -> None:
+    assert TABLE.step(4, context=4 * 500) == 1.0 + 0.5 * 2
+    assert TABLE.step(1, context=1000) - TABLE.step(1) == 0.5
+
+
+def test_a_draft_costs_a_forward_and_a_little_for_each_further_request() -> None:
+    assert [TABLE.draft(rows) for rows in (0, 1, 2, 11)] == pytest.approx([0.25, 0.25, 0.26, 0.35])
+
+
+@given(tables(), st.integers(1, 400), st.integers(0, 10_000))
+def test_a_larger_step_never_costs_less(table: CostTable, num_tokens: int, context: int) -> None:
+    assert 0 < table.step(num_tokens, context) <= table.step(num_tokens + 1, context)
+    assert table.step(num_tokens, context) <= table.step(num_tokens, context + 1)
+
+
+@given(tables())
+def test_what_was_measured_stands_there(table: CostTable) -> None:
+    assert [table.step(size) for size in table.num_tokens] == pytest.approx(list(table.step_ms))
+
+
+# --- the largest piece ------------------------------------------------------------------------------------------------
+
+
+@given(
+    table=tables(),
+    limit_ms=st.integers(0, 800).map(lambda x: x / 8),
+    most=st.integers(0, 120),
+    others=st.integers(0, 40),
+    others_context=st.integers(0, 5000),
+    start=st.integers(0, 2000),
+)
+def test_the_largest_piece_is_what_trying_all_of_them_finds(
+    table: CostTable, limit_ms: float, most: int, others: int, others_context: int, start: int
+) -> None:
+    def cost(size: int) -> float:
+        return table.step(others + size, others_context + size * start + size * size // 2)
+
+    fitting = [size for size in range(1, most + 1) if cost(size) <= limit_ms]
+    found = table.largest(limit_ms, most, others=others, others_context=others_context, start=start)
+    assert found == max(fitting, default=0)
+
+
+def test_a_later_piece_of_a_long_prompt_is_smaller() -> None:
+    found = [TABLE.largest(8.0, 64, others=4, others_context=400, start=start) for start in (0, 100, 200, 400, 2000)]
+    assert found == sorted(found, reverse=True) and found[0] > found[-1] > 0
+
+
+def test_nothing_fits_where_the_others_alone_take_too_long() -> None:
+    assert TABLE.largest(4.0, 64, others=17, others_context=0, start=0) == 0
+    assert TABLE.largest(4.0, 64, others=15, others_context=0, start=0) == 1
+    assert TABLE.largest(1e9, 0, others=1, others_context=0, start=0) == 0
+
+
+# --- what is no table -------------------------------------------------------------------------------------------------
+
+NO_TABLES: dict[str, dict[str, Any]] = {
+    "no sizes": {"num_tokens": (), "step_ms": ()},
+    "one size": {"num_tokens": (1,), "step_ms": (1.0,)},
+    "not from 1 on": {"num_tokens": (2, 4)},
+    "more sizes than costs": {"num_tokens": (1, 2, 4)},
+    "fewer sizes than costs": {"step_ms": (1.0, 2.0, 3.0)},
+    "sizes that stand still": {"num_tokens": (1, 1)},
+    "sizes that fall": {"num_tokens": (1, 4, 2), "step_ms": (1.0, 2.0, 3.0)},
+    "costs that fall": {"step_ms": (2.0, 1.0)},
+    "a step that costs nothing": {"step_ms": (0.0, 1.0)},
+    "a negative cost": {"step_ms": (-1.0, 1.0)},
+    "no number": {"step_ms": (1.0, float("nan"))},
+    "without end": {"step_ms": (1.0, float("inf"))},
+    "words": {"step_ms": ("1", "2")},
+    "a negative context": {"context_ms": -0.1},
+    "a draft for less than nothing": {"draft_ms": -1.0},
+    "an endless draft": {"draft_row_ms": float("inf")},
+    "no draft at all": {"draft_ms": None},
+}
+
+
+@pytest.mark.parametrize("name", NO_TABLES)
+def test_what_is_no_table_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="cost table"):
+        CostTable(**{"num_tokens": (1, 4), "step_ms": (1.0, 2.0)} | NO_TABLES[name])
+
+
+def test_equal_tables_are_one() -> None:
+    assert CostTable((1, 2), (1.0, 2.0)) == CostTable((1, 2), (1.0, 2.0)) != CostTable((1, 2), (1.0, 3.0))
+    assert hash(CostTable((1, 2), (1.0, 2.0))) == hash(CostTable((1, 2), (1.0, 2.0)))
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(1, [1, 2]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])]
+)
+def test_sizes_double_up_to_the_budget(most: int, expected: list[int]) -> None:
+    assert sizes_up_to(most) == expected
+
+
+@given(st.lists(st.integers(1, 100), min_size=4, max_size=6), st.integers(0, 300))
+def test_what_seems_to_get_cheaper_was_measured_in_a_quieter_moment(laps: list[int], of_context: int) -> None:
+    sizes = [2**i for i in range(len(laps))]
+
+    def cost_of(num_tokens: int, context: int) -> float:
+        return laps[sizes.index(num_tokens)] + (of_context / 10 if context else 0.0)
+
+    table = measure(cost_of, sizes, context=500)
+    assert table.num_tokens == tuple(sizes)
+    assert table.step_ms == tuple(max(laps[: i + 1]) for i in range(len(laps)))
+    assert table.context_ms == pytest.approx(of_context / 10 * 1000 / (4 * 500), abs=1e-9)
+
+
+def test_a_context_that_seems_to_cost_less_than_nothing_costs_nothing() -> None:
+    table = measure(lambda num_tokens, context: 1.0 if context else 2.0, [1, 2, 4], context=100)
+    assert table.context_ms == 0
+
+
+def test_sizes_that_take_too_long_are_left_out_but_for_the_first_of_them() -> None:
+    asked = []
+
+    def cost_of(num_tokens: int, context: int) -> float:
+        asked.append(num_tokens)
+        return num_tokens * LONGEST_MS / 10
+
+    table = measure(cost_of, [1, 2, 4, 8, 16, 32, 64], context=100)
+    assert table.num_tokens == (1, 2, 4, 8, 16) and max(asked) == 16
+    assert table.step(64) == pytest.approx(64 * LONGEST_MS / 10), "the line goes on"
+    assert measure(lambda num_tokens, context: 2 * LONGEST_MS, [1, 2, 4], context=1).num_tokens == (1, 2)
+
+
+def test_a_call_is_timed_by_the_median_of_three_after_one_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, laps = [0.0], iter([50.0, 0.003, 9.0, 0.002])
+
+    def run() -> None:
+        now[0] += next(laps)
+
+    monkeypatch.setattr(cost_table.time, "perf_counter", lambda: now[0])
+    assert milliseconds(run) == pytest.approx(3.0)
+    assert next(laps, None) is None, "four calls"
