@@ -110,6 +110,7 @@ class SpeculationInterface(Protocol):
         proposer: Proposer | None,
         config: SpeculativeConfig,
         max_model_len: int,
+        vocab_size: int,
         cost_table: CostTable | None,
     ) -> None: ...
     def propose(self, reqs: Sequence[Req], max_draft_tokens: int) -> list[list[int]]: ...

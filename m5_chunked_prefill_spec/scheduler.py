@@ -241,12 +241,12 @@ class Scheduler(SchedulerBase):
         return batch
 
     def _drafts(self, reqs: list[Req], most: int) -> list[list[int]]:
-        """The guesses of this step. A proposer that fails guesses nothing any more for those it was asked about."""
+        """The guesses of this step. If the part that makes them fails, those it guesses for end, and no others."""
         try:
-            with blamed_on("proposer", self.speculation.proposer):
+            with blamed_on("speculation", self.speculation):
                 drafts = self.speculation.propose(reqs, most)
         except PartError as error:
-            self.finish_requests([req.rid for req in reqs], FinishError(error))
+            self.finish_requests([req.rid for req in reqs if req.spec_state is not None], FinishError(error))
             return []
         return drafts
 

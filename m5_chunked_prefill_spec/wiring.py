@@ -95,6 +95,7 @@ def build_scheduler(
         proposer=parts["proposer"](config.speculative),
         config=config.speculative,
         max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
         cost_table=costs if config.speculative.back_off else None,
     )
     return parts["scheduler"](

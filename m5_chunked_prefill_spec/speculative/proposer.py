@@ -7,9 +7,13 @@ small model's KV is. A head that drafts a tree would come in the same two halves
 `DraftModelProposer` in `v1/spec_decode`; SGLang: `NGRAMWorker`, `StandaloneWorker`.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Protocol
 
+from m1_single_request.errors import shown
+from m3_paged_attention.errors import PartError
+from m4_radix_cache.errors import blamed_on
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey, decode
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.config import SpeculativeConfig
@@ -59,6 +63,27 @@ class DraftModelProposer:
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
         """As many as may be, all of them unknown here."""
         return [[UNKNOWN] * limit for limit in limits]
+
+
+def drafts_of(
+    proposer: Proposer, reqs: Sequence[Req], limits: Sequence[int], *, vocab_size: int, lowest: int = 0
+) -> list[list[int]]:
+    """What the proposer says. Raises `PartError` if it fails, or says anything but lists of at most so many token ids.
+
+    A wrong guess costs a little time. But more guesses than were asked for have no memory, and what is no token the
+    model cannot read. `lowest`: the least id; `UNKNOWN` where a draft model replaces them all.
+    """
+    with blamed_on("proposer", proposer):
+        drafts = [[operator.index(token_id) for token_id in own] for own in proposer.propose(list(reqs), list(limits))]
+    part = f"the part 'proposer' ({type(proposer).__name__})"
+    if len(drafts) != len(reqs):
+        raise PartError(f"{part} must guess for {len(reqs)} requests; it did for {len(drafts)}")
+    for req, own, limit in zip(reqs, drafts, limits, strict=True):
+        if len(own) > limit:
+            raise PartError(f"{part} may guess {limit} tokens for request {req.rid!r}; it guessed {len(own)}")
+        if strange := [token_id for token_id in own if not lowest <= token_id < vocab_size]:
+            raise PartError(f"{part} guessed {shown(strange[0])} for {req.rid!r}, which is none of {vocab_size:,} token ids")
+    return drafts
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer | None:

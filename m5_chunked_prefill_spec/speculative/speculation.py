@@ -14,8 +14,8 @@ from functools import lru_cache
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.config import SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
-from m5_chunked_prefill_spec.speculative.proposer import Proposer
-from m5_chunked_prefill_spec.speculative.spec_info import SpeculativeAlgorithm
+from m5_chunked_prefill_spec.speculative.proposer import Proposer, drafts_of
+from m5_chunked_prefill_spec.speculative.spec_info import UNKNOWN, SpeculativeAlgorithm
 
 FIRST_TRIED, FIRST_RIGHT = 4.0, 3.0
 """Where the counts begin: three of four guesses right, which a few real ones soon outweigh."""
@@ -57,24 +57,29 @@ class Speculation:
         proposer: Proposer | None,
         config: SpeculativeConfig,
         max_model_len: int,
+        vocab_size: int,
         cost_table: CostTable | None,
     ) -> None:
         """`proposer`: None guesses nothing. `cost_table`: None never backs off."""
         self.proposer = proposer
         self.algorithm = SpeculativeAlgorithm.from_string(config.method)
         self.num_speculative_tokens = config.num_speculative_tokens
-        self.max_model_len = max_model_len
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.cost_table = cost_table
         self.num_draft_tokens = self.num_accepted_tokens = self.num_verifications = 0
 
     def propose(self, reqs: Sequence[Req], max_draft_tokens: int) -> list[list[int]]:
-        """The guesses of a step, by request; all together at most `max_draft_tokens`. Empty: there are none."""
+        """The guesses of a step, by request; all together at most `max_draft_tokens`. Empty: there are none.
+
+        Raises `PartError` if the proposer fails, or guesses what cannot be.
+        """
         if self.proposer is None or max_draft_tokens < 1:
             return []
         limits = share_out([self.limit(req, len(reqs)) for req in reqs], max_draft_tokens)
         if not any(limits):
             return []
-        drafts = self.proposer.propose(reqs, limits)
+        lowest = UNKNOWN if self.algorithm is SpeculativeAlgorithm.DRAFT_MODEL else 0
+        drafts = drafts_of(self.proposer, reqs, limits, vocab_size=self.vocab_size, lowest=lowest)
         return drafts if any(drafts) else []
 
     def limit(self, req: Req, num_running: int) -> int:

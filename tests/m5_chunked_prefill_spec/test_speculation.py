@@ -44,6 +44,7 @@ def speculation(
         proposer=proposer or AsMany(),
         config=SpeculativeConfig(method="ngram", num_speculative_tokens=most),
         max_model_len=max_model_len,
+        vocab_size=100,
         cost_table=table,
     )
 
@@ -80,7 +81,7 @@ def test_nobody_is_asked_where_nothing_can_be_guessed() -> None:
     own = speculation(proposer=proposer)
     assert own.propose([guessed()], 0) == [] == own.propose([], 5) == own.propose([guessed(max_tokens=2)], 5)
     assert proposer.asked == []
-    nobody = Speculation(proposer=None, config=SpeculativeConfig(), max_model_len=99, cost_table=None)
+    nobody = Speculation(proposer=None, config=SpeculativeConfig(), max_model_len=99, vocab_size=9, cost_table=None)
     assert nobody.propose([guessed()], 9) == []
 
 

@@ -1,0 +1,171 @@
+"""A proposer that breaks its word: those it guesses for end with its name, the others go on, and nothing leaks.
+
+Wrong guesses are no lie, they only cost time. More guesses than were asked for would have no memory, guesses for
+somebody else's row would be verified there, and an id outside the vocabulary is nothing that the model could read.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from m1_single_request.outputs import RequestOutput
+from m4_radix_cache.request import Req
+from m5_chunked_prefill_spec import LLMEngine, PartError
+from m5_chunked_prefill_spec.speculative.spec_info import UNKNOWN
+from m5_chunked_prefill_spec.speculative.speculation import Speculation
+from tests.m5_chunked_prefill_spec.engines import (
+    VOCAB_SIZE,
+    MakeEngine,
+    Remembered,
+    check_flushed,
+    greedy,
+    run,
+    setting,
+)
+
+PROMPTS = {"a": [31, 32, 33], "b": [41, 42, 43, 44, 45], "plain": [51, 52, 53, 54]}
+NUM_TOKENS = 12
+
+Says = Callable[[Sequence[Req], Sequence[int]], Any]
+
+
+def honest(limits: Sequence[int]) -> list[list[int]]:
+    """Guesses that are wrong, but in order."""
+    return [[7] * limit for limit in limits]
+
+
+LIES: dict[str, Says] = {
+    "raises": lambda reqs, limits: {}["guess"],
+    "nothing": lambda reqs, limits: None,
+    "a number": lambda reqs, limits: 7,
+    "one row too few": lambda reqs, limits: honest(limits)[1:],
+    "one row too many": lambda reqs, limits: [*honest(limits), []],
+    "no rows": lambda reqs, limits: [],
+    "one more than it may": lambda reqs, limits: [[*own, 7] for own in honest(limits)],
+    "very many": lambda reqs, limits: [[7] * 5000 for _ in reqs],
+    "one for who asked for none": lambda reqs, limits: [own or [7] for own in honest(limits)],
+    "ids beyond the vocabulary": lambda reqs, limits: [[VOCAB_SIZE] * limit for limit in limits],
+    "negative ids": lambda reqs, limits: [[-5] * limit for limit in limits],
+    "unknown ids where nobody makes them": lambda reqs, limits: [[UNKNOWN] * limit for limit in limits],
+    "ids of thousands of digits": lambda reqs, limits: [[10**5000] * limit for limit in limits],
+    "fractions": lambda reqs, limits: [[7.0] * limit for limit in limits],
+    "texts": lambda reqs, limits: ["7" * limit for limit in limits],
+    "rows of nothing": lambda reqs, limits: [None for _ in reqs],
+    "lists in lists": lambda reqs, limits: [[[7]] * limit for limit in limits],
+    "fails on the way": lambda reqs, limits: (honest(limits)[i] if i == 0 else {}[i] for i in range(len(reqs))),
+}
+
+METHODS = ("ngram", "draft_model")
+TRUE = {("draft_model", "unknown ids where nobody makes them")}  # there the draft model makes them
+
+
+def proposer_that(says: Says, *, after: int = 0) -> type:
+    """A proposer that says this from some step on."""
+
+    class Liar:
+        def __init__(self, config: Any) -> None:
+            self.count = 0
+
+        def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> Any:
+            self.count += 1
+            return says(reqs, limits) if self.count > after else honest(limits)
+
+    return Liar
+
+
+def submit(engine: LLMEngine) -> None:
+    for rid, prompt in PROMPTS.items():
+        engine.add_request(prompt, greedy(NUM_TOKENS), request_id=rid, speculate=rid != "plain")
+
+
+def check_plain(outputs: dict[str, RequestOutput], m1: Remembered, rids: Sequence[str]) -> None:
+    """These have m1's answers."""
+    for rid in rids:
+        assert outputs[rid].error is None
+        assert outputs[rid].token_ids == m1.generate(PROMPTS[rid], greedy(NUM_TOKENS)).token_ids, rid
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(("method", "lie"), [(m, lie) for m in METHODS for lie in LIES if (m, lie) not in TRUE])
+def test_a_proposer_that_breaks_its_word_ends_those_it_guesses_for(
+    make_engine: MakeEngine, m1: Remembered, lie: str, after: int, method: str
+) -> None:
+    engine = make_engine({"proposer": proposer_that(LIES[lie], after=after)}, **setting(method=method))
+    submit(engine)
+    outputs = run(engine)
+    check_plain(outputs, m1, ["plain"])
+    for rid in "ab":
+        output = outputs[rid]
+        assert output.finish_reason == "error" and isinstance(output.error, PartError)
+        assert "the part 'proposer' (Liar)" in str(output.error) and len(str(output.error)) < 300
+        wanted = m1.generate(PROMPTS[rid], greedy(NUM_TOKENS)).token_ids
+        assert output.token_ids == wanted[: len(output.token_ids)] and len(output.token_ids) > after
+    assert engine.generate(PROMPTS["plain"], greedy(3), speculate=False).finish_reason == "length"
+    check_flushed(engine)
+
+
+FINE: dict[str, Says] = {
+    "as many as it may": lambda reqs, limits: honest(limits),
+    "fewer": lambda reqs, limits: [own[:1] for own in honest(limits)],
+    "none": lambda reqs, limits: [[] for _ in reqs],
+    "numbers of numpy": lambda reqs, limits: [np.full(limit, 7) for limit in limits],
+    "one after the other": lambda reqs, limits: (iter([7] * limit) for limit in limits),
+    "what it was given": lambda reqs, limits: [list(limits[:limit]) for limit in limits],
+    "the largest id": lambda reqs, limits: [[VOCAB_SIZE - 1, 0][:limit] for limit in limits],
+}
+
+
+@pytest.mark.parametrize("says", FINE)
+@pytest.mark.parametrize("method", METHODS)
+def test_any_guess_in_order_is_taken(make_engine: MakeEngine, m1: Remembered, says: str, method: str) -> None:
+    engine = make_engine({"proposer": proposer_that(FINE[says])}, **setting(method=method))
+    submit(engine)
+    check_plain(run(engine), m1, list(PROMPTS))
+    assert (engine.stats().num_draft_tokens == 0) == (says == "none")
+    check_flushed(engine)
+
+
+def test_a_proposer_that_takes_its_lists_apart_harms_nobody(make_engine: MakeEngine, m1: Remembered) -> None:
+    def says(reqs: Any, limits: Any) -> Any:
+        found = honest(limits)
+        reqs.clear()
+        limits[:] = [1000]
+        return found
+
+    engine = make_engine({"proposer": proposer_that(says)}, **setting(method="ngram"))
+    submit(engine)
+    check_plain(run(engine), m1, list(PROMPTS))
+
+
+def test_a_proposer_that_lies_once_is_asked_again_for_those_who_come_later(
+    make_engine: MakeEngine, m1: Remembered
+) -> None:
+    count = 0
+
+    def says(reqs: Sequence[Req], limits: Sequence[int]) -> Any:
+        nonlocal count
+        count += 1
+        return None if count == 2 else honest(limits)
+
+    engine = make_engine({"proposer": proposer_that(says)}, **setting(method="ngram"))
+    submit(engine)
+    assert {rid for rid, output in run(engine).items() if output.error is not None} == {"a", "b"}
+    submit(engine)
+    check_plain(run(engine), m1, list(PROMPTS))
+    assert count > 3
+
+
+def test_a_part_that_decides_how_much_is_guessed_and_fails_ends_the_same_ones(
+    make_engine: MakeEngine, m1: Remembered
+) -> None:
+    class Broken(Speculation):
+        def propose(self, reqs: Sequence[Req], max_draft_tokens: int) -> list[list[int]]:
+            raise KeyError("speculation")
+
+    engine = make_engine({"speculation": Broken}, **setting(method="ngram"))
+    submit(engine)
+    outputs = run(engine)
+    check_plain(outputs, m1, ["plain"])
+    assert all("the part 'speculation' (Broken) failed" in str(outputs[rid].error) for rid in "ab")
