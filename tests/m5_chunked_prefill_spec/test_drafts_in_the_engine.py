@@ -1,0 +1,264 @@
+"""Guesses in the whole engine: answers end where m1's do, and nothing behind the end is left anywhere.
+
+The guesses come from somebody who knows the whole answer, also what would have followed a stop, and errs now and then:
+so stops lie at any place of an accepted run.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from m1_single_request.outputs import RequestOutput
+from m5_chunked_prefill_spec import LLMEngine, SamplingParams
+from tests.equivalence.forced_retraction import ForcedRetractionInPieces
+from tests.equivalence.traffic import prompt_of
+from tests.m5_chunked_prefill_spec.cached import check_keys
+from tests.m5_chunked_prefill_spec.engines import (
+    Guessing,
+    MakeEngine,
+    Remembered,
+    check_drained,
+    check_flushed,
+    check_step,
+    greedy,
+    knowing,
+    run,
+    scheduler_of,
+    setting,
+)
+
+PROMPTS = [prompt_of(length, which) for which, length in enumerate((5, 9, 16, 21))]
+LENGTH = 24
+GUESSES = [(1, 0), (3, 2), (7, 0), (7, 5)]
+each_quality = pytest.mark.parametrize(("drafts", "wrong_every"), GUESSES)
+
+
+@pytest.fixture
+def answers(m1: Remembered) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """What is said to each prompt, if nothing stops it."""
+    return {tuple(prompt): m1.generate(prompt, greedy(LENGTH)).token_ids for prompt in PROMPTS}
+
+
+Answers = Mapping[tuple[int, ...], Sequence[int]]
+
+
+def all_of(engine: LLMEngine, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
+    """The answers, the engine looked at after every step, and the cache at the end."""
+    for i, (prompt, params) in enumerate(asked):
+        engine.add_request(prompt, params, request_id=str(i))
+    outputs = run(engine)
+    said = [outputs[str(i)] for i in range(len(asked))]
+    check_keys(engine, [[*output.prompt_token_ids, *output.token_ids] for output in said])
+    return said
+
+
+def check_ends(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> None:
+    """The same tokens and text, for the same reason."""
+    for output, wanted in zip(ours, theirs, strict=True):
+        (mine,), (right,) = output.outputs, wanted.outputs
+        assert output.error is None
+        assert mine.token_ids == right.token_ids and mine.text == right.text
+        assert (mine.finish_reason, mine.stop_reason) == (right.finish_reason, right.stop_reason)
+
+
+def guessing_engine(make_engine: MakeEngine, answers: Answers, drafts: int, wrong_every: int, **more: Any) -> LLMEngine:
+    """An engine whose guesses are mostly right."""
+    names = ("max_model_len", "eos_token_ids")
+    own = {name: more.pop(name) for name in names if name in more}
+    parts = {"proposer": knowing(answers, wrong_every=wrong_every), **more.pop("parts", {})}
+    return make_engine(parts, **own, **setting(8, method="ngram", drafts=drafts, **more))
+
+
+# --- ends inside a run ------------------------------------------------------------------------------------------------
+
+
+@each_quality
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_max_tokens_ends_a_run_wherever_it_lies(
+    make_engine: MakeEngine, m1: Remembered, answers: Answers, drafts: int, wrong_every: int, page_size: int
+) -> None:
+    engine = guessing_engine(make_engine, answers, drafts, wrong_every, page_size=page_size)
+    asked = [(PROMPTS[i % 4], greedy(1 + i)) for i in range(14)]
+    said = all_of(engine, asked)
+    check_ends(said, [m1.generate(*one) for one in asked])
+    assert all(len(output.token_ids) == params.max_tokens for output, (_, params) in zip(said, asked, strict=True))
+    assert engine.stats().num_accepted_tokens > 10
+    check_flushed(engine)
+
+
+@each_quality
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_stop_id_ends_a_run_and_what_was_guessed_behind_it_is_nowhere(
+    make_engine: MakeEngine, m1: Remembered, answers: Answers, drafts: int, wrong_every: int, page_size: int
+) -> None:
+    engine = guessing_engine(make_engine, answers, drafts, wrong_every, page_size=page_size)
+    asked = [
+        (
+            prompt,
+            greedy(LENGTH, stop_token_ids=[answers[tuple(prompt)][place]], include_stop_str_in_output=place % 2 == 0),
+        )
+        for prompt in PROMPTS
+        for place in range(1, 10, 2)
+    ]
+    said = all_of(engine, asked)
+    check_ends(said, [m1.generate(*one) for one in asked])
+    assert all(output.finish_reason == "stop" for output in said)
+    assert engine.stats().num_accepted_tokens > 10
+    check_flushed(engine)
+
+
+@each_quality
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_stop_string_ends_a_run_within_a_token_or_across_several(
+    make_engine: MakeEngine, m1: Remembered, answers: Answers, drafts: int, wrong_every: int, page_size: int
+) -> None:
+    engine = guessing_engine(make_engine, answers, drafts, wrong_every, page_size=page_size)
+    asked = []
+    for which, prompt in enumerate(PROMPTS):
+        text = m1.generate(prompt, greedy(LENGTH)).text
+        for start in range(3 + which, min(len(text) - 6, 40), 7):
+            stop = text[start : start + 1 + start % 5]
+            asked.append((prompt, greedy(LENGTH, stop=[stop], include_stop_str_in_output=start % 2 == 0)))
+    assert len(asked) > 12
+    said = all_of(engine, asked)
+    check_ends(said, [m1.generate(*one) for one in asked])
+    assert all(output.finish_reason == "stop" for output in said)
+    check_flushed(engine)
+
+
+@each_quality
+@pytest.mark.parametrize("place", [1, 4, 8])
+def test_the_end_of_sequence_ends_a_run_unless_it_is_ignored(
+    make_engine: MakeEngine, make_m1: Any, answers: Answers, drafts: int, wrong_every: int, place: int
+) -> None:
+    eos = {answers[tuple(prompt)][place] for prompt in PROMPTS}
+    theirs = make_m1(eos_token_ids=eos)
+    engine = guessing_engine(make_engine, answers, drafts, wrong_every, eos_token_ids=eos)
+    asked = [
+        (prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=ignores))
+        for prompt in PROMPTS
+        for ignores in (False, True)
+    ]
+    said = all_of(engine, asked)
+    check_ends(said, [theirs.generate(*one) for one in asked])
+    assert {output.finish_reason for output in said} == {"stop", "length"}
+    check_flushed(engine)
+
+
+@each_quality
+@pytest.mark.parametrize("room", [1, 2, 3, 6, 11])
+def test_the_models_length_ends_a_run(
+    make_engine: MakeEngine, make_m1: Any, answers: Answers, drafts: int, wrong_every: int, room: int
+) -> None:
+    longest = len(PROMPTS[2]) + room
+    engine = guessing_engine(make_engine, answers, drafts, wrong_every, max_model_len=longest, tokens=256)
+    theirs = make_m1(max_model_len=longest)
+    asked = [(prompt, greedy(LENGTH)) for prompt in PROMPTS[:3]]
+    said = all_of(engine, asked)
+    check_ends(said, [theirs.generate(*one) for one in asked])
+    assert len(said[2].token_ids) == room
+    check_flushed(engine)
+
+
+@pytest.mark.parametrize("min_tokens", [3, 6, 10])
+@each_quality
+def test_nothing_stops_before_min_tokens_inside_a_run(
+    make_engine: MakeEngine, m1: Remembered, answers: Answers, drafts: int, wrong_every: int, min_tokens: int
+) -> None:
+    """What is forbidden changes the answer; the guesses are those of the answer that is due."""
+    asked = [
+        (prompt, greedy(LENGTH, stop_token_ids=[answers[tuple(prompt)][2], 7], min_tokens=min_tokens))
+        for prompt in PROMPTS
+    ]
+    wanted = [m1.generate(*one) for one in asked]
+    known = {tuple(prompt): right.token_ids for (prompt, _), right in zip(asked, wanted, strict=True)}
+    engine = guessing_engine(make_engine, known, drafts, wrong_every)
+    check_ends(all_of(engine, asked), wanted)
+    assert engine.stats().num_accepted_tokens > 5
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("wrong_every", [0, 1, 2, 5])
+def test_a_step_in_flight_has_a_slot_for_every_guess_and_none_for_a_wrong_one_afterwards(
+    make_engine: MakeEngine, m1: Remembered, answers: Answers, page_size: int, wrong_every: int
+) -> None:
+    engine = guessing_engine(make_engine, answers, 7, wrong_every, page_size=page_size)
+    scheduler, execute = scheduler_of(engine), engine.engine_core.executor.execute_model
+    in_flight: list[int] = []
+
+    def looked_at(batch: Any) -> Any:
+        for rid, new in zip(batch.rids, batch.new_lens.tolist(), strict=True):
+            req = scheduler.requests[rid]
+            assert req.kv_allocated_len == req.kv_committed_len + new
+            if batch.spec_info is not None:
+                in_flight.append(new)
+        return execute(batch)
+
+    engine.engine_core.executor.execute_model = looked_at  # type: ignore[method-assign]
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, greedy(LENGTH), request_id=str(i))
+    while engine.has_unfinished_requests():
+        engine.step()
+        check_step(engine)
+        for req in scheduler.running:
+            assert req.kv_allocated_len == req.kv_committed_len == req.seqlen - 1
+    check_drained(engine)
+    assert max(in_flight) == 8
+    check_flushed(engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_retracted_in_the_middle_of_guesses_everybody_ends_as_alone(
+    make_engine: MakeEngine, m1: Remembered, answers: Answers, page_size: int
+) -> None:
+    engine = guessing_engine(
+        make_engine,
+        answers,
+        5,
+        4,
+        page_size=page_size,
+        tokens=96,
+        conservativeness=0,
+        parts={"scheduler": ForcedRetractionInPieces},
+    )
+    asked = [(prompt, greedy(LENGTH)) for prompt in PROMPTS]
+    for i, (prompt, params) in enumerate(asked):
+        engine.add_request(prompt, params, request_id=str(i))
+    outputs = run(engine)
+    check_ends([outputs[str(i)] for i in range(4)], [m1.generate(*one) for one in asked])
+    stats = engine.stats()
+    assert stats.num_retractions > 2 and stats.num_accepted_tokens > 20
+    check_flushed(engine)
+
+
+def test_without_room_for_guesses_nobody_is_retracted_for_them(make_engine: MakeEngine, answers: Answers) -> None:
+    """Two requests fill the memory to the last slot: what is left over for guesses is used, what is not is no loss."""
+    tokens = len(PROMPTS[0]) + len(PROMPTS[1]) + 2 * LENGTH
+    engine = guessing_engine(make_engine, answers, 7, 0, page_size=1, tokens=tokens)
+    for i in range(2):
+        engine.add_request(PROMPTS[i], greedy(LENGTH), request_id=str(i))
+    outputs = run(engine)
+    assert [outputs[str(i)].token_ids for i in range(2)] == [answers[tuple(PROMPTS[i])] for i in range(2)]
+    assert engine.stats().num_retractions == 0 and engine.stats().num_accepted_tokens > 0
+
+
+def test_random_guesses_leave_no_trace_in_the_cache(make_engine: MakeEngine, m1: Remembered) -> None:
+    engine = make_engine({"proposer": Guessing}, **setting(8, method="ngram", drafts=7, page_size=1))
+    asked = [(prompt, greedy(LENGTH)) for prompt in PROMPTS]
+    check_ends(all_of(engine, asked), [m1.generate(*one) for one in asked])
+    before = engine.stats().num_cached_tokens
+    again = all_of(engine, asked)
+    check_ends(again, [m1.generate(*one) for one in asked])
+    assert engine.stats().num_cached_tokens - before == sum(len(prompt) - 1 for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize("drafts", [1, 4, 7])
+def test_right_guesses_save_steps(make_engine: MakeEngine, answers: Answers, drafts: int) -> None:
+    """The prompt's step brings a token; then all but the last step bring one token more than were guessed."""
+    engine = guessing_engine(make_engine, answers, drafts, 0)
+    engine.generate(PROMPTS[0], greedy(LENGTH))
+    assert engine.stats().num_steps == 1 + -(-(LENGTH - 1) // (1 + drafts))
