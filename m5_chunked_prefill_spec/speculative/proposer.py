@@ -82,7 +82,9 @@ def drafts_of(
         if len(own) > limit:
             raise PartError(f"{part} may guess {limit} tokens for request {req.rid!r}; it guessed {len(own)}")
         if strange := [token_id for token_id in own if not lowest <= token_id < vocab_size]:
-            raise PartError(f"{part} guessed {shown(strange[0])} for {req.rid!r}, which is none of {vocab_size:,} token ids")
+            raise PartError(
+                f"{part} guessed {shown(strange[0])} for {req.rid!r}, which is none of {vocab_size:,} token ids"
+            )
     return drafts
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,3 +114,13 @@ def test_drawn_guesses_leave_the_distribution_of_the_answers_as_it_is(make_engin
         statistic = sum((a - b) ** 2 / (a + b) for a, b in cells if a + b)
         freedom = len(common)
         assert freedom > 8 and statistic < freedom + 3 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.gpu
+def test_a_draft_model_draws_on_a_gpu(tiny_directory: Path, draft_directory: Path) -> None:
+    config = ModelConfig(model=tiny_directory, device="cuda", dtype="float32")
+    limits = setting(16, method="draft_model", drafts=2, draft_model=draft_directory)
+    engine = LLMEngine(model_config=config, **limits)
+    said = draws(engine, range(20))
+    assert len(set(said)) > 5 and engine.stats().num_accepted_tokens > 0
+    engine.close()
