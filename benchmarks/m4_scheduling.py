@@ -7,8 +7,9 @@ forward of it, is measured as well.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -56,17 +57,33 @@ class Tables:
     req_to_token_pool: ReqToTokenPool
 
 
-def make_scheduler(num_sequences: int, num_steps: int) -> Scheduler:
-    """An m4 scheduler with so many requests, none of which ends within `num_steps`."""
+def repeated(number: int, length: int) -> list[int]:
+    """A prompt of one token, but for its first, which is its own."""
+    return [number + 1, *[TOKEN] * (length - 1)]
+
+
+def make_scheduler(
+    num_sequences: int,
+    num_steps: int,
+    *,
+    made_by: Callable[..., Any] = Scheduler,
+    rows_class: type[ReqToTokenPool] = ReqToTokenPool,
+    prompt_of: Callable[[int, int], list[int]] = repeated,
+    spec_state: Callable[[], Any] | None = None,
+) -> Any:
+    """An m4 scheduler, or what `made_by` makes of the same, with so many requests; none ends within `num_steps` tokens.
+
+    `prompt_of` makes a prompt of a request's number and its length; `spec_state`, what a request keeps of guesses.
+    """
     tracer = Tracer()
     length = PROMPT_LENS.stop + num_steps + 2
-    rows = ReqToTokenPool(size=num_sequences, max_context_len=length)
+    rows = rows_class(size=num_sequences, max_context_len=length)
     allocator = make_allocator(size=num_sequences * (length // PAGE_SIZE + 3) * PAGE_SIZE, page_size=PAGE_SIZE)
     cache = RadixCache(
         req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, eviction_policy="lru", tracer=tracer
     )
     budget = num_sequences * length
-    scheduler = Scheduler(
+    scheduler = made_by(
         scheduler_config=SchedulerConfig(max_num_seqs=num_sequences, max_num_batched_tokens=budget),
         pools=Pools(rows, allocator, cache),
         policy=SchedulePolicy("fcfs", tree_cache=cache, seed=0, tracer=tracer),
@@ -80,36 +97,46 @@ def make_scheduler(num_sequences: int, num_steps: int) -> Scheduler:
     tokenizer = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
     for number in range(num_sequences):
         request_id, params = f"req-{number}", SamplingParams(max_tokens=num_steps + 1)
-        prompt = [number + 1, *[TOKEN] * (PROMPT_LENS[number % len(PROMPT_LENS)] - 1)]
+        prompt = prompt_of(number, PROMPT_LENS[number % len(PROMPT_LENS)])
         sequence = Sequence(f"{request_id}/0", request_id, prompt, params, IncrementalDetokenizer(tokenizer))
-        scheduler.add_request(Req(request_id, None, sequence, seed=number, arrival_time=0.0))
+        req = Req(request_id, None, sequence, seed=number, arrival_time=0.0)
+        req.spec_state = spec_state and spec_state()
+        scheduler.add_request(req)
     return scheduler
 
 
-def output_of(ids: list[str]) -> ModelRunnerOutput:
-    """The same token for everybody."""
-    return ModelRunnerOutput(ids, [[TOKEN] for _ in ids], [[None]] * len(ids))
+def output_of(ids: list[str], token_ids: SequenceOf[int] = (TOKEN,)) -> ModelRunnerOutput:
+    """The same for everybody."""
+    return ModelRunnerOutput(ids, [list(token_ids) for _ in ids], [[None] * len(token_ids)] * len(ids))
 
 
-def m4_stepper(num_sequences: int, num_steps: int) -> Callable[[], Times]:
-    """Makes a step of m4 whenever it is called."""
-    scheduler = make_scheduler(num_sequences, num_steps)
-    tables = Tables(CPU, PAGE_SIZE, scheduler.pools.req_to_token_pool)
+def stepper(
+    scheduler: Any, lay_out: Callable[[Any, Any], Any], tokens_of: Callable[[int], SequenceOf[int]]
+) -> Callable[[], Times]:
+    """Makes a step of a scheduler of a living batch whenever it is called. `tokens_of`: what everybody gets, by the
+    step's number."""
+    tables, numbers = Tables(CPU, PAGE_SIZE, scheduler.pools.req_to_token_pool), count()
 
     def step() -> Times:
+        token_ids = tokens_of(next(numbers))
         begin = time.perf_counter()
         batch = scheduler.schedule()
-        assert batch is not None and len(batch.reqs) == num_sequences
+        assert batch is not None and len(batch.reqs) == len(scheduler.requests)
         worker_batch = batch.get_model_worker_batch()
         scheduled = time.perf_counter()
-        ForwardBatch.init_new(worker_batch, tables)
+        lay_out(worker_batch, tables)
         prepared = time.perf_counter()
-        output = output_of(worker_batch.rids)
+        output = output_of(worker_batch.rids, token_ids)
         made = time.perf_counter()
         scheduler.update_from_output(batch, output)
         return Times(scheduled - begin, prepared - scheduled, time.perf_counter() - made)
 
     return step
+
+
+def m4_stepper(num_sequences: int, num_steps: int) -> Callable[[], Times]:
+    """Steps of m4."""
+    return stepper(make_scheduler(num_sequences, num_steps), ForwardBatch.init_new, lambda number: (TOKEN,))
 
 
 def m3_stepper(num_sequences: int, num_steps: int) -> Callable[[], Times]:
@@ -134,7 +161,15 @@ def m3_stepper(num_sequences: int, num_steps: int) -> Callable[[], Times]:
 
 def scheduling(*, num_steps: int, num_sequences: int = NUM_SEQUENCES) -> Row:
     """Medians over the decode steps, which the two take in turn, in seconds per sequence."""
-    sides = {"m3": m3_stepper(num_sequences, num_steps), "m4": m4_stepper(num_sequences, num_steps)}
+    return compared(
+        {"m3": m3_stepper(num_sequences, num_steps), "m4": m4_stepper(num_sequences, num_steps)},
+        num_steps,
+        num_sequences,
+    )
+
+
+def compared(sides: Mapping[str, Callable[[], Times]], num_steps: int, num_sequences: int = NUM_SEQUENCES) -> Row:
+    """Medians over the decode steps, which the sides take in turn, in seconds per sequence."""
     steps: dict[str, list[Times]] = {name: [] for name in sides}
     for _ in range(num_steps):
         for name, step in sides.items():
