@@ -30,6 +30,8 @@ class ResultProcessor:
 
         Returns those that got any.
         """
+        if batch.forward_mode.is_decode() and not self.tracer and output.req_ids == batch.rids:
+            return self._process_decodes(batch, output)
         runs = batch.take_runs(output)
         prompts = [run for run in runs if run.place < batch.num_prompts]
         decodes = runs[len(prompts) :]
@@ -48,6 +50,15 @@ class ResultProcessor:
             if self.tracer:
                 self.tracer.emit(RolledBack(rid=req.rid, num_tokens=num_tokens, committed=req.kv_committed_len))
         return [run.req for run in runs]
+
+    def _process_decodes(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
+        """A token for everybody, nothing else: what most steps are, in few words."""
+        reqs, token_ids = batch.take_tokens(output)
+        for index in self.updater.commit_simply(reqs, token_ids):
+            run = Run(index, reqs[index], [token_ids[index]], output.logprobs[index])
+            if run.req.to_finish is None:
+                self._commit(run, batch, output)
+        return list(reqs)
 
     def _commit(self, run: Run, batch: ScheduleBatch, output: ModelRunnerOutput) -> None:
         """Append what a request got, as far as it is not ended by it."""

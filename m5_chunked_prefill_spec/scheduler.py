@@ -119,9 +119,10 @@ class Scheduler(SchedulerBase):
         if marked:  # those who are marked from now on end with the next update
             settled = {req.rid for req in changed}
             changed += [req for req in marked if req.rid not in settled]
-        for req in [req for req in changed if req.to_finish is not None]:
+        ended = [req for req in changed if req.to_finish is not None]
+        for req in ended:
             self._finish(req)
-        self.admission.forget(req.rid for req in changed if req.finished())
+        self.admission.forget(req.rid for req in ended)
         self.last_batch = batch if batch is not None and batch.num_prompts else None
         self.phase = Phase.IDLE
         if not self.requests:
