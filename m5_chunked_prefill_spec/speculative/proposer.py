@@ -40,16 +40,22 @@ class NgramProposer:
 
     def lookup(self, key: RadixKey, limit: int) -> list[int]:
         """Up to `limit` tokens that followed the last ones of `key` where they stood first."""
-        for size in range(min(self.prompt_lookup_max, len(key) - 1), self.prompt_lookup_min - 1, -1):
-            after = first_end(key.data, size * TOKEN_BYTES)
-            if after is not None:
-                return decode(key.data[after : after + limit * TOKEN_BYTES])
-        return []
+        data, after = key.data, 0
+        # Where a run stands, a shorter one does: so the shortest is looked for first, and mostly that is all.
+        for size in range(self.prompt_lookup_min, min(self.prompt_lookup_max, len(key) - 1) + 1):
+            found = first_end(data, size * TOKEN_BYTES, after)
+            if found is None:
+                break
+            after = found
+        return decode(data[after : after + limit * TOKEN_BYTES]) if after else []
 
 
-def first_end(data: bytes, size: int) -> int | None:
-    """Where the first copy of the last `size` bytes of `data` ends, at a whole token; None if there is no other."""
-    last, start = data[-size:], 0
+def first_end(data: bytes, size: int, least: int) -> int | None:
+    """Where the first copy of the last `size` bytes of `data` ends that ends at `least` or later, at a whole token.
+
+    None if there is no other than the last one.
+    """
+    last, start = data[-size:], max(least - size, 0)
     while (start := data.find(last, start, len(data) - 1)) >= 0:
         if start % TOKEN_BYTES == 0:
             return start + size
