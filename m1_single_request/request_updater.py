@@ -115,6 +115,18 @@ class RequestUpdater:
                 output.append(token_id)  # last: an interrupt before it leaves one token too many computed, none missing
         return others
 
+    def commit_run_simply(self, request: Request, token_ids: Sequence[int], *, num_new_kv: int = 1) -> bool:
+        """`commit_simply` for one request and several tokens (from m5 on); False, and no change, if that is not all."""
+        stops, data = request.sequence.simple_stops, request.sequence.data
+        output = data.output_token_ids
+        if stops is None or len(output) + len(token_ids) >= stops.num_output or request.to_finish:
+            return False
+        if not stops.stop_ids.isdisjoint(token_ids):
+            return False
+        data.num_computed_tokens += num_new_kv + len(token_ids) - 1
+        output.extend(token_ids)  # last, as there
+        return True
+
     def end(self, request: Request, reason: BaseFinishReason) -> None:
         """Give the request its end; the scheduler takes it out of its queues."""
         request.finish_reason = reason

@@ -67,8 +67,11 @@ class ResultProcessor:
             self.speculation.verified(req, len(drafts), len(run.token_ids) - 1)
             if self.tracer:
                 self.tracer.emit(self._verified_event(run, output))
+        is_prompt = run.place < batch.num_prompts
+        if not (is_prompt or self.tracer) and self.updater.commit_run_simply(req, run.token_ids):
+            return
         sampled = SampledTokens(tuple(run.token_ids), tuple(run.logprobs), output.prompt_logprobs.get(req.rid))
-        num_new_kv = req.extend_input_len if run.place < batch.num_prompts else 1
+        num_new_kv = req.extend_input_len if is_prompt else 1
         self.updater.commit(req, sampled, num_new_kv=num_new_kv)
 
     def _commit_piece(self, chunked: Req, output: ModelRunnerOutput) -> None:
