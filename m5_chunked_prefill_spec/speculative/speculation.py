@@ -66,6 +66,7 @@ class Speculation:
         self.num_speculative_tokens = config.num_speculative_tokens
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.cost_table = cost_table
+        self._best = lru_cache(maxsize=4096)(self._best_number)
         self.num_draft_tokens = self.num_accepted_tokens = self.num_verifications = 0
 
     def propose(self, reqs: Sequence[Req], max_draft_tokens: int) -> list[list[int]]:
@@ -95,11 +96,15 @@ class Speculation:
             return max(most, 0)
         if num_output < state.paused_until:
             return 0
-        best = best_number(round(state.rate, 3), self.num_speculative_tokens, num_running, self.cost_table)
+        best = self._best(round(state.rate, 3), num_running)
         if best == 0:
             state.paused_until = num_output + PAUSE
             return 1  # one guess before the pause, so that it is ever found out whether they have become better
         return min(best, most)
+
+    def _best_number(self, rate: float, num_running: int) -> int:
+        assert self.cost_table is not None
+        return best_number(rate, self.num_speculative_tokens, num_running, self.cost_table)
 
     def verified(self, req: Req, drafted: int, accepted: int) -> None:
         """Count what came of the guesses for a request."""
@@ -112,7 +117,6 @@ class Speculation:
             req.spec_state.count(drafted, accepted)
 
 
-@lru_cache(maxsize=4096)
 def best_number(rate: float, most: int, num_running: int, table: CostTable) -> int:
     """How many guesses make a token cheapest, if each is right at this rate and everybody in the batch does the same.
 
