@@ -12,6 +12,7 @@ from benchmarks.m3_scheduling import NUM_SEQUENCES, TOKEN
 from benchmarks.m4_scheduling import Times, compared, m4_stepper, make_scheduler, stepper
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst
 from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
+from m5_chunked_prefill_spec.cost_table import CostTable
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
@@ -20,6 +21,8 @@ from m5_chunked_prefill_spec.speculative.proposer import Proposer, make_proposer
 from m5_chunked_prefill_spec.speculative.speculation import SpecState, Speculation
 
 GUESSES = 4
+COSTS = CostTable((1, 4096), (1.0, 4.0))
+"""Of a model for which guesses pay: so everybody is asked about each time."""
 FIRST_NEW = 2000  # tokens that no prompt has begin here
 Row = dict[str, Any]
 
@@ -45,7 +48,7 @@ def m5_scheduler(num_sequences: int, num_tokens: int, config: SpeculativeConfig,
         )
         return Scheduler(
             composer=DecodeFirst(),
-            speculation=Speculation(proposer=proposer, config=config, max_model_len=2**20, cost_table=None),
+            speculation=Speculation(proposer=proposer, config=config, max_model_len=2**20, cost_table=COSTS),
             chunk_alignment=1,
             scheduler_config=limits,
             prefill_adder=PrefillAdder,
