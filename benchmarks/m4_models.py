@@ -49,14 +49,15 @@ class Engines:
         cache = BlockCacheConfig(kv_cache_memory_bytes=self.kv_bytes)
         return self._built(BlockEngine, cache, BlockSchedulerConfig(**limits))
 
-    def _built(self, engine_class: Any, cache: Any, scheduler: Any) -> Any:
-        key = f"{engine_class.__module__} {cache} {scheduler}"
+    def _built(self, engine_class: Any, cache: Any, scheduler: Any, **others: Any) -> Any:
+        key = f"{engine_class.__module__} {cache} {scheduler} {others}"
         if key not in self._engines:
             self._engines[key] = engine_class(
                 parts={"model_loader": self._load},
                 model_config=self.config,
                 cache_config=cache,
                 scheduler_config=scheduler,
+                **others,
             )
         return self._engines[key]
 
