@@ -27,10 +27,10 @@ class Engines(M4Engines):
         cache = CacheConfig(prefix_cache=prefix_cache, kv_cache_memory_bytes=self.kv_bytes)  # type: ignore[arg-type]
         return self._built(LLMEngine, cache, SchedulerConfig(**limits), speculative_config=speculative)
 
-    def draft_model(self) -> LoadedModel:
-        """The draft model, once an engine with one was built."""
-        (loaded,) = self._drafts.values()
-        return loaded
+    def num_parameters(self) -> list[int]:
+        """Of every model that was loaded: first the engines' own, then the draft model."""
+        own = [] if self._loaded is None else [self._loaded]
+        return [loaded.num_parameters for loaded in (*own, *self._drafts.values())]
 
     def _load(self, config: ModelConfig) -> LoadedModel:
         if config.model == self.config.model:
