@@ -65,26 +65,29 @@ class Served:
         return [after - before for times in self.streams.values() for before, after in pairwise(times)]
 
 
-def serve(engine: Any, traffic: Traffic) -> Served:
-    """Run it from a cold cache until nobody is left."""
+def serve(engine: Any, traffic: Traffic, questions: Sequence[list[int]] = ()) -> Served:
+    """Run it from a cold cache until nobody is left. `questions`: prompts of the streams; none: random ones."""
     rng, served, counts = Random(traffic.seed), Served(), dict[str, int]()
     engine.flush_cache()
     gc.collect()
 
-    def add(request_id: str, length: int, num_tokens: int) -> None:
-        prompt = [rng.randrange(*ORDINARY_TOKENS) for _ in range(length)]
+    def random_prompt(length: int) -> list[int]:
+        return [rng.randrange(*ORDINARY_TOKENS) for _ in range(length)]
+
+    def add(request_id: str, prompt: list[int], num_tokens: int) -> None:
         engine.add_request(prompt, SamplingParams(max_tokens=num_tokens, ignore_eos=True), request_id=request_id)
 
     begin = time.perf_counter()
     for number in range(traffic.num_streams):
         served.streams[f"stream-{number}"], counts[f"stream-{number}"] = [], 0
-        add(f"stream-{number}", STREAM_PROMPT, traffic.stream_tokens)
+        prompt = questions[number] if questions else random_prompt(STREAM_PROMPT)
+        add(f"stream-{number}", prompt, traffic.stream_tokens)
     while engine.has_unfinished_requests():
         due = min(sum(counts.values()) // (traffic.num_streams * traffic.every), traffic.num_prompts)
         while len(served.arrived) < due:
             name = f"prompt-{len(served.arrived)}"
             served.arrived[name] = time.perf_counter() - begin
-            add(name, traffic.prompt_tokens, ANSWER)
+            add(name, random_prompt(traffic.prompt_tokens), ANSWER)
         outputs = engine.step()
         now = time.perf_counter() - begin
         for name, output in outputs.items():
