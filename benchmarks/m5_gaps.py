@@ -65,10 +65,11 @@ class Served:
         return [after - before for times in self.streams.values() for before, after in pairwise(times)]
 
 
-def serve(engine: Any, traffic: Traffic, questions: Sequence[list[int]] = ()) -> Served:
-    """Run it from a cold cache until nobody is left. `questions`: prompts of the streams; none: random ones."""
+def serve(engine: Any, traffic: Traffic, questions: Sequence[list[int]] = (), *, flush: bool = True) -> Served:
+    """Run it until nobody is left, from a cold cache if `flush`. `questions`: of the streams; none: random prompts."""
     rng, served, counts = Random(traffic.seed), Served(), dict[str, int]()
-    engine.flush_cache()
+    if flush:
+        engine.flush_cache()
     gc.collect()
 
     def random_prompt(length: int) -> list[int]:

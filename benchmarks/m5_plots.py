@@ -119,8 +119,8 @@ def speculation(part: Part) -> Figure:
     """Tokens/s as times those without guesses, by text and by method; above each bar what a verification brought."""
     batches = list(next(iter(part["kinds"].values())))
     figure = Figure(figsize=(10, 2.9 * len(batches)), layout="constrained")
-    rows = figure.subplots(len(batches), len(part["kinds"]), sharey=True, squeeze=False)
-    for batch, axes in zip(batches, rows, strict=True):
+    grid = figure.subplots(len(batches), len(part["kinds"]), sharey=True, squeeze=False)
+    for batch, axes in zip(batches, grid, strict=True):
         for axis, (kind, by_batch) in zip(axes, part["kinds"].items(), strict=True):
             sides = {name: row for name, row in by_batch[batch].items() if row is not by_batch[batch]["no guesses"]}
             shown = [name for name in sides if not name.endswith("never backs off")]
@@ -129,9 +129,11 @@ def speculation(part: Part) -> Figure:
                 colors = [METHODS[name.split(",")[0]] for name in shown]
                 alpha = 0.4 if tail else 1.0
                 bars = axis.bar([i + offset for i in range(len(shown))], values, 0.38, color=colors, alpha=alpha)
-                labels = [f"{sides[name + tail]['accept_length']:.1f}" for name in shown]
-                axis.bar_label(bars, labels, fontsize=7, color="0.3")
-            axis.axhline(1, color="0.4", lw=1, ls="--")
+                rows_of = [sides[name + tail] for name in shown]
+                labels = [f"{row['accept_length']:.1f}" if row["drafted"] else "" for row in rows_of]
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
+                axis.bar_label(bars, labels, fontsize=7, color="0.3", padding=2, bbox=box)
+            axis.axhline(1, color="0.4", lw=1, ls="--", zorder=0.5)
             names = [name.replace("draft_model, ", "draft\n").replace("ngram, ", "ngram\n") for name in shown]
             axis.set_xticks(range(len(shown)), names, **SMALL)
             axis.set_title(f"{kind}, {'one' if batch == '1' else batch} at a time", fontsize=10)
@@ -154,7 +156,7 @@ def origins(part: Part) -> Figure:
     y = 0.0
     handles = [Patch(color=color, label=label) for color, label in ORIGINS.values()]
     axis.legend(handles=handles, loc="upper left", ncols=4, frameon=False, borderaxespad=0, **SMALL)
-    y += 2.4
+    y += 1.8
     for (kind, method, answer), lines in zip(answers, laid_out, strict=True):
         num_tokens = len(answer["tokens"])
         axis.text(0, y, f"{kind}, {method}: {num_tokens} tokens in {answer['steps']} steps", va="center", fontsize=9)
