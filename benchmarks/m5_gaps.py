@@ -166,6 +166,8 @@ def gaps(engines: Engines, *, traffic: Traffic, budgets: Sequence[int], targets:
         "budgets": {name: found[name] for name in by_budget},
         "targets": {name: found[name] | {"target": ms / 1e3} for name, ms in zip(by_target, targets, strict=True)},
     }
+    costs = next(iter(by_target.values())).engine_core.scheduler.composer.cost_table
+    part["costs"] = {"num_tokens": costs.num_tokens, "step_ms": costs.step_ms, "context_ms": costs.context_ms}
     return part | {"best": best(part["budgets"], traffic)}
 
 

@@ -50,6 +50,7 @@ def tables(results: Row) -> str:
         "gaps_traffic": ("gaps", _traffic),
         "gaps_best": ("gaps", _best_gaps),
         "targets": ("gaps", _targets),
+        "costs": ("gaps", _costs),
         "speculation_1": ("speculation", lambda part: _speculation(part, "1", ", never backs off")),
         "speculation_8": ("speculation", lambda part: _speculation(part, "8", ", never backs off")),
         "never_backs_off": ("speculation", _never_backs_off),
@@ -111,6 +112,18 @@ def _targets(part: Row) -> str:
             "longest": lambda row: f"{row['longest'] * 1e3:,.1f} ms",
             "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
             "mean TTFT of the prompts": lambda row: f"{row['mean_ttft'] * 1e3:,.0f} ms",
+        },
+    )
+
+
+def _costs(part: Row) -> str:
+    costs = part["costs"]
+    return markdown_table(
+        zip(costs["num_tokens"], costs["step_ms"], strict=True),
+        {
+            "tokens in a step": lambda row: f"{row[0]:,}",
+            "the step": lambda row: f"{row[1]:.2f} ms",
+            "a token of it": lambda row: f"{row[1] / row[0]:.3f} ms",
         },
     )
 
