@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from benchmarks import ASSETS
 from benchmarks.m5_gaps import WHOLE
@@ -79,7 +80,7 @@ def gaps(part: Part) -> Figure:
         gap.axhline(1e3 * base[key], color=color, lw=1, ls="--", zorder=0)
     gap.plot([], [], color="0.5", lw=1, ls="--", label="prefill_first, whole prompts")
     gap.set(yscale="log", ylabel="gap between tokens of a stream, ms")
-    gap.legend(**SMALL)
+    figure.legend(*gap.get_legend_handles_labels(), loc="outside upper left", ncols=4, **SMALL)
     speed.plot(sizes, [row["tokens_per_second"] for row in rows], "o-", ms=4, color="C0")
     speed.axhline(base["tokens_per_second"], color="C0", lw=1, ls="--")
     speed.axhspan(0, 0.9 * base["tokens_per_second"], color="0.94", zorder=0)
@@ -90,6 +91,8 @@ def gaps(part: Part) -> Figure:
     wait.set(yscale="log", ylabel="mean time to a prompt's first token, ms")
     for axis in (gap, speed, wait):
         _log_ticks(axis, sizes)
+    for axis in (gap, wait):
+        _plain_logs(axis)
     return figure
 
 
@@ -108,10 +111,10 @@ def stream(part: Part) -> Figure:
         axis.plot(times[1:], gaps, ".", ms=4, color=color)
         axis.set(yscale="log", xlabel="seconds", ylim=(0.7 * min(gaps), None))
         axis.set_title(f"{name}: longest {max(gaps):,.0f} ms", fontsize=10)
+        _plain_logs(axis)
     axes[0].set_ylabel("ms since the token before")
-    axes[0].legend(loc="lower right", **SMALL)
-    low = min(axis.get_ylim()[0] for axis in axes)
-    axes[0].set_ylim(low, None)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", **SMALL)
+    axes[0].set_ylim(min(axis.get_ylim()[0] for axis in axes), None)
     return figure
 
 
@@ -185,6 +188,13 @@ def lines_of(tokens: list[list[str]]) -> list[list[tuple[int, str, str]]]:
         lines[-1].append((column, text, origin))
         column += len(text)
     return lines
+
+
+def _plain_logs(axis: Axes) -> None:
+    """Numbers, not powers of ten, on a logarithmic axis of milliseconds."""
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.yaxis.set_minor_locator(NullLocator())
 
 
 def _log_ticks(axis: Axes, sizes: list[int]) -> None:
