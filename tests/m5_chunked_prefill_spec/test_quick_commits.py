@@ -84,7 +84,7 @@ def test_a_run_for_a_request_that_is_about_to_end_is_not_appended(tokenizer: Any
         ([2, 3, 4, 9, 2, 3, 4, 7, 2, 3, 4], [9, 2]),  # of several places the earliest
         ([1, 2, 3, 4, 5], []),
         ([4, 4, 4], [4]),  # the copy may reach into the last tokens themselves
-        ([256, 1, 9, 1, 0], []),  # bytes of two tokens are no token
+        ([256, 0, 0, 9, 1, 0], []),  # bytes of two tokens are no token
     ],
 )
 def test_the_longest_run_that_stood_there_before_decides_at_its_earliest_place(
