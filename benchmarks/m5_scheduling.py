@@ -48,7 +48,9 @@ def m5_scheduler(num_sequences: int, num_tokens: int, config: SpeculativeConfig,
         )
         return Scheduler(
             composer=DecodeFirst(),
-            speculation=Speculation(proposer=proposer, config=config, max_model_len=2**20, cost_table=COSTS),
+            speculation=Speculation(
+                proposer=proposer, config=config, max_model_len=2**20, vocab_size=2**20, cost_table=COSTS
+            ),
             chunk_alignment=1,
             scheduler_config=limits,
             prefill_adder=PrefillAdder,

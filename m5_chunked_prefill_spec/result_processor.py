@@ -53,7 +53,7 @@ class ResultProcessor:
 
     def _process_decodes(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
         """A token for everybody, nothing else: what most steps are, in few words."""
-        reqs, token_ids = batch.take_tokens(output)
+        reqs, token_ids = batch.take_one_each(output)
         for index in self.updater.commit_simply(reqs, token_ids):
             run = Run(index, reqs[index], [token_ids[index]], output.logprobs[index])
             if run.req.to_finish is None:

@@ -116,9 +116,9 @@ class ScheduleBatch(PlainScheduleBatch):
             spec_info=SpecInput(self.drafts) if self.drafts else None,
         )
 
-    def take_tokens(self, output: ModelRunnerOutput) -> tuple[list[Req], list[int]]:
-        """As m4's, after a step of plain decodes in which everybody got a token; the quick way of `take_runs`."""
-        reqs, token_ids = super().take_tokens(output)
+    def take_one_each(self, output: ModelRunnerOutput) -> tuple[list[Req], list[int]]:
+        """`take_tokens`, after a step of plain decodes in which everybody got a token: the quick way of `take_runs`."""
+        reqs, token_ids = self.take_tokens(output)
         assert self.sampling_info is not None
         self.sampling_info.advance(self.output_ids)
         return reqs, token_ids

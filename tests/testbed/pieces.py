@@ -214,7 +214,9 @@ def speculation_of(guesses: Guesses | None, max_model_len: int) -> Speculation:
     config = SpeculativeConfig()
     if guesses is not None:
         config = SpeculativeConfig(method="ngram", num_speculative_tokens=guesses.most, back_off=False)
-    return Speculation(proposer=guesses, config=config, max_model_len=max_model_len, cost_table=None)
+    return Speculation(
+        proposer=guesses, config=config, max_model_len=max_model_len, vocab_size=VOCAB_SIZE, cost_table=None
+    )
 
 
 def running_of(scheduler: Any) -> list[Req]:
