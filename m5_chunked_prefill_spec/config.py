@@ -21,8 +21,9 @@ ScheduleName = Literal["decode_first", "prefill_first"]
 SpeculativeMethod = Literal["ngram", "draft_model"]
 
 DEFAULT_DRAFT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-draft"
-CHUNKED_BATCHED_TOKENS = 256
-"""A step of so many tokens keeps the gap between two tokens short, and the matrices still large enough."""
+CHUNKED_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
+"""By the kind of device: a step of so many tokens keeps the gap between two tokens short, and the matrices still large
+enough to be worth it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,8 @@ class SchedulerConfig:
     max_num_seqs: int = 16
     """At most so many requests run at a time."""
     max_num_batched_tokens: int | None = None
-    """At most so many new tokens go through the model in one step. None: 256 or `max_num_seqs`, whichever is more; with
-    `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
+    """At most so many new tokens go through the model in one step. None: 256 on a CPU, 2,048 on CUDA, and at least
+    `max_num_seqs`; with `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
     schedule: ScheduleName = "decode_first"
     """What a step is filled with. `decode_first`: everybody who runs gets a token, prompts get the rest, to the last
     token. `prefill_first`: prompts go alone, as in m4, and whoever runs waits for them."""
@@ -71,9 +72,10 @@ class SchedulerConfig:
         if self.schedule == "prefill_first" and self.target_gap_ms is not None:
             raise ConfigError("target_gap_ms has no effect with schedule='prefill_first': decodes wait for all prompts")
 
-    def resolved(self, max_model_len: int) -> "SchedulerConfig":
-        """The same with every None that stands for a number replaced, for a model of this length."""
-        least = CHUNKED_BATCHED_TOKENS if self.enable_chunked_prefill else max(max_model_len, LEAST_BATCHED_TOKENS)
+    def resolved(self, max_model_len: int, device_type: str) -> "SchedulerConfig":
+        """The same with every None that stands for a number replaced, for a model of this length on such a device."""
+        chunked = CHUNKED_BATCHED_TOKENS.get(device_type, CHUNKED_BATCHED_TOKENS["cpu"])
+        least = chunked if self.enable_chunked_prefill else max(max_model_len, LEAST_BATCHED_TOKENS)
         return replace(self, max_num_batched_tokens=self.max_num_batched_tokens or max(least, self.max_num_seqs))
 
 

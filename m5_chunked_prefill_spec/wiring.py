@@ -37,7 +37,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     drafting = load_draft_model(parts["model_loader"], config.model, config.speculative, loaded)
     if tracer:
         trace_start(loaded, config.model, tracer)
-    limits = config.scheduler.resolved(loaded.max_model_len)
+    limits = config.scheduler.resolved(loaded.max_model_len, device.type)
     rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
     runner = parts["model_runner"](
         loaded_model=loaded,

@@ -166,7 +166,13 @@ def test_without_a_budget_a_step_is_short_or_where_prompts_are_whole_long_enough
     values: dict[str, Any], model_len: int, budget: int
 ) -> None:
     config = SchedulerConfig(**values)
-    assert config.resolved(model_len) == dataclasses.replace(config, max_num_batched_tokens=budget)
+    assert config.resolved(model_len, "cpu") == dataclasses.replace(config, max_num_batched_tokens=budget)
+
+
+def test_a_step_on_a_gpu_is_larger_unless_it_is_told_otherwise() -> None:
+    assert SchedulerConfig().resolved(4096, "cuda").max_num_batched_tokens == 2048
+    assert SchedulerConfig(max_num_seqs=3000).resolved(4096, "cuda").max_num_batched_tokens == 3000
+    assert SchedulerConfig(max_num_batched_tokens=64).resolved(4096, "cuda").max_num_batched_tokens == 64
 
 
 @pytest.mark.parametrize("config", [SchedulerConfig, SpeculativeConfig, EngineConfig])
