@@ -52,7 +52,7 @@ class RequestMetrics:
     num_draft_tokens: int = 0
     """Output tokens that were guessed and then verified by the model (from m5 on)."""
     num_accepted_tokens: int = 0
-    """Those among them that were right."""
+    """Those among them that were right, those included before which the answer ended."""
 
     @property
     def time_to_first_token(self) -> float | None:

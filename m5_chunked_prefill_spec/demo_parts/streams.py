@@ -217,7 +217,7 @@ def facts(runs: Mapping[str, Sequence[Run]], notes: Notes, traced: Run) -> list[
         )
     said.append(
         f"The long prompt shares its steps now: its first token came after {waits[PIECES] * 1e3:.0f} ms, and after "
-        f"{waits[WHOLE] * 1e3:.0f} when it ran whole. Everybody was done after {seconds[PIECES] * 1e3:.0f} ms, and after "
+        f"{waits[WHOLE] * 1e3:.0f} when it ran whole. Everybody was done after {seconds[PIECES] * 1e3:.0f} ms, or "
         f"{seconds[WHOLE] * 1e3:.0f}."
     )
     return said
