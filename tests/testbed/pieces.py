@@ -162,7 +162,7 @@ def make_pieces_bed(
         schedule_policy=schedule_policy,
         schedule_conservativeness=conservativeness,
         **limits,
-    ).resolved(max_model_len)
+    ).resolved(max_model_len, "cpu")
     tracer = Tracer()
     pools = make_pools(
         ReqToTokenPool(size=max_num_seqs, max_context_len=max_model_len),
