@@ -101,4 +101,4 @@ FEW_TOKENS = 4
 
 def sizes_up_to(most: int) -> list[int]:
     """1, 2, 4, ... and `most` itself, at least two."""
-    return sorted({1, 2, most, *(2**i for i in range(most.bit_length()))} - ({most} if most < 1 else set()))
+    return sorted({1, 2, most, *(2**i for i in range(most.bit_length()))})
