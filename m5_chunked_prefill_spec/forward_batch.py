@@ -133,6 +133,39 @@ class ForwardBatch(ModelInput):
         )
 
 
+OneEach = tuple[Tensor, AttentionMetadata]
+"""Positions and layout of a forward over one token of each of some requests."""
+
+
+def one_after_another(
+    batch: NewTokens, rows: np.ndarray, places: np.ndarray, counts: np.ndarray, model_runner: HoldsTables
+) -> list[OneEach]:
+    """The layouts of `max(counts)` forwards over one token each: the first computes the tokens at `places`, one of each
+    of `rows`, the next one those behind them. `counts[i]`, falling, tells in how many of them `rows[i]` takes part.
+
+    All but the tokens themselves, which nobody knows yet; at once, because a small model's forward takes little longer
+    than its layout.
+    """
+    if not len(rows):
+        return []
+    num_steps, device, page_size = int(counts[0]), model_runner.device, model_runner.page_size
+    ends = np.cumsum(batch.new_lens)[rows]
+    steps = np.arange(num_steps)[:, None]
+    positions = (batch.seq_lens[rows] - (ends - places)) + steps  # [steps, rows]
+    slots = batch.out_cache_loc[np.minimum(places + steps, ends - 1)]  # behind the last one of a row nobody looks
+    per_token = torch.as_tensor(np.stack([positions, slots]), device=device)
+    longest = int(batch.seq_lens[rows].max())
+    of_requests = model_runner.req_to_token_pool.page_tables(batch.req_pool_indices[rows], longest, page_size)
+    tables = torch.as_tensor(of_requests, device=device)
+    layouts = []
+    for step in range(num_steps):
+        width = int((counts > step).sum())
+        before = positions[step, :width].tolist()
+        metadata = AttentionMetadata.build([1] * width, before, tables[:width], per_token[1, step, :width], device)
+        layouts.append((per_token[0, step, :width], metadata))
+    return layouts
+
+
 def _logits_indices(batch: NewTokens, starts: np.ndarray, device: torch.device) -> Tensor | None:
     """Where the logits stand that are looked at, in the order of the batch; None: all of them, as they stand."""
     if sum(batch.sample_lens) == len(batch.input_ids) == len(starts):

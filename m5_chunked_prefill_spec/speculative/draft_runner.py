@@ -36,7 +36,14 @@ from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import milliseconds
-from m5_chunked_prefill_spec.forward_batch import ForwardBatch, SomeTokens, nothing_in_page_0, ranges
+from m5_chunked_prefill_spec.forward_batch import (
+    ForwardBatch,
+    OneEach,
+    SomeTokens,
+    nothing_in_page_0,
+    one_after_another,
+    ranges,
+)
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m5_chunked_prefill_spec.speculative.rejection_sampler import DRAFT_STREAM
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
@@ -91,27 +98,22 @@ class DraftRunner:
         wanted = np.array(batch.spec_info.num_draft_tokens if batch.spec_info else [0] * len(batch.rids))
         known = batch.new_lens - wanted
         starts = np.cumsum(batch.new_lens) - batch.new_lens
-        rows = np.arange(len(batch.rids))
-        logits = self._forward(batch, rows, starts, known, sample=wanted > 0)
-        if not wanted.any():
+        rows = np.argsort(-wanted, kind="stable")  # most guesses first: those who go on are always the first ones
+        guessing = rows[: np.count_nonzero(wanted)]
+        if (known == 1).all():  # the newest token of each is the first link of its chain
+            first, *layouts = one_after_another(batch, rows, starts[rows], np.maximum(wanted[rows], 1), self)
+            hidden = self._run(batch.input_ids[starts[rows]], first)[: len(guessing)]
+        else:
+            hidden = self._read(batch, starts, known)[torch.from_numpy(guessing).to(self.device)]
+            firsts = (starts + known)[guessing]
+            layouts = one_after_another(batch, guessing, firsts, wanted[guessing] - 1, self)
+        if not len(guessing):
             return None
-        token_ids: list[list[int]] = [[] for _ in rows]
-        probs: list[list[Tensor]] = [[] for _ in rows]
-        rows = rows[wanted > 0]
-        is_drawn = not batch.sampling_info.numbers[rows]["greedy"].all()
-        for offset in range(int(wanted.max())):
-            newest, drawn_from = self._choose(logits, batch.sampling_info, rows, offset, is_drawn=is_drawn)
-            for place, (row, token_id) in enumerate(zip(rows.tolist(), newest, strict=True)):
-                token_ids[row].append(token_id)
-                if drawn_from is not None:
-                    probs[row].append(drawn_from[place])
-                batch.input_ids[starts[row] + known[row] + offset] = token_id
-            rows = rows[wanted[rows] > offset + 1]
-            if len(rows):
-                places = starts[rows] + known[rows] + offset
-                logits = self._forward(batch, rows, places, np.ones(len(rows), dtype=np.int64))
-        flat = [row for own in probs for row in own]
-        return Drafts(token_ids, torch.stack(flat) if flat else None)
+        drafts = self._guess(batch.sampling_info, guessing, wanted[guessing], layouts, hidden)
+        for row in guessing.tolist():
+            place = starts[row] + known[row]
+            batch.input_ids[place : place + wanted[row]] = drafts.token_ids[row]
+        return drafts
 
     def follow(self, batch: ModelWorkerBatch, drafts: Drafts | None, num_accepted: Sequence[int]) -> None:
         """Compute the last guess of every request whose guesses were all right. `num_accepted`: by row."""
@@ -120,45 +122,61 @@ class DraftRunner:
         counts = np.array([len(own) for own in drafts.token_ids])
         rows = np.flatnonzero((counts > 0) & (np.array(num_accepted) == counts))
         if len(rows):
-            ends = np.cumsum(batch.new_lens)
-            ones = np.ones(len(rows), dtype=np.int64)
-            self._forward(batch, rows, ends[rows] - 1, ones, sample=np.zeros(len(rows), dtype=np.bool_))
+            places = np.cumsum(batch.new_lens)[rows] - 1
+            (layout,) = one_after_another(batch, rows, places, np.ones_like(rows), self)
+            self._run(batch.input_ids[places], layout)
 
-    def _forward(
-        self,
-        batch: ModelWorkerBatch,
-        rows: np.ndarray,
-        places: np.ndarray,
-        counts: np.ndarray,
-        *,
-        sample: np.ndarray | None = None,
-    ) -> Tensor:
-        """Run `counts[i]` tokens of each of `rows`, of which the first stands at `places[i]` in the batch.
+    def _guess(
+        self, info: SamplingBatchInfo, rows: np.ndarray, counts: np.ndarray, layouts: Sequence[OneEach], hidden: Tensor
+    ) -> Drafts:
+        """`counts[i]` guesses for `rows[i]`, most first, the first of them behind `hidden[i]`. They stay on the device
+        until all are made."""
+        is_drawn = not info.numbers[rows]["greedy"].all()
+        chosen: list[Tensor] = []
+        probs: list[list[Tensor]] = [[] for _ in info.seeds]
+        for offset in range(int(counts[0])):
+            going_on = rows[counts > offset]
+            logits = self.model.compute_logits(hidden)
+            newest, drawn_from = self._choose(logits, info, going_on, offset, is_drawn=is_drawn)
+            chosen.append(newest)
+            if drawn_from is not None:
+                for row, of_row in zip(going_on.tolist(), drawn_from, strict=True):
+                    probs[row].append(of_row)
+            if offset < len(layouts):
+                hidden = self._run(newest, layouts[offset])
+        said = iter(torch.cat(chosen).tolist())
+        token_ids: list[list[int]] = [[] for _ in info.seeds]
+        for offset in range(int(counts[0])):
+            for row in rows[counts > offset].tolist():
+                token_ids[row].append(next(said))
+        flat = [of_guess for own in probs for of_guess in own]
+        return Drafts(token_ids, torch.stack(flat) if flat else None)
 
-        Returns the logits `[rows, vocab]` behind the last one of each; only of those that `sample` names, if given.
-        """
-        where = ranges(places, counts)
-        own_starts = np.cumsum(batch.new_lens) - batch.new_lens
-        before = batch.seq_lens[rows] - batch.new_lens[rows] + places - own_starts[rows]
-        looked_at = np.ones(len(rows), dtype=np.int64) if sample is None else sample.astype(np.int64)
+    def _run(self, token_ids: Tensor | np.ndarray, layout: OneEach) -> Tensor:
+        """One token of each row, of `token_ids` as many as the layout has: hidden states `[rows, hidden_size]`."""
+        positions, metadata = layout
+        token_ids = torch.as_tensor(token_ids, device=self.device)[: len(positions)]
+        return self.model.forward(token_ids, positions, self.kv, metadata)
+
+    def _read(self, batch: ModelWorkerBatch, starts: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Run the first `counts[i]` of the new tokens of each row; hidden states of the last ones, by row."""
+        where = ranges(starts, counts)
         tokens = SomeTokens(
             input_ids=batch.input_ids[where],
-            req_pool_indices=batch.req_pool_indices[rows],
-            seq_lens=before + counts,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens - batch.new_lens + counts,
             new_lens=counts,
             out_cache_loc=batch.out_cache_loc[where],
-            sample_lens=looked_at.tolist(),
+            sample_lens=[1] * len(counts),
         )
         laid_out = ForwardBatch.init_new(tokens, self)
         hidden = self.model.forward(laid_out.input_ids, laid_out.positions, self.kv, laid_out.attn_metadata)
-        if laid_out.logits_indices is not None:
-            hidden = hidden[laid_out.logits_indices]
-        return self.model.compute_logits(hidden) if len(hidden) else hidden
+        return hidden if laid_out.logits_indices is None else hidden[laid_out.logits_indices]
 
     def _choose(
         self, logits: Tensor, info: SamplingBatchInfo, rows: np.ndarray, offset: int, *, is_drawn: bool
-    ) -> tuple[list[int], Tensor | None]:
-        """A guess for each row: the best token for greedy requests, else a draw as hot as the target's.
+    ) -> tuple[Tensor, Tensor | None]:
+        """A guess for each row, int64 `[rows]`: the best token for greedy requests, else a draw as hot as the target's.
 
         Penalties and bias are left out: a worse guess, never a wrong answer. With it what it was drawn from, float64
         `[rows, vocab]`, if any in the step is.
@@ -166,7 +184,7 @@ class DraftRunner:
         best = logits.argmax(dim=-1)
         numbers = info.numbers[rows]
         if not is_drawn:
-            return best.tolist(), None
+            return best, None
         plain = numbers.copy()
         plain["penalised"] = False
         metadata = SamplingMetadata.from_numbers(
@@ -184,7 +202,7 @@ class DraftRunner:
         numbers_drawn = uniforms(seeds, (info.positions[rows] + offset).tolist(), DRAFT_STREAM)
         drawn = draw(probs, torch.from_numpy(numbers_drawn).to(probs.device))
         greedy = torch.from_numpy(numbers["greedy"].copy()).to(logits.device)
-        return torch.where(greedy, best, drawn).tolist(), probs
+        return torch.where(greedy, best, drawn), probs
 
 
 def load_draft_model(
