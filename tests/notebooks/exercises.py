@@ -12,7 +12,8 @@ import m1_single_request
 import m2_continuous_batching
 import m3_paged_attention
 import m4_radix_cache
-from benchmarks import m2_trace, m3_trace, m4_trace
+import m5_chunked_prefill_spec
+from benchmarks import m2_trace, m3_trace, m4_trace, m5_trace
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler as SchedulerOfM1
@@ -21,7 +22,9 @@ from m2_continuous_batching.scheduler import Scheduler as SchedulerOfM2
 from m3_paged_attention.block_pool import BlockPool
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.request import Req
-from notebooks import checks, checks_m2, checks_m3, checks_m4
+from m5_chunked_prefill_spec.batch_composer import DecodeFirst
+from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+from notebooks import checks, checks_m2, checks_m3, checks_m4, checks_m5
 from tests.notebooks.lessons import Lesson
 
 
@@ -110,7 +113,22 @@ M4 = Exercises(
     {"m4.freed_while_mapped": RadixCache, "m4.whole_hit": Req},
     m4_trace.traced_steps,
 )
-TAUGHT = [M1, M2, M3, M4]
+M5 = Exercises(
+    m5_chunked_prefill_spec,
+    checks_m5.check,
+    {
+        "m5.sampled_piece": "SamplesEveryPiece",
+        "m5.overshoot": "KeepsTheGuess",
+        "m5.starved": "PromptsFirst",
+        "m5.fill": "fill",
+        "m5.lookup": "lookup",
+        "m5.accept": "accept",
+        "m5.how_many": "how_many",
+    },
+    {"m5.sampled_piece": ScheduleBatch, "m5.overshoot": ScheduleBatch, "m5.starved": DecodeFirst},
+    m5_trace.traced_steps,
+)
+TAUGHT = [M1, M2, M3, M4, M5]
 
 
 def open_exercise(*_: object, **__: object) -> None:

@@ -1,0 +1,496 @@
+"""What the notebook of m5 leans on: the graders of its labs and exercises. Everything else comes from `checks.py`."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+from m4_radix_cache.mem_cache.radix_key import RadixKey
+from m5_chunked_prefill_spec import (
+    CacheConfig,
+    CostTable,
+    LLMEngine,
+    SamplingParams,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from m5_chunked_prefill_spec.events import Batch
+from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+from m5_chunked_prefill_spec.scheduler import Scheduler
+from m5_chunked_prefill_spec.speculative.proposer import NgramProposer
+from m5_chunked_prefill_spec.speculative.speculation import best_number
+
+try:  # in the checkout, for the tests
+    from notebooks.checks import Mismatch, check, grader, ids_of, short, show_source, tokens_alone
+except ModuleNotFoundError:  # beside the notebook
+    from checks import (  # type: ignore[no-redef]
+        Mismatch,
+        check,
+        grader,
+        ids_of,
+        short,
+        show_source,
+        tokens_alone,
+    )
+
+__all__ = ["always", "check", "ids_of", "scheduler_with", "show_source"]
+
+
+def scheduler_with(batch_class: type[ScheduleBatch]) -> type[Scheduler]:
+    """The engine's scheduler, with batches of another kind."""
+    return type("Scheduler", (Scheduler,), {"batch_class": batch_class})
+
+
+def always(token_id: int) -> Any:
+    """A proposer that guesses the same token each time, and one token only."""
+
+    class Always:
+        def __init__(self, config: Any = None) -> None:
+            pass
+
+        def propose(self, reqs: Sequence[Any], limits: Sequence[int]) -> list[list[int]]:
+            return [[token_id] * min(limit, 1) for limit in limits]
+
+    return Always
+
+
+# --- exercises: a step's budget ---------------------------------------------------------------------------------------
+
+Filled = list[tuple[str, int]]
+STEPS: tuple[tuple[int, Sequence[tuple[str, int]], int, str], ...] = (
+    (0, [("a", 30)], 64, "A prompt that fits is taken whole."),
+    (0, [("a", 100)], 64, "What does not fit is cut, to the last token of the budget."),
+    (4, [("a", 100)], 64, "Everybody who decodes has a token of the budget already."),
+    (4, [("a", 10), ("b", 20), ("c", 100)], 64, "Prompts in their order, and the first that does not fit is cut."),
+    (4, [("a", 60), ("b", 5)], 64, "Nothing is left for 'b': nobody gets a piece of no tokens."),
+    (4, [("a", 100), ("b", 5)], 64, "Nobody comes after one that was cut: 'a' goes on first in the next step."),
+    (64, [("a", 5)], 64, "Everything is spent."),
+    (3, [], 64, "Nobody waits."),
+)
+
+
+@grader("m5.fill")
+def grade_fill(fill: Callable[[int, list[tuple[str, int]], int], Filled]) -> str:
+    """`fill(num_decodes, prompts, budget)`: the pieces of prompts that go into a step beside the decodes."""
+    for num_decodes, prompts, budget, hint in STEPS:
+        _compare_fill(fill, num_decodes, prompts, budget, hint)
+    rng = Random(0)
+    for _ in range(200):
+        prompts = [(name, rng.randrange(1, 90)) for name in "abcde"[: rng.randrange(6)]]
+        budget = rng.randrange(1, 129)
+        _compare_fill(fill, rng.randrange(budget + 1), prompts, budget, "")
+    for first, wanted in ((100, [32, 32, 32, 4]), (64, [32, 32])):
+        got, rest = [], first
+        while rest > 0 and len(got) < 10:
+            [(_, given)] = fill(0, [("a", rest)], 32)
+            got, rest = [*got, given], rest - given
+        if got != wanted:
+            raise Mismatch(f"A prompt of {first} tokens alone, 32 a step, runs as {wanted}, with you as {got}.")
+    decodes, steps = _engine_steps()
+    for (lacking, wanted), budget in zip(steps, [24] * len(steps), strict=True):
+        _compare_fill(fill, decodes, lacking, budget, "So the engine itself fills a step.", wanted)
+    return "By hand, 200 times at random, and as the engine fills its steps: to the last token, one piece at most."
+
+
+def _compare_fill(
+    fill: Any,
+    num_decodes: int,
+    prompts: Sequence[tuple[str, int]],
+    budget: int,
+    hint: str,
+    wanted: Filled | None = None,
+) -> None:
+    if wanted is None:
+        wanted = []
+        left = budget - num_decodes
+        for name, lacking in prompts:
+            if left:
+                wanted.append((name, min(lacking, left)))
+                left -= min(lacking, left)
+    got = fill(num_decodes, list(prompts), budget)
+    if not isinstance(got, list) or [tuple(each) for each in got] != wanted:
+        raise Mismatch(
+            f"{num_decodes} decodes, {short(list(prompts))} wait, {budget} tokens a step: {wanted} go, you say "
+            f"{short(got)}.{' ' if hint else ''}{hint}"
+        )
+
+
+class _Batches:
+    """A trace reader that keeps what the steps were filled with."""
+
+    def __init__(self) -> None:
+        self.seen: list[Batch] = []
+
+    def read(self, record: Any) -> None:
+        """Keep a batch."""
+        if isinstance(record.event, Batch):
+            self.seen.append(record.event)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+@functools.cache
+def _engine_steps() -> tuple[int, list[tuple[list[tuple[str, int]], Filled]]]:
+    """Two streams, then prompts of 30, 10 and 40 tokens, 24 tokens a step: what was lacking, and what was given."""
+    lacking = {"a": 30, "b": 10, "c": 40}
+    found = []
+    with LLMEngine(
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=24, schedule_policy="fcfs"),
+        cache_config=CacheConfig(prefix_cache="chunk"),
+    ) as engine:
+        batches = _Batches()
+        for name in ("x", "y"):
+            engine.add_request(ids_of(4), SamplingParams(max_tokens=40, ignore_eos=True), request_id=name)
+        engine.step()
+        engine.tracer.attach(batches)
+        for name, length in lacking.items():
+            engine.add_request(ids_of(length), SamplingParams(max_tokens=1, ignore_eos=True), request_id=name)
+        while any(lacking.values()):
+            before = [(name, number) for name, number in lacking.items() if number]
+            engine.step()
+            event = batches.seen[-1]
+            given = dict(zip(event.rids[: event.num_prompts], event.extend_lens, strict=False))
+            found.append((before, list(given.items())))
+            lacking = {name: number - given.get(name, 0) for name, number in lacking.items()}
+    return 2, found
+
+
+# --- exercises: guesses -----------------------------------------------------------------------------------------------
+
+TEXTS: tuple[tuple[list[int], int, str], ...] = (
+    ([1, 2, 3, 4, 9, 1, 2], 2, "1 2 stood at the beginning: 3 4 followed there."),
+    ([1, 2, 3, 4, 9, 1, 2], 8, "No more than there are; what follows may reach into the end itself."),
+    ([1, 2, 3, 8, 1, 2, 4, 7, 1, 2], 1, "Of two places with equally long runs the earliest counts."),
+    ([5, 1, 2, 3, 9, 7, 1, 2, 4, 9, 7, 1, 2], 1, "A longer run of last tokens decides before a shorter one."),
+    ([8, 1, 2, 9, 1], 3, "A single token is less than `least`: too little to go by."),
+    ([1, 2, 3, 4], 3, "Nothing stood there before."),
+    ([7, 7, 7, 7], 3, "A run may overlap with the end, but it is not the end itself."),
+    ([1, 2], 3, "There is nothing before the end."),
+    ([], 3, "Of nothing nothing can be guessed."),
+)
+
+
+@grader("m5.lookup")
+def grade_lookup(lookup: Callable[[list[int], int, int, int], list[int]]) -> str:
+    """`lookup(tokens, limit, longest, least)`: up to `limit` tokens that followed the last ones where they stood."""
+    for tokens, limit, hint in TEXTS:
+        _compare_lookup(lookup, tokens, limit, 4, 2, hint)
+    rng = Random(0)
+    for _ in range(500):
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(30))]
+        least = rng.randint(1, 3)
+        _compare_lookup(lookup, tokens, rng.randint(1, 6), rng.randint(least, 5), least, "")
+    return "By hand and in 500 random texts: your guesses are those of NgramProposer."
+
+
+def _compare_lookup(lookup: Any, tokens: list[int], limit: int, longest: int, least: int, hint: str) -> None:
+    proposer = NgramProposer(prompt_lookup_min=least, prompt_lookup_max=longest)
+    wanted = proposer.lookup(RadixKey(tokens), limit)
+    given = list(tokens)
+    got = lookup(given, limit, longest, least)
+    if given != tokens:
+        raise Mismatch("lookup() changes the tokens. They are the request's.")
+    if not isinstance(got, Sequence) or list(got) != wanted:
+        raise Mismatch(
+            f"After {tokens}, runs of {longest} to {least} tokens, at most {limit}: {wanted} is guessed, you say "
+            f"{short(got)}.{' ' if hint else ''}{hint}"
+        )
+
+
+# --- exercises: accept ------------------------------------------------------------------------------------------------
+
+CERTAIN: tuple[tuple[list[int], list[int], list[int], str], ...] = (
+    ([5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8], "All are right, and the row behind the last guess gives one token more."),
+    ([5, 6, 7], [5, 9, 7, 8], [5, 9], "Behind a wrong guess nothing counts: those rows were computed on a wrong text."),
+    (
+        [5, 6, 7],
+        [4, 6, 7, 8],
+        [4],
+        "In the place of a wrong guess stands the model's own token: a step never brings none.",
+    ),
+    ([], [3], [3], "Without guesses it is a plain decode."),
+)
+DRAWN: tuple[tuple[list[int], list[int], list[float], list[float], list[float], list[int], str], ...] = (
+    (
+        [5],
+        [1, 8],
+        [0.9],
+        [0.3],
+        [0.99],
+        [5, 8],
+        "What the model likes at least as much as the draft does is always kept.",
+    ),
+    ([5], [1, 8], [0.2], [0.4], [0.4], [5, 8], "Kept with probability p / q = 0.5, and 0.4 is below it."),
+    ([5], [1, 8], [0.2], [0.4], [0.6], [1], "Kept with probability p / q = 0.5, and 0.6 is not below it."),
+    ([5], [1, 8], [0.0], [0.4], [0.0], [1], "What the model would never say is never kept, not for u = 0 either."),
+    ([5, 6], [1, 2, 8], [0.5, 0.1], [0.5, 0.9], [0.7, 0.5], [5, 2], "The second is rejected, and replaced."),
+)
+
+
+@grader("m5.accept")
+def grade_accept(accept: Callable[..., list[int]]) -> str:
+    """`accept(guesses, own, p=None, q=None, u=None)`: the tokens that a verification brings."""
+    for guesses, own, wanted, hint in CERTAIN:
+        _compare_accept(accept, (guesses, own), wanted, hint)
+    for guesses, own, p, q, u, wanted, hint in DRAWN:
+        _compare_accept(accept, (guesses, own, p, q, u), wanted, hint)
+    rng = Random(0)
+    for _ in range(300):
+        guesses = [rng.randrange(3) for _ in range(rng.randrange(5))]
+        own = [rng.randrange(3) for _ in range(len(guesses) + 1)]
+        p, q, u = ([rng.choice((0.0, 0.1, 0.25, 0.5, 1.0)) for _ in guesses] for _ in range(3))
+        q = [value or 0.5 for value in q]
+        u = [value * 0.99 for value in u]
+        _compare_accept(accept, (guesses, own), _certain(guesses, own), "")
+        _compare_accept(accept, (guesses, own, p, q, u), _drawn(guesses, own, p, q, u), "")
+    distance = _distance(accept)
+    if distance > 0.02:
+        raise Mismatch(
+            f"20,000 guesses were drawn from one distribution, and what you keep or replace is {distance:.3f} away "
+            f"from the other one (total variation). It should be below 0.02."
+        )
+    return (
+        f"By hand, 600 times at random, and 20,000 times drawn: the tokens are distributed as by the model "
+        f"(total variation {distance:.3f})."
+    )
+
+
+def _certain(guesses: Sequence[int], own: Sequence[int]) -> list[int]:
+    right = next((i for i, (guess, said) in enumerate(zip(guesses, own, strict=False)) if guess != said), len(guesses))
+    return [*guesses[:right], own[right]]
+
+
+def _drawn(
+    guesses: Sequence[int], own: Sequence[int], p: Sequence[float], q: Sequence[float], u: Sequence[float]
+) -> list[int]:
+    kept = [number * likely < real for number, likely, real in zip(u, q, p, strict=True)]
+    right = kept.index(False) if False in kept else len(kept)
+    return [*guesses[:right], own[right]]
+
+
+def _compare_accept(accept: Any, given: tuple[Any, ...], wanted: list[int], hint: str) -> None:
+    got = accept(*(list(each) for each in given))
+    if not isinstance(got, Sequence) or list(got) != wanted:
+        names = ("guesses", "own", "p", "q", "u")
+        told = ", ".join(f"{name}={short(list(each))}" for name, each in zip(names, given, strict=False))
+        raise Mismatch(f"accept({told}) brings {wanted}, yours {short(got)}.{' ' if hint else ''}{hint}")
+
+
+def _distance(accept: Any, num_draws: int = 20_000) -> float:
+    """Total variation between the first tokens that come of drawn guesses and the model's distribution."""
+    p, q = [0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.2, 0.1]
+    surplus = [max(real - likely, 0.0) for real, likely in zip(p, q, strict=True)]
+    rng, counts = Random(0), [0] * len(p)
+    tokens = range(len(p))
+    guesses = rng.choices(tokens, q, k=num_draws)
+    others = rng.choices(tokens, surplus, k=num_draws)
+    for guess, other in zip(guesses, others, strict=True):
+        counts[accept([guess], [other, 0], [p[guess]], [q[guess]], [rng.random()])[0]] += 1
+    return sum(abs(count / num_draws - real) for count, real in zip(counts, p, strict=True)) / 2
+
+
+# --- exercises: how many guesses --------------------------------------------------------------------------------------
+
+FLAT = CostTable((1, 64), (1.0, 1.0))
+STEEP = CostTable((1, 64), (1.0, 64.0))
+GENTLE = CostTable((1, 64), (2.0, 8.3), draft_ms=0.5)
+PRICED = CostTable((1, 2, 64), (1.0, 1.01, 1.02), draft_ms=0.4)
+SLOPE = CostTable((1, 64), (2.0, 14.6))
+RATES: tuple[tuple[float, CostTable, str], ...] = (
+    (0.9, FLAT, "If verifying costs nothing, every guess pays."),
+    (0.9, STEEP, "If every token costs as much as a step of its own, none does."),
+    (0.7, SLOPE, "The k-th guess counts only if all before it were right: rate ** k."),
+    (0.5, PRICED, "Making a guess costs, too: k drafts."),
+    (0.0, GENTLE, "Guesses that are never right do not pay."),
+    (1.0, GENTLE, "Guesses that are always right pay here."),
+)
+
+
+@grader("m5.how_many")
+def grade_how_many(how_many: Callable[[float, int, Callable[[int], float], float], int]) -> str:
+    """`how_many(rate, most, step_ms, draft_ms)`: how many guesses make a token cheapest."""
+    rng = Random(0)
+    cases = list(RATES)
+    for _ in range(200):
+        slope, draft = rng.choice((0.0, 0.05, 0.2, 0.6)), rng.choice((0.0, 0.1, 0.5))
+        cases.append(
+            (rng.choice((0.1, 0.33, 0.6, 0.8, 0.95)), CostTable((1, 9), (1.0, 1 + 8 * slope), draft_ms=draft), "")
+        )
+    for rate, table, hint in cases:
+        wanted, got = best_number(rate, 8, 1, table), how_many(rate, 8, table.step, table.draft_ms)
+        if got != wanted:
+            raise Mismatch(
+                f"Rate {rate}, at most 8 guesses, a step of 1, 2, 9 tokens for "
+                f"{', '.join(f'{table.step(n):.2f}' for n in (1, 2, 9))} ms, a draft for {table.draft_ms} ms: {wanted} "
+                f"guesses are best, you say {short(got)}.{' ' if hint else ''}{hint}"
+            )
+    return f"{len(cases)} tables and rates: the number that the engine chooses for one request."
+
+
+# --- the labs ---------------------------------------------------------------------------------------------------------
+
+FACTS = (
+    "The code of goat is 6706. The code of lamp is 1234. The code of ship is 4821. The code of river is 9999. What is "
+    "the code of lamp?"
+)
+BUDGETS = (16, 24, 32, 48, 256)
+LAST_PIECE = " A prompt gives one token, after its last piece, and none before."
+
+
+@grader("m5.sampled_piece")
+def grade_sampled_piece(batch_class: type[ScheduleBatch]) -> str:
+    """The lab's batch, repaired: a piece of a prompt gives no token, its last piece one, and decodes one each."""
+    wanted = None
+    for budget in reversed(BUDGETS):
+        with _engine_of(batch_class, max_num_batched_tokens=budget, page_size=4) as engine:
+            prompt = engine.chat_prompt([{"role": "user", "content": FACTS}])
+            said = _all_tokens(engine, {"long": prompt}, f"{budget} tokens a step", hint=LAST_PIECE)["long"]
+            wanted = wanted or said
+            if said != wanted:
+                raise Mismatch(
+                    f"With {budget} tokens a step the answer has the tokens {short(list(said))}, and not "
+                    f"{short(list(wanted))}: it must not depend on where the prompt is cut."
+                )
+    alone = tokens_alone((5, 9, 70), num=4)
+    with _engine_of(batch_class, max_num_batched_tokens=16, page_size=4) as engine:
+        prompts = {str(length): ids_of(length) for length in alone}
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        said = _all_tokens(engine, prompts, "Three prompts together", params, LAST_PIECE)
+        for length, tokens in alone.items():
+            if said[str(length)] != tokens:
+                raise Mismatch(f"Beside others the prompt of {length} tokens gets {said[str(length)]}, alone {tokens}.")
+    return "A prompt whole and in pieces of four sizes, and three prompts together: the same tokens as in m1."
+
+
+def _engine_of(batch_class: type[ScheduleBatch], *, page_size: int, parts: Any = None, **limits: Any) -> LLMEngine:
+    guesses = SpeculativeConfig(method="ngram", back_off=False) if parts else SpeculativeConfig()
+    return LLMEngine(
+        scheduler_config=SchedulerConfig(**limits),
+        cache_config=CacheConfig(page_size=page_size, max_total_tokens=2048, debug=True),
+        speculative_config=guesses,
+        parts={"scheduler": scheduler_with(batch_class)} | (parts or {}),
+    )
+
+
+def _all_tokens(
+    engine: LLMEngine, prompts: Mapping[str, list[int]], what: str, params: SamplingParams | None = None, hint: str = ""
+) -> dict[str, tuple[int, ...]]:
+    """Serve these together, audited after every step."""
+    found: dict[str, Any] = {}
+    for name, prompt in prompts.items():
+        engine.add_request(prompt, params or SamplingParams(max_tokens=20), request_id=name)
+    for _ in range(200):
+        if not engine.has_unfinished_requests():
+            return {name: output.token_ids for name, output in found.items()}
+        try:
+            found |= engine.step()
+        except AssertionError as error:
+            raise Mismatch(f"{what}: the audit fails: {str(error).splitlines()[0]}.{hint}") from error
+        for output in found.values():
+            if output.error is not None:
+                raise Mismatch(f"{what}: {output.error}")
+    raise Mismatch(f"{what}: after 200 steps somebody has not ended.{hint}")
+
+
+@grader("m5.overshoot")
+def grade_overshoot(batch_class: type[ScheduleBatch]) -> str:
+    """The lab's batch, repaired: what stands in the cache under a key is the KV of that key."""
+    for page_size in (1, 4):
+        for guess in CODES:
+            _grade_continued(batch_class, page_size, guess)
+    return "Wrong and right guesses, pages of 1 and 4: whoever goes on with an answer gets what it would get alone."
+
+
+CODES = (" goat", " lamp", " ship", " river")
+LIST = "The code of goat is 6706. The code of lamp is 1234. The code of ship is 4821. The code of river is 9999."
+
+
+def _grade_continued(batch_class: type[ScheduleBatch], page_size: int, guess: str) -> None:
+    """A request ends with a token in whose place `guess` stood; somebody goes on from there."""
+    prompt, last, follows, wanted, ids = _continued()
+    with _engine_of(batch_class, page_size=page_size, parts={"proposer": always(ids[guess])}) as engine:
+        params = SamplingParams(max_tokens=20, stop_token_ids=[last])
+        first = _all_tokens(engine, {"first": prompt}, f"Guesses of {guess!r}", params)["first"]
+        held = len(engine.engine_core.scheduler.tree_cache.match_prefix(RadixKey([*prompt, *first])).device_indices)
+        room = (len(prompt) + len(first) - 1) // page_size * page_size
+        got = _all_tokens(engine, {"next": follows}, f"Guesses of {guess!r}", SamplingParams(max_tokens=6))["next"]
+        text_of = engine.engine_core.input_processor.tokenizer.decode
+    if got != wanted:
+        raise Mismatch(
+            f"The first answer ends with {text_of([last])!r}, in whose place {guess!r} was guessed. Whoever goes on "
+            f"from there is told {text_of(list(got))!r}, and not {text_of(list(wanted))!r}. The newest token has no "
+            f"KV: what lies in its slot is the guess's."
+        )
+    if held > room:
+        raise Mismatch(f"{held} tokens are cached; the newest of them has no KV, so it can be {room} at most.")
+    if held < room:
+        raise Mismatch(f"Only {held} tokens of prompt and answer are cached; {room} have their KV in whole pages.")
+
+
+@functools.cache
+def _continued() -> tuple[list[int], int, list[int], tuple[int, ...], dict[str, int]]:
+    """Prompt, last token of its answer, the prompt that goes on from there, what is said to it, and the guesses."""
+    with LLMEngine() as engine:
+        encode = functools.partial(engine.engine_core.input_processor.tokenizer.encode, add_special_tokens=False)
+        prompt = [
+            *engine.chat_prompt([{"role": "user", "content": f"{LIST} What are the codes?"}]),
+            *encode("The code"),
+        ]
+        last = engine.generate(prompt, SamplingParams(max_tokens=2)).token_ids[1]
+        follows = [*prompt, *encode(" of"), last, *encode(" is")]
+        wanted = engine.generate(follows, SamplingParams(max_tokens=6)).token_ids
+        return prompt, last, follows, wanted, {guess: encode(guess)[0] for guess in CODES}
+
+
+@grader("m5.starved")
+def grade_starved(composer: type) -> str:
+    """The lab's composer, repaired: whoever is being answered gets a token at least every second step."""
+    tokens: dict[str, tuple[int, ...]] = {}
+    for name, count, length, budget in (("many short prompts", 12, 30, 64), ("one long prompt", 1, 600, 64)):
+        gap, served, steps = _longest_wait(composer, count, length, budget)
+        if gap > 2:
+            raise Mismatch(
+                f"{name}: the stream waits {gap} steps for a token. After a step of prompts it is the turn of those "
+                f"who are being answered, or both share a step."
+            )
+        least = -(-count * length // budget)
+        if steps > 3 * least + 60:
+            raise Mismatch(f"{name}: all are done after {steps} steps; prompts must come to their end, too.")
+        if served != _served_by_engine(count, length, budget):
+            raise Mismatch(f"{name}: the tokens of a request have changed, or somebody has not ended.")
+        tokens |= served
+    return "Many short prompts and a long one: the stream waits for one step at most, and everybody is served."
+
+
+def _longest_wait(composer: type, count: int, length: int, budget: int) -> tuple[int, dict[str, tuple[int, ...]], int]:
+    """A stream, and prompts that come one after another: the most steps between two of its tokens, and all tokens."""
+    arrived, finished, last, longest, step = 0, {}, 0, 0, 0
+    with LLMEngine(
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=budget, schedule_policy="fcfs"),
+        cache_config=CacheConfig(prefix_cache="chunk", debug=True),
+        parts={"composer": lambda config, costs: composer()},
+    ) as engine:
+        engine.add_request(ids_of(4), SamplingParams(max_tokens=24, ignore_eos=True), request_id="stream")
+        while engine.has_unfinished_requests() and step < 400:
+            if step >= 3 and arrived < count:
+                params = SamplingParams(max_tokens=2, ignore_eos=True)
+                engine.add_request(ids_of(length), params, request_id=f"prompt {arrived}")
+                arrived += 1
+            outputs = engine.step()
+            step += 1
+            for name, output in outputs.items():
+                if output.error is not None:
+                    raise Mismatch(f"{name!r} failed: {output.error}")
+                if name == "stream":
+                    longest, last = max(longest, step - (last or step)), step
+                if output.finished:
+                    finished[name] = output.token_ids
+    return longest, finished, step
+
+
+@functools.cache
+def _served_by_engine(count: int, length: int, budget: int) -> dict[str, tuple[int, ...]]:
+    tokens = tokens_alone((4,), num=24)[4]
+    others = tokens_alone((length,), num=2)[length]
+    return {"stream": tokens} | {f"prompt {i}": others for i in range(count)}
