@@ -7,6 +7,7 @@ from typing import Any
 
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m5_chunked_prefill_spec import (
+    PARTS,
     CacheConfig,
     CostTable,
     LLMEngine,
@@ -33,7 +34,17 @@ except ModuleNotFoundError:  # beside the notebook
         tokens_alone,
     )
 
-__all__ = ["always", "check", "ids_of", "scheduler_with", "show_source"]
+__all__ = ["ONE_MODEL", "always", "check", "ids_of", "new_engine", "scheduler_with", "show_source"]
+
+ONE_MODEL: dict[str, Any] = {"model_loader": functools.cache(PARTS["model_loader"])}
+"""Loads each checkpoint once, however many engines are built."""
+ROOM = 16 * 1024
+
+
+def new_engine(*, parts: Mapping[str, Any] | None = None, **configs: Any) -> LLMEngine:
+    """An engine that shares its weights with all others made here, with KV memory for `ROOM` tokens or as told."""
+    memory = {"cache_config": CacheConfig(max_total_tokens=ROOM)}
+    return LLMEngine(parts=ONE_MODEL | dict(parts or {}), **(memory | configs))
 
 
 def scheduler_with(batch_class: type[ScheduleBatch]) -> type[Scheduler]:
@@ -135,9 +146,9 @@ def _engine_steps() -> tuple[int, list[tuple[list[tuple[str, int]], Filled]]]:
     """Two streams, then prompts of 30, 10 and 40 tokens, 24 tokens a step: what was lacking, and what was given."""
     lacking = {"a": 30, "b": 10, "c": 40}
     found = []
-    with LLMEngine(
+    with new_engine(
         scheduler_config=SchedulerConfig(max_num_batched_tokens=24, schedule_policy="fcfs"),
-        cache_config=CacheConfig(prefix_cache="chunk"),
+        cache_config=CacheConfig(prefix_cache="chunk", max_total_tokens=ROOM),
     ) as engine:
         batches = _Batches()
         for name in ("x", "y"):
@@ -365,7 +376,7 @@ def grade_sampled_piece(batch_class: type[ScheduleBatch]) -> str:
 
 def _engine_of(batch_class: type[ScheduleBatch], *, page_size: int, parts: Any = None, **limits: Any) -> LLMEngine:
     guesses = SpeculativeConfig(method="ngram", back_off=False) if parts else SpeculativeConfig()
-    return LLMEngine(
+    return new_engine(
         scheduler_config=SchedulerConfig(**limits),
         cache_config=CacheConfig(page_size=page_size, max_total_tokens=2048, debug=True),
         speculative_config=guesses,
@@ -431,7 +442,7 @@ def _grade_continued(batch_class: type[ScheduleBatch], page_size: int, guess: st
 @functools.cache
 def _continued() -> tuple[list[int], int, list[int], tuple[int, ...], dict[str, int]]:
     """Prompt, last token of its answer, the prompt that goes on from there, what is said to it, and the guesses."""
-    with LLMEngine() as engine:
+    with new_engine() as engine:
         encode = functools.partial(engine.engine_core.input_processor.tokenizer.encode, add_special_tokens=False)
         prompt = [
             *engine.chat_prompt([{"role": "user", "content": f"{LIST} What are the codes?"}]),
@@ -466,9 +477,9 @@ def grade_starved(composer: type) -> str:
 def _longest_wait(composer: type, count: int, length: int, budget: int) -> tuple[int, dict[str, tuple[int, ...]], int]:
     """A stream, and prompts that come one after another: the most steps between two of its tokens, and all tokens."""
     arrived, finished, last, longest, step = 0, {}, 0, 0, 0
-    with LLMEngine(
+    with new_engine(
         scheduler_config=SchedulerConfig(max_num_batched_tokens=budget, schedule_policy="fcfs"),
-        cache_config=CacheConfig(prefix_cache="chunk", debug=True),
+        cache_config=CacheConfig(prefix_cache="chunk", max_total_tokens=ROOM, debug=True),
         parts={"composer": lambda config, costs: composer()},
     ) as engine:
         engine.add_request(ids_of(4), SamplingParams(max_tokens=24, ignore_eos=True), request_id="stream")
