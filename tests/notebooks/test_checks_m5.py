@@ -160,6 +160,15 @@ def test_a_wrong_acceptance_is_met_with_the_rule_that_it_breaks(answer, hint):
     assert_refused("m5.accept", answer, hint)
 
 
+def test_an_acceptance_that_is_right_by_hand_is_also_tried_by_drawing():
+    def keeps_what_the_draft_likes(guesses, own, p=None, q=None, u=None):
+        if q == [0.6]:
+            return [*guesses, own[-1]]
+        return SOLUTIONS["accept"](guesses, own, p, q, u)
+
+    assert_refused("m5.accept", keeps_what_the_draft_likes, "20,000 guesses were drawn", "It should be below 0.02")
+
+
 # --- how many ---------------------------------------------------------------------------------------------------------
 
 
