@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from m5_chunked_prefill_spec.forward_batch import ForwardBatch, SomeTokens, nothing_in_page_0, ranges
+from m5_chunked_prefill_spec.forward_batch import (
+    ForwardBatch,
+    SomeTokens,
+    nothing_in_page_0,
+    one_after_another,
+    ranges,
+)
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
 from tests.testbed.fakes import CPU
 from tests.testbed.pieces import Guesses, make_pieces_bed
@@ -112,6 +118,46 @@ def test_rows_in_any_order_are_laid_out_as_by_hand(lens: list[tuple[int, int]], 
     index = layout.logits_indices
     assert [by_hand[i] for i in (range(len(by_hand)) if index is None else index.tolist())] == wanted
     assert [by_hand[start] for start in layout.starts] == [own[0] for own in tokens]
+
+
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 7)), min_size=1, max_size=6),
+    page_size=st.sampled_from([1, 4, 16]),
+    data=st.data(),
+)
+def test_tokens_one_after_another_are_laid_out_as_each_alone(
+    lens: list[tuple[int, int]], page_size: int, data: Any
+) -> None:
+    """Some rows, each from one of its new tokens on, over some of those behind it; most first."""
+    _, batch, pool = laid_out([(before, before + new) for before, new in lens], [0] * len(lens), page_size=page_size)
+    runner: Any = SimpleNamespace(device=CPU, page_size=page_size, req_to_token_pool=pool)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(lens))), unique=True, max_size=len(lens)))
+    offsets = {row: data.draw(st.integers(0, lens[row][1] - 1)) for row in chosen}
+    counts = {row: data.draw(st.integers(0, lens[row][1] - offsets[row])) for row in chosen}
+    rows = sorted(chosen, key=lambda row: -counts[row])
+    begins = np.cumsum(batch.new_lens) - batch.new_lens
+    places = np.array([begins[row] + offsets[row] for row in rows], dtype=np.int64)
+    as_arrays = np.array(rows, dtype=np.int64), places, np.array([counts[row] for row in rows], dtype=np.int64)
+    layouts = one_after_another(batch, *as_arrays, runner)
+    assert len(layouts) == max(counts.values(), default=0)
+    for step, (positions, found) in enumerate(layouts):
+        now = [row for row in rows if counts[row] > step]
+        at = [begins[row] + offsets[row] + step for row in now]
+        alone = SomeTokens(
+            input_ids=batch.input_ids[at],
+            req_pool_indices=batch.req_pool_indices[now],
+            seq_lens=np.array([lens[row][0] + offsets[row] + step + 1 for row in now]),
+            new_lens=np.ones(len(now), dtype=np.int64),
+            out_cache_loc=batch.out_cache_loc[at],
+            sample_lens=[1] * len(now),
+        )
+        wanted = ForwardBatch.init_new(alone, runner)
+        assert positions.tolist() == wanted.positions.tolist()
+        metadata: Any = wanted.attn_metadata
+        for name in ("query_start_loc", "seq_lens", "context_lens", "query_lens", "slot_mapping"):
+            assert getattr(found, name).tolist() == getattr(metadata, name).tolist(), name
+        width = metadata.block_tables.shape[1]
+        assert found.block_tables[:, :width].tolist() == metadata.block_tables.tolist(), "wider, for what comes"
 
 
 def test_tokens_that_only_show_what_they_cost_lie_in_page_0() -> None:
