@@ -71,16 +71,24 @@ class Admission:
         is_alone: bool,
         num_tokens: int,
         num_places: int,
+        has_whole_step: bool,
         bound_by: str,
     ) -> Admitted:
         """Fill at most `num_tokens` and `num_places` with the rest of `chunked` and with `waiting` requests.
 
         `is_alone`: nobody else holds memory, not even somebody who is about to end and does not run on.
+        `has_whole_step`: nobody decodes in this step.
 
         Raises `BooksLostError` if the adder fails on the way.
         """
         try:
-            adder = self._new_adder(running, num_tokens, num_places + (chunked is not None), bound_by)
+            adder = self._new_adder(
+                running=running,
+                max_prefill_tokens=num_tokens,
+                max_new_reqs=num_places + (chunked is not None),
+                has_whole_step=has_whole_step,
+                bound_by=bound_by,
+            )
         except PartError as error:  # nobody's prompt can go on, and to ask again would not help
             everybody = [*waiting, *([chunked] if chunked else [])]
             return Admitted([], False, [([req.rid for req in everybody], error)])
@@ -109,18 +117,15 @@ class Admission:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _new_adder(self, running: Sequence[Req], num_tokens: int, num_places: int, bound_by: str) -> PrefillAdder:
+    def _new_adder(self, **limits: Any) -> PrefillAdder:
         """What counts whether another prompt fits. Raises `PartError` if the part cannot be made."""
         with blamed_on("prefill_adder", self.prefill_adder):
             adder: PrefillAdder = self.prefill_adder(
                 tree_cache=self.pools.tree_cache,
                 token_to_kv_pool_allocator=self.pools.token_to_kv_pool_allocator,
-                running=running,
                 new_token_ratio=self.new_token_ratio.value,
-                max_prefill_tokens=num_tokens,
-                max_new_reqs=num_places,
-                bound_by=bound_by,
                 tracer=self.tracer,
+                **limits,
                 **self.cuts,
             )
         return adder

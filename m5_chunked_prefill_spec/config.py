@@ -39,8 +39,8 @@ class SchedulerConfig:
     """What a step is filled with. `decode_first`: everybody who runs gets a token, prompts get the rest, to the last
     token. `prefill_first`: prompts go alone, as in m4, and whoever runs waits for them."""
     enable_chunked_prefill: bool = True
-    """Whether a prompt may be cut into pieces. Without, one that is longer than the budget is refused; any other runs
-    whole beside those who decode, and the step may then have more tokens than the budget, by theirs."""
+    """Whether a prompt may be cut into pieces. Without, one that is longer than the budget is refused. Any other runs
+    whole, in a step in which those who decode leave room for all of it; at the latest that is when nobody does."""
     chunked_prefill_size: int | None = None
     """At most so many tokens of prompts go through the model in one step, whatever the budget leaves. None: no limit of
     its own."""

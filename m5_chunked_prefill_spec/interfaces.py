@@ -82,6 +82,7 @@ class PrefillAdderInterface(M4PrefillAdderInterface, Protocol):
         rem_chunk_tokens: int | None,
         chunk_alignment: int,
         is_chunked: bool,
+        has_whole_step: bool,
         bound_by: str,
         tracer: Tracer,
     ) -> None: ...

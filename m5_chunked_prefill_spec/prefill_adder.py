@@ -23,15 +23,16 @@ class PrefillAdder(WholePrefillAdder):
         rem_chunk_tokens: int | None,
         chunk_alignment: int = 1,
         is_chunked: bool = True,
+        has_whole_step: bool = True,
         bound_by: str = "max_num_batched_tokens",
         **settings: Any,
     ) -> None:
         """`rem_chunk_tokens`: a limit on prompt tokens besides that of the step, which is called `bound_by`.
         `chunk_alignment`: a piece that is not the last ends at a multiple of so many tokens. Without `is_chunked`
-        nothing is cut.
+        nothing is cut. `has_whole_step`: nobody decodes in this step.
         """
         super().__init__(**settings)
-        self.is_chunked = is_chunked
+        self.is_chunked, self.has_whole_step = is_chunked, has_whole_step
         self.chunk_alignment = chunk_alignment
         self.bound_by = bound_by
         if rem_chunk_tokens is not None and rem_chunk_tokens < self.rem_input_tokens:
@@ -56,9 +57,13 @@ class PrefillAdder(WholePrefillAdder):
         return AddReqResult.OTHER if given < rest else self.budget_state()
 
     def _fits_step(self, req: Req) -> bool:
-        if not self.is_chunked:
-            return super()._fits_step(req)
-        return self._cut(req.extend_input_len, req.extend_input_len) > 0
+        """Whether any of its tokens are within what is left of this step; without chunks, whether all of them are.
+
+        Where nobody decodes that is counted as in m4, and so whoever has grown past the budget can run alone there.
+        """
+        if self.is_chunked:
+            return self._cut(req.extend_input_len, req.extend_input_len) > 0
+        return super()._fits_step(req) if self.has_whole_step else req.extend_input_len <= self.rem_input_tokens
 
     def _admit(self, req: Req) -> AddReqResult:
         need, rem_total, cur_rem = self._need(req), self.rem_total_tokens, self.cur_rem_tokens

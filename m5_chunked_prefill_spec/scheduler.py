@@ -184,6 +184,7 @@ class Scheduler(SchedulerBase):
             is_alone=len(self.running) == (chunked is not None),
             num_tokens=num_tokens,
             num_places=num_places,
+            has_whole_step=num_tokens == self.max_num_batched_tokens,
             bound_by=bound_by,
         )
         self.batch_is_full = self.batch_is_full or admitted.is_full

@@ -67,6 +67,41 @@ def test_a_prompt_is_not_cut_where_that_is_switched_off(schedule: Any) -> None:
     assert bed.pieces_of("r0") == bed.pieces_of("r1") == [20] and not bed.events("chunk_cut")
 
 
+@pytest.mark.parametrize(("length", "waits"), [(29, False), (30, False), (31, True), (32, True)])
+def test_without_chunks_a_prompt_waits_until_decodes_leave_room_for_all_of_it(length: int, waits: bool) -> None:
+    """Of a budget of 32 two decodes leave 30: a step is packed to the last token, and holds no more."""
+    bed = make_pieces_bed(max_num_batched_tokens=32, enable_chunked_prefill=False)
+    bed.add(5, max_tokens=4), bed.add(5, max_tokens=6), bed.step()
+    bed.add(length, max_tokens=3), bed.add(3, max_tokens=3)
+    step = bed.step().output
+    if not waits:
+        assert step.prompts == {"r2": length} | ({"r3": 3} if length + 3 <= 30 else {})
+    while "r2" in bed.waiting():
+        assert step.prompts == {}, "nobody is let in before it"
+        step = bed.step().output
+    assert len(bed.decisions) == {29: 2, 30: 2, 31: 5, 32: 7}[length], "it runs once one of them, or both, have ended"
+    assert step.prompts["r2"] == length and step.total <= 32
+    bed.drain()
+
+
+def test_without_chunks_whoever_has_grown_past_the_budget_runs_in_a_step_of_its_own() -> None:
+    bed = make_pieces_bed(max_num_batched_tokens=16, enable_chunked_prefill=False, prefix_cache="chunk")
+    bed.add(2, max_tokens=12), bed.step()
+    bed.add(12, max_tokens=10)
+    for _ in range(6):
+        bed.step()
+    bed.pools.due = 1
+    bed.step(), bed.pools.release()
+    assert bed.retracted() == ["r1"], "the one that has said least"
+    bed.add(3, max_tokens=4)
+    while "r0" not in bed.ended:
+        assert bed.step().output.decodes == ("r0",) and bed.waiting() == ["r1", "r2"], "whoever came back goes first"
+    step = bed.step().output
+    assert (step.prompts, step.decodes) == ({"r1": 18}, ()), "more than the budget, and nothing else"
+    assert bed.step().output.num_scheduled_tokens == {"r2": 3, "r1": 1}
+    bed.drain()
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("prefix_cache", ["radix", "hash", "chunk"])
 def test_answers_do_not_depend_on_how_prompts_are_cut(page_size: int, prefix_cache: str) -> None:

@@ -32,13 +32,16 @@ class Cuts:
     chunked_prefill_size: int | None
     most_guesses: int
     right: float
+    is_chunked: bool = True
 
     def bed(self, traffic: Traffic, **settings: Any) -> PiecesBed:
-        """For this traffic; what would be refused as a configuration is left out."""
+        """For this traffic; what would be refused as a configuration, or at intake, is left out."""
+        least = max(traffic.limits.max_num_seqs, 0 if self.is_chunked else longest_prompt(traffic))
         limits = vars(traffic.limits) | {
-            "max_num_batched_tokens": max(self.max_num_batched_tokens, traffic.limits.max_num_seqs),
+            "max_num_batched_tokens": max(self.max_num_batched_tokens, least),
             "schedule": self.schedule,
-            "chunked_prefill_size": self.chunked_prefill_size,
+            "enable_chunked_prefill": self.is_chunked,
+            "chunked_prefill_size": self.chunked_prefill_size if self.is_chunked else None,
         }
         guesses = Guesses(self.most_guesses, right=self.right) if self.most_guesses else None
         return make_pieces_bed(max_model_len=MAX_MODEL_LEN, guesses=guesses, **limits | settings)
@@ -51,7 +54,12 @@ CUTS = st.builds(
     chunked_prefill_size=st.sampled_from([None, None, 4, 5, 7]),
     most_guesses=st.sampled_from([0, 1, 3, 6]),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    is_chunked=st.sampled_from([True, True, False]),
 )
+
+
+def longest_prompt(traffic: Traffic) -> int:
+    return max(one.stem_len + one.own_len for one in traffic.arrivals)
 
 
 def any_traffic(**settings: Any) -> Any:
@@ -112,6 +120,28 @@ def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(
     assert trace(others) == first
 
 
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
+def test_no_step_holds_more_tokens_than_its_budget(schedule: str, is_chunked: bool) -> None:
+    """But one: without chunks, whoever lost its place and has grown past the budget runs all alone."""
+    seen = {"full": 0, "guessed": 0}
+
+    @settings(max_examples=25)
+    @given(any_traffic(), CUTS)
+    def holds(traffic: Traffic, cuts: Cuts) -> None:
+        bed = replace(cuts, schedule=schedule, is_chunked=is_chunked, max_num_batched_tokens=8).bed(traffic)
+        budget = bed.scheduler.max_num_batched_tokens
+        for step in play(traffic, bed, names(traffic)):
+            is_alone = len(step.output.rids) == step.output.num_prompts == 1
+            has_grown = is_alone and bool(bed.reqs[step.output.rids[0]].num_retractions)
+            assert step.output.total <= budget or (has_grown and not is_chunked), step.output
+            seen["full"] += step.output.total == budget
+            seen["guessed"] += any(step.output.draft_lens)
+
+    holds()
+    assert all(seen.values()), seen
+
+
 @settings(max_examples=20)
 @given(any_traffic(disturbed=False), CUTS)
 def test_there_is_always_somebody_who_goes_on(traffic: Traffic, cuts: Cuts) -> None:
@@ -153,18 +183,21 @@ class Crowd:
     most_guesses: int
     longest_prompt: int
     most_tokens: int
+    is_chunked: bool = True
 
     @property
     def least_piece(self) -> int:
         """Of a prompt that is in pieces so many tokens run in each step: at most all other places decode, one token
-        each, and guesses take half of what is left."""
+        each, and guesses take half of what is left. Without chunks there is one piece."""
+        if not self.is_chunked:
+            return self.longest_prompt
         left = self.max_num_batched_tokens - (self.max_num_seqs - 1)
         return min(-(-left // 2) if self.most_guesses else left, self.chunked_prefill_size or left)
 
     @property
     def steps_in_pieces(self) -> int:
         """From the first piece, which may be smaller because it takes what others leave, to the last one."""
-        return 1 + -(-(self.longest_prompt - 1) // self.least_piece)
+        return 1 + -(-(self.longest_prompt - 1) // self.least_piece) if self.is_chunked else 1
 
     @property
     def steps_of_a_life(self) -> int:
@@ -174,10 +207,10 @@ class Crowd:
     def longest_wait(self, num_before: int) -> int:
         """Steps before a request is let in, of which so many older ones had not ended when it came.
 
-        If nobody is let in for the length of a life, all who ran have ended, so that the next in order finds all places
-        and all memory. Between two steps that let somebody in there are not more. In such a step either newcomers go
-        before the request, which counts against their patience, or none but older ones do. Besides, it may have been
-        held back for the prefix of an older one: once while that waits, once while that is in pieces.
+        If nobody is let in for the length of a life, all who ran have ended, so that the next in order finds all
+        places, all memory and a whole step. Between two steps that let somebody in there are not more. In such a step
+        either newcomers go before the request, which counts against their patience, or none but older ones do. Besides,
+        it may have been held back for the prefix of an older one: once while that waits, once while that is in pieces.
         """
         return (PATIENCE + 2 * num_before + 1) * (self.steps_of_a_life + 1)
 
@@ -189,8 +222,9 @@ class Crowd:
             page_size=self.page_size,
             schedule_policy=policy,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            chunked_prefill_size=self.chunked_prefill_size,
+            max_num_batched_tokens=max(self.max_num_batched_tokens, 0 if self.is_chunked else self.longest_prompt),
+            enable_chunked_prefill=self.is_chunked,
+            chunked_prefill_size=self.chunked_prefill_size if self.is_chunked else None,
             guesses=Guesses(self.most_guesses) if self.most_guesses else None,
         )
 
@@ -205,6 +239,7 @@ CROWDS = st.integers(1, 3).flatmap(
         most_guesses=st.sampled_from([0, 3]),
         longest_prompt=st.integers(4, 24),
         most_tokens=st.integers(1, 5),
+        is_chunked=st.sampled_from([True, True, False]),
     )
 )
 
