@@ -45,7 +45,7 @@ class PrefillAdder:
     all of `can_run_list`, and what is evictable really can be evicted, because whatever lies below an unlocked node of
     the cache is unlocked, too.
 
-    Seams for m5, which takes prompts in pieces: `_fits_step`, `_admit`.
+    Seams for m5, which takes prompts in pieces: `_fits_step`, `_take`.
     """
 
     def __init__(
@@ -122,16 +122,21 @@ class PrefillAdder:
         """
         return self._ceil_page(req.extend_input_len) < self.rem_input_tokens or not self.can_run_list
 
-    def _admit(self, req: Req) -> AddReqResult:
-        """Take it; its node is locked."""
-        need, extend = self._need(req), self._ceil_page(req.extend_input_len)
-        rem_total, cur_rem, rem_input = self.rem_total_tokens, self.cur_rem_tokens, self.rem_input_tokens
+    def _take(self, req: Req) -> AddReqResult:
+        """Count its tokens, and those to come; its node is locked."""
+        extend = self._ceil_page(req.extend_input_len)
         self.can_run_list.append(req)
         self._taken += extend
         # All that it may say, what it said before a retraction included: it comes back to a memory that was too small.
         self._expected += min(req.max_new_tokens, CLIP_MAX_NEW_TOKENS)
         self.rem_input_tokens -= extend
-        result = self.budget_state()
+        return self.budget_state()
+
+    def _admit(self, req: Req) -> AddReqResult:
+        """Take it, and tell the trace by which numbers."""
+        need, rem_total = self._need(req), self.rem_total_tokens
+        cur_rem, rem_input = self.cur_rem_tokens, self.rem_input_tokens
+        result = self._take(req)
         if self.tracer:
             self.tracer.emit(
                 Admit(

@@ -10,7 +10,6 @@ from typing import Any
 
 from m4_radix_cache.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder as WholePrefillAdder
 from m4_radix_cache.request import Req
-from m4_radix_cache.scheduler_events import Admit
 from m5_chunked_prefill_spec.events import ChunkCut
 
 
@@ -53,7 +52,7 @@ class PrefillAdder(WholePrefillAdder):
         given = self._cut(min(rest, room), rest)
         if given < 1:
             return AddReqResult.NO_TOKEN if room < 1 else AddReqResult.OTHER
-        self._take(req, given, "memory" if given == room < min(rest, self.rem_input_tokens) else self.bound_by)
+        self._take_piece(req, given, "memory" if given == room < min(rest, self.rem_input_tokens) else self.bound_by)
         return AddReqResult.OTHER if given < rest else self.budget_state()
 
     def _fits_step(self, req: Req) -> bool:
@@ -65,35 +64,19 @@ class PrefillAdder(WholePrefillAdder):
             return self._cut(req.extend_input_len, req.extend_input_len) > 0
         return super()._fits_step(req) if self.has_whole_step else req.extend_input_len <= self.rem_input_tokens
 
-    def _admit(self, req: Req) -> AddReqResult:
-        need, rem_total, cur_rem = self._need(req), self.rem_total_tokens, self.cur_rem_tokens
-        rem_input, whole = self.rem_input_tokens, req.extend_input_len
+    def _take(self, req: Req) -> AddReqResult:
+        """As m4's, or as much of it as fits."""
+        whole = req.extend_input_len
         given = self._cut(whole, whole) if self.is_chunked else whole
-        self._take(req, given, self.bound_by)
-        result = AddReqResult.OTHER if given < whole else self.budget_state()
-        if self.tracer:
-            self.tracer.emit(
-                Admit(
-                    rid=req.rid,
-                    prefix=len(req.prefix_indices),
-                    extend=req.extend_input_len,
-                    num_output_tokens=len(req.output_ids),
-                    need=need,
-                    rem_total=rem_total,
-                    cur_rem=cur_rem,
-                    rem_input=rem_input,
-                    evictable=self.tree_cache.evictable_size(),
-                    result=result.value,
-                )
-            )
-        return result
+        self._take_piece(req, given, self.bound_by)
+        return AddReqResult.OTHER if given < whole else self.budget_state()
 
     def _cut(self, most: int, rest: int) -> int:
         """How many of `most` tokens this step takes; fewer than `rest` end at a multiple of the alignment."""
         given = min(most, self.rem_input_tokens)
         return given if given == rest else given // self.chunk_alignment * self.chunk_alignment
 
-    def _take(self, req: Req, given: int, bound_by: str) -> None:
+    def _take_piece(self, req: Req, given: int, bound_by: str) -> None:
         """Add the first `given` of the tokens that it lacks."""
         start, asked = len(req.prefix_indices), req.extend_input_len
         self._taken += self._ceil_page(start + given) - self._ceil_page(start)
