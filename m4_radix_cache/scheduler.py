@@ -8,17 +8,15 @@ evicted, then somebody is retracted. SGLang: `Scheduler.get_next_batch_to_run` a
 
 from collections.abc import Iterable
 
-import torch
-
-from m1_single_request.request import FinishError, RequestStatus
+from m1_single_request.request import FinishError
 from m1_single_request.sampling_step import SampledTokens
 from m3_paged_attention.errors import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.errors import blamed_on
 from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
-from m4_radix_cache.recovery import Phase, audit, recover
+from m4_radix_cache.recovery import recover
 from m4_radix_cache.request import Req
-from m4_radix_cache.retraction import outgrown, retract
+from m4_radix_cache.retraction import outgrown
 from m4_radix_cache.schedule_batch import ScheduleBatch
 from m4_radix_cache.schedule_policy import order_of
 from m4_radix_cache.scheduler_base import SchedulerBase
@@ -26,23 +24,9 @@ from m4_radix_cache.scheduler_events import batch_event, matched_event
 
 
 class Scheduler(SchedulerBase):
-    """Decides who runs; the two verbs of every scheduler, and what SGLang calls their parts."""
+    """Decides who runs, and commits what came of it; the verbs that ask it to are in `SchedulerBase`."""
 
-    def schedule(self) -> ScheduleBatch | None:
-        """Decide what goes through the model now; None: nothing."""
-        if self.phase is not Phase.IDLE:
-            recover(self)
-        self.phase = Phase.DECIDING
-        self.cur_batch = self.get_next_batch_to_run()
-        if self.cur_batch is None and all(req.to_finish is None for req in self.requests.values()):
-            # Nobody goes on and nobody ends: the next step would be the same, for ever.
-            error = PartError("the parts 'schedule_policy' and 'prefill_adder' let nobody in, and nobody runs")
-            self.finish_requests(list(self.requests), FinishError(error))
-        self.phase = Phase.IN_FLIGHT
-        if self.tracer and self.cur_batch is not None:
-            self.tracer.emit(batch_event(self.cur_batch, self.untold, len(self.running), self.max_num_batched_tokens))
-            self.untold = []
-        return self.cur_batch
+    nobody_runs = "the parts 'schedule_policy' and 'prefill_adder' let nobody in, and nobody runs"
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         """Prompts first: 1. whose prompt ran in the last step joins the others; 2. if waiting requests can be let in,
@@ -96,33 +80,6 @@ class Scheduler(SchedulerBase):
         batch.prepare_for_decode()
         return batch
 
-    def update_from_output(self, batch: ScheduleBatch | None, output: ModelRunnerOutput | None) -> list[Req]:
-        """Commit a step: append tokens, share their KV, end what is to end. Returns the requests that changed.
-
-        `output` is None if the step ran nothing or failed; whoever was in it and is not marked starts over. A request
-        that was marked to finish (abort, error) ends now, without a token.
-        """
-        self.phase = Phase.UPDATING
-        marked = [req for req in self.marked.values() if req.to_finish is not None]
-        changed: list[Req] = []
-        if batch is not None and output is not None:
-            changed = list(self.process_batch_result(batch, output))
-        elif batch is not None:
-            self._send_back([req for req in batch.reqs if req.to_finish is None])
-            batch.filter_batch([])
-        if marked:  # those who are marked from now on end with the next update
-            settled = {req.rid for req in changed}
-            changed += [req for req in marked if req.rid not in settled]
-        for req in [req for req in changed if req.to_finish is not None]:
-            self._finish(req)
-        self.last_batch = batch if batch is not None and batch.forward_mode.is_extend() else None
-        self.phase = Phase.IDLE
-        if not self.requests:
-            self.new_token_ratio.reset()
-        if self.pools.debug:
-            audit(self)
-        return changed
-
     def process_batch_result(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
         """Give every request its new token; the KV of a prompt is there for others from now on."""
         reqs, token_ids = batch.take_tokens(output)
@@ -140,6 +97,11 @@ class Scheduler(SchedulerBase):
                 self.tree_cache.cache_unfinished_req(req)
         return reqs
 
+    def trace_batch(self, batch: ScheduleBatch) -> None:
+        """Tell the trace whose prompts run, or who decodes."""
+        if self.tracer:
+            self.tracer.emit(batch_event(batch, self.untold, len(self.running), self.max_num_batched_tokens))
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _new_adder(self, num_places: int) -> PrefillAdder:
@@ -154,37 +116,3 @@ class Scheduler(SchedulerBase):
                 max_new_reqs=num_places,
                 tracer=self.tracer,
             )
-
-    def _start(self, reqs: list[Req]) -> ScheduleBatch | None:
-        """A batch of requests that were admitted, their prefixes locked."""
-        batch = ScheduleBatch.init_new(reqs, self.pools)
-        try:
-            batch.prepare_for_extend(self._sampling_info(batch.reqs))
-        except (PartError, torch.OutOfMemoryError) as error:  # nothing was taken
-            for req in reqs:
-                self.tree_cache.dec_lock_ref(req.last_node)
-            self.batch_is_full = False
-            self.finish_requests([req.rid for req in reqs], FinishError(error))
-            return None
-        started = {id(req) for req in reqs}
-        self.waiting_queue = [req for req in self.waiting_queue if id(req) not in started]
-        for req in reqs:
-            req.set_status(RequestStatus.RUNNING)
-            self.tree_cache.record_hit(req.last_node)
-            self.num_cached_tokens += len(req.prefix_indices)
-            if not req.num_retractions:
-                req.cached_tokens = len(req.prefix_indices)
-        return batch
-
-    def _retract(self, batch: ScheduleBatch) -> bool:
-        """Take requests out until the others' next tokens have room; whether they have."""
-        retracted, failure = retract(batch, self.preemption, self.new_token_ratio, self.tracer)
-        self._send_back(retracted)
-        if failure is not None:  # nobody can run on, and to ask again would not help
-            self.finish_requests([req.rid for req in batch.reqs], FinishError(failure))
-            return False
-        if batch.check_decode_mem():
-            return True
-        if len(self.running) == 1:  # all memory is its own; otherwise others leave theirs at the update
-            self.finish_requests([batch.reqs[0].rid], FinishError(outgrown(batch.reqs[0], self.pools)))
-        return False

@@ -1,10 +1,12 @@
-"""Everything about a scheduler of a living batch but its decisions: intake, marks, ends, and the way back to the queue.
+"""Everything about a scheduler of a living batch but its decisions: the two verbs, intake, and the ends.
 
 Said once, so that `scheduler.py` shows nothing but who runs now, and so that m5 and m6, which decide differently, write
-only that anew. The duties are those of m3's scheduler. SGLang: the rest of `Scheduler` in `managers/scheduler.py`.
+only that anew: what decides, `get_next_batch_to_run`, and what commits, `process_batch_result`. The duties are those of
+m3's scheduler. SGLang: the rest of `Scheduler` in `managers/scheduler.py`.
 """
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +17,15 @@ from m1_single_request.request import BaseFinishReason, FinishError, RequestStat
 from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.errors import PartError
+from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import PreemptionPolicy
 from m4_radix_cache.errors import blamed_on
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.outputs import EngineStats
-from m4_radix_cache.recovery import Phase, check_scheduler, recover
+from m4_radix_cache.recovery import Phase, audit, check_scheduler, recover
 from m4_radix_cache.request import Req
+from m4_radix_cache.retraction import outgrown, retract
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.schedule_policy import SchedulePolicy
@@ -38,17 +43,20 @@ class Limits(Protocol):
     def schedule_conservativeness(self) -> float: ...
 
 
-class SchedulerBase:
+class SchedulerBase(ABC):
     """The only one that changes requests. Nothing is released between `schedule` and `update_from_output`.
 
     `requests` holds every unfinished request, in order of arrival. Each waits in `waiting_queue`, or has a row: then it
     is in `running_batch`, or in `last_batch` if that ran its prompt and is not merged yet.
 
-    Seams for later milestones: `batch_class`; `stats`, which knows more there; `check_invariants`.
+    Each milestone says for itself: `get_next_batch_to_run`, `process_batch_result`, `trace_batch`, `nobody_runs`.
+    Seams for later milestones: `batch_class`; `stats`, `check_invariants` and `_finish`, which know more there.
     """
 
     batch_class: type[ScheduleBatch] = ScheduleBatch
     """Of its batches."""
+    nobody_runs = "nobody runs"
+    """Why a step is empty in which nobody ends."""
 
     def __init__(
         self,
@@ -82,6 +90,64 @@ class SchedulerBase:
         self.marked: dict[str, Req] = {}  # who ends at the next update, wherever it stands
         self.untold: list[str] = []  # who ended since the last batch that the trace has heard of
         self._num_arrivals = 0
+
+    # --- the two verbs ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduleBatch | None:
+        """Decide what goes through the model now; None: nothing."""
+        if self.phase is not Phase.IDLE:
+            recover(self)
+        self.phase = Phase.DECIDING
+        self.cur_batch = self.get_next_batch_to_run()
+        if self.cur_batch is None and all(req.to_finish is None for req in self.requests.values()):
+            # Nobody goes on and nobody ends: the next step would be the same, for ever.
+            self.finish_requests(list(self.requests), FinishError(PartError(self.nobody_runs)))
+        self.phase = Phase.IN_FLIGHT
+        if self.tracer and self.cur_batch is not None:
+            self.trace_batch(self.cur_batch)
+            self.untold = []
+        return self.cur_batch
+
+    def update_from_output(self, batch: ScheduleBatch | None, output: ModelRunnerOutput | None) -> list[Req]:
+        """Commit a step: append tokens, share their KV, end what is to end. Returns the requests that changed.
+
+        `output` is None if the step ran nothing or failed; whoever was in it and is not marked starts over. A request
+        that was marked to finish (abort, error) ends now, without a token.
+        """
+        self.phase = Phase.UPDATING
+        marked = [req for req in self.marked.values() if req.to_finish is not None]
+        changed: list[Req] = []
+        if batch is not None and output is not None:
+            changed = list(self.process_batch_result(batch, output))
+        elif batch is not None:
+            self._send_back([req for req in batch.reqs if req.to_finish is None])
+            batch.filter_batch([])
+        if marked:  # those who are marked from now on end with the next update
+            settled = {req.rid for req in changed}
+            changed += [req for req in marked if req.rid not in settled]
+        for req in [req for req in changed if req.to_finish is not None]:
+            self._finish(req)
+        self.last_batch = batch if batch is not self.running_batch else None  # it joins those who run
+        self.phase = Phase.IDLE
+        if not self.requests:
+            self.new_token_ratio.reset()
+        if self.pools.debug:
+            audit(self)
+        return changed
+
+    @abstractmethod
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """Decide: let `last_batch` join `running_batch`, then fill a batch, which may be the running one."""
+
+    @abstractmethod
+    def process_batch_result(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
+        """Give the requests of a batch their tokens, and share their KV. Returns those that got any."""
+
+    @abstractmethod
+    def trace_batch(self, batch: ScheduleBatch) -> None:
+        """Tell the trace what goes through the model."""
+
+    # --- all the rest of its duties -----------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> list[Req]:
@@ -137,6 +203,45 @@ class SchedulerBase:
     def check_invariants(self) -> None:
         """Raise AssertionError if queues, batches and memory contradict each other; tests call it after each step."""
         check_scheduler(self)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _start(self, reqs: list[Req]) -> ScheduleBatch | None:
+        """A batch of requests that were admitted, their prefixes locked; whoever has a row already goes on."""
+        new = [req for req in reqs if req.req_pool_idx is None]
+        batch = self.batch_class.init_new(reqs, self.pools)
+        try:
+            batch.prepare_for_extend(self._sampling_info(batch.reqs))
+        except (PartError, torch.OutOfMemoryError) as error:  # nothing was taken
+            for req in new:
+                self.tree_cache.dec_lock_ref(req.last_node)
+            self.batch_is_full = False
+            self.finish_requests([req.rid for req in reqs], FinishError(error))
+            return None
+        started = {id(req) for req in new}
+        self.waiting_queue = [req for req in self.waiting_queue if id(req) not in started]
+        for req in new:
+            req.set_status(RequestStatus.RUNNING)
+            self.tree_cache.record_hit(req.last_node)
+            self.num_cached_tokens += len(req.prefix_indices)
+            if not req.num_retractions:
+                req.cached_tokens = len(req.prefix_indices)
+        return batch
+
+    def _retract(self, batch: ScheduleBatch, prefilling: Sequence[Req] = ()) -> bool:
+        """Take requests out until the others' next tokens have room; whether they have. `prefilling`: see `retract`."""
+        retracted, failure = retract(batch, self.preemption, self.new_token_ratio, self.tracer, prefilling=prefilling)
+        self._send_back(retracted)
+        if failure is not None:  # nobody can run on, and to ask again would not help
+            self.finish_requests([req.rid for req in batch.reqs], FinishError(failure))
+            return False
+        if not batch.reqs:
+            return False
+        if batch.check_decode_mem():
+            return True
+        if len(self.running) == 1:  # all memory is its own; otherwise others leave theirs at the update
+            self.finish_requests([req.rid for req in batch.reqs], FinishError(outgrown(self.running[0], self.pools)))
+        return False
 
     def _sampling_info(self, reqs: list[Req]) -> SamplingBatchInfo:
         """How the next tokens of these requests are chosen. Raises `PartError` if the stop checker fails."""

@@ -1,24 +1,23 @@
 """Who runs now, when a step may hold decodes, guesses and pieces of prompts at once.
 
-m4 let prompts in, whole, or gave everybody a token. Here both verbs are the same, but a step may do the two together:
-in which order, and how the budget is shared, is the composer's to say (`batch_composer.py`). A prompt that is cut goes
-on in the next step, before anybody else is let in; until its last piece it gets no token, though what it has computed
-is in the cache already. What a request gets may be several tokens; the slots of wrong guesses go back. SGLang:
-`Scheduler.get_next_batch_to_run` with `chunked_req`; vLLM V1: `Scheduler.schedule`.
+m4 let prompts in, whole, or gave everybody a token. The two verbs are the same here and are not written again
+(`SchedulerBase`); what they ask for is. A step may do the two together: in which order, and how the budget is shared,
+is the composer's to say (`batch_composer.py`). A prompt that is cut goes on in the next step, before anybody else is
+let in; until its last piece it gets no token, though what it has computed is in the cache already. What a request gets
+may be several tokens; the slots of wrong guesses go back. SGLang: `Scheduler.get_next_batch_to_run` with `chunked_req`;
+vLLM V1: `Scheduler.schedule`.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from m1_single_request.request import FinishError, RequestStatus
 from m3_paged_attention.errors import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.errors import blamed_on
-from m4_radix_cache.recovery import Phase, audit, check_scheduler, recover
+from m4_radix_cache.recovery import check_scheduler, recover
 from m4_radix_cache.request import Req
-from m4_radix_cache.retraction import outgrown, retract
+from m4_radix_cache.schedule_batch import ScheduleBatch as PlainScheduleBatch
 from m4_radix_cache.scheduler_base import SchedulerBase
 from m5_chunked_prefill_spec.admission import Admission, BooksLostError
 from m5_chunked_prefill_spec.config import SchedulerConfig
@@ -29,9 +28,10 @@ from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 
 
 class Scheduler(SchedulerBase):
-    """Decides who runs, and with how many tokens; the two verbs of every scheduler, and what a composer asks for."""
+    """Decides who runs, and with how many tokens, and what a composer asks for; m4's base has the two verbs."""
 
     batch_class = ScheduleBatch
+    nobody_runs = "the parts 'schedule_policy', 'prefill_adder' and 'composer' let nobody run"
 
     def __init__(
         self,
@@ -64,35 +64,12 @@ class Scheduler(SchedulerBase):
         """Whoever has a row, and KV of a part of its prompt only. It is in no batch between two of its pieces."""
         self._has_retracted = False  # in the step that is being decided: then nobody is let in
 
-    # --- the two verbs ------------------------------------------------------------------------------------------------
-
-    def schedule(self) -> ScheduleBatch | None:
-        """Decide what goes through the model now; None: nothing."""
-        if self.phase is not Phase.IDLE:
-            recover(self)
-        self.phase = Phase.DECIDING
-        self._has_retracted = False
-        batch: ScheduleBatch | None = None
-        try:
-            batch = self.get_next_batch_to_run()
-        except BooksLostError as lost:  # the books are made anew
-            recover(self)
-            self.finish_requests([lost.rid], FinishError(lost.error))
-        self.cur_batch = batch
-        if batch is None and all(req.to_finish is None for req in self.requests.values()):
-            # Nobody goes on and nobody ends: the next step would be the same, for ever.
-            error = PartError("the parts 'schedule_policy', 'prefill_adder' and 'composer' let nobody run")
-            self.finish_requests(list(self.requests), FinishError(error))
-        self.phase = Phase.IN_FLIGHT
-        if self.tracer and batch is not None:
-            self.tracer.emit(batch_event(batch, self.untold, len(self.running), self.max_num_batched_tokens))
-            self.untold = []
-        return batch
+    # --- what decides, and what commits -------------------------------------------------------------------------------
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         """Whoever got its first token joins those who run; what the step is filled with is the composer's to say."""
-        if self.chunked_req is not None and self.chunked_req.req_pool_idx is None:
-            self.chunked_req = None  # it ended, or lost its place
+        self._has_retracted = False
+        self._forget_chunked()
         if self.last_batch is not None:
             goes_on = [req.status is RequestStatus.RUNNING and req.to_finish is None for req in self.last_batch.reqs]
             others = [req is not self.chunked_req for req in self.last_batch.reqs]
@@ -100,36 +77,24 @@ class Scheduler(SchedulerBase):
             self.running_batch.merge_batch(self.last_batch)
             self.last_batch = None
         self.running_batch.filter_batch()
-        return self.composer.compose(self)
+        try:
+            batch: ScheduleBatch | None = self.composer.compose(self)
+        except BooksLostError as lost:  # the books are made anew
+            recover(self)
+            self.finish_requests([lost.rid], FinishError(lost.error))
+            return None
+        return batch
 
-    def update_from_output(self, batch: ScheduleBatch | None, output: ModelRunnerOutput | None) -> list[Req]:
-        """Commit a step: append tokens, share their KV, end what is to end. Returns the requests that changed.
+    def process_batch_result(self, batch: PlainScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
+        """Give the requests of a batch their tokens; slots of wrong guesses go back."""
+        assert isinstance(batch, ScheduleBatch)
+        return self.results.process(batch, output)
 
-        `output` is None if the step ran nothing or failed; whoever was in it and is not marked starts over. A request
-        that was marked to finish (abort, error) ends now, without a token.
-        """
-        self.phase = Phase.UPDATING
-        marked = [req for req in self.marked.values() if req.to_finish is not None]
-        changed: list[Req] = []
-        if batch is not None and output is not None:
-            changed = self.results.process(batch, output)
-        elif batch is not None:
-            self._send_back([req for req in batch.reqs if req.to_finish is None])
-            batch.filter_batch([])
-        if marked:  # those who are marked from now on end with the next update
-            settled = {req.rid for req in changed}
-            changed += [req for req in marked if req.rid not in settled]
-        ended = [req for req in changed if req.to_finish is not None]
-        for req in ended:
-            self._finish(req)
-        self.admission.forget(req.rid for req in ended)
-        self.last_batch = batch if batch is not None and batch.num_prompts else None
-        self.phase = Phase.IDLE
-        if not self.requests:
-            self.new_token_ratio.reset()
-        if self.pools.debug:
-            audit(self)
-        return changed
+    def trace_batch(self, batch: PlainScheduleBatch) -> None:
+        """Tell the trace what the step is filled with."""
+        assert isinstance(batch, ScheduleBatch)
+        if self.tracer:
+            self.tracer.emit(batch_event(batch, self.untold, len(self.running), self.max_num_batched_tokens))
 
     # --- what a composer asks for -------------------------------------------------------------------------------------
 
@@ -159,7 +124,7 @@ class Scheduler(SchedulerBase):
             return None
         if batch.check_decode_mem():
             self.new_token_ratio.decay()
-        elif not self._retract(batch):
+        elif not self._has_room_after_retraction(batch):
             return None
         drafts = self._drafts(batch.reqs, max_draft_tokens)
         if drafts and not batch.has_room_for(drafts):
@@ -190,7 +155,12 @@ class Scheduler(SchedulerBase):
         self.batch_is_full = self.batch_is_full or admitted.is_full
         for rids, error in admitted.failures:
             self.finish_requests(rids, FinishError(error))
-        return self._start(list(admitted.reqs)) if admitted.reqs else None
+        batch = self._start(list(admitted.reqs)) if admitted.reqs else None
+        if batch is not None:
+            assert isinstance(batch, ScheduleBatch)
+            self.chunked_req = batch.chunked_req
+            self.admission.started([req for req in batch.reqs if req is not chunked], self.waiting_queue)
+        return batch
 
     def mix(self, prompts: ScheduleBatch, decodes: ScheduleBatch) -> ScheduleBatch:
         """Both in one batch, from now on."""
@@ -215,32 +185,12 @@ class Scheduler(SchedulerBase):
         chunked = self.chunked_req
         check_scheduler(self, chunked if chunked is not None and chunked.req_pool_idx is not None else None)
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    def _finish(self, req: Req) -> None:
+        """As m4's; it overtakes nobody, and nobody overtakes it any more."""
+        self.admission.forget([req.rid])
+        super()._finish(req)
 
-    def _start(self, reqs: list[Req]) -> ScheduleBatch | None:
-        """A batch of requests that were admitted, their prefixes locked."""
-        new = [req for req in reqs if req is not self.chunked_req]
-        batch = self.batch_class.init_new(reqs, self.pools)
-        assert isinstance(batch, ScheduleBatch)
-        try:
-            batch.prepare_for_extend(self._sampling_info(batch.reqs))
-        except (PartError, torch.OutOfMemoryError) as error:  # nothing was taken
-            for req in new:
-                self.tree_cache.dec_lock_ref(req.last_node)
-            self.batch_is_full = False
-            self.finish_requests([req.rid for req in reqs], FinishError(error))
-            return None
-        self.chunked_req = batch.chunked_req
-        started = {id(req) for req in new}
-        self.waiting_queue = [req for req in self.waiting_queue if id(req) not in started]
-        self.admission.started(new, self.waiting_queue)
-        for req in new:
-            req.set_status(RequestStatus.RUNNING)
-            self.tree_cache.record_hit(req.last_node)
-            self.num_cached_tokens += len(req.prefix_indices)
-            if not req.num_retractions:
-                req.cached_tokens = len(req.prefix_indices)
-        return batch
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _drafts(self, reqs: list[Req], most: int) -> list[list[int]]:
         """The guesses of this step. If the part that makes them fails, those it guesses for end, and no others."""
@@ -252,21 +202,14 @@ class Scheduler(SchedulerBase):
             return []
         return drafts
 
-    def _retract(self, batch: ScheduleBatch) -> bool:
-        """Take requests out until the others' next tokens have room; whether they have."""
-        prefilling = [] if self.chunked_req is None else [self.chunked_req]
-        retracted, failure = retract(batch, self.preemption, self.new_token_ratio, self.tracer, prefilling=prefilling)
-        self._send_back(retracted)
+    def _has_room_after_retraction(self, batch: ScheduleBatch) -> bool:
+        """Retract; whoever is in the middle of its prompt may have to go, too."""
         self._has_retracted = True
-        if self.chunked_req in retracted:
+        has_room = self._retract(batch, [] if self.chunked_req is None else [self.chunked_req])
+        self._forget_chunked()
+        return has_room
+
+    def _forget_chunked(self) -> None:
+        """Unless it goes on: it may have ended, or have lost its place."""
+        if self.chunked_req is not None and self.chunked_req.req_pool_idx is None:
             self.chunked_req = None
-        if failure is not None:  # nobody can run on, and to ask again would not help
-            self.finish_requests([req.rid for req in batch.reqs], FinishError(failure))
-            return False
-        if not batch.reqs:
-            return False
-        if batch.check_decode_mem():
-            return True
-        if len(self.running) == 1:  # all memory is its own; otherwise others leave theirs at the update
-            self.finish_requests([req.rid for req in batch.reqs], FinishError(outgrown(self.running[0], self.pools)))
-        return False

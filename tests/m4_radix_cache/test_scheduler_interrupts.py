@@ -366,7 +366,7 @@ def test_the_step_after_an_interrupt_can_be_interrupted_anywhere(inside: bool) -
         return bed
 
     check_each(interrupted_bed, lambda bed: bed.scheduler.schedule(), [recovery])
-    check_each(interrupted_bed, lambda bed: bed.scheduler.schedule(), [scheduler_module], one_of=3)
+    check_each(interrupted_bed, lambda bed: bed.scheduler.schedule(), [scheduler_module, scheduler_base], one_of=3)
 
 
 @pytest.mark.parametrize("n", [1, 3])
