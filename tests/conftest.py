@@ -1,5 +1,7 @@
 """What holds for every test: one torch thread per worker, no network, the same numbers on every run.
 
+What several milestones share: a tiny random model, and m1's answers with it, each of them computed once.
+
 And where GPU tests run. A test marked `gpu` runs natively where torch sees a CUDA device, and is deselected elsewhere;
 a closing line says how many that were. A test marked `interpreter` runs kernels on the CPU through Triton's interpreter
 and is deselected where there is a GPU, because a process either interprets its kernels or compiles them. So
@@ -8,6 +10,9 @@ and is deselected where there is a GPU, because a process either interprets its 
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: its thread pools read this once
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -85,3 +90,56 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line)
     if importlib.util.find_spec("triton") is None:
         terminalreporter.write_line("triton is not installed: its kernels were not tested")
+
+
+# --- what several milestones share ------------------------------------------------------------------------------------
+# Imported when it is asked for: the tests of this file run it where there is no other test.
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as files."""
+    from tests.support.engines import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def loaded_m1(tiny_directory: Path) -> Any:
+    """The tiny model in transformers' hands, for the answers to give."""
+    from m1_single_request import ModelConfig
+    from m1_single_request.model_loader import load_model
+
+    return load_model(ModelConfig(model=tiny_directory, device="cpu", dtype="float32"))
+
+
+@pytest.fixture(scope="session")
+def known_answers() -> dict[str, Any]:
+    """What m1 has said so far, by engine: its model and what was changed."""
+    return {}
+
+
+@pytest.fixture
+def make_m1(loaded_m1: Any, known_answers: dict[str, Any]) -> Iterator[Any]:
+    """`make_m1(parts, seed=..., ...)`: an engine of m1, whose answers are the ones to give."""
+    from tests.support.engines import RememberingMaker
+
+    maker = RememberingMaker(loaded_m1, known_answers)
+    yield maker
+    maker.check()
+
+
+@pytest.fixture
+def m1(make_m1: Any) -> Any:
+    """Gives the answers that are right to greedy and seeded requests."""
+    return make_m1()
+
+
+@pytest.fixture(scope="session")
+def alone(loaded_m1: Any) -> Any:
+    """`alone(ask, child)`: m1's answer to one child of an ask of `tests/equivalence/traffic.py`, and how it ended."""
+    import m1_single_request
+    from tests.equivalence.traffic import Alone
+    from tests.support.engines import EngineMaker
+
+    return Alone(EngineMaker(m1_single_request, loaded_m1))

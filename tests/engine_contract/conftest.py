@@ -7,23 +7,15 @@ from typing import Any
 
 import pytest
 
-import m1_single_request
-from m1_single_request.model_loader import load_model
 from tests.engine_contract.crowd import MakeEngine
 from tests.engine_contract.variants import VARIANTS, Variant
-from tests.support.engines import EngineMaker, save_tiny_model
+from tests.support.engines import EngineMaker
 
 
 @pytest.fixture(params=VARIANTS, ids=str)
 def variant(request: pytest.FixtureRequest) -> Variant:
     """Every milestone with batches, in each of its ways to run them."""
     return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture(scope="session")
-def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as files."""
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
@@ -52,11 +44,3 @@ def make_engine(variant: Variant, load: Callable[..., Any]) -> Iterator[MakeEngi
     maker.check()
     for engine in maker.engines:
         assert not list(variant.owners(engine)), "a closed engine holds something"
-
-
-@pytest.fixture
-def make_m1(load: Callable[..., Any]) -> Iterator[Any]:
-    """The same for m1, whose answers are the ones to give."""
-    maker = EngineMaker(m1_single_request, load(m1_single_request, load_model))
-    yield maker
-    maker.check()

@@ -1,11 +1,9 @@
 """What m2's engine tests share: one tiny random model, engines of both executions around it, and m1's answers."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-import m1_single_request
 import m2_continuous_batching
 from m1_single_request.model_loader import LoadedModel
 from m2_continuous_batching import LLMEngine
@@ -19,18 +17,16 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def loaded_m1(loaded: LoadedModel) -> LoadedModel:
+    """The model whose answers are the ones to give."""
+    return loaded
+
+
 @pytest.fixture
 def make_engine(loaded: LoadedModel) -> Iterator[MakeEngine]:
     """`make_engine(parts, seed=..., scheduler_config=..., ...)`: an engine that shares the loaded model."""
     maker = EngineMaker(m2_continuous_batching, loaded)
-    yield maker
-    maker.check()
-
-
-@pytest.fixture
-def make_m1(loaded: LoadedModel) -> Iterator[Any]:
-    """The same for m1, whose answers are the ones to give."""
-    maker = EngineMaker(m1_single_request, loaded)
     yield maker
     maker.check()
 

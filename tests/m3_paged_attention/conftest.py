@@ -2,35 +2,20 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import m1_single_request
 import m3_paged_attention
-from m1_single_request.model_loader import load_model as load_m1
 from m3_paged_attention import LLMEngine
 from m3_paged_attention.model_loader import LoadedModel, load_model
 from tests.m3_paged_attention.engines import MODES, MakeEngine, check_memory
-from tests.support.engines import EngineMaker, save_tiny_model
-
-
-@pytest.fixture(scope="session")
-def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as files."""
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+from tests.support.engines import EngineMaker
 
 
 @pytest.fixture(scope="session")
 def loaded(tiny_directory: Path) -> LoadedModel:
     """The tiny model, loaded once for all engines."""
     return load_model(m3_paged_attention.ModelConfig(model=tiny_directory, device="cpu", dtype="float32"))
-
-
-@pytest.fixture(scope="session")
-def loaded_m1(tiny_directory: Path) -> Any:
-    """The same model in transformers' hands, for the answers to give."""
-    return load_m1(m1_single_request.ModelConfig(model=tiny_directory, device="cpu", dtype="float32"))
 
 
 @pytest.fixture
@@ -41,14 +26,6 @@ def make_engine(loaded: LoadedModel) -> Iterator[MakeEngine]:
     maker.check()
     for engine in maker.engines:
         check_memory(engine)
-
-
-@pytest.fixture
-def make_m1(loaded_m1: Any) -> Iterator[Any]:
-    """The same for m1, whose answers are the ones to give."""
-    maker = EngineMaker(m1_single_request, loaded_m1)
-    yield maker
-    maker.check()
 
 
 @pytest.fixture(params=MODES)

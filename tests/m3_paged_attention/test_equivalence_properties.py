@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-import m1_single_request
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention import KVCapacityError, ModelConfig, SamplingParams, row_sampler
@@ -26,7 +25,6 @@ from tests.equivalence.forced_preemption import ForcedPreemption
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, Ask, asks_of, check_ask, prompt_of, serve
 from tests.m3_paged_attention.engines import InTurn, MakeEngine, check_drained, check_step, setting
-from tests.support.engines import EngineMaker
 
 ASKS = asks_of(
     (1, 2, 3, 5, 8, 13, 16, 17, 21),
@@ -44,12 +42,6 @@ def loaded(request: pytest.FixtureRequest, tiny_directory: Path) -> LoadedModel:
         pytest.skip(obstacle)
     config = ModelConfig(model=tiny_directory, device="cpu", dtype="float32", attention_backend=request.param)
     return load_model(config)
-
-
-@pytest.fixture(scope="module")
-def alone(loaded_m1: Any) -> Alone:
-    """`alone(ask, child)`: m1's answer to one child, as a reference, and how it ended."""
-    return Alone(EngineMaker(m1_single_request, loaded_m1))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])

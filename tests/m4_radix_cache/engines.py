@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m4_radix_cache import CacheConfig, LLMEngine, RequestOutput, SamplingParams, SchedulerConfig
+from m4_radix_cache import CacheConfig, LLMEngine, SamplingParams, SchedulerConfig
 from m4_radix_cache.forward_batch import ForwardBatch
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
@@ -19,6 +19,7 @@ from tests.support.engines import (
     MAX_MODEL_LEN as MAX_MODEL_LEN,
     OnEvent as OnEvent,
     Recorder as Recorder,
+    Remembered as Remembered,
     drain as drain,
     greedy as greedy,
     held as held,
@@ -229,24 +230,7 @@ class InTurn:
         return running[self.count % len(running)]
 
 
-class Remembered:
-    """m1's answers to single requests, each computed once for all tests. For greedy or seeded ones: others depend on
-    the number of the request.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.answers: dict[Any, RequestOutput] = {}
-
-    def generate(self, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
-        assert params.is_greedy or params.seed is not None
-        key = str(prompt), repr(params)
-        if key not in self.answers:
-            self.answers[key] = self.engine.generate(prompt, params)
-        return self.answers[key]
-
-
-def check_answers(outputs: dict[str, Any], m1: "Remembered", asked: Asked) -> None:
+def check_answers(outputs: dict[str, Any], m1: Remembered, asked: Asked) -> None:
     """Everybody has m1's answer."""
     for rid, (prompt, params) in asked.items():
         output = outputs[rid]

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-import m1_single_request
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m4_radix_cache import KVCapacityError, SamplingParams
@@ -24,7 +23,6 @@ from tests.equivalence.forced_retraction import ForcedRetraction, InTurn
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, asks_of, check_ask, prompt_of, serve
 from tests.m4_radix_cache.engines import MakeEngine, check_drained, check_flushed, check_step, setting
-from tests.support.engines import EngineMaker
 
 ASKS = asks_of(
     (1, 7, 8, 16, 20, 33),
@@ -48,12 +46,6 @@ LIMITS = st.fixed_dictionaries(
         "conservativeness": st.sampled_from([0, 0, 0, 1]),
     }
 )
-
-
-@pytest.fixture(scope="module")
-def alone(loaded_m1: Any) -> Alone:
-    """`alone(ask, child)`: m1's answer to one child, as a reference, and how it ended."""
-    return Alone(EngineMaker(m1_single_request, loaded_m1))
 
 
 def next_turns(asks: Sequence[SharingAsk], outputs: Sequence[Any]) -> list[SharingAsk]:

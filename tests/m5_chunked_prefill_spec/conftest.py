@@ -9,20 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import m1_single_request
 import m5_chunked_prefill_spec
-from m1_single_request.model_loader import load_model as load_m1
 from m3_paged_attention.model_loader import LoadedModel, load_model
-from tests.m5_chunked_prefill_spec.engines import CACHES, MakeEngine, Remembered, check_memory
-from tests.support.engines import EngineMaker, save_tiny_model
+from tests.m5_chunked_prefill_spec.engines import CACHES, MakeEngine, check_memory
+from tests.support.engines import EngineMaker
 
 NOISE = 0.02  # on the weights of the draft model: so much that it often, and not always, agrees
-
-
-@pytest.fixture(scope="session")
-def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as files."""
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
@@ -49,12 +41,6 @@ def loaded(tiny_directory: Path) -> LoadedModel:
 def loaded_draft(draft_directory: Path) -> LoadedModel:
     """The draft model, loaded once."""
     return load_model(m5_chunked_prefill_spec.ModelConfig(model=draft_directory, device="cpu", dtype="float32"))
-
-
-@pytest.fixture(scope="session")
-def loaded_m1(tiny_directory: Path) -> Any:
-    """The tiny model in transformers' hands, for the answers to give."""
-    return load_m1(m1_single_request.ModelConfig(model=tiny_directory, device="cpu", dtype="float32"))
 
 
 class PairMaker(EngineMaker):
@@ -89,20 +75,6 @@ def make_engine(loaded: LoadedModel, loaded_draft: LoadedModel) -> Iterator[Make
     maker.check()
     for engine in maker.engines:
         check_memory(engine)
-
-
-@pytest.fixture
-def make_m1(loaded_m1: Any) -> Iterator[Any]:
-    """The same for m1, whose answers are the ones to give."""
-    maker = EngineMaker(m1_single_request, loaded_m1)
-    yield maker
-    maker.check()
-
-
-@pytest.fixture(scope="session")
-def m1(loaded_m1: Any) -> Remembered:
-    """Gives the answers that are right to greedy and seeded requests."""
-    return Remembered(EngineMaker(m1_single_request, loaded_m1)())
 
 
 @pytest.fixture(params=CACHES)

@@ -104,8 +104,8 @@ def test_log_probabilities_and_draws_of_many_requests_are_those_of_m1(make_engin
         return make_engine({"proposer": Guessing}, **setting(8, method="ngram"))
 
     drawn = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
-    equal.check_drawn_in_company(engine, m1.engine, drawn, longest=40)
-    equal.check_logprobs(engine(), m1.engine, lengths=(5, 8, 3, 13, 1, 20), top_k=20, exact_ranks=False)
+    equal.check_drawn_in_company(engine, m1, drawn, longest=40)
+    equal.check_logprobs(engine(), m1, lengths=(5, 8, 3, 13, 1, 20), top_k=20, exact_ranks=False)
 
 
 def test_without_a_seed_the_engines_seed_and_the_number_decide(make_engine: MakeEngine, make_m1: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import m1_single_request
 from m5_chunked_prefill_spec import KVCapacityError
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces, InTurn
 from tests.equivalence.harness import Reference, check_cuts
@@ -26,7 +25,6 @@ from tests.m5_chunked_prefill_spec.engines import (
     check_step,
     setting,
 )
-from tests.support.engines import EngineMaker
 
 GREEDY = [name for name in CLEAR_SETTINGS if "drawn" not in name]
 
@@ -64,12 +62,6 @@ SPECULATORS: dict[str, dict[str, Any]] = {
     "random": {"method": "ngram", "proposer": Guessing},
     "draft_model": {"method": "draft_model"},
 }
-
-
-@pytest.fixture(scope="module")
-def alone(loaded_m1: Any) -> Alone:
-    """`alone(ask, child)`: m1's answer to one child, as a reference, and how it ended."""
-    return Alone(EngineMaker(m1_single_request, loaded_m1))
 
 
 def next_turns(asks: Sequence[SharingAsk], outputs: Sequence[Any]) -> list[SharingAsk]:

@@ -93,7 +93,7 @@ def test_whoever_loses_its_place_between_two_pieces_rates_its_prompt_from_the_be
 
 def test_once_rated_a_retracted_prompt_is_not_rated_again(make_engine: MakeEngine, m1: Any, cache: str) -> None:
     engine = make_engine({"scheduler": ForcedRetractionInPieces}, **setting(4, 16, cache=cache))
-    answers.check_logprobs(engine, m1.engine, lengths=(40, 1, 33, 5, 17, 16), top_k=5, exact_ranks=False)
+    answers.check_logprobs(engine, m1, lengths=(40, 1, 33, 5, 17, 16), top_k=5, exact_ranks=False)
     assert engine.stats().num_retractions > 0
 
 

@@ -2,17 +2,19 @@
 
 Loading is the slow part of an engine, so the tiny model is loaded once and every engine of a test is built around it.
 `EngineMaker.check` looks at all of them after the test: their queues must agree, and nothing may be held when the work
-is done or the engine is closed.
+is done or the engine is closed. What m1 would say, to which most tests compare, is computed once for all of them.
 """
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from m1_single_request import ModelConfig, SamplingParams, Tracer, TraceRecord
+import m1_single_request
+from m1_single_request import ModelConfig, RequestOutput, SamplingParams, Tracer, TraceRecord
 from m1_single_request.model_loader import LoadedModel, load_model
 from tests.equivalence.models import save_random_model
 
@@ -76,6 +78,65 @@ class EngineMaker:
         """Look at every engine that was made."""
         for engine in self.engines:
             check_nothing_is_held(engine)
+
+
+Answers = dict[tuple[str, str], RequestOutput]
+"""What was said to a prompt with these parameters, both as `repr` shows them."""
+
+
+class Remembered:
+    """An engine of m1 as far as it gives the right answers, each of them computed once for all tests.
+
+    A greedy or seeded answer depends on nothing else. Others depend on the number of the request, so they come from an
+    engine of the test's own, and only before anything was remembered.
+    """
+
+    def __init__(self, make: Callable[[], Any], answers: Answers) -> None:
+        """`make` an engine when one is needed; `answers`: those that are known."""
+        self.engine = cache(make)
+        self.answers = answers
+        self.is_fresh = True
+
+    def generate(self, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
+        """The answer to one prompt."""
+        assert repeats(params)
+        self.is_fresh = False
+        key = repr(prompt), repr(params)
+        if key not in self.answers:
+            self.answers[key] = self.engine().generate(prompt, params)
+        return self.answers[key]
+
+    def generate_batch(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> dict[str, RequestOutput]:
+        """The answers to several prompts, in order."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if all(map(repeats, each)):
+            pairs = enumerate(zip(prompts, each, strict=True))
+            return {str(number): self.generate(prompt, own) for number, (prompt, own) in pairs}
+        assert self.is_fresh, "the engine has not counted the requests whose answers were known"
+        answers: dict[str, RequestOutput] = self.engine().generate_batch(prompts, params)
+        return answers
+
+
+def repeats(params: SamplingParams) -> bool:
+    """Whether the answer is always the same."""
+    return params.is_greedy or params.seed is not None
+
+
+class RememberingMaker(EngineMaker):
+    """The same for m1, whose answers are the ones to give: without parts of its own it is one that remembers."""
+
+    def __init__(self, loaded: LoadedModel, answers: dict[str, Answers]) -> None:
+        """`answers`: for each engine those that are known."""
+        super().__init__(m1_single_request, loaded)
+        self.answers = answers
+
+    def __call__(self, parts: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+        make = partial(super().__call__, parts, **changes)
+        if parts:
+            return make()
+        return Remembered(make, self.answers.setdefault(f"{self.loaded.name} {sorted(changes.items())}", {}))
 
 
 def bounded(engine: Any) -> Any:
