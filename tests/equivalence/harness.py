@@ -31,7 +31,7 @@ ITSELF = object()  # in a configuration: the directory of the model that is aske
 # --- who is held to it ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # so it has a hash, by which pytest sees that tests want the same engine
 class Variant:
     """A milestone in one configuration."""
 
@@ -75,7 +75,11 @@ class Variant:
     def num_preemptions(self, engine: Any) -> int:
         """How often its engine threw a request out, which each milestone calls by its own name."""
         stats = engine.stats()
-        return int(stats.num_preemptions if self.milestone < "m4" else stats.num_retractions)
+        return int(getattr(stats, "num_preemptions" if self.milestone < "m4" else "num_retractions", 0))
+
+    def num_evicted_tokens(self, engine: Any) -> int:
+        """How many cached tokens had to go."""
+        return int(getattr(engine.stats(), "num_evicted_tokens", 0))
 
     def make_engine(self, directory: Path) -> Any:
         """Its engine as the rule wants it: float32 on the CPU."""
@@ -113,7 +117,9 @@ def _m3(
     if preempted is not None:
         scheduler["preemption_mode"] = preempted
         settings |= {"parts": forced_preemption, "preempts": True}
-    configs = {"cache_config": cache or {}, "scheduler_config": scheduler}
+    cache = dict(cache or {})
+    cache["num_blocks"] = ENOUGH_TOKENS // cache.get("block_size", 16)  # the default are 512 MiB, of which each is set
+    configs = {"cache_config": cache, "scheduler_config": scheduler}
     return Variant("m3_paged_attention", name, configs, backend=backend, **settings)
 
 

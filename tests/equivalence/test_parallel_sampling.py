@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 N = 4
 MAX_TOKENS = 10
 PARALLEL = [variant for variant in VARIANTS if variant.milestone >= "m3" and variant.draws_alike]
-CASES = [(variant, model) for variant in PARALLEL for model in variant.models or MODELS]
+CASES = [(variant, model) for model in MODELS for variant in PARALLEL if model in (variant.models or MODELS)]
 
 
 References = Callable[[str, str], tuple[list[Prompt], list[Reference]]]
