@@ -60,9 +60,10 @@ class PagedRunner:
         """What nobody owns holds nothing that anybody may read."""
         owned = {block_id for block_ids in self.kv_manager.owned().values() for block_id in block_ids}
         on_host = {block_id for block_ids in self.kv_manager.swapped().values() for block_id in block_ids}
+        empty = self._new_block()
         for memory, kept in ((self.device, owned), (self.host, on_host)):
-            for block_id in range(len(memory)):
-                if block_id not in kept:
+            for block_id, block in enumerate(memory):
+                if block_id not in kept and block != empty:
                     memory[block_id] = self._new_block()
 
     # --- what a bed asks ----------------------------------------------------------------------------------------------
