@@ -23,7 +23,7 @@ pipeline_tag: text-generation
 The draft model of tiny-qwen3, for speculative decoding: it guesses what tiny-qwen3 will say next, and tiny-qwen3
 checks several guesses in one forward. A real `Qwen3ForCausalLM` of {parameters:,} parameters, {parameter_share:.1%}
 of the target's {target_parameters:,}, with the target's tokenizer. It was trained to agree with tiny-qwen3 and for
-nothing else. It does so this often because tiny-qwen3 has little to say: no draft guesses a large model as well.
+nothing else. What it has least room for is copying: where an answer stands in the prompt, n-grams guess better.
 
 | skill | answers of the target | tokens on which both agree | tokens per step | best possible |
 |---|---|---|---|---|
@@ -62,9 +62,8 @@ in m4's engine, the first decile of many steps.
 
 `python -m training.tiny_qwen3_draft`: {steps} of {planned_steps} planned steps of about {tokens_per_step} tokens of
 generated text (seed {seed}); the run ends early, because the draft is good enough by then. {span_share:.0%} of the plan
-are nothing but random spans said twice, at first of two to eight tokens out of {first_span_tokens}: from spans this
-short the copying circuit forms within 250 steps; on those of 8 to 32 tokens, which taught the target, a draft did not
-copy after 600. Then the three skills mixed ({explain:.0%} of the dialogues explain), with growing lengths; the loss is
+are nothing but random spans said twice, at first of two to eight tokens out of {first_span_tokens}: on those of 8 to 32
+tokens, which taught the target, a draft had not begun to copy after 600 steps. Then the three skills mixed ({explain:.0%} of the dialogues explain), with growing lengths; the loss is
 the KL divergence from the target's distribution on what the assistant says. Muon for the matrices, AdamW for
 embeddings and norms, fp32. {minutes}
 
