@@ -308,6 +308,7 @@ STEEP = CostTable((1, 64), (1.0, 64.0))
 GENTLE = CostTable((1, 64), (2.0, 8.3), draft_ms=0.5)
 PRICED = CostTable((1, 2, 64), (1.0, 1.01, 1.02), draft_ms=0.4)
 SLOPE = CostTable((1, 64), (2.0, 14.6))
+JUMP = CostTable((1, 2, 64), (1.0, 1.9, 2.0))
 RATES: tuple[tuple[float, CostTable, str], ...] = (
     (0.9, FLAT, "If verifying costs nothing, every guess pays."),
     (0.9, STEEP, "If every token costs as much as a step of its own, none does."),
@@ -315,6 +316,7 @@ RATES: tuple[tuple[float, CostTable, str], ...] = (
     (0.5, PRICED, "Making a guess costs, too: k drafts."),
     (0.0, GENTLE, "Guesses that are never right do not pay."),
     (1.0, GENTLE, "Guesses that are always right pay here."),
+    (0.8, JUMP, "Look at all numbers: several may pay where one does not."),
 )
 
 
@@ -322,17 +324,16 @@ RATES: tuple[tuple[float, CostTable, str], ...] = (
 def grade_how_many(how_many: Callable[[float, int, Callable[[int], float], float], int]) -> str:
     """`how_many(rate, most, step_ms, draft_ms)`: how many guesses make a token cheapest."""
     rng = Random(0)
-    cases = list(RATES)
+    cases = [(8, *case) for case in RATES]
     for _ in range(200):
         slope, draft = rng.choice((0.0, 0.05, 0.2, 0.6)), rng.choice((0.0, 0.1, 0.5))
-        cases.append(
-            (rng.choice((0.1, 0.33, 0.6, 0.8, 0.95)), CostTable((1, 9), (1.0, 1 + 8 * slope), draft_ms=draft), "")
-        )
-    for rate, table, hint in cases:
-        wanted, got = best_number(rate, 8, 1, table), how_many(rate, 8, table.step, table.draft_ms)
+        table = CostTable((1, 9), (1.0, 1 + 8 * slope), draft_ms=draft)
+        cases.append((rng.choice((1, 2, 4, 8)), rng.choice((0.1, 0.33, 0.6, 0.8, 0.95)), table, ""))
+    for most, rate, table, hint in cases:
+        wanted, got = best_number(rate, most, 1, table), how_many(rate, most, table.step, table.draft_ms)
         if got != wanted:
             raise Mismatch(
-                f"Rate {rate}, at most 8 guesses, a step of 1, 2, 9 tokens for "
+                f"Rate {rate}, at most {most} guesses, a step of 1, 2, 9 tokens for "
                 f"{', '.join(f'{table.step(n):.2f}' for n in (1, 2, 9))} ms, a draft for {table.draft_ms} ms: {wanted} "
                 f"guesses are best, you say {short(got)}.{' ' if hint else ''}{hint}"
             )
@@ -371,7 +372,28 @@ def grade_sampled_piece(batch_class: type[ScheduleBatch]) -> str:
         for length, tokens in alone.items():
             if said[str(length)] != tokens:
                 raise Mismatch(f"Beside others the prompt of {length} tokens gets {said[str(length)]}, alone {tokens}.")
-    return "A prompt whole and in pieces of four sizes, and three prompts together: the same tokens as in m1."
+    with _engine_of(
+        batch_class, max_num_batched_tokens=16, page_size=4, parts={"proposer": PARTS["proposer"]}
+    ) as engine:
+        repeat, tokens = _repeated()
+        hint = " Whoever has guesses needs a row of logits for each of them, and one more."
+        said = _all_tokens(engine, {"repeat": repeat, "long": prompt}, "Guesses beside pieces", hint=hint)
+        if said != {"repeat": tokens, "long": wanted}:
+            raise Mismatch(f"With guesses in the step the answers are others.{hint}")
+    return (
+        "A prompt whole and in pieces of four sizes, three prompts together, and beside guesses: the same tokens each "
+        "time."
+    )
+
+
+@functools.cache
+def _repeated() -> tuple[list[int], tuple[int, ...]]:
+    """A text that is to be said again, and what is said."""
+    with new_engine() as engine:
+        prompt = engine.chat_prompt(
+            [{"role": "user", "content": "Repeat this text:\nsee a green lamp and a green bird"}]
+        )
+        return prompt, engine.generate(prompt, SamplingParams(max_tokens=20)).token_ids
 
 
 def _engine_of(batch_class: type[ScheduleBatch], *, page_size: int, parts: Any = None, **limits: Any) -> LLMEngine:
@@ -400,7 +422,7 @@ def _all_tokens(
             raise Mismatch(f"{what}: the audit fails: {str(error).splitlines()[0]}.{hint}") from error
         for output in found.values():
             if output.error is not None:
-                raise Mismatch(f"{what}: {output.error}")
+                raise Mismatch(f"{what}: {output.error}.{hint}")
     raise Mismatch(f"{what}: after 200 steps somebody has not ended.{hint}")
 
 
@@ -425,6 +447,7 @@ def _grade_continued(batch_class: type[ScheduleBatch], page_size: int, guess: st
         first = _all_tokens(engine, {"first": prompt}, f"Guesses of {guess!r}", params)["first"]
         held = len(engine.engine_core.scheduler.tree_cache.match_prefix(RadixKey([*prompt, *first])).device_indices)
         room = (len(prompt) + len(first) - 1) // page_size * page_size
+        most = (len(prompt) + len(first)) // page_size * page_size if ids[guess] == last else room  # it has its KV then
         got = _all_tokens(engine, {"next": follows}, f"Guesses of {guess!r}", SamplingParams(max_tokens=6))["next"]
         text_of = engine.engine_core.input_processor.tokenizer.decode
     if got != wanted:
@@ -433,8 +456,8 @@ def _grade_continued(batch_class: type[ScheduleBatch], page_size: int, guess: st
             f"from there is told {text_of(list(got))!r}, and not {text_of(list(wanted))!r}. The newest token has no "
             f"KV: what lies in its slot is the guess's."
         )
-    if held > room:
-        raise Mismatch(f"{held} tokens are cached; the newest of them has no KV, so it can be {room} at most.")
+    if held > most:
+        raise Mismatch(f"{held} tokens are cached; the newest of them has no KV, so it can be {most} at most.")
     if held < room:
         raise Mismatch(f"Only {held} tokens of prompt and answer are cached; {room} have their KV in whole pages.")
 
@@ -470,18 +493,21 @@ def grade_starved(composer: type) -> str:
             raise Mismatch(f"{name}: all are done after {steps} steps; prompts must come to their end, too.")
         if served != _served_by_engine(count, length, budget):
             raise Mismatch(f"{name}: the tokens of a request have changed, or somebody has not ended.")
+        if count > 1 and next(iter(served)) == "stream":
+            raise Mismatch(f"{name}: now they wait until the stream has ended. Nobody is to starve, prompts neither.")
         tokens |= served
     return "Many short prompts and a long one: the stream waits for one step at most, and everybody is served."
 
 
 def _longest_wait(composer: type, count: int, length: int, budget: int) -> tuple[int, dict[str, tuple[int, ...]], int]:
     """A stream, and prompts that come one after another: the most steps between two of its tokens, and all tokens."""
-    arrived, finished, last, longest, step = 0, {}, 0, 0, 0
+    arrived, finished, last, longest, step, batches = 0, {}, 0, 0, 0, _Batches()
     with new_engine(
         scheduler_config=SchedulerConfig(max_num_batched_tokens=budget, schedule_policy="fcfs"),
         cache_config=CacheConfig(prefix_cache="chunk", max_total_tokens=ROOM, debug=True),
         parts={"composer": lambda config, costs: composer()},
     ) as engine:
+        engine.tracer.attach(batches)
         engine.add_request(ids_of(4), SamplingParams(max_tokens=24, ignore_eos=True), request_id="stream")
         while engine.has_unfinished_requests() and step < 400:
             if step >= 3 and arrived < count:
@@ -497,6 +523,9 @@ def _longest_wait(composer: type, count: int, length: int, budget: int) -> tuple
                     longest, last = max(longest, step - (last or step)), step
                 if output.finished:
                     finished[name] = output.token_ids
+    largest = max(each.total_tokens for each in batches.seen)
+    if largest > budget:
+        raise Mismatch(f"A step has {largest} tokens, of at most {budget}: what decodes take is not left for prompts.")
     return longest, finished, step
 
 
