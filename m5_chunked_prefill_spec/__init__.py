@@ -4,8 +4,8 @@ Since m4: a step has a budget of tokens, and two ideas fill it. A prompt is cut 
 that nobody who is in the middle of an answer waits for somebody else's long prompt (Agrawal et al., "Sarathi-Serve",
 OSDI 2024). And tokens are guessed, by looking further up or by a small model, and verified together: the model reads
 its weights once for all of them (Leviathan et al., 2023). Both work because the device only ever sees "a few new tokens
-per request over paged KV". No token of any answer changes, greedy or seeded; guesses that a draft model draws keep the
-distribution. Cache, policies, model and kernels are m4's and m3's.
+per request over paged KV". Greedy answers stay the same token for token, and so do drawn ones unless the guesses were
+drawn, too: these keep the distribution. Cache, policies, model and kernels are m4's and m3's.
 
     from m5_chunked_prefill_spec import LLMEngine, SamplingParams, SchedulerConfig, SpeculativeConfig
 

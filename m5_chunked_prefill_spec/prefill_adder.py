@@ -40,8 +40,8 @@ class PrefillAdder(WholePrefillAdder):
         """Whoever was cut in this step."""
 
     def add_chunked_req(self, req: Req) -> AddReqResult:
-        """The next piece of a request that was cut before. It has its row and its lock, and is always in `running`'s
-        stead: what it may still say counts again with its last piece.
+        """The next piece of a request that was cut before. It has its row and its lock; it is not among `running`, so
+        what it may still say counts only with its last piece, as a newcomer's does.
 
         NO_TOKEN, and nothing is added: there is no page for it, because those who run need what is left.
         """

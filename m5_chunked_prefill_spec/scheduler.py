@@ -1,11 +1,11 @@
 """Who runs now, when a step may hold decodes, guesses and pieces of prompts at once.
 
-m4 let prompts in, whole, or gave everybody a token. The two verbs are the same here and are not written again
-(`SchedulerBase`); what they ask for is. A step may do the two together: in which order, and how the budget is shared,
-is the composer's to say (`batch_composer.py`). A prompt that is cut goes on in the next step, before anybody else is
-let in; until its last piece it gets no token, though what it has computed is in the cache already. What a request gets
-may be several tokens; the slots of wrong guesses go back. SGLang: `Scheduler.get_next_batch_to_run` with `chunked_req`;
-vLLM V1: `Scheduler.schedule`.
+m4 let prompts in, whole, or gave everybody a token. A step may do the two together now: in which order, and how the
+budget is shared, is the composer's to say (`batch_composer.py`). `schedule` and `update_from_output`, which ask for a
+decision and commit what came of it, are m4's (`SchedulerBase`). A prompt that is cut goes on in the next step, before
+anybody else is let in; until its last piece it gets no token, though what it has computed is in the cache already. What
+a request gets may be several tokens; the slots of wrong guesses go back. SGLang: `Scheduler.get_next_batch_to_run` with
+`chunked_req`; vLLM V1: `Scheduler.schedule`.
 """
 
 from collections.abc import Mapping

@@ -63,9 +63,9 @@ in m4's engine, the first decile of many steps.
 `python -m training.tiny_qwen3_draft`: {steps} of {planned_steps} planned steps of about {tokens_per_step} tokens of
 generated text (seed {seed}); the run ends early, because the draft is good enough by then. {span_share:.0%} of the plan
 are nothing but random spans said twice, at first of two to eight tokens out of {first_span_tokens}: on those of 8 to 32
-tokens, which taught the target, a draft had not begun to copy after 600 steps. Then the three skills mixed ({explain:.0%} of the dialogues explain), with growing lengths; the loss is
-the KL divergence from the target's distribution on what the assistant says. Muon for the matrices, AdamW for
-embeddings and norms, fp32. {minutes}
+tokens, which taught the target, a draft had not begun to copy after 600 steps. Then the three skills mixed
+({explain:.0%} of the dialogues explain), with growing lengths; the loss is the KL divergence from the target's
+distribution on what the assistant says. Muon for the matrices, AdamW for embeddings and norms, fp32. {minutes}
 
 ![loss curve](loss.png)
 """

@@ -55,8 +55,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 def make_draft(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
     """A freshly initialised Qwen3 of 0.49 M parameters, half of them embeddings: 2 layers, 2 heads.
 
-    So small a model costs by its layers, whatever their width. With three it guessed more, but a guess cost over a third
-    of what the target's own token costs.
+    So small a model costs by its layers, whatever their width. With three it was right more often, but a guess cost
+    over a third of what the target's own token costs.
     """
     torch.manual_seed(PLAN.seed)
     config = make_config(

@@ -160,7 +160,7 @@ def facts(answers: Mapping[str, Mapping[str, Answered]]) -> list[str]:
     )
     kind, name, worst, without = min(pairs, key=_gain)
     said.append(
-        f"Least by {name} on {kind}: of {worst.num_drafted:,} guesses {worst.num_accepted:,} were right, and it was "
+        f"Least by {name} on {kind}: {worst.num_accepted:,} of {worst.num_drafted:,} were right, and it was "
         f"{_gain((kind, name, worst, without)):.2f} times as fast."
     )
     same = sum(own.token_ids == without.token_ids for _, _, own, without in pairs)

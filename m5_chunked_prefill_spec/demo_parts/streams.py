@@ -70,7 +70,7 @@ def show_streams(settings: Settings, engine: LLMEngine, notes: Notes, parts: Any
         console,
         "1. A long prompt comes while others stream",
         f"{some(settings.num_streams, 'answer')} being streamed. When each has {BEFORE} tokens, a prompt of "
-        f"{some(len(prompt), 'token')} comes. Two engines: one computes prompts whole, and everybody else waits (m4); "
+        f"{some(len(prompt), 'token')} comes. Two engines: one computes prompts whole, as m4, and all others wait; "
         f"the other gives everybody a token in every step, and cuts the prompt so that a step has at most "
         f"{some(budget, 'token')}.",
     )
@@ -207,8 +207,8 @@ def facts(runs: Mapping[str, Sequence[Run]], notes: Notes, traced: Run) -> list[
     if pieces:
         step, first = pieces[0]
         said.append(
-            f"In step {step} {first.given:,} of the {first.asked:,} tokens of {first.rid} ran: that was what the "
-            f"decodes had left of the budget. It took {some(len(pieces) + 1, 'piece')}; only the last gave it a token."
+            f"Step {step} took {first.given:,} of the {first.asked:,} tokens of {first.rid}: that was what the decodes "
+            f"had left of the budget. It took {some(len(pieces) + 1, 'piece')}; only the last gave it a token."
         )
     if longest[PIECES]:
         said.append(

@@ -2,8 +2,9 @@
 
 A guess that is right saves a step; one that is wrong has cost its verification, and with a draft model its making. What
 is likely is counted for each request: how many of its guesses were looked at, and how many of these were right. What it
-costs stands in the table (`cost_table.py`). Both are the same in every run, so the number of guesses is, too. A request
-whose guesses do not pay gets none for some tokens, then one to see whether that has changed. vLLM and SGLang guess the
+costs stands in the table (`cost_table.py`). With the same table both are the same in every run, so the number of
+guesses is, too. A request whose guesses do not pay gets one more, then none for some tokens, and so on: that is how it
+is found out whether they have become better. vLLM and SGLang guess the
 same number always (SGLang: `speculative_num_steps`), or switch it by the size of the batch.
 """
 
@@ -86,7 +87,7 @@ class Speculation:
     def limit(self, req: Req, num_running: int) -> int:
         """How many tokens to guess for a request in a batch of so many."""
         state: SpecState | None = req.spec_state
-        if state is None:
+        if state is None:  # it was added with `speculate=False`
             return 0
         num_output = len(req.output_ids)
         # One token comes anyway: a guess in the place of the last one that may come would never be used.

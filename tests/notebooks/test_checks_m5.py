@@ -186,6 +186,18 @@ def counting(*, newest=1, drafts=True, one_draft=False, chained=True, most=0, la
     return how_many
 
 
+def climbing(rate, most, step_ms, draft_ms):
+    """One guess more as long as that is better: what comes behind a jump of the table is never seen."""
+
+    def per_token(k):
+        return (step_ms(1 + k) + draft_ms * k) / sum(rate**i for i in range(k + 1))
+
+    best = 0
+    while best < most and per_token(best + 1) < per_token(best):
+        best += 1
+    return best
+
+
 WRONG_NUMBERS = [
     (lambda rate, most, step_ms, draft_ms: most, "If every token costs as much as a step of its own"),
     (lambda rate, most, step_ms, draft_ms: round(rate * most), "If verifying costs nothing"),
@@ -193,6 +205,8 @@ WRONG_NUMBERS = [
     (counting(drafts=False), "Making a guess costs, too"),
     (counting(one_draft=True), "Making a guess costs, too"),
     (counting(chained=False), "rate ** k"),
+    (climbing, "guesses are best, you say"),
+    (lambda rate, most, step_ms, draft_ms: counting()(rate, 8, step_ms, draft_ms), "guesses are best, you say"),
     (lambda *_: None, "you say None"),
 ]
 
@@ -236,6 +250,7 @@ def the_first_prompt(batch):
 
 
 WRONG_SAMPLINGS = [
+    (sampling(lambda batch: [int(req is not batch.chunked_req) for req in batch.reqs]), "Guesses beside pieces"),
     (sampling(no_prompts), "A prompt gives one token, after its last piece"),
     (sampling(the_first_prompt), "Three prompts together"),
     (sampling(lambda batch: [int(length < 48) for length in batch.new_lens]), "after its last piece"),
@@ -313,10 +328,21 @@ class Crumbs:
         return work.mix(prompts, decodes) if prompts and decodes else prompts or decodes
 
 
+class TooFull:
+    """Prompts have the whole budget, beside the decodes."""
+
+    def compose(self, work):
+        decodes = work.update_running_batch(0)
+        prompts = work.get_new_batch_prefill(work.max_num_batched_tokens)
+        return work.mix(prompts, decodes) if prompts and decodes else prompts or decodes
+
+
 WRONG_COMPOSERS = [
     (PrefillFirst, "the stream waits 13 steps for a token"),
     (EveryFourth, "steps for a token. After a step of prompts it is the turn"),
     (Crumbs, "prompts must come to their end, too"),
+    (DecodesOnly, "Nobody is to starve, prompts neither"),
+    (TooFull, "A step has"),
 ]
 
 
