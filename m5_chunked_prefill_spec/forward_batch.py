@@ -16,15 +16,7 @@ from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.model_input import ModelInput
-from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
-
-
-class HoldsTables(Protocol):
-    """What `ForwardBatch` must know of a model runner."""
-
-    device: torch.device
-    page_size: int
-    req_to_token_pool: ReqToTokenPool
+from m4_radix_cache.forward_batch import HoldsTables
 
 
 class NewTokens(Protocol):

@@ -17,6 +17,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.model_loader import LoadedModel
 from m3_paged_attention.preemption import PreemptionPolicy
+from m3_paged_attention.row_sampler import SampledRows
 from m4_radix_cache.interfaces import (
     ROLES as M4_ROLES,
     PrefillAdderInterface as M4PrefillAdderInterface,
@@ -37,7 +38,6 @@ from m5_chunked_prefill_spec.outputs import ModelRunnerOutput
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunnerProtocol
 from m5_chunked_prefill_spec.speculative.proposer import Proposer
-from m5_chunked_prefill_spec.speculative.rejection_sampler import SampledRuns
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 
 
@@ -135,7 +135,7 @@ class RejectionSamplerInterface(Protocol):
         logits: Tensor,
         sample_lens: Sequence[int],
         drafts: Drafts | None,
-    ) -> SampledRuns: ...
+    ) -> SampledRows: ...
 
 
 class SchedulerInterface(M4SchedulerInterface, Protocol):

@@ -13,7 +13,6 @@ Speculative Decoding", 2023; Chen et al., 2023). Its numbers are functions of se
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,22 +31,13 @@ from m1_single_request.sampler import (
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.sampling_step import impossible_row, not_finite, sampled_event, suspect_rows
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.row_sampler import RowSampler
+from m3_paged_attention.row_sampler import RowSampler, SampledRows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
 
 ACCEPT_STREAM, REPLACE_STREAM, DRAFT_STREAM = 1, 2, 3
 """Which draw at a position: stream 0 is the target's own."""
-
-
-class SampledRuns(NamedTuple):
-    """What came of a step: parallel lists for the requests that have tokens, and the errors of the others."""
-
-    req_ids: list[str]
-    token_ids: list[list[int]]
-    logprobs: list[Sequence[LogprobRow | None]]
-    errors: dict[str, ForwardError]
 
 
 class RejectionSampler:
@@ -66,14 +56,14 @@ class RejectionSampler:
         logits: Tensor,
         sample_lens: Sequence[int],
         drafts: Drafts | None,
-    ) -> SampledRuns:
+    ) -> SampledRows:
         """The tokens of each request: the guesses that are kept, and one more.
 
         `logits` float32 `[sum(sample_lens), vocab]`: `sample_lens[i]` rows of the i-th request, one more than it has
         guesses; or none, if nothing is to be sampled for it.
         """
         if drafts is None and all(count == 1 for count in sample_lens):
-            return SampledRuns(*self.one_each(req_ids, info, logits))
+            return self.one_each(req_ids, info, logits)
         guesses = drafts.token_ids if drafts is not None else [[] for _ in req_ids]
         broken = {i for i, suspect in enumerate(suspect_rows(logits)) if suspect and not logits[i].isfinite().all()}
         if broken:
@@ -83,7 +73,7 @@ class RejectionSampler:
         chosen = self.sampler(logits, metadata)
         if drafts is not None and drafts.probs is not None:
             chosen = self._reject(info, logits, metadata, sample_lens, drafts, chosen)
-        sampled = SampledRuns([], [], [], {})
+        sampled = SampledRows([], [], [], {})
         first = 0
         for place, (req_id, count) in enumerate(zip(req_ids, sample_lens, strict=True)):
             if count:

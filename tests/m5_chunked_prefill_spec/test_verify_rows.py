@@ -16,7 +16,7 @@ from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler, adjusted, distribution
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.tracer import Tracer
-from m5_chunked_prefill_spec.speculative.rejection_sampler import SampledRuns
+from m3_paged_attention.row_sampler import SampledRows
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
 from tests.m5_chunked_prefill_spec.guesses import CPU, info_of, m1_rows, make_sampler, row_of
@@ -100,7 +100,7 @@ def verify(
     others: Sequence[Request] = (),
     stop_ids: Sequence[int] = (),
     tracer: Tracer | None = None,
-) -> SampledRuns:
+) -> SampledRows:
     """The verification of one request with three guesses, and of `others` with one right one; `spoil`: rows whose
     logits hold such a number."""
     logits = torch.cat([LOGITS, *(LOGITS[:2] for _ in others)]).clone()
