@@ -99,7 +99,7 @@ class ModelRunner:
         Whatever it raises fails the requests of this step, and no other; `torch.AcceleratorError` means that the device
         is lost.
         """
-        drafts = self._drafts(batch)
+        batch, drafts = self._drafted(batch)
         forward_batch = ForwardBatch.init_new(batch, self)
         hidden = self.forward(forward_batch)
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
@@ -141,11 +141,12 @@ class ModelRunner:
         if self.draft_runner is not None:
             self.draft_runner.shutdown()
 
-    def _drafts(self, batch: ModelWorkerBatch) -> Drafts | None:
-        """The guesses of this step: those that came with the batch, or the draft model's."""
-        if self.draft_runner is not None:
-            return self.draft_runner.propose(batch)
-        return None if batch.spec_info is None else Drafts(batch.spec_info.draft_token_ids, None)
+    def _drafted(self, batch: ModelWorkerBatch) -> tuple[ModelWorkerBatch, Drafts | None]:
+        """The step with its guesses: those that came with it, or the draft model's."""
+        if self.draft_runner is None:
+            return batch, None if batch.spec_info is None else Drafts(batch.spec_info.draft_token_ids, None)
+        drafts = self.draft_runner.propose(batch)
+        return batch if drafts is None else batch.with_drafts(drafts.token_ids), drafts
 
     def _prompt_logprobs(
         self, batch: ModelWorkerBatch, hidden: Tensor, starts: np.ndarray

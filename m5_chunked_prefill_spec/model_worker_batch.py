@@ -4,7 +4,8 @@ m4's, with what differs from request to request now: how many tokens it may get 
 not the last, one, or one more than were guessed - and the guesses. SGLang: `ModelWorkerBatch` with its `spec_info`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,3 +32,11 @@ class ModelWorkerBatch(PlainModelWorkerBatch):
     @property
     def num_prompt_tokens(self) -> int:
         return int(self.new_lens[: self.num_prompts].sum())
+
+    def with_drafts(self, drafts: Sequence[Sequence[int]]) -> "ModelWorkerBatch":
+        """The same step with these guesses, by row, in the places of those that were unknown when it was decided."""
+        input_ids = self.input_ids.copy()  # the scheduler's batch has the same array
+        for end, own in zip(np.cumsum(self.new_lens).tolist(), drafts, strict=True):
+            if own:
+                input_ids[end - len(own) : end] = own
+        return replace(self, input_ids=input_ids)

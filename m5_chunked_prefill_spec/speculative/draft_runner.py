@@ -50,8 +50,8 @@ from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 
 
 class DraftRunnerProtocol(Protocol):
-    """Whatever makes guesses beside the model. `propose` comes before the target's forward of a step, `follow` after
-    its sampling, both in every step."""
+    """Whatever makes guesses beside the model. `propose` comes before the target's forward in every step, `follow`
+    after its sampling, with the batch that has the guesses in it; not where nothing is sampled, for want of guesses."""
 
     kv_bytes_per_token: int
 
@@ -109,11 +109,7 @@ class DraftRunner:
             layouts = one_after_another(batch, guessing, firsts, wanted[guessing] - 1, self)
         if not len(guessing):
             return None
-        drafts = self._guess(batch.sampling_info, guessing, wanted[guessing], layouts, hidden)
-        for row in guessing.tolist():
-            place = starts[row] + known[row]
-            batch.input_ids[place : place + wanted[row]] = drafts.token_ids[row]
-        return drafts
+        return self._guess(batch.sampling_info, guessing, wanted[guessing], layouts, hidden)
 
     def follow(self, batch: ModelWorkerBatch, drafts: Drafts | None, num_accepted: Sequence[int]) -> None:
         """Compute the last guess of every request whose guesses were all right. `num_accepted`: by row."""

@@ -197,6 +197,25 @@ def test_drawn_guesses_are_in_step_as_well(make_engine: MakeEngine, fresh: Fresh
     check_flushed(engine)
 
 
+def test_what_was_decided_is_not_changed_by_whoever_runs_it(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arrays of a step are the scheduler's own: the guesses go into a copy."""
+    engine = make_engine(**setting(method="draft_model"))
+    executor, changes = engine.engine_core.executor, list[tuple[bool, bool]]()
+    execute = executor.execute_model
+
+    def watched(batch: Any) -> Any:
+        before = batch.input_ids.copy()
+        output = execute(batch)
+        changes.append((bool((before < 0).any()), bool((batch.input_ids != before).any())))
+        return output
+
+    monkeypatch.setattr(executor, "execute_model", watched)
+    engine.generate(prompt_of(12), greedy(9))
+    assert set(changes) == {(False, False), (True, False)}
+
+
 def test_backing_off_leaves_it_in_step(make_engine: MakeEngine, m1: Remembered, fresh: Fresh) -> None:
     """In a step without guesses the draft model reads what the target reads, too."""
     costs = CostTable((1, 16, 256), (1.0, 12.0, 200.0), draft_ms=2.0)
