@@ -38,7 +38,7 @@ from m5_chunked_prefill_spec.outputs import ModelRunnerOutput
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunnerProtocol
 from m5_chunked_prefill_spec.speculative.proposer import Proposer
-from m5_chunked_prefill_spec.speculative.spec_info import Drafts
+from m5_chunked_prefill_spec.speculative.spec_info import Drafts, SpeculativeAlgorithm
 
 
 class InputProcessorInterface(M1InputProcessorInterface, Protocol):
@@ -103,7 +103,12 @@ class ProposerInterface(Proposer, Protocol):
 
 
 class SpeculationInterface(Protocol):
-    """Says how many tokens are guessed for whom."""
+    """Says how many tokens are guessed for whom, and counts what came of it; trace and `stats()` read the counts."""
+
+    algorithm: SpeculativeAlgorithm
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_verifications: int
 
     def __init__(
         self,

@@ -90,9 +90,15 @@ def build_scheduler(
     costs: CostTable | None,
     tracer: Tracer,
 ) -> Any:
-    """What decides, and whom it asks."""
+    """What decides, and whom it asks. Raises `ConfigError` for a proposer that would never be asked."""
+    proposer = parts["proposer"](config.speculative)
+    if proposer is not None and config.speculative.method is None:
+        raise ConfigError(
+            "the part 'proposer' has no effect with SpeculativeConfig(method=None): use method='ngram' for tokens that "
+            "are known on the host"
+        )
     speculation = parts["speculation"](
-        proposer=parts["proposer"](config.speculative),
+        proposer=proposer,
         config=config.speculative,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,

@@ -18,6 +18,7 @@ from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from tests.m5_chunked_prefill_spec.engines import (
+    Guessing,
     MakeEngine,
     Remembered,
     check_answers,
@@ -46,6 +47,11 @@ def test_every_role_has_a_part_and_every_part_a_role() -> None:
 def test_what_does_not_fit_is_refused_when_the_engine_is_built(make_engine: MakeEngine, role: str, part: Any) -> None:
     with pytest.raises(ConfigError, match=role):
         make_engine({role: part})
+
+
+def test_a_proposer_that_nobody_would_ask_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match="the part 'proposer' has no effect"):
+        make_engine({"proposer": Guessing}, **setting())
 
 
 def test_a_composer_of_ones_own_fills_the_steps(make_engine: MakeEngine, m1: Remembered) -> None:
