@@ -179,8 +179,7 @@ def draft_costs(engines: Engines, engine: LLMEngine, rounds: int) -> Row:
         tokens = nothing_in_page_0(1, 1, CONTEXT, runner.page_size)
 
         def run() -> None:
-            laid_out = ForwardBatch.init_new(tokens, runner)
-            hidden = runner.model.forward(laid_out.input_ids, laid_out.positions, runner.kv, laid_out.attn_metadata)
+            hidden = runner.forward(ForwardBatch.init_new(tokens, runner))
             runner.model.compute_logits(hidden).argmax(-1).tolist()
 
         with torch.inference_mode():

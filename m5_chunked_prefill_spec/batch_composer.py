@@ -53,7 +53,10 @@ class Work(Protocol):
 
 
 class DecodeFirst:
-    """Everybody who runs gets a token; guesses and prompts share the rest, to the last token."""
+    """Everybody who runs gets a token; guesses and prompts share the rest, to the last token.
+
+    Where a prompt wants it guesses get at most half of the rest: they may be wrong, a prompt's tokens never are.
+    """
 
     def __init__(self, *, target_gap_ms: float | None = None, cost_table: CostTable | None = None) -> None:
         """`target_gap_ms`: no piece of a prompt makes a step longer, by the table."""

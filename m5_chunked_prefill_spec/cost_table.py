@@ -83,7 +83,10 @@ def measure(cost_of: Callable[[int, int], float], sizes: Sequence[int], *, conte
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """How long a call takes when nothing disturbs it: the quickest of three, after one that counts for nothing."""
+    """How long a call takes when nothing disturbs it: the quickest of three, after one that counts for nothing.
+
+    `run` must wait for its device, say by reading the result: a clock on the host sees no kernel that still runs.
+    """
     run()
     laps = []
     for _ in range(3):

@@ -71,9 +71,12 @@ class Scheduler(SchedulerBase):
         self._has_retracted = False
         self._forget_chunked()
         if self.last_batch is not None:
-            goes_on = [req.status is RequestStatus.RUNNING and req.to_finish is None for req in self.last_batch.reqs]
-            others = [req is not self.chunked_req for req in self.last_batch.reqs]
-            self.last_batch.filter_batch([i for i, keep in enumerate(zip(goes_on, others, strict=True)) if all(keep)])
+            goes_on = [
+                index
+                for index, req in enumerate(self.last_batch.reqs)
+                if req.status is RequestStatus.RUNNING and req.to_finish is None and req is not self.chunked_req
+            ]
+            self.last_batch.filter_batch(goes_on)
             self.running_batch.merge_batch(self.last_batch)
             self.last_batch = None
         self.running_batch.filter_batch()
@@ -138,8 +141,9 @@ class Scheduler(SchedulerBase):
         """
         num_places = self.pools.req_to_token_pool.available_size()
         waiting = [req for req in self.waiting_queue if req.to_finish is None]
-        chunked = self.chunked_req if self.chunked_req is None or self.chunked_req.to_finish is None else None
-        is_closed = self._has_retracted or self.batch_is_full or not num_places or self.chunked_req is not chunked
+        is_ending = self.chunked_req is not None and self.chunked_req.to_finish is not None  # and gives its memory back
+        chunked = None if is_ending else self.chunked_req
+        is_closed = self._has_retracted or self.batch_is_full or not num_places or is_ending
         if num_tokens < 1 or (chunked is None and (is_closed or not waiting)):
             return None
         admitted = self.admission.round(

@@ -82,11 +82,13 @@ class DraftRunner:
         tokens = nothing_in_page_0(num_rows, 1, 0, self.page_size)
 
         def run() -> None:
-            laid_out = ForwardBatch.init_new(tokens, self)
-            hidden = self.model.forward(laid_out.input_ids, laid_out.positions, self.kv, laid_out.attn_metadata)
-            self.model.compute_logits(hidden).argmax(-1).tolist()
+            self.model.compute_logits(self.forward(ForwardBatch.init_new(tokens, self))).argmax(-1).tolist()
 
         return milliseconds(run)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states `[total_tokens, hidden_size]`."""
+        return self.model.forward(batch.input_ids, batch.positions, self.kv, batch.attn_metadata)
 
     def shutdown(self) -> None:
         """Let go of the KV memory and the model."""
@@ -166,7 +168,7 @@ class DraftRunner:
             sample_lens=[1] * len(counts),
         )
         laid_out = ForwardBatch.init_new(tokens, self)
-        hidden = self.model.forward(laid_out.input_ids, laid_out.positions, self.kv, laid_out.attn_metadata)
+        hidden = self.forward(laid_out)
         return hidden if laid_out.logits_indices is None else hidden[laid_out.logits_indices]
 
     def _choose(

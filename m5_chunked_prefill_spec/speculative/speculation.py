@@ -85,7 +85,7 @@ class Speculation:
         return drafts if any(drafts) else []
 
     def limit(self, req: Req, num_running: int) -> int:
-        """How many tokens to guess for a request in a batch of so many."""
+        """How many tokens to guess for a request in a batch of so many. Its pause begins here if none are worth it."""
         state: SpecState | None = req.spec_state
         if state is None:  # it was added with `speculate=False`
             return 0
