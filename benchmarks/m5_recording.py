@@ -34,9 +34,8 @@ class Listener(TraceReader):
         event = record.event
         if isinstance(event, Batch):
             decodes = len(event.rids) - event.num_prompts
-            waiting = event.num_running - len(event.rids)
             row = {"prompt": event.num_prompt_tokens, "decodes": decodes, "guesses": event.num_draft_tokens}
-            self.steps.append(row | {"waiting": waiting})
+            self.steps.append(row)
         elif isinstance(event, Verified):
             self._verified[event.rid] = event
         elif isinstance(event, Result):
@@ -47,10 +46,7 @@ class Listener(TraceReader):
 
     def _take(self, result: Result, verified: Verified | None) -> None:
         for place, token_id in enumerate(result.tokens):
-            origin = "plain"
-            if verified is not None:
-                own = "bonus" if verified.rejected_at is None else "corrected"
-                origin = "accepted" if place < verified.accepted else own
+            origin = "plain" if verified is None else verified.origin(place)
             self.tokens.append({"id": token_id, "origin": origin})
 
 

@@ -82,5 +82,6 @@ def size(num_bytes: int) -> str:
 
 
 def some(count: int, noun: str) -> str:
-    """`1 token`, `3 tokens`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """`1 token`, `3 tokens`; `2 guesses`."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"

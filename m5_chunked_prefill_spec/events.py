@@ -133,7 +133,7 @@ class Batch(Event):
     def explain(self) -> str:
         num_decodes = len(self.rids) - self.num_prompts
         parts = [some(num_decodes, "decode")] * bool(num_decodes)
-        parts += [some(self.num_draft_tokens, "guess").replace("guesss", "guesses")] * bool(self.num_draft_tokens)
+        parts += [some(self.num_draft_tokens, "guess")] * bool(self.num_draft_tokens)
         if self.num_prompts:
             parts.append(f"{some(self.num_prompt_tokens, 'token')} of {some(self.num_prompts, 'prompt')}")
         waiting = self.num_running - len(self.rids)
@@ -173,9 +173,16 @@ class Verified(Event):
         """The place of the first wrong guess; None if all were right."""
         return None if self.accepted == len(self.drafted) else self.accepted
 
+    def origin(self, place: int) -> str:
+        """Where the token at this place of `tokens` comes from: `accepted` (guessed, and right), `corrected` (in the
+        place of the first wrong guess) or `bonus` (behind guesses that were all right)."""
+        if place < self.accepted:
+            return "accepted"
+        return "bonus" if self.rejected_at is None else "corrected"
+
     def explain(self) -> str:
         guessed = " ".join(repr(text) for text in self.texts)
-        kept = f"{self.accepted} of {some(len(self.drafted), 'guess').replace('guesss', 'guesses')}"
+        kept = f"{self.accepted} of {some(len(self.drafted), 'guess')}"
         if self.rejected_at is None:
             end = f"all are right, and {self.own!r} comes on top"
         else:

@@ -22,8 +22,7 @@ class Token(NamedTuple):
 
     token_id: int
     origin: str
-    """`accepted`: guessed, and right. `corrected`: in the place of a wrong guess. `bonus`: behind guesses that were all
-    right. `own`: without any guess."""
+    """As `Verified.origin` says; `own`: without any guess."""
 
 
 class Notes:
@@ -33,8 +32,6 @@ class Notes:
         self.batches: list[tuple[int, Batch]] = []
         self.cuts: list[tuple[int, ChunkCut]] = []
         self.tokens: dict[str, list[Token]] = defaultdict(list)
-        self.num_steps: dict[str, int] = defaultdict(int)
-        """In which a request got anything."""
         self._verified: dict[str, Verified] = {}
 
     def read(self, record: TraceRecord) -> None:
@@ -54,13 +51,8 @@ class Notes:
 
     def _note_tokens(self, result: Result) -> None:
         verified = self._verified.pop(result.rid, None)
-        self.num_steps[result.rid] += 1
         for place, token_id in enumerate(result.tokens):
-            origin = "own"
-            if verified is not None:
-                all_right = verified.accepted == len(verified.drafted)
-                origin = "accepted" if place < verified.accepted else "bonus" if all_right else "corrected"
-            self.tokens[result.rid].append(Token(token_id, origin))
+            self.tokens[result.rid].append(Token(token_id, "own" if verified is None else verified.origin(place)))
 
 
 def coloured(tokens: list[Token], text_of: Any, *, with_marks: bool) -> Text:
