@@ -32,7 +32,7 @@ from benchmarks.m3_plots import draw_plots
 from benchmarks.m3_roofline import roofline
 from benchmarks.m3_scheduling import scheduling
 from benchmarks.m3_speed import ragged_embedded, ragged_random, single_stream, single_text
-from benchmarks.m3_tables import promises, tables
+from benchmarks.m3_tables import PROMISES, promises, tables
 from benchmarks.m3_workload import Ragged
 from m3_paged_attention import DEFAULT_MODEL
 from m3_paged_attention.attention.registry import choose
@@ -105,7 +105,7 @@ def write_up(results: dict[str, Any], texts: Path, plots: Path) -> None:
     (texts / f"{NAME}.md").write_text(text, encoding="utf-8")
     draw_plots(results["parts"], plots)
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
-    Console().print(promises(results["parts"]), markup=False, highlight=False)
+    Console().print(promises(results["parts"], PROMISES), markup=False, highlight=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

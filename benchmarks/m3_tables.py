@@ -1,6 +1,6 @@
 """The tables of milestone 3, made from the numbers that `benchmarks.m3_paged_attention` has measured."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import describe, markdown_table
@@ -34,25 +34,25 @@ PROMISES: tuple[Promise, ...] = (
 )
 
 
-def promises(parts: Mapping[str, Any]) -> str:
-    """What the milestone set out to reach, beside what was measured."""
+def promises(parts: Mapping[str, Any], promised: Sequence[Promise]) -> str:
+    """What a milestone set out to reach, beside what was measured; "not measured" where a part is missing."""
 
     def row(promise: Promise) -> dict[str, Any]:
         what, path, floor, hoped, less = promise
         value: Any = parts
         for key in path.split("."):
-            value = value[key]
-        kept = value <= floor if less else value >= floor
-        return {"what": what, "value": value, "floor": floor, "hoped": hoped, "kept": kept}
+            value = value.get(key) if isinstance(value, Mapping) else None
+        missed = value is not None and (value > floor if less else value < floor)
+        return {"what": what, "value": value, "floor": floor, "hoped": hoped, "less": less, "missed": missed}
 
     return markdown_table(
-        map(row, PROMISES),
+        map(row, promised),
         {
             "figure": lambda r: r["what"],
-            "measured": lambda r: f"{r['value']:.3f}",
-            "floor": lambda r: f"{r['floor']:g}",
-            "hoped for": lambda r: "" if r["hoped"] is None else f"{r['hoped']:g}",
-            "": lambda r: "" if r["kept"] else "MISSED",
+            "measured": lambda r: "not measured" if r["value"] is None else f"{r['value']:,.3f}",
+            "promised": lambda r: f"{'<=' if r['less'] else '>='} {r['floor']:,.3g}",
+            "hoped for": lambda r: "" if r["hoped"] is None else f"{r['hoped']:,g}",
+            "": lambda r: "MISSED" if r["missed"] else "",
         },
     )
 

@@ -28,6 +28,7 @@ from rich.console import Console
 from benchmarks import ASSETS, RESULTS, environment
 from benchmarks.m3_models import MAX_MODEL_LEN, SHAPE_0_6B, embedded_model, random_model
 from benchmarks.m3_paged_attention import QUICK_LAYERS, measure, start
+from benchmarks.m3_tables import promises
 from benchmarks.m4_control_plane import control_plane
 from benchmarks.m4_eviction import designs, eviction
 from benchmarks.m4_gaps import gaps
@@ -35,7 +36,7 @@ from benchmarks.m4_models import Engines
 from benchmarks.m4_plots import draw_plots
 from benchmarks.m4_reuse import SharedPrefix, reuse
 from benchmarks.m4_scheduling import scheduling
-from benchmarks.m4_tables import promises, tables
+from benchmarks.m4_tables import PROMISES, tables
 from m3_paged_attention.attention.registry import choose
 from m4_radix_cache import DEFAULT_MODEL
 
@@ -86,7 +87,7 @@ def write_up(results: dict[str, Any], texts: Path, plots: Path) -> None:
     (texts / f"{NAME}.md").write_text(text, encoding="utf-8")
     draw_plots(results["parts"], plots)
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
-    Console().print(promises(results["parts"]), markup=False, highlight=False)
+    Console().print(promises(results["parts"], PROMISES), markup=False, highlight=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

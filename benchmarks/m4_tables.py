@@ -18,29 +18,6 @@ PROMISES: tuple[Promise, ...] = (
 )
 
 
-def promises(parts: Row) -> str:
-    """What the milestone set out to reach, beside what was measured."""
-
-    def row(promise: Promise) -> Row:
-        what, path, floor, hoped, less = promise
-        value: Any = parts
-        for key in path.split("."):
-            value = value[key]
-        kept = value <= floor if less else value >= floor
-        return {"what": what, "value": value, "floor": floor, "hoped": hoped, "kept": kept}
-
-    return markdown_table(
-        map(row, PROMISES),
-        {
-            "figure": lambda r: r["what"],
-            "measured": lambda r: f"{r['value']:,.3f}",
-            "floor": lambda r: f"{r['floor']:,g}",
-            "hoped for": lambda r: "" if r["hoped"] is None else f"{r['hoped']:,g}",
-            "": lambda r: "" if r["kept"] else "MISSED",
-        },
-    )
-
-
 def tables(results: Row) -> str:
     """What the page includes, piece by piece, each between two marks by which the page names it."""
     parts = results["parts"]

@@ -27,13 +27,14 @@ from rich.console import Console
 from benchmarks import ASSETS, RESULTS, environment
 from benchmarks.m3_models import embedded_model
 from benchmarks.m3_paged_attention import measure, start
+from benchmarks.m3_tables import promises
 from benchmarks.m5_gaps import Traffic, gaps
 from benchmarks.m5_models import Engines
 from benchmarks.m5_plots import draw_plots
 from benchmarks.m5_recording import origins, steps
 from benchmarks.m5_scheduling import scheduling
 from benchmarks.m5_speculation import speculation
-from benchmarks.m5_tables import promises, tables
+from benchmarks.m5_tables import PROMISES, tables
 from m3_paged_attention.attention.registry import choose
 from m5_chunked_prefill_spec import DEFAULT_MODEL, SpeculativeConfig
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
@@ -76,7 +77,7 @@ def write_up(results: dict[str, Any], texts: Path, plots: Path) -> None:
     (texts / f"{NAME}.md").write_text(text, encoding="utf-8")
     draw_plots(results["parts"], plots)
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
-    Console().print(promises(results["parts"]), markup=False, highlight=False, soft_wrap=True)
+    Console().print(promises(results["parts"], PROMISES), markup=False, highlight=False, soft_wrap=True)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -20,28 +20,6 @@ PROMISES: tuple[Promise, ...] = (
 )
 
 
-def promises(parts: Row) -> str:
-    """What the milestone set out to reach, beside what was measured; "not measured" where a part is missing."""
-
-    def row(promise: Promise) -> Row:
-        what, path, floor, _, less = promise
-        value: Any = parts
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        kept = value is not None and (value <= floor if less else value >= floor)
-        return {"what": what, "value": value, "floor": f"{'<=' if less else '>='} {floor:.3g}", "kept": kept}
-
-    return markdown_table(
-        map(row, PROMISES),
-        {
-            "figure": lambda r: r["what"],
-            "measured": lambda r: "not measured" if r["value"] is None else f"{r['value']:,.3f}",
-            "floor": lambda r: r["floor"],
-            "": lambda r: "" if r["kept"] or r["value"] is None else "MISSED",
-        },
-    )
-
-
 def tables(results: Row) -> str:
     """What the page includes, piece by piece, each between two marks by which the page names it."""
     parts = results["parts"]
