@@ -7,7 +7,7 @@ and computes the rest again. SGLang: `ServerArgs`; vLLM: `CacheConfig`, `Schedul
 
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from m1_single_request.config import TraceConfig, check_whole_number
 from m1_single_request.errors import ConfigError, shown
@@ -45,9 +45,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
         check_choice("schedule_policy", self.schedule_policy, SchedulePolicyName)
-        value = self.schedule_conservativeness
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
-            raise ConfigError(f"schedule_conservativeness={shown(value)} must be a number of at least 0")
+        check_number("schedule_conservativeness", self.schedule_conservativeness, at_least=0)
 
     def resolved(self, max_model_len: int) -> "SchedulerConfig":
         """The same with every None replaced, for a model of this length."""
@@ -85,8 +83,7 @@ class CacheConfig:
         check_choice("eviction_policy", self.eviction_policy, STRATEGIES)
         check_whole_number("kv_cache_memory_bytes", self.kv_cache_memory_bytes, low=1, optional=True)
         check_whole_number("max_total_tokens", self.max_total_tokens, low=1, optional=True)
-        if not isinstance(self.debug, bool):
-            raise ConfigError(f"debug={shown(self.debug)} must be True or False")
+        check_flag("debug", self.debug)
         check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         check_one_given(self, "kv_cache_memory_bytes", "gpu_memory_utilization", "max_total_tokens")
         if self.prefix_cache != "radix" and self.eviction_policy != "lru":
@@ -114,3 +111,18 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={shown(value)} must be True or False")
+
+
+def check_number(name: str, value: Any, *, at_least: float | None = None, more_than: float | None = None) -> None:
+    """Raise `ConfigError` unless `value` is a finite number within the limit."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if at_least is not None and not (is_number and value >= at_least):
+        raise ConfigError(f"{name}={shown(value)} must be a number of at least {at_least}")
+    if more_than is not None and not (is_number and value > more_than):
+        raise ConfigError(f"{name}={shown(value)} must be a number greater than {more_than}")

@@ -36,9 +36,9 @@ class ForwardMode(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWorkerBatch:
-    """One step. Requests with more than one new token come first; all arrays are of the host.
+    """One step; all arrays are of the host. Here requests with more than one new token come first.
 
-    Seams for m5, where a step does several things at once: `num_samples`, `num_prompt_tokens`.
+    Seams for m5, where a step does several things at once, in any order: `num_samples`, `num_prompt_tokens`.
     """
 
     forward_mode: ForwardMode

@@ -6,15 +6,14 @@ any length may come. SGLang: `chunked_prefill_size`, `enable_mixed_chunk`, `spec
 `SchedulerConfig` and `SpeculativeConfig`.
 """
 
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from m1_single_request.config import TraceConfig, check_model, check_whole_number
 from m1_single_request.errors import ConfigError, shown
 from m3_paged_attention.config import LEAST_BATCHED_TOKENS, ModelConfig, check_choice, check_token_budget
-from m4_radix_cache.config import CacheConfig, SchedulePolicyName
+from m4_radix_cache.config import CacheConfig, SchedulePolicyName, check_flag, check_number
 from m5_chunked_prefill_spec.cost_table import CostTable
 
 ScheduleName = Literal["decode_first", "prefill_first"]
@@ -140,18 +139,3 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise `ConfigError` unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={shown(value)} must be True or False")
-
-
-def check_number(name: str, value: Any, *, at_least: float | None = None, more_than: float | None = None) -> None:
-    """Raise `ConfigError` unless `value` is a finite number within the limit."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if at_least is not None and not (is_number and value >= at_least):
-        raise ConfigError(f"{name}={shown(value)} must be a number of at least {at_least}")
-    if more_than is not None and not (is_number and value > more_than):
-        raise ConfigError(f"{name}={shown(value)} must be a number greater than {more_than}")
