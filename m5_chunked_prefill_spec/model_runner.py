@@ -22,7 +22,7 @@ from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
 from m3_paged_attention.row_sampler import prompt_logprobs
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.config import SchedulerConfig
-from m5_chunked_prefill_spec.cost_table import CostTable, measure, milliseconds, sizes_up_to
+from m5_chunked_prefill_spec.cost_table import FEW_TOKENS, CostTable, measure, milliseconds, sizes_up_to
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch, nothing_in_page_0
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m5_chunked_prefill_spec.outputs import ModelRunnerOutput
@@ -76,8 +76,8 @@ class ModelRunner:
     @torch.inference_mode()
     def measure_costs(self, most: int) -> CostTable:
         """What steps of up to `most` new tokens cost here, and drafts. Writes nothing that anybody reads."""
-        context = min(1024, self.max_model_len - most)
-        table = measure(self._cost_of, sizes_up_to(most), context=max(context, 1))
+        context = max(min(1024, self.max_model_len - FEW_TOKENS), 1)
+        table = measure(self._cost_of, sizes_up_to(most), context=context)
         if self.draft_runner is None:
             return table
         one, several = (self.draft_runner.cost_of(rows) for rows in (1, self.max_num_seqs))
@@ -85,7 +85,9 @@ class ModelRunner:
         return replace(table, draft_ms=one, draft_row_ms=per_row)
 
     def _cost_of(self, num_tokens: int, context: int) -> float:
-        tokens = nothing_in_page_0(1, num_tokens, context, self.page_size)
+        # No request is longer than the model's positions: a large step has several, alike, some tokens too many.
+        num_rows = -(-num_tokens // (self.max_model_len - context))
+        tokens = nothing_in_page_0(num_rows, -(-num_tokens // num_rows), context, self.page_size)
 
         def run() -> None:
             forward_batch = ForwardBatch.init_new(tokens, self)

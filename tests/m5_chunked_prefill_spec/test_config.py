@@ -1,6 +1,7 @@
 """What an m5 engine can be told of steps and guesses, and what a request can: checked when it is said."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -210,6 +211,16 @@ def test_prompts_that_are_cut_at_pages_need_a_step_with_room_for_a_page(
 def test_a_cost_table_that_nobody_reads_is_refused(make_engine: MakeEngine, more: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="cost_table has no effect: it is for target_gap_ms, or for guesses"):
         make_engine(**setting(**more, cost_table=COSTS))
+
+
+@pytest.mark.parametrize("max_model_len", [5, 40, 100])
+def test_steps_are_measured_that_are_larger_than_the_longest_request(tiny_directory: Path, max_model_len: int) -> None:
+    """A step has a budget of its own: several requests fill it, and none has a position that the model lacks."""
+    limits = setting(max_num_batched_tokens=130, method="ngram", back_off=True, cost_table=None)
+    model = ModelConfig(model=tiny_directory, device="cpu", max_model_len=max_model_len)
+    with LLMEngine(model_config=model, **limits) as engine:
+        table = scheduler_of(engine).speculation.cost_table  # type: ignore[attr-defined]
+        assert table.num_tokens[:8] == (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @pytest.mark.parametrize("more", [{"target_gap_ms": 50.0}, {"method": "ngram", "back_off": True}], ids=str)
