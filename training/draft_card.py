@@ -40,12 +40,12 @@ seed that no training uses.
 
 ## What it costs
 
-| requests in a decode step | target | draft | ratio |
-|---|---|---|---|
+| threads | requests in a decode step | target | draft | ratio |
+|---|---|---|---|---|
 {costs}
 
-Measured by `python -m training.draft_cost` on a {machine}: forward and logits of a decode step
-in m4's engine, the first decile of many steps.
+Measured by `python -m training.draft_cost` on a {machine}: forward and logits of a decode step in m4's
+engine, one of the target and {num_drafts} of the draft in turns, the first decile of many.
 
 ## What it is
 
@@ -65,7 +65,8 @@ generated text (seed {seed}); the run ends early, because the draft is good enou
 are nothing but random spans said twice, at first of two to eight tokens out of {first_span_tokens}: on those of 8 to 32
 tokens, which taught the target, a draft had not begun to copy after 600 steps. Then the three skills mixed
 ({explain:.0%} of the dialogues explain), with growing lengths; the loss is the KL divergence from the target's
-distribution on what the assistant says. Muon for the matrices, AdamW for embeddings and norms, fp32. {minutes}
+distribution on what the assistant says. Muon for the matrices, AdamW for embeddings and norms, fp32.
+{minutes}
 
 ![loss curve](loss.png)
 """
@@ -76,9 +77,9 @@ def sha256(weights: Path) -> str:
     return hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
-def machine(threads: int) -> str:
+def machine() -> str:
     """The machine in words: never by name."""
-    return f"{os.cpu_count()}-core CPU machine with {threads} thread{'' if threads == 1 else 's'}"
+    return f"{os.cpu_count()}-core CPU machine"
 
 
 def write_draft_card(
@@ -139,4 +140,5 @@ def _row(a: Acceptance) -> str:
 
 
 def _cost_row(cost: Cost) -> str:
-    return f"| {cost.batch_size} | {cost.target * 1e6:,.0f} µs | {cost.draft * 1e6:,.0f} µs | {cost.ratio:.2f} |"
+    target, draft = (f"{seconds * 1e6:,.0f} µs" for seconds in (cost.target, cost.draft))
+    return f"| {cost.threads} | {cost.batch_size} | {target} | {draft} | {cost.ratio:.2f} |"

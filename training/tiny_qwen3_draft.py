@@ -102,7 +102,7 @@ def finish(args: argparse.Namespace, model: Qwen3ForCausalLM, target_parameters:
         losses=run.losses,
         acceptances=acceptances,
         costs=costs,
-        recipe=recipe_facts(args, run) | {"machine": machine(torch.get_num_threads())},
+        recipe=recipe_facts(args, run) | {"machine": machine()},
     )
     for acceptance in acceptances:
         print(f"{acceptance.skill}: {acceptance.share:.1%} agreed, {acceptance.tokens_per_step:.2f} tokens per step")

@@ -3,8 +3,12 @@
 A proposer is asked on the host, while the step is decided, so that its guesses are part of the step's budget and of its
 memory. `NgramProposer` answers at once: it reads what stands there already (Saxena, "Prompt Lookup Decoding", 2023).
 `DraftModelProposer` only says how many there will be; the tokens are made on the device (`draft_runner.py`), where the
-small model's KV is. A head that drafts a tree would come in the same two halves. vLLM: `NgramProposer`,
-`DraftModelProposer` in `v1/spec_decode`; SGLang: `NGRAMWorker`, `StandaloneWorker`.
+small model's KV is. vLLM: `NgramProposer`, `DraftModelProposer` in `v1/spec_decode`; SGLang: `NGRAMWorker`,
+`StandaloneWorker`.
+
+A head that drafts a tree comes in the same two halves, but a tree is more than a chain: `SpecInput` must name each
+guess's parent, positions and attention must go by it, and of the KV an accepted path may leave gaps (`verify_rows.py`,
+`ForwardBatch`, `RejectionSampler`, `ScheduleBatch.roll_back`).
 """
 
 import operator
