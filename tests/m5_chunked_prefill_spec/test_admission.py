@@ -81,6 +81,16 @@ def test_of_several_who_were_overtaken_too_often_the_oldest_comes_first() -> Non
     bed.drain()
 
 
+def test_whoever_came_earlier_overtakes_nobody() -> None:
+    """However long somebody has waited for those who came before it, the policy goes on to decide."""
+    bed = make_pieces_bed(schedule_policy="priority", max_num_seqs=1, max_num_batched_tokens=16)
+    for _ in range(MAX_PASSED_OVER + 1):
+        bed.add(4, max_tokens=1, priority=2)
+    least, better = bed.add(4, max_tokens=1), bed.add(4, max_tokens=1, priority=1)
+    bed.drain()
+    assert [rid for decision in bed.decisions for rid in decision.prompts][-2:] == [better, least]
+
+
 def test_whoever_lost_its_place_goes_before_those_who_were_overtaken() -> None:
     bed = make_pieces_bed(policy_class=NewestFirst, max_num_seqs=2, max_num_batched_tokens=16)
     bed.add(4, max_tokens=200), bed.add(4, max_tokens=2), bed.step()
