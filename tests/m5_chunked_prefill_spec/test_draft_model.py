@@ -33,6 +33,8 @@ from tests.m5_chunked_prefill_spec.engines import (
     check_flushed,
     check_step,
     greedy,
+    ids,
+    run,
     runner_of,
     scheduler_of,
     setting,
@@ -241,3 +243,18 @@ def test_behind_a_hit_the_guesses_are_as_good_as_without(make_engine: MakeEngine
             first.num_draft_tokens,
             first.num_accepted_tokens,
         )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_that_is_the_target_is_always_right_whoever_has_most_guesses(
+    make_engine: MakeEngine, tiny_directory: Path, temperature: float
+) -> None:
+    """The request with most guesses is not the first one: guesses, and what they were drawn from, must not change
+    owners."""
+    engine = make_engine(**setting(4, method="draft_model", draft_model=tiny_directory, drafts=7))
+    for number, max_tokens in enumerate((3, 12, 1, 7)):
+        params = greedy(max_tokens, temperature=temperature, seed=number)
+        engine.add_request(ids(4 + number, 50 * number + 5), params)
+    run(engine)
+    stats = engine.stats()
+    assert stats.num_accepted_tokens == stats.num_draft_tokens == 1 + 7 + 2 + 5
