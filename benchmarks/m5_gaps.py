@@ -110,16 +110,22 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def summary(rounds: Sequence[Served], traffic: Traffic) -> Row:
-    """Medians over the rounds, in seconds; and the last round in detail."""
+    """Medians over the rounds, in seconds; and the last round in detail.
+
+    All rounds of a side have the same steps. So each gap is the median of the same gap in every round, and what
+    interrupted one of them from outside is not the longest gap.
+    """
 
     def of(statistic: Any) -> float:
         return statistics.median(map(statistic, rounds))
 
     last = rounds[-1]
+    gaps = [statistics.median(same) for same in zip(*(served.gaps for served in rounds), strict=True)]
     return {
-        "p50": of(lambda served: quantile(served.gaps, 0.5)),
-        "p95": of(lambda served: quantile(served.gaps, 0.95)),
-        "longest": of(lambda served: max(served.gaps)),
+        "p50": quantile(gaps, 0.5),
+        "p95": quantile(gaps, 0.95),
+        "longest": max(gaps),
+        "longest_of_all": max(max(served.gaps) for served in rounds),
         "seconds": of(lambda served: served.seconds),
         "tokens_per_second": traffic.total_tokens / of(lambda served: served.seconds),
         "mean_ttft": of(

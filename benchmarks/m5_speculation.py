@@ -7,26 +7,24 @@ the end, from an empty cache; and all must give the same answers.
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import interleaved
 from benchmarks.m5_models import Engines
 from m5_chunked_prefill_spec import LLMEngine, SamplingParams, SpeculativeConfig
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
-from m5_chunked_prefill_spec.cost_table import milliseconds
-from m5_chunked_prefill_spec.forward_batch import ForwardBatch, nothing_in_page_0
 from training import skills
+from training.draft_cost import measure_cost
 from training.explain import questions
 
 KINDS = ("repeat", "explain", "recall")
 REPEATED, FACTS = (30, 45, 60), 20  # tokens of a text, facts of a list
 NONE = "no guesses"
 MAX_TOKENS = 160
-CONTEXT = 128  # tokens before the one whose cost is measured
 Row = dict[str, Any]
 
 
@@ -152,8 +150,7 @@ def speculation(
         },
     }
     if draft is not None:
-        name = next(name for name in sides if name.startswith("draft_model"))
-        part["draft"] = draft_costs(engines, sides[name], rounds)
+        part["draft"] = draft_costs(engines, Path(draft), rounds)
     return part | {"best": {kind: best(by_batch) for kind, by_batch in part["kinds"].items()}}
 
 
@@ -169,26 +166,13 @@ def best(by_batch: Row) -> Row:
     }
 
 
-def draft_costs(engines: Engines, engine: LLMEngine, rounds: int) -> Row:
-    """The draft model beside its target: parameters, and what a forward of one token costs, measured in turns."""
-    target = engine.engine_core.executor.worker.model_runner
-    runners = {"target": target, "draft": target.draft_runner}
-    sizes = engines.num_parameters()
-
-    def once(runner: Any) -> float:
-        tokens = nothing_in_page_0(1, 1, CONTEXT, runner.page_size)
-
-        def run() -> None:
-            hidden = runner.forward(ForwardBatch.init_new(tokens, runner))
-            runner.model.compute_logits(hidden).argmax(-1).tolist()
-
-        with torch.inference_mode():
-            return milliseconds(run) / 1e3
-
-    seconds = interleaved({name: lambda r=runner: once(r) for name, runner in runners.items()}, rounds=10 * rounds)
+def draft_costs(engines: Engines, draft: Path, rounds: int) -> Row:
+    """The draft model beside its target: parameters, and what a token costs."""
+    cost = measure_cost(draft, threads=[torch.get_num_threads()], rounds=80 * rounds)[0]
+    seconds, sizes = {"target": cost.target, "draft": cost.draft}, engines.num_parameters()
     return {
         "parameters": {"target": sizes[0], "draft": sizes[-1]},
         "seconds": seconds,
         "parameter_share": sizes[-1] / sizes[0],
-        "cost_share": seconds["draft"] / seconds["target"],
+        "cost_share": cost.ratio,
     }

@@ -67,7 +67,8 @@ def _traffic(part: Row) -> str:
         f"*{traffic['num_streams']} streams of {traffic['stream_tokens']:,} tokens; a prompt of "
         f"{traffic['prompt_tokens']:,} tokens, unlike all others, whenever each of them has got {traffic['every']} "
         f"tokens more, {traffic['num_prompts']} in all, for {traffic['answer']} tokens each. Gaps are those of the "
-        f"streams; tokens/s counts all tokens of prompts and answers until nobody is left.*"
+        f"streams, each the median of the same gap in {part['rounds']} rounds; tokens/s counts all tokens of prompts and "
+        f"answers until nobody is left.*"
     )
 
 
@@ -161,7 +162,7 @@ def _draft(part: Row) -> str:
         {
             "": lambda name: name,
             "parameters": lambda name: f"{draft['parameters'][name]:,}",
-            "a forward of one token": lambda name: f"{draft['seconds'][name] * 1e3:.3f} ms",
+            "a token, four of the draft in a row": lambda name: f"{draft['seconds'][name] * 1e3:.3f} ms",
             "share of the parameters": lambda name: f"{draft['parameter_share']:.1%}" if name == "draft" else "",
             "share of the time": lambda name: f"{draft['cost_share']:.1%}" if name == "draft" else "",
         },

@@ -20,7 +20,7 @@ ScheduleName = Literal["decode_first", "prefill_first"]
 SpeculativeMethod = Literal["ngram", "draft_model"]
 
 DEFAULT_DRAFT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-draft"
-CHUNKED_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
+CHUNKED_BATCHED_TOKENS = {"cpu": 128, "cuda": 2048}
 """By the kind of device: a step of so many tokens keeps the gap between two tokens short, and the matrices still large
 enough to be worth it."""
 
@@ -32,7 +32,7 @@ class SchedulerConfig:
     max_num_seqs: int = 16
     """At most so many requests run at a time."""
     max_num_batched_tokens: int | None = None
-    """At most so many new tokens go through the model in one step. None: 256 on a CPU, 2,048 on CUDA, and at least
+    """At most so many new tokens go through the model in one step. None: 128 on a CPU, 2,048 on CUDA, and at least
     `max_num_seqs`; with `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
     schedule: ScheduleName = "decode_first"
     """What a step is filled with. `decode_first`: everybody who runs gets a token, prompts get the rest, to the last

@@ -155,8 +155,8 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("values", "model_len", "budget"),
     [
-        ({}, 512, 256),
-        ({}, 40_960, 256),
+        ({}, 512, 128),
+        ({}, 40_960, 128),
         ({"max_num_seqs": 300}, 512, 300),
         ({"enable_chunked_prefill": False}, 512, 2048),
         ({"enable_chunked_prefill": False}, 40_960, 40_960),

@@ -8,6 +8,13 @@ namespace {
 
 constexpr long WORTH_A_THREAD = 1 << 14;  // elements; starting the threads costs as much as a few thousand
 
+template <class T> void norm_row(const T* from, const T* weight, T* to, long width, float eps) {
+    Floats squares = {};
+    for (long i = 0; i < width; i += LANES) squares += load(from + i) * load(from + i);
+    const float scale = 1.0f / std::sqrt(sum(squares) / width + eps);
+    for (long i = 0; i < width; i += LANES) store(to + i, load(from + i) * scale * load(weight + i));
+}
+
 // Rows of `heads` heads of `width`; `weight` has a row for every head, or one for all.
 template <class T>
 void rms_norm(const T* x, const T* weight, T* y, long rows, long heads, long width, long stride, bool weight_per_head,
@@ -15,12 +22,8 @@ void rms_norm(const T* x, const T* weight, T* y, long rows, long heads, long wid
 #pragma omp parallel for if (rows * heads * width > WORTH_A_THREAD) num_threads(threads)
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
-            const T *from = x + r * stride + h * width, *w = weight + (weight_per_head ? h * width : 0);
-            T* to = y + (r * heads + h) * width;
-            Floats squares = {};
-            for (long i = 0; i < width; i += LANES) squares += load(from + i) * load(from + i);
-            const float scale = 1.0f / std::sqrt(sum(squares) / width + eps);
-            for (long i = 0; i < width; i += LANES) store(to + i, load(from + i) * scale * load(w + i));
+            const T* own = weight + (weight_per_head ? h * width : 0);
+            norm_row(x + r * stride + h * width, own, y + (r * heads + h) * width, width, eps);
         }
 }
 
@@ -33,7 +36,7 @@ void add_rms_norm(const T* x, T* residual, const T* weight, T* y, long rows, lon
 #pragma omp parallel for if (rows * width > WORTH_A_THREAD) num_threads(threads)
     for (long r = 0; r < rows; r++) {
         add(x + r * width, residual + r * width, width);
-        rms_norm(residual + r * width, weight, y + r * width, 1, 1, width, width, false, eps, 1);
+        norm_row(residual + r * width, weight, y + r * width, width, eps);
     }
 }
 
