@@ -67,8 +67,8 @@ def _traffic(part: Row) -> str:
         f"*{traffic['num_streams']} streams of {traffic['stream_tokens']:,} tokens; a prompt of "
         f"{traffic['prompt_tokens']:,} tokens, unlike all others, whenever each of them has got {traffic['every']} "
         f"tokens more, {traffic['num_prompts']} in all, for {traffic['answer']} tokens each. Gaps are those of the "
-        f"streams, each the median of the same gap in {part['rounds']} rounds; tokens/s counts all tokens of prompts and "
-        f"answers until nobody is left.*"
+        f"streams, each the median of the same gap in {part['rounds']} rounds; tokens/s counts all tokens of prompts "
+        f"and answers until nobody is left.*"
     )
 
 

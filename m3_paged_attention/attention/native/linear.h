@@ -15,7 +15,7 @@ namespace {
 
 constexpr long PANEL = 64, VECTORS = PANEL / LANES;
 constexpr long GROUP = 6;          // rows whose sums fit into 32 registers beside a piece of a panel
-constexpr long ROW_BLOCK = 96;     // rows that share a panel while it is in the cache
+constexpr long ROW_BLOCK = 96;     // at most so many rows share a panel while it is in the cache
 constexpr long DEPTH_BLOCK = 512;  // input features of a panel at a time: 64 or 128 KiB, less than a core's own cache
 constexpr long AHEAD = 8192;       // bytes between what is read and what is fetched
 
@@ -71,7 +71,8 @@ void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
     for (long block = 0; block < num_blocks; block++)
         for (long p = 0; p < num_panels; p++) {
-            const long first = block * ROW_BLOCK, count = std::min(ROW_BLOCK, rows - first);
+            const long first = block * rows / num_blocks;  // of equal size, or a thread would wait for the other
+            const long count = (block + 1) * rows / num_blocks - first;
             const long feature = p * PANEL, width = std::min(PANEL, out - feature);
             const T *panel = packed + feature * in, *next = p + 1 < num_panels ? panel + PANEL * in : panel;
             alignas(64) float sums[ROW_BLOCK * PANEL], start[PANEL] = {};
