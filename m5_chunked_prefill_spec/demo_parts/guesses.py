@@ -22,6 +22,7 @@ from m5_chunked_prefill_spec.demo_parts.stage import ROUNDS, Settings, checked, 
 from m5_chunked_prefill_spec.llm_engine import LLMEngine
 
 NOBODY = "nobody"
+WHOLE_PROMPT = 256  # tokens of a step, enough for each prompt here: so every step brings tokens
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def show_guesses(settings: Settings, parts: Any, readers: Sequence[Any], console
         "A text is to be said again, a term to be explained, a code to be looked up. Without guesses every token takes "
         "a step. ngram looks further up for the last tokens and guesses what followed there; draft_model lets a small "
         "model say it. All guesses of a step are verified by one forward of the model; what it would not have said "
-        "itself is thrown away, so the answers are the same.",
+        "itself is thrown away, so a greedy answer is the same.",
     )
     with ExitStack() as stack:
         notes = {name: Notes() for name in methods}
@@ -89,9 +90,10 @@ def _decoder(tokenizer: Any) -> Any:
 
 
 def _engine(settings: Settings, guesses: SpeculativeConfig, parts: Any, readers: Sequence[Any]) -> LLMEngine:
+    budget = max(WHOLE_PROMPT, settings.scheduler.max_num_seqs)
     return LLMEngine(
         model_config=settings.model,
-        scheduler_config=replace(settings.scheduler, max_num_batched_tokens=None, target_gap_ms=None),
+        scheduler_config=replace(settings.scheduler, max_num_batched_tokens=budget, target_gap_ms=None),
         cache_config=replace(settings.cache, prefix_cache="chunk", eviction_policy="lru", debug=bool(readers)),
         speculative_config=guesses,
         trace_config=TraceConfig(readers=tuple(readers)),

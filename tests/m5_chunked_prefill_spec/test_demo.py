@@ -44,7 +44,7 @@ def test_the_tour_cuts_guesses_and_explains(tmp_path: Path, capsys: pytest.Captu
         "4 decodes + 60 of the prompt",
         "5 decodes",
         "req-4: The code of ocean is 7115.",
-        "In step 8 60 of the 510 tokens of req-4 ran: that was what the decodes had left of the budget.",
+        "Step 8 took 60 of the 510 tokens of req-4: that was what the decodes had left of the budget.",
         "It took 9 pieces; only the last gave it a token.",
         "repeat, ngram: Seven",
         "recall, ngram: The",
