@@ -159,16 +159,22 @@ template <class T> struct Room {  // for some elements, on a cache line's border
     }
 };
 
-// Keys as a panel whose features are tokens: [dim / PAIR][64 tokens][PAIR]. Four bytes move at a time.
-template <class T> void pack_keys(const T* keys, const long* at, long count, long dim, T* panel) {
+// Keys as a panel whose features are tokens: [dim / PAIR][64 tokens][PAIR]. Four bytes move at a time, 16 x 16 of them.
+template <class T> void pack_keys(const T* keys, const long* at, long dim, T* panel) {
     uint32_t* to = (uint32_t*)panel;
-    for (long t = 0; t < PANEL; t++)
-        for (long i = 0; i < dim / PAIR<T>; i++)
-            to[i * PANEL + t] = t < count ? read<uint32_t>(keys + at[t] + i * PAIR<T>) : 0;
+    for (long first = 0; first < PANEL; first += LANES)
+        for (long i = 0; i < dim / PAIR<T>; i += LANES) {
+            Words words[LANES];
+            for (long t = 0; t < LANES; t++) words[t] = read<Words>(keys + at[first + t] + i * PAIR<T>);
+            transpose(words);
+            for (long t = 0; t < LANES; t++) std::memcpy(to + (i + t) * PANEL + first, &words[t], sizeof(Words));
+        }
 }
 
 // The values of one token, or of two that make pairs; there may be no second.
-inline void interleave(const float* one, const float*, long width, float* to) { std::memcpy(to, one, width * 4); }
+inline void interleave(const float* one, const float*, long width, float* to) {
+    for (long i = 0; i < width; i += LANES) store(to + i, load(one + i));
+}
 inline void interleave(const bfloat16* one, const bfloat16* two, long width, bfloat16* to) {
     uint32_t* pairs = (uint32_t*)to;
     if (two)
@@ -194,36 +200,34 @@ template <class T> void multiply_all(const T* x, const T* panel, float* sums, lo
         multiply(std::min(GROUP, rows - r), x + r * in, panel, sums + r * PANEL, in, 0, in, panel);
 }
 
-inline float largest_of(Floats v) {
-    float x[LANES];
-    std::memcpy(x, &v, sizeof(x));
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) x[i] = std::max(x[i], x[i + half]);
-    return x[0];
-}
+struct Rows {  // 16 queries on their way through their sequence
+    Floats largest = all(-INFINITY), total = {};
 
-struct Row {  // one query on its way through its sequence
-    float largest = -INFINITY, total = 0.0f;
-
-    // Scores of 64 tokens, of which it sees `count`, become weights. Returns what earlier sums shrink by.
-    template <class T> float weigh(const float* scores, long count, float scale, T* weights) {
+    // Of each of `rows` of them, scores of 64 tokens, of which it sees `seen`, become weights. Returns what earlier sums
+    // shrink by.
+    template <class T> Floats weigh(long rows, float* scores, const long* seen, float scale, T* weights) {
         const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        Floats seen[VECTORS], most = all(largest);
-        for (long v = 0; v < VECTORS; v++) {
-            const Floats score = load(scores + v * LANES) * scale;
-            seen[v] = pick(lane + (int)(v * LANES) < (int)count, score, all(-INFINITY));
-            most = pick(seen[v] > most, seen[v], most);
+        Floats most[LANES] = {}, sum_of_weights[LANES] = {};
+        for (long r = 0; r < rows; r++) {
+            most[r] = all(-INFINITY);
+            for (long v = 0; v < VECTORS; v++) {
+                float* at = scores + r * PANEL + v * LANES;
+                const Floats score = pick(lane + (int)(v * LANES) < (int)seen[r], load(at) * scale, all(-INFINITY));
+                store(at, score);
+                most[r] = larger(score, most[r]);
+            }
         }
-        const float before = largest;
-        largest = largest_of(most);
-        const float shrink = before == largest ? 1.0f : exp(all(before - finite(largest)))[0];
-        Floats sum_of_weights = {};
-        for (long v = 0; v < VECTORS; v++) {
-            const Floats weight = exp(seen[v] - finite(largest));
-            sum_of_weights += weight;
-            store(weights + v * LANES, weight);
-        }
-        total = total * shrink + sum(sum_of_weights);
+        const Floats before = largest;
+        largest = larger(largests(most), before);
+        const Floats base = pick(largest == -INFINITY, Floats{}, largest);  // where none was seen, weights are zeros
+        for (long r = 0; r < rows; r++)
+            for (long v = 0; v < VECTORS; v++) {
+                const Floats weight = exp(load(scores + r * PANEL + v * LANES) - base[r]);
+                sum_of_weights[r] += weight;
+                store(weights + r * PANEL + v * LANES, weight);
+            }
+        const Floats shrink = pick(before == largest, all(1.0f), exp(before - base));
+        total = total * shrink + sums(sum_of_weights);
         return shrink;
     }
 };
@@ -237,7 +241,7 @@ void attend_to_tile(const T* query, const T* keys, const T* values, const int32_
     Room<T> queries(rows * dim), weights(rows * PANEL);
     Room<T> key_panel(PANEL * dim), value_panels(num_panels * PANEL * PANEL);
     Room<float> scores(rows * PANEL), outputs(num_panels * rows * PANEL);  // sums of values: [panels][rows][64]
-    std::vector<Row> states(rows);
+    std::vector<Rows> states((rows + LANES - 1) / LANES);
     for (long r = 0; r < rows; r++) {
         const T* from = query + (first + r / group) * shape.query_stride + (kv_head * group + r % group) * dim;
         std::memcpy((void*)(queries.begin + r * dim), from, dim * sizeof(T));
@@ -245,24 +249,24 @@ void attend_to_tile(const T* query, const T* keys, const T* values, const int32_
     for (long token = 0; token < length; token += PANEL) {
         const long num_tokens = std::min(PANEL, length - token);
         long at[PANEL];
-        for (long t = 0; t < num_tokens; t++) at[t] = shape.offset_of(table, token + t) + kv_head * dim;
-        pack_keys(keys, at, num_tokens, dim, key_panel.begin);
+        for (long t = 0; t < PANEL; t++)  // beyond the last token, which nobody sees, its key will do
+            at[t] = shape.offset_of(table, std::min(token + t, length - 1)) + kv_head * dim;
+        pack_keys(keys, at, dim, key_panel.begin);
         pack_values(values, at, num_tokens, dim, value_panels.begin);
         std::fill_n(scores.begin, rows * PANEL, 0.0f);
         multiply_all(queries.begin, key_panel.begin, scores.begin, rows, dim);
-        for (long r = 0; r < rows; r++) {
-            const long seen = std::min(num_tokens, context + first + r / group + 1 - token);
-            T* weight = weights.begin + r * PANEL;
-            if (seen <= 0) {
-                std::fill_n(weight, PANEL, T{});
-                continue;
-            }
-            const float shrink = states[r].weigh(scores.begin + r * PANEL, seen, scale, weight);
-            for (long p = 0; shrink != 1.0f && p < num_panels; p++)
-                for (long v = 0; v < VECTORS; v++) {
-                    float* sums = outputs.begin + (p * rows + r) * PANEL + v * LANES;
-                    store(sums, load(sums) * shrink);
-                }
+        for (long from = 0; from < rows; from += LANES) {
+            const long some = std::min((long)LANES, rows - from);
+            long seen[LANES];
+            for (long r = 0; r < some; r++) seen[r] = context + first + (from + r) / group + 1 - token;
+            const long at = from * PANEL;
+            const Floats shrink = states[from / LANES].weigh(some, scores.begin + at, seen, scale, weights.begin + at);
+            for (long r = 0; r < some; r++)
+                for (long p = 0; shrink[r] != 1.0f && p < num_panels; p++)
+                    for (long v = 0; v < VECTORS; v++) {
+                        float* sums = outputs.begin + (p * rows + from + r) * PANEL + v * LANES;
+                        store(sums, load(sums) * shrink[r]);
+                    }
         }
         for (long p = 0; p < num_panels; p++) {
             float* sums = outputs.begin + p * rows * PANEL;
@@ -273,7 +277,7 @@ void attend_to_tile(const T* query, const T* keys, const T* values, const int32_
         for (long i = 0; i < dim; i += LANES) {
             const Floats sums = load(outputs.begin + (i / PANEL * rows + r) * PANEL + i % PANEL);
             T* to = output + ((first + r / group) * shape.heads + kv_head * group + r % group) * dim;
-            store(to + i, sums / states[r].total);
+            store(to + i, sums / states[r / LANES].total[r % LANES]);
         }
 }
 

@@ -76,24 +76,51 @@ inline float sum(Floats v) {  // always in the same order
 #define LANES_OF(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
-// The sums of 16 vectors, one in each lane, bit for bit as `sum` gives them. Halves of two vectors are added at once:
-// 16 vectors become 8, then 4, 2 and 1.
-inline Floats sums(const Floats* v) {
+// Over the lanes of each of 16 vectors, one result in each lane: bit for bit `sum` of each, if `both` adds. Halves of two
+// vectors are joined at once: 16 vectors become 8, then 4, 2 and 1.
+template <class Join> inline Floats join(const Floats* v, Join both) {
     Floats a[8], b[4], c[2];
     for (int i = 0; i < 8; i++)
-        a[i] = LANES_OF(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               LANES_OF(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        a[i] = both(LANES_OF(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                    LANES_OF(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
     for (int i = 0; i < 4; i++)
-        b[i] = LANES_OF(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               LANES_OF(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        b[i] = both(LANES_OF(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+                    LANES_OF(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
     for (int i = 0; i < 2; i++)
-        c[i] = LANES_OF(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               LANES_OF(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    return LANES_OF(c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-           LANES_OF(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+        c[i] = both(LANES_OF(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                    LANES_OF(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+    return both(LANES_OF(c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+                LANES_OF(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
 }
 
 inline Floats pick(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
+inline Floats larger(Floats a, Floats b) { return pick(a > b, a, b); }
+
+inline Floats sums(const Floats* v) {
+    return join(v, [](Floats a, Floats b) { return a + b; });
+}
+inline Floats largests(const Floats* v) { return join(v, larger); }
+
+// 16 vectors of 16 numbers: rows become columns. In blocks of 8 x 8 numbers, then 4 x 4, 2 x 2, and one by one.
+template <class V> inline void transpose(V* v) {
+    const auto swap = [v](int step, auto one, auto other) {
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & step)) {
+                const V a = v[i], b = v[i + step];
+                v[i] = one(a, b);
+                v[i + step] = other(a, b);
+            }
+    };
+    swap(8, [](V a, V b) { return LANES_OF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23); },
+         [](V a, V b) { return LANES_OF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31); });
+    swap(4, [](V a, V b) { return LANES_OF(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27); },
+         [](V a, V b) { return LANES_OF(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31); });
+    swap(2, [](V a, V b) { return LANES_OF(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); },
+         [](V a, V b) { return LANES_OF(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); });
+    swap(1, [](V a, V b) { return LANES_OF(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30); },
+         [](V a, V b) { return LANES_OF(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31); });
+}
 
 // e^x within two units in the last place; 0 far below, infinity far above, NaN stays NaN.
 inline Floats exp(Floats x) {
