@@ -95,11 +95,15 @@ class ForwardBatch(ModelInput):
         """Lay out a batch."""
         lens, device, rows = batch.new_lens, model_runner.device, batch.req_pool_indices
         prefix_lens = batch.seq_lens - lens
-        if len(batch.input_ids) == len(lens):  # one token each, as in most steps: every order is right
+        is_alone = lens == 1
+        if is_alone.all():  # as in most steps: every order is right
             starts, positions = _numbers(len(lens)), prefix_lens
             columns = [batch.input_ids, positions, batch.out_cache_loc]
+        elif (is_alone[:-1] <= is_alone[1:]).all():  # prompts before decodes: they lie as they should
+            starts = np.cumsum(lens) - lens
+            columns = [batch.input_ids, ranges(prefix_lens, lens), batch.out_cache_loc]
         else:
-            order = np.argsort(lens == 1, kind="stable")  # of the rows on the device
+            order = np.argsort(is_alone, kind="stable")  # of the rows on the device
             rows, own_lens = rows[order], lens[order]
             begins = np.cumsum(lens) - lens  # of each request's tokens, in the batch
             starts = np.empty_like(lens)

@@ -134,11 +134,14 @@ class ScheduleBatch(PlainScheduleBatch):
             runs.append(Run(place, self.reqs[place], token_ids, logprobs))
         if places is not None:
             runs.sort(key=lambda run: run.place)
-        counts = np.zeros(len(self.reqs), dtype=np.int64)
-        self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)  # whoever got none ends now, or is not done
+        counts = [0] * len(self.reqs)
+        newest = [0] * len(self.reqs)  # whoever got none ends now, or is not done
         for run in runs:
-            counts[run.place], self.output_ids[run.place] = len(run.token_ids), run.token_ids[-1]
-        self.sampling_info.advance([token_id for run in runs for token_id in run.token_ids], counts)
+            counts[run.place], newest[run.place] = len(run.token_ids), run.token_ids[-1]
+        self.output_ids = np.array(newest, dtype=np.int64)
+        self.sampling_info.advance(
+            [token_id for run in runs for token_id in run.token_ids], np.array(counts, dtype=np.int64)
+        )
         return runs
 
     def roll_back(self) -> list[tuple[Req, int]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from m1_single_request.config import DEFAULT_MODEL
 from m1_single_request.draws import uniforms
 from m1_single_request.errors import ConfigError
-from m1_single_request.sampler import distribution, draw
+from m1_single_request.sampler import best_tokens, distribution, draw
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig
@@ -82,7 +82,7 @@ class DraftRunner:
         tokens = nothing_in_page_0(num_rows, 1, 0, self.page_size)
 
         def run() -> None:
-            self.model.compute_logits(self.forward(ForwardBatch.init_new(tokens, self))).argmax(-1).tolist()
+            best_tokens(self.model.compute_logits(self.forward(ForwardBatch.init_new(tokens, self)))).tolist()
 
         return milliseconds(run)
 
@@ -179,7 +179,7 @@ class DraftRunner:
         Penalties and bias are left out: a worse guess, never a wrong answer. With it what it was drawn from, float64
         `[rows, vocab]`, if any in the step is.
         """
-        best = logits.argmax(dim=-1)
+        best = best_tokens(logits)
         numbers = info.numbers[rows]
         if not is_drawn:
             return best, None

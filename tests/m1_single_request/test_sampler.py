@@ -494,7 +494,6 @@ def test_an_all_greedy_batch_draws_nothing_and_sorts_nothing() -> None:
     assert metadata.uniforms is metadata.top_k is metadata.top_p is metadata.min_p is None
     with operations() as seen:
         Sampler()(some_logits(4), metadata)
-    assert seen["argmax"] == 1
     assert not {"sort", "cumsum", "_softmax", "searchsorted", "_log_softmax", "topk"} & set(seen)
 
 
