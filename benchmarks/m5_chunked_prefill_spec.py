@@ -42,7 +42,7 @@ from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
 SEED = 1
 NAME = "m5_chunked_prefill_spec"
 MAX_MODEL_LEN = 2048
-BUDGETS, TARGETS_MS = (32, 64, 92, 96, 128, 256, 512, 1024), (6.0, 12.0, 24.0)
+BUDGETS, TARGETS_MS = (32, 64, 92, 96, 128, 256, 512, 1024), (6.0, 8.0, 9.0, 10.0, 11.0, 12.0, 24.0)
 Parts = dict[str, Callable[[], Any]]
 
 

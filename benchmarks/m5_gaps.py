@@ -23,6 +23,7 @@ STREAM_PROMPT = 64
 ANSWER = 8  # tokens for everybody who is no stream
 MAX_NUM_SEQS = 32
 WHOLE, PIECES, M4 = "prefill_first, whole prompts", "prefill_first, pieces of 256", "m4"
+LEAST_THROUGHPUT = 0.9  # of that with whole prompts first: what short gaps may cost
 Row = dict[str, Any]
 
 
@@ -156,9 +157,11 @@ def gaps(engines: Engines, *, traffic: Traffic, budgets: Sequence[int], targets:
         WHOLE: engines.m5(**seqs, **whole),
         PIECES: engines.m5(**seqs, schedule="prefill_first", max_num_batched_tokens=256),
     }
-    by_budget = {str(budget): engines.m5(**seqs, max_num_batched_tokens=budget) for budget in budgets}
+    by_budget = {f"{budget} tokens": engines.m5(**seqs, max_num_batched_tokens=budget) for budget in budgets}
     most = max(budgets)
-    by_target = {f"{ms:g} ms": engines.m5(**seqs, max_num_batched_tokens=most, target_gap_ms=ms) for ms in targets}
+    by_target = {
+        f"target {ms:g} ms": engines.m5(**seqs, max_num_batched_tokens=most, target_gap_ms=ms) for ms in targets
+    }
     found = measured(sides | by_budget | by_target, traffic, rounds)
     base = found[WHOLE]
     for row in found.values():
@@ -169,18 +172,16 @@ def gaps(engines: Engines, *, traffic: Traffic, budgets: Sequence[int], targets:
         "traffic": vars(traffic) | {"answer": ANSWER, "num_prompts": traffic.num_prompts},
         "rounds": rounds,
         "references": {name: found[name] for name in sides},
-        "budgets": {name: found[name] for name in by_budget},
+        "budgets": {name: found[name] | {"tokens": n} for name, n in zip(by_budget, budgets, strict=True)},
         "targets": {name: found[name] | {"target": ms / 1e3} for name, ms in zip(by_target, targets, strict=True)},
     }
     costs = next(iter(by_target.values())).engine_core.scheduler.composer.cost_table
-    part["costs"] = {"num_tokens": costs.num_tokens, "step_ms": costs.step_ms, "context_ms": costs.context_ms}
-    return part | {"best": best(part["budgets"], traffic)}
+    return part | {"costs": vars(costs), "best": best(part["budgets"] | part["targets"])}
 
 
-def best(rows: Mapping[str, Row], traffic: Traffic) -> Row:
-    """The budget that cuts the longest gap most, of those with which no prompts pile up."""
-    need = traffic.num_streams + traffic.prompt_tokens / traffic.every  # tokens a step, in the mean
-    enough = {name: row for name, row in rows.items() if int(name) >= need} or rows
+def best(rows: Mapping[str, Row]) -> Row:
+    """The side that cuts the longest gap most, of those that keep nine tenths of the throughput."""
+    enough = {name: row for name, row in rows.items() if row["throughput_share"] >= LEAST_THROUGHPUT} or rows
     name = max(enough, key=lambda name: enough[name]["longest_times_less"])
     keys = ("p95_times_less", "longest_times_less", "throughput_share")
-    return {"budget": int(name)} | {key: rows[name][key] for key in keys}
+    return {"side": name} | {key: rows[name][key] for key in keys}

@@ -69,7 +69,7 @@ def gaps(part: Part) -> Figure:
     """Gaps, throughput, and how long the prompts wait, by the budget of a step; dashed: whole prompts first."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     gap, speed, wait = figure.subplots(1, 3, width_ratios=[1.5, 1, 1])
-    sizes = [int(size) for size in part["budgets"]]
+    sizes = [row["tokens"] for row in part["budgets"].values()]
     rows, base = list(part["budgets"].values()), part["references"][WHOLE]
     for key, (color, label) in {
         "longest": ("C3", "longest"),
@@ -99,8 +99,8 @@ def gaps(part: Part) -> Figure:
 def stream(part: Part) -> Figure:
     """The gaps of one stream over time, whole prompts first and decodes first."""
     figure = Figure(figsize=(10, 3.4), layout="constrained")
-    best = str(part["best"]["budget"])
-    sides = {"prefill_first, whole prompts": part["references"][WHOLE], f"decode_first, {best}": part["budgets"][best]}
+    best, rows = part["best"]["side"], part["budgets"] | part["targets"]
+    sides = {"prefill_first, whole prompts": part["references"][WHOLE], f"decode_first, {best}": rows[best]}
     axes = figure.subplots(1, 2, sharey=True, sharex=True)
     for axis, (name, row), color in zip(axes, sides.items(), ("C3", "C0"), strict=True):
         for number, arrival in enumerate(row["arrived"]):

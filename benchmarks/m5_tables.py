@@ -43,12 +43,18 @@ def tables(results: Row) -> str:
 
 
 def _gaps(part: Row) -> str:
-    rows = [*part["references"].items()]
-    rows += [(f"decode_first, {budget}", row) for budget, row in part["budgets"].items()]
+    return _gaps_of(part["references"] | {f"decode_first, {name}": row for name, row in part["budgets"].items()})
+
+
+def _targets(part: Row) -> str:
+    return _gaps_of({f"decode_first, {name}": row for name, row in part["targets"].items()})
+
+
+def _gaps_of(rows: Row) -> str:
     return markdown_table(
-        rows,
+        rows.items(),
         {
-            "schedule, tokens a step": lambda item: item[0],
+            "schedule, limit of a step": lambda item: item[0],
             "median gap": lambda item: f"{item[1]['p50'] * 1e3:,.1f} ms",
             "p95": lambda item: f"{item[1]['p95'] * 1e3:,.1f} ms",
             "longest": lambda item: f"{item[1]['longest'] * 1e3:,.1f} ms",
@@ -75,35 +81,25 @@ def _traffic(part: Row) -> str:
 def _best_gaps(part: Row) -> str:
     found = part["best"]
     return (
-        f"With {found['budget']} tokens a step the p95 of the gaps is {found['p95_times_less']:.1f} times less than "
-        f"with whole prompts first, the longest {found['longest_times_less']:.1f} times, at "
-        f"{found['throughput_share']:.0%} of the throughput."
-    )
-
-
-def _targets(part: Row) -> str:
-    return markdown_table(
-        part["targets"].values(),
-        {
-            "target_gap_ms": lambda row: f"{row['target'] * 1e3:g} ms",
-            "median gap": lambda row: f"{row['p50'] * 1e3:,.1f} ms",
-            "p95": lambda row: f"{row['p95'] * 1e3:,.1f} ms",
-            "longest": lambda row: f"{row['longest'] * 1e3:,.1f} ms",
-            "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
-            "mean TTFT of the prompts": lambda row: f"{row['mean_ttft'] * 1e3:,.0f} ms",
-        },
+        f"Of all that keep nine tenths of the throughput, *{found['side']}* has the shortest longest gap: "
+        f"{found['longest_times_less']:.1f} times less than with whole prompts first, the p95 "
+        f"{found['p95_times_less']:.1f} times, at {found['throughput_share']:.0%} of the throughput."
     )
 
 
 def _costs(part: Row) -> str:
     costs = part["costs"]
-    return markdown_table(
+    table = markdown_table(
         zip(costs["num_tokens"], costs["step_ms"], strict=True),
         {
             "tokens in a step": lambda row: f"{row[0]:,}",
             "the step": lambda row: f"{row[1]:.2f} ms",
             "a token of it": lambda row: f"{row[1] / row[0]:.3f} ms",
         },
+    )
+    return (
+        f"{table}\n\n*For each thousand tokens before it, a token of a piece costs {costs['context_ms']:.3f} ms more, "
+        f"that of a decode {costs['decode_context_ms']:.3f} ms.*"
     )
 
 

@@ -79,11 +79,9 @@ class DecodeFirst:
         """How many of `most` tokens of a prompt, `start` tokens into it, may go beside these decodes."""
         if self.target_gap_ms is None or self.cost_table is None:
             return most
-        used, context = int(decodes.new_lens.sum()), int((decodes.new_lens * decodes.seq_lens).sum())
-        least = min(LEAST_CHUNK, most)
-        return max(
-            self.cost_table.largest(self.target_gap_ms, most, others=used, others_context=context, start=start), least
-        )
+        others, context = int(decodes.new_lens.sum()), int((decodes.new_lens * decodes.seq_lens).sum())
+        largest = self.cost_table.largest(self.target_gap_ms, most, others=others, decode_context=context, start=start)
+        return max(largest, min(LEAST_CHUNK, most))
 
 
 class PrefillFirst:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from m1_single_request.errors import ConfigError, shown
 
@@ -24,14 +24,17 @@ class CostTable:
     step_ms: tuple[float, ...]
     """What a step of so many costs, with nothing before them; never falls."""
     context_ms: float = 0.0
-    """What each new token costs more for each thousand tokens before it."""
+    """What each token of a piece of a prompt costs more for each thousand tokens before it."""
+    decode_context_ms: float = 0.0
+    """The same for a decode and its guesses: few tokens share what is read."""
     draft_ms: float = 0.0
     """A forward of the draft model with one token, if there is one."""
     draft_row_ms: float = 0.0
     """What each further row of that forward costs."""
 
     def __post_init__(self) -> None:
-        numbers = (*self.num_tokens, *self.step_ms, self.context_ms, self.draft_ms, self.draft_row_ms)
+        more = (self.context_ms, self.decode_context_ms, self.draft_ms, self.draft_row_ms)
+        numbers = (*self.num_tokens, *self.step_ms, *more)
         if not all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in numbers):
             raise ConfigError(f"a cost table holds numbers of at least 0, not {shown(numbers)}")
         if len(self.num_tokens) != len(self.step_ms) or len(self.num_tokens) < 2 or self.num_tokens[0] != 1:
@@ -40,29 +43,32 @@ class CostTable:
         if not rises or self.step_ms[0] <= 0:
             raise ConfigError("the sizes of a cost table rise, and their costs, which are more than 0, never fall")
 
-    def step(self, num_tokens: int, context: int = 0) -> float:
-        """Milliseconds of a step of so many new tokens. `context`: new tokens times tokens before each, summed up."""
+    def step(self, num_tokens: int, context: int = 0, decode_context: int = 0) -> float:
+        """Milliseconds of a step of so many new tokens.
+
+        `context`: of pieces of prompts, new tokens times tokens before them, summed up; `decode_context`: of decodes.
+        """
         sizes, costs = self.num_tokens, self.step_ms
         above = next((i for i, size in enumerate(sizes) if size >= num_tokens), len(sizes) - 1)
         above = max(above, 1)
         (low, high), (cheap, dear) = sizes[above - 1 : above + 1], costs[above - 1 : above + 1]
         base = cheap + (dear - cheap) * (num_tokens - low) / (high - low)
-        return max(base, 0.0) + self.context_ms * context / 1000
+        return max(base, 0.0) + (self.context_ms * context + self.decode_context_ms * decode_context) / 1000
 
     def draft(self, num_rows: int) -> float:
         """Milliseconds of a forward of the draft model, one token for each of so many requests."""
         return self.draft_ms + self.draft_row_ms * max(num_rows - 1, 0)
 
-    def largest(self, limit_ms: float, most: int, *, others: int, others_context: int, start: int) -> int:
+    def largest(self, limit_ms: float, most: int, *, others: int, decode_context: int, start: int) -> int:
         """How many of `most` tokens of a prompt, `start` tokens into it, fit into a step of `limit_ms`.
 
-        The step has `others` new tokens besides. 0 if not one does.
+        The step has `others` new tokens besides, with so much context. 0 if not one does.
         """
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            context = others_context + middle * start + middle * middle // 2
-            low, high = (middle, high) if self.step(others + middle, context) <= limit_ms else (low, middle - 1)
+            fits = self.step(others + middle, middle * start, decode_context) <= limit_ms
+            low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
 
@@ -70,16 +76,29 @@ def measure(cost_of: Callable[[int, int], float], sizes: Sequence[int], *, conte
     """A table from what `cost_of(num_tokens, context)` says, in milliseconds; the largest sizes are left out once they
     take too long.
 
-    A size that seems to cost less than a smaller one was measured in a quieter moment: it is given the same.
+    Everything is asked twice, in turns, and the lower answer counts: another program may disturb for a while. A size
+    that still seems to cost less than a smaller one is given the same.
     """
-    known: dict[int, float] = {}
+    step: dict[int, float] = {}
     for size in sizes:
-        known[size] = max([cost_of(size, 0), *known.values()])
-        if known[size] > LONGEST_MS and len(known) > 1:
+        step[size] = cost_of(size, 0)
+        if step[size] > LONGEST_MS and len(step) > 1:
             break
-    few = min(sizes[-1], FEW_TOKENS)
-    more = max(cost_of(few, context) - cost_of(few, 0), 0.0)
-    return CostTable(tuple(known), tuple(known.values()), context_ms=1000 * more / (few * context))
+    few, many = (max(size for size in step if size <= most) for most in (FEW_TOKENS, MANY_TOKENS))
+    behind = {size: cost_of(size, context) for size in (few, many)}
+    for before, costs in ((0, step), (context, behind)):
+        for size in costs:
+            costs[size] = min(costs[size], cost_of(size, before))
+
+    def of_context(size: int) -> float:
+        return 1000 * max(behind[size] - step[size], 0.0) / (size * context)
+
+    return CostTable(
+        num_tokens=tuple(step),
+        step_ms=tuple(accumulate(step.values(), max)),
+        context_ms=of_context(many),
+        decode_context_ms=of_context(few),
+    )
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -96,10 +115,10 @@ def milliseconds(run: Callable[[], object]) -> float:
     return min(laps) * 1e3
 
 
-LONGEST_MS = 500.0
+LONGEST_MS = 250.0
 """A size that takes so long is the last one: beyond it the line goes on."""
-FEW_TOKENS = 4
-"""So many new tokens are measured with a context, and without."""
+FEW_TOKENS, MANY_TOKENS = 4, 128
+"""So many new tokens of one request are measured with a context, and without: a decode with guesses, and a piece."""
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -26,7 +26,9 @@ class CostsMeasured(Event):
     step_ms: tuple[float, ...] = volatile()
     """Milliseconds of a step of so many."""
     context_ms: float = volatile()
-    """Milliseconds that each new token costs more for each thousand tokens before it."""
+    """Milliseconds that each token of a piece of a prompt costs more for each thousand tokens before it."""
+    decode_context_ms: float = volatile()
+    """The same for a decode and its guesses."""
     draft_ms: float = volatile()
     """Milliseconds of a forward of the draft model with one token; 0 without one."""
     draft_row_ms: float = volatile()
@@ -217,6 +219,7 @@ def costs_event(table: CostTable, *, given: bool) -> CostsMeasured:
         num_tokens=table.num_tokens,
         step_ms=table.step_ms,
         context_ms=table.context_ms,
+        decode_context_ms=table.decode_context_ms,
         draft_ms=table.draft_ms,
         draft_row_ms=table.draft_row_ms,
     )

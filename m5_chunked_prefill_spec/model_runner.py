@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError
-from m1_single_request.sampler import LogprobRow
+from m1_single_request.sampler import LogprobRow, best_tokens
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.model_loader import LoadedModel
@@ -22,7 +22,7 @@ from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
 from m3_paged_attention.row_sampler import prompt_logprobs
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.config import SchedulerConfig
-from m5_chunked_prefill_spec.cost_table import FEW_TOKENS, CostTable, measure, milliseconds, sizes_up_to
+from m5_chunked_prefill_spec.cost_table import CostTable, measure, milliseconds, sizes_up_to
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch, nothing_in_page_0
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m5_chunked_prefill_spec.outputs import ModelRunnerOutput
@@ -76,7 +76,7 @@ class ModelRunner:
     @torch.inference_mode()
     def measure_costs(self, most: int) -> CostTable:
         """What steps of up to `most` new tokens cost here, and drafts. Writes nothing that anybody reads."""
-        context = max(min(1024, self.max_model_len - FEW_TOKENS), 1)
+        context = max(min(1024, self.max_model_len // 2), 1)
         table = measure(self._cost_of, sizes_up_to(most), context=context)
         if self.draft_runner is None:
             return table
@@ -91,7 +91,7 @@ class ModelRunner:
 
         def run() -> None:
             forward_batch = ForwardBatch.init_new(tokens, self)
-            self.model.compute_logits(self.forward(forward_batch)[-MAX_VERIFIED:]).argmax(-1).tolist()
+            best_tokens(self.model.compute_logits(self.forward(forward_batch)[-MAX_VERIFIED:])).tolist()
 
         return milliseconds(run)
 

@@ -6,7 +6,13 @@ from m1_single_request.trace_event import Event
 from m5_chunked_prefill_spec.events import Batch, ChunkCut, CostsMeasured, RolledBack, Verified
 
 COSTS = CostsMeasured(
-    given=False, num_tokens=(1, 16, 256), step_ms=(1.5, 2.0, 20.25), context_ms=0.1, draft_ms=0.0, draft_row_ms=0.0
+    given=False,
+    num_tokens=(1, 16, 256),
+    step_ms=(1.5, 2.0, 20.25),
+    context_ms=0.1,
+    decode_context_ms=0.4,
+    draft_ms=0.0,
+    draft_row_ms=0.0,
 )
 CUT = ChunkCut(rid="a", asked=520, given=60, start=32, total=552, bound_by="max_num_batched_tokens")
 BATCH = Batch(
