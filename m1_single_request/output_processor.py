@@ -62,17 +62,18 @@ class OutputProcessor:
         """The text that may be shown now; all of it once the request has finished."""
         sequence = request.sequence
         detokenizer, stops = sequence.detokenizer, sequence.sampling_params.stop
+        text = detokenizer.text
         if sequence.text_end is not None:
-            return detokenizer.text[: sequence.text_end]
+            return text[: sequence.text_end]
         if request.is_finished:
-            return detokenizer.text + detokenizer.tail()
-        held = held_back(detokenizer.text, stops)
+            return text + detokenizer.tail()
+        held = held_back(text, stops)
         if self.tracer and held:
-            begun = tuple(stop for stop in stops if held_back(detokenizer.text, [stop]))
-            self.tracer.emit(TextHeld(rid=request.request_id, text=detokenizer.text[-held:], stops=begun))
+            begun = tuple(stop for stop in stops if held_back(text, [stop]))
+            self.tracer.emit(TextHeld(rid=request.request_id, text=text[-held:], stops=begun))
         if self.tracer and (half := detokenizer.tail()):
             self.tracer.emit(TextHeld(rid=request.request_id, text=half, stops=()))
-        return detokenizer.text[: len(detokenizer.text) - held]
+        return text[: len(text) - held]
 
 
 def failed_output(request: Request, error: Exception) -> RequestOutput:

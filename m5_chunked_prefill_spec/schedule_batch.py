@@ -71,6 +71,8 @@ class ScheduleBatch(PlainScheduleBatch):
             self.forward_mode, self.drafts = ForwardMode.DECODE, []
             self.new_lens, self.input_ids = np.ones(len(rows), dtype=np.int64), self.output_ids
             slots = pools.token_to_kv_pool_allocator.alloc_decode(self.seq_lens + 1, last_locs)
+            assert slots is not None, "check_decode_mem said that there is room"
+            pool.append(rows, slots)
         else:
             self.forward_mode, self.drafts = ForwardMode.TARGET_VERIFY, list(drafts)
             self.new_lens = np.array([1 + len(own) for own in drafts])
@@ -78,8 +80,8 @@ class ScheduleBatch(PlainScheduleBatch):
             self.input_ids = np.array([token_id for newest, own in known for token_id in (newest, *own)])
             after = self.seq_lens + self.new_lens
             slots = pools.token_to_kv_pool_allocator.alloc_extend(self.seq_lens, after, last_locs)
-        assert slots is not None, "check_decode_mem said that there is room"
-        pool.append_runs(rows, slots, self.new_lens)
+            assert slots is not None, "has_room_for said that there is room"
+            pool.append_runs(rows, slots, self.new_lens)
         self.out_cache_loc, self.seq_lens = slots, self.seq_lens + self.new_lens
 
     def mix_with_running(self, running: "ScheduleBatch") -> None:

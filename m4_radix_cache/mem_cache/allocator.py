@@ -191,6 +191,8 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         new = self._take(self.num_pages_for_extend(prefix_lens, seq_lens))
         if new is None:
             return None
+        if len(seq_lens) == 1:
+            return self._slots_of_one(int(prefix_lens[0]), int(seq_lens[0]), int(last_locs[0]), new)
         # All pages that get tokens, request by request: a started one is known from last_loc, the others are new.
         # With pages of 4, prefix 6 and length 13:   | . . . . | . . 6 7 | 8 9 10 11 | 12 . . . |
         #                                              not touched  started    new        new
@@ -212,6 +214,11 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             positions < np.repeat(seq_lens, counts)[:, None]
         )
         return self._slots_of(pages)[wanted]
+
+    def _slots_of_one(self, prefix_len: int, seq_len: int, last_loc: int, new: Slots) -> Slots:
+        """`alloc_extend` for one request, as prompts often come: the rest of the started page, then the new ones."""
+        rest = last_loc + 1 + np.arange(-prefix_len % self.page_size)
+        return np.concatenate((rest, self._slots_of(new).ravel()))[: seq_len - prefix_len]
 
     def alloc_decode(self, seq_lens: Slots, last_locs: Slots) -> Slots | None:
         starts_page = (seq_lens - 1) % self.page_size == 0
