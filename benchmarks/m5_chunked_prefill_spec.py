@@ -60,7 +60,7 @@ def parts(rounds: int, quick: bool, draft: Path | None) -> Parts:
         methods["draft_model"] = SpeculativeConfig(method="draft_model", model=draft, back_off=False)
     return {
         "gaps": lambda: on_engines(
-            lambda e: gaps(e, traffic=traffic, budgets=budgets, targets=targets, rounds=min(rounds, 5))
+            lambda e: gaps(e, traffic=traffic, budgets=budgets, targets=targets, rounds=2 * rounds - 1)
         ),
         "speculation": lambda: on_engines(
             lambda e: speculation(e, number=8, batches=(1, 8), rounds=rounds, seed=SEED, draft=draft)

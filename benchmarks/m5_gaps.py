@@ -23,7 +23,7 @@ STREAM_PROMPT = 64
 ANSWER = 8  # tokens for everybody who is no stream
 MAX_NUM_SEQS = 32
 WHOLE, PIECES, M4 = "prefill_first, whole prompts", "prefill_first, pieces of 256", "m4"
-LEAST_THROUGHPUT = 0.9  # of that with whole prompts first: what short gaps may cost
+LEAST_THROUGHPUT, LATEST_FIRST_TOKEN = 0.9, 2.0  # times those with whole prompts first: what short gaps may cost
 Row = dict[str, Any]
 
 
@@ -159,8 +159,10 @@ def gaps(engines: Engines, *, traffic: Traffic, budgets: Sequence[int], targets:
     }
     by_budget = {f"{budget} tokens": engines.m5(**seqs, max_num_batched_tokens=budget) for budget in budgets}
     most = max(budgets)
+    costs = engines.m5(**seqs, max_num_batched_tokens=most, target_gap_ms=1.0).engine_core.scheduler.composer.cost_table
     by_target = {
-        f"target {ms:g} ms": engines.m5(**seqs, max_num_batched_tokens=most, target_gap_ms=ms) for ms in targets
+        f"target {ms:g} ms": engines.m5(**seqs, max_num_batched_tokens=most, target_gap_ms=ms, cost_table=costs)
+        for ms in targets
     }
     found = measured(sides | by_budget | by_target, traffic, rounds)
     base = found[WHOLE]
@@ -168,6 +170,7 @@ def gaps(engines: Engines, *, traffic: Traffic, budgets: Sequence[int], targets:
         row["p95_times_less"] = base["p95"] / row["p95"]
         row["longest_times_less"] = base["longest"] / row["longest"]
         row["throughput_share"] = row["tokens_per_second"] / base["tokens_per_second"]
+        row["times_ttft"] = row["mean_ttft"] / base["mean_ttft"]
     part = {
         "traffic": vars(traffic) | {"answer": ANSWER, "num_prompts": traffic.num_prompts},
         "rounds": rounds,
@@ -175,13 +178,16 @@ def gaps(engines: Engines, *, traffic: Traffic, budgets: Sequence[int], targets:
         "budgets": {name: found[name] | {"tokens": n} for name, n in zip(by_budget, budgets, strict=True)},
         "targets": {name: found[name] | {"target": ms / 1e3} for name, ms in zip(by_target, targets, strict=True)},
     }
-    costs = next(iter(by_target.values())).engine_core.scheduler.composer.cost_table
     return part | {"costs": vars(costs), "best": best(part["budgets"] | part["targets"])}
 
 
 def best(rows: Mapping[str, Row]) -> Row:
-    """The side that cuts the longest gap most, of those that keep nine tenths of the throughput."""
-    enough = {name: row for name, row in rows.items() if row["throughput_share"] >= LEAST_THROUGHPUT} or rows
-    name = max(enough, key=lambda name: enough[name]["longest_times_less"])
+    """The side that cuts the longest gap most, of those that cost little and with which no prompts pile up."""
+    enough = {
+        name: row
+        for name, row in rows.items()
+        if row["throughput_share"] >= LEAST_THROUGHPUT and row["times_ttft"] <= LATEST_FIRST_TOKEN
+    }
+    name = max(enough or rows, key=lambda name: rows[name]["longest_times_less"])
     keys = ("p95_times_less", "longest_times_less", "throughput_share")
     return {"side": name} | {key: rows[name][key] for key in keys}
