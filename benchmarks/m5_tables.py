@@ -56,13 +56,12 @@ def _gaps_of(rows: Row) -> str:
         {
             "schedule, limit of a step": lambda item: item[0],
             "median gap": lambda item: f"{item[1]['p50'] * 1e3:,.1f} ms",
-            "p95": lambda item: f"{item[1]['p95'] * 1e3:,.1f} ms",
-            "longest": lambda item: f"{item[1]['longest'] * 1e3:,.1f} ms",
-            "p95, times less": lambda item: f"{item[1]['p95_times_less']:.1f}",
-            "longest, times less": lambda item: f"{item[1]['longest_times_less']:.1f}",
-            "tokens/s": lambda item: f"{item[1]['tokens_per_second']:,.0f}",
-            "share": lambda item: f"{item[1]['throughput_share']:.0%}",
-            "mean TTFT of the prompts": lambda item: f"{item[1]['mean_ttft'] * 1e3:,.0f} ms",
+            "p95 (times less)": lambda item: f"{item[1]['p95'] * 1e3:,.1f} ms ({item[1]['p95_times_less']:.1f})",
+            "longest (times less)": lambda item: (
+                f"{item[1]['longest'] * 1e3:,.1f} ms ({item[1]['longest_times_less']:.1f})"
+            ),
+            "tokens/s": lambda item: f"{item[1]['tokens_per_second']:,.0f} ({item[1]['throughput_share']:.0%})",
+            "prompts' TTFT": lambda item: f"{item[1]['mean_ttft'] * 1e3:,.0f} ms",
         },
     )
 
@@ -115,13 +114,13 @@ def _speculation(part: Row, batch: str, without: str) -> str:
         {
             "text": lambda row: row[0],
             "guesses": lambda row: row[1],
-            "guessed": lambda row: f"{row[2]['drafted']:,}",
-            "right": lambda row: f"{row[2]['acceptance_rate']:.0%}" if row[2]["drafted"] else "",
+            "guessed (right)": lambda row: (
+                f"{row[2]['drafted']:,} ({row[2]['acceptance_rate']:.0%})" if row[2]["drafted"] else ""
+            ),
             "tokens a verification": lambda row: f"{row[2]['accept_length']:.2f}" if row[2]["drafted"] else "",
             "steps": lambda row: f"{row[2]['steps']:,}",
             "tokens/s": lambda row: f"{row[2]['tokens_per_second']:,.0f}",
             "times none": lambda row: f"{row[2]['times_none']:.2f}",
-            "after the first token": lambda row: f"{row[2]['decode_times_none']:.2f}",
         },
     )
 
@@ -169,11 +168,10 @@ def _scheduling(part: Row) -> str:
     return markdown_table(
         part["sides"].items(),
         {
-            f"decode step of {part['sequences']} sequences, per sequence": lambda item: item[0],
+            f"{part['sequences']} sequences, for each": lambda item: item[0],
             "schedule": lambda item: f"{item[1]['schedule'] * 1e6:.2f} us",
             "update": lambda item: f"{item[1]['update'] * 1e6:.2f} us",
-            "both": lambda item: f"{item[1]['schedule_and_update_us']:.2f} us",
-            "times m4": lambda item: f"{item[1]['times_m4']:.2f}",
+            "both (times m4)": lambda item: f"{item[1]['schedule_and_update_us']:.2f} us ({item[1]['times_m4']:.2f})",
             "make tensors": lambda item: f"{item[1]['prepare'] * 1e6:.2f} us",
             "tokens": lambda item: f"{item[1]['tokens_per_step']}",
             "both, per token": lambda item: f"{item[1]['schedule_and_update_us'] / item[1]['tokens_per_step']:.2f} us",
