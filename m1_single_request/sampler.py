@@ -77,9 +77,9 @@ class Sampler:
 
 
 def best_tokens(logits: Tensor) -> Tensor:
-    """`argmax` of the rows of `logits` `[rows, vocab]`, float32. NumPy's search uses vectors, and torch's on a CPU does
-    not: it takes ten times as long."""
-    if logits.device.type == "cpu" and logits.numel():
+    """`argmax` of the rows of `logits` `[rows, vocab]`. NumPy's search uses vectors, and torch's on a CPU does not: it
+    takes ten times as long."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.numel():
         return torch.from_numpy(logits.detach().numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
 

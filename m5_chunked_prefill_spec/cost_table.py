@@ -26,7 +26,7 @@ class CostTable:
     context_ms: float = 0.0
     """What each token of a piece of a prompt costs more for each thousand tokens before it."""
     decode_context_ms: float = 0.0
-    """The same for a decode and its guesses: few tokens share what is read."""
+    """The same for few tokens, a decode and its guesses: they share less of what is read."""
     draft_ms: float = 0.0
     """A forward of the draft model with one token, if there is one."""
     draft_row_ms: float = 0.0
@@ -82,7 +82,7 @@ def measure(cost_of: Callable[[int, int], float], sizes: Sequence[int], *, conte
     step: dict[int, float] = {}
     for size in sizes:
         step[size] = cost_of(size, 0)
-        if step[size] > LONGEST_MS and len(step) > 1:
+        if len(step) > 1 and step[size] > LONGEST_MS and cost_of(size, 0) > LONGEST_MS:
             break
     few, many = (max(size for size in step if size <= most) for most in (FEW_TOKENS, MANY_TOKENS))
     behind = {size: cost_of(size, context) for size in (few, many)}

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from tests.m1_single_request.helpers import byte_tokens, decode_all, real_tokenizer, sentencepiece_tokenizer
@@ -325,6 +325,31 @@ def test_a_token_is_decoded_only_when_somebody_asks_and_many_in_one_go() -> None
         detokenizer.push(token_id)
         detokenizer.tail()
     assert max(tokenizer.decoded[-4:]) < 9, "what follows is read with a short context again"
+
+
+class Shouts(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """Somebody's own, who changed how tokens become text."""
+
+    def decode(self, *args: Any, **settings: Any) -> str:
+        return str(super().decode(*args, **settings)).upper()
+
+
+class ShoutsWithin(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """The same, one step further down."""
+
+    def _decode(self, *args: Any, **settings: Any) -> str:
+        return str(super()._decode(*args, **settings)).upper()
+
+
+@pytest.mark.parametrize("kind", [Shouts, ShoutsWithin, PreTrainedTokenizerFast])
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked(kind: type[PreTrainedTokenizerFast]) -> None:
+    tokenizer = kind(tokenizer_object=real_tokenizer().backend_tokenizer)
+    ids = real_tokenizer().encode("a café")
+    expected = "a café" if kind is PreTrainedTokenizerFast else "A CAFÉ"
+    assert "".join(pushes(ids, tokenizer)) == expected
+    if kind is PreTrainedTokenizerFast:
+        tokenizer.decode = lambda *args, **settings: "?"  # not of the class, but of this one
+        assert "".join(pushes(ids[:1], tokenizer)) == "?"
 
 
 @pytest.mark.parametrize("text", ["plain words", "a café 🙂"])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1_single_request import SamplingParams
 from m1_single_request.draws import uniforms
-from m1_single_request.sampler import Sampler, gather_logprobs
+from m1_single_request.sampler import Sampler, best_tokens, gather_logprobs
 from m1_single_request.sampling_metadata import SamplingRow
 from tests.m1_single_request.helpers import (
     adjusted_logits,
@@ -623,3 +623,13 @@ def test_asking_for_logprobs_changes_no_token() -> None:
 def test_a_banned_token_has_the_logprob_of_minus_infinity() -> None:
     (columns,) = gather_logprobs(torch.tensor([[0.0, -math.inf]]), torch.tensor([1]), 2)
     assert columns.logprobs == (-math.inf, 0.0, -math.inf) and columns.ranks == (2, 1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_best_tokens_are_those_of_argmax_in_every_precision(dtype: torch.dtype) -> None:
+    logits = some_logits(5).to(dtype)
+    logits[1, [3, 7]] = logits[1].max() + 1  # the first of equal ones
+    logits[2] = -torch.inf
+    assert torch.equal(best_tokens(logits), logits.argmax(dim=-1))
+    assert torch.equal(best_tokens(logits[:, ::2]), logits[:, ::2].argmax(dim=-1))
+    assert best_tokens(logits[:0]).shape == (0,)

@@ -173,6 +173,17 @@ def test_what_is_disturbed_for_a_while_is_asked_once_more(disturbed: int) -> Non
     assert set(asked.values()) == {2}
 
 
+def test_one_slow_answer_cuts_no_table_off() -> None:
+    asked = Counter[tuple[int, int]]()
+
+    def cost_of(num_tokens: int, context: int) -> float:
+        asked[num_tokens, context] += 1
+        return 2 * LONGEST_MS if (num_tokens, asked[2, 0]) == (2, 1) else num_tokens
+
+    table = measure(cost_of, [1, 2, 4, 8], context=100)
+    assert table.step_ms == (1.0, 2.0, 4.0, 8.0)
+
+
 def test_sizes_that_take_too_long_are_left_out_but_for_the_first_of_them() -> None:
     asked = []
 
