@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from training.loop import cross_entropy, labelled_logits
+from training.loop import Batch, cross_entropy, labelled_logits
 
 
 class Distillation:
@@ -23,10 +23,10 @@ class Distillation:
         self.target = target.eval()
         self.first_special_id = first_special_id
 
-    def __call__(self, logits: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
         """The summed loss of a batch, in nats."""
-        if input_ids.max() < self.first_special_id:
-            return cross_entropy(logits, input_ids, labels)
+        if batch.input_ids.max() < self.first_special_id:
+            return cross_entropy(logits, batch)
         with torch.no_grad():
-            wanted = labelled_logits(self.target, input_ids, labels).log_softmax(-1)
+            wanted = labelled_logits(self.target, batch).log_softmax(-1)
         return functional.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True)

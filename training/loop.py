@@ -7,10 +7,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -18,7 +18,17 @@ from torch import Tensor, nn
 
 IGNORE = -100  # a label that takes no part in the loss
 
-Batch = tuple[Tensor, Tensor]  # input ids, labels: both [rows, length]
+
+class Batch(NamedTuple):
+    """Rows of one step, padded to one length."""
+
+    input_ids: Tensor  # [rows, length]
+    labels: Tensor  # [rows, length]
+    vision: Mapping[str, Tensor] = {}  # what a model that sees is given besides: patches, grids, token types
+
+    def to(self, device: torch.device) -> "Batch":
+        seen = {name: tensor.to(device) for name, tensor in self.vision.items()}
+        return Batch(self.input_ids.to(device), self.labels.to(device), seen)
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,8 @@ class LoopConfig:
     save_every: int = 200
     stop_at: float = 1.0  # share of the planned steps after which the run ends
     dtype: torch.dtype = torch.bfloat16  # of the matrix products; a very small model is faster in float32
+    trained_before: str = ""  # parameters whose names begin so start trained, and learn slower: …
+    trained_lr: float = 1.0  # … at this share of the learning rates
 
 
 @dataclass
@@ -59,32 +71,40 @@ def learning_rate(config: LoopConfig, step: int) -> float:
 
 def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
     """Muon on every matrix inside the layers; AdamW on the embedding (also the tied head) and the norms."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in chosen]
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name}
+    others = {name: p for name, p in model.named_parameters() if name not in matrices}
     return [
-        torch.optim.Muon(matrices, lr=config.matrix_lr, momentum=0.95, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=config.vector_lr, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(_groups(matrices, config.matrix_lr, config), momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(_groups(others, config.vector_lr, config), betas=(0.9, 0.98), weight_decay=0.0),
     ]
+
+
+def _groups(parameters: Mapping[str, nn.Parameter], lr: float, config: LoopConfig) -> list[dict[str, Any]]:
+    """Parameters that start from nothing and those that were trained before, each with its learning rate."""
+    before = {name for name in parameters if config.trained_before and name.startswith(config.trained_before)}
+    new = [p for name, p in parameters.items() if name not in before]
+    old = [p for name, p in parameters.items() if name in before]
+    groups = [{"params": new, "lr": lr}, {"params": old, "lr": lr * config.trained_lr}]
+    return [group for group in groups if group["params"]]
 
 
 class Loss(Protocol):
     """What a run learns from: the seam between training on a text and training on another model's opinion of it."""
 
-    def __call__(self, logits: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
         """The summed loss of a batch. `logits` `[labelled tokens, vocab]` are what `labelled_logits` returns for it."""
 
 
-def labelled_logits(model: nn.Module, input_ids: Tensor, labels: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def labelled_logits(model: nn.Module, batch: Batch, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Logits `[labelled tokens, vocab]`, float32, computed only where a label stands; matrix products in `dtype`."""
-    with torch.autocast(input_ids.device.type, dtype, enabled=dtype != torch.float32):
-        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-        return model.lm_head(hidden[labels[:, 1:] != IGNORE]).float()
+    with torch.autocast(batch.input_ids.device.type, dtype, enabled=dtype != torch.float32):
+        hidden = model.model(input_ids=batch.input_ids, use_cache=False, **batch.vision).last_hidden_state[:, :-1]
+        return model.lm_head(hidden[batch.labels[:, 1:] != IGNORE]).float()
 
 
-def cross_entropy(logits: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     """The loss against the text itself."""
-    wanted = labels[:, 1:]
+    wanted = batch.labels[:, 1:]
     return nn.functional.cross_entropy(logits, wanted[wanted != IGNORE], reduction="sum")
 
 
@@ -99,11 +119,10 @@ def backward(
 
     A step comes as several batches of rows of similar length, so that little is padded.
     """
-    total = sum(int((labels[:, 1:] != IGNORE).sum()) for _, labels in batches)
+    total = sum(int((batch.labels[:, 1:] != IGNORE).sum()) for batch in batches)
     mean = 0.0
-    for batch in batches:
-        input_ids, labels = (t.to(device) for t in batch)
-        share = loss(labelled_logits(model, input_ids, labels, dtype), input_ids, labels) / total
+    for batch in (batch.to(device) for batch in batches):
+        share = loss(labelled_logits(model, batch, dtype), batch) / total
         share.backward()
         mean += share.item()
     return mean

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from training import skills
 from training.explain import questions
 from training.loop import IGNORE, Batch
 from training.skills import Piece
 from training.words import all_words
+
+Row = list[tuple[int, bool]]  # tokens of a dialogue, and whether each is learned
 
 SEED = 20261120
 TOKENS_PER_STEP = 4096
@@ -65,25 +68,20 @@ class Recipe:
         progress = step / self.steps
         after_spans = max(0.0, progress - self.plan.spans_only)
         grown = min(1.0, 0.1 + 3 * after_spans)  # from 0.1 to 1.0 in the 30 % of the run that follow the spans
-        rows: list[list[tuple[int, bool]]] = []
+        rows: list[Row] = []
         while sum(map(len, rows)) < self.plan.tokens_per_step:
-            rows.append(self._spans(rng, progress) if progress < self.plan.spans_only else self._dialogue(rng, grown))
-        rows.sort(key=len, reverse=True)
-        batches = []
-        while rows:
-            similar = [row for row in rows if len(row) >= 0.6 * len(rows[0])]
-            batches.append(_pad(similar))
-            rows = rows[len(similar) :]
-        return batches
+            rows.append(self._spans(rng, progress) if progress < self.plan.spans_only else self.dialogue(rng, grown))
+        return [pad(similar) for similar in of_similar_length(rows)]
 
-    def _dialogue(self, rng: Random, grown: float) -> list[tuple[int, bool]]:
+    def dialogue(self, rng: Random, grown: float) -> Row:
+        """One dialogue of a skill; `grown` from 0.1 to 1 is how long lists and texts may be."""
         kind = rng.choices(KINDS, weights=[getattr(self.plan, kind) for kind in KINDS])[0]
         if kind == "spans":
             return self._spans(rng, progress=1.0)
         pieces = {"recall": self._recall, "repeat": self._repeat, "explain": self._explain}[kind](rng, grown)
-        return self._encode(pieces)
+        return encode(self.tokenizer, pieces)
 
-    def _spans(self, rng: Random, progress: float) -> list[tuple[int, bool]]:
+    def _spans(self, rng: Random, progress: float) -> Row:
         """A span of random tokens said twice, loss on the second saying."""
         done = progress / self.plan.spans_only
         width = int(self.plan.first_span_tokens * self.plan.span_growth ** _ramp(done, 0.5, 0.9))
@@ -126,9 +124,11 @@ class Recipe:
     def _system(self, rng: Random) -> str | None:
         return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.2 else None
 
-    def _encode(self, pieces: list[Piece]) -> list[tuple[int, bool]]:
-        ids = self.tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
-        return [(t, piece.learned) for piece, tokens in zip(pieces, ids, strict=True) for t in tokens]
+
+def encode(tokenizer: PreTrainedTokenizerBase, pieces: list[Piece]) -> Row:
+    """The tokens of a dialogue, each with whether it is learned."""
+    ids = tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
+    return [(t, piece.learned) for piece, tokens in zip(pieces, ids, strict=True) for t in tokens]
 
 
 def _ramp(at: float, start: float, end: float) -> float:
@@ -136,7 +136,18 @@ def _ramp(at: float, start: float, end: float) -> float:
     return min(1.0, max(0.0, at - start) / (end - start))
 
 
-def _pad(rows: list[list[tuple[int, bool]]]) -> Batch:
+def of_similar_length(rows: list[Row]) -> list[list[Row]]:
+    """The rows in groups, longest first, so that little is padded."""
+    rows = sorted(rows, key=len, reverse=True)
+    groups = []
+    while rows:
+        groups.append([row for row in rows if len(row) >= 0.6 * len(rows[0])])
+        rows = rows[len(groups[-1]) :]
+    return groups
+
+
+def pad(rows: list[Row]) -> Batch:
+    """Rows of (token, whether it is learned) as one batch."""
     length = max(len(row) for row in rows)
     input_ids = torch.zeros(len(rows), length, dtype=torch.long)
     labels = torch.full((len(rows), length), IGNORE)
@@ -145,4 +156,4 @@ def _pad(rows: list[list[tuple[int, bool]]]) -> Batch:
         learned = torch.tensor([learned for _, learned in row])
         input_ids[i, : len(row)] = tokens
         labels[i, : len(row)] = torch.where(learned, tokens, IGNORE)
-    return input_ids, labels
+    return Batch(input_ids, labels)

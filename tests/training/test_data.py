@@ -8,7 +8,7 @@ import pytest
 from training import skills
 from training.explain import questions
 from training.loop import IGNORE
-from training.recipe import TOKENS_PER_STEP, Recipe
+from training.recipe import TOKENS_PER_STEP, Recipe, encode
 from training.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, train_tokenizer
 from training.words import all_words, word_lists
 
@@ -78,7 +78,7 @@ def test_pieces_tokenise_like_the_whole_text(tokenizer, progress):
         for _ in range(20):
             pieces = make(rng, max(0.1, progress))
             whole = tokenizer.encode("".join(piece.text for piece in pieces), add_special_tokens=False)
-            assert [token for token, _ in recipe._encode(pieces)] == whole
+            assert [token for token, _ in encode(tokenizer, pieces)] == whole
 
 
 def test_the_loss_is_taken_on_what_the_assistant_says_and_nothing_else():
@@ -90,14 +90,14 @@ def test_the_batches_of_a_step_depend_on_the_step_alone(tokenizer):
     first, second = Recipe(tokenizer, steps=100), Recipe(tokenizer, steps=100)
     second(3)  # asking for another step in between changes nothing
     for step in (0, 50, 99):
-        for (ids, labels), (ids_again, labels_again) in zip(first(step), second(step), strict=True):
-            assert ids.equal(ids_again) and labels.equal(labels_again)
+        for one, again in zip(first(step), second(step), strict=True):
+            assert one.input_ids.equal(again.input_ids) and one.labels.equal(again.labels)
 
 
 def test_a_step_has_its_tokens_and_labels_only_where_ids_stand(tokenizer):
     batches = Recipe(tokenizer, steps=100)(60)
-    assert sum((labels != IGNORE).sum() for _, labels in batches) > 0
-    for ids, labels in batches:
+    assert sum((batch.labels != IGNORE).sum() for batch in batches) > 0
+    for ids, labels, _ in batches:
         assert ids.numel() <= 2 * TOKENS_PER_STEP
         assert labels[labels != IGNORE].equal(ids[labels != IGNORE])
 

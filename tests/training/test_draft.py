@@ -43,7 +43,7 @@ def dialogues(step: int) -> list[Batch]:
     ids[:, 0] = FIRST_SPECIAL
     labels = ids.clone()
     labels[:, :4] = IGNORE
-    return [(ids[:5], labels[:5]), (ids[5:], labels[5:])]
+    return [Batch(ids[:5], labels[:5]), Batch(ids[5:], labels[5:])]
 
 
 def distil(path, make_batches, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -62,40 +62,42 @@ def test_the_batches_that_trained_the_target_are_still_the_same():
     recipe, digest = Recipe(AutoTokenizer.from_pretrained(TARGET), steps=3200), hashlib.sha256()
     for step in range(0, 3200, 160):
         for batch in recipe(step):
-            for tensor in batch:
+            for tensor in (batch.input_ids, batch.labels):
                 digest.update(tensor.numpy().tobytes())
     assert digest.hexdigest() == "9c4f407898c1de949f5bd13cdfa0bb172d6afc5d291159364ee2aaaa0db8af49"
 
 
 def test_the_draft_begins_with_short_spans_of_few_tokens():
     recipe = Recipe(AutoTokenizer.from_pretrained(TARGET), steps=1000, plan=PLAN)
-    ids, labels = recipe(0)[0]
+    ids, labels, _ = recipe(0)[0]
     assert ids.shape[1] == 2 * PLAN.first_span_lengths[1]
-    assert {token for batch, _ in recipe(0) for token in batch.flatten().tolist()} <= {0, *recipe.span_tokens[:64]}
+    read = {token for batch in recipe(0) for token in batch.input_ids.flatten().tolist()}
+    assert read <= {0, *recipe.span_tokens[:64]}
     assert ids[0, :8].equal(ids[0, 8:]) and labels[0].tolist() == [IGNORE] * 8 + ids[0, 8:].tolist()
 
 
 def test_the_loss_of_a_dialogue_is_zero_exactly_where_the_target_agrees():
-    target, [(ids, labels), _] = opinionated_target(), dialogues(0)
+    target, batch = opinionated_target(), dialogues(0)[0]
     loss = Distillation(target, FIRST_SPECIAL)
-    same, other = labelled_logits(target, ids, labels), labelled_logits(tiny_model(0, 16), ids, labels)
-    assert loss(same, ids, labels).item() == pytest.approx(0.0, abs=1e-4)
-    assert loss(other, ids, labels).item() > 1.0
+    same, other = labelled_logits(target, batch), labelled_logits(tiny_model(0, 16), batch)
+    assert loss(same, batch).item() == pytest.approx(0.0, abs=1e-4)
+    assert loss(other, batch).item() > 1.0
 
 
 def test_the_loss_of_a_dialogue_is_the_divergence_from_the_target():
-    target, [(ids, labels), _] = opinionated_target(), dialogues(0)
-    logits = labelled_logits(tiny_model(0, 16), ids, labels)
-    wanted = labelled_logits(target, ids, labels).softmax(-1)
+    target, batch = opinionated_target(), dialogues(0)[0]
+    logits = labelled_logits(tiny_model(0, 16), batch)
+    wanted = labelled_logits(target, batch).softmax(-1)
     by_hand = (wanted * (wanted.log() - logits.log_softmax(-1))).sum()
-    assert Distillation(target, FIRST_SPECIAL)(logits, ids, labels).item() == pytest.approx(by_hand.item(), rel=1e-4)
+    assert Distillation(target, FIRST_SPECIAL)(logits, batch).item() == pytest.approx(by_hand.item(), rel=1e-4)
 
 
 def test_where_there_are_only_spans_the_target_is_not_asked():
     ids = torch.randint(FIRST_SPECIAL, (3, 8), generator=torch.Generator().manual_seed(0))
-    logits = labelled_logits(tiny_model(0, 16), ids, ids)
+    batch = Batch(ids, ids)
+    logits = labelled_logits(tiny_model(0, 16), batch)
     nobody = torch.nn.Module()  # cannot be called
-    assert Distillation(nobody, FIRST_SPECIAL)(logits, ids, ids).equal(cross_entropy(logits, ids, ids))
+    assert Distillation(nobody, FIRST_SPECIAL)(logits, batch).equal(cross_entropy(logits, batch))
 
 
 def test_distillation_brings_the_draft_closer_to_the_target(tmp_path):

@@ -20,7 +20,7 @@ def batches(step: int) -> list[Batch]:
     ids = torch.randint(50, (3, 12), generator=generator)
     labels = ids.clone()
     labels[:, :4] = IGNORE
-    return [(ids[:2], labels[:2]), (ids[2:], labels[2:])]
+    return [Batch(ids[:2], labels[:2]), Batch(ids[2:], labels[2:])]
 
 
 def run(path, make_batches) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -1,0 +1,80 @@
+"""What tiny-qwen3-vl reads, step by step: dialogues about drawn scenes, and the text skills so that they stay.
+
+A dialogue about a picture asks several things, as one about a list of facts does: the picture is encoded once, and
+every answer teaches. Text is a quarter of the tokens.
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from training import skills, vision_skills
+from training.explain import questions
+from training.loop import Batch
+from training.recipe import SYSTEM_PROMPTS, Recipe, Row, encode, of_similar_length, pad
+from training.scenes import Clip, Scene
+from training.vision_skills import PATCH, Looked, still
+
+SEED = 20261122
+VISION_DIALOGUES = 32  # of a step
+TEXT_TOKENS = 512  # of a step
+DIALOGUES = (vision_skills.picture_dialogue, vision_skills.compare_dialogue, vision_skills.clip_dialogue)
+WEIGHTS = (0.6, 0.2, 0.2)
+
+
+class VisionRecipe:
+    """Makes the batches of any step: `VisionRecipe(tokenizer, steps)(step)`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, steps: int) -> None:
+        self.tokenizer = tokenizer
+        self.text = Recipe(tokenizer, steps)
+
+    def __call__(self, step: int) -> list[Batch]:
+        """The step's dialogues about pictures and clips, and its text, in batches of rows of similar length."""
+        rng = Random(f"{SEED}/{step}")
+        dialogues = [self._vision(rng) for _ in range(VISION_DIALOGUES)]
+        looked = {id(row): what for what, row in dialogues}
+        texts: list[Row] = []
+        while sum(map(len, texts)) < TEXT_TOKENS:
+            texts.append(self.text.dialogue(rng, grown=1.0))
+        groups = of_similar_length([row for _, row in dialogues])
+        seen = [see(self.tokenizer, [(looked[id(row)], row) for row in similar]) for similar in groups]
+        return [*seen, *(pad(similar) for similar in of_similar_length(texts))]
+
+    def _vision(self, rng: Random) -> tuple[Looked, Row]:
+        looked, turns = rng.choices(DIALOGUES, weights=WEIGHTS)[0](rng)
+        system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None
+        asked = [(turn.question, turn.answer) for turn in turns]
+        if rng.random() < 0.1:  # and now for something that was not seen
+            asked.append(skills.explain_turn(rng, rng.choice(questions())))
+        pieces = vision_skills.vision_chat(looked, asked, system, question_first=rng.random() < 0.15)
+        return looked, encode(self.tokenizer, pieces)
+
+
+def see(tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[tuple[Looked, Row]]) -> Batch:
+    """Dialogues with what they look at as one batch for a `Qwen3VLForConditionalGeneration`."""
+    input_ids, labels, _ = pad([row for _, row in dialogues])
+    image, video = tokenizer.convert_tokens_to_ids([vision_skills.IMAGE_PAD, vision_skills.VIDEO_PAD])
+    types = (input_ids == image).int() + 2 * (input_ids == video).int()
+    seen = [item for looked, _ in dialogues for item in looked.seen]
+    pictures = [still(item.pixels) for item in seen if isinstance(item, Scene)]
+    clips = [item.frames for item in seen if isinstance(item, Clip)]
+    vision = {"mm_token_type_ids": types}
+    for frames, values, grids in ((pictures, "pixel_values", "image_grid_thw"), (clips, *VIDEO)):
+        if frames:
+            vision |= {values: torch.from_numpy(np.concatenate([vision_skills.patches(f) for f in frames]))}
+            vision |= {grids: torch.stack([grid(f) for f in frames])}
+    return Batch(input_ids, labels, vision)
+
+
+VIDEO = ("pixel_values_videos", "video_grid_thw")
+
+
+def grid(frames: np.ndarray) -> Tensor:
+    """Patches of frames `[count, height, width, 3]` along time, height and width."""
+    count, height, width = frames.shape[:3]
+    return torch.tensor([count // vision_skills.TEMPORAL_PATCH, height // PATCH, width // PATCH])
