@@ -100,25 +100,34 @@ class InputProcessor:
 
         `options` go to the template (`enable_thinking=False` for Qwen3, say). Raises `InvalidPromptError`.
         """
-        is_list = isinstance(messages, SequenceOf) and not isinstance(messages, str)
-        if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
-            raise InvalidPromptError(
-                f"messages must be a list of {{'role': ..., 'content': ...}}, not {shown(messages)}"
-            )
+        check_messages(messages)
+        for message in messages:
+            if not isinstance(message.get("content"), str):
+                raise InvalidPromptError(f"message {shown(message)} needs a content that is a string")
+        return self.encode(self.render_chat(messages, options), add_special_tokens=False)
+
+    def render_chat(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> str:
+        """The text that the chat template makes of messages, for the assistant to go on with.
+
+        What a content may be is the template's to say. Raises `InvalidPromptError`.
+        """
         if options is not None and not isinstance(options, Mapping):
             raise InvalidPromptError(f"chat_template_kwargs must map names to values, not {shown(options)}")
-        for message in messages:
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise InvalidPromptError(f"message {shown(message)} needs a role and a content, both strings")
         if self.tokenizer.chat_template is None:
             raise InvalidPromptError("this model has no chat template: use generate() with a prompt of your own")
         self._check_template_options(options or {})
         arguments = {"add_generation_prompt": True, **(options or {}), "tokenize": False}
         try:
-            text = self.tokenizer.apply_chat_template([dict(m) for m in messages], **arguments)
+            return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], **arguments))
         except Exception as error:  # a template is a program of its own
             raise InvalidPromptError(f"the chat template refuses these messages: {error}") from error
-        return self._encode(str(text), add_special_tokens=False)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text. Raises `InvalidPromptError` for what is none."""
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is no text
+            raise InvalidPromptError(f"the prompt is not valid text: {shown(text)}") from error
 
     def _check_template_options(self, options: Mapping[str, Any]) -> None:
         """Refuse an option that the template never reads: Jinja would ignore it in silence."""
@@ -150,18 +159,12 @@ class InputProcessor:
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self._encode(prompt)
+            return self.encode(prompt)
         if isinstance(prompt, SequenceOf) and not isinstance(prompt, bytes | bytearray | memoryview):
             ids = [i for i in prompt if isinstance(i, int) and not isinstance(i, bool)]
             if len(ids) == len(prompt):
                 return ids
         raise InvalidPromptError(f"a prompt is a string or a list of token ids, not {shown(prompt)}")
-
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is no text
-            raise InvalidPromptError(f"the prompt is not valid text: {shown(text)}") from error
 
     def _check_tokens(self, token_ids: list[int], request_id: str) -> None:
         if not token_ids:
@@ -179,6 +182,16 @@ class InputProcessor:
                 f"m3_paged_attention; here n must be 1"
             )
         check_model_len(token_ids, self.max_model_len, request_id)
+
+
+def check_messages(messages: Any) -> None:
+    """Refuse what is no conversation: a list of mappings, each with a role (`InvalidPromptError`)."""
+    is_list = isinstance(messages, SequenceOf) and not isinstance(messages, str)
+    if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise InvalidPromptError(f"messages must be a list of {{'role': ..., 'content': ...}}, not {shown(messages)}")
+    for message in messages:
+        if not isinstance(message.get("role"), str):
+            raise InvalidPromptError(f"message {shown(message)} needs a role that is a string")
 
 
 def check_model_len(token_ids: list[int], max_model_len: int, request_id: str) -> None:

@@ -365,7 +365,7 @@ def _refused(request_id: str, prompt: Prompt, error: InvalidRequestError) -> Req
     """The output of a request that never ran."""
     now = time.monotonic()
     ids: tuple[int, ...] = ()
-    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
         ids = tuple(prompt)
     return RequestOutput(
         request_id=request_id,

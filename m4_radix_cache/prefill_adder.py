@@ -45,7 +45,7 @@ class PrefillAdder:
     all of `can_run_list`, and what is evictable really can be evicted, because whatever lies below an unlocked node of
     the cache is unlocked, too.
 
-    Seams for m5, which takes prompts in pieces: `_fits_step`, `_take`.
+    Seams for m5, which takes prompts in pieces: `_step_limit`, `_take`.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class PrefillAdder:
             return self._refuse(req, "max_num_seqs")
         if self._lacks_memory(req):
             return self._refuse(req, "memory")
-        if not self._fits_step(req):
-            return self._refuse(req, "max_num_batched_tokens")
+        if (limit := self._step_limit(req)) is not None:
+            return self._refuse(req, limit)
         self.tree_cache.inc_lock_ref(req.last_node)
         if self._lacks_memory(req):  # without what it has found, less can be evicted
             refused = self._refuse(req, "memory", is_locked=True)
@@ -115,12 +115,13 @@ class PrefillAdder:
             return refused
         return self._admit(req)
 
-    def _fits_step(self, req: Req) -> bool:
-        """Whether its tokens are within this step's budget.
+    def _step_limit(self, req: Req) -> str | None:
+        """The limit that keeps its tokens out of this step; None: they fit.
 
-        Only a retracted request can be longer than the whole of it: others are refused at intake. It runs alone.
+        Only a retracted request can be longer than the whole budget: others are refused at intake. It runs alone.
         """
-        return self._ceil_page(req.extend_input_len) < self.rem_input_tokens or not self.can_run_list
+        fits = self._ceil_page(req.extend_input_len) < self.rem_input_tokens or not self.can_run_list
+        return None if fits else "max_num_batched_tokens"
 
     def _take(self, req: Req) -> AddReqResult:
         """Count its tokens, and those to come; its node is locked."""

@@ -10,6 +10,7 @@ The tree owns whole pages, so the part that is its own begins on a page. What is
 computed. SGLang: `Req` in `managers/schedule_batch.py`.
 """
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,10 @@ NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 class Req(Request):
-    """m1's request under SGLang's names, with its place in the pools and in the tree."""
+    """m1's request under SGLang's names, with its place in the pools and in the tree.
+
+    Seam for m6: `prompt_key_ids`.
+    """
 
     def __init__(self, request_id: str, prompt: str | None, sequence: Sequence, seed: int, arrival_time: float) -> None:
         super().__init__(request_id, prompt, sequence, seed, arrival_time)
@@ -41,6 +45,7 @@ class Req(Request):
         self.req_pool_idx: int | None = None  # its row of slots, while it runs
         self.req_to_token_pool: ReqToTokenPool | None = None  # where that row is
         self.spec_state: Any = None  # how well its next tokens can be guessed: nothing is guessed before m5
+        self.multimodal_inputs: Any = None  # its pictures: there are none before m6
         self._key: RadixKey | None = None
 
     @property
@@ -76,10 +81,15 @@ class Req(Request):
         return int(self.req_to_token_pool.lens[self.req_pool_idx])
 
     @property
+    def prompt_key_ids(self) -> SequenceOf[int]:
+        """Its prompt as the cache knows it. In m6 a picture is known by its content there, not by its tokens."""
+        return self.origin_input_ids
+
+    @property
     def key(self) -> RadixKey:
         """Its tokens as the cache knows them. Each is encoded once, when somebody first asks."""
         if self._key is None:
-            self._key = RadixKey(self.origin_input_ids, self.extra_key)
+            self._key = RadixKey(self.prompt_key_ids, self.extra_key)
         missing = self.seqlen - len(self._key)
         if missing > 0:
             self._key.append(self.output_ids[-missing:])

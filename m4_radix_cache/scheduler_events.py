@@ -122,7 +122,7 @@ class NotAdmitted(Event):
     rid: str
     """Request id."""
     limit: str
-    """What stands in its way: `memory`, `max_num_seqs` or `max_num_batched_tokens`."""
+    """What stands in its way: `memory`, `max_num_seqs`, `max_num_batched_tokens`, or another limit of a step."""
     is_locked: bool
     """Whether `memory` sufficed until its own prefix could not be evicted any more."""
     prefix: int
@@ -150,7 +150,7 @@ class NotAdmitted(Event):
                 f"its {some(self.extend, 'token')}, in whole pages, are not less than the {self.rem_input:,} that are "
                 f"left of this step's budget"
             ),
-        }[self.limit]
+        }.get(self.limit, f"{self.limit} lets nothing of it into this step")
         return f"{self.rid} must wait: {why}."
 
 

@@ -57,7 +57,7 @@ class ChunkCut(Event):
     total: int
     """All tokens that must have their KV before it gets its first token."""
     bound_by: str
-    """Which limit cut it: `max_num_batched_tokens`, `chunked_prefill_size`, `target_gap_ms` or `memory`."""
+    """Which limit cut it: `max_num_batched_tokens`, `chunked_prefill_size`, `target_gap_ms`, `memory`, or another."""
 
     def brief(self) -> str:
         return f"piece of {self.rid}: {self.given:,} of {self.asked:,}"
@@ -68,7 +68,7 @@ class ChunkCut(Event):
             "chunked_prefill_size": "chunked_prefill_size allows no more",
             "target_gap_ms": "a longer step would miss target_gap_ms",
             "memory": "there is no free memory for more",
-        }[self.bound_by]
+        }.get(self.bound_by, f"{self.bound_by} allows no more")
         return (
             f"{self.rid} is cut: tokens {self.start:,} to {self.start + self.given - 1:,} of {self.total:,} run now, "
             f"{self.given:,} of the {self.asked:,} that it lacks, because {limit}. It gets no token yet."

@@ -35,7 +35,10 @@ MAX_VERIFIED = 16
 
 
 class ModelRunner:
-    """Runs what the scheduler decided: guess, prepare, forward, sample and verify."""
+    """Runs what the scheduler decided: guess, prepare, forward, sample and verify.
+
+    Seams for m6, whose prompts hold pictures: `prepare`, `forward`, `shutdown`.
+    """
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class ModelRunner:
         is lost.
         """
         batch, drafts = self._drafted(batch)
-        forward_batch = ForwardBatch.init_new(batch, self)
+        forward_batch = self.prepare(batch)
         hidden = self.forward(forward_batch)
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         began = time.perf_counter()
@@ -124,6 +127,10 @@ class ModelRunner:
             sample_seconds=sample_seconds,
             draft_token_ids=dict(zip(batch.rids, drafts.token_ids, strict=True)) if drafts else {},
         )
+
+    def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
+        """A step as tensors."""
+        return ForwardBatch.init_new(batch, self)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states `[total_tokens, hidden_size]`. The one place where the model is called."""

@@ -204,15 +204,19 @@ class DraftRunner:
 
 
 def load_draft_model(
-    load: Callable[[ModelConfig], LoadedModel], config: ModelConfig, speculative: SpeculativeConfig, target: LoadedModel
+    load: Callable[[ModelConfig], LoadedModel],
+    config: ModelConfig,
+    speculative: SpeculativeConfig,
+    target: LoadedModel,
+    default_models: Sequence[str | Path] = (DEFAULT_MODEL,),
 ) -> LoadedModel | None:
     """The draft model that the configuration names, loaded as the target is; None if there is to be none.
 
-    Raises `ModelLoadError`, or `ConfigError` if it cannot guess for this target: the same token ids must mean the same.
+    `default_models`: those that the draft model which ships belongs to. Raises `ModelLoadError`, or `ConfigError` if it cannot guess for this target: the same token ids must mean the same.
     """
     if speculative.method != "draft_model":
         return None
-    if speculative.model is None and config.model is not None and Path(config.model) != DEFAULT_MODEL:
+    if speculative.model is None and config.model is not None and Path(config.model) not in default_models:
         raise ConfigError(
             f"the draft model that ships belongs to the default model, not to {target.name}: name one in "
             f"SpeculativeConfig(model=...)"
