@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from m1_single_request.request import Request, RequestStatus, Sequence
+from m1_single_request.trace_event import Event
+from m4_radix_cache.events import RequestOptions
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
@@ -26,7 +28,7 @@ NO_SLOTS = np.zeros(0, dtype=np.int64)
 class Req(Request):
     """m1's request under SGLang's names, with its place in the pools and in the tree.
 
-    Seam for m6: `prompt_key_ids`.
+    Seams for m6: `prompt_key_ids`, `arrival_events`.
     """
 
     def __init__(self, request_id: str, prompt: str | None, sequence: Sequence, seed: int, arrival_time: float) -> None:
@@ -94,6 +96,12 @@ class Req(Request):
         if missing > 0:
             self._key.append(self.output_ids[-missing:])
         return self._key
+
+    def arrival_events(self) -> list[Event]:
+        """What the trace is told of it when it arrives, besides what it is told of every request."""
+        if not self.priority and self.extra_key is None:
+            return []
+        return [RequestOptions(rid=self.rid, priority=self.priority, extra_key=self.extra_key)]
 
     @property
     def is_retracted(self) -> bool:

@@ -8,6 +8,7 @@ and catches up after it. SGLang: `EAGLEWorker.forward_batch_generation` around i
 
 import time
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,8 +38,11 @@ MAX_VERIFIED = 16
 class ModelRunner:
     """Runs what the scheduler decided: guess, prepare, forward, sample and verify.
 
-    Seams for m6, whose prompts hold pictures: `prepare`, `forward`, `shutdown`.
+    Seams for m6, whose prompts hold pictures: `prepare`, `forward`, `profile_run`, and what is `released`.
     """
+
+    released: ClassVar[tuple[str, ...]] = ("kv", "model")
+    """What `shutdown` lets go of."""
 
     def __init__(
         self,
@@ -145,7 +149,7 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Let go of the KV memory and the models."""
-        for name in ("kv", "model"):
+        for name in self.released:
             vars(self).pop(name, None)  # an interrupted `close` comes again
         if self.draft_runner is not None:
             self.draft_runner.shutdown()

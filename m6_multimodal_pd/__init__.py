@@ -1,5 +1,95 @@
 """m6: the full engine. First half: images and video in every request.
 
-Since m5: a prompt may hold pictures. They become patches, a vision tower makes embeddings of them, and these stand in
-the prompt where placeholder tokens stood, at positions of three axes (M-RoPE).
+Since m5: a prompt may hold pictures. They are cut into patches, a vision tower makes embeddings of these, and the
+embeddings stand in the prompt where placeholder tokens stood, at positions of three axes (M-RoPE), with more of them
+added in the first layers (DeepStack): Qwen3-VL (Bai et al. 2025). To the scheduler a picture is so many tokens, which
+may be cut like any others; to the prefix cache it is a token that stands for its content; what the tower made is kept
+for whoever brings the picture again. Everything of m1 to m5 works on prompts with and without pictures, in one batch.
+
+    from m6_multimodal_pd import LLMEngine, MultimodalConfig, SamplingParams
+
+    engine.chat([{"role": "user", "content": [{"type": "image", "image": "photo.png"},
+                                              {"type": "text", "text": "Describe the picture."}]}])
+
+Read `multimodal/`: `media.py`, `vision_processor.py`, `prompt.py`, `inputs.py`, `mrope.py`; then `models/qwen3_vl.py`,
+`forward_batch.py`, `model_runner.py`; then `multimodal/encoder_budget.py` and `embedding_cache.py`. `wiring.py` shows
+what m6 replaces.
 """
+
+from m1_single_request.config import TraceConfig
+from m1_single_request.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineError,
+    EngineUsageError,
+    ForwardError,
+    InvalidParamsError,
+    InvalidPromptError,
+    InvalidRequestError,
+    ModelLoadError,
+    PromptTooLongError,
+)
+from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from m1_single_request.request_stream import RequestStream
+from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
+from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
+from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.errors import KVCapacityError, PartError
+from m4_radix_cache.config import CacheConfig
+from m4_radix_cache.errors import PoolError
+from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
+from m5_chunked_prefill_spec.cost_table import CostTable
+from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
+from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.interfaces import ROLES
+from m6_multimodal_pd.llm_engine import LLMEngine
+from m6_multimodal_pd.outputs import EngineStats
+from m6_multimodal_pd.wiring import PARTS, build_engine_core
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "PARTS",
+    "ROLES",
+    "CacheConfig",
+    "ChromeTraceReader",
+    "CompletionOutput",
+    "ConfigError",
+    "ConsoleReader",
+    "CostTable",
+    "DuplicateRequestError",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStats",
+    "EngineUsageError",
+    "ForwardError",
+    "InvalidMediaError",
+    "InvalidParamsError",
+    "InvalidPromptError",
+    "InvalidRequestError",
+    "JsonlReader",
+    "KVCapacityError",
+    "LLMEngine",
+    "Logprob",
+    "ModelConfig",
+    "ModelLoadError",
+    "MultimodalConfig",
+    "PartError",
+    "PoolError",
+    "PromptTooLongError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestStream",
+    "SamplingParams",
+    "SchedulerConfig",
+    "SpeculativeConfig",
+    "TraceConfig",
+    "TraceReader",
+    "TraceRecord",
+    "Tracer",
+    "build_engine_core",
+]

@@ -212,7 +212,8 @@ def load_draft_model(
 ) -> LoadedModel | None:
     """The draft model that the configuration names, loaded as the target is; None if there is to be none.
 
-    `default_models`: those that the draft model which ships belongs to. Raises `ModelLoadError`, or `ConfigError` if it cannot guess for this target: the same token ids must mean the same.
+    `default_models`: those that the draft model which ships belongs to. Raises `ModelLoadError`, or `ConfigError` if it
+    cannot guess for this target: the same token ids must mean the same.
     """
     if speculative.method != "draft_model":
         return None

@@ -1,0 +1,121 @@
+"""Intake for prompts with pictures: messages may hold them, and anything that cannot be seen is refused here.
+
+m5's intake takes texts and token ids, and still does all that there is to do with them. In front of it stands what
+makes placeholders of pictures (`multimodal/prompt.py`); behind it, each request is handed the pictures of its prompt.
+SGLang: `TokenizerManager` with its `mm_processor`; vLLM: `InputProcessor` with its `MultiModalProcessor`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from m1_single_request.errors import InvalidPromptError, InvalidRequestError
+from m1_single_request.input_processor import Message, Prompt, check_messages
+from m1_single_request.request import Request
+from m1_single_request.sampling_params import SamplingParams
+from m3_paged_attention.request import ParentRequest
+from m5_chunked_prefill_spec.input_processor import InputProcessor as TextInputProcessor
+from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, PadValues
+from m6_multimodal_pd.multimodal.prompt import (
+    ChatPrompt,
+    MediaTokens,
+    MultimodalPrompts,
+    ReadsMedia,
+    as_template_sees,
+    media_parts,
+)
+from m6_multimodal_pd.request import Req
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What intake must know of a model that sees."""
+
+    media: ReadsMedia
+    tokens: MediaTokens
+    config: MultimodalConfig
+    max_item_tokens: int
+    """The largest item whose embeddings fit into their cache."""
+
+
+class InputProcessor:
+    """m5's, with pictures."""
+
+    def __init__(self, *, sight: Sight | None, guesses_texts_only: bool, **settings: Any) -> None:
+        """`sight`: None for a model that takes texts only. `guesses_texts_only`: the draft model cannot see."""
+        self.text = TextInputProcessor(**settings)
+        self.tokenizer, self.max_model_len = self.text.tokenizer, self.text.max_model_len
+        self.guesses_texts_only = guesses_texts_only
+        self.prompts: MultimodalPrompts | None = None
+        if sight is not None:
+            self.prompts = MultimodalPrompts(
+                text=self.text,
+                media=sight.media,
+                tokens=sight.tokens,
+                pad_values=PadValues(self.text.vocab_size),
+                config=sight.config,
+                max_item_tokens=sight.max_item_tokens,
+            )
+
+    def process_request(
+        self,
+        request_id: str,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams,
+        *,
+        number: int,
+        arrival_time: float,
+        **options: Any,
+    ) -> Request:
+        """As m1's; a prompt may also be messages, or what `apply_chat_template` made of them.
+
+        Raises a child of `InvalidRequestError`.
+        """
+        if is_conversation(prompt):
+            prompt = self.apply_chat_template(prompt)
+        inputs = prompt.multimodal_inputs if isinstance(prompt, ChatPrompt) else None
+        if inputs is not None and self.guesses_texts_only and options.get("speculate", True):
+            raise InvalidRequestError(
+                "the draft model cannot see: a request with pictures must come with speculate=False, or the engine "
+                "must guess with method='ngram'"
+            )
+        request = self.text.process_request(
+            request_id, prompt, params, number=number, arrival_time=arrival_time, **options
+        )
+        children = request.children if isinstance(request, ParentRequest) else [request]
+        if self.prompts is not None:
+            self.prompts.check_ids(children[0].sequence.data.prompt_token_ids, inputs)
+        if inputs is not None:
+            for child in children:
+                assert isinstance(child, Req), "the part `request` must be a Req of m6"
+                child.multimodal_inputs = inputs
+        return request
+
+    def apply_chat_template(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[int]:
+        """The token ids of a conversation, ready for the assistant's answer; they carry its pictures (`ChatPrompt`).
+
+        A content is a string, or a list of parts: texts, images, videos. Raises `InvalidPromptError`, and
+        `InvalidMediaError` for a picture that cannot be taken.
+        """
+        check_messages(messages)
+        brought = [part for message in messages for part in media_parts(message)]
+        if self.prompts is not None:
+            return self.prompts.make(messages, options)
+        if brought:
+            raise InvalidPromptError(
+                f"the messages bring {len(brought)} images or videos, and this model takes texts only"
+            )
+        return self.text.apply_chat_template([_as_text(message) for message in messages], options)
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
+
+
+def _as_text(message: Message) -> dict[str, Any]:
+    """For a template that knows strings only."""
+    content = as_template_sees(message)["content"]
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return {**message, "content": text}

@@ -1,0 +1,48 @@
+"""Positions of three axes: where every token of a prompt with pictures stands in time, height and width.
+
+For text the three are equal and count up, as positions always did. A picture is a block: its tokens share the time, and
+have the row and the column of their merged patch; the text behind it goes on after the largest position so far. So a
+picture of 10 x 10 tokens advances the position by 10 and not by 100, and what stands below each other is near each
+other. New in this milestone. Qwen2-VL (Wang et al. 2024) brought M-RoPE; Qwen3-VL gives every frame of a video a block
+of its own, behind a text with its time. SGLang: `MRotaryEmbedding.get_rope_index`; vLLM: `get_mrope_input_positions`.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Block(NamedTuple):
+    """A run of placeholders: an image, or one frame of a video."""
+
+    start: int
+    """Its first token in the prompt."""
+    height: int
+    """Rows of merged patches."""
+    width: int
+    """Columns of merged patches."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.height * self.width
+
+
+def get_rope_index(num_tokens: int, blocks: Iterable[Block]) -> tuple[np.ndarray, int]:
+    """Positions int64 `[3, num_tokens]` (time, height, width), and by how much the next token's exceeds its place.
+
+    `blocks` in the order in which they stand. A text token, one block of 2 x 2 and a text token have the positions
+    0 | 1 1 1 1 | 3, 0 | 1 1 2 2 | 3, 0 | 1 2 1 2 | 3, and the delta is 4 - 6.
+    """
+    positions = np.empty((3, num_tokens), dtype=np.int64)
+    done = next_position = 0
+    for block in blocks:
+        num_text = block.start - done
+        positions[:, done : block.start] = next_position + np.arange(num_text)
+        next_position += num_text
+        rows, columns = np.divmod(np.arange(block.height * block.width), block.width)
+        positions[:, block.start : block.end] = next_position + np.stack([np.zeros_like(rows), rows, columns])
+        next_position += max(block.height, block.width)
+        done = block.end
+    positions[:, done:] = next_position + np.arange(num_tokens - done)
+    return positions, next_position - done

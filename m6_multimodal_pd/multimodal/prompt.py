@@ -1,0 +1,249 @@
+"""From chat messages with pictures to token ids with placeholders, and the pictures that they stand for.
+
+The chat template writes one placeholder for each picture, wherever it stands among the texts. Here each of them becomes
+as many as the vision tower will make embeddings; a video becomes its frames, each behind a text with its time. Nothing
+is queued before all of it is known to be sound. New in this milestone: m1 knew texts only. SGLang:
+`QwenVLImageProcessor.process_mm_data_async`; vLLM: `Qwen3VLMultiModalProcessor`; transformers: `Qwen3VLProcessor`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from m1_single_request.errors import InvalidPromptError, shown
+from m1_single_request.input_processor import Message, check_messages
+from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.multimodal.inputs import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalInputs,
+    PadValues,
+    Range,
+    content_hash,
+)
+from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
+from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
+
+MEDIA_KINDS = {
+    "image": Modality.IMAGE,
+    "image_url": Modality.IMAGE,
+    "video": Modality.VIDEO,
+    "video_url": Modality.VIDEO,
+}
+
+
+@dataclass(frozen=True)
+class MediaTokens:
+    """The special tokens that stand for pictures, by id."""
+
+    image: int
+    video: int
+    vision_start: int
+    vision_end: int
+
+
+class ChatPrompt(list[int]):
+    """The token ids of a conversation, which carry the pictures that their placeholders stand for.
+
+    A prompt like any other list of ids; a copy of it is a plain list, and has lost its pictures.
+    """
+
+    def __init__(self, token_ids: Sequence[int], multimodal_inputs: MultimodalInputs | None = None) -> None:
+        super().__init__(token_ids)
+        self.multimodal_inputs = multimodal_inputs
+
+
+class TextTools(Protocol):
+    """What m1's input processor does with texts."""
+
+    tokenizer: Any
+
+    def render_chat(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> str: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class ReadsMedia(Protocol):
+    """Whatever makes patches of a content part: see `VisionProcessor`."""
+
+    options_key: bytes
+    merge_size: int
+
+    def process(self, part: Mapping[str, Any]) -> ProcessedItem: ...
+
+
+class MultimodalPrompts:
+    """Makes prompts of conversations with pictures."""
+
+    def __init__(
+        self,
+        *,
+        text: TextTools,
+        media: ReadsMedia,
+        tokens: MediaTokens,
+        pad_values: PadValues,
+        config: MultimodalConfig,
+        max_item_tokens: int,
+    ) -> None:
+        """`max_item_tokens`: the largest item whose embeddings fit into their cache."""
+        self.text, self.media, self.tokens = text, media, tokens
+        self.pad_values, self.config, self.max_item_tokens = pad_values, config, max_item_tokens
+        image, video, start, end = (
+            text.tokenizer.convert_ids_to_tokens(i)
+            for i in (tokens.image, tokens.video, tokens.vision_start, tokens.vision_end)
+        )
+        self._image, self._frame = image, f"{start}{video}{end}"
+        # A template writes a video's placeholder with its markers around it; each frame brings markers of its own.
+        self._placeholder = re.compile(f"{re.escape(image)}|{re.escape(self._frame)}|{re.escape(video)}")
+
+    def make(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> ChatPrompt:
+        """The prompt of a conversation. Raises `InvalidPromptError`, or `InvalidMediaError` for a picture."""
+        check_messages(messages)
+        parts = [part for message in messages for part in media_parts(message)]
+        if len(parts) > self.config.max_items:
+            raise InvalidMediaError(
+                f"{len(parts)} images and videos are more than a request may bring: max_items={self.config.max_items}"
+            )
+        text = self.text.render_chat([as_template_sees(message) for message in messages], options)
+        kinds = [self._kind(found.group()) for found in self._placeholder.finditer(text)]
+        brought = [MEDIA_KINDS[part["type"]] for part in parts]
+        self._check_counts(kinds, brought)
+        items = [self.media.process(part) for part in parts]
+        if not items:
+            return ChatPrompt(self.text.encode(text, add_special_tokens=False))
+        in_order = _by_kind(kinds, brought, items)
+        return self._expanded(text, list(zip(kinds, in_order, strict=True)))
+
+    def check_ids(self, token_ids: Sequence[int], inputs: MultimodalInputs | None) -> None:
+        """Refuse a prompt whose placeholders are not those of its pictures (`InvalidPromptError`)."""
+        expected = sum(inputs.image_pad_len) if inputs is not None else 0
+        found = sum(token_id in (self.tokens.image, self.tokens.video) for token_id in token_ids)
+        if found != expected:
+            raise InvalidPromptError(
+                f"the prompt has {found} placeholder tokens for pictures ({self._image} or those of a video), and the "
+                f"pictures that came with it need {expected}: hand pictures in as parts of chat messages"
+            )
+
+    def _kind(self, placeholder: str) -> Modality:
+        return Modality.IMAGE if placeholder == self._image else Modality.VIDEO
+
+    def _check_counts(self, found: Sequence[Modality], brought: Sequence[Modality]) -> None:
+        for kind in Modality:
+            if found.count(kind) != brought.count(kind):
+                raise InvalidPromptError(
+                    f"the messages bring {brought.count(kind)} {kind.value}s, and the prompt that the chat template "
+                    f"made of them has {found.count(kind)} placeholders for them: write none into a text"
+                )
+
+    def _expanded(self, text: str, items: Sequence[tuple[Modality, ProcessedItem]]) -> ChatPrompt:
+        """Put the placeholders of all items in their places."""
+        coming = iter(items)
+        # The texts between placeholders are tokenised together with what surrounds them, so frames are written out
+        # before, and only then each placeholder repeated.
+        written = self._placeholder.sub(lambda found: self._written(found.group(), next(coming)[1]), text)
+        ids = self.text.encode(written, add_special_tokens=False)
+        counts = [tokens for _, item in items for tokens in frame_tokens(item, self.media.merge_size)]
+        token_ids, ranges = self._repeated(ids, counts)
+        found, blocks, at = [], [], 0
+        for kind, item in items:
+            frames, rows, columns = item.grid_thw
+            offsets = tuple(ranges[at : at + frames])
+            at += frames
+            found.append(self._item(kind, item, offsets))
+            size = self.media.merge_size
+            blocks += [Block(start, rows // size, columns // size) for start, _ in offsets]
+        positions, delta = get_rope_index(len(token_ids), blocks)
+        inputs = MultimodalInputs(
+            mm_items=tuple(found),
+            mrope_positions=positions,
+            mrope_position_delta=delta,
+            im_token_id=self.tokens.image,
+            video_token_id=self.tokens.video,
+            im_start_id=self.tokens.vision_start,
+            im_end_id=self.tokens.vision_end,
+        )
+        return ChatPrompt(token_ids, inputs)
+
+    def _written(self, placeholder: str, item: ProcessedItem) -> str:
+        if self._kind(placeholder) is Modality.IMAGE:
+            return placeholder
+        return "".join(f"<{seconds:.1f} seconds>{self._frame}" for seconds in item.timestamps)
+
+    def _repeated(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[Range]]:
+        """Each placeholder as often as `counts` has it, in order, and where it stands now."""
+        token_ids: list[int] = []
+        ranges: list[Range] = []
+        for token_id in ids:
+            if token_id in (self.tokens.image, self.tokens.video):
+                count = counts[len(ranges)]
+                ranges.append((len(token_ids), len(token_ids) + count))
+                token_ids += [token_id] * count
+            else:
+                token_ids.append(token_id)
+        assert len(ranges) == len(counts), "the tokenizer lost a placeholder"
+        return token_ids, ranges
+
+    def _item(self, kind: Modality, item: ProcessedItem, offsets: tuple[Range, ...]) -> MultimodalDataItem:
+        content = content_hash(kind, item.feature, item.grid_thw, self.media.options_key)
+        made = MultimodalDataItem(
+            modality=kind,
+            offsets=offsets,
+            feature=item.feature,
+            grid_thw=item.grid_thw,
+            hash=content,
+            pad_value=self.pad_values.of(content),
+            size=item.size,
+        )
+        if made.num_tokens > self.max_item_tokens:
+            raise InvalidMediaError(
+                f"a {kind.value} of {item.size[0]} x {item.size[1]} pixels becomes {made.num_tokens:,} tokens, and the "
+                f"cache for their embeddings has room for {self.max_item_tokens:,}: raise embedding_cache_bytes, or "
+                f"lower max_pixels"
+            )
+        return made
+
+
+def media_parts(message: Message) -> list[Mapping[str, Any]]:
+    """The pictures of a message, in order. Raises `InvalidPromptError` for a content that is none."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return []
+    if not isinstance(content, Sequence) or isinstance(content, bytes | bytearray | memoryview):
+        raise InvalidPromptError(f"message {shown(message)} needs a content: a string, or a list of parts")
+    found = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text":
+            if not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
+                raise InvalidPromptError(f"a text part is {{'type': 'text', 'text': ...}}, not {shown(part)}")
+        elif isinstance(kind, str) and kind in MEDIA_KINDS:
+            found.append(part)
+        else:
+            known = ", ".join(["text", *MEDIA_KINDS])
+            raise InvalidPromptError(f"a part of a content has a type, one of {known}; this one is {shown(part)}")
+    return found
+
+
+def as_template_sees(message: Message) -> dict[str, Any]:
+    """A message without its pixels: the template must know of each picture only where it stands."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return dict(message)
+    assert content is not None
+    parts = [dict(part) if part["type"] == "text" else {"type": MEDIA_KINDS[part["type"]].value} for part in content]
+    return {**message, "content": parts}
+
+
+def frame_tokens(item: ProcessedItem, merge_size: int) -> list[int]:
+    """Placeholders of each frame; an image has one."""
+    frames, rows, columns = item.grid_thw
+    return [(rows // merge_size) * (columns // merge_size)] * frames
+
+
+def _by_kind(
+    kinds: Sequence[Modality], brought: Sequence[Modality], items: Sequence[ProcessedItem]
+) -> list[ProcessedItem]:
+    """The items in the order of their placeholders: the first image belongs to the first placeholder of an image."""
+    waiting = {kind: iter([i for i, own in zip(items, brought, strict=True) if own is kind]) for kind in Modality}
+    return [next(waiting[kind]) for kind in kinds]
