@@ -1,4 +1,4 @@
-"""What the trace can say about the prefix cache: who shares it, what was found, kept, split, locked, thrown out, audited.
+"""What the trace can say about the prefix cache: who shares it, what was found, kept, split, locked, evicted, audited.
 
 m3 spoke of blocks and who holds them. Here KV has an owner that is no request, the cache, and what matters is how much
 of it is free, evictable or protected. What happens to requests stands in `scheduler_events.py`. SGLang exports the hit
