@@ -16,10 +16,10 @@ from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention.request import ParentRequest
 from m5_chunked_prefill_spec.input_processor import InputProcessor as TextInputProcessor
 from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import PadValues
 from m6_multimodal_pd.multimodal.prompt import (
     ChatPrompt,
-    MediaTokens,
     MultimodalPrompts,
     ReadsMedia,
     as_template_sees,

@@ -6,6 +6,7 @@ by content (`multimodal/embedding_cache.py`). Of a request one number is kept, b
 exceed its places. SGLang: `general_mm_embed_routine`; vLLM: `_execute_mm_encoder` and `_gather_mm_embeddings`.
 """
 
+import math
 import time
 from typing import Any
 
@@ -20,6 +21,7 @@ from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.events import EncoderHit, EncoderRun
 from m6_multimodal_pd.forward_batch import ForwardBatch, Seen, seen_in
 from m6_multimodal_pd.model_loader import LoadedModel
+from m6_multimodal_pd.models.vision import Grid, VisionTower
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.inputs import MultimodalDataItem
 from m6_multimodal_pd.outputs import EncoderTotals
@@ -70,7 +72,7 @@ class ModelRunner(TextModelRunner):
     def profile_run(self, num_tokens: int) -> int:
         """Run the largest step once, on nothing, and before it the tower on as much as a step may encode."""
         if self.vision is not None:
-            self.vision.encode([self.vision.blank(self.encoder_budget)])
+            self.vision.encode([blank(self.vision, self.encoder_budget)])
         return super().profile_run(num_tokens)
 
     def _embeddings(self, batch: ModelWorkerBatch, seen: list[Seen]) -> dict[str, Tensor]:
@@ -124,3 +126,9 @@ class ModelRunner(TextModelRunner):
                 self.tracer.emit(
                     EncoderHit(rid=batch.rids[row], hash=content, num_tokens=sizes[content], num_read=num_read)
                 )
+
+
+def blank(tower: VisionTower, num_tokens: int) -> tuple[Tensor, Grid]:
+    """A square image of about so many tokens, with nothing in it."""
+    side = max(math.isqrt(num_tokens), 1) * tower.merge_size
+    return torch.zeros(side * side, tower.patch_dim), (1, side, side)

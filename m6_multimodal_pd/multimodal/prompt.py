@@ -8,13 +8,13 @@ is queued before all of it is known to be sound. New in this milestone: m1 knew 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from m1_single_request.errors import InvalidPromptError, shown
 from m1_single_request.input_processor import Message, check_messages
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import (
     Modality,
     MultimodalDataItem,
@@ -32,16 +32,6 @@ MEDIA_KINDS = {
     "video": Modality.VIDEO,
     "video_url": Modality.VIDEO,
 }
-
-
-@dataclass(frozen=True)
-class MediaTokens:
-    """The special tokens that stand for pictures, by id."""
-
-    image: int
-    video: int
-    vision_start: int
-    vision_end: int
 
 
 class ChatPrompt(list[int]):
