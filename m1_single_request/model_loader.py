@@ -3,10 +3,10 @@
 transformers builds the network and reads the weights; this file decides what is acceptable and turns every way in which
 loading can fail into one clear sentence. Remote code is never run and only safetensors are read, because a pickle file
 can run any program when it is opened. `describe` reads everything but the weights, for loaders that bring a network of
-their own. vLLM: `model_executor/model_loader`.
+their own, of these or of further architectures. vLLM: `model_executor/model_loader`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,7 +77,7 @@ class ModelDescription:
 
     name: str
     architecture: str
-    """One of `SUPPORTED_ARCHITECTURES`."""
+    """One of those that `describe` was told of."""
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: frozenset[int]
@@ -124,26 +124,33 @@ def load_model(config: ModelConfig) -> LoadedModel:
     )
 
 
-def describe(choice: ModelChoice, *, needs_weights: bool = True) -> ModelDescription:
-    """Read and check everything but the weights; `needs_weights=False` for a directory that has none."""
+def describe(
+    choice: ModelChoice, *, needs_weights: bool = True, architectures: Sequence[str] = SUPPORTED_ARCHITECTURES
+) -> ModelDescription:
+    """Read and check everything but the weights; `needs_weights=False` for a directory that has none.
+
+    `architectures` are those that the caller can build. What is said here is about text: the config of a model that
+    also sees has a part for its language model, and positions, vocabulary and ends of text are named there.
+    """
     name = str(DEFAULT_MODEL if choice.model is None else choice.model)
     _check_directory(name, needs_weights)
     config = load_part(name, "its config", lambda: AutoConfig.from_pretrained(name, trust_remote_code=False))
     named = getattr(config, "architectures", None)
     architecture = named[0] if isinstance(named, list) and named else "none"
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+    if architecture not in architectures:
+        supported = ", ".join(architectures)
         raise ModelLoadError(f"{name}: architecture {architecture} is not supported; supported are {supported}")
-    max_model_len = _max_model_len(name, choice.max_model_len, config)
+    text = config.get_text_config()  # the config itself if text is all there is
+    max_model_len = _max_model_len(name, choice.max_model_len, text)
     generation = _generation_config(name)
     tokenizer = load_part(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
-    eos = _eos_token_ids(config, generation, tokenizer)
+    eos = _eos_token_ids(config, text, generation, tokenizer)
     return ModelDescription(
         name=name,
         architecture=architecture,
         config=config,
         tokenizer=tokenizer,
-        eos_token_ids=frozenset(i for i in eos if 0 <= i < config.vocab_size),  # others can never come
+        eos_token_ids=frozenset(i for i in eos if 0 <= i < text.vocab_size),  # others can never come
         max_model_len=max_model_len,
     )
 
@@ -230,11 +237,10 @@ def _generation_config(name: str) -> GenerationConfig | None:
 
 
 def _eos_token_ids(
-    config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+    *named_by: PreTrainedConfig | GenerationConfig | PreTrainedTokenizerBase | None,
 ) -> frozenset[int]:
-    named = (config.eos_token_id, getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
     ids: set[int] = set()
-    for value in named:
+    for value in (getattr(named, "eos_token_id", None) for named in named_by):
         several = value if isinstance(value, list | tuple) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in several):
             raise ModelLoadError(

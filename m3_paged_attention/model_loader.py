@@ -14,8 +14,8 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
 from m1_single_request.errors import ConfigError
-from m1_single_request.model_loader import describe, load_part
-from m3_paged_attention.attention.registry import resolve
+from m1_single_request.model_loader import ModelDescription, describe, load_part
+from m3_paged_attention.attention.registry import Backend, resolve
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.models.architecture import DecoderConfig, decoder_config
 from m3_paged_attention.models.decoder import Decoder
@@ -53,14 +53,14 @@ class LoadedModel:
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
+    backend = resolve(config.attention_backend, config.torch_device())
+    return load_described(config, describe(config, needs_weights=config.load_format != "dummy"), backend)
+
+
+def load_described(config: ModelConfig, described: ModelDescription, backend: Backend) -> LoadedModel:
+    """`load_model` for a model that was read but for its weights."""
     device, dtype = config.torch_device(), config.torch_dtype()
-    backend = resolve(config.attention_backend, device)
-    described = describe(config, needs_weights=config.load_format != "dummy")
-    if described.max_model_len > MAX_POSITIONS:
-        raise ConfigError(
-            f"{described.name} names {described.max_model_len:,} positions, and a table of their angles would not fit: "
-            f"give a max_model_len of at most {MAX_POSITIONS:,}"
-        )
+    check_positions(described)
     shape = decoder_config(described.name, described.architecture, described.config)
     backend.check_head_dim(shape.head_dim)
     weights = load_part(described.name, "its weights", lambda: _weights(config, described.name, shape))
@@ -80,11 +80,23 @@ def load_model(config: ModelConfig) -> LoadedModel:
     )
 
 
+def check_positions(described: ModelDescription) -> None:
+    """Raise `ConfigError` if no table could hold the angles of all positions."""
+    if described.max_model_len > MAX_POSITIONS:
+        raise ConfigError(
+            f"{described.name} names {described.max_model_len:,} positions, and a table of their angles would not fit: "
+            f"give a max_model_len of at most {MAX_POSITIONS:,}"
+        )
+
+
 def _weights(config: ModelConfig, name: str, shape: DecoderConfig) -> DecoderWeights:
     device, dtype = config.torch_device(), config.torch_dtype()
     if config.load_format == "dummy":
         return dummy_weights(shape, dtype, device, config.seed)
+    return load_weights(name, weights_directory(name), shape, dtype, device)
+
+
+def weights_directory(name: str) -> Path:
+    """Where the weights of a directory or hub id lie; of a hub id only what will be read is fetched."""
     directory = Path(name)
-    if not directory.is_dir():  # a hub id: only what will be read is fetched
-        directory = Path(snapshot_download(name, allow_patterns=list(WEIGHT_FILES)))
-    return load_weights(name, directory, shape, dtype, device)
+    return directory if directory.is_dir() else Path(snapshot_download(name, allow_patterns=list(WEIGHT_FILES)))

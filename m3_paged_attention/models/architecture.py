@@ -55,9 +55,14 @@ class DecoderConfig:
     """The standard deviation of `dummy` weights."""
 
 
-def decoder_config(name: str, architecture: str, config: PreTrainedConfig) -> DecoderConfig:
-    """The decoder that `config` describes. Raises `ModelLoadError`, with the model's `name`, for what it cannot be."""
-    _check_supported(name, architecture, config)
+def decoder_config(
+    name: str, architecture: str, config: PreTrainedConfig, *, model_type: str | None = None
+) -> DecoderConfig:
+    """The decoder that `config` describes. Raises `ModelLoadError`, with the model's `name`, for what it cannot be.
+
+    `model_type` is what `config` must call itself; None: as a model of this architecture does that is nothing else.
+    """
+    _check_supported(name, architecture, config, model_type or MODEL_TYPES[architecture])
     attention_bias = bool(getattr(config, "attention_bias", False))
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     decoder = DecoderConfig(
@@ -82,14 +87,13 @@ def decoder_config(name: str, architecture: str, config: PreTrainedConfig) -> De
     return decoder
 
 
-def _check_supported(name: str, architecture: str, config: PreTrainedConfig) -> None:
-    if config.model_type != MODEL_TYPES[architecture]:
+def _check_supported(name: str, architecture: str, config: PreTrainedConfig, model_type: str) -> None:
+    if config.model_type != model_type:
         raise ModelLoadError(
             f"{name}: config.json names the architecture {architecture} but model_type={config.model_type!r}: "
             f"one of the two is wrong"
         )
-    if getattr(config, "quantization_config", None):
-        raise ModelLoadError(f"{name} is quantized (quantization_config in config.json): give the original weights")
+    check_not_quantized(name, config)
     if config.hidden_act not in SILU_NAMES:
         raise ModelLoadError(f"{name}: hidden_act={config.hidden_act!r} is not supported; the decoder computes silu")
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
@@ -100,13 +104,23 @@ def _check_supported(name: str, architecture: str, config: PreTrainedConfig) -> 
         )
 
 
+def check_not_quantized(name: str, config: PreTrainedConfig) -> None:
+    """Raise `ModelLoadError` if the weights are not numbers but codes for them."""
+    if getattr(config, "quantization_config", None):
+        raise ModelLoadError(f"{name} is quantized (quantization_config in config.json): give the original weights")
+
+
+def check_size(name: str, field: str, value: Any, largest: int = LARGEST_SIZE) -> None:
+    """Raise `ModelLoadError` unless `value` is a whole number from 1 to `largest`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise ModelLoadError(
+            f"{name}: config.json leads to {field}={value!r}, which must be a whole number from 1 to {largest:,}"
+        )
+
+
 def _check_sizes(name: str, decoder: DecoderConfig) -> None:
     for field, largest in LARGEST_SIZES.items():
-        value: Any = getattr(decoder, field)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-            raise ModelLoadError(
-                f"{name}: config.json leads to {field}={value!r}, which must be a whole number from 1 to {largest:,}"
-            )
+        check_size(name, field, getattr(decoder, field), largest)
     for field in ("rms_norm_eps", "initializer_range"):
         value = getattr(decoder, field)
         if not _is_number(value) or not 0 <= value < LARGEST_NUMBER:

@@ -5,6 +5,8 @@ in blocks, and a backend that computes all the rest. The same class is Qwen3, Qw
 vLLM: `model_executor/models/llama.py`; SGLang: `models/llama.py`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,7 +21,7 @@ from m3_paged_attention.models.weights import DecoderWeights
 
 
 class Decoder:
-    """A decoder-only transformer over a paged KV cache."""
+    """A decoder-only transformer over a paged KV cache. `forward` is a seam: what goes into the layers."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, backend: Backend, *, max_model_len: int) -> None:
         """Take over `weights`: its layers are emptied one by one.
@@ -41,10 +43,27 @@ class Decoder:
         Returns `[num_tokens, hidden_size]`, after the last norm.
         """
         hidden = functional.embedding(input_ids, self.embedding)
-        cos, sin = self.rotary(positions)  # each [num_tokens, head_dim / 2], the same for all layers
+        return self.run_layers(hidden, self.rotary(positions), kv, metadata)
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        kv: KVStorage,
+        metadata: AttentionMetadata,
+        after_layer: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """From embeddings to what `forward` returns, both `[num_tokens, hidden_size]`.
+
+        `angles` are cosine and sine, each `[num_tokens, head_dim / 2]` and the same for all layers. `after_layer` gets
+        the number of a layer and what it added to the hidden state, and may add more to that in place.
+        """
+        cos, sin = angles
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(hidden, residual, cos, sin, kv.layer(index), metadata)
+            if after_layer is not None:
+                after_layer(index, hidden)
         assert residual is not None  # a config has at least one layer
         hidden, _ = self.backend.add_rms_norm(hidden, residual, self.norm, self.config.rms_norm_eps)
         return hidden

@@ -7,7 +7,7 @@ allocated. vLLM: `weight_loader` and `stacked_params_mapping`; SGLang the same.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,9 @@ from m3_paged_attention.models.architecture import DecoderConfig
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "model-*.safetensors")
 """Names under which a hub repository keeps what this file reads."""
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PREFIX, HEAD = "model.", "lm_head.weight"
+"""How the names in the files begin, and the one name that does not: a decoder that is a part of a larger model has a
+longer prefix."""
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 ROWS = 4096  # compared at a time, so that no second embedding is needed
 
@@ -107,14 +109,14 @@ def allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
     )
 
 
-def places(config: DecoderConfig, weights: DecoderWeights) -> dict[str, Tensor]:
+def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX) -> dict[str, Tensor]:
     """Where each tensor of the files belongs: its name there, and a view of ours of the same shape."""
     query, key_value, inner = (
         config.num_heads * config.head_dim,
         config.num_kv_heads * config.head_dim,
         config.intermediate_size,
     )
-    found = {EMBEDDING: weights.embedding, "model.norm.weight": weights.norm}
+    found = {f"{prefix}embed_tokens.weight": weights.embedding, f"{prefix}norm.weight": weights.norm}
     if weights.head is not weights.embedding:
         found[HEAD] = weights.head
 
@@ -122,58 +124,78 @@ def places(config: DecoderConfig, weights: DecoderWeights) -> dict[str, Tensor]:
         if tensor is not None:
             found[name] = tensor
 
-    def put_parts(prefix: str, parts: dict[str, int], weight: Tensor, bias: Tensor | None) -> None:
+    def put_parts(module: str, parts: dict[str, int], weight: Tensor, bias: Tensor | None) -> None:
         """`parts`: the rows of each, in the order in which they stand in our tensor."""
         start = 0
         for part, rows in parts.items():
-            put(f"{prefix}.{part}.weight", weight[start : start + rows])
-            put(f"{prefix}.{part}.bias", None if bias is None else bias[start : start + rows])
+            put(f"{module}.{part}.weight", weight[start : start + rows])
+            put(f"{module}.{part}.bias", None if bias is None else bias[start : start + rows])
             start += rows
 
     for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}"
-        put(f"{prefix}.input_layernorm.weight", layer.input_norm)
-        put(f"{prefix}.post_attention_layernorm.weight", layer.post_attention_norm)
-        put(f"{prefix}.self_attn.q_norm.weight", layer.q_norm)
-        put(f"{prefix}.self_attn.k_norm.weight", layer.k_norm)
+        module = f"{prefix}layers.{index}"
+        put(f"{module}.input_layernorm.weight", layer.input_norm)
+        put(f"{module}.post_attention_layernorm.weight", layer.post_attention_norm)
+        put(f"{module}.self_attn.q_norm.weight", layer.q_norm)
+        put(f"{module}.self_attn.k_norm.weight", layer.k_norm)
         qkv = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
-        put_parts(f"{prefix}.self_attn", qkv, layer.qkv, layer.qkv_bias)
-        put_parts(f"{prefix}.self_attn", {"o_proj": config.hidden_size}, layer.o, layer.o_bias)
-        put_parts(f"{prefix}.mlp", {"gate_proj": inner, "up_proj": inner}, layer.gate_up, layer.gate_up_bias)
-        put_parts(f"{prefix}.mlp", {"down_proj": config.hidden_size}, layer.down, layer.down_bias)
+        put_parts(f"{module}.self_attn", qkv, layer.qkv, layer.qkv_bias)
+        put_parts(f"{module}.self_attn", {"o_proj": config.hidden_size}, layer.o, layer.o_bias)
+        put_parts(f"{module}.mlp", {"gate_proj": inner, "up_proj": inner}, layer.gate_up, layer.gate_up_bias)
+        put_parts(f"{module}.mlp", {"down_proj": config.hidden_size}, layer.down, layer.down_bias)
     return found
 
 
 def load_weights(
-    name: str, directory: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device
+    name: str,
+    directory: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    prefix: str = PREFIX,
+    not_ours: tuple[str, ...] = (),
 ) -> DecoderWeights:
-    """Fill the decoder from a directory's safetensors. Raises `ModelLoadError` for a tensor that does not fit."""
-    headers = _read_headers(name, _weight_files(name, directory))
-    _check_headers(name, headers, places(config, allocate(config, dtype, torch.device("meta"))))
+    """Fill the decoder from a directory's safetensors. Raises `ModelLoadError` for a tensor that does not fit.
+
+    In the files of a larger model the decoder's names begin with `prefix`, and those that begin with one of `not_ours`
+    belong to another part of it.
+    """
+    headers = {key: header for key, header in read_headers(name, directory).items() if not key.startswith(not_ours)}
+    check_headers(name, headers, places(config, allocate(config, dtype, torch.device("meta")), prefix))
     weights = allocate(config, dtype, device)
-    found = places(config, weights)
+    found = places(config, weights, prefix)
+    fill(found, headers)
+    if config.tie_word_embeddings and HEAD in headers:
+        _check_tied_head(name, headers[HEAD], f"{prefix}embed_tokens.weight", weights.embedding)
+    return weights
+
+
+def fill(found: Mapping[str, Tensor], headers: Mapping[str, Header]) -> None:
+    """Copy every tensor of the files that has a place to it, converted to the type that the place has."""
     for file in dict.fromkeys(header.file for header in headers.values()):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dictionary
                 if key in found:
                     found[key].copy_(tensors.get_tensor(key))
-    if config.tie_word_embeddings and HEAD in headers:
-        _check_tied_head(name, headers[HEAD], weights.embedding)
-    return weights
 
 
 def dummy_weights(config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int) -> DecoderWeights:
     """Random weights: as a model before its training, the same for the same seed on the same device."""
     weights = allocate(config, dtype, device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in places(config, weights).items():
+    draw(places(config, weights), config.initializer_range, torch.Generator(device).manual_seed(seed))
+    return weights
+
+
+def draw(found: Mapping[str, Tensor], spread: float, generator: torch.Generator) -> None:
+    """Fill every place as before a training; `spread` is the standard deviation of what is drawn."""
+    for name, tensor in found.items():
         if name.endswith(".bias"):
             tensor.zero_()
         elif tensor.dim() == 1:
             tensor.fill_(1.0)  # a norm
         else:
-            tensor.normal_(0.0, config.initializer_range, generator=generator)
-    return weights
+            tensor.normal_(0.0, spread, generator=generator)
 
 
 def _weight_files(name: str, directory: Path) -> list[Path]:
@@ -196,9 +218,10 @@ def _weight_files(name: str, directory: Path) -> list[Path]:
     return [directory / shard for shard in shards]
 
 
-def _read_headers(name: str, files: list[Path]) -> dict[str, Header]:
+def read_headers(name: str, directory: Path) -> dict[str, Header]:
+    """What a directory's weight files hold, by the names there. Raises `ModelLoadError` for files that are broken."""
     headers: dict[str, Header] = {}
-    for file in files:
+    for file in _weight_files(name, directory):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - not a dictionary
@@ -213,8 +236,8 @@ def _read_headers(name: str, files: list[Path]) -> dict[str, Header]:
     return headers
 
 
-def _check_headers(name: str, headers: dict[str, Header], wanted: dict[str, Tensor]) -> None:
-    """Every place is filled once, by a tensor of its shape, and nothing is left over.
+def check_headers(name: str, headers: Mapping[str, Header], wanted: Mapping[str, Tensor]) -> None:
+    """Every place is filled once, by a tensor of its shape, and nothing is left over; else `ModelLoadError`.
 
     Two kinds of tensors may be left over: old checkpoints store the rotary frequencies, which follow from config.json,
     and some tied ones store the output layer a second time.
@@ -236,7 +259,7 @@ def _check_headers(name: str, headers: dict[str, Header], wanted: dict[str, Tens
             )
 
 
-def _check_tied_head(name: str, header: Header, embedding: Tensor) -> None:
+def _check_tied_head(name: str, header: Header, embedding_name: str, embedding: Tensor) -> None:
     """A tied checkpoint's own output layer must be the embedding, or dropping it would change the model."""
     with safe_open(header.file, framework="pt") as tensors:
         stored = tensors.get_slice(HEAD)
@@ -246,5 +269,5 @@ def _check_tied_head(name: str, header: Header, embedding: Tensor) -> None:
         )
     if not equal:
         raise ModelLoadError(
-            f"{name}: {HEAD} and {EMBEDDING} differ, but config.json ties them: set tie_word_embeddings to false"
+            f"{name}: {HEAD} and {embedding_name} differ, but config.json ties them: set tie_word_embeddings to false"
         )
