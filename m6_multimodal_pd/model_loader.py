@@ -1,0 +1,83 @@
+"""Loads a model that sees, or any that only reads.
+
+Since m3: `Qwen3VLForConditionalGeneration`, from a local Hugging Face directory or a hub id. Its language model is m3's
+decoder under other names, its vision tower lies in the same files. What is not of this family is loaded by m3's loader,
+as it stands. vLLM and SGLang: a registry from the architecture's name to a class that loads itself.
+"""
+
+from dataclasses import dataclass
+
+from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, ModelDescription, describe, load_part
+from m3_paged_attention.attention.registry import Backend, resolve
+from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.model_loader import (
+    LoadedModel as LoadedTextModel,
+    check_positions,
+    load_described,
+    weights_directory,
+)
+from m3_paged_attention.models.weights import DecoderWeights, dummy_weights, load_weights
+from m6_multimodal_pd.models import qwen3_vl, vision
+from m6_multimodal_pd.models.qwen3_vl import MediaTokens, Qwen3VLDecoder, VLDecoderConfig, vl_decoder_config
+from m6_multimodal_pd.models.vision import VisionTower, check_vision_config
+
+ALL_ARCHITECTURES = (*SUPPORTED_ARCHITECTURES, qwen3_vl.ARCHITECTURE)
+
+
+@dataclass(frozen=True)
+class LoadedModel(LoadedTextModel):
+    """A model in place, with what the engine must know of it. `num_parameters` and `weight_bytes` count the tower."""
+
+    vision: VisionTower | None = None
+    """None: a text model."""
+    media_tokens: MediaTokens | None = None
+    """None: a text model."""
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
+    backend = resolve(config.attention_backend, config.torch_device())
+    described = describe(config, needs_weights=config.load_format != "dummy", architectures=ALL_ARCHITECTURES)
+    if described.architecture == qwen3_vl.ARCHITECTURE:
+        return _load_vl(config, described, backend)
+    return LoadedModel(**vars(load_described(config, described, backend)))
+
+
+def _load_vl(config: ModelConfig, described: ModelDescription, backend: Backend) -> LoadedModel:
+    device, dtype = config.torch_device(), config.torch_dtype()
+    check_positions(described)
+    language = vl_decoder_config(described.name, described.config)
+    check_vision_config(described.name, described.config.vision_config, language)
+    backend.check_head_dim(language.decoder.head_dim)
+    tower, weights = load_part(described.name, "its weights", lambda: _weights(config, described, language))
+    num_parameters = tower.num_parameters + sum(tensor.numel() for tensor in weights.tensors())
+    return LoadedModel(
+        name=described.name,
+        architecture=described.architecture,
+        model=Qwen3VLDecoder(language, weights, backend, max_model_len=described.max_model_len),
+        tokenizer=described.tokenizer,
+        device=device,
+        dtype=dtype,
+        eos_token_ids=described.eos_token_ids,
+        max_model_len=described.max_model_len,
+        vocab_size=language.decoder.vocab_size,
+        num_parameters=num_parameters,
+        weight_bytes=num_parameters * dtype.itemsize,
+        vision=tower,
+        media_tokens=language.media_tokens,
+    )
+
+
+def _weights(
+    config: ModelConfig, described: ModelDescription, language: VLDecoderConfig
+) -> tuple[VisionTower, DecoderWeights]:
+    device, dtype = config.torch_device(), config.torch_dtype()
+    name, vision_config = described.name, described.config.vision_config
+    if config.load_format == "dummy":
+        tower = VisionTower.dummy(vision_config, dtype, device, config.seed)
+        return tower, dummy_weights(language.decoder, dtype, device, config.seed)
+    directory = weights_directory(name)
+    tower = VisionTower.load(name, directory, vision_config, dtype, device)  # first: if it does not fit, it was short
+    return tower, load_weights(
+        name, directory, language.decoder, dtype, device, prefix=qwen3_vl.PREFIX, not_ours=(vision.PREFIX,)
+    )

@@ -1,0 +1,135 @@
+"""Qwen3-VL's language model: m3's decoder, with pictures in the place of some tokens.
+
+Since m3: a token may be a part of a picture. Then the vision tower's vector stands where its embedding would stand, its
+position has three axes (M-RoPE), and what the tower saw in its middle layers is added to the hidden state after the
+first layers (DeepStack), at the places of the pictures alone. Everything else is m3's. vLLM:
+`model_executor/models/qwen3_vl.py`; SGLang: `models/qwen3_vl.py`, from which the layout of `VisualTokens` comes.
+"""
+
+import copy
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedConfig
+
+from m1_single_request.errors import ModelLoadError, shown
+from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.registry import Backend
+from m3_paged_attention.kv_storage import KVStorage
+from m3_paged_attention.models.architecture import DecoderConfig, check_not_quantized, decoder_config
+from m3_paged_attention.models.decoder import Decoder
+from m3_paged_attention.models.weights import DecoderWeights
+from m6_multimodal_pd.models.rotary import MRopeTable, mrope_section
+
+ARCHITECTURE, MODEL_TYPE, TEXT_MODEL_TYPE = "Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl_text"
+PREFIX = "model.language_model."
+"""How the names of the decoder's tensors begin, on the hub and as transformers writes them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaTokens:
+    """Token ids that stand for pictures in a prompt."""
+
+    image: int
+    """The placeholder of an image: one for each of its vectors."""
+    video: int
+    """The placeholder of a frame of a video."""
+    vision_start: int
+    vision_end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLDecoderConfig:
+    """The shape of the language model, and how pictures enter it."""
+
+    decoder: DecoderConfig
+    mrope_section: tuple[int, int, int]
+    """Pairs of a head that turn with time, height and width."""
+    num_deepstack: int
+    """After so many of the first layers something of the pictures is added."""
+    media_tokens: MediaTokens
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """What the tokens of a step that are parts of pictures are replaced with."""
+
+    places: Tensor
+    """int64 `[num_visual]`: which rows among the step's tokens they are; none twice."""
+    embeddings: Tensor
+    """`[num_visual, (1 + num_deepstack) * hidden_size]`, in the model's precision: the embedding, then what is added
+    after the first layer, after the second, ..."""
+
+
+def vl_decoder_config(name: str, config: PreTrainedConfig) -> VLDecoderConfig:
+    """The language model that a `Qwen3VLConfig` describes. Raises `ModelLoadError`, with the model's `name`, for what
+    it cannot be."""
+    for part, model_type in ((config, MODEL_TYPE), (config.text_config, TEXT_MODEL_TYPE)):
+        if part.model_type != model_type:
+            raise ModelLoadError(
+                f"{name}: config.json names the architecture {ARCHITECTURE} but model_type={part.model_type!r} where "
+                f"it must be {model_type!r}"
+            )
+    check_not_quantized(name, config)
+    text = copy.copy(config.text_config)
+    text.tie_word_embeddings = config.tie_word_embeddings  # it is the whole model that has the output layer
+    decoder = decoder_config(name, "Qwen3ForCausalLM", text, model_type=TEXT_MODEL_TYPE)
+    return VLDecoderConfig(
+        decoder=decoder,
+        mrope_section=mrope_section(name, text.rope_parameters or {}, decoder.head_dim),
+        num_deepstack=len(config.vision_config.deepstack_visual_indexes),
+        media_tokens=_media_tokens(name, config, decoder.vocab_size),
+    )
+
+
+def _media_tokens(name: str, config: PreTrainedConfig, vocab_size: int) -> MediaTokens:
+    found: dict[str, int] = {}
+    for field in ("image", "video", "vision_start", "vision_end"):
+        value = getattr(config, f"{field}_token_id")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+            raise ModelLoadError(
+                f"{name}: {field}_token_id={shown(value)} in config.json is no token: there are {vocab_size:,}"
+            )
+        if value in found.values():
+            raise ModelLoadError(f"{name}: {field}_token_id={value} in config.json has another meaning already")
+        found[field] = value
+    return MediaTokens(**found)
+
+
+class Qwen3VLDecoder(Decoder):
+    """m3's decoder, which also takes pictures that a vision tower has encoded."""
+
+    def __init__(
+        self, config: VLDecoderConfig, weights: DecoderWeights, backend: Backend, *, max_model_len: int
+    ) -> None:
+        """Take over `weights`, as m3's decoder does."""
+        super().__init__(config.decoder, weights, backend, max_model_len=max_model_len)
+        self.num_deepstack = config.num_deepstack
+        self.mrope = MRopeTable(self.rotary, config.mrope_section, backend.name)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv: KVStorage,
+        metadata: AttentionMetadata,
+        visual: VisualTokens | None = None,
+    ) -> Tensor:
+        """As in m3, with `positions` int64 `[num_tokens]` or, on three axes, `[3, num_tokens]`.
+
+        Where `visual` has something for a token, its id means nothing and may lie outside the vocabulary.
+        """
+        if visual is None:
+            hidden = functional.embedding(input_ids, self.embedding)
+            return self.run_layers(hidden, self.mrope(positions), kv, metadata)
+        places = visual.places
+        embeddings, *deepstack = visual.embeddings.chunk(1 + self.num_deepstack, 1)  # each [num_visual, hidden_size]
+        hidden = functional.embedding(input_ids.clamp(max=self.config.vocab_size - 1), self.embedding)
+        hidden.index_copy_(0, places, embeddings)
+
+        def add_deepstack(index: int, added: Tensor) -> None:
+            if index < len(deepstack):
+                added.index_add_(0, places, deepstack[index])
+
+        return self.run_layers(hidden, self.mrope(positions), kv, metadata, add_deepstack)

@@ -1,0 +1,170 @@
+"""The vision tower: patches of pictures in, one row per token of the prompt out.
+
+The network is transformers' own, as in m1: a transformer over patches in which every frame sees itself alone, a merger
+that makes one vector of 2 x 2 patches, and more mergers that look at middle layers (DeepStack). Ours is what surrounds
+it: its weights come from the same safetensors as the decoder's and under the same checks, and all pictures that a step
+needs run in one forward, whoever they belong to. vLLM: `Qwen3_VisionTransformer` in `models/qwen3_vl.py`; SGLang:
+`Qwen3VLMoeVisionModel` in `models/qwen3_vl.py`.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from m1_single_request.errors import ModelLoadError, shown
+from m3_paged_attention.models.architecture import check_size
+from m3_paged_attention.models.weights import check_headers, draw, fill, read_headers
+from m6_multimodal_pd.models.qwen3_vl import VLDecoderConfig
+
+PREFIX = "model.visual."
+"""How the names of the tower's tensors begin, on the hub and as transformers writes them."""
+MODEL_TYPE = "qwen3_vl_vision"
+SIZES = (
+    "hidden_size intermediate_size num_heads in_channels patch_size temporal_patch_size spatial_merge_size "
+    "out_hidden_size num_position_embeddings"
+).split()
+LARGEST_DEPTH = 10_000
+
+Grid = tuple[int, int, int]
+"""Patches of a picture in time, height and width; the last two are multiples of the merge size."""
+
+
+class VisionTower:
+    """Encodes pictures. Made by `load` or `dummy`."""
+
+    def __init__(self, config: PreTrainedConfig, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """`tensors`: all of the network's, by its own names, in the precision that it is to have."""
+        self.config = _settled(config)
+        dtype = next(iter(tensors.values())).dtype
+        built = _network_class().from_pretrained(
+            None, config=self.config, state_dict=tensors, dtype=dtype, attn_implementation="sdpa"
+        )
+        self.network = built.to(device).eval().requires_grad_(False)
+        self.device, self.dtype = device, dtype
+        self.num_parameters = sum(parameter.numel() for parameter in self.network.parameters())
+        self.weight_bytes = self.num_parameters * dtype.itemsize
+        self.hidden_size: int = self.config.out_hidden_size
+        """Of the language model."""
+        self.num_deepstack = len(self.config.deepstack_visual_indexes)
+        self.merge_size: int = self.config.spatial_merge_size
+        """The side of the square of patches that becomes one token."""
+        self.patch_size: int = self.config.patch_size
+        self.temporal_patch_size: int = self.config.temporal_patch_size
+        """Frames in a patch."""
+        self.patch_dim: int = self.config.in_channels * self.temporal_patch_size * self.patch_size**2
+        """Numbers in a patch."""
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token's row has: the embedding and what DeepStack adds."""
+        return (1 + self.num_deepstack) * self.hidden_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What keeping an encoded token takes."""
+        return self.width * self.dtype.itemsize
+
+    def num_tokens(self, grid: Grid) -> int:
+        """Tokens that a picture of so many patches becomes."""
+        return math.prod(grid) // self.merge_size**2
+
+    @classmethod
+    def load(
+        cls, name: str, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+    ) -> "VisionTower":
+        """Fill the tower from a directory's safetensors. Raises `ModelLoadError` for a tensor that does not fit."""
+        headers = {key: header for key, header in read_headers(name, directory).items() if key.startswith(PREFIX)}
+        shapes = _shapes(config)
+        check_headers(name, headers, {PREFIX + key: tensor for key, tensor in shapes.items()})
+        tensors = {key: torch.empty_like(tensor, dtype=dtype, device=device) for key, tensor in shapes.items()}
+        fill({PREFIX + key: tensor for key, tensor in tensors.items()}, headers)
+        return cls(config, tensors, device)
+
+    @classmethod
+    def dummy(cls, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> "VisionTower":
+        """Random weights: as before a training, the same for the same seed on the same device."""
+        shapes = _shapes(config)
+        tensors = {key: torch.empty_like(tensor, dtype=dtype, device=device) for key, tensor in shapes.items()}
+        draw(tensors, config.initializer_range, torch.Generator(device).manual_seed(seed))
+        return cls(config, tensors, device)
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[tuple[Tensor, Grid]]) -> list[Tensor]:
+        """Run the tower once for all `items`, each the patches `[num_patches, patch_dim]` of a picture and their grid.
+
+        Returns for each `[num_tokens, (1 + num_deepstack) * hidden_size]`, the rows of `VisualTokens.embeddings`. Each
+        is memory of its own: one can be kept while the others go.
+        """
+        if not items:
+            return []
+        pixels = torch.cat([patches.to(self.device, self.dtype) for patches, _ in items])
+        grids = torch.tensor([grid for _, grid in items], device=self.device)
+        seen = self.network(pixels, grid_thw=grids)
+        counts = [self.num_tokens(grid) for _, grid in items]
+        features = [part.split(counts) for part in (seen.pooler_output, *seen.deepstack_features)]
+        return [torch.cat(parts, dim=1) for parts in zip(*features, strict=True)]
+
+
+def check_vision_config(name: str, config: PreTrainedConfig, language: VLDecoderConfig) -> None:
+    """Raise `ModelLoadError`, with the model's `name`, for a tower that cannot be built or does not fit `language`."""
+    if config.model_type != MODEL_TYPE:
+        raise ModelLoadError(f"{name}: vision_config has model_type={config.model_type!r}, not {MODEL_TYPE!r}")
+    check_size(name, "vision_config.depth", config.depth, LARGEST_DEPTH)
+    for field in SIZES:
+        check_size(name, f"vision_config.{field}", getattr(config, field))
+    if config.out_hidden_size != language.decoder.hidden_size:
+        raise ModelLoadError(
+            f"{name}: the vision tower's out_hidden_size={config.out_hidden_size} is not the language model's "
+            f"hidden_size={language.decoder.hidden_size}"
+        )
+    if config.hidden_size % (4 * config.num_heads):
+        raise ModelLoadError(
+            f"{name}: vision_config.hidden_size={config.hidden_size} over {config.num_heads} heads: each must have a "
+            f"multiple of 4 values, pairs that turn with the row and pairs that turn with the column"
+        )
+    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
+        raise ModelLoadError(f"{name}: vision_config.hidden_act={shown(config.hidden_act)} is not known")
+    _check_deepstack(name, config, language.decoder.num_layers)
+
+
+def _check_deepstack(name: str, config: PreTrainedConfig, num_layers: int) -> None:
+    indexes: list[Any] = list(config.deepstack_visual_indexes)
+    known = [i for i in indexes if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < config.depth]
+    if len(known) != len(indexes) or len(set(known)) != len(known):
+        raise ModelLoadError(
+            f"{name}: deepstack_visual_indexes={shown(indexes)} must each be another layer of the vision tower, "
+            f"0 to {config.depth - 1}"
+        )
+    if len(indexes) > num_layers:
+        raise ModelLoadError(
+            f"{name}: deepstack_visual_indexes={shown(indexes)} are more than the {num_layers} layers of the language "
+            f"model, which takes one after each layer"
+        )
+
+
+def _network_class() -> Any:
+    """Imported when a tower is built: who runs a text model does not load it."""
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    return Qwen3VLVisionModel
+
+
+def _settled(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy that returns what `encode` reads and nothing else, whatever config.json says."""
+    settled = copy.deepcopy(config)
+    settled.return_dict, settled.output_hidden_states = True, False
+    return settled
+
+
+def _shapes(config: PreTrainedConfig) -> dict[str, Tensor]:
+    """The network's tensors by name, without memory."""
+    with torch.device("meta"):
+        shapes: dict[str, Tensor] = _network_class()(_settled(config)).state_dict()
+    return shapes
