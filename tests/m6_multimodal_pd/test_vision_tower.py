@@ -1,0 +1,144 @@
+"""The vision tower: the features of transformers, for one picture or many, and every frame for itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from m6_multimodal_pd.models.vision import VisionTower
+from tests.m6_multimodal_pd.vl_models import PATCH_DIM, VISION, picture, save_random_vl_model, theirs
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5
+HIDDEN, PARTS = VISION["out_hidden_size"], 1 + len(VISION["deepstack_visual_indexes"])
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_vl_model(tmp_path_factory.mktemp("tower"))
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> VisionTower:
+    config = AutoConfig.from_pretrained(directory).vision_config
+    return VisionTower.load(str(directory), directory, config, dtype, CPU)
+
+
+@pytest.fixture(scope="module")
+def tower(directory: Path) -> VisionTower:
+    return load(directory)
+
+
+@pytest.fixture(scope="module")
+def network(directory: Path) -> Any:
+    return theirs(directory).model.visual
+
+
+@torch.no_grad()
+def expected(network: Any, items: list[Any]) -> Tensor:
+    """transformers' features, of all items one under another: `[tokens, parts * hidden]`."""
+    found = network(torch.cat([pixels for pixels, _ in items]), grid_thw=torch.tensor([grid for _, grid in items]))
+    return torch.cat([found.pooler_output, *found.deepstack_features], dim=1)
+
+
+ITEMS = {
+    "one image": [picture(1, (1, 4, 6))],
+    "the smallest image": [picture(2, (1, 2, 2))],
+    "three images of different sizes": [picture(3, (1, 4, 4)), picture(4, (1, 2, 8)), picture(5, (1, 10, 6))],
+    "a video": [picture(6, (5, 4, 6))],
+    "images and videos": [picture(7, (1, 6, 2)), picture(8, (3, 4, 4)), picture(9, (1, 4, 4)), picture(10, (2, 2, 6))],
+}
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_features_are_those_of_transformers(tower: VisionTower, network: Any, name: str) -> None:
+    items = ITEMS[name]
+    ours, wanted = tower.encode(items), expected(network, items)
+    assert [part.shape for part in ours] == [(t * h * w // 4, PARTS * HIDDEN) for _, (t, h, w) in items]
+    for part in wanted.chunk(PARTS, dim=1):
+        assert float(part.std()) > 0.1, "the comparison means something"
+    torch.testing.assert_close(torch.cat(ours), wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_a_picture_does_not_see_the_others_of_its_batch(tower: VisionTower) -> None:
+    items = ITEMS["images and videos"]
+    for item, together in zip(items, tower.encode(items), strict=True):
+        torch.testing.assert_close(tower.encode([item])[0], together, atol=TOLERANCE, rtol=0)
+
+
+def test_a_frame_does_not_see_the_frame_before_it(tower: VisionTower) -> None:
+    pixels, grid = picture(11, (3, 4, 4))
+    changed = pixels.clone()
+    changed[:16] = picture(12, (1, 4, 4))[0]
+    before, after = tower.encode([(pixels, grid)])[0], tower.encode([(changed, grid)])[0]
+    torch.testing.assert_close(after[4:], before[4:], atol=1e-6, rtol=0)
+    assert float((after[:4] - before[:4]).abs().max()) > 0.1
+
+
+def test_a_part_of_a_frame_sees_the_rest_of_it(tower: VisionTower) -> None:
+    pixels, grid = picture(13, (1, 4, 4))
+    changed = pixels.clone()
+    changed[0] = -changed[0]
+    before, after = tower.encode([(pixels, grid)])[0], tower.encode([(changed, grid)])[0]
+    assert bool(((after - before).abs().amax(dim=1) > 1e-3).all())
+
+
+def test_what_is_kept_of_a_picture_does_not_keep_the_others(tower: VisionTower) -> None:
+    for part in tower.encode(ITEMS["three images of different sizes"]):
+        assert part.is_contiguous()
+        assert part.untyped_storage().nbytes() == len(part) * tower.bytes_per_token == part.nbytes
+
+
+def test_no_pictures_are_no_forward(tower: VisionTower) -> None:
+    assert tower.encode([]) == []
+
+
+def test_sizes_follow_from_the_config(tower: VisionTower, network: Any) -> None:
+    assert (tower.hidden_size, tower.num_deepstack, tower.merge_size) == (64, 2, 2)
+    assert (tower.patch_size, tower.temporal_patch_size, tower.patch_dim) == (4, 2, PATCH_DIM)
+    assert tower.bytes_per_token == 3 * 64 * 4
+    assert tower.num_tokens((3, 4, 6)) == 18
+    assert tower.num_parameters == sum(parameter.numel() for parameter in network.parameters())
+    assert tower.weight_bytes == 4 * tower.num_parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_close_as_transformers(directory: Path, network: Any, dtype: torch.dtype) -> None:
+    half, items = load(directory, dtype), ITEMS["three images of different sizes"]
+    ours, exact = half.encode(items), expected(network, items)
+    usual = expected(theirs(directory, dtype).model.visual, [(pixels.to(dtype), grid) for pixels, grid in items])
+    assert {part.dtype for part in ours} == {dtype} and half.bytes_per_token == 3 * 64 * 2
+    error, usual_error = ((found.float() - exact).abs().mean() for found in (torch.cat(ours), usual))
+    assert error < 1.1 * usual_error + 1e-6
+
+
+def test_without_deepstack_a_row_is_the_embedding_alone(tmp_path: Path) -> None:
+    directory = save_random_vl_model(tmp_path, vision={"deepstack_visual_indexes": []})
+    items = ITEMS["three images of different sizes"]
+    ours, wanted = load(directory).encode(items), expected(theirs(directory).model.visual, items)
+    torch.testing.assert_close(torch.cat(ours), wanted, atol=TOLERANCE, rtol=0)
+    assert wanted.shape[1] == HIDDEN
+
+
+def test_what_the_config_asks_to_be_returned_changes_nothing(directory: Path, tower: VisionTower) -> None:
+    config = AutoConfig.from_pretrained(directory).vision_config
+    config.return_dict, config.output_hidden_states = False, True
+    again = VisionTower.load(str(directory), directory, config, torch.float32, CPU)
+    items = ITEMS["one image"]
+    assert torch.equal(again.encode(items)[0], tower.encode(items)[0])
+    assert config.return_dict is False, "the caller's config is left alone"
+
+
+def test_random_weights_follow_from_the_seed_and_leave_other_randomness_alone(directory: Path) -> None:
+    config = AutoConfig.from_pretrained(directory).vision_config
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    first, again, other = (VisionTower.dummy(config, torch.float32, CPU, seed) for seed in (1, 1, 2))
+    load(directory)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    items = ITEMS["one image"]
+    assert torch.equal(first.encode(items)[0], again.encode(items)[0])
+    assert not torch.equal(first.encode(items)[0], other.encode(items)[0])
+    assert first.encode(items)[0].isfinite().all()
