@@ -1,0 +1,150 @@
+"""One picture, however it was handed in, as RGB pixels: limits first, then decoding.
+
+A file of some kilobytes can claim to be a picture of gigabytes, so the size in its header is held against the limit
+before a pixel is decoded. PIL is told which formats to try: those that cameras, screens and browsers write, none that
+starts another program (EPS) and none that is a document (PDF). Whatever PIL raises becomes one `InvalidMediaError`.
+
+What is done to the pixels is done once, here, so that file, array and PIL image of one picture are the same picture:
+
+- the EXIF orientation is applied, so that a phone's picture does not lie on its side. transformers' `load_image` does
+  so too; its image processor, given a PIL image, does not.
+- transparency is laid over white, as transformers' image processor does. Dropping the alpha channel would show colours
+  that nobody has ever seen: a logo with a transparent background has, as a rule, black there.
+- 16 bits of grey become 8 by leaving out the lower ones. PIL's own conversion makes everything above 255 white.
+
+vLLM: `ImageMediaIO` (`multimodal/image.py`); SGLang: `load_image`.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from m1_single_request.errors import shown
+from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.multimodal.sources import check_bytes, read_file, read_url, scheme_of
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+SUFFIXES = (".png", ".apng", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+FORMS = "a PIL image, a path, the bytes of a file, a data: URL or a uint8 array [height, width, 3]"
+
+WHITE = (255, 255, 255, 255)
+
+Pixels = np.ndarray
+"""uint8, [height, width, 3], RGB."""
+
+
+def load_pixels(source: object, config: MultimodalConfig, what: str) -> Pixels:
+    """The pixels of anything that a picture can be handed in as; never a view of what the caller may change."""
+    if isinstance(source, np.ndarray):
+        check_array(source, what)
+        check_size(source.shape[1], source.shape[0], config, what)
+        return _array_to_rgb(source, what)
+    if isinstance(source, Image.Image):
+        with reading(what):
+            check_size(*source.size, config, what)
+            return to_rgb(source, what)
+    encoded = read_encoded(source, config, what)
+    with reading(what), open_encoded(encoded) as image:
+        check_size(*image.size, config, what)
+        return to_rgb(image, what)
+
+
+def read_encoded(source: object, config: MultimodalConfig, what: str) -> bytes:
+    """The bytes of an encoded file: handed in, or named by a path or a URL."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        check_bytes(memoryview(source).nbytes, config, what)
+        return bytes(source)
+    if isinstance(source, Path):
+        return read_file(source, config, what)
+    if isinstance(source, str):
+        read = read_file if scheme_of(source) is None else read_url
+        return read(source, config, what)
+    if isinstance(source, torch.Tensor):
+        raise InvalidMediaError(
+            f"{what}: a torch tensor {list(source.shape)} is not taken; give a uint8 array [height, width, 3]: "
+            "tensor.permute(1, 2, 0).numpy() of a tensor [3, height, width]"
+        )
+    raise InvalidMediaError(f"{what}: {shown(source)} is no picture; give {FORMS}")
+
+
+def open_encoded(encoded: bytes) -> Image.Image:
+    """The file's header as PIL reads it; no pixel is decoded yet. To be called inside `reading`."""
+    return Image.open(BytesIO(encoded), formats=FORMATS)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Inside, whatever PIL raises becomes an `InvalidMediaError`, and what it warns of is silent.
+
+    Its warning of a decompression bomb too: the limit here is `max_image_pixels`, and it is checked.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except InvalidMediaError:
+            raise
+        except UnidentifiedImageError as error:
+            raise InvalidMediaError(f"{what}: its bytes are none of {', '.join(FORMATS)}, or are damaged") from error
+        except Image.DecompressionBombError as error:
+            raise InvalidMediaError(f"{what}: it is too large to be decoded: {error}") from error
+        except Exception as error:  # OSError, SyntaxError, struct.error, EOFError, MemoryError and whatever else
+            raise InvalidMediaError(f"{what}: it cannot be decoded: {error or type(error).__name__}") from error
+
+
+def check_size(width: int, height: int, config: MultimodalConfig, what: str) -> None:
+    """Raise `InvalidMediaError` unless a picture of this size is taken."""
+    if width < 1 or height < 1:
+        raise InvalidMediaError(f"{what}: it has no pixels, its size is {width}x{height}")
+    if width * height > config.max_image_pixels:
+        raise InvalidMediaError(
+            f"{what}: {width}x{height} are {width * height:,} pixels, more than "
+            f"max_image_pixels={config.max_image_pixels:,} of MultimodalConfig; reduce it first"
+        )
+
+
+def to_rgb(image: Image.Image, what: str) -> Pixels:
+    """Decode `image`, turn it upright, and convert its mode. To be called inside `reading`."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits of grey; "I" is how some versions of PIL open them
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise InvalidMediaError(f"{what}: its grey values are not of 16 bits; convert it to 8 bits first")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        raise InvalidMediaError(f"{what}: its pixels are floats of an unknown range; convert it to 8 bits first")
+    elif "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image)
+    return np.array(image.convert("RGB"))
+
+
+def check_array(array: np.ndarray, what: str) -> None:
+    """Raise `InvalidMediaError` unless these are pixels: uint8, [height, width] or [height, width, 1, 3 or 4]."""
+    if array.dtype.kind == "f":
+        raise InvalidMediaError(
+            f"{what}: the array is {array.dtype}, and its range is unknown; pixels are uint8, from 0 to 255: where "
+            "they are 0 to 1, give (array * 255).round().astype('uint8')"
+        )
+    if array.dtype != np.uint8:
+        raise InvalidMediaError(f"{what}: the array is {array.dtype}; pixels are uint8, from 0 to 255")
+    if array.ndim != 2 and not (array.ndim == 3 and array.shape[2] in (1, 3, 4)):
+        raise InvalidMediaError(
+            f"{what}: the array is {list(array.shape)}; pixels are [height, width, 3], or 4 with alpha, or grey as "
+            "[height, width]; channels come last"
+        )
+
+
+def _array_to_rgb(array: np.ndarray, what: str) -> Pixels:
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.shape[2] == 4:
+        return to_rgb(Image.fromarray(np.ascontiguousarray(array)), what)
+    return np.array(np.broadcast_to(array, (*array.shape[:2], 3)), order="C")

@@ -1,0 +1,273 @@
+"""A video as frames: which of them are sampled, and only those are decoded where the form allows.
+
+A clip of a minute has more frames than a model should read. `FrameSampling` picks them as transformers does: so many a
+second, at least and at most so many, evenly spread from the first to the last. Frames come as a list, an array, a
+folder of files, or an animation that PIL reads (GIF, APNG, WebP). In an animation each frame is drawn over the one
+before: reaching the last means decoding all, and all of them count against the limits. vLLM: `VideoMediaIO`
+(`multimodal/video.py`); SGLang: `load_video`.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from m1_single_request.errors import shown
+from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.multimodal.pictures import (
+    SUFFIXES,
+    Pixels,
+    check_array,
+    check_size,
+    load_pixels,
+    open_encoded,
+    read_encoded,
+    reading,
+    to_rgb,
+)
+from m6_multimodal_pd.multimodal.sources import scheme_of
+
+DEFAULT_FPS = 24.0
+"""Frames a second of a video that does not say so, as transformers assumes."""
+UNTIMED_MS = 100
+"""How long a frame of an animation without a duration is shown, as browsers do."""
+ANIMATIONS = ("GIF", "PNG", "WEBP")
+CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv")
+FORMS = "a list of frames, a uint8 array [frames, height, width, 3], a folder of frame files, or a GIF, APNG or WebP"
+OPTIONS = ("video_fps", "fps", "num_frames")
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The sampled frames of a video."""
+
+    pixels: np.ndarray
+    """uint8, [sampled, height, width, 3], RGB."""
+    indices: tuple[int, ...]
+    """Which frames of the video they are, ascending from 0."""
+    video_fps: float
+    """Frames a second of the video itself: frame `i` was taken at second `i / video_fps`."""
+    total: int
+    """Frames that the video had."""
+
+
+@dataclass(frozen=True)
+class VideoOptions:
+    """What a request says of its video. Of `fps` and `num_frames` at most one is given."""
+
+    video_fps: float | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+
+    @classmethod
+    def of(cls, part: Mapping[str, Any], what: str) -> "VideoOptions":
+        """The options that stand beside the video in a part of a message."""
+        options = cls(**{name: part[name] for name in OPTIONS if part.get(name) is not None})
+        for name in ("video_fps", "fps"):
+            value = getattr(options, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < math.inf):
+                raise InvalidMediaError(f"{what}: {name}={shown(value)} must be a number of frames a second above 0")
+        wanted = options.num_frames
+        if wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
+            raise InvalidMediaError(f"{what}: num_frames={shown(wanted)} must be a whole number of at least 1")
+        if wanted is not None and options.fps is not None:
+            raise InvalidMediaError(f"{what}: fps={options.fps} and num_frames={wanted} exclude each other; give one")
+        return options
+
+
+@dataclass(frozen=True)
+class FrameSampling:
+    """How a processor samples frames when a request does not say otherwise."""
+
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+
+    def indices(self, total: int, video_fps: float, options: VideoOptions, what: str) -> tuple[int, ...]:
+        """Frames to read of `total`, evenly spread, the first and the last among them."""
+        wanted = options.num_frames
+        if wanted is None:
+            by_time = total / video_fps * (options.fps or self.fps)
+            wanted = min(max(int(min(by_time, self.max_frames)), self.min_frames), self.max_frames, total)
+        elif wanted > total:
+            raise InvalidMediaError(f"{what}: num_frames={shown(wanted)} is more than the {total} frames it has")
+        spread = np.linspace(0, total - 1, wanted).round().astype(int)
+        return tuple(int(i) for i in spread)
+
+
+class VideoLoader:
+    """Makes `Frames` of whatever a video can be handed in as."""
+
+    def __init__(self, config: MultimodalConfig, sampling: FrameSampling) -> None:
+        self.config = config
+        self.sampling = sampling
+
+    def load(self, source: object, options: VideoOptions, what: str) -> Frames:
+        """Raises `InvalidMediaError` if `source` is no video, is broken, or is larger than the limits."""
+        if isinstance(source, np.ndarray):
+            return self._of_array(source, options, what)
+        if isinstance(source, list | tuple):
+            return self._of_pictures(source, options, what)
+        if isinstance(source, Path) or (isinstance(source, str) and scheme_of(source) is None):
+            path = Path(source)
+            if _is_folder(path):
+                return self._of_pictures(self._frame_files(path, what), options, what)
+            if path.suffix.lower() in CONTAINERS:
+                raise InvalidMediaError(f"{what}: {path.suffix} files are not read; give {FORMS}")
+        elif not isinstance(source, str | bytes | bytearray | memoryview):
+            raise InvalidMediaError(f"{what}: {shown(source)} is no video; give {FORMS}")
+        encoded = read_encoded(source, self.config, what)
+        if _is_container(encoded):
+            raise InvalidMediaError(f"{what}: mp4 and other containers of compressed video are not read; give {FORMS}")
+        return self._of_animation(encoded, options, what)
+
+    def _of_array(self, array: np.ndarray, options: VideoOptions, what: str) -> Frames:
+        if array.ndim != 4 or array.shape[3] != 3:
+            raise InvalidMediaError(f"{what}: the array is {list(array.shape)}; give uint8 [frames, height, width, 3]")
+        self._check_total(len(array), what)
+        check_array(array[0], what)
+        chosen = self._choose(len(array), options.video_fps or DEFAULT_FPS, options, what)
+        self._check_pixels(array.shape[2], array.shape[1], len(chosen.indices), what)
+        return chosen.of(np.array(array[list(chosen.indices)], order="C"))
+
+    def _of_pictures(self, sources: Sequence[object], options: VideoOptions, what: str) -> Frames:
+        self._check_total(len(sources), what)
+        chosen = self._choose(len(sources), options.video_fps or DEFAULT_FPS, options, what)
+        names = [f"frame {index} of {what}" for index in chosen.indices]
+        pictures = (load_pixels(sources[i], self.config, name) for i, name in zip(chosen.indices, names, strict=True))
+        return chosen.of(self._stack(pictures, names, what))
+
+    def _frame_files(self, folder: Path, what: str) -> list[Path]:
+        """Pictures in the folder by name, in the order of the numbers in it: frame 2 comes before frame 10."""
+        files: list[Path] = []
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+                        files.append(Path(entry.path))
+                        self._check_total(len(files), what)
+        except OSError as error:
+            raise InvalidMediaError(f"{what}: the folder {shown(str(folder))} cannot be read: {error}") from error
+        if not files:
+            raise InvalidMediaError(f"{what}: no frames in {shown(str(folder))}; they end in {', '.join(SUFFIXES)}")
+        return sorted(files, key=lambda path: (_natural(path.name), path.name))
+
+    def _of_animation(self, encoded: bytes, options: VideoOptions, what: str) -> Frames:
+        with reading(what), open_encoded(encoded) as image:
+            first = 1 if image.info.get("default_image") else 0  # an APNG's picture for readers that know no animation
+            durations = [self._walked(image, index + 1, what) for index in _seek_all(image, first)]
+        if len(durations) < 2:
+            raise InvalidMediaError(f"{what}: it is a still picture, not a video; give it as an image, or give {FORMS}")
+        video_fps = options.video_fps or 1000 * len(durations) / sum(durations)
+        chosen = self._choose(len(durations), video_fps, options, what)
+        names = [f"frame {index} of {what}" for index in chosen.indices]
+        with reading(what), open_encoded(encoded) as image:
+            return chosen.of(self._stack(_pick(image, chosen.indices, first, names), names, what))
+
+    def _walked(self, image: Image.Image, frames: int, what: str) -> float:
+        """Check an animation up to this frame, decode it, and say for how many milliseconds it is shown."""
+        self._check_total(frames, what)
+        self._check_pixels(*image.size, frames, what)
+        image.load()
+        duration = image.info.get("duration", 0)
+        return duration if duration > 0 else UNTIMED_MS
+
+    def _stack(self, pictures: Iterable[Pixels], names: Sequence[str], what: str) -> np.ndarray:
+        frames: np.ndarray | None = None
+        for index, (pixels, name) in enumerate(zip(pictures, names, strict=True)):
+            height, width = pixels.shape[:2]
+            if frames is None:
+                self._check_pixels(width, height, len(names), what)
+                frames = np.empty((len(names), height, width, 3), dtype=np.uint8)
+            if pixels.shape != frames.shape[1:]:
+                size = f"{frames.shape[2]}x{frames.shape[1]}"
+                raise InvalidMediaError(
+                    f"{name}: it is {width}x{height}, and the first is {size}; give frames of one size"
+                )
+            frames[index] = pixels
+        assert frames is not None  # sampling returns one frame at least
+        return frames
+
+    def _choose(self, total: int, video_fps: float, options: VideoOptions, what: str) -> "_Chosen":
+        return _Chosen(self.sampling.indices(total, video_fps, options, what), video_fps, total)
+
+    def _check_total(self, total: int, what: str) -> None:
+        if total == 0:
+            raise InvalidMediaError(f"{what}: it has no frames")
+        if total > self.config.max_video_frames:
+            limit = self.config.max_video_frames
+            raise InvalidMediaError(f"{what}: it has more than max_video_frames={limit:,} of MultimodalConfig")
+
+    def _check_pixels(self, width: int, height: int, frames: int, what: str) -> None:
+        check_size(width, height, self.config, what)
+        if frames * width * height > self.config.max_video_pixels:
+            raise InvalidMediaError(
+                f"{what}: {frames} frames of {width}x{height} are {frames * width * height:,} pixels, more than "
+                f"max_video_pixels={self.config.max_video_pixels:,} of MultimodalConfig; reduce them, or sample fewer"
+            )
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """`Frames` whose pixels are yet to be read."""
+
+    indices: tuple[int, ...]
+    video_fps: float
+    total: int
+
+    def of(self, pixels: np.ndarray) -> Frames:
+        return Frames(pixels, self.indices, float(self.video_fps), self.total)
+
+
+def _seek_all(image: Image.Image, first: int) -> Iterator[int]:
+    """Put `image` on one frame after the other, counted from 0. A GIF says only at its end how many it has."""
+    if image.format not in ANIMATIONS:
+        yield 0
+        return
+    known = None if image.format == "GIF" else getattr(image, "n_frames", 1)
+    for index in count() if known is None else range(known - first):
+        try:
+            image.seek(index + first)
+        except EOFError:
+            if known is None and index:
+                return
+            raise
+        yield index
+
+
+def _pick(image: Image.Image, indices: Iterable[int], first: int, names: Iterable[str]) -> Iterator[Pixels]:
+    for index, name in zip(indices, names, strict=True):
+        image.seek(index + first)
+        yield to_rgb(image, name)
+
+
+def _natural(name: str) -> list[Any]:
+    return [int(piece) if i % 2 else piece for i, piece in enumerate(re.split(r"([0-9]+)", name.lower()))]
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # not a name at all; reading it will say so
+        return False
+
+
+_CONTAINER_MARKS: tuple[Callable[[bytes], bool], ...] = (
+    lambda head: head[4:8] == b"ftyp",  # mp4, mov
+    lambda head: head[:4] == b"\x1aE\xdf\xa3",  # mkv, webm
+    lambda head: head[:4] == b"RIFF" and head[8:12] == b"AVI ",
+    lambda head: head[:4] in (b"\0\0\1\xba", b"\0\0\1\xb3", b"FLV\1", b"OggS"),  # mpeg, flv, ogg
+)
+
+
+def _is_container(encoded: bytes) -> bool:
+    return any(matches(encoded[:16]) for matches in _CONTAINER_MARKS)
