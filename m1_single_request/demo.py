@@ -15,7 +15,6 @@ from rich.console import Console
 from m1_single_request.config import DTYPES, ModelConfig, TraceConfig
 from m1_single_request.demo_tour import TourReader, show_answer, tour
 from m1_single_request.errors import EngineError
-from m1_single_request.input_processor import Prompt
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
@@ -136,7 +135,7 @@ def answer(engine: LLMEngine, prompt: str, params: SamplingParams, *, raw: bool)
     return engine.generate(as_prompt(engine, prompt, raw=raw), params)
 
 
-def as_prompt(engine: LLMEngine, text: str, *, raw: bool = False) -> Prompt:
+def as_prompt(engine: LLMEngine, text: str, *, raw: bool = False) -> str | list[int]:
     """A text as a user's message where the model has a chat template, unless it is to be taken as it is."""
     if raw or engine.engine_core.input_processor.tokenizer.chat_template is None:
         return text

@@ -16,8 +16,9 @@ from m1_single_request.errors import InvalidParamsError, InvalidPromptError, Pro
 from m1_single_request.request import Request, Sequence
 from m1_single_request.sampling_params import SamplingParams
 
-Prompt = str | SequenceOf[int]
 Message = Mapping[str, Any]
+Prompt = str | SequenceOf[int] | SequenceOf[Message]
+"""Text or token ids; from m6 on also messages, which go through `chat` before."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -164,6 +165,8 @@ class InputProcessor:
             ids = [i for i in prompt if isinstance(i, int) and not isinstance(i, bool)]
             if len(ids) == len(prompt):
                 return ids
+            if any(isinstance(message, Mapping) for message in prompt):
+                raise InvalidPromptError("a prompt is a string or a list of token ids; messages are for chat()")
         raise InvalidPromptError(f"a prompt is a string or a list of token ids, not {shown(prompt)}")
 
     def _check_tokens(self, token_ids: list[int], request_id: str) -> None:

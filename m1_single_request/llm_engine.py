@@ -365,8 +365,8 @@ def _refused(request_id: str, prompt: Prompt, error: InvalidRequestError) -> Req
     """The output of a request that never ran."""
     now = time.monotonic()
     ids: tuple[int, ...] = ()
-    if isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(isinstance(i, int) for i in prompt):
-        ids = tuple(prompt)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+        ids = tuple(i for i in prompt if isinstance(i, int))
     return RequestOutput(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,

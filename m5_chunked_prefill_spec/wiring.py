@@ -4,17 +4,19 @@ Two models may be loaded now, and what steps cost is measured before anything de
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.wiring import trace_start
+from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.wiring import PARTS as M4_PARTS, prefix_cache_class, reserve_kv_memory
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst, PrefillFirst
-from m5_chunked_prefill_spec.config import EngineConfig, SchedulerConfig
+from m5_chunked_prefill_spec.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
 from m5_chunked_prefill_spec.events import costs_event
 from m5_chunked_prefill_spec.input_processor import InputProcessor
@@ -26,6 +28,19 @@ from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner, load_d
 from m5_chunked_prefill_spec.speculative.proposer import make_proposer
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m5_chunked_prefill_spec.speculative.speculation import Speculation
+
+
+class Settings(Protocol):
+    """What m5's parts are told, by its configuration or by a later one's."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def scheduler(self) -> SchedulerConfig: ...
+    @property
+    def cache(self) -> CacheConfig: ...
+    @property
+    def speculative(self) -> SpeculativeConfig: ...
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
@@ -82,7 +97,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
 
 
 def build_scheduler(
-    config: EngineConfig,
+    config: Settings,
     limits: SchedulerConfig,
     parts: Mapping[str, Any],
     pools: Pools,
@@ -146,7 +161,7 @@ PARTS: dict[str, Any] = M4_PARTS | {
 # --8<-- [end:parts]
 
 
-def cost_table(config: EngineConfig, limits: SchedulerConfig, runner: Any, tracer: Tracer) -> CostTable | None:
+def cost_table(config: Settings, limits: SchedulerConfig, runner: Any, tracer: Tracer) -> CostTable | None:
     """What steps cost, where somebody asks: given, or measured now. Raises `ConfigError` for a table nobody reads."""
     asks = limits.target_gap_ms is not None or (config.speculative.method is not None and config.speculative.back_off)
     if not asks:

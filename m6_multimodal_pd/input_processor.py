@@ -7,7 +7,7 @@ SGLang: `TokenizerManager` with its `mm_processor`; vLLM: `InputProcessor` with 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from m1_single_request.errors import InvalidPromptError, InvalidRequestError
 from m1_single_request.input_processor import Message, Prompt, check_messages
@@ -61,7 +61,7 @@ class InputProcessor:
     def process_request(
         self,
         request_id: str,
-        prompt: Prompt | Sequence[Message],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         number: int,
@@ -109,7 +109,7 @@ class InputProcessor:
         return self.text.apply_chat_template([_as_text(message) for message in messages], options)
 
 
-def is_conversation(prompt: Any) -> bool:
+def is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:
     """Whether a prompt is a list of messages."""
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
 

@@ -1,6 +1,7 @@
 """What the roles must offer that m6 adds or changes; all others are those of m1 to m5."""
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.input_processor import Sight
 from m6_multimodal_pd.model_loader import LoadedModel
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
+from m6_multimodal_pd.multimodal.processor_settings import VisionShape
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
 from m6_multimodal_pd.outputs import EncoderTotals
 
@@ -48,14 +50,14 @@ class InputProcessorInterface(M5InputProcessorInterface, Protocol):
     ) -> None: ...
 
 
-class VisionProcessorInterface(Protocol):
+class MediaReaderInterface(Protocol):
     """Makes patches of whatever a user calls a picture."""
 
     options_key: bytes
     merge_size: int
 
-    def __init__(self, name: str, config: MultimodalConfig, vision_config: Any, /) -> None: ...
-    def process(self, part: Mapping[str, Any]) -> ProcessedItem: ...
+    def __init__(self, *, name: str | Path, config: MultimodalConfig, vision: VisionShape) -> None: ...
+    def process(self, part: Mapping[str, Any], what: str) -> ProcessedItem: ...
 
 
 class EmbeddingCacheInterface(Protocol):
@@ -138,7 +140,7 @@ class EngineCoreInterface(M4EngineCoreInterface, Protocol):
 
 ROLES: dict[str, type] = M5_ROLES | {
     "input_processor": InputProcessorInterface,
-    "vision_processor": VisionProcessorInterface,
+    "media_reader": MediaReaderInterface,
     "embedding_cache": EmbeddingCacheInterface,
     "encoder_budget": EncoderBudgetInterface,
     "prefill_adder": PrefillAdderInterface,

@@ -21,6 +21,7 @@ from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.events import EncoderHit, EncoderRun
 from m6_multimodal_pd.forward_batch import ForwardBatch, Seen, seen_in
 from m6_multimodal_pd.model_loader import LoadedModel
+from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from m6_multimodal_pd.models.vision import Grid, VisionTower
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.inputs import MultimodalDataItem
@@ -67,6 +68,7 @@ class ModelRunner(TextModelRunner):
         """Hidden states `[total_tokens, hidden_size]`. The one place where the model is called."""
         if isinstance(batch, TextForwardBatch):
             return super().forward(batch)
+        assert isinstance(self.model, Qwen3VLDecoder)
         return self.model.forward(batch.input_ids, batch.positions, self.kv, batch.attn_metadata, batch.visual)
 
     def profile_run(self, num_tokens: int) -> int:

@@ -25,7 +25,7 @@ from m6_multimodal_pd.model_loader import LoadedModel, load_model
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
-from m6_multimodal_pd.multimodal.vision_processor import VisionProcessor
+from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.request import Req
 
 
@@ -92,7 +92,7 @@ def build_input_processor(
     sight = None
     if loaded.vision is not None and loaded.media_tokens is not None:
         sight = Sight(
-            media=parts["vision_processor"](loaded.name, config.multimodal, loaded.vision.config),
+            media=parts["media_reader"](name=loaded.name, config=config.multimodal, vision=loaded.vision.config),
             tokens=loaded.media_tokens,
             config=config.multimodal,
             max_item_tokens=config.multimodal.embedding_cache_bytes // loaded.vision.bytes_per_token,
@@ -134,7 +134,7 @@ PARTS: dict[str, Any] = M5_PARTS | {
     "model_loader": load_model,
     "input_processor": InputProcessor,
     "request": Req,
-    "vision_processor": VisionProcessor,
+    "media_reader": MediaReader,
     "embedding_cache": EmbeddingCache,
     "encoder_budget": EncoderBudget,
     "model_runner": ModelRunner,

@@ -55,12 +55,12 @@ class TextTools(Protocol):
 
 
 class ReadsMedia(Protocol):
-    """Whatever makes patches of a content part: see `VisionProcessor`."""
+    """Whatever makes patches of a content part: see `MediaReader`."""
 
     options_key: bytes
     merge_size: int
 
-    def process(self, part: Mapping[str, Any]) -> ProcessedItem: ...
+    def process(self, part: Mapping[str, Any], what: str) -> ProcessedItem: ...
 
 
 class MultimodalPrompts:
@@ -91,6 +91,11 @@ class MultimodalPrompts:
         """The prompt of a conversation. Raises `InvalidPromptError`, or `InvalidMediaError` for a picture."""
         check_messages(messages)
         parts = [part for message in messages for part in media_parts(message)]
+        names = [
+            f"{MEDIA_KINDS[part['type']].value} {number} of message {index}"
+            for index, message in enumerate(messages)
+            for number, part in enumerate(media_parts(message))
+        ]
         if len(parts) > self.config.max_items:
             raise InvalidMediaError(
                 f"{len(parts)} images and videos are more than a request may bring: max_items={self.config.max_items}"
@@ -99,7 +104,7 @@ class MultimodalPrompts:
         kinds = [self._kind(found.group()) for found in self._placeholder.finditer(text)]
         brought = [MEDIA_KINDS[part["type"]] for part in parts]
         self._check_counts(kinds, brought)
-        items = [self.media.process(part) for part in parts]
+        items = [self.media.process(part, name) for part, name in zip(parts, names, strict=True)]
         if not items:
             return ChatPrompt(self.text.encode(text, add_special_tokens=False))
         in_order = _by_kind(kinds, brought, items)

@@ -1,0 +1,38 @@
+"""From a part of a message to patches, in one call: what intake knows of pictures.
+
+`media.py` takes the part and its limits, `vision_processor.py` what the model wants to see. vLLM and SGLang do both in
+their multimodal processors.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.multimodal.media import MediaLoader
+from m6_multimodal_pd.multimodal.processor_settings import VisionShape
+from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem, VisionProcessor
+
+
+class MediaReader:
+    """Reads images and videos as one model sees them. It keeps nothing of them."""
+
+    def __init__(self, *, name: str | Path, config: MultimodalConfig, vision: VisionShape) -> None:
+        """`name`: the model's directory or hub id; `vision`: its `vision_config`.
+
+        Raises `ModelLoadError` for a directory without a processor that fits, `ConfigError` for limits that contradict
+        each other.
+        """
+        self.processor = VisionProcessor.from_directory(name, config, vision)
+        self.loader = MediaLoader(config, self.processor.sampling)
+        self.options_key = self.processor.options_key
+        """All settings that change what is made of the same pixels."""
+        self.merge_size: int = vision.spatial_merge_size
+        """The side of the square of patches that becomes one token."""
+
+    def process(self, part: Mapping[str, Any], what: str) -> ProcessedItem:
+        """The patches of an image or a video, and how they lie. `what` names it in errors.
+
+        Raises `InvalidMediaError`, whatever is handed in.
+        """
+        return self.processor.process(self.loader.load(part, what), what)
