@@ -4,8 +4,10 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.evaluate import Score, summary
+from transformers import PreTrainedConfig
+
 from training.explain import questions
+from training.scoring import Score, summary
 
 CARD = """\
 ---
@@ -58,29 +60,40 @@ to all 4,089 ordinary tokens, which the circuit then covers, too. The second pea
 """
 
 
+def sha256(weights: Path) -> str:
+    """The digest of a file, in hexadecimal."""
+    return hashlib.sha256(weights.read_bytes()).hexdigest()
+
+
+def shape(config: PreTrainedConfig) -> dict[str, int]:
+    """The sizes of a decoder, as the cards name them."""
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "mlp": config.intermediate_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab": config.vocab_size,
+        "context": config.max_position_embeddings,
+    }
+
+
 def write_card(
     path: Path, model, tokenizer, losses: Sequence[float], scores: Sequence[Score], *, recipe: dict[str, object]
 ) -> None:
     """Write `README.md` and `loss.png` into the checkpoint directory `path`."""
     draw_losses(losses, path / "loss.png", span_steps=int(len(losses) * float(str(recipe["span_share"]))))
     weights = path / "model.safetensors"
-    config = model.config
     card = CARD.format(
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
         rows="\n".join(_row(score, scores) for score in summary(scores)),
         num_questions=len(questions()),
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        mlp=config.intermediate_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab=config.vocab_size,
         specials=len(tokenizer.all_special_tokens),
-        context=config.max_position_embeddings,
         size=weights.stat().st_size / 1e6,
-        sha256=hashlib.sha256(weights.read_bytes()).hexdigest(),
+        sha256=sha256(weights),
         steps=len(losses),
+        **shape(model.config),
         **recipe,
     )
     (path / "README.md").write_text(card, encoding="utf-8")
@@ -100,10 +113,11 @@ def draw_losses(
     losses: Sequence[float],
     path: Path,
     *,
-    span_steps: int,
+    span_steps: int | None = None,
     measure: str = "cross entropy (nats per learned token)",
 ) -> None:
-    """The loss of every step, and its running mean, as a PNG; `measure` says what the loss is."""
+    """The loss of every step, and its running mean, as a PNG; `measure` says what the loss is, `span_steps` how many
+    steps read spans first."""
     from matplotlib.figure import Figure
 
     window = max(1, len(losses) // 100)
@@ -114,7 +128,8 @@ def draw_losses(
     axes = figure.subplots()
     axes.plot(losses, color="0.8", linewidth=0.6, label="each step")
     axes.plot(means, color="C0", label=f"mean of {window} steps")
-    axes.axvline(span_steps, color="C1", linestyle=":", label="spans end, skills begin")
+    if span_steps is not None:
+        axes.axvline(span_steps, color="C1", linestyle=":", label="spans end, skills begin")
     axes.set(xlabel="step", ylabel=measure, yscale="log")
     axes.legend()
     figure.savefig(path, dpi=110)

@@ -1,13 +1,12 @@
 """Writes what stands beside the draft checkpoint: its model card and its loss curve."""
 
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from training.card import draw_losses
+from training.card import draw_losses, sha256, shape
 from training.draft_cost import Cost
 from training.evaluate_draft import NUM_DRAFTS, Acceptance
 
@@ -72,11 +71,6 @@ distribution on what the assistant says. Muon for the matrices, AdamW for embedd
 """
 
 
-def sha256(weights: Path) -> str:
-    """The digest of a file, in hexadecimal."""
-    return hashlib.sha256(weights.read_bytes()).hexdigest()
-
-
 def machine() -> str:
     """The machine in words: never by name."""
     return f"{os.cpu_count()}-core CPU machine"
@@ -115,23 +109,10 @@ def write_draft_card(
         sha256=sha256(weights),
         target_sha256=sha256(target_path / "model.safetensors"),
         steps=len(losses),
-        **_shape(model.config),
+        **shape(model.config),
         **recipe,
     )
     (path / "README.md").write_text(card, encoding="utf-8")
-
-
-def _shape(config: PreTrainedConfig) -> dict[str, int]:
-    return {
-        "layers": config.num_hidden_layers,
-        "hidden": config.hidden_size,
-        "mlp": config.intermediate_size,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab": config.vocab_size,
-        "context": config.max_position_embeddings,
-    }
 
 
 def _row(a: Acceptance) -> str:

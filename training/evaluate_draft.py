@@ -19,7 +19,8 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from training.evaluate import CHECKPOINT as TARGET, Case, cases
+from training.evaluate import CHECKPOINT as TARGET, cases
+from training.scoring import Case
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / "m5_chunked_prefill_spec" / "checkpoints" / "tiny-qwen3-draft"

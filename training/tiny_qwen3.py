@@ -18,9 +18,10 @@ from transformers import (
 )
 
 from training.card import write_card
-from training.evaluate import evaluate, summary
+from training.evaluate import evaluate
 from training.loop import LoopConfig, Progressing, train
 from training.recipe import SEED, TARGET_PLAN, TOKENS_PER_STEP, Recipe
+from training.scoring import summary
 from training.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parent.parent

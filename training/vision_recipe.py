@@ -4,7 +4,7 @@ A dialogue about a picture asks several things, as one about a list of facts doe
 every answer teaches. Text is a quarter of the tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import numpy as np
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from training import skills, vision_skills
 from training.explain import questions
-from training.loop import Batch
+from training.loop import IGNORE, Batch
 from training.recipe import SYSTEM_PROMPTS, Recipe, Row, encode, of_similar_length, pad
 from training.scenes import Clip, Scene
 from training.vision_skills import PATCH, Looked, still
@@ -24,6 +24,7 @@ VISION_DIALOGUES = 32  # of a step
 TEXT_TOKENS = 512  # of a step
 DIALOGUES = (vision_skills.picture_dialogue, vision_skills.compare_dialogue, vision_skills.clip_dialogue)
 WEIGHTS = (0.6, 0.2, 0.2)
+VIDEO = ("pixel_values_videos", "video_grid_thw")
 
 
 class VisionRecipe:
@@ -45,6 +46,11 @@ class VisionRecipe:
         seen = [see(self.tokenizer, [(looked[id(row)], row) for row in similar]) for similar in groups]
         return [*seen, *(pad(similar) for similar in of_similar_length(texts))]
 
+    def text_share(self, steps: Iterable[int]) -> float:
+        """Of the tokens that are learned in these steps, the share that is text without anything to look at."""
+        learned = [(bool(batch.vision), int((batch.labels != IGNORE).sum())) for step in steps for batch in self(step)]
+        return sum(tokens for sees, tokens in learned if not sees) / sum(tokens for _, tokens in learned)
+
     def _vision(self, rng: Random) -> tuple[Looked, Row]:
         looked, turns = rng.choices(DIALOGUES, weights=WEIGHTS)[0](rng)
         system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None
@@ -58,12 +64,10 @@ class VisionRecipe:
 def see(tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[tuple[Looked, Row]]) -> Batch:
     """Dialogues with what they look at as one batch for a `Qwen3VLForConditionalGeneration`."""
     input_ids, labels, _ = pad([row for _, row in dialogues])
-    image, video = tokenizer.convert_tokens_to_ids([vision_skills.IMAGE_PAD, vision_skills.VIDEO_PAD])
-    types = (input_ids == image).int() + 2 * (input_ids == video).int()
     seen = [item for looked, _ in dialogues for item in looked.seen]
     pictures = [still(item.pixels) for item in seen if isinstance(item, Scene)]
     clips = [item.frames for item in seen if isinstance(item, Clip)]
-    vision = {"mm_token_type_ids": types}
+    vision = {"mm_token_type_ids": token_types(tokenizer, input_ids)}
     for frames, values, grids in ((pictures, "pixel_values", "image_grid_thw"), (clips, *VIDEO)):
         if frames:
             vision |= {values: torch.from_numpy(np.concatenate([vision_skills.patches(f) for f in frames]))}
@@ -71,7 +75,10 @@ def see(tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[tuple[Looked, Ro
     return Batch(input_ids, labels, vision)
 
 
-VIDEO = ("pixel_values_videos", "video_grid_thw")
+def token_types(tokenizer: PreTrainedTokenizerBase, input_ids: Tensor) -> Tensor:
+    """0 where a token is text, 1 where it stands for a part of a picture, 2 for a part of a clip; as `input_ids`."""
+    image, video = tokenizer.convert_tokens_to_ids([vision_skills.IMAGE_PAD, vision_skills.VIDEO_PAD])
+    return (input_ids == image).int() + 2 * (input_ids == video).int()
 
 
 def grid(frames: np.ndarray) -> Tensor:

@@ -165,11 +165,15 @@ def which_turn(rng: Random, first: Thing, second: Thing) -> Turn:
     return Turn("compare", f"Which picture shows a {noun}?", answer[values[0] == asked, values[1] == asked])
 
 
+def changed_turn(rng: Random, before: Scene, after: Scene, what: str) -> Turn:
+    """What changed from the first picture to the second."""
+    return Turn("compare", rng.choice(COMPARE), compare(before.things[0], after.things[0], what))
+
+
 def compare_dialogue(rng: Random) -> tuple[Looked, list[Turn]]:
     """Two pictures, what changed from one to the other, and which of them shows something."""
     before, after, what = random_change(rng)
-    [first], [second] = before.things, after.things
-    turns = [Turn("compare", rng.choice(COMPARE), compare(first, second, what)), which_turn(rng, first, second)]
+    turns = [changed_turn(rng, before, after, what), which_turn(rng, before.things[0], after.things[0])]
     if rng.random() < 0.3:
         turns.append(describe_one_turn(rng, (before, after)))
     rng.shuffle(turns)
@@ -185,13 +189,20 @@ def moves(motion: str) -> str:
     return "stays still" if motion == "still" else f"moves {motion}"
 
 
+def happens_turn(rng: Random, clip: Clip) -> Turn:
+    """What moves, and which way."""
+    return Turn("motion", rng.choice(HAPPENS), sentence(f"a {clip.thing.name} {moves(clip.motion)}"))
+
+
+def which_way_turn(clip: Clip) -> Turn:
+    """Which way it moves."""
+    return Turn("motion", f"Which way does the {clip.thing.shape} move?", sentence(f"it {moves(clip.motion)}"))
+
+
 def clip_dialogue(rng: Random) -> tuple[Looked, list[Turn]]:
     """A clip, what happens in it, and which way its thing moves."""
     clip = random_clip(rng)
-    turns = [
-        Turn("motion", rng.choice(HAPPENS), sentence(f"a {clip.thing.name} {moves(clip.motion)}")),
-        Turn("motion", f"Which way does the {clip.thing.shape} move?", sentence(f"it {moves(clip.motion)}")),
-    ]
+    turns = [happens_turn(rng, clip), which_way_turn(clip)]
     if rng.random() < 0.3:
         turns.append(Turn("motion", f"What color is the {clip.thing.shape}?", sentence(clip.thing.color)))
     rng.shuffle(turns)

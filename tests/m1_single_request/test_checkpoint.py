@@ -12,7 +12,8 @@ import m2_continuous_batching
 from m1_single_request import DEFAULT_MODEL, LLMEngine, SamplingParams
 from m2_continuous_batching import SchedulerConfig
 from training import evaluate
-from training.evaluate import REQUIRED, Case
+from training.evaluate import REQUIRED
+from training.scoring import Case
 from training.tokenizer import SPECIAL_TOKENS, train_tokenizer
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from training import evaluate_draft, tiny_qwen3_draft
+from training.card import sha256
 from training.distillation import Distillation
-from training.draft_card import sha256
 from training.draft_cost import BATCH_SIZES, measure_cost
 from training.evaluate import CHECKPOINT as TARGET
 from training.evaluate_draft import CHECKPOINT as DRAFT, Acceptance, agreement, measure, verification_steps

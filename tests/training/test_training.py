@@ -5,8 +5,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from training import tiny_qwen3
-from training.evaluate import Score, summary
 from training.loop import IGNORE, Batch, LoopConfig, learning_rate, train
+from training.scoring import Score, summary
 
 
 def tiny_model() -> Qwen3ForCausalLM:
