@@ -4,6 +4,7 @@ tiny-qwen3 learns to see: a vision tower is put before it and trained together w
 so that it forgets nothing. Like the other runs, this one goes on where it stopped, and refuses to overwrite.
 """
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ from transformers import (
 )
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 
-from training.loop import LoopConfig, train
-from training.tiny_qwen3 import CHECKPOINT as TEXT_MODEL, ROOT, make_parser, may_write, save_checkpoint
-from training.vision_recipe import SEED, VisionRecipe
+from training.evaluate import CHECKPOINT as TEXT_MODEL, evaluate
+from training.evaluate_vision import CHECKPOINT
+from training.loop import LoopConfig, Progressing, train
+from training.scoring import summary
+from training.tiny_qwen3 import duration, make_parser, may_write
+from training.vision_card import write_vision_card
+from training.vision_checkpoint import save_vision_checkpoint
+from training.vision_recipe import SEED, TEXT_TOKENS, VISION_DIALOGUES, VisionRecipe
 from training.vision_skills import IMAGE_PAD, MERGE, PATCH, TEMPORAL_PATCH, VIDEO_PAD, VISION_END, VISION_START
 
-CHECKPOINT = ROOT / "m6_multimodal_pd" / "checkpoints" / "tiny-qwen3-vl"
 RUN_DIR = Path(__file__).parent / "runs" / "tiny-qwen3-vl"
 STEPS = 2400
 LOOP: dict[str, Any] = {
@@ -86,6 +91,36 @@ def make_model(text: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Qw
     return model
 
 
+def recipe_facts(args: argparse.Namespace, recipe: VisionRecipe, run: Progressing) -> dict[str, object]:
+    """What the model card says of the run."""
+    return {
+        "seed": SEED,
+        "dialogues": VISION_DIALOGUES,
+        "text_tokens": TEXT_TOKENS,
+        "text_share": recipe.text_share(range(0, args.steps, max(1, args.steps // 20))),
+        "slower": LOOP["trained_lr"],
+        "minutes": duration(args, run),
+    }
+
+
+def finish(
+    args: argparse.Namespace, model: Qwen3VLForConditionalGeneration, recipe: VisionRecipe, run: Progressing
+) -> None:
+    """Measure what was saved, and the text model it descends from, and write the card."""
+    scores, text_scores = evaluate(args.output), evaluate(TEXT_MODEL)
+    write_vision_card(
+        args.output,
+        TEXT_MODEL,
+        model=model,
+        losses=run.losses,
+        scores=scores,
+        text_scores=text_scores,
+        recipe=recipe_facts(args, recipe, run),
+    )
+    for score in summary(scores):
+        print(f"{score.skill}: {score.right}/{score.total} = {score.share:.1%}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train, save, measure, write the model card. Returns the exit status."""
     parser = make_parser("training.tiny_qwen3_vl", __doc__, checkpoint=CHECKPOINT, run_dir=RUN_DIR, steps=STEPS)
@@ -97,13 +132,15 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(TEXT_MODEL)
     text = AutoModelForCausalLM.from_pretrained(TEXT_MODEL, dtype=torch.float32)
     model = make_model(text, tokenizer).to(args.device)
-    train(
+    recipe = VisionRecipe(tokenizer, args.steps)
+    run = train(
         model,
-        VisionRecipe(tokenizer, args.steps),
+        recipe,
         LoopConfig(run_dir=args.run_dir, steps=args.steps, **LOOP),
         device=torch.device(args.device),
     )
-    save_checkpoint(model.cpu(), tokenizer, args.output)
+    save_vision_checkpoint(model.cpu(), tokenizer, args.output)
+    finish(args, model, recipe, run)
     return 0
 
 
