@@ -23,7 +23,7 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.content is string %}
 {{- message.content }}
-{%- elif message.content is mapping or message.content is not sequence %}
+{%- elif message.content is undefined or message.content is mapping or message.content is not sequence %}
 {{- raise_exception('the content of a message must be a text or a list of parts') }}
 {%- else %}
 {%- for part in message.content %}

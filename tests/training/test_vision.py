@@ -1,0 +1,690 @@
+"""What the model that sees is trained on is true and reproducible; what is saved is a Qwen3-VL directory; and the
+evaluation shows a model what a user would show it."""
+
+import hashlib
+import json
+import re
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from jinja2.exceptions import TemplateError
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLForConditionalGeneration,
+)
+
+from training import evaluate, evaluate_vision, loop, scenes, tiny_qwen3_vl, vision_skills
+from training.card import sha256
+from training.evaluate import CHECKPOINT as TEXT_MODEL
+from training.loop import IGNORE, labelled_logits
+from training.recipe import encode
+from training.scenes import BACKGROUNDS, CELLS, COLORS, SHAPES, SIZES, Clip, Scene, Thing
+from training.scoring import Answering, Case, Score, ask
+from training.vision_checkpoint import TOKENIZER_FILES, save_vision_checkpoint
+from training.vision_recipe import VisionRecipe, see
+from training.vision_skills import Looked, Turn, patches, still
+
+DIALOGUES = (vision_skills.picture_dialogue, vision_skills.compare_dialogue, vision_skills.clip_dialogue)
+NUMBERS = {"no": 0, "1": 1, "2": 2, "3": 3, "4": 4}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TEXT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def random_model(tokenizer) -> Qwen3VLForConditionalGeneration:
+    """The model that is trained, around a text model of 16 channels that knows nothing."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return tiny_qwen3_vl.make_model(Qwen3ForCausalLM(config), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, random_model, tokenizer):
+    """A directory as the run writes it, with the random model."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    weights = {name: tensor.clone() for name, tensor in random_model.state_dict().items()}
+    save_vision_checkpoint(random_model, tokenizer, path)  # makes it bf16
+    random_model.float().load_state_dict(weights)
+    return path
+
+
+@pytest.fixture(scope="module")
+def seeing(saved) -> evaluate_vision.Seeing:
+    return evaluate_vision.Seeing(saved)
+
+
+def dialogues(make, count: int = 40) -> list[tuple[Looked, list[Turn]]]:
+    return [make(Random(f"test/{i}")) for i in range(count)]
+
+
+def pixels(item: Scene | Clip) -> np.ndarray:
+    return item.frames if isinstance(item, Clip) else item.pixels
+
+
+def picture(thing: Thing, seed: int = 0) -> np.ndarray:
+    return scenes.draw_scene(Random(seed), [thing]).pixels
+
+
+# --- scenes -----------------------------------------------------------------------------------------------------------
+
+
+def covered(image: np.ndarray) -> np.ndarray:
+    """How much of each pixel is no background `[height, width]`, up to a factor; background is what is seen most."""
+    background = max(BACKGROUNDS, key=lambda color: int((image == color).all(-1).sum()))
+    return np.abs(image.astype(int) - background).sum(-1)
+
+
+def read(image: np.ndarray) -> list[Thing]:
+    """What a picture shows, from its pixels alone: a second opinion on what the generator says that it drew."""
+    height, width = image.shape[:2]
+    found = []
+    for number, cell in enumerate(CELLS):
+        row, column = divmod(number, 3)
+        rows = slice(round(row * height / 3), round((row + 1) * height / 3))
+        columns = slice(round(column * width / 3), round((column + 1) * width / 3))
+        cover = covered(image)[rows, columns]
+        cover = cover / max(1, cover.max())
+        if cover.sum() > 20:
+            found.append(read_cell(image[rows, columns], cover, cell, min(width, height) / 3))
+    return found
+
+
+def read_cell(part: np.ndarray, cover: np.ndarray, cell: str, side: float) -> Thing:
+    rows, columns = np.flatnonzero(cover.max(1) > 0.3), np.flatnonzero(cover.max(0) > 0.3)
+    box = cover[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    high, wide = box.shape
+    inside = part[cover == 1].mean(0)
+    color = min(COLORS, key=lambda name: float(np.abs(inside - COLORS[name]).sum()))
+    widest = box.sum() / (box.sum(0).max() * box.sum(1).max())
+    if (box.sum(1) * (np.arange(high) + 0.5)).sum() / (box.sum() * high) > 0.58:  # where its weight lies
+        shape = "triangle"
+    elif wide / high < 0.87:
+        shape = "diamond"
+    elif widest > 0.7:
+        shape = "square" if widest > 0.88 else "circle"
+    else:
+        shape = "cross" if box.sum() / box.size > 0.47 else "star"
+    return Thing("big" if max(high, wide) > 0.58 * side else "small", color, shape, cell)
+
+
+def test_pictures_show_what_the_generator_says_that_it_drew():
+    for seed in range(150):
+        scene = scenes.random_scene(Random(seed))
+        assert read(scene.pixels) == list(scene.things), seed
+
+
+def test_things_stay_inside_their_cells_and_inside_the_picture():
+    """To the pixel: an edge between two pixels colours both."""
+    for seed in range(150):
+        scene = scenes.random_scene(Random(seed))
+        height, width = scene.pixels.shape[:2]
+        outside = covered(scene.pixels) > 0
+        for thing in scene.things:
+            row, column = divmod(CELLS.index(thing.cell), 3)
+            top, left = max(0, row * height // 3 - 1), max(0, column * width // 3 - 1)
+            outside[top : (row + 1) * height // 3 + 2, left : (column + 1) * width // 3 + 2] = False
+        assert not outside.any(), seed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_size_colour_shape_and_cell_looks_different(seed):
+    looks = {}
+    for size in SIZES:
+        for color in COLORS:
+            for shape in SHAPES:
+                for cell in CELLS[::4]:
+                    looks[size, color, shape, cell] = picture(Thing(size, color, shape, cell), seed).tobytes()
+    assert len(set(looks.values())) == len(looks) == 2 * 8 * 6 * 3
+
+
+def test_a_clip_shows_its_thing_where_its_motion_takes_it():
+    for seed in range(60):
+        clip = scenes.random_clip(Random(seed))
+        centers = []
+        for frame in clip.frames:
+            cover = covered(frame)
+            assert not (cover[[0, -1]].any() or cover[:, [0, -1]].any()), "it leaves the picture"
+            centers.append([(cover.sum(axis) * np.arange(96)).sum() / cover.sum() for axis in (0, 1)])
+        [dx, dy], way = np.array(centers[-1]) - centers[0], clip.motion
+        assert abs(dx) + abs(dy) > 28 or way == "still", seed
+        straight = {"left": dx < -28, "right": dx > 28, "up": dy < -28, "down": dy > 28, "still": abs(dx) + abs(dy) < 1}
+        assert [name for name, holds in straight.items() if holds] == [way], seed
+        inside = clip.frames[0][covered(clip.frames[0]) == covered(clip.frames[0]).max()].mean(0)
+        assert np.abs(inside - COLORS[clip.thing.color]).sum() < 3
+
+
+def test_the_frames_of_a_clip_come_in_pairs_two_a_second():
+    for seed in range(30):
+        clip = scenes.random_clip(Random(seed))
+        assert len(clip.frames) == len(clip.seconds) in (4, 6, 8) and clip.seconds[0] == 0
+        assert clip.seconds == tuple(sorted(clip.seconds))
+        assert np.diff(clip.seconds).mean() == pytest.approx(0.5, abs=0.17)
+
+
+def test_what_changed_between_two_pictures_is_what_the_generator_says():
+    for seed in range(60):
+        before, after, what = scenes.random_change(Random(seed))
+        [[first], [second]] = read(before.pixels), read(after.pixels)
+        fields = {"size": "size", "color": "color", "shape": "shape", "cell": "position"}
+        changed = [name for field, name in fields.items() if getattr(first, field) != getattr(second, field)]
+        assert (changed or ["nothing"]) == [what], seed
+
+
+# --- questions and answers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", DIALOGUES)
+def test_dialogues_are_a_function_of_the_seed_alone(make):
+    first, second = dialogues(make, 10), dialogues(make, 10)
+    assert [turns for _, turns in first] == [turns for _, turns in second]
+    shown, again = ([pixels(item).tobytes() for looked, _ in some for item in looked.seen] for some in (first, second))
+    assert shown == again and len(set(shown)) == len(shown)
+
+
+def kind(text: str) -> re.Pattern[str]:
+    return re.compile(text.format(color=f"({'|'.join(COLORS)})", shape=f"({'|'.join(SHAPES)})", cell="([a-z ]+)"))
+
+
+def described(text: str) -> list[Thing]:
+    """The things that a description lists."""
+    assert text[0].isupper() and text.endswith(".")
+    parts = [re.fullmatch(r"[Aa] (\w+) (\w+) (\w+) at the ([a-z ]+)", part) for part in text[:-1].split(", ")]
+    return [Thing(*part.groups()) for part in parts]
+
+
+def true_of(things: list[Thing], question: str, answer: str) -> bool:
+    """Whether the answer to a question about one picture is right: read anew, from the words."""
+    if question in vision_skills.DESCRIBE:
+        return described(answer) == things
+    if asked := kind(r"What (?:is|do you see) at the {cell}\?").fullmatch(question):
+        at = [f"A {thing.size} {thing.color} {thing.shape}." for thing in things if thing.cell == asked[1]]
+        return [answer] == (at or ["Nothing."])
+    if asked := kind(r"What color is the {shape}(?: at the {cell})?\?").fullmatch(question):
+        meant = [thing for thing in things if thing.shape == asked[1] and asked[2] in (None, thing.cell)]
+        return len(meant) == 1 and answer == f"{meant[0].color.capitalize()}."
+    if asked := kind(r"Where is the {color} {shape}\?").fullmatch(question):
+        meant = [thing.cell for thing in things if (thing.color, thing.shape) == asked.groups()]
+        absent = f"There is no {asked[1]} {asked[2]}."
+        return answer == absent if not meant else [answer] == [f"At the {cell}." for cell in meant]
+    asked = kind(r"How many (?:{color} )?(?:shape|{shape}?)(?:e?s) are there\?").fullmatch(question)
+    color, shape = asked.groups()
+    count = sum(color in (None, thing.color) and shape in (None, thing.shape) for thing in things)
+    said = re.fullmatch(r"There (?:is|are) (no|\d) (.*)\.", answer)
+    noun = question.removeprefix("How many ").removesuffix(" are there?")
+    singular = noun.removesuffix("es") if noun == "crosses" else noun.removesuffix("s")
+    return NUMBERS[said[1]] == count and said[2] == (singular if count == 1 else noun)
+
+
+def test_every_answer_about_a_picture_is_true():
+    asked = set()
+    for looked, turns in dialogues(vision_skills.picture_dialogue, 400):
+        [scene] = looked.seen
+        for turn in turns:
+            assert true_of(list(scene.things), turn.question, turn.answer), (scene.things, turn)
+            asked.add(turn.skill)
+    assert asked == {"describe", "what", "where", "how many"}
+
+
+def test_every_answer_about_two_pictures_is_true():
+    for looked, turns in dialogues(vision_skills.compare_dialogue, 300):
+        before, after = (scene.things[0] for scene in looked.seen)
+        for turn in turns:
+            if turn.question in vision_skills.COMPARE:
+                fields = {"size": "size", "color": "color", "shape": "shape", "position": "cell"}
+                changed = [
+                    f"The {name} changed from {getattr(before, field)} to {getattr(after, field)}."
+                    for name, field in fields.items()
+                    if getattr(before, field) != getattr(after, field)
+                ]
+                assert [turn.answer] == (changed or ["Nothing changed."])
+            elif asked := kind(r"Which picture shows a (?:{color} shape|{shape})\?").fullmatch(turn.question):
+                value = asked[1] or asked[2]
+                shows = [value in (thing.color, thing.shape) for thing in (before, after)]
+                right = {(1, 1): "Both.", (1, 0): "The first.", (0, 1): "The second.", (0, 0): "None."}
+                assert turn.answer == right[tuple(shows)]
+            else:
+                number = re.fullmatch(r"Describe the (first|second) picture\.", turn.question)[1]
+                assert described(turn.answer) == [before if number == "first" else after]
+
+
+def test_every_answer_about_a_clip_is_true():
+    for looked, turns in dialogues(vision_skills.clip_dialogue, 100):
+        [clip] = looked.seen
+        does = "stays still" if clip.motion == "still" else f"moves {clip.motion}"
+        for turn in turns:
+            if turn.question in vision_skills.HAPPENS:
+                assert turn.answer == f"A {clip.thing.size} {clip.thing.color} {clip.thing.shape} {does}."
+            elif turn.question == f"Which way does the {clip.thing.shape} move?":
+                assert turn.answer == f"It {does}."
+            else:
+                assert turn.question == f"What color is the {clip.thing.shape}?"
+                assert turn.answer == f"{clip.thing.color.capitalize()}."
+
+
+VALUES = (*SIZES, *COLORS, *SHAPES, *CELLS, "left", "right", "up", "down", "still", "first", "second", *"01234")
+
+
+@pytest.mark.parametrize("make", DIALOGUES)
+def test_no_question_holds_what_its_answer_adds(make):
+    """What an answer says is either what was asked about, and then it is in the question, or it has to be seen."""
+    for _, turns in dialogues(make, 200):
+        for turn in turns:
+            asked = set(re.findall(r"\w+", turn.question.lower())) & set(VALUES)
+            said = set(re.findall(r"\w+", turn.answer.lower())) & set(VALUES)
+            echoed = "There" in turn.answer or turn.question.startswith("Describe the ")
+            assert echoed or not asked & said, turn
+            assert not echoed or not {"0", "1", "2", "3", "4"} & asked, turn
+
+
+# --- what the model is given ------------------------------------------------------------------------------------------
+
+
+def rendered(looked: Looked, turns: list[Turn], **options) -> list:
+    return vision_skills.vision_chat(looked, [(turn.question, turn.answer) for turn in turns], **options)
+
+
+@pytest.mark.parametrize("make", DIALOGUES)
+@pytest.mark.parametrize("question_first", [False, True])
+def test_pieces_tokenise_like_the_whole_text(tokenizer, make, question_first):
+    for looked, turns in dialogues(make):
+        pieces = rendered(looked, turns, system="Be brief and exact.", question_first=question_first)
+        whole = tokenizer.encode("".join(piece.text for piece in pieces), add_special_tokens=False)
+        assert [token for token, _ in encode(tokenizer, pieces)] == whole
+
+
+def messages(looked: Looked, turns: list[Turn], *, question_first: bool = False) -> list[dict]:
+    """A dialogue as a user of the checkpoint writes it."""
+    kinds = ["video" if isinstance(item, Clip) else "image" for item in looked.seen]
+    shown = [{"type": name, name: item} for name, item in zip(kinds, looked.seen, strict=True)]
+    text = [{"type": "text", "text": turns[0].question}]
+    found = [{"role": "user", "content": text + shown if question_first else shown + text}]
+    for turn in turns[1:]:
+        found += [{"role": "user", "content": turn.question}]
+    for i, turn in enumerate(turns):
+        found.insert(2 * i + 1, {"role": "assistant", "content": turn.answer})
+    return found
+
+
+@pytest.mark.parametrize("make", DIALOGUES)
+@pytest.mark.parametrize("question_first", [False, True])
+def test_a_dialogue_is_rendered_as_the_chat_template_renders_it(seeing, make, question_first):
+    """The template has one placeholder for what is looked at; evaluation makes as many of it as training does."""
+    for looked, turns in dialogues(make, 10):
+        asked = messages(looked, turns, question_first=question_first)[:-1]
+        inputs = seeing.inputs([Case("", "", tuple(asked), "")])
+        pieces = rendered(looked, turns, question_first=question_first)
+        whole = "".join(piece.text for piece in pieces).removesuffix(f"{turns[-1].answer}<|im_end|>\n")
+        assert seeing.tokenizer.decode(inputs["input_ids"][0]) == whole
+        batch = see(seeing.tokenizer, [(looked, encode(seeing.tokenizer, pieces))])
+        length = inputs["input_ids"].shape[1]
+        assert inputs["mm_token_type_ids"].equal(batch.vision["mm_token_type_ids"][:, :length])
+        for name in batch.vision.keys() - {"mm_token_type_ids"}:
+            torch.testing.assert_close(inputs[name], batch.vision[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", sorted({(96, 96), *scenes.PICTURE_SIZES}))
+def test_a_picture_has_as_many_placeholders_as_the_tower_makes_of_it(random_model, size):
+    thing = Thing("big", "red", "star", "top")
+    looked = Looked((scenes.draw_scene(Random(0), [thing], size), scenes.draw_scene(Random(1), [thing], size)))
+    frames = [still(scene.pixels) for scene in looked.seen]
+    grids = torch.tensor([[1, size[1] // 16, size[0] // 16]] * 2)
+    values = torch.from_numpy(np.concatenate([patches(f) for f in frames]))
+    made = random_model.model.get_image_features(values, grids).pooler_output
+    assert looked.text().count("<|image_pad|>") == sum(map(len, made)) == int(grids.prod(-1).sum()) // 4
+
+
+def test_a_clip_has_as_many_placeholders_as_the_tower_makes_of_it_in_one_stretch_per_pair_of_frames(random_model):
+    for seed in range(4):
+        clip = scenes.random_clip(Random(seed))
+        made = random_model.model.get_video_features(
+            torch.from_numpy(patches(clip.frames)), torch.tensor([[len(clip.frames) // 2, 6, 6]])
+        ).pooler_output
+        text = Looked((clip,)).text()
+        assert text.count("<|video_pad|>") == sum(map(len, made)) == 9 * len(clip.frames) // 2
+        assert len(re.findall(r"<\d\.\d seconds><\|vision_start\|>(?:<\|video_pad\|>){9}<\|vision_end\|>", text)) == (
+            len(clip.frames) // 2
+        )
+
+
+def test_a_batch_runs_and_teaches_the_tower_by_what_the_assistant_says_alone(random_model, tokenizer):
+    batches = VisionRecipe(tokenizer, steps=10)(3)
+    seen = [batch for batch in batches if batch.vision]
+    assert {name for batch in seen for name in batch.vision} == {
+        "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"
+    }  # fmt: skip
+    batch = min(seen, key=lambda batch: batch.input_ids.numel())
+    random_model.zero_grad()
+    logits = labelled_logits(random_model, batch, torch.float32)
+    loss = loop.cross_entropy(logits, batch)
+    loss.backward()
+    assert len(logits) == (batch.labels[:, 1:] != IGNORE).sum() > 0 and loss.isfinite()
+    tower = {name: p.grad for name, p in random_model.model.visual.named_parameters()}
+    assert [name for name, grad in tower.items() if not grad.abs().sum() > 0] == []
+
+
+def test_the_loss_is_taken_on_what_the_assistant_says_and_nothing_else(tokenizer):
+    looked, turns = vision_skills.picture_dialogue(Random(5))
+    batch = see(tokenizer, [(looked, encode(tokenizer, rendered(looked, turns, system="Be brief.")))])
+    learned = batch.labels[batch.labels != IGNORE]
+    assert tokenizer.decode(learned) == "".join(f"{turn.answer}<|im_end|>" for turn in turns)
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def digest_of(recipe: VisionRecipe, steps) -> str:
+    """Of everything that these steps read; colours as whole numbers, whatever a machine makes of the last bit."""
+    digest = hashlib.sha256()
+    for batch in (batch for step in steps for batch in recipe(step)):
+        for tensor in (batch.input_ids, batch.labels, *(batch.vision[name] for name in sorted(batch.vision))):
+            whole = ((tensor + 1) * 127.5).round().byte() if tensor.is_floating_point() else tensor
+            digest.update(whole.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_the_batches_that_trained_the_checkpoint_are_still_the_same(tokenizer):
+    recipe = VisionRecipe(tokenizer, steps=tiny_qwen3_vl.STEPS)
+    assert tiny_qwen3_vl.STEPS == 2400
+    assert digest_of(recipe, (0, 1200)) == "a793759c9619452fde7b6180d9f57782dbd6d85afa195bbd65dbaa11cbf706fb"
+
+
+def test_the_batches_of_a_step_depend_on_the_step_alone(tokenizer):
+    first, second = VisionRecipe(tokenizer, steps=100), VisionRecipe(tokenizer, steps=100)
+    second(3)  # asking for another step in between changes nothing
+    assert digest_of(first, [7]) == digest_of(second, [7]) != digest_of(second, [8])
+
+
+def test_text_without_pictures_is_learned_too(tokenizer):
+    recipe = VisionRecipe(tokenizer, steps=100)
+    assert 0.1 < recipe.text_share([50, 51, 52]) < 0.5
+
+
+# --- the directory ----------------------------------------------------------------------------------------------------
+
+
+def test_the_directory_is_one_of_a_qwen3_vl(saved, random_model):
+    loaded = Qwen3VLForConditionalGeneration.from_pretrained(saved)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert loaded.state_dict().keys() == random_model.state_dict().keys()
+    for name, tensor in random_model.state_dict().items():
+        assert loaded.state_dict()[name].equal(tensor.bfloat16()), name
+    config = AutoConfig.from_pretrained(saved)
+    assert config.model_type == "qwen3_vl" and config.architectures == ["Qwen3VLForConditionalGeneration"]
+    assert config.text_config.rope_parameters["mrope_section"] == [12, 10, 10]
+    assert config.text_config.rope_parameters["mrope_interleaved"] is True
+    assert len(config.vision_config.deepstack_visual_indexes) <= config.text_config.num_hidden_layers
+
+
+def test_what_stands_for_pictures_and_clips_has_the_ids_of_the_tokenizer(saved, tokenizer):
+    config = AutoConfig.from_pretrained(saved)
+    tokens = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    ids = [config.vision_start_token_id, config.vision_end_token_id, config.image_token_id, config.video_token_id]
+    assert ids == tokenizer.convert_tokens_to_ids(tokens)
+
+
+def test_the_tokenizer_is_the_text_models_but_for_its_template(saved, tokenizer):
+    for name in TOKENIZER_FILES:
+        assert (saved / name).read_bytes() == (TEXT_MODEL / name).read_bytes(), name
+    assert AutoTokenizer.from_pretrained(saved).get_vocab() == tokenizer.get_vocab()
+
+
+def test_every_file_may_be_read_by_everybody(saved):
+    assert {oct(path.stat().st_mode & 0o777) for path in saved.iterdir()} == {"0o644"}
+
+
+@pytest.mark.parametrize("size", sorted({(96, 96), (64, 160), (256, 256), *scenes.PICTURE_SIZES}))
+def test_the_image_processor_makes_the_patches_that_training_makes(saved, size):
+    image = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    processor = AutoImageProcessor.from_pretrained(saved, backend="pil")
+    made = processor([Image.fromarray(image)], return_tensors="pt")
+    assert made["image_grid_thw"].tolist() == [[1, size[1] // 16, size[0] // 16]]
+    torch.testing.assert_close(made["pixel_values"], torch.from_numpy(patches(still(image))), rtol=0, atol=1e-6)
+
+
+def test_frames_become_patches_pair_by_pair_block_by_block():
+    """Each pixel holds where it is; a row is channel, frame of the pair, y, x."""
+    frames = np.zeros((4, 64, 96, 3), np.uint8)
+    frames[..., 0] = np.arange(4)[:, None, None]
+    frames[..., 1] = np.arange(64)[:, None]
+    frames[..., 2] = np.arange(96)
+    rows = np.rint((patches(frames) + 1) * 127.5).astype(int).reshape(-1, 3, 2, 16, 16)
+    assert rows.shape[0] == 2 * 4 * 6 and rows[..., 0].shape == (48, 3, 2, 16)
+    order = [(row[0, 0, 0, 0] // 2, row[1, 0, 0, 0] // 16, row[2, 0, 0, 0] // 16) for row in rows]
+    blocks = [(y, x) for y in (0, 2) for x in (0, 2, 4)]
+    assert order == [(t, y + i, x + j) for t in (0, 1) for y, x in blocks for i in (0, 1) for j in (0, 1)]
+    assert (rows[:, 0, 1] - rows[:, 0, 0] == 1).all(), "the second frame of the pair follows the first"
+    assert (np.diff(rows[:, 1], axis=-2) == 1).all() and (np.diff(rows[:, 2], axis=-1) == 1).all()
+
+
+def test_the_processors_are_those_of_a_qwen3_vl_with_small_pictures(saved):
+    image, video = (json.loads((saved / f"{name}preprocessor_config.json").read_text()) for name in ("", "video_"))
+    assert image["image_processor_type"] == "Qwen2VLImageProcessorFast"
+    assert video["video_processor_type"] == "Qwen3VLVideoProcessor"
+    assert image["size"] == {"shortest_edge": 4096, "longest_edge": 65536}
+    for config in (image, video):
+        assert (config["patch_size"], config["temporal_patch_size"], config["merge_size"]) == (16, 2, 2)
+        assert config["image_mean"] == config["image_std"] == [0.5, 0.5, 0.5]
+        assert config["processor_class"] == "Qwen3VLProcessor"
+    assert (video["fps"], video["min_frames"], video["max_frames"]) == (2, 4, 16)
+
+
+# --- the chat template ------------------------------------------------------------------------------------------------
+
+
+def render(seeing, content, role: str = "user", **options) -> str:
+    return seeing.tokenizer.apply_chat_template([{"role": role, "content": content}], tokenize=False, **options)
+
+
+@pytest.mark.parametrize("generate", [False, True])
+@pytest.mark.parametrize("text", ["", "Hi", "  two\nlines \n", "{{ 1 }} <|im_end|> 'ß' 世界"])
+def test_a_text_is_rendered_as_the_text_model_does(seeing, tokenizer, text, generate):
+    dialogue = [{"role": role, "content": text} for role in ("system", "user", "assistant", "user")]
+    options = {"tokenize": False, "add_generation_prompt": generate}
+    plain = tokenizer.apply_chat_template(dialogue, **options)
+    assert seeing.tokenizer.apply_chat_template(dialogue, **options) == plain
+    parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in dialogue]
+    assert seeing.tokenizer.apply_chat_template(parts, **options) == plain
+
+
+def test_parts_stand_in_the_order_in_which_they_are_given(seeing):
+    image, video = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+    shown = [{"type": "image", "image": "a"}, {"type": "video_url", "video_url": {"url": "b"}}]
+    content = [*shown, {"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "c"}}]
+    content += [{"type": "text", "text": "y"}, {"type": "video", "video": "d"}]
+    assert render(seeing, content) == f"<|im_start|>user\n{image}{video}x{image}y{video}<|im_end|>\n"
+    assert render(seeing, []) == "<|im_start|>user\n<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("role", "content", "said"),
+    [
+        ("tool", "x", "unknown role 'tool'"),
+        ("user", [{"type": "audio", "audio": "x"}], "'audio'"),
+        ("user", [{"text": "x"}], "use text, image"),
+        ("user", [{"type": "text"}], "'text'"),
+        ("user", [{"type": "text", "text": 3}], "'text'"),
+        ("user", ["x"], "use text, image"),
+        ("user", {"type": "text", "text": "x"}, "a text or a list"),
+        ("user", None, "a text or a list"),
+        ("user", 3, "a text or a list"),
+        ("system", [{"type": "image", "image": "x"}], "role 'system' cannot show"),
+        ("assistant", [{"type": "video", "video": "x"}], "role 'assistant' cannot show"),
+    ],
+)
+def test_what_the_template_does_not_know_is_refused(seeing, role, content, said):
+    with pytest.raises(TemplateError, match=re.escape(said)):
+        render(seeing, content, role)
+
+
+# --- the evaluation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return evaluate_vision.cases()
+
+
+def test_every_skill_is_asked_at_least_two_hundred_times_and_always_the_same(cases):
+    counts = {skill: sum(case.skill == skill for case in cases) for skill in evaluate_vision.REQUIRED}
+    assert min(counts.values()) >= 200 and sum(counts.values()) == len(cases)
+    again = evaluate_vision.cases()
+    assert [(case.skill, case.size, case.answer) for case in cases] == [(c.skill, c.size, c.answer) for c in again]
+
+
+def test_what_is_asked_for_are_the_shares_that_the_course_needs():
+    needed = {"describe": 0.95, "what": 0.95, "where": 0.95, "how many": 0.95, "compare": 0.9, "motion": 0.9}
+    assert needed == evaluate_vision.REQUIRED
+
+
+def test_no_picture_of_the_evaluation_is_one_that_training_draws(cases, tokenizer):
+    """Of the first steps; the seeds are of different kinds, so that none can ever be the same."""
+    asked = {pixels(item).tobytes() for case in cases for item in evaluate_vision.shown_in(case)}
+    drawn = {
+        pixels(item).tobytes()
+        for step in range(3)
+        for i in [Random(f"{tiny_qwen3_vl.SEED}/{step}")]
+        for _ in range(32)
+        for item in VisionRecipe(tokenizer, 2400)._vision(i)[0].seen
+    }
+    assert len(drawn) > 90 and not asked & drawn
+
+
+def test_many_cases_at_once_are_answered_like_each_alone(seeing, cases):
+    """Padding on the left, pictures of different sizes, two pictures, clips: none may leak into another's answer."""
+    mixed = Random(0).sample(cases, 10) + evaluate.cases(seeing.tokenizer)[:2]
+    together = seeing.answers(mixed)
+    room = max(len(seeing.tokenizer.encode(case.answer)) for case in mixed) + 4
+    for case, answer in zip(mixed, together, strict=True):
+        with torch.inference_mode():
+            inputs = seeing.inputs([case])
+            ids = seeing.model.generate(**inputs, max_new_tokens=room, do_sample=False)
+        alone = seeing.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert answer == alone
+    assert len(set(together)) > 1
+
+
+def test_what_is_looked_at_changes_what_the_model_computes(seeing):
+    looks = [picture(Thing("big", color, "star", "center")) for color in ("red", "blue")]
+    asked = [messages(Looked((Scene((), look),)), [Turn("", "What do you see?", "")])[:1] for look in looks]
+    with torch.inference_mode():
+        logits = seeing.model(**seeing.inputs([Case("", "", tuple(m), "") for m in asked])).logits
+    assert (logits[0, -1] - logits[1, -1]).abs().max() > 1e-4
+
+
+class Knowing(Answering):
+    """Has the right answer to all but every `wrong`-th case."""
+
+    def __init__(self, tokenizer, wrong: int) -> None:
+        self.tokenizer, self.wrong, self.asked = tokenizer, wrong, 0
+
+    def prompt(self, case: Case) -> str:
+        return case.answer
+
+    def answers(self, batch) -> list[str]:
+        self.asked += len(batch)
+        return ["?" if (self.asked + i) % self.wrong == 0 else case.answer for i, case in enumerate(batch)]
+
+
+def test_scores_count_whole_answers(tokenizer, cases):
+    scores = ask(Knowing(tokenizer, wrong=10), cases)
+    assert sum(score.total for score in scores) == len(cases)
+    assert sum(score.right for score in scores) == len(cases) - len(cases) // 10
+    assert [score.size for score in scores if score.skill == "describe"] == [
+        "1 thing", "2 things", "3 things", "4 things"
+    ]  # fmt: skip
+
+
+def test_a_model_that_sees_must_keep_the_text_skills_within_three_points(saved):
+    text = [Score("recall", "3", 96, 100), Score("repeat", "3", 100, 100)]
+    needed = evaluate.required(saved, text)
+    assert needed["describe"] == 0.95 and needed["recall"] == pytest.approx(0.93)
+    seen = [Score(skill, "", 100, 100) for skill in evaluate_vision.REQUIRED]
+    assert evaluate.below([*seen, Score("recall", "3", 93, 100), Score("repeat", "3", 97, 100)], needed) == []
+    assert evaluate.below([*seen, Score("recall", "3", 92, 100), Score("repeat", "3", 96, 100)], needed) == [
+        "recall", "repeat"
+    ]  # fmt: skip
+    assert evaluate.below([Score("motion", "", 89, 100), Score("what", "", 95, 100)], needed) == ["motion"]
+
+
+def test_a_text_model_is_asked_what_it_was_asked_before(tokenizer):
+    assert evaluate.required(TEXT_MODEL, ()) == evaluate.REQUIRED
+    digest = hashlib.sha256()
+    for case in evaluate.cases(tokenizer):
+        digest.update(repr((case.skill, case.size, case.messages, case.answer)).encode())
+    assert digest.hexdigest() == "45729045f6ca6e9873c5127d53bb08093ffa74504163cefb515931c2561c8bd7"
+
+
+@pytest.mark.parametrize(("motion", "status"), [(90, 0), (89, 1)])
+def test_the_exit_status_says_whether_something_is_below(monkeypatch, capsys, tmp_path, motion, status):
+    text = [Score(skill, "", 100, 100) for skill in evaluate.REQUIRED]
+    asked = []
+
+    def fake(path, **_):
+        asked.append(path)
+        return [*([Score("motion", "which way", motion, 100)] if path == tmp_path else []), *text]
+
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    monkeypatch.setattr(evaluate, "evaluate", fake)
+    assert evaluate.main([str(tmp_path), "--json", str(tmp_path / "scores.json")]) == status
+    assert asked == [tmp_path, TEXT_MODEL], "what it may forget is measured beside it"
+    rows = json.loads((tmp_path / "scores.json").read_text())
+    first = {"skill": "motion", "size": "which way", "right": motion, "total": 100}
+    assert rows[0] == {"checkpoint": tmp_path.name, **first}
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_saves_measures_and_describes_and_a_finished_one_goes_straight_on_to_it(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(tiny_qwen3_vl, "evaluate", fake_scores)
+    output, run = tmp_path / "out", tmp_path / "run"
+    command = ["--output", str(output), "--run-dir", str(run), "--steps", "1", "--threads", "1"]
+    assert tiny_qwen3_vl.main(command) == 0
+    weights = sha256(output / "model.safetensors")
+    assert tiny_qwen3_vl.main(command) == 2 and "--overwrite" in capsys.readouterr().err
+
+    def trained_again(*_, **__):
+        raise AssertionError("a finished run was trained again")
+
+    monkeypatch.setattr(loop, "backward", trained_again)
+    (output / "README.md").unlink()
+    assert tiny_qwen3_vl.main([*command, "--overwrite"]) == 0
+    assert sha256(output / "model.safetensors") == weights
+    card = (output / "README.md").read_text()
+    assert re.findall(r"sha256 `(\w+)`", card) == [weights, sha256(TEXT_MODEL / "model.safetensors")]
+    assert "| motion | says what moves in a clip, and which way | 97/100 = 97.0% |" in card
+    assert "| recall | 100/100 = 100.0% | 97/100 = 97.0% |" in card
+    for word in (*COLORS, *SHAPES, *CELLS, *SIZES, "96x96", "[12, 10, 10]", "trained together for 1 steps"):
+        assert word in card, word
+    assert "motion: 97/100 = 97.0%" in capsys.readouterr().out
+    assert (output / "loss.png").stat().st_size > 1000
+    assert sum(path.stat().st_size for path in output.iterdir()) < 20e6
+
+
+def fake_scores(path) -> list[Score]:
+    text = evaluate.REQUIRED
+    if path == TEXT_MODEL:
+        return [Score(skill, "", 100, 100) for skill in text]
+    return [Score(skill, "", 97, 100) for skill in (*evaluate_vision.REQUIRED, *text)]
