@@ -39,7 +39,7 @@ class ItemReceived(Event):
     """Where they stand in the prompt: first, and behind the last; a range for each frame of a video."""
     hash: str
     """sha256 of its content."""
-    pad_value: int
+    pad_value: int | None
     """What stands for each of its placeholders in the prefix cache."""
 
     def brief(self) -> str:

@@ -47,13 +47,13 @@ class InputProcessor:
         self.text = TextInputProcessor(**settings)
         self.tokenizer, self.max_model_len = self.text.tokenizer, self.text.max_model_len
         self.guesses_texts_only = guesses_texts_only
+        self.pad_values = PadValues(self.text.vocab_size)
         self.prompts: MultimodalPrompts | None = None
         if sight is not None:
             self.prompts = MultimodalPrompts(
                 text=self.text,
                 media=sight.media,
                 tokens=sight.tokens,
-                pad_values=PadValues(self.text.vocab_size),
                 config=sight.config,
                 max_item_tokens=sight.max_item_tokens,
             )
@@ -85,8 +85,11 @@ class InputProcessor:
         )
         children = request.children if isinstance(request, ParentRequest) else [request]
         if self.prompts is not None:
-            self.prompts.check_ids(children[0].sequence.data.prompt_token_ids, inputs)
+            self.prompts.check(children[0].sequence.data.prompt_token_ids, inputs)
+        elif inputs is not None:
+            raise InvalidPromptError("the prompt brings images or videos, and this model takes texts only")
         if inputs is not None:
+            inputs = inputs.taken_in(self.pad_values)
             for child in children:
                 assert isinstance(child, Req), "the part `request` must be a Req of m6"
                 child.multimodal_inputs = inputs

@@ -11,7 +11,7 @@ the picture's content, `pad_value`, outside the vocabulary so that no text can m
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 
@@ -45,10 +45,11 @@ class MultimodalDataItem:
     """Patches along time, height and width."""
     hash: str
     """sha256 of the content, in hex: of the feature, its shape and type, and of the processor's options."""
-    pad_value: int
-    """What stands for each of its placeholders in the cache's key: not below the size of the vocabulary."""
-    size: tuple[int, int] = (0, 0)
+    size: tuple[int, int]
     """Width and height in pixels, as it was handed in."""
+    pad_value: int | None = None
+    """What stands for each of its placeholders in the cache's key: not below the size of the vocabulary. An engine gives
+    it when it takes a request in, for its own cache; None before."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,6 +94,8 @@ class MultimodalInputs:
     video_token_id: int
     im_start_id: int
     im_end_id: int
+    options_key: bytes = b""
+    """All settings of the processor that made the features: another model's would be seen wrong."""
 
     @property
     def image_pad_len(self) -> list[int]:
@@ -113,9 +116,14 @@ class MultimodalInputs:
         """The prompt as the prefix cache knows it: every placeholder is its item's `pad_value`."""
         padded = list(token_ids)
         for item in self.mm_items:
+            assert item.pad_value is not None, "no engine has taken this prompt in"
             for start, end in item.offsets:
                 padded[start:end] = [item.pad_value] * (end - start)
         return padded
+
+    def taken_in(self, pad_values: "PadValues") -> "MultimodalInputs":
+        """The same for one engine, with the numbers that its cache knows the contents by."""
+        return replace(self, mm_items=tuple(replace(i, pad_value=pad_values.of(i.hash)) for i in self.mm_items))
 
 
 def content_hash(modality: Modality, feature: np.ndarray, grid_thw: Grid, options: bytes) -> str:

@@ -19,7 +19,6 @@ from m6_multimodal_pd.multimodal.inputs import (
     Modality,
     MultimodalDataItem,
     MultimodalInputs,
-    PadValues,
     Range,
     content_hash,
 )
@@ -72,13 +71,12 @@ class MultimodalPrompts:
         text: TextTools,
         media: ReadsMedia,
         tokens: MediaTokens,
-        pad_values: PadValues,
         config: MultimodalConfig,
         max_item_tokens: int,
     ) -> None:
         """`max_item_tokens`: the largest item whose embeddings fit into their cache."""
         self.text, self.media, self.tokens = text, media, tokens
-        self.pad_values, self.config, self.max_item_tokens = pad_values, config, max_item_tokens
+        self.config, self.max_item_tokens = config, max_item_tokens
         image, video, start, end = (
             text.tokenizer.convert_ids_to_tokens(i)
             for i in (tokens.image, tokens.video, tokens.vision_start, tokens.vision_end)
@@ -110,8 +108,14 @@ class MultimodalPrompts:
         in_order = _by_kind(kinds, brought, items)
         return self._expanded(text, list(zip(kinds, in_order, strict=True)))
 
-    def check_ids(self, token_ids: Sequence[int], inputs: MultimodalInputs | None) -> None:
-        """Refuse a prompt whose placeholders are not those of its pictures (`InvalidPromptError`)."""
+    def check(self, token_ids: Sequence[int], inputs: MultimodalInputs | None) -> None:
+        """Refuse a prompt whose placeholders are not those of its pictures, or whose pictures were prepared for another
+        model (`InvalidPromptError`)."""
+        if inputs is not None and inputs.options_key != self.media.options_key:
+            raise InvalidPromptError(
+                "the pictures of this prompt were prepared by an engine with another processor: make the prompt with "
+                "chat_prompt() of this one"
+            )
         expected = sum(inputs.image_pad_len) if inputs is not None else 0
         found = sum(token_id in (self.tokens.image, self.tokens.video) for token_id in token_ids)
         if found != expected:
@@ -157,6 +161,7 @@ class MultimodalPrompts:
             video_token_id=self.tokens.video,
             im_start_id=self.tokens.vision_start,
             im_end_id=self.tokens.vision_end,
+            options_key=self.media.options_key,
         )
         return ChatPrompt(token_ids, inputs)
 
@@ -187,7 +192,6 @@ class MultimodalPrompts:
             feature=item.feature,
             grid_thw=item.grid_thw,
             hash=content,
-            pad_value=self.pad_values.of(content),
             size=item.size,
         )
         if made.num_tokens > self.max_item_tokens:

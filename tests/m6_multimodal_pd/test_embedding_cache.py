@@ -1,0 +1,126 @@
+"""What the vision tower has made is kept by content, counted to the byte, and never thrown out while it is used."""
+
+import torch
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from m1_single_request.tracer import Tracer
+from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
+from tests.support.engines import Recorder
+
+WIDTH = 4
+ROW_BYTES = WIDTH * 4
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.zeros(count, WIDTH)
+
+
+def make_cache(num_rows: int, tracer: Tracer | None = None) -> EmbeddingCache:
+    return EmbeddingCache(capacity_bytes=num_rows * ROW_BYTES, tracer=tracer or Tracer())
+
+
+def test_what_was_put_is_found_again():
+    cache = make_cache(10)
+    made = rows(4)
+    assert cache.put("a", made, in_use={"a"})
+    assert cache.get("a") is made and "a" in cache and cache.get("b") is None
+    assert cache.used_bytes == 4 * ROW_BYTES
+
+
+def test_nothing_leaves_before_the_room_is_needed_to_the_last_byte():
+    cache = make_cache(10)
+    assert cache.put("a", rows(6), in_use=()) and cache.put("b", rows(4), in_use=())
+    assert len(cache) == 2 and cache.num_evicted == 0
+    assert cache.put("c", rows(1), in_use=())
+    assert "a" not in cache and "b" in cache and cache.num_evicted == 1 and cache.used_bytes == 5 * ROW_BYTES
+
+
+def test_the_least_recently_used_leaves_first():
+    cache = make_cache(3)
+    for content in "abc":
+        cache.put(content, rows(1), in_use=())
+    cache.get("a")
+    cache.put("d", rows(1), in_use=())
+    assert "b" not in cache and all(content in cache for content in "acd")
+
+
+def test_what_the_step_uses_stays_though_it_is_the_oldest():
+    cache = make_cache(3)
+    for content in "abc":
+        cache.put(content, rows(1), in_use=())
+    assert cache.put("d", rows(1), in_use={"a", "d"})
+    assert "a" in cache and "b" not in cache
+
+
+def test_where_only_used_ones_could_leave_nothing_is_kept_and_nobody_leaves():
+    cache = make_cache(3)
+    for content in "abc":
+        cache.put(content, rows(1), in_use=())
+    assert not cache.put("d", rows(2), in_use={"a", "b"})
+    assert all(content in cache for content in "abc") and "d" not in cache and cache.num_evicted == 0
+
+
+def test_an_item_larger_than_the_whole_cache_is_not_kept_and_throws_nobody_out():
+    cache = make_cache(3)
+    cache.put("a", rows(1), in_use=())
+    assert not cache.put("b", rows(4), in_use=())
+    assert "a" in cache and cache.used_bytes == ROW_BYTES
+
+
+def test_every_eviction_is_told_once():
+    tracer = Tracer()
+    recorder = Recorder(tracer)
+    cache = make_cache(2, tracer)
+    for content in "abcd":
+        cache.put(content, rows(1), in_use=())
+    told = recorder.events("item_evicted")
+    assert [event.hash for event in told] == ["a", "b"] and {event.num_bytes for event in told} == {ROW_BYTES}
+
+
+def test_a_cleared_cache_holds_nothing():
+    cache = make_cache(3)
+    cache.put("a", rows(2), in_use=())
+    cache.clear()
+    assert len(cache) == 0 and cache.used_bytes == 0 and cache.put("b", rows(3), in_use=())
+
+
+class AgainstAList(RuleBasedStateMachine):
+    """Any sequence of uses, against a list that is searched from its old end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = make_cache(8)
+        self.entries: list[tuple[str, int]] = []  # the least recently used first
+
+    @rule(content=st.sampled_from("abcdef"))
+    def get(self, content: str) -> None:
+        known = dict(self.entries)
+        assert (self.cache.get(content) is not None) == (content in known)
+        if content in known:
+            self.entries = [e for e in self.entries if e[0] != content] + [(content, known[content])]
+
+    @rule(content=st.sampled_from("abcdef"), size=st.integers(1, 9), in_use=st.sets(st.sampled_from("abcdef")))
+    def put(self, content: str, size: int, in_use: set[str]) -> None:
+        if content in dict(self.entries):
+            assert self.cache.put(content, rows(size), in_use)
+            return
+        kept, leaving = list(self.entries), []
+        for entry in self.entries:
+            if sum(n for _, n in kept) + size > 8 and entry[0] not in in_use:
+                kept.remove(entry)
+                leaving.append(entry)
+        fits = sum(n for _, n in kept) + size <= 8
+        assert self.cache.put(content, rows(size), in_use) == fits
+        if fits:
+            self.entries = [*kept, (content, size)]
+
+    @invariant()
+    def the_same_is_there(self) -> None:
+        self.cache.check_invariants()
+        assert self.cache.used_bytes == sum(n for _, n in self.entries) * ROW_BYTES
+        assert all(content in self.cache for content, _ in self.entries) and len(self.cache) == len(self.entries)
+
+
+TestAgainstAList = AgainstAList.TestCase
+TestAgainstAList.settings = settings(max_examples=50, stateful_step_count=30)

@@ -1,0 +1,103 @@
+"""What a request keeps of its pictures: which rows belong to which tokens, positions, and keys that never lie."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from m6_multimodal_pd.multimodal.inputs import Modality, PadValues, content_hash
+from tests.m6_multimodal_pd.items import flat, inputs, item, rows_of
+
+VOCAB_SIZE = 4096
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 30), st.integers(0, 30))
+def test_a_range_of_tokens_holds_the_rows_of_its_placeholders(start, length):
+    clip = item("v", (3, 7), (10, 12), (20, 25))
+    assert flat(clip.rows(start, start + length)) == rows_of(clip, start, start + length)
+
+
+def test_a_range_that_ends_inside_a_picture_holds_its_first_rows_and_the_next_one_the_others():
+    image = item("a", (4, 13))
+    assert image.rows(0, 8) == [(4, 0, 4)] and image.rows(8, 20) == [(8, 4, 9)]
+
+
+def test_the_items_of_a_range_are_those_that_it_touches():
+    first, second = item("a", (2, 5)), item("b", (8, 12))
+    both = inputs(15, first, second)
+    assert both.within(0, 2) == [] and both.within(4, 6) == [first] and both.within(4, 9) == [first, second]
+    assert both.image_pad_len == [3, 4]
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 19), st.integers(1, 12))
+def test_positions_of_any_range_are_those_of_the_whole(start, length):
+    own = inputs(15, item("a", (2, 5)), item("b", (8, 12)))
+    whole = own.positions(0, 40)
+    assert own.positions(start, start + length).tolist() == whole[:, start : start + length].tolist()
+
+
+def test_behind_the_prompt_positions_count_up_on_all_axes():
+    """What was said before a retraction is prefilled again, at the positions where it was decoded."""
+    own = inputs(15, item("a", (2, 12)))
+    assert own.mrope_position_delta == 0  # a row of 10 takes 10 positions
+    square = inputs(9, item("a", (1, 5)))
+    assert square.positions(9, 12).tolist() == [[9 + square.mrope_position_delta + i for i in range(3)]] * 3
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_in_the_key_every_placeholder_is_the_number_of_its_content():
+    own = inputs(12, item("a", (2, 5), pad_value=7001), item("v", (6, 8), (9, 11), pad_value=7002))
+    assert own.padded(range(12)) == [0, 1, 7001, 7001, 7001, 5, 7002, 7002, 8, 7002, 7002, 11]
+
+
+FEATURE = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+@pytest.mark.parametrize(
+    "other",
+    {
+        "a value": (Modality.IMAGE, FEATURE + np.eye(4, 6, dtype=np.float32), (1, 2, 2), b"o"),
+        "the shape": (Modality.IMAGE, FEATURE.reshape(8, 3), (1, 2, 2), b"o"),
+        "the grid": (Modality.IMAGE, FEATURE, (1, 1, 4), b"o"),
+        "the type": (Modality.IMAGE, FEATURE.view(np.int32), (1, 2, 2), b"o"),
+        "the processor's options": (Modality.IMAGE, FEATURE, (1, 2, 2), b"p"),
+        "the modality": (Modality.VIDEO, FEATURE, (1, 2, 2), b"o"),
+    }.items(),
+    ids=lambda pair: pair[0],
+)
+def test_another_content_is_another_hash_even_if_the_bytes_are_the_same(other):
+    assert content_hash(*other[1]) != content_hash(Modality.IMAGE, FEATURE, (1, 2, 2), b"o")
+
+
+def test_the_same_content_has_the_same_hash_however_it_lies_in_memory():
+    spread = np.empty((4, 12), dtype=np.float32)[:, ::2]
+    spread[...] = FEATURE
+    assert content_hash(Modality.IMAGE, spread, (1, 2, 2), b"o") == content_hash(
+        Modality.IMAGE, FEATURE, (1, 2, 2), b"o"
+    )
+
+
+@given(st.lists(st.sampled_from([f"{i:064x}" for i in range(40)]), max_size=100))
+def test_pad_values_are_outside_the_vocabulary_and_no_two_contents_ever_share_one(contents):
+    numbers = PadValues(VOCAB_SIZE, max_known=8)
+    owner: dict[int, str] = {}
+    for content in contents:
+        number = numbers.of(content)
+        assert number >= VOCAB_SIZE and owner.setdefault(number, content) == content
+        assert numbers.of(content) == number
+
+
+def test_a_content_that_comes_again_has_its_number_as_long_as_it_is_remembered():
+    numbers = PadValues(VOCAB_SIZE, max_known=2)
+    first = numbers.of("a")
+    numbers.of("b")
+    assert numbers.of("a") == first
+    numbers.of("c")  # "b" is forgotten, for it came least recently
+    assert numbers.of("a") == first and numbers.of("b") != VOCAB_SIZE + 1
