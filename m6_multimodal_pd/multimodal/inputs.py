@@ -48,8 +48,8 @@ class MultimodalDataItem:
     size: tuple[int, int]
     """Width and height in pixels, as it was handed in."""
     pad_value: int | None = None
-    """What stands for each of its placeholders in the cache's key: not below the size of the vocabulary. An engine gives
-    it when it takes a request in, for its own cache; None before."""
+    """What stands for each of its placeholders in the cache's key: not below the size of the vocabulary. An engine
+    gives it when it takes a request in, for its own cache; None before."""
 
     @property
     def num_tokens(self) -> int:

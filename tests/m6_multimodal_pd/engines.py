@@ -1,0 +1,53 @@
+"""Helpers of m6's engine tests: m5's, with pictures."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from m6_multimodal_pd import LLMEngine, MultimodalConfig
+from tests.m5_chunked_prefill_spec.engines import (
+    Guessing as Guessing,
+    check_drained as check_drained,
+    check_flushed as check_m5_flushed,
+    check_step as check_m5_step,
+    runner_of as runner_of,
+    scheduler_of as scheduler_of,
+    setting as m5_setting,
+)
+from tests.support.engines import OnEvent as OnEvent, Recorder as Recorder, drain as drain, greedy as greedy
+
+
+class MakeEngine(Protocol):
+    """Builds an engine on the tiny model; the configs are those of `setting`."""
+
+    def __call__(
+        self,
+        parts: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        **configs: Any,
+    ) -> LLMEngine: ...
+
+
+def setting(*args: Any, multimodal: Mapping[str, Any] | None = None, **limits: Any) -> dict[str, Any]:
+    """m5's keywords of an engine with these limits, and fields of `MultimodalConfig`."""
+    return {**m5_setting(*args, **limits), "multimodal_config": MultimodalConfig(**dict(multimodal or {}))}
+
+
+def check_step(engine: Any) -> None:
+    """What must hold after every step that was not interrupted."""
+    check_m5_step(engine)
+    engine.engine_core.embedding_cache.check_invariants()
+
+
+def check_flushed(engine: Any) -> None:
+    """Nothing is left of anybody."""
+    check_m5_flushed(engine)
+    assert engine.stats().embedding_cache_bytes == 0
+
+
+def counts(engine: Any) -> tuple[int, int, int]:
+    """How often the tower ran, how many items it encoded, and how many hits there were."""
+    stats = engine.stats()
+    return stats.num_encoder_runs, stats.num_encoded_items, stats.num_encoder_hits

@@ -1,0 +1,80 @@
+"""An engine that sees says what transformers says, in every way of asking."""
+
+from typing import Any
+
+import pytest
+
+from m6_multimodal_pd import SamplingParams
+from tests.equivalence.harness import check_answer, check_cuts
+from tests.m6_multimodal_pd.engines import counts
+from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking
+
+PARAMS = SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True)
+QUESTIONS: dict[str, tuple[str | int, ...]] = {
+    "a text": (1,),
+    "an image": ("a", 1),
+    "an image behind the text": (2, "b"),
+    "several images among texts": ("a", 1, "b", "c", 2),
+    "the same image twice": ("a", "a", 3),
+    "an image of one token": ("d",),
+    "a clip": ("v", 1),
+    "a clip between images": ("b", "v", "d", 4),
+    "two clips": (1, "w", "v"),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_greedy_answers_and_prompt_logits_are_those_of_transformers(
+    engine: Any, their_model: Theirs, name: str
+) -> None:
+    prompt = engine.chat_prompt(asking(*QUESTIONS[name]))
+    reference = their_model.answer(prompt)
+    params = SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True, logprobs=5, prompt_logprobs=1)
+    output = engine.generate(prompt, params)
+    check_answer(reference, output.token_ids, name)
+    check_cuts([reference])
+    expected = their_model.logits(prompt).log_softmax(-1)
+    for position, row in enumerate(output.prompt_logprobs[1:], start=1):
+        wanted = expected[position - 1, prompt[position]].item()
+        assert row[prompt[position]].logprob == pytest.approx(wanted, abs=1e-4)
+    first = output.outputs[0].logprobs[0]
+    for token_id, entry in first.items():
+        assert entry.logprob == pytest.approx(expected[-1, token_id].item(), abs=1e-4)
+
+
+def test_all_ways_of_asking_give_the_same_answer(engine: Any, their_model: Theirs) -> None:
+    messages = asking("a", 1, "v")
+    wanted = their_model.answer(engine.chat_prompt(messages)).token_ids
+    assert engine.chat(messages, PARAMS).token_ids == wanted
+    assert engine.generate(messages, PARAMS).token_ids == wanted
+    assert next(iter(engine.generate_batch([messages, "text"], PARAMS).values())).token_ids == wanted
+    assert [output.token_ids for output in engine.stream(messages, PARAMS)][-1] == wanted
+    rid = engine.add_request(engine.chat_prompt(messages), PARAMS)
+    last = {}
+    while engine.has_unfinished_requests():
+        last |= engine.step()
+    assert last[rid].token_ids == wanted
+
+
+def test_pictures_clips_and_texts_run_in_one_batch(engine: Any, their_model: Theirs) -> None:
+    prompts = [engine.chat_prompt(asking(*question)) for question in QUESTIONS.values()]
+    references = [their_model.answer(prompt) for prompt in prompts]
+    outputs = engine.generate_batch(prompts, PARAMS)
+    for reference, output, name in zip(references, outputs.values(), QUESTIONS, strict=True):
+        check_answer(reference, output.token_ids, name)
+    runs, items, _ = counts(engine)
+    assert items == 6 and runs < items, "several requests' pictures are encoded together"
+
+
+def test_several_outputs_of_one_prompt_share_its_pictures(engine: Any, their_model: Theirs) -> None:
+    prompt = engine.chat_prompt(asking("c", 1))
+    output = engine.generate(prompt, SamplingParams(max_tokens=6, n=3, ignore_eos=True))
+    wanted = their_model.answer(prompt).token_ids[:6]
+    assert [completion.token_ids for completion in output.outputs] == [wanted] * 3
+    assert counts(engine)[1] == 1
+
+
+def test_prompt_and_output_hold_tokens_of_the_vocabulary_only(engine: Any) -> None:
+    prompt = engine.chat_prompt(asking("a", 1))
+    output = engine.generate(prompt, PARAMS)
+    assert output.prompt_token_ids == tuple(prompt) and max(prompt) < 4096
