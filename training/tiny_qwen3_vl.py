@@ -29,9 +29,10 @@ from training.vision_recipe import SEED, TEXT_TOKENS, VISION_DIALOGUES, VisionRe
 from training.vision_skills import IMAGE_PAD, MERGE, PATCH, TEMPORAL_PATCH, VIDEO_PAD, VISION_END, VISION_START
 
 RUN_DIR = Path(__file__).parent / "runs" / "tiny-qwen3-vl"
-STEPS = 2400
+STEPS = 1800
 LOOP: dict[str, Any] = {
     "matrix_lr": 0.02,
+    "decay_from": 1 / 3,
     "save_every": 50,
     "dtype": torch.float32,
     "trained_before": "model.language_model.",

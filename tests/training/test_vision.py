@@ -405,7 +405,7 @@ def digest_of(recipe: VisionRecipe, steps) -> str:
 
 def test_the_batches_that_trained_the_checkpoint_are_still_the_same(tokenizer):
     recipe = VisionRecipe(tokenizer, steps=tiny_qwen3_vl.STEPS)
-    assert tiny_qwen3_vl.STEPS == 2400
+    assert tiny_qwen3_vl.STEPS == 1800
     assert digest_of(recipe, (0, 1200)) == "a793759c9619452fde7b6180d9f57782dbd6d85afa195bbd65dbaa11cbf706fb"
 
 
@@ -565,7 +565,7 @@ def test_no_picture_of_the_evaluation_is_one_that_training_draws(cases, tokenize
         for step in range(3)
         for i in [Random(f"{tiny_qwen3_vl.SEED}/{step}")]
         for _ in range(32)
-        for item in VisionRecipe(tokenizer, 2400)._vision(i)[0].seen
+        for item in VisionRecipe(tokenizer, 1800)._vision(i)[0].seen
     }
     assert len(drawn) > 90 and not asked & drawn
 
