@@ -1,10 +1,10 @@
-"""Compile for Hopper (sm_90), on a machine without a GPU, every kernel that the `triton` backend launches, and report.
+"""Compile for Hopper (sm_90), on a machine without a GPU, every Triton kernel that an engine launches, and report.
 
     python -m tests.kernels.compile_for_sm90            the table: registers, spills, shared memory, matrix unit
     python -m tests.kernels.compile_for_sm90 --json     the same for programs
 
 The interpreter, which runs the kernels in the tests, accepts things that the compiler rejects; and only the compiler
-tells whether a tile fits. So the backend's own functions are called here, on tensors of the `meta` device that have
+tells whether a tile fits. So the engine's own functions are called here, on tensors of the `meta` device that have
 shapes and no memory, under a driver that claims to be a Hopper and launches nothing. What is compiled is exactly what
 a launch would ask for: the same tiles, the same constants, the same knowledge of which strides are multiples of 16.
 The assembler comes with triton. TRITON_INTERPRET must not be set: an interpreted kernel is never compiled.
@@ -33,6 +33,7 @@ from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.attention.triton_attention import store_kv_kernel
 from m3_paged_attention.attention.triton_backend import TritonBackend
 from m3_paged_attention.kv_storage import KVLayer
+from m6_multimodal_pd.models.triton_mrope import gather_with_triton
 
 TARGET = GPUTarget("cuda", 90, 32)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -60,7 +61,7 @@ PADDED_SHAPES = (
     Shape("heads of 256", 8, 4, 256, 2304, 9216),
 )
 PAGE = 16
-NUM_TOKENS = 40
+NUM_TOKENS, NUM_POSITIONS = 40, 4096
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class HopperThatIsNotThere:
 
 
 def launches(shape: Shape, dtype: torch.dtype) -> None:
-    """Call every function of the backend as a model of this shape does, with prefills and decodes in one step."""
+    """Call every function of the backend as a model of this shape does, with prefills and decodes in one step, and
+    look up the angles of pictures."""
 
     def meta(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -115,6 +117,8 @@ def launches(shape: Shape, dtype: torch.dtype) -> None:
     backend.store_kv(key, value, layer, meta(NUM_TOKENS, dtype=torch.int64))
     backend.attention(query, layer, _metadata(), head_dim**-0.5)
     backend.silu_mul(meta(NUM_TOKENS, 2 * shape.intermediate_size))
+    table, axes = meta(NUM_POSITIONS, head_dim // 2, dtype=torch.float32), meta(head_dim // 2, dtype=torch.int64)
+    gather_with_triton(meta(3, NUM_TOKENS, dtype=torch.int64), table, table, axes)
 
 
 def _metadata() -> AttentionMetadata:

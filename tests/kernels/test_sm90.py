@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from m3_paged_attention.attention import triton_attention, triton_pointwise
+from m6_multimodal_pd.models import triton_mrope
 
 ROOT = Path(__file__).parents[2]
 COMMON = ["Qwen2.5-0.5B", "Qwen3-0.6B"]  # heads of 64 and of 128
@@ -37,7 +38,7 @@ def compile_for_sm90(dtypes: list[str], shapes: list[str], cache: Path) -> list[
 )
 def test_every_kernel_compiles_and_fits(dtypes, shapes, tmp_path) -> None:
     table = compile_for_sm90(dtypes, shapes, tmp_path)
-    modules = vars(triton_attention) | vars(triton_pointwise)
+    modules = vars(triton_attention) | vars(triton_pointwise) | vars(triton_mrope)
     for case in itertools.product(dtypes, shapes):
         kernels = {row["kernel"] for row in table if (row["dtype"], row["shape"]) == case}
         assert kernels == {name for name in modules if name.endswith("_kernel")}

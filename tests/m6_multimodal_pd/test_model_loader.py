@@ -1,0 +1,344 @@
+"""Loading a model that sees: what loads, what is counted, and one clear error for what does not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import m3_paged_attention.model_loader as m3_loader
+from m1_single_request import DEFAULT_MODEL as TEXT_MODEL, ConfigError, ModelLoadError
+from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES
+from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.models.decoder import Decoder
+from m6_multimodal_pd.model_loader import LoadedModel, load_model
+from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
+from tests.equivalence.models import ARCHITECTURES, save_random_model
+from tests.m6_multimodal_pd.vl_models import TOKENS, picture, save_random_vl_model, theirs
+
+Q_PROJ = "model.language_model.layers.0.self_attn.q_proj.weight"
+EMBEDDING, HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
+PATCHES = "model.visual.patch_embed.proj.weight"
+ARCHITECTURE = "Qwen3VLForConditionalGeneration"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_vl_model(tmp_path_factory.mktemp("vl_loader"))
+
+
+@pytest.fixture
+def directory(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def load(model: Any, **settings: Any) -> LoadedModel:
+    return load_model(ModelConfig(**{"model": model, "device": "cpu", "attention_backend": "torch"} | settings))
+
+
+def refusal(model: Any, **settings: Any) -> str:
+    """The one line that says why this model cannot be loaded."""
+    with pytest.raises(ModelLoadError) as caught:
+        load(model, **settings)
+    message = str(caught.value)
+    assert str(model) in message and "\n" not in message
+    return message
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
+
+
+def edit_config(directory: Path, part: str | None = None, **values: Any) -> None:
+    config = config_of(directory)
+    (config[part] if part else config).update(values)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def edit_weights(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+# --- what loads -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_said_of_a_model_is_what_its_files_say(saved: Path) -> None:
+    loaded, reference, config = load(saved), theirs(saved), config_of(saved)
+    assert (loaded.name, loaded.architecture) == (str(saved), ARCHITECTURE)
+    assert isinstance(loaded.model, Qwen3VLDecoder) and loaded.vision is not None
+    assert loaded.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    assert loaded.weight_bytes == 4 * loaded.num_parameters
+    assert loaded.vision.num_parameters == sum(p.numel() for p in reference.model.visual.parameters())
+    assert loaded.max_model_len == 1024 and loaded.vocab_size == config["text_config"]["vocab_size"]
+    assert loaded.kv_bytes_per_token == 2 * 3 * 1 * 64 * 4
+    assert loaded.tokenizer.convert_tokens_to_ids("<|image_pad|>") == config["image_token_id"]
+
+
+def test_the_tokens_of_pictures_are_those_of_the_config(saved: Path) -> None:
+    tokens, config = load(saved).media_tokens, config_of(saved)
+    assert tokens is not None
+    assert {f"{name}_token_id": id_ for name, id_ in vars(tokens).items()} == {name: config[name] for name in TOKENS}
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_the_ends_of_text_are_all_that_are_named(directory: Path, part: str | None) -> None:
+    """By the config and its part for text, by the generation config, by the tokenizer; not those that cannot come."""
+    usual = load(directory)
+    assert usual.eos_token_ids == {usual.tokenizer.eos_token_id, 61, 122}
+    edit_config(directory, part, eos_token_id=[7, usual.vocab_size])
+    assert load(directory).eos_token_ids == usual.eos_token_ids | {7}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tower_and_decoder_are_in_the_precision_that_was_asked_for(saved: Path, dtype: str) -> None:
+    loaded, wanted = load(saved, dtype=dtype), getattr(torch, dtype)
+    assert loaded.vision is not None
+    assert loaded.dtype == loaded.model.dtype == loaded.vision.dtype == wanted
+    assert loaded.vision.encode([picture(0, (1, 4, 4))])[0].dtype == wanted
+    assert loaded.weight_bytes == wanted.itemsize * loaded.num_parameters
+    assert loaded.model.rotary.cos.dtype == torch.float32
+
+
+def test_positions_reach_as_far_as_a_request_may(saved: Path) -> None:
+    assert load(saved, max_model_len=100).model.rotary.cos.shape[0] == 100
+    with pytest.raises(ConfigError, match=r"max_model_len=1025.*1024"):
+        load(saved, max_model_len=1025)
+
+
+def test_more_positions_than_any_table_holds_need_a_max_model_len(directory: Path) -> None:
+    edit_config(directory, "text_config", max_position_embeddings=10**12)
+    with pytest.raises(ConfigError, match=r"names 1,000,000,000,000 positions"):
+        load(directory)
+    assert load(directory, max_model_len=64).max_model_len == 64
+
+
+def test_the_older_form_of_the_rope_settings_is_read(directory: Path) -> None:
+    """As the released checkpoints have it."""
+    expected, config = load(directory).model, config_of(directory)
+    settings = config["text_config"].pop("rope_parameters")
+    config["text_config"] |= {"rope_theta": settings.pop("rope_theta"), "rope_scaling": settings}
+    (directory / "config.json").write_text(json.dumps(config))
+    found = load(directory).model
+    assert isinstance(found, Qwen3VLDecoder) and isinstance(expected, Qwen3VLDecoder)
+    assert torch.equal(found.rotary.cos, expected.rotary.cos)
+    assert torch.equal(found.mrope.axes, expected.mrope.axes)
+
+
+def test_an_output_layer_of_its_own_is_loaded(tmp_path: Path) -> None:
+    directory = save_random_vl_model(tmp_path, tie_word_embeddings=False)
+    loaded = load(directory)
+    head = load_file(directory / "model.safetensors")[HEAD]
+    assert not loaded.model.config.tie_word_embeddings
+    assert loaded.num_parameters == sum(parameter.numel() for parameter in theirs(directory).parameters())
+    hidden = torch.randn(2, 64)
+    torch.testing.assert_close(loaded.model.compute_logits(hidden), hidden @ head.T, atol=1e-4, rtol=1e-4)
+
+
+def test_a_tied_output_layer_may_be_stored_if_it_is_the_embedding(directory: Path) -> None:
+    expected = load(directory).num_parameters
+    edit_weights(directory, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
+    assert load(directory).num_parameters == expected
+    edit_weights(directory, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + 1}))
+    assert f"{HEAD} and {EMBEDDING} differ" in refusal(directory)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_of_a_hub_id_only_the_weights_are_fetched_and_they_may_lie_in_several_files(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: bool
+) -> None:
+    repository, commit = tmp_path / "models--someone--sees", "0" * 40
+    snapshot = Path(shutil.copytree(saved, repository / "snapshots" / commit))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    if shards:
+        (snapshot / "model.safetensors").unlink()
+        theirs(saved).save_pretrained(snapshot, max_shard_size="300KB")
+        assert len(list(snapshot.glob("*.safetensors"))) > 1
+    asked: list[Any] = []
+    fetch = m3_loader.snapshot_download
+    monkeypatch.setattr(
+        m3_loader, "snapshot_download", lambda name, **how: asked.append(how["allow_patterns"]) or fetch(name, **how)
+    )
+    loaded, expected = load("someone/sees"), load(saved)
+    assert loaded.vision is not None and expected.vision is not None
+    assert torch.equal(loaded.model.embedding, expected.model.embedding)
+    items = [picture(0, (1, 4, 4))]
+    assert torch.equal(loaded.vision.encode(items)[0], expected.vision.encode(items)[0])
+    repository_files = ["model.safetensors", "preprocessor_config.json", "tokenizer.json", "chat.mp4", "pytorch.bin"]
+    for patterns in asked:
+        assert list(filter_repo_objects(repository_files, allow_patterns=patterns)) == ["model.safetensors"]
+    assert asked
+
+
+# --- text models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_text_model_is_what_m3_loads(architecture: str, tmp_path: Path) -> None:
+    directory = save_random_model(tmp_path, architecture)
+    config = ModelConfig(model=directory, device="cpu", attention_backend="torch")
+    ours, wanted = load_model(config), m3_loader.load_model(config)
+    assert type(ours.model) is Decoder
+    assert ours.vision is None and ours.media_tokens is None
+    for name in vars(wanted).keys() - {"model", "tokenizer"}:
+        assert getattr(ours, name) == getattr(wanted, name), name
+    assert torch.equal(ours.model.embedding, wanted.model.embedding)
+
+
+def test_the_checkpoint_of_the_first_milestone_loads() -> None:
+    assert load(TEXT_MODEL).name == str(TEXT_MODEL)
+
+
+# --- weights without files --------------------------------------------------------------------------------------------
+
+
+def test_dummy_weights_need_no_files_and_follow_from_the_seed(directory: Path) -> None:
+    expected, items = load(directory), [picture(0, (1, 4, 4))]
+    (directory / "model.safetensors").unlink()
+    assert "has no .safetensors file" in refusal(directory)
+    one, again, other = (load(directory, load_format="dummy", seed=seed) for seed in (1, 1, 2))
+    assert one.num_parameters == expected.num_parameters
+    assert one.vision is not None and again.vision is not None and other.vision is not None
+    assert torch.equal(one.model.embedding, again.model.embedding)
+    assert torch.equal(one.vision.encode(items)[0], again.vision.encode(items)[0])
+    assert not torch.equal(one.model.embedding, other.model.embedding)
+    assert not torch.equal(one.vision.encode(items)[0], other.vision.encode(items)[0])
+
+
+# --- what does not load -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Qwen3VLMoeForConditionalGeneration", "Qwen2VLForConditionalGeneration"])
+def test_another_architecture_is_refused_with_all_that_are_supported(directory: Path, name: str) -> None:
+    edit_config(directory, architectures=[name])
+    message = refusal(directory)
+    assert f"architecture {name} is not supported" in message
+    assert all(supported in message for supported in (*SUPPORTED_ARCHITECTURES, ARCHITECTURE))
+
+
+def test_earlier_loaders_refuse_a_model_that_sees(saved: Path) -> None:
+    with pytest.raises(ModelLoadError, match=f"{ARCHITECTURE} is not supported; supported are Qwen3ForCausalLM") as no:
+        m3_loader.load_model(ModelConfig(model=saved, device="cpu"))
+    assert not str(no.value).endswith(ARCHITECTURE)
+
+
+NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
+    ("text_config", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    ("text_config", {"head_dim": 63}, "head_dim=63 is odd|its config cannot be loaded"),
+    ("text_config", {"num_attention_heads": 3, "num_key_value_heads": 2}, "3 attention heads cannot be shared out"),
+    ("text_config", {"num_hidden_layers": 0}, "num_layers=0"),
+    ("text_config", {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
+    ("text_config", {"num_hidden_layers": 1}, "deepstack_visual_indexes=[0, 2] are more than the 1 layers"),
+    ("text_config", {"hidden_size": 32}, "out_hidden_size=64 is not the language model's hidden_size=32"),
+    ("text_config", {"head_dim": 128}, "mrope_section=[12, 10, 10] must be three whole numbers"),
+    (None, {"quantization_config": {"quant_method": "fp8"}}, "is quantized"),
+    (None, {"image_token_id": 5000}, "image_token_id=5000 in config.json is no token: there are 4,096"),
+    (None, {"video_token_id": -1}, "video_token_id=-1"),
+    (None, {"vision_start_token_id": 4096}, "vision_start_token_id=4096"),
+    (None, {"vision_start_token_id": 3, "vision_end_token_id": 3}, "vision_end_token_id=3"),
+    ("vision_config", {"out_hidden_size": 32}, "out_hidden_size=32 is not the language model's hidden_size=64"),
+    ("vision_config", {"deepstack_visual_indexes": [0, 3]}, "deepstack_visual_indexes=[0, 3] must each be another"),
+    ("vision_config", {"deepstack_visual_indexes": [-1]}, "layer of the vision tower, 0 to 2"),
+    ("vision_config", {"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes=[1, 1]"),
+    ("vision_config", {"depth": 0}, "vision_config.depth=0, which must be a whole number from 1 to 10,000"),
+    ("vision_config", {"depth": 10**9}, "vision_config.depth=1000000000"),
+    ("vision_config", {"num_heads": 0}, "vision_config.num_heads=0"),
+    ("vision_config", {"num_heads": 3}, "vision_config.hidden_size=32 over 3 heads"),
+    ("vision_config", {"num_heads": 16}, "vision_config.hidden_size=32 over 16 heads"),
+    ("vision_config", {"patch_size": 0}, "vision_config.patch_size=0"),
+    ("vision_config", {"patch_size": [4, 4]}, "vision_config.patch_size=[4, 4]"),
+    ("vision_config", {"spatial_merge_size": -2}, "vision_config.spatial_merge_size=-2"),
+    ("vision_config", {"temporal_patch_size": 10**30}, "vision_config.temporal_patch_size="),
+    ("vision_config", {"num_position_embeddings": 0}, "vision_config.num_position_embeddings=0"),
+    ("vision_config", {"hidden_act": "wiggle"}, "vision_config.hidden_act='wiggle' is not known"),
+    ("vision_config", {"model_type": "qwen2_vl_vision"}, "model_type|its config cannot be loaded"),
+    ("text_config", {"model_type": "qwen3"}, "model_type='qwen3' where it must be 'qwen3_vl_text'"),
+]
+
+
+@pytest.mark.parametrize(("part", "values", "message"), NONSENSE, ids=str)
+def test_a_config_that_makes_no_sense_is_named(
+    directory: Path, part: str | None, values: dict[str, Any], message: str
+) -> None:
+    edit_config(directory, part, **values)
+    for load_format in ("auto", "dummy"):
+        said = refusal(directory, load_format=load_format)
+        assert any(each in said for each in message.split("|")), said
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"mrope_section": [10, 12, 10]}, "cannot be dealt out in turn"),
+        ({"mrope_section": [12, 10, 9]}, "must be three whole numbers"),
+        ({"mrope_interleaved": False}, "sections one after another are another model's (Qwen2-VL)"),
+        ({"rope_type": "longrope"}, "rope type 'longrope' is not supported|its config cannot be loaded"),
+        ({"rope_theta": -1.0}, "rope_theta=-1.0"),
+    ],
+    ids=str,
+)
+def test_rope_settings_that_make_no_sense_are_named(directory: Path, rope: dict[str, Any], message: str) -> None:
+    settings = config_of(directory)["text_config"]["rope_parameters"]
+    edit_config(directory, "text_config", rope_parameters=settings | rope)
+    said = refusal(directory)
+    assert any(each in said for each in message.split("|")), said
+
+
+@pytest.mark.parametrize("part", ["text_config", "vision_config"])
+@pytest.mark.parametrize("value", [None, 7, "large", []], ids=repr)
+def test_a_part_of_the_config_that_is_none_is_an_error_of_ours(directory: Path, part: str, value: Any) -> None:
+    edit_config(directory, **{part: value})
+    refusal(directory)
+
+
+TENSORS: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
+    (lambda tensors: tensors.pop(Q_PROJ), f"the weights lack {Q_PROJ};"),
+    (lambda tensors: tensors.pop(PATCHES), f"the weights lack {PATCHES};"),
+    (lambda tensors: tensors.update({PATCHES: torch.zeros(3)}), f"other shapes for {PATCHES} [3] instead of [32, 3,"),
+    (lambda tensors: tensors.update({Q_PROJ: torch.zeros(3)}), f"other shapes for {Q_PROJ} [3] instead of [128, 64]"),
+    (lambda tensors: tensors.update({"model.visual.extra": torch.zeros(3)}), "have unexpected model.visual.extra"),
+    (lambda tensors: tensors.update({"model.audio.weight": torch.zeros(3)}), "have unexpected model.audio.weight"),
+    (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64)}), "have unexpected model.norm.weight"),
+    (lambda tensors: tensors.update({PATCHES: tensors[PATCHES].to(torch.int8)}), f"{PATCHES} is stored as I8"),
+    (
+        lambda tensors: [tensors.pop(name) for name in [*tensors] if name.startswith("model.visual.")],
+        "the weights lack model.visual.blocks.0.attn.proj.bias, ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), TENSORS, ids=[message for _, message in TENSORS])
+def test_tensors_that_do_not_fit_are_named(
+    directory: Path, change: Callable[[dict[str, Tensor]], Any], message: str
+) -> None:
+    edit_weights(directory, change)
+    said = refusal(directory)
+    assert message in said
+    assert load(directory, load_format="dummy").architecture == ARCHITECTURE, "nothing of the files is read then"
+
+
+def test_an_output_layer_that_should_be_there_is_missed(directory: Path) -> None:
+    edit_config(directory, tie_word_embeddings=False)
+    assert f"the weights lack {HEAD};" in refusal(directory)
+
+
+def test_files_that_are_broken_are_an_error_of_the_loader(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"x" * 100)
+    assert "its weights cannot be loaded: model.safetensors: " in refusal(directory)
+
+
+def test_a_tower_that_no_memory_holds_is_an_error_of_ours(directory: Path) -> None:
+    edit_config(directory, "vision_config", intermediate_size=2**47)
+    assert "its weights cannot be loaded" in refusal(directory, load_format="dummy")
+    assert "the weights have other shapes for model.visual.blocks.0.mlp" in refusal(directory)
