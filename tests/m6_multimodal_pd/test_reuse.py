@@ -1,0 +1,181 @@
+"""What is computed of a picture is not computed again: KV behind the same text, embeddings wherever it stands."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from m6_multimodal_pd import LLMEngine, MultimodalConfig, SamplingParams
+from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, setting
+from tests.m6_multimodal_pd.seeing import SHOWN, Theirs, asking, messages, picture, text
+
+PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+def cached_tokens(engine: LLMEngine, conversation: Any) -> int:
+    """How many tokens of its prompt an answer did not compute."""
+    return engine.chat(conversation, PARAMS).metrics.cached_tokens
+
+
+def start_of(engine: LLMEngine, conversation: Any, item: int = 0) -> int:
+    """Where an item of a conversation begins in its prompt."""
+    prompt: Any = engine.chat_prompt(conversation)
+    return int(prompt.multimodal_inputs.mm_items[item].start)
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> Any:
+    """A cache of single tokens, so that hits are exact."""
+    return make_engine(**setting(page_size=1))
+
+
+# --- the prefix cache -------------------------------------------------------------------------------------------------
+
+
+def test_the_same_question_about_another_picture_finds_what_stands_before_it(engine: Any) -> None:
+    """Pictures of the same size: the tokens are the same to the last one."""
+    other = {"type": "image", "image": picture("another", 3, 3)}
+    first, second = asking(1, "a", 2), [{"role": "user", "content": [text(1), other, text(2)]}]
+    assert engine.chat_prompt(first) == engine.chat_prompt(second)
+    engine.chat(first, PARAMS)
+    assert cached_tokens(engine, second) == start_of(engine, first)
+
+
+def test_the_same_picture_and_another_question_find_all_of_the_picture(engine: Any) -> None:
+    engine.chat(asking("a", 2), PARAMS)
+    assert cached_tokens(engine, asking("a", 3)) >= start_of(engine, asking("a", 3)) + 9
+
+
+def test_a_second_turn_with_the_same_picture_does_not_run_the_tower(engine: Any, their_model: Theirs) -> None:
+    engine.chat(messages((("a", 1),)), PARAMS)
+    runs = counts(engine)[0]
+    second = messages((("a", 1), (2,)))
+    output = engine.chat(second, PARAMS)
+    assert counts(engine)[0] == runs == 1
+    assert output.metrics.cached_tokens > start_of(engine, second) + 9
+    assert output.token_ids == their_model.answer(engine.chat_prompt(second)).token_ids[:4]
+
+
+def test_where_only_the_second_of_two_pictures_changes_the_hit_keeps_the_first(engine: Any) -> None:
+    engine.chat(asking("a", "c", 1), PARAMS)
+    changed = [{"role": "user", "content": [SHOWN["a"], {"type": "image", "image": picture("x", 5, 4)}, text(1)]}]
+    assert cached_tokens(engine, changed) == start_of(engine, changed, item=1)
+    assert counts(engine)[1] == 3
+
+
+def test_a_clip_is_one_content_whose_frames_are_found_together(engine: Any) -> None:
+    engine.chat(asking("v", 1), PARAMS)
+    clip = SHOWN["v"]["video"]
+    changed = {**SHOWN["v"], "video": [*clip[:3], picture("other end", 2, 3)]}
+    first = start_of(engine, asking("v", 1))
+    assert cached_tokens(engine, [{"role": "user", "content": [changed, text(1)]}]) == first
+
+
+def test_equal_bytes_of_another_shape_are_another_key(engine: Any) -> None:
+    """16 x 24 and 24 x 16 pixels of the same bytes, which become as many tokens."""
+    pixels = np.random.default_rng(0).integers(0, 256, 16 * 24 * 3, dtype=np.uint8)
+    pictures = [{"type": "image", "image": pixels.reshape(shape)} for shape in ((16, 24, 3), (24, 16, 3))]
+    wide, high = ([{"role": "user", "content": [shown, text(1)]}] for shown in pictures)
+    assert engine.chat_prompt(wide) == engine.chat_prompt(high)
+    engine.chat(wide, PARAMS)
+    assert cached_tokens(engine, high) == start_of(engine, high) and counts(engine)[1] == 2
+
+
+def test_one_color_of_another_shape_is_another_key(engine: Any) -> None:
+    """Every patch of both is the same, and there are as many: only the grid tells them apart."""
+    wide, high = (
+        [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", size, "teal")}, text(1)]}]
+        for size in ((24, 16), (16, 24))
+    )
+    engine.chat(wide, PARAMS)
+    assert cached_tokens(engine, high) == start_of(engine, high)
+
+
+def test_a_hit_may_end_inside_a_picture(make_engine: MakeEngine, their_model: Theirs) -> None:
+    """In pages of 16 tokens a picture of 20 never begins and ends with a page."""
+    engine = make_engine(**setting(page_size=16))
+    engine.chat(asking("c", 1), PARAMS)
+    again = asking("c", 2)
+    prompt: Any = engine.chat_prompt(again)
+    item = prompt.multimodal_inputs.mm_items[0]
+    output = engine.generate(prompt, PARAMS)
+    assert item.start < output.metrics.cached_tokens < item.end, "the picture does not lie as this test wants it"
+    assert output.token_ids == their_model.answer(prompt).token_ids[:4]
+
+
+def test_requests_under_different_salts_share_embeddings_and_no_kv(engine: Any) -> None:
+    engine.chat(asking("a", 1), PARAMS)
+    output = engine.chat(asking("a", 1), PARAMS, cache_salt="tenant")
+    assert output.metrics.cached_tokens == 0 and counts(engine) == (1, 1, 1)
+
+
+def test_pad_values_are_never_below_the_size_of_the_vocabulary(engine: Any) -> None:
+    recorder = Recorder(engine.tracer)
+    for question in (("a", 1), ("b", "c", "v")):
+        engine.chat(asking(*question), PARAMS)
+    values = [event.pad_value for event in recorder.events("item_received")]
+    assert len(set(values)) == len(values) == 4 and min(values) >= 4096
+
+
+def test_a_prompt_made_by_one_engine_has_no_number_of_another(make_engine: MakeEngine, their_model: Theirs) -> None:
+    """Each engine numbers contents for itself: a prompt from elsewhere must not meet another picture's KV."""
+    first, second = make_engine(**setting(page_size=1)), make_engine(**setting(page_size=1))
+    first.chat(asking("b", 1), PARAMS)
+    made = first.chat_prompt(asking("b", 1))
+    second.chat(asking("a", 1), PARAMS)
+    output = second.generate(made, PARAMS)
+    assert output.token_ids == their_model.answer(made).token_ids[:4]
+
+
+# --- the embedding cache ----------------------------------------------------------------------------------------------
+
+
+def test_two_requests_with_one_picture_in_one_step_run_the_tower_once(engine: Any) -> None:
+    engine.generate_batch([asking("a", 1), asking(5, "a")], PARAMS)
+    assert counts(engine) == (1, 1, 1)
+
+
+def test_a_picture_that_comes_again_behind_another_text_is_not_encoded_again(engine: Any) -> None:
+    engine.chat(asking("a", 1), PARAMS)
+    output = engine.chat(asking(7, 8, "a"), PARAMS)
+    assert counts(engine) == (1, 1, 1) and output.metrics.cached_tokens < start_of(engine, asking(7, 8, "a"))
+
+
+def test_a_picture_that_is_cut_is_encoded_once_for_all_its_pieces(make_engine: MakeEngine, their_model: Theirs) -> None:
+    engine = make_engine(**setting(max_num_batched_tokens=6))
+    recorder = Recorder(engine.tracer)
+    prompt = engine.chat_prompt(asking("c", 1))
+    assert engine.generate(prompt, PARAMS).token_ids == their_model.answer(prompt).token_ids[:4]
+    assert counts(engine)[:2] == (1, 1)
+    read = [event.num_read for event in recorder.events("encoder_hit")]
+    assert len(read) >= 2 and all(number <= 6 for number in read)
+
+
+def test_embeddings_leave_when_others_need_the_room_and_come_again_when_they_are_needed(
+    make_engine: MakeEngine, their_model: Theirs
+) -> None:
+    row = 3 * 64 * 4  # bytes of a token of the tiny model
+    engine = make_engine(**setting(page_size=1, cache="chunk", multimodal={"embedding_cache_bytes": 25 * row}))
+    recorder = Recorder(engine.tracer)
+    for question in (("a", 1), ("c", 1), ("a", 1)):
+        prompt = engine.chat_prompt(asking(*question))
+        assert engine.generate(prompt, PARAMS).token_ids == their_model.answer(prompt).token_ids[:4]
+    assert counts(engine) == (3, 3, 0) and engine.stats().num_evicted_items == 2
+    assert [event.num_tokens for event in recorder.events("item_evicted")] == [9, 20]
+    assert engine.stats().embedding_cache_bytes == 9 * row
+
+
+def test_a_flush_forgets_embeddings_too(engine: Any) -> None:
+    engine.chat(asking("a", 1), PARAMS)
+    assert engine.stats().embedding_cache_bytes > 0
+    assert engine.flush_cache() and engine.stats().embedding_cache_bytes == 0
+    engine.chat(asking("a", 1), PARAMS)
+    assert counts(engine)[0] == 2
+
+
+def test_a_closed_engine_holds_no_embeddings(make_engine: MakeEngine) -> None:
+    engine = make_engine(**setting(multimodal=vars(MultimodalConfig())))
+    engine.chat(asking("a", 1), PARAMS)
+    engine.close()
+    assert engine.engine_core.embedding_cache.used_bytes == 0
