@@ -176,6 +176,8 @@ class _Redirects(HTTPRedirectHandler):
         scheme = scheme_of(newurl) or ""
         if scheme not in ("http", "https") or scheme not in self.config.allowed_url_schemes:
             fp.close()
-            why = refusal(scheme) if scheme in ("http", "https") else "only http and https may be led to"
-            raise InvalidMediaError(f"{self.what}: {shown(req.full_url)} leads to {shown(newurl)}: {why}")
+            why = refusal(scheme) if scheme in ("http", "https") else "that is refused"
+            raise InvalidMediaError(
+                f"{self.what}: {shown(req.full_url)} cannot be read: it leads to {shown(newurl)}: {why}"
+            )
         return super().redirect_request(req, fp, code, msg, headers, newurl)

@@ -189,10 +189,8 @@ class VideoLoader:
                 self._check_pixels(width, height, len(names), what)
                 frames = np.empty((len(names), height, width, 3), dtype=np.uint8)
             if pixels.shape != frames.shape[1:]:
-                size = f"{frames.shape[2]}x{frames.shape[1]}"
-                raise InvalidMediaError(
-                    f"{name}: it is {width}x{height}, and the first is {size}; give frames of one size"
-                )
+                first = f"{frames.shape[2]}x{frames.shape[1]}"
+                raise InvalidMediaError(f"{name}: it is {width}x{height}, the first {first}; give frames of one size")
             frames[index] = pixels
         assert frames is not None  # sampling returns one frame at least
         return frames

@@ -1,0 +1,242 @@
+"""A URL makes the engine read what its sender cannot reach: it is followed only where that was allowed by name."""
+
+import base64
+import io
+import os
+import socket
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.multimodal.media import MediaLoader, Picture
+from m6_multimodal_pd.multimodal.sources import scheme_of
+from m6_multimodal_pd.multimodal.video import FrameSampling
+
+PIXELS = np.random.default_rng(5).integers(0, 256, (6, 4, 3), dtype=np.uint8)
+
+
+def png() -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PIXELS).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def load(url: str, key: str = "image_url", **config: Any) -> np.ndarray:
+    media = MediaLoader(MultimodalConfig(**config), FrameSampling()).load({"type": key, key: url})
+    assert isinstance(media, Picture)
+    return media.pixels
+
+
+def refused(url: str, key: str = "image_url", **config: Any) -> str:
+    with pytest.raises(InvalidMediaError) as caught:
+        load(url, key, **config)
+    return str(caught.value)
+
+
+class Site(BaseHTTPRequestHandler):
+    """Serves a picture, redirects, endless bytes, and says what was asked for."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        way, _, argument = self.path[1:].partition("?")
+        if way in ("to", "circle"):
+            self.send_response(302)
+            self.send_header("Location", argument or self.path)
+            self.end_headers()
+        elif way == "missing":
+            self.send_error(404)
+        else:
+            self.send_response(200)
+            if way == "claims":
+                self.send_header("Content-Length", str(10**12))
+            self.end_headers()
+            try:
+                self.wfile.write(png() if way == "picture" else bytes(300_000))
+            except OSError:  # the other side has had enough
+                self.asked.append("hung up")
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    Site.asked.clear()
+    with HTTPServer(("127.0.0.1", 0), Site) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+# --- which schemes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["image", "image_url"])
+@pytest.mark.parametrize("scheme", ["http", "https", "file", "HTTP", "File"])
+def test_urls_are_refused_unless_their_scheme_is_allowed(scheme: str, key: str) -> None:
+    """And the error names the setting that allows it."""
+    others = tuple({"http", "https", "file"} - {scheme.lower()})
+    for allowed in ((), others):
+        says = refused(f"{scheme}://localhost/cat.png", key, allowed_url_schemes=allowed)
+        assert f"allowed_url_schemes=('{scheme.lower()}',)" in says
+
+
+@pytest.mark.parametrize("key", ["image", "image_url"])
+@pytest.mark.parametrize("url", ["ftp://host/cat.png", "javascript:alert(1)", "gopher://host", "s3://bucket/cat.png"])
+def test_other_schemes_are_never_followed(url: str, key: str) -> None:
+    assert "not a URL that is taken" in refused(url, key, allowed_url_schemes=("http", "https", "file"))
+
+
+@pytest.mark.parametrize("path", ["cat.png", "/tmp/cat.png", "C:\\cat.png", "", " http://host/cat.png", "~/cat.png"])
+def test_a_path_is_no_url(path: str) -> None:
+    assert "not a URL that is taken" in refused(path, allowed_url_schemes=("http", "https", "file"))
+
+
+def test_a_video_by_url_is_refused_in_the_same_way() -> None:
+    for url in ("http://host/clip.gif", "/tmp/clip.gif"):
+        assert refused(url, "video_url")
+    assert "allowed_url_schemes" in refused("http://host/clip.gif", "video")
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme"),
+    [
+        ("http://host/x", "http"),
+        ("HTTPS://host", "https"),
+        ("file:/etc/passwd", "file"),
+        ("data:image/png;base64,AA==", "data"),
+        ("s3://bucket", "s3"),
+        ("C:\\pictures\\cat.png", None),
+        ("c:/cat.png", None),
+        ("c://cat.png", None),
+        ("shot 12:30.png", None),
+        ("shot:1.png", None),
+        ("./http://x", None),
+        ("cat.png", None),
+        ("", None),
+    ],
+)
+def test_a_path_with_a_colon_is_still_a_path(text: str, scheme: str | None) -> None:
+    assert scheme_of(text) == scheme
+
+
+def test_a_file_with_a_colon_in_its_name_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shot:1.png").write_bytes(png())
+    np.testing.assert_array_equal(load("shot:1.png", "image"), PIXELS)
+
+
+# --- data: ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_content_and_not_its_claimed_type_decides() -> None:
+    content = base64.b64encode(png()).decode()
+    for head in ("data:image/png;base64", "DATA:;BASE64", "data:text/html;charset=utf-8;base64"):
+        np.testing.assert_array_equal(load(f"{head},{content}"), PIXELS)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:",
+        "data:image/png",
+        "data:image/png;base64",
+        "data:image/png;base64,",
+        "data:image/png,abc",
+        "data:image/png;base64,A",
+        "data:image/png;base64,A===",
+        "data:image/png;base64,====",
+        "data:image/png;base64,%41%42",
+        "data:image/png;base64,ä",
+        "data:image/png;base64,QUJD",
+    ],
+)
+def test_a_broken_data_url_is_refused(url: str) -> None:
+    assert refused(url).startswith("image: ")
+    assert refused(url, "image").startswith("image: ")
+
+
+def test_an_error_does_not_repeat_a_whole_data_url() -> None:
+    assert len(refused("data:image/png;base64," + "!" * 10_000)) < 300
+
+
+# --- file: ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_url_is_read_where_that_is_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "a cat.png"
+    path.write_bytes(png())
+    for url in (path.as_uri(), path.as_uri().replace("file://", "file://localhost")):
+        np.testing.assert_array_equal(load(url, allowed_url_schemes=("file",)), PIXELS)
+
+
+@pytest.mark.parametrize("url", ["file://other/x.png", "file:///x.png?y", "file:///x.png#y"])
+def test_a_file_url_names_a_path_of_this_machine_and_nothing_else(url: str) -> None:
+    assert "file:///path" in refused(url, allowed_url_schemes=("file",))
+
+
+# --- http: ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_is_fetched_where_that_is_allowed(site: str) -> None:
+    np.testing.assert_array_equal(load(f"{site}/picture", allowed_url_schemes=("http",)), PIXELS)
+    np.testing.assert_array_equal(load(f"{site}/to?/picture", allowed_url_schemes=("http",)), PIXELS)
+
+
+@pytest.mark.parametrize("target", ["file:///{secret}", "ftp://127.0.0.1/x", "data:image/png;base64,AAAA"])
+def test_no_redirect_leads_out_of_the_web(site: str, tmp_path: Path, target: str) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(png())
+    target = target.format(secret=str(secret)[1:])
+    assert "cannot be read" in refused(f"{site}/to?{target}", allowed_url_schemes=("http", "https", "file"))
+    assert len(Site.asked) == 1
+
+
+def test_a_redirect_leads_only_to_a_scheme_that_is_allowed(site: str) -> None:
+    says = refused(f"{site}/to?https://127.0.0.1:1/x", allowed_url_schemes=("http",))
+    assert "leads to 'https://127.0.0.1:1/x': https: URLs are refused" in says
+
+
+def test_a_circle_of_redirects_ends(site: str) -> None:
+    assert "cannot be read" in refused(f"{site}/circle", allowed_url_schemes=("http",))
+    assert 1 < len(Site.asked) < 20
+
+
+def test_no_more_than_the_limit_is_read(site: str) -> None:
+    assert "max_file_bytes=1,000 " in refused(f"{site}/endless", allowed_url_schemes=("http",), max_file_bytes=1000)
+    says = refused(f"{site}/claims", allowed_url_schemes=("http",))
+    assert "it has 1,000,000,000,000 bytes" in says
+
+
+def test_an_answer_that_is_no_picture_is_refused(site: str) -> None:
+    assert "404" in refused(f"{site}/missing", allowed_url_schemes=("http",))
+    assert "none of PNG" in refused(f"{site}/zeros", allowed_url_schemes=("http",))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://127.0.0.1:1/x", "http://127.0.0.1:x/", "http://[::", "http://a b/c"]
+)
+def test_a_url_that_leads_nowhere_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    assert refused(url, allowed_url_schemes=("http",)).startswith("image: ")
+
+
+def test_a_site_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
+        assert "timed out" in refused(url, allowed_url_schemes=("http",), url_timeout_s=0.05)
