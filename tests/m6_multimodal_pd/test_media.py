@@ -136,13 +136,6 @@ def test_transparency_is_laid_over_white() -> None:
     assert image(encoded(np.asarray(palette), transparency=0))[0].tolist() == [[255] * 3, [1] * 3]
 
 
-def test_transparency_is_what_transformers_makes_of_it() -> None:
-    transforms = pytest.importorskip("transformers.image_transforms")
-    source = Image.fromarray(np.random.default_rng(3).integers(0, 256, (8, 8, 4), dtype=np.uint8))
-    theirs = np.asarray(transforms.convert_to_rgb(source, return_numpy=True))
-    np.testing.assert_array_equal(image(source), theirs)
-
-
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 
