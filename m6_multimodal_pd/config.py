@@ -40,7 +40,8 @@ class MultimodalConfig:
     max_video_frames: int = 4096
     """Frames that may be handed in; fewer are sampled from them."""
     max_video_pixels: int = 2**28
-    """Width times height of all sampled frames together."""
+    """Width times height of all sampled frames together. Of an animation all frames count, because each is drawn over
+    the one before."""
     min_pixels: int | None = None
     """A smaller image is enlarged to so many pixels. None: as the model's processor has it."""
     max_pixels: int | None = None
