@@ -8,8 +8,8 @@ What is done to the pixels is done once, here, so that file, array and PIL image
 
 - the EXIF orientation is applied, so that a phone's picture does not lie on its side. transformers' `load_image` does
   so too; its image processor, given a PIL image, does not.
-- transparency is laid over white, as transformers' image processor does. Dropping the alpha channel would show colours
-  that nobody has ever seen: a logo with a transparent background has, as a rule, black there.
+- transparency is laid over white, as the image processor of newer transformers does. Dropping the alpha channel, as
+  older ones do, shows colours that nobody was meant to see: under a transparent background there is often black.
 - 16 bits of grey become 8 by leaving out the lower ones. PIL's own conversion makes everything above 255 white.
 
 vLLM: `ImageMediaIO` (`multimodal/image.py`); SGLang: `load_image`.

@@ -6,8 +6,10 @@ import os
 import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import count
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -61,7 +63,8 @@ class Site(BaseHTTPRequestHandler):
                 self.send_header("Content-Length", str(10**12))
             self.end_headers()
             try:
-                self.wfile.write(png() if way == "picture" else bytes(300_000))
+                for _ in range(1000 if way == "endless" else 1):
+                    self.wfile.write(png() if way == "picture" else bytes(65536))
             except OSError:  # the other side has had enough
                 self.asked.append("hung up")
 
@@ -169,6 +172,11 @@ def test_a_broken_data_url_is_refused(url: str) -> None:
     assert refused(url, "image").startswith("image: ")
 
 
+def test_base64_with_other_characters_in_it_is_refused() -> None:
+    content = base64.b64encode(png()).decode()
+    assert "base64" in refused(f"data:image/png;base64,{content[:40]}!{content[40:]}")
+
+
 def test_an_error_does_not_repeat_a_whole_data_url() -> None:
     assert len(refused("data:image/png;base64," + "!" * 10_000)) < 300
 
@@ -217,8 +225,17 @@ def test_a_circle_of_redirects_ends(site: str) -> None:
 
 def test_no_more_than_the_limit_is_read(site: str) -> None:
     assert "max_file_bytes=1,000 " in refused(f"{site}/endless", allowed_url_schemes=("http",), max_file_bytes=1000)
+    load(f"{site}/picture", allowed_url_schemes=("http",))  # one after the other: now the first is over
+    assert Site.asked == ["/endless", "hung up", "/picture"]
     says = refused(f"{site}/claims", allowed_url_schemes=("http",))
     assert "it has 1,000,000,000,000 bytes" in says
+
+
+def test_bytes_that_come_drop_by_drop_are_not_waited_for(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeout is of the whole answer, not of each of its pieces."""
+    clock = SimpleNamespace(monotonic=count(step=6).__next__)
+    monkeypatch.setattr("m6_multimodal_pd.multimodal.sources.time", clock)
+    assert "url_timeout_s" in refused(f"{site}/endless", allowed_url_schemes=("http",), url_timeout_s=10)
 
 
 def test_an_answer_that_is_no_picture_is_refused(site: str) -> None:
