@@ -42,8 +42,8 @@ go through the image processor and the chat template that lie beside this card. 
 - **A picture** is {sizes} pixels, plain ({backgrounds} light backgrounds), and shows one to four things. A thing is small or big
   ({small}; {big} of its cell), has one of {num_colors} colours ({colors}) and one of {num_shapes} shapes ({shapes}), and lies
   in one of nine cells: {cells}.
-- **Two pictures** show one thing each. From the first to the second its color, shape, size or position changes, or nothing.
-- **A clip** has four to eight frames of 96x96, two a second. One thing moves {ways} across most of the picture, or
+- **Two pictures** show one thing each. From the first to the second its colour, shape, size or position changes, or nothing does.
+- **A clip** has four to eight frames of 96x96, two a second. One thing moves ({ways}) across most of the picture, or
   stays still.
 
 It is asked "Describe the picture.", "What is at the top left?", "What color is the star?", "Where is the red circle?",
