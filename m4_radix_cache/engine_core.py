@@ -8,6 +8,7 @@ release; `flush_cache` forgets it. `n > 1` stands outside, as in m3. SGLang: `Sc
 """
 
 import time
+from typing import Protocol
 
 import torch
 
@@ -23,6 +24,29 @@ from m4_radix_cache.recovery import Phase, forget_everything
 from m4_radix_cache.scheduler import Scheduler
 
 
+class Companion(Protocol):
+    """What else outlives requests, besides KV: nothing before m6, which keeps what it has seen of pictures."""
+
+    def clear(self) -> None:
+        """Forget it."""
+        ...
+
+    def add_to(self, stats: SingleRequestStats) -> SingleRequestStats:
+        """The engine's totals, with its own."""
+        ...
+
+
+class NoCompanion:
+    """There is nothing else."""
+
+    def clear(self) -> None:
+        """Nothing to forget."""
+
+    def add_to(self, stats: SingleRequestStats) -> SingleRequestStats:
+        """Nothing to add."""
+        return stats
+
+
 class EngineCore(EngineCoreBase):
     """Turns the crank."""
 
@@ -35,12 +59,14 @@ class EngineCore(EngineCoreBase):
         output_processor: OutputProcessor,
         kv_bytes_per_token: int,
         tracer: Tracer,
+        companion: Companion | None = None,
     ) -> None:
+        self.companion = NoCompanion() if companion is None else companion
         self.families = RequestFamilies(scheduler=scheduler, tracer=tracer)
         super().__init__(
             input_processor=input_processor,
             unfinished=self.families,
-            kv_holder=KVView(scheduler, kv_bytes_per_token),
+            kv_holder=KVView(scheduler, kv_bytes_per_token, self.companion),
             output_processor=output_processor,
             tracer=tracer,
         )
@@ -95,14 +121,14 @@ class EngineCore(EngineCoreBase):
         """Totals so far, and the state of the cache."""
         totals, uncounted = vars(super().stats()), [r for rid, r in self._open.items() if rid not in self._counted]
         totals["num_output_tokens"] = self._num_output_tokens + sum(r.num_output_tokens for r in uncounted)
-        return self.scheduler.stats(totals)
+        return self.companion.add_to(self.scheduler.stats(totals))
 
 
 class KVView:
     """What requests hold, seen from above. What only the cache holds counts as nobody's."""
 
-    def __init__(self, scheduler: Scheduler, kv_bytes_per_token: int) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, kv_bytes_per_token: int, companion: Companion) -> None:
+        self.scheduler, self.companion = scheduler, companion
         self.kv_bytes_per_token = kv_bytes_per_token
 
     def free_request_cache(self, request_id: str) -> None:
@@ -115,6 +141,7 @@ class KVView:
         """Forget all KV, cached or in use."""
         self.scheduler.phase = Phase.DECIDING  # interrupted, it leaves books that the next step makes anew
         forget_everything(self.scheduler)
+        self.companion.clear()
         if not self.scheduler.requests:
             self.scheduler.phase = Phase.IDLE
 

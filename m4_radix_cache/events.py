@@ -1,4 +1,4 @@
-"""What the trace can say about the prefix cache: who shares it, what was found, kept, split, locked, evicted, audited.
+"""What the trace can say about the prefix cache: what was found, kept, split, locked and thrown out, and an audit.
 
 m3 spoke of blocks and who holds them. Here KV has an owner that is no request, the cache, and what matters is how much
 of it is free, evictable or protected. What happens to requests stands in `scheduler_events.py`. SGLang exports the hit
@@ -9,26 +9,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from m1_single_request.trace_event import Event, some
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestOptions(Event):
-    """A request arrived with a priority or a salt of its own."""
-
-    style: ClassVar[str] = "cyan"
-    detail: ClassVar[bool] = True
-    rid: str
-    """Request id."""
-    priority: int
-    """How important it is; others have 0."""
-    extra_key: str | None
-    """Its namespace, named by `cache_salt`: it shares KV with requests of the same one only."""
-
-    def explain(self) -> str:
-        said = [f"has priority {self.priority:,}"] if self.priority else []
-        if self.extra_key is not None:
-            said.append(f"shares KV only with requests under the salt {self.extra_key!r}")
-        return f"{self.rid} {' and '.join(said)}."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,12 @@ computed. SGLang: `Req` in `managers/schedule_batch.py`.
 """
 
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from m1_single_request.request import Request, RequestStatus, Sequence
-from m1_single_request.trace_event import Event
-from m4_radix_cache.events import RequestOptions
+from m1_single_request.tracer import Tracer
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
@@ -25,11 +24,20 @@ from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
-class Req(Request):
-    """m1's request under SGLang's names, with its place in the pools and in the tree.
+class Media(Protocol):
+    """What a prompt holds besides text: nothing before m6."""
 
-    Seams for m6: `prompt_key_ids`, `arrival_events`.
-    """
+    def padded(self, token_ids: SequenceOf[int]) -> SequenceOf[int]:
+        """The prompt as the cache knows it: a picture by its content."""
+        ...
+
+    def trace_arrival(self, rid: str, tracer: Tracer) -> None:
+        """Tell the trace what request `rid` brings."""
+        ...
+
+
+class Req(Request):
+    """m1's request under SGLang's names, with its place in the pools and in the tree."""
 
     def __init__(self, request_id: str, prompt: str | None, sequence: Sequence, seed: int, arrival_time: float) -> None:
         super().__init__(request_id, prompt, sequence, seed, arrival_time)
@@ -47,7 +55,7 @@ class Req(Request):
         self.req_pool_idx: int | None = None  # its row of slots, while it runs
         self.req_to_token_pool: ReqToTokenPool | None = None  # where that row is
         self.spec_state: Any = None  # how well its next tokens can be guessed: nothing is guessed before m5
-        self.multimodal_inputs: Any = None  # its pictures: there are none before m6
+        self.multimodal_inputs: Media | None = None  # its pictures: there are none before m6
         self._key: RadixKey | None = None
 
     @property
@@ -83,25 +91,15 @@ class Req(Request):
         return int(self.req_to_token_pool.lens[self.req_pool_idx])
 
     @property
-    def prompt_key_ids(self) -> SequenceOf[int]:
-        """Its prompt as the cache knows it. In m6 a picture is known by its content there, not by its tokens."""
-        return self.origin_input_ids
-
-    @property
     def key(self) -> RadixKey:
         """Its tokens as the cache knows them. Each is encoded once, when somebody first asks."""
         if self._key is None:
-            self._key = RadixKey(self.prompt_key_ids, self.extra_key)
+            media, prompt = self.multimodal_inputs, self.origin_input_ids
+            self._key = RadixKey(prompt if media is None else media.padded(prompt), self.extra_key)
         missing = self.seqlen - len(self._key)
         if missing > 0:
             self._key.append(self.output_ids[-missing:])
         return self._key
-
-    def arrival_events(self) -> list[Event]:
-        """What the trace is told of it when it arrives, besides what it is told of every request."""
-        if not self.priority and self.extra_key is None:
-            return []
-        return [RequestOptions(rid=self.rid, priority=self.priority, extra_key=self.extra_key)]
 
     @property
     def is_retracted(self) -> bool:

@@ -29,6 +29,7 @@ from m4_radix_cache.retraction import outgrown, retract
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.schedule_policy import SchedulePolicy
+from m4_radix_cache.scheduler_events import RequestOptions
 
 
 class Limits(Protocol):
@@ -161,9 +162,10 @@ class SchedulerBase(ABC):
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request id {request.request_id!r} is in use: it has not finished yet")
         self.updater.trace_arrival(request, num_waiting=len(self.waiting_queue))
-        if self.tracer:
-            for event in request.arrival_events():
-                self.tracer.emit(event)
+        if self.tracer and (request.priority or request.extra_key is not None):
+            self.tracer.emit(RequestOptions(rid=request.rid, priority=request.priority, extra_key=request.extra_key))
+        if request.multimodal_inputs is not None:
+            request.multimodal_inputs.trace_arrival(request.rid, self.tracer)
         self._num_arrivals += 1
         request.number = self._num_arrivals
         self.requests[request.request_id] = request

@@ -16,6 +16,26 @@ from m4_radix_cache.schedule_batch import ScheduleBatch
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestOptions(Event):
+    """A request arrived with a priority or a salt of its own."""
+
+    style: ClassVar[str] = "cyan"
+    detail: ClassVar[bool] = True
+    rid: str
+    """Request id."""
+    priority: int
+    """How important it is; others have 0."""
+    extra_key: str | None
+    """Its namespace, named by `cache_salt`: it shares KV with requests of the same one only."""
+
+    def explain(self) -> str:
+        said = [f"has priority {self.priority:,}"] if self.priority else []
+        if self.extra_key is not None:
+            said.append(f"shares KV only with requests under the salt {self.extra_key!r}")
+        return f"{self.rid} {' and '.join(said)}."
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyOrder(Event):
     """Several requests wait: in which order they are asked to join, and who is not asked in this round."""
 

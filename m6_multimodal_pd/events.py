@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from m1_single_request.trace_event import Event, size, some, volatile
-from m6_multimodal_pd.multimodal.inputs import MultimodalInputs
 
 HASH_LETTERS = 8
 
@@ -164,34 +163,3 @@ class ItemEvicted(Event):
             f"{size(self.num_bytes)}): nobody uses them now, and they were used least recently. "
             f"{size(self.used_bytes)} stay."
         )
-
-
-def item_events(rid: str, inputs: MultimodalInputs) -> list[Event]:
-    """What the trace is told when a request with pictures arrives."""
-    items: list[Event] = [
-        ItemReceived(
-            rid=rid,
-            index=index,
-            modality=item.modality.value,
-            size=item.size,
-            grid_thw=item.grid_thw,
-            num_tokens=item.num_tokens,
-            offsets=item.offsets,
-            hash=item.hash,
-            pad_value=item.pad_value,
-        )
-        for index, item in enumerate(inputs.mm_items)
-    ]
-    blocks = [inputs.mrope_positions[:, start:end] for item in inputs.mm_items for start, end in item.offsets]
-    time, height, width = (
-        tuple((int(block[axis].min()), int(block[axis].max())) for block in blocks) for axis in range(3)
-    )
-    placed = PositionsAssigned(
-        rid=rid,
-        num_tokens=inputs.mrope_positions.shape[1],
-        time=time,
-        height=height,
-        width=width,
-        delta=inputs.mrope_position_delta,
-    )
-    return [*items, placed]

@@ -17,19 +17,8 @@ from m3_paged_attention.attention.metadata import AttentionMetadata
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch as TextForwardBatch, ranges
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.models.qwen3_vl import VisualTokens
-from m6_multimodal_pd.multimodal.inputs import MultimodalDataItem, MultimodalInputs
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What one prompt of a step holds of one item: `count` embeddings from `first` on, at `place` among its tokens."""
-
-    item: MultimodalDataItem
-    row: int
-    """The prompt, by its row in the batch."""
-    place: int
-    first: int
-    count: int
+from m6_multimodal_pd.multimodal.encoder import Seen
+from m6_multimodal_pd.multimodal.inputs import MultimodalInputs
 
 
 def seen_in(batch: ModelWorkerBatch) -> list[Seen]:
@@ -40,7 +29,7 @@ def seen_in(batch: ModelWorkerBatch) -> list[Seen]:
             end = int(batch.seq_lens[row])
             start = end - int(batch.new_lens[row])
             found += [
-                Seen(item, row, place - start, first, last - first)
+                Seen(item, batch.rids[row], row, place - start, first, last - first)
                 for item in inputs.mm_items
                 for place, first, last in item.rows(start, end)
             ]
@@ -75,10 +64,15 @@ class ForwardBatch:
 
     @classmethod
     def init_new(
-        cls, text: TextForwardBatch, batch: ModelWorkerBatch, deltas: np.ndarray, seen: Sequence[tuple[Seen, Tensor]]
+        cls,
+        text: TextForwardBatch,
+        batch: ModelWorkerBatch,
+        deltas: np.ndarray,
+        seen: Sequence[Seen],
+        embeddings: Sequence[Tensor],
     ) -> "ForwardBatch":
-        """Put pictures into a layout. `deltas`: int64 `[batch_size]`, by how much positions exceed places; `seen`: each
-        stretch of a picture with its embeddings `[count, width]`."""
+        """Put pictures into a layout. `deltas`: int64 `[batch_size]`, by how much positions exceed places;
+        `embeddings`: `[count, width]` of each stretch that is `seen`."""
         positions = text.positions
         if deltas.any():
             of_tokens = np.empty(len(batch.input_ids), dtype=np.int64)
@@ -89,9 +83,9 @@ class ForwardBatch:
             positions = _with_prompts(positions, text, batch, prompts, is_seen=bool(seen))
         if not seen:
             return cls(text, positions, None)
-        places = np.concatenate([np.arange(s.count) + text.starts[s.row] + s.place for s, _ in seen])
-        embeddings = torch.cat([embedding for _, embedding in seen])
-        return cls(text, positions, VisualTokens(torch.as_tensor(places, device=positions.device), embeddings))
+        places = np.concatenate([np.arange(s.count) + text.starts[s.row] + s.place for s in seen])
+        visual = VisualTokens(torch.as_tensor(places, device=positions.device), torch.cat(list(embeddings)))
+        return cls(text, positions, visual)
 
 
 def _with_prompts(

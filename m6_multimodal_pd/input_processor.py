@@ -14,6 +14,7 @@ from m1_single_request.input_processor import Message, Prompt, check_messages
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention.request import ParentRequest
+from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.input_processor import InputProcessor as TextInputProcessor
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.models.qwen3_vl import MediaTokens
@@ -25,7 +26,6 @@ from m6_multimodal_pd.multimodal.prompt import (
     as_template_sees,
     media_parts,
 )
-from m6_multimodal_pd.request import Req
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class InputProcessor:
         if inputs is not None:
             inputs = inputs.taken_in(self.pad_values)
             for child in children:
-                assert isinstance(child, Req), "the part `request` must be a Req of m6"
+                assert isinstance(child, Req), "the part `request` must be a Req"
                 child.multimodal_inputs = inputs
         return request
 

@@ -1,42 +1,43 @@
 """What the roles must offer that m6 adds or changes; all others are those of m1 to m5."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from torch import Tensor
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.input_processor import Message, Prompt, RequestOptions
+from m1_single_request.interfaces import EngineCoreInterface as M1EngineCoreInterface
+from m1_single_request.outputs import EngineStats
+from m1_single_request.request import Request
+from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.tracer import Tracer
-from m4_radix_cache.interfaces import EngineCoreInterface as M4EngineCoreInterface
 from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
-from m4_radix_cache.request import Req as TextReq
+from m4_radix_cache.prefill_adder import AddReqResult
+from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.config import SchedulerConfig
-from m5_chunked_prefill_spec.interfaces import (
-    ROLES as M5_ROLES,
-    InputProcessorInterface as M5InputProcessorInterface,
-    ModelRunnerInterface as M5ModelRunnerInterface,
-    PrefillAdderInterface as M5PrefillAdderInterface,
-)
+from m5_chunked_prefill_spec.interfaces import ROLES as M5_ROLES, ModelRunnerInterface as M5ModelRunnerInterface
 from m5_chunked_prefill_spec.prefill_adder import PieceLimit
 from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunnerProtocol
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.input_processor import Sight
 from m6_multimodal_pd.model_loader import LoadedModel
+from m6_multimodal_pd.models.vision import VisionTower
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
+from m6_multimodal_pd.multimodal.encoder import Encoder, Seen
 from m6_multimodal_pd.multimodal.processor_settings import VisionShape
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
-from m6_multimodal_pd.outputs import EncoderTotals
 
 
-class InputProcessorInterface(M5InputProcessorInterface, Protocol):
-    """m5's, told what it must know of a model that sees."""
+class InputProcessorInterface(Protocol):
+    """Checks what a user hands in and builds requests; told what it must know of a model that sees."""
 
     def __init__(
         self,
         *,
-        request_class: type[TextReq],
+        request_class: type[Req],
         detokenizer_class: type[IncrementalDetokenizer],
         tokenizer: Any,
         vocab_size: int,
@@ -48,6 +49,19 @@ class InputProcessorInterface(M5InputProcessorInterface, Protocol):
         sight: Sight | None,
         guesses_texts_only: bool,
     ) -> None: ...
+    def process_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        number: int,
+        arrival_time: float,
+        **options: Unpack[RequestOptions],
+    ) -> Request: ...
+    def apply_chat_template(
+        self, messages: Sequence[Message], options: Mapping[str, Any] | None = None
+    ) -> list[int]: ...
 
 
 class MediaReaderInterface(Protocol):
@@ -80,15 +94,30 @@ class EncoderBudgetInterface(PieceLimit, Protocol):
     def __init__(self, *, max_tokens: int, bytes_per_token: int, cache: EmbeddingCache) -> None: ...
 
 
-class PrefillAdderInterface(M5PrefillAdderInterface, Protocol):
-    """m5's, which asks another limit."""
+class EncoderInterface(Protocol):
+    """Makes embeddings of pictures, keeps them, and says what that took."""
+
+    tower: VisionTower | None
+    budget: int
+
+    def __init__(self, *, tower: VisionTower | None, cache: EmbeddingCache, budget: int, tracer: Tracer) -> None: ...
+    def embed(self, seen: Sequence[Seen]) -> list[Tensor]: ...
+    def clear(self) -> None: ...
+    def add_to(self, stats: EngineStats) -> EngineStats: ...
+
+
+class PrefillAdderInterface(Protocol):
+    """Says who fits into a step, and how much of the last one; asks another limit. Derive it from m5's
+    `PrefillAdder`."""
+
+    can_run_list: list[Req]
 
     def __init__(
         self,
         *,
         tree_cache: Any,
         token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator,
-        running: Any,
+        running: Sequence[Req],
         new_token_ratio: float,
         max_prefill_tokens: int,
         max_new_reqs: int,
@@ -100,12 +129,12 @@ class PrefillAdderInterface(M5PrefillAdderInterface, Protocol):
         new_piece_limit: Callable[[], PieceLimit],
         tracer: Tracer,
     ) -> None: ...
+    def add_one_req(self, req: Req) -> AddReqResult: ...
+    def add_chunked_req(self, req: Req) -> AddReqResult: ...
 
 
 class ModelRunnerInterface(M5ModelRunnerInterface, Protocol):
-    """m5's, with a tower."""
-
-    encoder_totals: EncoderTotals
+    """m5's, with an encoder."""
 
     def __init__(
         self,
@@ -115,14 +144,12 @@ class ModelRunnerInterface(M5ModelRunnerInterface, Protocol):
         req_to_token_pool: ReqToTokenPool,
         rejection_sampler: Any,
         draft_runner: DraftRunnerProtocol | None,
-        embedding_cache: EmbeddingCache,
-        encoder_budget: int,
-        tracer: Tracer,
+        encoder: Encoder,
     ) -> None: ...
 
 
-class EngineCoreInterface(M4EngineCoreInterface, Protocol):
-    """Runs steps, and knows what the tower did."""
+class EngineCoreInterface(M1EngineCoreInterface, Protocol):
+    """Runs steps, and has a companion that outlives requests: the encoder."""
 
     def __init__(
         self,
@@ -132,9 +159,8 @@ class EngineCoreInterface(M4EngineCoreInterface, Protocol):
         executor: Any,
         output_processor: Any,
         kv_bytes_per_token: int,
-        embedding_cache: EmbeddingCache,
-        encoder_totals: EncoderTotals,
         tracer: Tracer,
+        companion: Any,
     ) -> None: ...
 
 
@@ -142,6 +168,7 @@ ROLES: dict[str, type] = M5_ROLES | {
     "input_processor": InputProcessorInterface,
     "media_reader": MediaReaderInterface,
     "embedding_cache": EmbeddingCacheInterface,
+    "encoder": EncoderInterface,
     "encoder_budget": EncoderBudgetInterface,
     "prefill_adder": PrefillAdderInterface,
     "model_runner": ModelRunnerInterface,

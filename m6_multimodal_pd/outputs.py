@@ -5,24 +5,6 @@ from dataclasses import dataclass
 from m1_single_request.outputs import EngineStats as SingleRequestStats
 
 
-@dataclass
-class EncoderTotals:
-    """What the vision tower has done since the engine was built."""
-
-    num_runs: int = 0
-    num_items: int = 0
-    num_tokens: int = 0
-    num_hits: int = 0
-    seconds: float = 0.0
-
-    def add_run(self, num_items: int, num_tokens: int, seconds: float) -> None:
-        """It ran once more, over so many items."""
-        self.num_runs += 1
-        self.num_items += num_items
-        self.num_tokens += num_tokens
-        self.seconds += seconds
-
-
 @dataclass(frozen=True)
 class EngineStats(SingleRequestStats):
     """m5's totals and sizes (in tokens), and what the vision tower did."""

@@ -12,6 +12,7 @@ from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.wiring import trace_start
+from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.wiring import prefix_cache_class, reserve_kv_memory
@@ -19,14 +20,13 @@ from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.speculative.draft_runner import load_draft_model
 from m5_chunked_prefill_spec.wiring import PARTS as M5_PARTS, build_scheduler, cost_table
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
-from m6_multimodal_pd.engine_core import EngineCore
 from m6_multimodal_pd.input_processor import InputProcessor, Sight
 from m6_multimodal_pd.model_loader import LoadedModel, load_model
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
+from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
-from m6_multimodal_pd.request import Req
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
@@ -43,6 +43,8 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     limits = config.scheduler.resolved(loaded.max_model_len, device.type)
     rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
     embeddings = parts["embedding_cache"](capacity_bytes=config.multimodal.embedding_cache_bytes, tracer=tracer)
+    budget = config.multimodal.budget(device.type)
+    encoder = parts["encoder"](tower=loaded.vision, cache=embeddings, budget=budget, tracer=tracer)
     runner = parts["model_runner"](
         loaded_model=loaded,
         scheduler_config=limits,
@@ -51,9 +53,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
             sampler=parts["sampler"](), token_text=parts["detokenizer"](loaded.tokenizer).token_text, tracer=tracer
         ),
         draft_runner=drafting and parts["draft_runner"](loaded_model=drafting, req_to_token_pool=rows),
-        embedding_cache=embeddings,
-        encoder_budget=config.multimodal.budget(device.type),
-        tracer=tracer,
+        encoder=encoder,
     )
     executor = parts["executor"](worker=parts["worker"](model_runner=runner))
     kv_cache_config = reserve_kv_memory(executor, config.cache, device, loaded.max_model_len, limits, tracer)
@@ -75,9 +75,8 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         executor=executor,
         output_processor=parts["output_processor"](tracer=tracer),
         kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
-        embedding_cache=embeddings,
-        encoder_totals=runner.encoder_totals,
         tracer=tracer,
+        companion=encoder,
     )
 
 
@@ -133,11 +132,10 @@ PARTS: dict[str, Any] = M5_PARTS | {
     "wiring": build_engine_core,
     "model_loader": load_model,
     "input_processor": InputProcessor,
-    "request": Req,
     "media_reader": MediaReader,
     "embedding_cache": EmbeddingCache,
+    "encoder": Encoder,
     "encoder_budget": EncoderBudget,
     "model_runner": ModelRunner,
-    "engine_core": EngineCore,
 }
 # --8<-- [end:parts]

@@ -40,11 +40,8 @@ class EncoderBudget:
         If nothing else is encoded in this step, an item may be larger than the whole budget; and if nothing else must
         be held, larger than the cache.
         """
-        inputs: MultimodalInputs | None = req.multimodal_inputs
-        if inputs is None:
-            return num_tokens
         spent, held = self.spent, set(self._held)
-        for item in inputs.within(start, start + num_tokens):
+        for item in items_within(req, start, start + num_tokens):
             after = self._with(spent, held, item)
             is_too_slow = spent.encoded > 0 and after.encoded > max(self.max_tokens, spent.encoded)
             is_too_large = bool(held) and after.held_bytes > max(self.cache.capacity_bytes, spent.held_bytes)
@@ -56,8 +53,7 @@ class EncoderBudget:
 
     def take(self, req: Req, start: int, num_tokens: int) -> None:
         """These tokens run."""
-        inputs: MultimodalInputs | None = req.multimodal_inputs
-        for item in inputs.within(start, start + num_tokens) if inputs is not None else ():
+        for item in items_within(req, start, start + num_tokens):
             self.spent = self._with(self.spent, self._held, item)
             self._held.add(item.hash)
 
@@ -67,3 +63,12 @@ class EncoderBudget:
             return spent
         encoded = 0 if item.hash in self.cache else item.num_tokens
         return Cost(spent.encoded + encoded, spent.held_bytes + item.num_tokens * self.bytes_per_token)
+
+
+def items_within(req: Req, start: int, end: int) -> list[MultimodalDataItem]:
+    """The items of which these tokens of a request hold a part."""
+    inputs = req.multimodal_inputs
+    if inputs is None:
+        return []
+    assert isinstance(inputs, MultimodalInputs)
+    return inputs.within(start, end)

@@ -17,6 +17,9 @@ from itertools import accumulate
 
 import numpy as np
 
+from m1_single_request.tracer import Tracer
+from m6_multimodal_pd.events import ItemReceived, PositionsAssigned
+
 MAX_KNOWN = 65_536
 LARGEST_PAD_VALUE = 2**31 - 1  # the cache's key has four bytes for a token
 
@@ -120,6 +123,40 @@ class MultimodalInputs:
             for start, end in item.offsets:
                 padded[start:end] = [item.pad_value] * (end - start)
         return padded
+
+    def trace_arrival(self, rid: str, tracer: Tracer) -> None:
+        """Tell the trace which pictures request `rid` brings, and where they put its tokens."""
+        if tracer:
+            for index, item in enumerate(self.mm_items):
+                tracer.emit(
+                    ItemReceived(
+                        rid=rid,
+                        index=index,
+                        modality=item.modality.value,
+                        size=item.size,
+                        grid_thw=item.grid_thw,
+                        num_tokens=item.num_tokens,
+                        offsets=item.offsets,
+                        hash=item.hash,
+                        pad_value=item.pad_value,
+                    )
+                )
+            time, height, width = self._ranges()
+            tracer.emit(
+                PositionsAssigned(
+                    rid=rid,
+                    num_tokens=self.mrope_positions.shape[1],
+                    time=time,
+                    height=height,
+                    width=width,
+                    delta=self.mrope_position_delta,
+                )
+            )
+
+    def _ranges(self) -> list[tuple[Range, ...]]:
+        """For each axis, the lowest and the highest position of every range of placeholders."""
+        blocks = [self.mrope_positions[:, start:end] for item in self.mm_items for start, end in item.offsets]
+        return [tuple((int(block[axis].min()), int(block[axis].max())) for block in blocks) for axis in range(3)]
 
     def taken_in(self, pad_values: "PadValues") -> "MultimodalInputs":
         """The same for one engine, with the numbers that its cache knows the contents by."""

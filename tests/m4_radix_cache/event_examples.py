@@ -12,10 +12,9 @@ from m4_radix_cache.events import (
     Locked,
     Matched,
     Released,
-    RequestOptions,
     Split,
 )
-from m4_radix_cache.scheduler_events import Admit, Batch, NotAdmitted, PolicyOrder, Retract
+from m4_radix_cache.scheduler_events import Admit, Batch, NotAdmitted, PolicyOrder, RequestOptions, Retract
 
 MATCHED = Matched(rid="c", query_len=545, limit=544, device_hit=512, host_hit=0)
 INSERTED = Inserted(

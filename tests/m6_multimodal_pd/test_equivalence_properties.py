@@ -134,7 +134,7 @@ def test_any_traffic_gets_the_tokens_of_transformers(
 
 def watch(engine: Any, seen: dict[str, int]) -> None:
     """Count steps that mix, and pieces that end inside a picture; and hold every step to its budget."""
-    scheduler, core = engine.engine_core.scheduler, engine.engine_core
+    scheduler, cache = engine.engine_core.scheduler, engine.engine_core.companion.cache
     budget, schedule = engine.config.multimodal.encoder_budget, scheduler.schedule
 
     def noted() -> Any:
@@ -148,7 +148,7 @@ def watch(engine: Any, seen: dict[str, int]) -> None:
                 start = len(req.prefix_indices)
                 end = start + length
                 items = req.multimodal_inputs.within(start, end)
-                new |= {item.hash: item.num_tokens for item in items if item.hash not in core.embedding_cache}
+                new |= {item.hash: item.num_tokens for item in items if item.hash not in cache}
                 seen["cut inside"] += any(low < end < high for item in items for low, high in item.offsets)
         assert sum(new.values()) <= budget or len(new) == 1, f"{new} are more than {budget}"
         return batch
