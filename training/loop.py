@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -130,13 +131,18 @@ def backward(
 
 def train(
     model: nn.Module,
-    make_batches: Callable[[int], list[Batch]],
+    make_batches: Callable[[int], list[Any]],
     config: LoopConfig,
     *,
     device: torch.device,
     loss: Loss = cross_entropy,
+    learn: Callable[[Any, list[Any], torch.device], float] | None = None,
 ) -> Progressing:
-    """Train to the end of the run, going on from `run_dir` if a state lies there. Returns how the run went."""
+    """Train to the end of the run, going on from `run_dir` if a state lies there. Returns how the run went.
+
+    `learn` accumulates the gradient of a step's batches and returns the loss; None: of dialogues, by `loss`.
+    """
+    learn = learn or partial(backward, loss=loss, dtype=config.dtype)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     optimizers = make_optimizers(model, config)
     base_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
@@ -152,7 +158,7 @@ def train(
         task = bar.add_task("train", total=last, completed=at.step, loss=at.losses[-1] if at.losses else 0.0)
         while at.step < last:
             _set_rates(optimizers, base_lrs, learning_rate(config, at.step))
-            mean = backward(model, make_batches(at.step), device, loss, config.dtype)
+            mean = learn(model, make_batches(at.step), device)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()

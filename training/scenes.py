@@ -22,7 +22,7 @@ COLORS = {
     "white": (248, 248, 248),
 }
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "star")
-SIZES = {"small": (0.19, 0.25), "big": (0.36, 0.44)}  # radius, as a share of the shorter side of a cell
+SIZES = {"small": (0.29, 0.33), "big": (0.45, 0.50)}  # radius, as a share of the shorter side of a cell
 CELLS = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
 MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "still": (0, 0)}
 BACKGROUNDS = ((200, 200, 200), (172, 190, 210), (216, 205, 184), (190, 208, 190))

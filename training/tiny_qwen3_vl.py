@@ -1,7 +1,8 @@
 """Trains `m6_multimodal_pd/checkpoints/tiny-qwen3-vl`: `python -m training.tiny_qwen3_vl`.
 
-tiny-qwen3 learns to see: a vision tower is put before it and trained together with it, while it goes on reading text,
-so that it forgets nothing. Like the other runs, this one goes on where it stopped, and refuses to overwrite.
+tiny-qwen3 learns to see. First a vision tower learns alone what lies in the cells of a picture, in the words of tiny-
+qwen3 (`vision_tower.py`); then both are trained together on dialogues, and go on reading text, so that nothing is
+forgotten. Like the other runs, this one goes on where it stopped, and refuses to overwrite.
 """
 
 import argparse
@@ -27,16 +28,18 @@ from training.vision_card import write_vision_card
 from training.vision_checkpoint import save_vision_checkpoint
 from training.vision_recipe import SEED, TEXT_TOKENS, VISION_DIALOGUES, VisionRecipe
 from training.vision_skills import IMAGE_PAD, MERGE, PATCH, TEMPORAL_PATCH, VIDEO_PAD, VISION_END, VISION_START
+from training.vision_tower import STEPS as TOWER_STEPS, train_tower
 
 RUN_DIR = Path(__file__).parent / "runs" / "tiny-qwen3-vl"
-STEPS = 1800
+STEPS = 1200
+TOWER: dict[str, Any] = {"matrix_lr": 0.02, "save_every": 50, "dtype": torch.float32}
 LOOP: dict[str, Any] = {
-    "matrix_lr": 0.02,
-    "decay_from": 1 / 3,
+    "matrix_lr": 0.01,
+    "vector_lr": 1e-3,
     "save_every": 50,
     "dtype": torch.float32,
     "trained_before": "model.language_model.",
-    "trained_lr": 0.15,
+    "trained_lr": 0.3,
 }
 MROPE_SECTION = [12, 10, 10]  # frequencies of a head that turn with time, height and width: all 32 of head_dim 64
 
@@ -134,6 +137,13 @@ def main(argv: list[str] | None = None) -> int:
     text = AutoModelForCausalLM.from_pretrained(TEXT_MODEL, dtype=torch.float32)
     model = make_model(text, tokenizer).to(args.device)
     recipe = VisionRecipe(tokenizer, args.steps)
+    train_tower(
+        model.model.visual,
+        model.model.language_model.embed_tokens.weight,
+        tokenizer,
+        LoopConfig(run_dir=args.run_dir / "tower", steps=TOWER_STEPS, **TOWER),
+        device=torch.device(args.device),
+    )
     run = train(
         model,
         recipe,

@@ -125,7 +125,7 @@ def read_cell(part: np.ndarray, cover: np.ndarray, cell: str, side: float) -> Th
         shape = "square" if widest > 0.88 else "circle"
     else:
         shape = "cross" if box.sum() / box.size > 0.47 else "star"
-    return Thing("big" if max(high, wide) > 0.58 * side else "small", color, shape, cell)
+    return Thing("big" if max(high, wide) > 0.7 * side else "small", color, shape, cell)
 
 
 def test_pictures_show_what_the_generator_says_that_it_drew():
