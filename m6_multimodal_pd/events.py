@@ -64,11 +64,11 @@ class PositionsAssigned(Event):
     """Request id."""
     num_tokens: int
     """Tokens of the prompt."""
-    time: tuple[tuple[int, int], ...]
+    times: tuple[tuple[int, int], ...]
     """Lowest and highest position in time of each range of placeholders."""
-    height: tuple[tuple[int, int], ...]
+    heights: tuple[tuple[int, int], ...]
     """The same in height."""
-    width: tuple[tuple[int, int], ...]
+    widths: tuple[tuple[int, int], ...]
     """The same in width."""
     delta: int
     """By how much the position of the first answered token exceeds its place: never more than 0."""
@@ -76,7 +76,7 @@ class PositionsAssigned(Event):
     def explain(self) -> str:
         blocks = [
             f"time {_range(t)}, height {_range(h)}, width {_range(w)}"
-            for t, h, w in zip(self.time, self.height, self.width, strict=True)
+            for t, h, w in zip(self.times, self.heights, self.widths, strict=True)
         ]
         more = f"; and {len(blocks) - 3} more" if len(blocks) > 3 else ""
         return (
@@ -108,7 +108,8 @@ class EncoderRun(Event):
     """What it took."""
 
     def brief(self) -> str:
-        return f"encoded: {some(len(self.hashes), 'item')}, {some(self.num_tokens, 'token')}"
+        made = f"{some(len(self.hashes), 'item')}, {some(self.num_tokens, 'token')}"
+        return f"encoded for {', '.join(self.rids)}: {made}"
 
     def explain(self) -> str:
         names = ", ".join(named(content) for content in self.hashes)

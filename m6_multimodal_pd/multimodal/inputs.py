@@ -141,14 +141,14 @@ class MultimodalInputs:
                         pad_value=item.pad_value,
                     )
                 )
-            time, height, width = self._ranges()
+            times, heights, widths = self._ranges()
             tracer.emit(
                 PositionsAssigned(
                     rid=rid,
                     num_tokens=self.mrope_positions.shape[1],
-                    time=time,
-                    height=height,
-                    width=width,
+                    times=times,
+                    heights=heights,
+                    widths=widths,
                     delta=self.mrope_position_delta,
                 )
             )

@@ -20,8 +20,12 @@ VOLATILE = {
     "sampled": {"candidates"},
     "step_done": {"schedule_ms", "execute_ms", "sample_ms", "update_ms"},
     "costs_measured": {"num_tokens", "step_ms", "context_ms", "decode_context_ms", "draft_ms", "draft_row_ms"},
+    "encoder_run": {"milliseconds"},
 }
 """What may differ between runs or machines, by the kind of event; nothing else may."""
+
+STAMP = {"step", "time", "event"}
+"""What `JsonlReader` writes in front of an event's data."""
 
 SHORT = {milestone: milestone.partition("_")[0] for milestone in MILESTONES}
 CLASSES = [
@@ -55,6 +59,11 @@ def test_every_event_is_documented_frozen_and_named_after_its_class(milestone: s
     assert words and all(re.fullmatch(r"[A-Z]+[0-9]*|[A-Z][a-z0-9]+", word) for word in words.groups())
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(event, dataclasses.fields(event)[0].name, None)
+
+
+@each_class
+def test_no_field_has_the_name_of_what_is_said_of_every_event(milestone: str, cls: type[Event]) -> None:
+    assert STAMP.isdisjoint(field.name for field in dataclasses.fields(cls))
 
 
 @pytest.mark.parametrize("milestone", MILESTONES)

@@ -1,0 +1,70 @@
+"""An example of every event of m6, each with words that its sentences must hold."""
+
+from dataclasses import replace
+
+from m1_single_request.trace_event import Event
+from m6_multimodal_pd.events import EncoderHit, EncoderRun, ItemEvicted, ItemReceived, PositionsAssigned
+
+CONTENT, OTHER = "3f9a61c0" + 56 * "0", "b7e215d4" + 56 * "1"
+RECEIVED = ItemReceived(
+    rid="a",
+    index=0,
+    modality="image",
+    size=(640, 480),
+    grid_thw=(1, 30, 40),
+    num_tokens=300,
+    offsets=((12, 312),),
+    hash=CONTENT,
+    pad_value=151_936,
+)
+CLIP = ItemReceived(
+    rid="a",
+    index=1,
+    modality="video",
+    size=(96, 64),
+    grid_thw=(2, 4, 6),
+    num_tokens=12,
+    offsets=((330, 336), (342, 348)),
+    hash=OTHER,
+    pad_value=151_937,
+)
+POSITIONS = PositionsAssigned(
+    rid="a",
+    num_tokens=1400,
+    times=((12, 12), (50, 50)),
+    heights=((12, 26), (50, 51)),
+    widths=((12, 31), (50, 52)),
+    delta=-280,
+)
+RUN = EncoderRun(
+    rids=("a", "b"), hashes=(CONTENT, OTHER), num_tokens=312, num_patches=1248, budget=1024, milliseconds=12.34
+)
+HIT = EncoderHit(rid="b", hash=CONTENT, num_tokens=1300, num_read=1300)
+EVICTED = ItemEvicted(hash=CONTENT, num_tokens=300, num_bytes=230_400, used_bytes=9216)
+
+EXAMPLES: dict[Event, list[str]] = {
+    RECEIVED: [
+        "a brings image 0, 640 x 480 pixels: 30 x 40 patches, merged to 300 tokens from place 12 on",
+        "Content 3f9a61c0, which the prefix cache knows as token 151,936.",
+    ],
+    CLIP: ["a brings video 1, 96 x 64 pixels: 2 x 4 x 6 patches, merged to 12 tokens from place 330 on"],
+    replace(RECEIVED, num_tokens=1, offsets=((12, 13),)): ["merged to 1 token from"],
+    POSITIONS: [
+        "Positions of a: time 12, height 12 to 26, width 12 to 31; time 50, height 50 to 51, width 50 to 52.",
+        "Its 1,400 tokens end at position 1,119: the answer goes on at 1,120.",
+    ],
+    replace(POSITIONS, times=((9, 9),) * 5, heights=((9, 10),) * 5, widths=((9, 9),) * 5): [
+        "time 9, height 9 to 10, width 9; and 2 more."
+    ],
+    RUN: [
+        "The vision tower encodes 3f9a61c0, b7e215d4 for a, b in one pass: 1,248 patches to 312 embeddings, of at "
+        "most 1,024 a step, in 12.3 ms."
+    ],
+    replace(RUN, rids=("a",), hashes=(CONTENT,), num_tokens=1): ["encodes 3f9a61c0 for a in one pass", "1 embedding,"],
+    HIT: ["b finds 3f9a61c0 encoded already, and reads the 1,300 embeddings: the tower does not run for it."],
+    replace(HIT, num_read=1100): ["reads 1,100 of the 1,300 embeddings"],
+    EVICTED: [
+        "The embeddings of 3f9a61c0 leave the cache (300 embeddings, 225.0 KiB)",
+        "used least recently. 9.0 KiB stay.",
+    ],
+}
