@@ -1,0 +1,197 @@
+"""What m6's events say is the truth about pictures. Their form is tested for all milestones in `tests/events`.
+
+The trace alone must explain which pictures came and where they stand, what the tower ran for, what it was spared, and
+what had to go.
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from m1_single_request.trace_event import Event
+from m6_multimodal_pd import ChromeTraceReader, ConsoleReader, JsonlReader, SamplingParams
+from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, drain, greedy, setting
+from tests.m6_multimodal_pd.event_examples import CLIP, EVICTED, HIT, POSITIONS, RECEIVED, RUN
+from tests.m6_multimodal_pd.seeing import asking, messages
+from tests.support.traces import chrome_bars, fields, traced
+
+SHORT = greedy(2)
+TOKEN_BYTES = 3 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("event", "wanted"),
+    [
+        (RECEIVED, {"rid", "size", "grid_thw", "num_tokens", "hash"}),
+        (POSITIONS, {"rid", "times", "heights", "widths"}),
+        (RUN, {"hashes", "num_tokens"}),
+        (HIT, {"hash", "num_tokens"}),
+        (EVICTED, {"hash", "num_tokens", "used_bytes"}),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Event) else "",
+)
+def test_the_events_have_the_fields_that_the_checks_need(event: Event, wanted: set[str]) -> None:
+    assert event.data().keys() >= wanted
+
+
+def test_summaries_of_events() -> None:
+    assert (RECEIVED.brief(), CLIP.brief()) == ("image of a: 300 tokens", "video of a: 12 tokens")
+    assert (RUN.brief(), HIT.brief()) == ("encoded for a, b: 2 items, 312 tokens", "encoder hit: b")
+    assert POSITIONS.brief() is EVICTED.brief() is None and POSITIONS.detail
+
+
+# --- arrivals ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_came_is_told_with_its_place_in_the_prompt(make_engine: MakeEngine) -> None:
+    engine, recorder = traced(make_engine, **setting())
+    prompt: Any = engine.chat_prompt(asking("a", 1, "v", "a"))
+    rid = engine.add_request(prompt, SHORT, request_id="r")
+    received = recorder.events("item_received")
+    wanted = ("rid", "index", "modality", "size", "grid_thw", "num_tokens")
+    assert fields(received, *wanted) == [
+        (rid, 0, "image", (24, 24), (1, 6, 6), 9),
+        (rid, 1, "video", (24, 16), (2, 4, 6), 12),
+        (rid, 2, "image", (24, 24), (1, 6, 6), 9),
+    ]
+    inputs = prompt.multimodal_inputs
+    assert [event.offsets for event in received] == [item.offsets for item in inputs.mm_items]
+    places = {place for event in received for start, end in event.offsets for place in range(start, end)}
+    assert {prompt[place] for place in places} == {inputs.im_token_id, inputs.video_token_id}
+    assert places == {i for i, token in enumerate(prompt) if token in (inputs.im_token_id, inputs.video_token_id)}
+    assert received[0].hash == received[2].hash != received[1].hash
+    assert received[0].pad_value == received[2].pad_value != received[1].pad_value
+    (positions,) = recorder.events("positions_assigned")
+    assert len(positions.times) == len(positions.heights) == len(positions.widths) == 4, "one for each image and frame"
+    for axis, ranges in enumerate((positions.times, positions.heights, positions.widths)):
+        blocks = [inputs.mrope_positions[axis, start:end] for event in received for start, end in event.offsets]
+        assert list(ranges) == [(block.min(), block.max()) for block in blocks]
+    assert positions.num_tokens == len(prompt) and positions.delta == inputs.mrope_position_delta < 0
+    drain(engine)
+
+
+def test_pictures_come_once_for_a_family_and_before_it_is_queued(make_engine: MakeEngine) -> None:
+    engine, recorder = traced(make_engine, **setting())
+    engine.generate(asking("a", 1), SamplingParams(max_tokens=1, n=3), request_id="family")
+    assert len(recorder.events("item_received")) == len(recorder.events("positions_assigned"))
+    kinds = recorder.kinds()
+    assert kinds.index("item_received") < kinds.index("positions_assigned") < kinds.index("batch")
+
+
+def test_texts_say_nothing_of_pictures(make_engine: MakeEngine) -> None:
+    engine, recorder = traced(make_engine, **setting())
+    engine.generate_batch(["some text", asking(1)], SHORT)
+    new = {event.kind for event in (RECEIVED, POSITIONS, RUN, HIT, EVICTED)}
+    assert new.isdisjoint(recorder.kinds())
+
+
+# --- the tower --------------------------------------------------------------------------------------------------------
+
+
+def test_the_trace_alone_counts_runs_hits_and_evictions_as_stats_do(make_engine: MakeEngine) -> None:
+    limits = setting(
+        page_size=1,
+        max_num_batched_tokens=16,
+        multimodal={"encoder_budget": 15, "embedding_cache_bytes": 25 * TOKEN_BYTES},
+    )
+    engine, recorder = traced(make_engine, **limits)
+    engine.generate_batch([asking("a", 1), asking(2, "c", "v"), asking("a", 3), asking(4)], SHORT)
+    engine.chat(messages((("a", 1), (2,))), SHORT)
+    engine.chat(asking(7, "c"), SHORT)
+    runs, hits, gone = (recorder.events(kind) for kind in ("encoder_run", "encoder_hit", "item_evicted"))
+    assert counts(engine) == (len(runs), sum(len(run.hashes) for run in runs), len(hits))
+    stats: Any = engine.stats()
+    assert stats.num_encoded_tokens == sum(run.num_tokens for run in runs)
+    assert stats.encoder_seconds == pytest.approx(sum(run.milliseconds for run in runs) / 1e3)
+    assert stats.num_evicted_items == len(gone) > 0 and hits
+    kept = stats.num_encoded_tokens * TOKEN_BYTES - sum(event.num_bytes for event in gone)
+    assert kept == stats.embedding_cache_bytes
+
+
+def test_whoever_reads_what_another_request_of_the_step_has_made_has_a_hit(make_engine: MakeEngine) -> None:
+    engine, recorder = traced(make_engine, **setting(page_size=1))
+    engine.add_request(asking("a", 1), SHORT, request_id="one")
+    engine.add_request(asking(5, "a"), SHORT, request_id="two")
+    drain(engine)
+    assert fields(recorder.events("encoder_run"), "rids", "num_tokens", "num_patches") == [(("one", "two"), 9, 36)]
+    assert fields(recorder.events("encoder_hit"), "num_tokens", "num_read") == [(9, 9)]
+
+
+def test_hits_of_a_picture_in_pieces_read_what_the_run_left(make_engine: MakeEngine) -> None:
+    """All pieces together read each embedding once: those of the run's own piece, and those of the hits."""
+    engine, recorder = traced(make_engine, **setting(max_num_batched_tokens=7))
+    engine.add_request(asking("c", 1), SHORT, request_id="r")
+    drain(engine)
+    (item,) = recorder.events("item_received")
+    (start, end), *_ = item.offsets
+    pieces = [(batch.prefix_lens[0], batch.seq_lens[0]) for batch in recorder.events("batch")]
+    within = [min(stop, end) - max(begin, start) for begin, stop in pieces if begin < end and stop > start]
+    assert sum(within) == 20 and len(within) >= 3
+    assert [hit.num_read for hit in recorder.events("encoder_hit")] == within[1:]
+    assert "7 of the 20 embeddings" in recorder.events("encoder_hit")[0].explain()
+
+
+def test_an_eviction_comes_after_the_run_that_needs_the_room(make_engine: MakeEngine) -> None:
+    engine, recorder = traced(make_engine, **setting(multimodal={"embedding_cache_bytes": 20 * TOKEN_BYTES}))
+    engine.chat(asking("a", 1), SHORT)
+    engine.chat(asking("c", 1), SHORT)
+    kinds = [kind for kind in recorder.kinds() if kind in ("encoder_run", "item_evicted")]
+    assert kinds == ["encoder_run", "encoder_run", "item_evicted"]
+    (gone,) = recorder.events("item_evicted")
+    assert gone.hash == recorder.events("item_received")[0].hash
+    assert (gone.num_tokens, gone.num_bytes, gone.used_bytes) == (9, 9 * TOKEN_BYTES, 0)
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(make_engine: MakeEngine, tmp_path: Path) -> Iterator[tuple[Any, Recorder, str, Path]]:
+    """An engine that has seen a picture and a clip: its events, the verbose console's text, and the trace files."""
+    engine = make_engine(**setting(max_num_batched_tokens=16, multimodal={"encoder_budget": 20}))
+    recorder, text = Recorder(engine.tracer), io.StringIO()
+    console = Console(file=text, width=400, _environ={})
+    engine.tracer.attach(ConsoleReader(verbose=True, console=console))
+    engine.tracer.attach(JsonlReader(tmp_path / "trace.jsonl"))
+    engine.tracer.attach(ChromeTraceReader(tmp_path / "trace.json"))
+    engine.add_request(asking("c", 1), SHORT, request_id="sees")
+    engine.add_request(asking("v", 1), SHORT, request_id="clip")
+    drain(engine)
+    engine.close()
+    yield engine, recorder, text.getvalue(), tmp_path
+
+
+def test_the_verbose_console_says_all_sentences(said: tuple[Any, Recorder, str, Path]) -> None:
+    _, recorder, text, _ = said
+    for kind in ("item_received", "encoder_run", "encoder_hit"):
+        assert recorder.events(kind)
+        for event in recorder.events(kind):
+            assert event.explain() in text
+    assert "sees brings image 0, 32 x 40 pixels: 10 x 8 patches, merged to 20 tokens from place 5 on." in text
+    assert "80 patches to 20 embeddings, of at most 20 a step" in text
+
+
+def test_a_line_of_the_jsonl_has_the_time_of_its_event(said: tuple[Any, Recorder, str, Path]) -> None:
+    _, recorder, _, directory = said
+    lines = [json.loads(line) for line in (directory / "trace.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["time"] for line in lines] == [record.time for record in recorder.records]
+    assert [line["event"] for line in lines] == recorder.kinds()
+
+
+def test_the_chrome_trace_has_marks_for_pictures_in_the_lanes_of_their_requests(
+    said: tuple[Any, Recorder, str, Path],
+) -> None:
+    _, recorder, _, directory = said
+    path = directory / "trace.json"
+    entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    lanes = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
+    marks = [(lanes[entry["tid"]], entry["name"]) for entry in entries if entry["ph"] == "i"]
+    assert {("sees", "item_received"), ("clip", "item_received"), ("sees", "encoder_hit")} <= set(marks)
+    assert marks.count(("sees", "positions_assigned")) == 1
+    steps = {step for rid, step, _ in chrome_bars(path) if rid == "sees"}
+    assert len(steps) == len([batch for batch in recorder.events("batch") if "sees" in batch.rids])
