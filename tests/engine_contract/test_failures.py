@@ -153,7 +153,7 @@ def test_settings_that_leave_no_token_fail_their_request_alone(
     variant: Variant, make_engine: MakeEngine, expected: Answers, temperature: float
 ) -> None:
     engine = make_engine(seats=SEATS)
-    vocab_size = engine.engine_core.input_processor.vocab_size
+    vocab_size = len(variant.embedding(runner_of(engine)))
     impossible = greedy(5, min_tokens=3, stop_token_ids=list(range(vocab_size)), temperature=temperature)
     submit(engine, b=impossible, d=impossible)
     last = run(variant, engine)

@@ -8,7 +8,7 @@ break on purpose are made for all of them: a runner that fails, a layer, a sampl
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -290,8 +290,15 @@ M5_MIXED = _m5("mixed")
 M5_GUESSING = _m5("guessing", method="ngram", drafts=3, parts=lambda: {"proposer": m5.Guessing})
 
 
+# --- m6 ---------------------------------------------------------------------------------------------------------------
+
+
+M6 = replace(M5_GUESSING, milestone="m6_multimodal_pd", name="")
+"""On a model without eyes: what is its own stands in its own directory."""
+
+
 # --- all --------------------------------------------------------------------------------------------------------------
 
-VARIANTS = [M2_PADDED, M2_PER_REQUEST, M3, M4_RADIX, M4_HASH, M4_CHUNK, M5_MIXED, M5_GUESSING]
+VARIANTS = [M2_PADDED, M2_PER_REQUEST, M3, M4_RADIX, M4_HASH, M4_CHUNK, M5_MIXED, M5_GUESSING, M6]
 WHOLE, CUT = [variant for variant in VARIANTS if not variant.cuts], [variant for variant in VARIANTS if variant.cuts]
 """Those that take prompts whole, and those that cut them."""

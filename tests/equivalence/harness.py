@@ -162,6 +162,7 @@ def _m5(
     guesses: Mapping[str, Any] | None = None,
     retracted: bool = False,
     parts: Callable[[], Mapping[str, Any]] = dict,
+    milestone: str = "m5_chunked_prefill_spec",
     **settings: Any,
 ) -> Variant:
     """Pages of 16 tokens and steps of 64, unless told otherwise. The draft model is the target itself unless named:
@@ -176,7 +177,12 @@ def _m5(
         settings |= {"preempts": True}
         parts = forced_retraction_in_pieces
     settings |= {"shares": cache.get("prefix_cache") != "chunk", "draws_alike": "draft" not in str(guesses)}
-    return Variant("m5_chunked_prefill_spec", name, configs, backend=backend, parts=parts, **settings)
+    return Variant(milestone, name, configs, backend=backend, parts=parts, **settings)
+
+
+def _m6(name: str, **settings: Any) -> Variant:
+    """m5's, in the engine that also sees: these models do not."""
+    return _m5(name, milestone="m6_multimodal_pd", **settings)
 
 
 def forced_retraction_in_pieces() -> Mapping[str, Any]:
@@ -237,6 +243,14 @@ VARIANTS = [
     _m5("retracted", cache={"page_size": 4}, guesses={"method": "ngram"}, retracted=True, **ON_ONE_MODEL),
     _m5("chunk", cache={"page_size": 4, "prefix_cache": "chunk"}, guesses={"method": "ngram"}, **ON_ONE_MODEL),
     _m5("native", backend="native", guesses={"method": "draft_model", "model": ITSELF}, ways={"generate_batch": 2}),
+    # m6 runs models without eyes as m5 does: another loader, runner and intake, the same decisions.
+    _m6("pieces-64", ways={"generate": 4, "generate_batch": 1, "stream": 4}),
+    _m6("pieces-16-1", cache={"page_size": 1}, scheduler={"max_num_batched_tokens": 16}, **ON_ONE_MODEL),
+    _m6("ngram", guesses={"method": "ngram", "prompt_lookup_min": 1}, ways={"generate_batch": 2}),
+    _m6("draft", guesses={"method": "draft_model", "model": ITSELF}, **ON_ONE_MODEL),
+    _m6("retracted", cache={"page_size": 4}, guesses={"method": "ngram"}, retracted=True, **ON_ONE_MODEL),
+    _m6("chunk", cache={"page_size": 4, "prefix_cache": "chunk"}, **ON_ONE_MODEL),
+    _m6("native", backend="native", ways={"generate_batch": 2}),
 ]
 
 
