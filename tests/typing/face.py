@@ -49,6 +49,15 @@ from m4_radix_cache import (
     LLMEngine as RadixEngine,
     SchedulerConfig as PolicySchedulerConfig,
 )
+from m6_multimodal_pd import (
+    PARTS as M6_PARTS,
+    EngineStats as SeeingStats,
+    InvalidMediaError,
+    LLMEngine as SeeingEngine,
+    MultimodalConfig,
+    SchedulerConfig as PieceSchedulerConfig,
+    SpeculativeConfig,
+)
 
 
 def whole_answers(engine: LLMEngine) -> None:
@@ -175,6 +184,32 @@ def shared() -> None:
             assert_type(stats.evictable_size, int)
 
 
+def seeing() -> None:
+    """m6's engine: messages with pictures wherever a prompt may stand; m5's scheduler and guesses."""
+    limits, guesses = PieceSchedulerConfig(max_num_batched_tokens=64), SpeculativeConfig(method="ngram")
+    sight = MultimodalConfig(allowed_url_schemes=("https",), max_items=4, min_pixels=4096, encoder_budget=256)
+    parts: dict[str, Any] = M6_PARTS | {"media_reader": M6_PARTS["media_reader"]}
+    messages = [{"role": "user", "content": [{"type": "image", "image": b"png"}, {"type": "text", "text": "What?"}]}]
+    with SeeingEngine(
+        scheduler_config=limits, speculative_config=guesses, multimodal_config=sight, parts=parts
+    ) as engine:
+        assert_type(engine, SeeingEngine)
+        assert_type(engine.chat(messages, speculate=False, cache_salt="tenant"), RequestOutput)
+        assert_type(engine.generate(messages), RequestOutput)
+        assert_type(engine.generate_batch([messages, "text", [1, 2]]), dict[str, RequestOutput])
+        assert_type(engine.chat_prompt(messages), list[int])
+        assert_type(engine.add_request(engine.chat_prompt(messages)), str)
+        assert_type(engine.stream(messages), RequestStream)
+        whole_answers(engine)
+        as_it_comes(engine)
+        stats = engine.stats()
+        if isinstance(stats, SeeingStats):
+            assert_type(stats.num_encoder_runs, int)
+            assert_type(stats.encoder_seconds, float)
+    assert_type(sight.budget("cuda"), int)
+    assert_type(InvalidMediaError("broken"), InvalidMediaError)
+
+
 def mistakes(engine: LLMEngine, output: RequestOutput) -> None:
     """What the types refuse."""
     SamplingParams(max_token=8)  # type: ignore[call-arg]
@@ -189,6 +224,8 @@ def mistakes(engine: LLMEngine, output: RequestOutput) -> None:
     engine.stream("text", priority="high")  # type: ignore[arg-type]
     PolicySchedulerConfig(schedule_policy="shortest")  # type: ignore[arg-type]
     PrefixCacheConfig(block_size=16)  # type: ignore[call-arg]
+    MultimodalConfig(allowed_url_schemes="https")  # type: ignore[arg-type]
+    MultimodalConfig(max_images=3)  # type: ignore[call-arg]
     SchedulerConfig(8)  # type: ignore[call-arg]
     SchedulerConfig(execution="fast")  # type: ignore[arg-type]
     SchedulerConfig(max_seqs=8)  # type: ignore[call-arg]
