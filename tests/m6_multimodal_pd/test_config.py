@@ -1,0 +1,233 @@
+"""What an m6 engine can be told of pictures: checked when it is said, and used for what it says."""
+
+import dataclasses
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from m6_multimodal_pd import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    InvalidMediaError,
+    LLMEngine,
+    ModelConfig,
+    ModelLoadError,
+    MultimodalConfig,
+    SamplingParams,
+    SchedulerConfig,
+    SpeculativeConfig,
+    TraceConfig,
+)
+from m6_multimodal_pd.config import DEFAULT_MODEL
+from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, greedy, setting
+from tests.m6_multimodal_pd.seeing import SIDE, asking, clip, picture
+from tests.m6_multimodal_pd.test_fuzzed_media import valid
+from tests.support.traces import traced
+
+LIMITS = ("max_items", "max_file_bytes", "max_image_pixels", "max_video_frames", "max_video_pixels")
+OPTIONAL = ("min_pixels", "max_pixels", "encoder_budget")
+WHOLE = (*LIMITS, *OPTIONAL, "embedding_cache_bytes")
+NOT_WHOLE: tuple[Any, ...] = (0, -1, 1.5, 16.0, "16", True, float("nan"))
+NOT_NUMBERS: tuple[Any, ...] = (0, -2.0, float("nan"), float("inf"), "10", True, None)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("value", NOT_WHOLE, ids=repr)
+def test_what_is_no_number_of_things_is_refused_with_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}={value!r} must be a whole number of at least 1"):
+        MultimodalConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_none_leaves_to_the_model_what_the_model_knows_and_nothing_else(name: str) -> None:
+    if name in OPTIONAL:
+        assert getattr(MultimodalConfig(**{name: None}), name) is None
+    else:
+        with pytest.raises(ConfigError, match=f"{name}=None must be a whole number of at least 1"):
+            MultimodalConfig(**{name: None})
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS, ids=repr)
+def test_a_timeout_is_a_number_of_seconds(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"url_timeout_s={value!r} must be a number greater than 0"):
+        MultimodalConfig(url_timeout_s=value)
+
+
+@pytest.mark.parametrize(
+    ("schemes", "message"),
+    [
+        ("https", r"allowed_url_schemes='https' must be a tuple of names, such as \('https',\)"),
+        (None, "allowed_url_schemes=None must be a tuple"),
+        ({"https": True}, "allowed_url_schemes=.* must be a tuple"),
+        (("ftp",), "allowed_url_schemes: 'ftp' is not one of file, http, https"),
+        (("https", "data"), "'data' is not one of"),
+        (("https:",), "'https:' is not one of"),
+        (("HTTPS",), "'HTTPS' is not one of"),
+        ((["https"],), r"\['https'\] is not one of"),
+        ((None,), "None is not one of"),
+    ],
+    ids=str,
+)
+def test_url_schemes_are_allowed_by_name(schemes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MultimodalConfig(allowed_url_schemes=schemes)
+
+
+def test_pictures_cannot_be_at_least_larger_than_they_may_be() -> None:
+    with pytest.raises(ConfigError, match="min_pixels=101 is more than max_pixels=100"):
+        MultimodalConfig(min_pixels=101, max_pixels=100)
+    assert MultimodalConfig(min_pixels=100, max_pixels=100)
+
+
+def test_what_is_right_is_accepted() -> None:
+    for name in WHOLE:
+        assert MultimodalConfig(**{name: 1})
+    assert MultimodalConfig(url_timeout_s=1) and MultimodalConfig(url_timeout_s=0.25)
+    for schemes in ((), ("file",), ("http", "https", "file"), ["https"], frozenset({"https"})):
+        assert MultimodalConfig(allowed_url_schemes=schemes)  # type: ignore[arg-type]
+
+
+def test_defaults() -> None:
+    config = EngineConfig()
+    assert [field.name for field in dataclasses.fields(config)] == [
+        "model",
+        "scheduler",
+        "cache",
+        "speculative",
+        "multimodal",
+        "trace",
+    ]
+    assert (config.model, config.scheduler, config.cache) == (ModelConfig(), SchedulerConfig(), CacheConfig())
+    assert (config.speculative, config.trace) == (SpeculativeConfig(), TraceConfig())
+    sight = config.multimodal
+    assert sight == MultimodalConfig() and sight.allowed_url_schemes == ()
+    assert (sight.min_pixels, sight.max_pixels, sight.encoder_budget) == (None, None, None)
+    assert LLMEngine.default_model == DEFAULT_MODEL and DEFAULT_MODEL.name == "tiny-qwen3-vl"
+
+
+@pytest.mark.parametrize("config", [MultimodalConfig, EngineConfig])
+def test_configurations_take_keywords_only_and_are_frozen(config: Any) -> None:
+    with pytest.raises(TypeError):
+        config(4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config(), dataclasses.fields(config)[0].name, 3)
+
+
+@pytest.mark.parametrize("value", [{"max_items": 3}, SchedulerConfig(), None], ids=str)
+def test_the_keyword_takes_its_own_configuration_only(value: Any) -> None:
+    with pytest.raises(ConfigError, match="multimodal_config= must be a MultimodalConfig"):
+        LLMEngine("/nowhere", multimodal_config=value)
+
+
+def test_a_tower_on_a_gpu_may_do_more_in_a_step_unless_it_is_told_otherwise() -> None:
+    assert MultimodalConfig().budget("cpu") < MultimodalConfig().budget("cuda")
+    assert MultimodalConfig(encoder_budget=7).budget("cpu") == MultimodalConfig(encoder_budget=7).budget("cuda") == 7
+
+
+# --- what fits together, once the model is known ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_pixels": 63}, "max_pixels=63 contradicts .*, whose images have 64 to 4096 pixels"),
+        ({"min_pixels": 5000}, "min_pixels=5000 contradicts .* give min_pixels and max_pixels"),
+        ({"min_pixels": 10, "max_pixels": 63}, "max_pixels=63 is less than one token of .*, 8x8 pixels"),
+    ],
+    ids=str,
+)
+def test_sizes_that_contradict_the_model_are_refused_when_the_engine_is_built(
+    make_engine: MakeEngine, limits: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(**setting(multimodal=limits))
+
+
+def test_a_seeing_model_without_a_processor_is_refused_with_the_file_that_it_lacks(
+    seeing_directory: Path, tmp_path: Path
+) -> None:
+    for path in seeing_directory.iterdir():
+        if path.name != "preprocessor_config.json":
+            (tmp_path / path.name).symlink_to(path)
+    with pytest.raises(ModelLoadError, match=r"preprocessor_config\.json"):
+        LLMEngine(model_config=ModelConfig(model=tmp_path, device="cpu", dtype="float32"), **setting())
+
+
+# --- every field does what it says ------------------------------------------------------------------------------------
+
+
+def tokens_of(engine: Any, width: int, height: int) -> int:
+    """Tokens of a grey picture of this size."""
+    image = picture("size", 8, 8).resize((width, height))
+    prompt = engine.chat_prompt([{"role": "user", "content": [{"type": "image", "image": image}]}])
+    return int(prompt.multimodal_inputs.image_pad_len[0])
+
+
+def test_pixels_are_held_between_the_limits_that_were_given(make_engine: MakeEngine) -> None:
+    plain = make_engine(**setting())
+    bounded = make_engine(**setting(multimodal={"min_pixels": 16 * SIDE**2, "max_pixels": 25 * SIDE**2}))
+    assert [tokens_of(plain, side, side) for side in (SIDE, 4 * SIDE, 8 * SIDE)] == [1, 16, 64]
+    assert [tokens_of(bounded, side, side) for side in (SIDE, 4 * SIDE, 8 * SIDE)] == [16, 16, 25]
+
+
+@pytest.mark.parametrize(
+    ("limits", "part", "message"),
+    [
+        ({"max_items": 1}, None, "2 images and videos are more than a request may bring: max_items=1"),
+        ({"max_image_pixels": 575}, None, "24x24 are 576 pixels, more than max_image_pixels=575"),
+        ({"max_video_frames": 3}, {"type": "video", "video": clip("x", 4, 1, 1)}, "more than max_video_frames=3"),
+        ({"max_video_pixels": 255}, {"type": "video", "video": clip("x", 4, 1, 1)}, "256 pixels, more than max_video"),
+        ({"max_file_bytes": 20}, {"type": "image", "image": b"\x89PNG" + bytes(17)}, "21 bytes, more than max_file_by"),
+        (
+            {"embedding_cache_bytes": 8 * 768},
+            None,
+            "9 tokens, and the cache for their embeddings has room for 8",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) and "type" not in value else "",
+)
+def test_a_limit_is_named_where_it_is_passed(
+    make_engine: MakeEngine, limits: dict[str, int], part: Any, message: str
+) -> None:
+    engine = make_engine(**setting(multimodal=limits))
+    content = [part] if part else asking("a", "d")[0]["content"]
+    with pytest.raises(InvalidMediaError, match=message):
+        engine.chat([{"role": "user", "content": content}], greedy(1))
+    assert engine.generate("text", greedy(1)).finish_reason == "length"
+
+
+def test_a_request_that_is_exactly_at_its_limits_is_taken(make_engine: MakeEngine) -> None:
+    limits = {"max_items": 2, "max_image_pixels": 576, "embedding_cache_bytes": 9 * 768}
+    engine = make_engine(**setting(multimodal=limits))
+    assert engine.chat(asking("a", "d"), greedy(1)).finish_reason == "length"
+
+
+def test_a_file_url_is_read_where_that_is_allowed(make_engine: MakeEngine, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(valid(Random(1), "PNG"))
+    asked = [{"role": "user", "content": [{"type": "image_url", "image_url": path.as_uri()}]}]
+    engine = make_engine(**setting())
+    with pytest.raises(InvalidMediaError, match=r"allowed_url_schemes=\('file',\)"):
+        engine.chat(asked, greedy(1))
+    engine = make_engine(**setting(multimodal={"allowed_url_schemes": ("file",)}))
+    assert engine.chat(asked, greedy(1)).finish_reason == "length"
+
+
+def test_the_budget_bounds_what_a_step_encodes(make_engine: MakeEngine) -> None:
+    for budget, runs in ((1000, [39]), (20, [19, 20]), (1, [9, 10, 20])):
+        engine, recorder = traced(make_engine, **setting(page_size=1, multimodal={"encoder_budget": budget}))
+        engine.chat(asking("a", "b", "c", 1), greedy(1))
+        assert [run.num_tokens for run in recorder.events("encoder_run")] == runs
+
+
+def test_where_prompts_are_whole_all_their_pictures_are_encoded_at_once(make_engine: MakeEngine) -> None:
+    """A prompt that may not be cut cannot wait for a budget in its middle."""
+    engine = make_engine(**setting(enable_chunked_prefill=False, multimodal={"encoder_budget": 1}))
+    recorder = Recorder(engine.tracer)
+    outputs = engine.generate_batch([asking("a", "c", 1), asking("b")], SamplingParams(max_tokens=2))
+    assert all(output.error is None for output in outputs.values())
+    assert [run.num_tokens for run in recorder.events("encoder_run")] == [29, 10]
+    assert counts(engine)[0] == 2
