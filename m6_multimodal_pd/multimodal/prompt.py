@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from m1_single_request.errors import InvalidPromptError, shown
 from m1_single_request.input_processor import Message, check_messages
+from m1_single_request.trace_event import some
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.models.qwen3_vl import MediaTokens
@@ -109,19 +110,26 @@ class MultimodalPrompts:
         return self._expanded(text, list(zip(kinds, in_order, strict=True)))
 
     def check(self, token_ids: Sequence[int], inputs: MultimodalInputs | None) -> None:
-        """Refuse a prompt whose placeholders are not those of its pictures, or whose pictures were prepared for another
-        model (`InvalidPromptError`)."""
+        """Refuse a prompt whose placeholders are not those of its pictures, or stand elsewhere than they were put, or
+        whose pictures were prepared for another model (`InvalidPromptError`)."""
         if inputs is not None and inputs.options_key != self.media.options_key:
             raise InvalidPromptError(
                 "the pictures of this prompt were prepared by an engine with another processor: make the prompt with "
                 "chat_prompt() of this one"
             )
-        expected = sum(inputs.image_pad_len) if inputs is not None else 0
-        found = sum(token_id in (self.tokens.image, self.tokens.video) for token_id in token_ids)
-        if found != expected:
+        found = [i for i, token_id in enumerate(token_ids) if token_id in (self.tokens.image, self.tokens.video)]
+        ranges = [one for item in inputs.mm_items for one in item.offsets] if inputs is not None else []
+        expected = [place for start, end in ranges for place in range(start, end)]
+        if len(found) != len(expected):
             raise InvalidPromptError(
-                f"the prompt has {found} placeholder tokens for pictures ({self._image} or those of a video), and the "
-                f"pictures that came with it need {expected}: hand pictures in as parts of chat messages"
+                f"the prompt has {len(found)} placeholder tokens for pictures ({self._image} or those of a video), and "
+                f"the pictures that came with it need {len(expected)}: hand pictures in as parts of chat messages"
+            )
+        if found != expected:
+            place, own = next(pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1])
+            raise InvalidPromptError(
+                f"the prompt was changed after chat_prompt() had made it: a picture's placeholder stands at {place}, "
+                f"where {own} was its place; change the messages, and make the prompt anew"
             )
 
     def _kind(self, placeholder: str) -> Modality:
@@ -129,10 +137,12 @@ class MultimodalPrompts:
 
     def _check_counts(self, found: Sequence[Modality], brought: Sequence[Modality]) -> None:
         for kind in Modality:
-            if found.count(kind) != brought.count(kind):
+            came, shown_as = brought.count(kind), found.count(kind)
+            if came != shown_as:
+                advice = "write none into a text" if came < shown_as else "it may show those of a user only"
                 raise InvalidPromptError(
-                    f"the messages bring {brought.count(kind)} {kind.value}s, and the prompt that the chat template "
-                    f"made of them has {found.count(kind)} placeholders for them: write none into a text"
+                    f"the messages bring {some(came, kind.value)}, and the prompt that the chat template made of them "
+                    f"has {some(shown_as, 'placeholder')} for that: {advice}"
                 )
 
     def _expanded(self, text: str, items: Sequence[tuple[Modality, ProcessedItem]]) -> ChatPrompt:

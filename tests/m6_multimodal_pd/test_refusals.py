@@ -1,0 +1,378 @@
+"""What cannot be seen is refused, in every way of asking, and nobody notices but who asked.
+
+Every refusal is one typed error with the value in it, and it comes before anything changes: no event names the request,
+no number is used up, nothing is held, and the next good request gets transformers' tokens. In a batch it is one output
+with `finish_reason="error"`, while the others run.
+"""
+
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from m6_multimodal_pd import (
+    EngineError,
+    InvalidMediaError,
+    InvalidPromptError,
+    InvalidRequestError,
+    LLMEngine,
+    ModelConfig,
+    PromptTooLongError,
+)
+from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, check_drained, check_flushed, counts, greedy, setting
+from tests.m6_multimodal_pd.seeing import MOST_TOKENS, SHOWN, Theirs, asking, clip, parts, picture
+from tests.m6_multimodal_pd.test_fuzzed_media import SEEDS, fuzzed
+
+PARAMS = greedy(4)
+LIMITS = {
+    "max_items": 3,
+    "max_image_pixels": 4096,
+    "max_file_bytes": 4096,
+    "max_video_frames": 8,
+    "max_video_pixels": 4096,
+    "embedding_cache_bytes": 30 * 768,
+}
+GOOD = asking("a", 1, "v")
+
+
+def png(width: int = 16, height: int = 16) -> bytes:
+    """A file."""
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def image(source: Any, **more: Any) -> list[dict[str, Any]]:
+    """A question about one picture."""
+    return said({"type": "image", "image": source, **more}, *parts(1))
+
+
+def video(source: Any, **more: Any) -> list[dict[str, Any]]:
+    """A question about one clip."""
+    return said({"type": "video", "video": source, **more}, *parts(1))
+
+
+def said(*content: Any, role: str = "user") -> list[dict[str, Any]]:
+    """A conversation of one message."""
+    return [{"role": role, "content": list(content)}]
+
+
+def words(text: str, *more: Any) -> list[dict[str, Any]]:
+    """A conversation that holds this text."""
+    return said(*more, {"type": "text", "text": text})
+
+
+def bomb() -> bytes:
+    """A header that claims very many pixels."""
+    content = bytearray(png())
+    content[16:24] = (60_000).to_bytes(4, "big") * 2
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+    return bytes(content)
+
+
+IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], type[InvalidRequestError], str]] = {
+    # placeholders
+    "a placeholder in a text": (words(IMAGE_PAD), InvalidPromptError, "bring 0 images, .* has 1 placeholder for that"),
+    "a placeholder too many": (
+        words(IMAGE_PAD, SHOWN["a"]),
+        InvalidPromptError,
+        "bring 1 image, .* has 2 placeholders",
+    ),
+    "a video's in a text": (words(f"<|vision_start|>{VIDEO_PAD}<|vision_end|>"), InvalidPromptError, "0 videos"),
+    "one of another kind": (
+        words(VIDEO_PAD, SHOWN["a"]),
+        InvalidPromptError,
+        "0 videos, .* write none into a text",
+    ),
+    "one of the system": (
+        [{"role": "system", "content": f"You see {IMAGE_PAD}."}, *asking(1)],
+        InvalidPromptError,
+        "write none into a text",
+    ),
+    # limits
+    "too many items": (asking("d", "d", "v", "d"), InvalidMediaError, "4 images and videos .* max_items=3"),
+    "a large picture": (
+        image(picture("l", 9, 8)),
+        InvalidMediaError,
+        "64x72 are 4,608 pixels, .* max_image_pixels=",
+    ),
+    "a large array": (image(np.zeros((72, 64, 3), np.uint8)), InvalidMediaError, "4,608 pixels"),
+    "a bomb": (image(bomb()), InvalidMediaError, "too large to be decoded: .* 3600000000 pixels"),
+    "a large file": (image(png() + bytes(4096)), InvalidMediaError, "more than max_file_bytes=4,096"),
+    "many frames": (video(clip("m", 9, 1, 1)), InvalidMediaError, "more than max_video_frames=8"),
+    "large frames": (
+        video(clip("m", 5, 4, 4), num_frames=5),
+        InvalidMediaError,
+        "5,120 pixels, more than max_video_pixels",
+    ),
+    "a picture for no cache": (image(picture("n", 8, 4)), InvalidMediaError, "32 tokens, .* has room for 30"),
+    "a clip for no cache": (
+        video(clip("n", 4, 4, 4)),
+        InvalidMediaError,
+        "video of 32 x 32 pixels becomes 32 tokens",
+    ),
+    "long and narrow": (image(Image.new("RGB", (2, 402))), InvalidMediaError, "2x402 is too long and narrow: .* 201.0"),
+    "wide and low": (image(np.zeros((1, 201, 3), np.uint8)), InvalidMediaError, "201x1 is too long and narrow"),
+    # broken
+    "a truncated file": (image(png()[:100]), InvalidMediaError, "image 0 of message 0: it cannot be decoded"),
+    "no picture": (image(b"GIF? no"), InvalidMediaError, "its bytes are none of PNG, JPEG"),
+    "no bytes": (image(b""), InvalidMediaError, "it is empty, 0 bytes"),
+    "a document": (image(b"%PDF-1.7 " + bytes(90)), InvalidMediaError, "none of PNG"),
+    "floats": (image(np.zeros((8, 8, 3))), InvalidMediaError, "the array is float64"),
+    "a number": (image(7), InvalidMediaError, "7 is no picture; give a PIL image"),
+    "a path to nowhere": (image("/nowhere/a.png"), InvalidMediaError, "'/nowhere/a.png' cannot be read"),
+    "a still as a video": (video(png()), InvalidMediaError, "still picture, not a video"),
+    "one frame": (video(clip("o", 1, 1, 1)), InvalidMediaError, "1 frame is no video, 2 are needed"),
+    "no frames": (video([]), InvalidMediaError, "it has no frames"),
+    "frames of two sizes": (video([*clip("s", 2, 1, 1), picture("t", 2, 1)]), InvalidMediaError, "frames of one size"),
+    "two speeds": (video(clip("p", 4, 1, 1), fps=2, num_frames=4), InvalidMediaError, "exclude each other"),
+    "a speed of none": (video(clip("p", 4, 1, 1), fps=0), InvalidMediaError, "fps=0 must be a number of frames"),
+    # from elsewhere
+    **{
+        f"{scheme} URL": (image(f"{scheme}://host/a.png"), InvalidMediaError, f"{scheme}: URLs are refused; Multimodal")
+        for scheme in ("http", "https", "file")
+    },
+    "ftp URL": (image("ftp://host/a.png"), InvalidMediaError, "not a URL that is taken; taken are data"),
+    "a URL of a video": (said({"type": "video_url", "video_url": "http://h/v"}), InvalidMediaError, "http: URLs are"),
+    "a broken data URL": (image("data:image/png;base64,AA=A"), InvalidMediaError, "base64 of .* is broken"),
+    "data that is no base64": (image("data:image/png,abc"), InvalidMediaError, "only base64 is taken"),
+    # parts and roles
+    "an unknown type": (said({"type": "audio", "audio": b"x"}), InvalidPromptError, "one of text, image,.*'audio'"),
+    "no type": (said({"image": png()}), InvalidPromptError, "a part of a content has a type"),
+    "a type that is none": (said({"type": ["image"]}), InvalidPromptError, "a part of a content has a type"),
+    "a part that is none": (said("text"), InvalidPromptError, "a part of a content has a type, .* this one is 'text'"),
+    "an unknown key": (image(png(), detail="low"), InvalidMediaError, "'detail' in a part of type image is not known"),
+    "a video's key": (image(png(), fps=2), InvalidMediaError, "'fps' in a part of type image is not known"),
+    "no source": (said({"type": "image"}), InvalidMediaError, "lacks its 'image'"),
+    "a key of a URL": (
+        said({"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}),
+        InvalidMediaError,
+        "known is only 'url'",
+    ),
+    "a text's key": (said({"type": "text", "text": "a", "style": 1}), InvalidPromptError, "a text part is"),
+    "a text that is none": (said({"type": "text", "text": 5}), InvalidPromptError, "a text part is"),
+    "no content": ([{"role": "user"}], InvalidPromptError, "needs a content: a string, or a list of parts"),
+    "a content of bytes": ([{"role": "user", "content": b"x"}], InvalidPromptError, "needs a content"),
+    "no conversation": ([*asking("a"), "text"], InvalidPromptError, "messages must be a list of"),  # type: ignore[list-item]
+    "a picture of the system": (said(SHOWN["a"], role="system"), InvalidPromptError, "'system' cannot show a part"),
+    "a picture of the assistant": (
+        [*asking(1), *said(SHOWN["a"], role="assistant"), *asking(2)],
+        InvalidPromptError,
+        "'assistant' cannot show a part",
+    ),
+    "the last of several": (asking("a", "v")[:1] + image(png()[:60]), InvalidMediaError, "image 0 of message 1"),
+}
+
+
+def ask_all(engine: LLMEngine, prompt: Any, error: type[EngineError], message: str) -> None:
+    """Refused in every way of asking; a batch runs on without it."""
+    calls: list[Callable[..., Any]] = [engine.generate, engine.stream, engine.add_request]
+    if isinstance(prompt, list) and any(isinstance(one, dict) for one in prompt):
+        calls += [engine.chat, lambda prompt, _: engine.chat_prompt(prompt)]
+    recorder, before = Recorder(engine.tracer), engine.stats()
+    for call in calls:
+        with pytest.raises(error, match=message) as caught:
+            call(prompt, PARAMS)
+        assert type(caught.value) is error and "\n" not in str(caught.value)
+        assert not engine.has_unfinished_requests()
+    assert recorder.records == [] and engine.stats() == before, "something has changed"
+    rid = engine.add_request([5, 6], PARAMS)
+    assert rid == "req-0", "a refused request has used a number up"
+    refused, other = engine.generate_batch([prompt, [7]], PARAMS).values()
+    assert (refused.finish_reason, refused.finished, type(refused.error)) == ("error", True, error)
+    assert (refused.text, refused.token_ids) == ("", ()) and other.finish_reason == "length"
+    named = {name for record in recorder.records for name in record.event.request_ids()}
+    assert refused.request_id not in named and {rid, other.request_id} <= named
+    assert set(engine.step()) == {rid}
+
+
+def check_good(engine: Any, their_model: Theirs) -> None:
+    """The engine works as if nothing had been, and holds nothing."""
+    prompt = engine.chat_prompt(GOOD)
+    assert engine.generate(prompt, PARAMS).token_ids == their_model.answer(prompt).token_ids[:4]
+    check_drained(engine)
+    check_flushed(engine)
+
+
+@pytest.fixture
+def strict(make_engine: MakeEngine) -> Any:
+    """An engine with narrow limits."""
+    return make_engine(**setting(multimodal=LIMITS))
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_what_cannot_be_seen_is_refused_in_every_way_of_asking(strict: Any, their_model: Theirs, name: str) -> None:
+    messages, error, message = CONVERSATIONS[name]
+    ask_all(strict, messages, error, message)
+    assert counts(strict) == (0, 0, 0)
+    check_good(strict, their_model)
+
+
+def test_a_refusal_in_a_conversation_does_not_touch_who_is_running(strict: Any, their_model: Theirs) -> None:
+    """Between any two steps of others."""
+    prompt = strict.chat_prompt(GOOD)
+    rid = strict.add_request(prompt, greedy(MOST_TOKENS))
+    coming, last = iter(CONVERSATIONS.values()), {}
+    while strict.has_unfinished_requests():
+        messages, error, message = next(coming)
+        with pytest.raises(error, match=message):
+            strict.add_request(messages, PARAMS)
+        last |= strict.step()
+    assert last[rid].token_ids == their_model.answer(prompt).token_ids
+
+
+# --- prompts that are no messages -------------------------------------------------------------------------------------
+
+
+def placeholder(engine: Any) -> int:
+    """The token that stands for a picture."""
+    prompt = engine.chat_prompt(asking("d"))
+    return int(prompt.multimodal_inputs.im_token_id)
+
+
+def moved(engine: Any) -> list[int]:
+    """A prompt into which somebody has put a token, in front of its picture."""
+    prompt: list[int] = engine.chat_prompt(asking("a", 1))
+    prompt.insert(1, 5)
+    return prompt
+
+
+PROMPTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a text": (lambda engine: f"What is {IMAGE_PAD}?", "1 placeholder tokens for pictures .* need 0"),
+    "token ids": (lambda engine: [5, placeholder(engine), 6], "hand pictures in as parts of chat messages"),
+    "a copy that lost its pictures": (lambda engine: list(engine.chat_prompt(asking("a"))), "has 9 .* need 0"),
+    "a slice": (lambda engine: engine.chat_prompt(asking("a", 1))[:-1], "has 9 placeholder tokens .* need 0"),
+    "a sum": (lambda engine: engine.chat_prompt(asking("a", 1)).__add__([5]), "has 9 placeholder tokens .* need 0"),
+    "one token more in front": (moved, "was changed after .* stands at 6, where 5 was its place; change the messages"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_whose_placeholders_are_not_those_of_its_pictures_is_refused(
+    strict: Any, their_model: Theirs, name: str
+) -> None:
+    make, message = PROMPTS[name]
+    ask_all(strict, make(strict), InvalidPromptError, message)
+    check_good(strict, their_model)
+
+
+def test_a_prompt_with_one_picture_cut_away_is_refused(strict: Any, their_model: Theirs) -> None:
+    prompt = strict.chat_prompt(asking(1, "a"))
+    start, end = prompt.multimodal_inputs.mm_items[0].offsets[0]
+    del prompt[start : end - 1]
+    ask_all(strict, prompt, InvalidPromptError, "has 1 placeholder tokens .* need 9")
+    check_good(strict, their_model)
+
+
+def test_text_behind_the_last_picture_may_be_put_on_and_taken_off(strict: Any, their_model: Theirs) -> None:
+    """What an assistant is to go on with: its positions follow those of the prompt."""
+    prompt = strict.chat_prompt(asking("a", 1))
+    prompt += [300, 301]
+    assert strict.generate(prompt, PARAMS).token_ids == their_model.answer(prompt).token_ids[:4]
+    del prompt[-4:]
+    assert strict.generate(prompt, PARAMS).token_ids == their_model.answer(prompt).token_ids[:4]
+
+
+def test_a_prompt_of_an_engine_with_another_processor_is_refused(
+    make_engine: MakeEngine, strict: Any, their_model: Theirs
+) -> None:
+    other = make_engine(**setting(multimodal={"max_pixels": 576}))
+    made = other.chat_prompt(asking("a", 1))
+    ask_all(strict, made, InvalidPromptError, r"another processor: make the prompt with chat_prompt\(\) of this one")
+    check_good(strict, their_model)
+
+
+def test_a_prompt_of_an_engine_with_other_limits_is_taken(
+    make_engine: MakeEngine, strict: Any, their_model: Theirs
+) -> None:
+    made = make_engine(**setting()).chat_prompt(GOOD)
+    assert strict.generate(made, PARAMS).token_ids == their_model.answer(made).token_ids[:4]
+
+
+def test_a_template_that_shows_no_picture_is_told_from_one_that_shows_too_many(make_engine: MakeEngine) -> None:
+    silent = "{% for message in messages %}{{ message.content if message.content is string else 'x' }}{% endfor %}"
+    engine: Any = make_engine(**setting(), chat_template=silent)
+    with pytest.raises(InvalidPromptError, match=r"1 image, .* 0 placeholders for that: it may show those of a user"):
+        engine.generate(asking("a"), PARAMS)
+
+
+# --- too long ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_is_too_long_by_its_picture_is_refused(make_engine: MakeEngine, their_model: Theirs) -> None:
+    engine: Any = make_engine(**setting(), max_model_len=64)
+    assert len(engine.chat_prompt(asking(1))) + 40 < 64 <= len(engine.chat_prompt(image(picture("x", 8, 6))))
+    ask_all(engine, engine.chat_prompt(image(picture("x", 8, 6))), PromptTooLongError, "max_model_len is 64")
+    assert counts(engine) == (0, 0, 0)
+    prompt = engine.chat_prompt(asking("a", 1))
+    assert engine.generate(prompt, PARAMS).token_ids == their_model.answer(prompt).token_ids[:4]
+
+
+def test_a_prompt_that_the_memory_never_holds_is_refused(make_engine: MakeEngine) -> None:
+    engine: Any = make_engine(**setting(tokens=48))
+    with pytest.raises(InvalidRequestError, match="48"):
+        engine.add_request(image(picture("x", 8, 6)), PARAMS)
+    assert engine.generate(asking("d"), PARAMS).finish_reason == "length"
+
+
+def test_whole_prompts_must_fit_into_a_step_with_their_pictures(make_engine: MakeEngine) -> None:
+    engine: Any = make_engine(**setting(4, 40, enable_chunked_prefill=False))
+    with pytest.raises(PromptTooLongError, match="40"):
+        engine.add_request(asking("c", 1, 2, 3), PARAMS)
+    assert engine.generate(asking("d"), PARAMS).finish_reason == "length"
+
+
+# --- models without eyes ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text_engine(tiny_directory: Path) -> Iterator[LLMEngine]:
+    """m6 on a model that reads only."""
+    model = ModelConfig(model=tiny_directory, device="cpu", dtype="float32")
+    with LLMEngine(model_config=model, **setting()) as engine:
+        yield engine
+
+
+def test_a_text_model_refuses_pictures_and_answers_texts(text_engine: Any, strict: Any) -> None:
+    ask_all(text_engine, asking("a", "v", 1), InvalidPromptError, "bring 2 images or videos, .* takes texts only")
+    made = strict.chat_prompt(asking("d", 1))
+    with pytest.raises(InvalidPromptError, match="brings images or videos, and this model takes texts only"):
+        text_engine.generate(made, PARAMS)
+    conversation = [{"role": "user", "content": "What is a cat?"}]
+    in_parts = [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "a cat?"}]}]
+    assert text_engine.chat(in_parts, PARAMS).token_ids == text_engine.chat(conversation, PARAMS).token_ids
+    assert text_engine.chat(conversation, PARAMS).token_ids == text_engine.generate(conversation, PARAMS).token_ids
+    check_drained(text_engine)
+
+
+def test_a_text_model_may_say_the_words_that_another_model_sees_by(text_engine: Any) -> None:
+    assert text_engine.generate(f"What is {IMAGE_PAD}?", PARAMS).finish_reason == "length"
+
+
+# --- damaged files ----------------------------------------------------------------------------------------------------
+
+
+def test_two_hundred_damaged_files_beside_good_requests_touch_nobody(
+    make_engine: MakeEngine, their_model: Theirs
+) -> None:
+    """Each is a picture after all, and answered, or one refusal; who asks beside it is answered as ever."""
+    engine: Any = make_engine(**setting(8, multimodal={"max_image_pixels": 4096, "embedding_cache_bytes": 70 * 768}))
+    good = [engine.chat_prompt(GOOD), engine.chat_prompt(asking(1, 2))]
+    wanted = [their_model.answer(prompt).token_ids[:2] for prompt in good]
+    refused = answered = 0
+    for first in range(0, SEEDS, 10):
+        files = [image(fuzzed(seed)) for seed in range(first, first + 10)]
+        outputs = list(engine.generate_batch([good[0], *files, good[1]], greedy(2)).values())
+        assert [outputs[0].token_ids, outputs[-1].token_ids] == wanted
+        for output in outputs[1:-1]:
+            refused += isinstance(output.error, InvalidMediaError)
+            answered += output.error is None and output.finish_reason == "length"
+    assert refused + answered == SEEDS and min(refused, answered) > SEEDS / 10
+    check_good(engine, their_model)
