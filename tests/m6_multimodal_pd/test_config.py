@@ -221,6 +221,7 @@ def test_the_budget_bounds_what_a_step_encodes(make_engine: MakeEngine) -> None:
         engine, recorder = traced(make_engine, **setting(page_size=1, multimodal={"encoder_budget": budget}))
         engine.chat(asking("a", "b", "c", 1), greedy(1))
         assert [run.num_tokens for run in recorder.events("encoder_run")] == runs
+        assert {run.budget for run in recorder.events("encoder_run")} == {budget}
 
 
 def test_where_prompts_are_whole_all_their_pictures_are_encoded_at_once(make_engine: MakeEngine) -> None:
