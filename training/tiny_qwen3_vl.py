@@ -31,7 +31,7 @@ from training.vision_skills import IMAGE_PAD, MERGE, PATCH, TEMPORAL_PATCH, VIDE
 from training.vision_tower import STEPS as TOWER_STEPS, train_tower
 
 RUN_DIR = Path(__file__).parent / "runs" / "tiny-qwen3-vl"
-STEPS = 1200
+STEPS = 1000
 TOWER: dict[str, Any] = {"matrix_lr": 0.02, "save_every": 50, "dtype": torch.float32}
 LOOP: dict[str, Any] = {
     "matrix_lr": 0.01,
