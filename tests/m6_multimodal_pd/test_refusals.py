@@ -5,15 +5,11 @@ no number is used up, nothing is held, and the next good request gets transforme
 with `finish_reason="error"`, while the others run.
 """
 
-import io
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from m6_multimodal_pd import (
     EngineError,
@@ -25,150 +21,12 @@ from m6_multimodal_pd import (
     PromptTooLongError,
 )
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, check_drained, check_flushed, counts, greedy, setting
-from tests.m6_multimodal_pd.seeing import MOST_TOKENS, SHOWN, Theirs, asking, clip, parts, picture
+from tests.m6_multimodal_pd.refused import CONVERSATIONS, IMAGE_PAD, LIMITS, image
+from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking, picture
 from tests.m6_multimodal_pd.test_fuzzed_media import SEEDS, fuzzed
 
 PARAMS = greedy(4)
-LIMITS = {
-    "max_items": 3,
-    "max_image_pixels": 4096,
-    "max_file_bytes": 4096,
-    "max_video_frames": 8,
-    "max_video_pixels": 4096,
-    "embedding_cache_bytes": 30 * 768,
-}
 GOOD = asking("a", 1, "v")
-
-
-def png(width: int = 16, height: int = 16) -> bytes:
-    """A file."""
-    buffer = io.BytesIO()
-    noise = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def image(source: Any, **more: Any) -> list[dict[str, Any]]:
-    """A question about one picture."""
-    return said({"type": "image", "image": source, **more}, *parts(1))
-
-
-def video(source: Any, **more: Any) -> list[dict[str, Any]]:
-    """A question about one clip."""
-    return said({"type": "video", "video": source, **more}, *parts(1))
-
-
-def said(*content: Any, role: str = "user") -> list[dict[str, Any]]:
-    """A conversation of one message."""
-    return [{"role": role, "content": list(content)}]
-
-
-def words(text: str, *more: Any) -> list[dict[str, Any]]:
-    """A conversation that holds this text."""
-    return said(*more, {"type": "text", "text": text})
-
-
-def bomb() -> bytes:
-    """A header that claims very many pixels."""
-    content = bytearray(png())
-    content[16:24] = (60_000).to_bytes(4, "big") * 2
-    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
-    return bytes(content)
-
-
-IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
-CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], type[InvalidRequestError], str]] = {
-    # placeholders
-    "a placeholder in a text": (words(IMAGE_PAD), InvalidPromptError, "bring 0 images, .* has 1 placeholder for that"),
-    "a placeholder too many": (
-        words(IMAGE_PAD, SHOWN["a"]),
-        InvalidPromptError,
-        "bring 1 image, .* has 2 placeholders",
-    ),
-    "a video's in a text": (words(f"<|vision_start|>{VIDEO_PAD}<|vision_end|>"), InvalidPromptError, "0 videos"),
-    "one of another kind": (
-        words(VIDEO_PAD, SHOWN["a"]),
-        InvalidPromptError,
-        "0 videos, .* write none into a text",
-    ),
-    "one of the system": (
-        [{"role": "system", "content": f"You see {IMAGE_PAD}."}, *asking(1)],
-        InvalidPromptError,
-        "write none into a text",
-    ),
-    # limits
-    "too many items": (asking("d", "d", "v", "d"), InvalidMediaError, "4 images and videos .* max_items=3"),
-    "a large picture": (
-        image(picture("l", 9, 8)),
-        InvalidMediaError,
-        "64x72 are 4,608 pixels, .* max_image_pixels=",
-    ),
-    "a large array": (image(np.zeros((72, 64, 3), np.uint8)), InvalidMediaError, "4,608 pixels"),
-    "a bomb": (image(bomb()), InvalidMediaError, "too large to be decoded: .* 3600000000 pixels"),
-    "a large file": (image(png() + bytes(4096)), InvalidMediaError, "more than max_file_bytes=4,096"),
-    "many frames": (video(clip("m", 9, 1, 1)), InvalidMediaError, "more than max_video_frames=8"),
-    "large frames": (
-        video(clip("m", 5, 4, 4), num_frames=5),
-        InvalidMediaError,
-        "5,120 pixels, more than max_video_pixels",
-    ),
-    "a picture for no cache": (image(picture("n", 8, 4)), InvalidMediaError, "32 tokens, .* has room for 30"),
-    "a clip for no cache": (
-        video(clip("n", 4, 4, 4)),
-        InvalidMediaError,
-        "video of 32 x 32 pixels becomes 32 tokens",
-    ),
-    "long and narrow": (image(Image.new("RGB", (2, 402))), InvalidMediaError, "2x402 is too long and narrow: .* 201.0"),
-    "wide and low": (image(np.zeros((1, 201, 3), np.uint8)), InvalidMediaError, "201x1 is too long and narrow"),
-    # broken
-    "a truncated file": (image(png()[:100]), InvalidMediaError, "image 0 of message 0: it cannot be decoded"),
-    "no picture": (image(b"GIF? no"), InvalidMediaError, "its bytes are none of PNG, JPEG"),
-    "no bytes": (image(b""), InvalidMediaError, "it is empty, 0 bytes"),
-    "a document": (image(b"%PDF-1.7 " + bytes(90)), InvalidMediaError, "none of PNG"),
-    "floats": (image(np.zeros((8, 8, 3))), InvalidMediaError, "the array is float64"),
-    "a number": (image(7), InvalidMediaError, "7 is no picture; give a PIL image"),
-    "a path to nowhere": (image("/nowhere/a.png"), InvalidMediaError, "'/nowhere/a.png' cannot be read"),
-    "a still as a video": (video(png()), InvalidMediaError, "still picture, not a video"),
-    "one frame": (video(clip("o", 1, 1, 1)), InvalidMediaError, "1 frame is no video, 2 are needed"),
-    "no frames": (video([]), InvalidMediaError, "it has no frames"),
-    "frames of two sizes": (video([*clip("s", 2, 1, 1), picture("t", 2, 1)]), InvalidMediaError, "frames of one size"),
-    "two speeds": (video(clip("p", 4, 1, 1), fps=2, num_frames=4), InvalidMediaError, "exclude each other"),
-    "a speed of none": (video(clip("p", 4, 1, 1), fps=0), InvalidMediaError, "fps=0 must be a number of frames"),
-    # from elsewhere
-    **{
-        f"{scheme} URL": (image(f"{scheme}://host/a.png"), InvalidMediaError, f"{scheme}: URLs are refused; Multimodal")
-        for scheme in ("http", "https", "file")
-    },
-    "ftp URL": (image("ftp://host/a.png"), InvalidMediaError, "not a URL that is taken; taken are data"),
-    "a URL of a video": (said({"type": "video_url", "video_url": "http://h/v"}), InvalidMediaError, "http: URLs are"),
-    "a broken data URL": (image("data:image/png;base64,AA=A"), InvalidMediaError, "base64 of .* is broken"),
-    "data that is no base64": (image("data:image/png,abc"), InvalidMediaError, "only base64 is taken"),
-    # parts and roles
-    "an unknown type": (said({"type": "audio", "audio": b"x"}), InvalidPromptError, "one of text, image,.*'audio'"),
-    "no type": (said({"image": png()}), InvalidPromptError, "a part of a content has a type"),
-    "a type that is none": (said({"type": ["image"]}), InvalidPromptError, "a part of a content has a type"),
-    "a part that is none": (said("text"), InvalidPromptError, "a part of a content has a type, .* this one is 'text'"),
-    "an unknown key": (image(png(), detail="low"), InvalidMediaError, "'detail' in a part of type image is not known"),
-    "a video's key": (image(png(), fps=2), InvalidMediaError, "'fps' in a part of type image is not known"),
-    "no source": (said({"type": "image"}), InvalidMediaError, "lacks its 'image'"),
-    "a key of a URL": (
-        said({"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}),
-        InvalidMediaError,
-        "known is only 'url'",
-    ),
-    "a text's key": (said({"type": "text", "text": "a", "style": 1}), InvalidPromptError, "a text part is"),
-    "a text that is none": (said({"type": "text", "text": 5}), InvalidPromptError, "a text part is"),
-    "no content": ([{"role": "user"}], InvalidPromptError, "needs a content: a string, or a list of parts"),
-    "a content of bytes": ([{"role": "user", "content": b"x"}], InvalidPromptError, "needs a content"),
-    "no conversation": ([*asking("a"), "text"], InvalidPromptError, "messages must be a list of"),  # type: ignore[list-item]
-    "a picture of the system": (said(SHOWN["a"], role="system"), InvalidPromptError, "'system' cannot show a part"),
-    "a picture of the assistant": (
-        [*asking(1), *said(SHOWN["a"], role="assistant"), *asking(2)],
-        InvalidPromptError,
-        "'assistant' cannot show a part",
-    ),
-    "the last of several": (asking("a", "v")[:1] + image(png()[:60]), InvalidMediaError, "image 0 of message 1"),
-}
 
 
 def ask_all(engine: LLMEngine, prompt: Any, error: type[EngineError], message: str) -> None:
