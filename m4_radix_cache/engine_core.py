@@ -31,6 +31,10 @@ class Companion(Protocol):
         """Forget it."""
         ...
 
+    def close(self) -> None:
+        """Forget it, and let go of what made it."""
+        ...
+
     def add_to(self, stats: SingleRequestStats) -> SingleRequestStats:
         """The engine's totals, with its own."""
         ...
@@ -41,6 +45,9 @@ class NoCompanion:
 
     def clear(self) -> None:
         """Nothing to forget."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
     def add_to(self, stats: SingleRequestStats) -> SingleRequestStats:
         """Nothing to add."""
@@ -112,6 +119,7 @@ class EngineCore(EngineCoreBase):
         """Forget all KV, then let go of the KV memory and the model: the engine object may live on."""
         super().close()
         self.executor.shutdown()
+        self.companion.close()
 
     def is_unfinished(self, request_id: str) -> bool:
         """As m1's. If a parent's arrival was interrupted, only its family knows it, until its children have ended."""

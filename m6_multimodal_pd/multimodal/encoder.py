@@ -56,12 +56,18 @@ class Encoder:
             rids = dict.fromkeys(s.rid for s in seen if s.item.hash not in known)
             known |= self._run(missing, tuple(rids))
             for item in missing:
-                self.cache.put(item.hash, known[item.hash], in_use=items.keys())
+                if known[item.hash].isfinite().all():  # what is no number fails this step's request, and no later one
+                    self.cache.put(item.hash, known[item.hash], in_use=items.keys())
         return [known[s.item.hash][s.first : s.first + s.count] for s in seen]
 
     def clear(self) -> None:
         """Keep nothing of what was made."""
         self.cache.clear()
+
+    def close(self) -> None:
+        """Keep nothing, and let go of the tower: the engine object may live on."""
+        self.clear()
+        self.tower = None
 
     def add_to(self, stats: SingleRequestStats) -> SingleRequestStats:
         """The engine's totals, and what the tower did."""

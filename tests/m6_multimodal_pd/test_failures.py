@@ -1,0 +1,332 @@
+"""When something breaks while pictures are seen: who shared the step fails with it, and nobody afterwards.
+
+Nothing half-made stays in the embedding cache: whoever brings the same picture next gets transformers' tokens. All that
+every milestone promises about failures: `tests/engine_contract`.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from m6_multimodal_pd import EngineDeadError, ForwardError, LLMEngine, ModelConfig
+from m6_multimodal_pd.model_runner import ModelRunner
+from m6_multimodal_pd.multimodal.encoder import Encoder
+from m6_multimodal_pd.multimodal.media_reader import MediaReader
+from tests.engine_contract.crowd import calls_of
+from tests.m6_multimodal_pd.engines import (
+    MakeEngine,
+    Recorder,
+    check_drained,
+    check_flushed,
+    check_step,
+    counts,
+    greedy,
+    setting,
+)
+from tests.m6_multimodal_pd.seeing import Theirs, asking
+
+BOOM = RuntimeError("the tower broke")
+NUM_TOKENS = 6
+ASKED: dict[str, tuple[str | int, ...]] = {
+    "first": ("a", 1),
+    "long": (1, "c", "b", 2),
+    "clip": ("v", 3),
+    "text": (4, 5),
+}
+
+
+class Tower:
+    """`parts`: an encoder whose tower is changed in one call. `change` gets what it made, or makes something else."""
+
+    def __init__(self, change: Callable[[Sequence[Tensor]], Sequence[Tensor]], *, call: int) -> None:
+        self.calls: list[int] = []
+        calls = self.calls
+
+        class Changed(Encoder):
+            def __init__(self, *, tower: Any, **settings: Any) -> None:
+                class Proxy:
+                    def __getattr__(self, name: str) -> Any:
+                        return getattr(tower, name)
+
+                    def encode(self, items: Any) -> Any:
+                        calls.append(len(items))
+                        made = tower.encode(items)
+                        return change(made) if len(calls) == call else made
+
+                super().__init__(tower=Proxy(), **settings)  # type: ignore[arg-type]
+
+        self.parts = {"encoder": Changed}
+
+
+def failing(error: BaseException, *, call: int) -> Tower:
+    """It raises when its work is done."""
+
+    def fail(made: Sequence[Tensor]) -> Sequence[Tensor]:
+        raise error
+
+    return Tower(fail, call=call)
+
+
+def serve(engine: Any, asked: Mapping[str, tuple[str | int, ...]] = ASKED) -> dict[str, Any]:
+    """Ask all at once and step to the end; the last output of everybody."""
+    for rid, conversation in asked.items():
+        engine.add_request(asking(*conversation), greedy(NUM_TOKENS), request_id=rid)
+    last: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        last |= engine.step()
+        check_step(engine)
+    check_drained(engine)
+    return last
+
+
+def check_the_rest(engine: Any, last: dict[str, Any], theirs: Theirs, failed: set[str], error: Any) -> None:
+    """Those who failed say why, the others and whoever asks again have transformers' tokens; then nothing is held."""
+    assert last.keys() == ASKED.keys()
+    for rid, output in last.items():
+        wanted = theirs.answer(engine.chat_prompt(asking(*ASKED[rid]))).token_ids[:NUM_TOKENS]
+        if rid in failed:
+            assert output.finish_reason == "error" and output.error is error, rid
+            assert output.token_ids == wanted[: len(output.token_ids)], rid
+        else:
+            assert (output.error, output.token_ids) == (None, wanted), rid
+    assert engine.stats().num_finished["error"] == len(failed)
+    again = serve(engine)
+    for rid, output in again.items():
+        wanted = theirs.answer(engine.chat_prompt(asking(*ASKED[rid]))).token_ids[:NUM_TOKENS]
+        assert (output.error, output.token_ids) == (None, wanted), f"{rid}, again"
+    check_flushed(engine)
+
+
+# --- the tower --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("error", [BOOM, torch.OutOfMemoryError("out of memory"), MemoryError()], ids=repr)
+def test_a_tower_that_breaks_fails_the_requests_of_its_step_and_no_others(
+    make_engine: MakeEngine, their_model: Theirs, error: Exception, call: int
+) -> None:
+    tower = failing(error, call=call)
+    engine: Any = make_engine(tower.parts, **setting(8, 32, multimodal={"encoder_budget": 20}))
+    recorder = Recorder(engine.tracer)
+    last = serve(engine)
+    assert len(tower.calls) >= call
+    failed = {rid for rid, output in last.items() if output.error is not None}
+    batches = [set(batch.rids) for batch in recorder.events("batch")]
+    assert failed and failed in [batch & failed for batch in batches] and len(failed) < len(ASKED)
+    check_the_rest(engine, last, their_model, failed, error)
+
+
+def test_a_run_that_failed_counts_for_nothing_and_leaves_nothing(make_engine: MakeEngine) -> None:
+    engine: Any = make_engine(failing(BOOM, call=1).parts, **setting())
+    recorder = Recorder(engine.tracer)
+    assert engine.chat(asking("a", "b"), greedy(2)).error is BOOM
+    assert counts(engine) == (0, 0, 0) and engine.stats().embedding_cache_bytes == 0
+    assert not recorder.events("encoder_run") and not recorder.events("encoder_hit")
+    assert engine.chat(asking("a", "b"), greedy(2)).error is None
+    assert counts(engine) == (1, 2, 0)
+
+
+def test_what_was_encoded_in_a_step_that_fails_later_may_be_kept_and_is_right(
+    make_engine: MakeEngine, their_model: Theirs
+) -> None:
+    """The model breaks after the tower has done its work."""
+
+    class Breaks(ModelRunner):
+        broken = False
+
+        def forward(self, batch: Any) -> Tensor:
+            if not type(self).broken:
+                type(self).broken = True
+                raise BOOM
+            return super().forward(batch)
+
+    engine: Any = make_engine({"model_runner": Breaks}, **setting())
+    prompt = engine.chat_prompt(asking("a", 1))
+    assert engine.generate(prompt, greedy(4)).error is BOOM
+    output = engine.generate(prompt, greedy(4))
+    assert output.token_ids == their_model.answer(prompt).token_ids[:4] and output.metrics.cached_tokens == 0
+    assert counts(engine) == (1, 1, 1)
+
+
+def test_embeddings_that_are_no_numbers_fail_their_request_alone_and_are_not_kept(
+    make_engine: MakeEngine, their_model: Theirs
+) -> None:
+    """Of two pictures that are encoded in one pass the second is spoilt."""
+    tower = Tower(lambda made: [made[0], made[1] * torch.nan], call=1)
+    engine: Any = make_engine(tower.parts, **setting(8, 200, page_size=1))
+    asked = {"well": ("a", 1), "ill": (2, "b"), "text": (3,)}
+    last = serve(engine, asked)
+    assert isinstance(last["ill"].error, ForwardError) and "NaN or infinite logits" in str(last["ill"].error)
+    assert last["well"].error is last["text"].error is None
+    again = serve(engine, asked)
+    for rid, output in again.items():
+        assert output.token_ids == their_model.answer(engine.chat_prompt(asking(*asked[rid]))).token_ids[:NUM_TOKENS]
+    assert tower.calls == [2, 1], "the good one was kept"
+    check_flushed(engine)
+
+
+@pytest.mark.parametrize("lie", ["an item too few", "a row too few", "rows too narrow"])
+def test_a_tower_that_makes_too_little_fails_its_step(make_engine: MakeEngine, their_model: Theirs, lie: str) -> None:
+    lies: dict[str, Callable[[Sequence[Tensor]], Sequence[Tensor]]] = {
+        "an item too few": lambda made: made[:-1],
+        "a row too few": lambda made: [rows[:-1] for rows in made],
+        "rows too narrow": lambda made: [rows[:, :-1] for rows in made],
+    }
+    engine: Any = make_engine(Tower(lies[lie], call=1).parts, **setting())
+    assert engine.chat(asking("a", 1), greedy(4)).finish_reason == "error"
+    engine.flush_cache()
+    prompt = engine.chat_prompt(asking("a", 1))
+    assert engine.generate(prompt, greedy(4)).token_ids == their_model.answer(prompt).token_ids[:4]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [EngineDeadError("the device is gone"), torch.AcceleratorError("CUDA error: an illegal memory access", 700)],
+    ids=["encoder", "torch"],
+)
+def test_a_device_that_is_lost_in_the_tower_fails_every_request_and_then_every_call(
+    make_engine: MakeEngine, error: Exception
+) -> None:
+    engine: Any = make_engine(failing(error, call=2).parts, **setting(8, 32, multimodal={"encoder_budget": 10}))
+    last = serve(engine)
+    assert {type(output.error) for output in last.values()} == {EngineDeadError}
+    for call in calls_of(engine):
+        with pytest.raises(EngineDeadError):
+            call()
+    with pytest.raises(EngineDeadError):
+        engine.add_request(asking("a", 1))
+    assert engine.stats().num_finished == {"error": len(ASKED)}
+    engine.close()
+    assert engine.engine_core.companion.cache.used_bytes == 0
+
+
+@pytest.mark.parametrize("state", ["idle", "inside a picture"])
+def test_a_closed_engine_holds_neither_tower_nor_embeddings(seeing_directory: Path, state: str) -> None:
+    config = ModelConfig(model=seeing_directory, device="cpu", dtype="float32")
+    engine: Any = LLMEngine(model_config=config, **setting(8, 9))
+    encoder = engine.engine_core.companion
+    weights = next(iter(encoder.tower.network.parameters()))
+    references = [weakref.ref(each) for each in (encoder.tower, weights.untyped_storage())]
+    rid = engine.add_request(asking("c", 1), greedy(3))
+    while state == "idle" and engine.has_unfinished_requests():
+        engine.step()
+    while state == "inside a picture" and not is_inside(engine, rid):
+        engine.step()
+    del encoder, weights
+    runs = counts(engine)[0]
+    engine.close()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+    assert engine.stats().embedding_cache_bytes == 0 and counts(engine)[0] == runs
+    engine.close()
+
+
+# --- the reader of media ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [BOOM, MemoryError("no room for pixels"), KeyboardInterrupt()], ids=repr)
+def test_a_reader_that_breaks_takes_nobody_along(
+    make_engine: MakeEngine, their_model: Theirs, error: BaseException
+) -> None:
+    """What it raises comes out of the call as it is, before anything was queued."""
+    broken: list[bool] = [False]
+
+    class Breaks(MediaReader):
+        def process(self, part: Mapping[str, Any], what: str) -> Any:
+            if broken[0]:
+                raise error
+            return super().process(part, what)
+
+    engine: Any = make_engine({"media_reader": Breaks}, **setting())
+    prompt = engine.chat_prompt(asking("a", 1))
+    wanted = their_model.answer(prompt).token_ids[:NUM_TOKENS]
+    rid = engine.add_request(prompt, greedy(NUM_TOKENS))
+    engine.step()
+    recorder, broken[0] = Recorder(engine.tracer), True
+    calls: list[Callable[[Any], Any]] = [engine.generate, engine.chat, engine.stream, engine.add_request]
+    for call in [*calls, engine.chat_prompt]:
+        with pytest.raises(type(error)) as caught:
+            call(asking("b"))
+        assert caught.value is error
+    assert recorder.records == []
+    with pytest.raises(type(error)):
+        engine.generate_batch([prompt, asking("b"), prompt], greedy(3))
+    broken[0] = False
+    last: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        last |= engine.step()
+    assert last.keys() == {rid} and last[rid].token_ids == wanted, "those of the batch that broke are nobody's"
+    assert engine.generate(asking("a", 1), greedy(NUM_TOKENS)).token_ids == wanted
+    check_drained(engine)
+    check_flushed(engine)
+
+
+# --- aborts -----------------------------------------------------------------------------------------------------------
+
+
+def of(engine: LLMEngine, rid: str) -> Any:
+    """A request, as long as it is one."""
+    return engine.engine_core.scheduler.requests.get(rid)  # type: ignore[attr-defined]
+
+
+def is_inside(engine: Any, rid: str) -> bool:
+    """Whether its prompt was cut inside a picture."""
+    req = engine.engine_core.scheduler.chunked_req
+    if req is None or req.rid != rid:
+        return False
+    computed = req.kv_committed_len
+    return any(start < computed < end for item in req.multimodal_inputs.mm_items for start, end in item.offsets)
+
+
+STATES: dict[str, Callable[[Any, str], bool]] = {
+    "waiting": lambda engine, rid: True,
+    "in pieces, inside a picture": is_inside,
+    "decoding": lambda engine, rid: len(of(engine, rid).output_ids) >= 2,
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("cache", ["radix", "chunk"])
+def test_an_abort_in_any_state_leaves_nothing_behind(
+    make_engine: MakeEngine, their_model: Theirs, cache: str, state: str
+) -> None:
+    limits = setting(8, 9, cache=cache, multimodal={"encoder_budget": 20, "embedding_cache_bytes": 30 * 768})
+    engine: Any = make_engine(**limits)
+    for rid, conversation in {"stays": ("a", 1), "gone": ("c", 2), "same": ("c", 3)}.items():
+        engine.add_request(asking(*conversation), greedy(NUM_TOKENS), request_id=rid)
+    last: dict[str, Any] = {}
+    while not STATES[state](engine, "gone"):
+        last |= engine.step()
+        check_step(engine)
+    assert engine.abort_request("gone")
+    while engine.has_unfinished_requests():
+        last |= engine.step()
+        check_step(engine)
+    assert last["gone"].finish_reason == "abort"
+    whole = their_model.answer(engine.chat_prompt(asking("c", 2))).token_ids
+    assert last["gone"].token_ids == whole[: len(last["gone"].token_ids)]
+    for rid, conversation in {"stays": ("a", 1), "same": ("c", 3)}.items():
+        assert (
+            last[rid].token_ids == their_model.answer(engine.chat_prompt(asking(*conversation))).token_ids[:NUM_TOKENS]
+        )
+    check_drained(engine)
+    assert engine.generate(asking("c", 2), greedy(NUM_TOKENS)).token_ids == whole[:NUM_TOKENS]
+    check_flushed(engine)
+
+
+def test_a_stream_that_is_let_go_of_inside_a_picture_leaves_nothing_behind(make_engine: MakeEngine) -> None:
+    engine: Any = make_engine(**setting(8, 9))
+    stream = engine.stream(asking("c", 1), greedy(NUM_TOKENS), request_id="r")
+    while not is_inside(engine, "r"):
+        engine.step()
+    stream.close()
+    while engine.has_unfinished_requests():
+        assert engine.step() == {}
+    check_drained(engine)
+    check_flushed(engine)
