@@ -194,8 +194,9 @@ class PadValues:
         """The number of the content with this hash."""
         if content not in self._known:
             assert self._next <= LARGEST_PAD_VALUE, "two billion different pictures have come"
-            self._known[content] = self._next
-            self._next += 1
+            number = self._next
+            self._next += 1  # first: after an interrupt it must not be given to another content
+            self._known[content] = number
             if len(self._known) > self.max_known:
                 self._known.popitem(last=False)
         self._known.move_to_end(content)
