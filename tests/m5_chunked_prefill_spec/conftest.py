@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,12 +23,17 @@ def draft_directory(tiny_directory: Path, tmp_path_factory: pytest.TempPathFacto
     """The same model, a little wrong."""
     directory = tmp_path_factory.mktemp("draft")
     model = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
+    return save_noisy(model, AutoTokenizer.from_pretrained(tiny_directory), directory)
+
+
+def save_noisy(model: Any, tokenizer: Any, directory: Path) -> Path:
+    """Save a model with a little noise on its weights; returns the directory."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += NOISE * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(tiny_directory).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return directory
 
 
@@ -46,8 +52,8 @@ def loaded_draft(draft_directory: Path) -> LoadedModel:
 class PairMaker(EngineMaker):
     """Engines that share two loaded models: whoever asks for the draft model by its directory gets it."""
 
-    def __init__(self, loaded: LoadedModel, draft: LoadedModel) -> None:
-        super().__init__(m5_chunked_prefill_spec, loaded)
+    def __init__(self, loaded: LoadedModel, draft: LoadedModel, package: ModuleType = m5_chunked_prefill_spec) -> None:
+        super().__init__(package, loaded)
         self.draft = draft
 
     def __call__(

@@ -1,0 +1,224 @@
+"""Guesses where some see and some read: whatever is guessed, everybody gets transformers' tokens.
+
+A proposer that repeats what was said before needs no eyes. A draft model would need them: it guesses for texts, and
+who brings pictures must say that nobody is to guess for it.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+import m6_multimodal_pd
+from m3_paged_attention.model_loader import LoadedModel as LoadedTextModel
+from m6_multimodal_pd import InvalidRequestError, ModelConfig, SamplingParams
+from m6_multimodal_pd.model_loader import LoadedModel, load_model
+from tests.m5_chunked_prefill_spec.conftest import PairMaker, save_noisy
+from tests.m5_chunked_prefill_spec.engines import knowing
+from tests.m6_multimodal_pd.engines import (
+    MakeEngine,
+    Recorder,
+    check_drained,
+    check_flushed,
+    check_step,
+    counts,
+    greedy,
+    setting,
+)
+from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking, messages
+from tests.m6_multimodal_pd.vl_models import TEXT
+
+PARAMS = greedy(MOST_TOKENS)
+QUESTIONS: tuple[tuple[str | int, ...], ...] = (("a", 1), ("v", 2), (3, "c", "b"), (4, 5), ("a", "d", 1))
+
+
+def serve(engine: Any, asked: dict[str, tuple[Any, dict[str, Any]]], params: SamplingParams = PARAMS) -> dict[str, Any]:
+    """Ask all at once and step to the end; the last output of everybody."""
+    for rid, (conversation, options) in asked.items():
+        engine.add_request(conversation, params, request_id=rid, **options)
+    last: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        last |= engine.step()
+        check_step(engine)
+    check_drained(engine)
+    return last
+
+
+# --- guesses that need no eyes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong_every", [0, 3])
+@pytest.mark.parametrize("budget", [64, 12], ids=["whole", "in pieces"])
+def test_right_guesses_are_kept_behind_pictures_and_wrong_ones_rolled_back(
+    make_engine: MakeEngine, their_model: Theirs, budget: int, wrong_every: int
+) -> None:
+    plain: Any = make_engine(**setting())
+    prompts = [plain.chat_prompt(asking(*parts)) for parts in QUESTIONS]
+    answers = {tuple(prompt): their_model.answer(prompt).token_ids for prompt in prompts}
+    limits = setting(8, budget, method="ngram", drafts=3)
+    engine: Any = make_engine({"proposer": knowing(answers, wrong_every=wrong_every)}, **limits)
+    recorder = Recorder(engine.tracer)
+    asked: dict[str, Any] = {f"r{number}": (prompt, {}) for number, prompt in enumerate(prompts)}
+    for rid, output in serve(engine, asked).items():
+        assert output.token_ids == their_model.answer(asked[rid][0]).token_ids, rid
+    by_request = {rid: [event.accepted for event in recorder.events("verified") if event.rid == rid] for rid in asked}
+    assert all(sum(accepted) > 0 for accepted in by_request.values()), "also for those who brought pictures"
+    stats = engine.stats()
+    assert (stats.num_accepted_tokens == stats.num_draft_tokens) == (not wrong_every)
+    check_flushed(engine)
+
+
+def test_what_is_repeated_behind_a_picture_is_guessed_by_the_real_proposer(make_engine: MakeEngine) -> None:
+    """A bias makes two tokens take turns, as nearly as it can."""
+    params = greedy(MOST_TOKENS, logit_bias={500: 100.0, 501: 100.0}, logprobs=1)
+    engine: Any = make_engine(**setting(method="ngram", drafts=3))
+    plain: Any = make_engine(**setting())
+    output, wanted = engine.chat(asking("a", 1), params), plain.chat(asking("a", 1), params)
+    assert output.token_ids == wanted.token_ids and set(output.token_ids) <= {500, 501}
+    assert engine.stats().num_accepted_tokens > 3
+    for own, other in zip(output.outputs[0].logprobs, wanted.outputs[0].logprobs, strict=True):
+        assert own.keys() == other.keys()
+        assert all(own[i].logprob == pytest.approx(other[i].logprob, abs=1e-4) for i in own)
+
+
+def test_requests_that_differ_in_their_picture_only_have_guesses_of_their_own(
+    make_engine: MakeEngine, their_model: Theirs
+) -> None:
+    """They have the same token ids: whoever guesses by them alone errs for one of them."""
+    first = asking("a", 1)
+    other = [{"role": "user", "content": [{"type": "image", "image": first[0]["content"][0]["image"].rotate(180)}]}]
+    other[0]["content"] += first[0]["content"][1:]
+    plain: Any = make_engine(**setting())
+    prompts = [plain.chat_prompt(conversation) for conversation in (first, other)]
+    assert prompts[0] == prompts[1]
+    answers = {tuple(prompts[0]): their_model.answer(prompts[0]).token_ids}
+    engine: Any = make_engine({"proposer": knowing(answers)}, **setting(method="ngram", drafts=3))
+    outputs = serve(engine, {"first": (prompts[0], {}), "other": (prompts[1], {})})
+    for prompt, rid in zip(prompts, ("first", "other"), strict=True):
+        assert outputs[rid].token_ids == their_model.answer(prompt).token_ids
+    assert 0 < engine.stats().num_accepted_tokens < engine.stats().num_draft_tokens
+
+
+# --- a draft model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def loaded_reader(
+    their_model: Theirs, seeing_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> LoadedTextModel:
+    """The language model of the one that sees, a little wrong: a draft model for its texts."""
+    directory = tmp_path_factory.mktemp("reader")
+    tokenizer = AutoTokenizer.from_pretrained(seeing_directory)
+    rope = {"rope_type": "default", "rope_theta": TEXT["rope_parameters"]["rope_theta"]}
+    named = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True}
+    reader = Qwen3ForCausalLM(Qwen3Config(**TEXT | named | {"rope_parameters": rope})).to(torch.float32)
+    language = their_model.model.model.language_model
+    missing, unexpected = reader.model.load_state_dict(language.state_dict(), strict=False)
+    assert not missing and not unexpected
+    save_noisy(reader, tokenizer, directory)
+    return load_model(ModelConfig(model=directory, device="cpu", dtype="float32"))
+
+
+@pytest.fixture
+def make_drafting(loaded: LoadedModel, loaded_reader: LoadedTextModel) -> Iterator[Any]:
+    """Engines whose guesses come from that draft model."""
+    maker = PairMaker(loaded, loaded_reader, m6_multimodal_pd)
+    yield maker
+    maker.check()
+
+
+TEXTS: dict[str, Sequence[int]] = {"t0": (1, 2), "t1": (3, 4, 5), "t2": (6,)}
+SEEN: dict[str, Sequence[str | int]] = {"s0": ("a", 1), "s1": ("v", "b", 2)}
+
+
+@pytest.mark.parametrize("budget", [96, 13], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_texts_are_guessed_for_in_one_batch_with_pictures(
+    make_drafting: Any, their_model: Theirs, page_size: int, budget: int
+) -> None:
+    limits = setting(8, budget, page_size=page_size, method="draft_model", drafts=3)
+    engine: Any = make_drafting(**limits)
+    recorder = Recorder(engine.tracer)
+    asked = {rid: (asking(*parts), {}) for rid, parts in TEXTS.items()}
+    asked |= {rid: (asking(*parts), {"speculate": False}) for rid, parts in SEEN.items()}
+    for rid, output in serve(engine, asked).items():
+        assert output.token_ids == their_model.answer(engine.chat_prompt(asked[rid][0])).token_ids, rid
+    guessed = {event.rid for event in recorder.events("verified")}
+    assert guessed == set(TEXTS) and engine.stats().num_accepted_tokens > 10
+    assert any(set(TEXTS) & set(batch.rids) and set(SEEN) & set(batch.rids) for batch in recorder.events("batch"))
+    check_flushed(engine)
+
+
+def test_a_prefix_that_texts_and_pictures_share_is_right_for_both_models(
+    make_drafting: Any, their_model: Theirs
+) -> None:
+    """The draft model has read it whoever brought it, so its guesses are as good as without sharing."""
+    alone: Any = make_drafting(**setting(page_size=1, cache="chunk", method="draft_model", drafts=3))
+    engine: Any = make_drafting(**setting(page_size=1, method="draft_model", drafts=3))
+    opening = (1, 2, 3, 4)
+    sees, reads = asking(*opening, "c", 5), asking(*opening, 6)
+    prompt = engine.chat_prompt(sees)
+    output = engine.generate(sees, PARAMS, speculate=False)
+    assert output.token_ids == their_model.answer(prompt).token_ids and engine.stats().num_draft_tokens == 0
+    for own in (alone, engine):
+        output = own.generate(reads, PARAMS)
+        assert output.token_ids == their_model.answer(own.chat_prompt(reads)).token_ids
+    start = prompt.multimodal_inputs.mm_items[0].start
+    assert start > output.metrics.cached_tokens > 20
+    accepted = [own.stats().num_accepted_tokens for own in (alone, engine)]
+    assert accepted[0] == accepted[1] > 0
+    again = engine.generate(asking(*opening, "c", 7), PARAMS, speculate=False)
+    assert again.metrics.cached_tokens >= start + 20 and counts(engine)[0] == 1
+    check_flushed(engine)
+
+
+@pytest.mark.parametrize("options", [{}, {"speculate": True}], ids=str)
+def test_whoever_brings_pictures_must_want_no_guesses_of_a_draft_model(
+    make_drafting: Any, their_model: Theirs, options: dict[str, bool]
+) -> None:
+    engine: Any = make_drafting(**setting(method="draft_model", drafts=3))
+    recorder, before = Recorder(engine.tracer), engine.stats()
+    message = "cannot see: a request with pictures must come with speculate=False, or .* method='ngram'"
+    prompt = engine.chat_prompt(asking("a", 1))
+    for ask in (engine.generate, engine.stream, engine.add_request):
+        for conversation in (prompt, asking("a", 1)):
+            with pytest.raises(InvalidRequestError, match=message):
+                ask(conversation, PARAMS, **options)
+    with pytest.raises(InvalidRequestError, match=message):
+        engine.chat(asking("a", 1), PARAMS, **options)
+    assert recorder.records == [] and engine.stats() == before
+    outputs = list(engine.generate_batch([asking("v"), asking(1, 2), asking("a")], PARAMS, **options).values())
+    assert [type(output.error) for output in outputs] == [InvalidRequestError, type(None), InvalidRequestError]
+    assert outputs[1].token_ids == their_model.answer(engine.chat_prompt(asking(1, 2))).token_ids
+    assert engine.stats().num_draft_tokens > 0
+    assert engine.generate(prompt, PARAMS, speculate=False).token_ids == their_model.answer(prompt).token_ids
+    check_drained(engine)
+    check_flushed(engine)
+
+
+@pytest.mark.parametrize("value", [None, 0, "no"], ids=repr)
+def test_whether_to_speculate_is_yes_or_no_for_pictures_too(make_drafting: Any, value: Any) -> None:
+    engine: Any = make_drafting(**setting(method="draft_model"))
+    with pytest.raises(InvalidRequestError, match="speculate="):
+        engine.add_request(asking("a"), PARAMS, speculate=value)
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_second_turn_without_a_new_picture_still_brings_the_old_one(make_drafting: Any) -> None:
+    engine: Any = make_drafting(**setting(method="draft_model"))
+    with pytest.raises(InvalidRequestError, match="cannot see"):
+        engine.generate(messages((("a", 1), (2,))), PARAMS)
+
+
+def test_drawn_texts_beside_pictures_draw_with_and_without_guesses(make_drafting: Any) -> None:
+    """A draft model keeps the distribution; what is drawn is no longer the same, but always a whole answer."""
+    engine: Any = make_drafting(**setting(8, method="draft_model", drafts=3))
+    params = greedy(MOST_TOKENS, temperature=1.0, seed=3)
+    asked = {"text": (asking(1, 2), {}), "sees": (asking("a", 1), {"speculate": False})}
+    outputs = serve(engine, asked, params)
+    assert all(len(output.token_ids) == MOST_TOKENS for output in outputs.values())
+    plain: Any = make_drafting(**setting(8))
+    assert outputs["sees"].token_ids == plain.generate(asking("a", 1), params).token_ids
