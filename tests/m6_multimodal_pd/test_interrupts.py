@@ -30,7 +30,7 @@ ASKED: dict[str, tuple[tuple[str | int, ...], SamplingParams]] = {
     "text": ((1, 2), greedy(7)),
 }
 LIMITS: dict[str, Any] = {"encoder_budget": 12, "embedding_cache_bytes": 24 * 768}
-CASES = 12
+CASES = 8
 
 
 def check_end(engine: Any) -> None:

@@ -42,7 +42,7 @@ class OtherWords:
     def __contains__(self, content: str) -> bool:
         return False
 
-    get = put = clear = embed = add_to = process = most = take = __contains__
+    get = put = clear = close = embed = add_to = process = most = take = __contains__
 
 
 @pytest.mark.parametrize("role", sorted(NEW_ROLES))
