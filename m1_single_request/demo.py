@@ -8,9 +8,10 @@ and add their own.
 import argparse
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
+from rich.text import Text
 
 from m1_single_request.config import DTYPES, ModelConfig, TraceConfig
 from m1_single_request.demo_tour import TourReader, show_answer, tour
@@ -145,8 +146,14 @@ def as_prompt(engine: LLMEngine, text: str, *, raw: bool = False) -> str | list[
 # --- the conversation -------------------------------------------------------------------------------------------------
 
 
-def chat(engine: LLMEngine, params: SamplingParams, console: Console) -> None:
+Commands = Mapping[str, Callable[[str], str]]
+"""What a later milestone's conversation knows besides /reset and /quit: by name, what is done with the rest of the
+line. It returns what to say."""
+
+
+def chat(engine: LLMEngine, params: SamplingParams, console: Console, commands: Commands | None = None) -> None:
     """A conversation with history, streamed; ends with /quit or end of input."""
+    commands = commands or {}
     console.print("[dim]/reset forgets the conversation, /quit leaves[/dim]")
     history: list[dict[str, str]] = []
     while True:
@@ -160,8 +167,11 @@ def chat(engine: LLMEngine, params: SamplingParams, console: Console) -> None:
         if line == "/reset":
             history.clear()
             console.print("[dim]forgotten[/dim]")
+        elif line.partition(" ")[0] in commands:
+            name, _, rest = line.partition(" ")
+            console.print(Text(commands[name](rest.strip()), style="dim"))
         elif line.startswith("/"):
-            console.print("[dim]there is /reset and /quit[/dim]")
+            console.print(f"[dim]there is {', '.join((*commands, '/reset'))} and /quit[/dim]")
         elif line:
             history.append({"role": "user", "content": line})
             answer = _stream_answer(engine, history, params, console)

@@ -206,6 +206,16 @@ def test_a_prompt_that_cannot_run_is_one_clear_line(prompt: str, capsys: pytest.
     assert "empty" in err or "max_model_len" in err
 
 
+def test_a_later_milestone_s_commands_are_done_and_named(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/wave  to all \n/wave\n/nonsense\n/quit\n"))
+    demo.chat(make_engine(), greedy(2), Console(), {"/wave": lambda rest: f"waved {rest!r} [bold]"})
+    out = capsys.readouterr().out
+    assert "waved 'to all' [bold]" in out and "waved '' [bold]" in out and "model  >" not in out
+    assert "there is /wave, /reset and /quit" in out
+
+
 def test_off_says_only_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--prompt", "What is a KV cache?", "--trace", "off", "--max-tokens", "3"]) == 0
     out, err = capsys.readouterr()
