@@ -1,0 +1,189 @@
+"""Pictures and clips in every request: `python -m m6_multimodal_pd.demo`.
+
+Without flags: three pictures and a clip, drawn for this, in one batch with questions that have none, each shown beside
+its answer; where the tokens of a prompt with a picture stand; what a picture costs when it comes again. `--image` and
+`--video` show something of your own with `--prompt` or in a `--chat`. Most other flags are those of m1 to m5.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from m1_single_request import demo as m1
+from m1_single_request.errors import ConfigError
+from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
+from m3_paged_attention import demo as m3
+from m4_radix_cache import demo as m4
+from m5_chunked_prefill_spec import demo as m5
+from m5_chunked_prefill_spec.config import SpeculativeConfig
+from m6_multimodal_pd.config import URL_SCHEMES, MultimodalConfig
+from m6_multimodal_pd.demo_parts.stage import Part, Settings
+from m6_multimodal_pd.demo_parts.tour import tour
+from m6_multimodal_pd.demo_parts.viewer import Viewer
+from m6_multimodal_pd.llm_engine import LLMEngine
+
+NUM_TEXTS = 2
+MEANINGS = {
+    "n": "so many answers to one prompt, which share it and its pictures; in the tour: to the first picture's question",
+    "num_prompts": f"requests without a picture in the tour's batch; default: {NUM_TEXTS}",
+    "schedule_conservativeness": "how much memory is kept for answers to come: less admits more, and retracts more "
+    "often; default: 1",
+    "max_num_batched_tokens": "so many new tokens go through the model in one step; a longer prompt is cut, inside a "
+    "picture, too; default: 128 on a CPU",
+    "speculative": "who guesses tokens; default: nobody. A draft model cannot see: it guesses for texts only",
+}
+"""Of flags of earlier milestones, here."""
+MEMORY = f"""Give at most one of the four sizes. Without one the tour has room for {m4.PLENTY:,} tokens; otherwise the
+engine decides."""
+
+
+def make_parser(prog: str = "python -m m6_multimodal_pd.demo") -> argparse.ArgumentParser:
+    """The flags of m1 to m5, and those of pictures."""
+    parser = m5.make_parser(prog)
+    pictures = parser.add_argument_group(
+        "pictures",
+        "With --prompt they stand before its text, with --chat before the first question, where /image PATH and "
+        "/video PATH show more. With neither, the demo asks what is in them.",
+    )
+    pictures.add_argument(
+        "--image", action="append", default=[], metavar="PATH", help="show this picture; may be repeated"
+    )
+    pictures.add_argument(
+        "--video",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="show this clip, a GIF, APNG or WebP, or a folder of frames; may be repeated, and comes behind the images",
+    )
+    pictures.add_argument(
+        "--video-fps", type=float, metavar="FPS", help="frames a second of a --video that does not say so, a folder"
+    )
+    pictures.add_argument(
+        "--allow-url",
+        action="append",
+        default=[],
+        choices=URL_SCHEMES,
+        help="let --image and --video be URLs of this kind; may be repeated",
+    )
+    pictures.add_argument("--min-pixels", type=int, metavar="PIXELS", help="enlarge a smaller picture to so many")
+    pictures.add_argument("--max-pixels", type=int, metavar="PIXELS", help="reduce a larger picture to so many")
+    pictures.add_argument(
+        "--encoder-budget", type=int, metavar="TOKENS", help="the vision tower makes at most so many in one step"
+    )
+    pictures.add_argument(
+        "--embedding-cache-bytes", type=int, metavar="BYTES", help="memory for what the vision tower has made"
+    )
+    parser.set_defaults(num_prompts=NUM_TEXTS)
+    retell(parser)
+    return parser
+
+
+def retell(parser: argparse.ArgumentParser) -> None:
+    """Say of earlier flags what they mean in this tour; argparse has no public way to."""
+    for action in parser._actions:
+        action.help = MEANINGS.get(action.dest, action.help)
+    for group in parser._action_groups:
+        if group.title == "KV memory":
+            group.description = MEMORY
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit status."""
+    return m1.exit_status(run, make_parser().parse_args(argv))
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    """Do what the flags say."""
+    m3.check_flags(args)
+    media = media_parts(args)
+    if media and m1.is_tour(args):
+        args.prompt = question_about(args)
+    settings = settings_of(args, console)
+    if args.threads or args.model is None:
+        torch.set_num_threads(args.threads or 1)
+    if m1.is_tour(args):
+        tour(settings, console)
+        return
+    with LLMEngine(
+        model_config=settings.model,
+        scheduler_config=settings.scheduler,
+        cache_config=settings.cache,
+        speculative_config=settings.speculative,
+        multimodal_config=settings.multimodal,
+        trace_config=settings.trace,
+    ) as engine:
+        viewer = Viewer(engine, settings, console, video_options(args))
+        for part in media:
+            viewer.show(part)
+        if media and args.prompt is not None:
+            console.print(Text.assemble(("question  ", "bold"), args.prompt))
+        user = cast(SingleRequestEngine, viewer)  # all that m1 calls of an engine
+        if args.chat:
+            console.print("[dim]/image PATH and /video PATH show something with the next question[/dim]")
+            m1.chat(user, settings.params, console, viewer.commands)
+        else:
+            m1.converse(user, args, settings.params, console)
+
+
+def settings_of(args: argparse.Namespace, console: Console) -> Settings:
+    """All flags, checked."""
+    params = replace(m1.sampling_params(args), n=1 if args.n is None else args.n)
+    memory, is_tour = m4.cache_config(args), m1.is_tour(args)
+    return Settings(
+        model=m3.model_config(args),
+        scheduler=m5.scheduler_config(args),
+        cache=m5.roomy(memory) if is_tour else memory,
+        speculative=speculative_config(args),
+        multimodal=multimodal_config(args),
+        trace=m1.trace_config(args, m1.console_reader(args, console)),
+        params=replace(params, n=1) if is_tour else params,
+        num_texts=args.num_prompts,
+        num_answers=params.n,
+        live=args.trace in (None, "off"),
+        options=m4.request_options(args),
+    )
+
+
+def media_parts(args: argparse.Namespace) -> list[Part]:
+    """What the flags show, as parts of a message. Raises `ConfigError` for flags that have no effect."""
+    if args.video_fps is not None and not args.video and not args.chat:
+        raise ConfigError(f"video_fps={args.video_fps} has no effect without a video")
+    if args.raw and (args.image or args.video):
+        raise ConfigError("raw: it is the chat template that puts pictures into a prompt; leave --raw or them away")
+    images: list[Part] = [{"type": "image", "image": path} for path in args.image]
+    return [*images, *({"type": "video", "video": path, **video_options(args)} for path in args.video)]
+
+
+def video_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of every video."""
+    return {} if args.video_fps is None else {"video_fps": args.video_fps}
+
+
+def question_about(args: argparse.Namespace) -> str:
+    """What is asked about pictures that came without a question."""
+    if args.video:
+        return "What happens in the clip?"
+    return "Compare the two pictures." if len(args.image) == 2 else "Describe the picture."
+
+
+def speculative_config(args: argparse.Namespace) -> SpeculativeConfig:
+    """Who guesses, checked; nobody, if nobody was asked for."""
+    asked = args.speculative or "none"
+    known = m5.speculative_configs(argparse.Namespace(**vars(args) | {"speculative": asked}))
+    return known.get(asked, SpeculativeConfig())
+
+
+def multimodal_config(args: argparse.Namespace) -> MultimodalConfig:
+    """The flags of pictures, checked."""
+    names = ("min_pixels", "max_pixels", "encoder_budget", "embedding_cache_bytes")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return MultimodalConfig(allowed_url_schemes=tuple(args.allow_url), **given)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

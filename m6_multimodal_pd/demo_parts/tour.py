@@ -1,0 +1,87 @@
+"""The demo's tour: a mixed batch, positions, a second turn; then what there is to see in it.
+
+Part of `python -m m6_multimodal_pd.demo`; nothing in the engine depends on it.
+"""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from m1_single_request.config import TraceConfig
+from m1_single_request.events import size, some
+from m1_single_request.trace_readers import readers_of
+from m3_paged_attention.demo_parts.tour import bullets
+from m4_radix_cache.demo_parts.tour import CAVEAT, kept_open
+from m6_multimodal_pd.demo_parts.batch import facts, same_alone, show_batch
+from m6_multimodal_pd.demo_parts.notes import Notes
+from m6_multimodal_pd.demo_parts.positions import show_positions
+from m6_multimodal_pd.demo_parts.second_turn import show_second_turn
+from m6_multimodal_pd.demo_parts.stage import Settings, moving, scenes, sees, texts
+from m6_multimodal_pd.llm_engine import LLMEngine
+
+
+def tour(settings: Settings, console: Console) -> None:
+    """All parts; of a model that reads only, the part that needs no pictures. The model is loaded once."""
+    configs: dict[str, Any] = {
+        "model_config": settings.model,
+        "scheduler_config": settings.scheduler,
+        "speculative_config": settings.speculative,
+        "multimodal_config": settings.multimodal,
+        "parts": {"model_loader": cache(LLMEngine.parts["model_loader"])},
+    }
+    with ExitStack() as stack:
+        readers = [stack.enter_context(kept_open(reader)) for reader in readers_of(settings.trace)]
+        notes = Notes()
+        trace = TraceConfig(readers=(*readers, notes))
+        engine = stack.enter_context(LLMEngine(cache_config=settings.cache, trace_config=trace, **configs))
+        forgetful = replace(settings.cache, prefix_cache="chunk", eviction_policy="lru", debug=False)
+        alone = stack.enter_context(LLMEngine(cache_config=forgetful, **configs))
+        pictures = [*scenes(), moving()] if sees(engine) else []
+        if not pictures:
+            console.print(Text(blind(engine), style="yellow"))
+            console.print()
+        asks = [*pictures, *texts(settings.num_texts)]
+        outputs = show_batch(engine, settings, notes, asks, console)
+        said: list[str | None] = [*facts(notes, asks), same_alone(alone, settings, asks, outputs)]
+        console.print()
+        if pictures:
+            said += show_positions(engine, pictures[0], pictures[-1], console)
+            console.print()
+            said += show_second_turn(engine, settings, pictures[1], outputs[1], console)
+            console.print()
+        console.rule(f"[bold]{4 if pictures else 2}. What there is to see")
+        if pictures:
+            console.print(totals(engine.stats()))
+            console.print()
+        console.print(bullets([*filter(None, said), CAVEAT.partition(" The tokens")[0]]))
+
+
+def blind(engine: LLMEngine) -> str:
+    """Why there are no pictures."""
+    return (
+        f"{engine.config.model.model} has no vision tower: it takes texts only. So this is the part of the tour that "
+        f"needs no pictures; leave --model away, or name a Qwen3-VL, to see the rest."
+    )
+
+
+def totals(stats: Any) -> Table:
+    """What the engine counted in all parts."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    kept = size(stats.embedding_cache_bytes)
+    lines = {
+        "pictures and clips encoded": f"{stats.num_encoded_items:,}, in {some(stats.num_encoder_runs, 'run')} of the "
+        "tower",
+        "embeddings made": f"{stats.num_encoded_tokens:,}, of which the embedding cache holds {kept}",
+        "encoder hits": f"{stats.num_encoder_hits:,}: embeddings that were found instead of made",
+        "prompt tokens skipped": f"{stats.num_cached_tokens:,} of "
+        f"{stats.num_prompt_tokens + stats.num_cached_tokens:,}, found in the prefix cache",
+        "time in the tower": f"{stats.encoder_seconds * 1e3:.1f} ms",
+    }
+    for name, value in lines.items():
+        table.add_row(name, value)
+    return table
