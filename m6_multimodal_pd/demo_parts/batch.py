@@ -35,9 +35,7 @@ Answers = Mapping[int, RequestOutput]
 """By the place of the question."""
 
 
-def show_batch(
-    engine: LLMEngine, settings: Settings, notes: Notes, asks: Sequence[Ask], console: Console
-) -> list[RequestOutput]:
+def show_batch(engine: LLMEngine, settings: Settings, asks: Sequence[Ask], console: Console) -> list[RequestOutput]:
     """Ask everything at once and show what is said, as it comes if there is a terminal to watch."""
     prompts = [as_tokens(engine, ask.messages()) for ask in asks]
     shows = any(ask.shown for ask in asks)

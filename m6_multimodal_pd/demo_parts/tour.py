@@ -46,7 +46,7 @@ def tour(settings: Settings, console: Console) -> None:
             console.print(Text(blind(engine), style="yellow"))
             console.print()
         asks = [*pictures, *texts(settings.num_texts)]
-        outputs = show_batch(engine, settings, notes, asks, console)
+        outputs = show_batch(engine, settings, asks, console)
         said: list[str | None] = [*facts(notes, asks), same_alone(alone, settings, asks, outputs)]
         console.print()
         if pictures:

@@ -176,7 +176,7 @@ def test_on_a_terminal_pictures_are_drawn_and_answers_stream(make_engine: MakeEn
     engine, console, notes = make_engine(**setting(page_size=1)), screen(), Notes()
     engine.tracer.attach(notes)
     asks = [*stage.scenes(), stage.moving(), *stage.texts(1)]
-    outputs = batch.show_batch(engine, settings(), notes, asks, console)
+    outputs = batch.show_batch(engine, settings(), asks, console)
     out = printed(console)
     assert out.count("slowed down to be watched") == len(notes.batches) > 1
     assert HALF in out and "38;2;220;40;40" in out and picture_view.NO_COLOURS not in out
@@ -187,7 +187,7 @@ def test_on_a_terminal_pictures_are_drawn_and_answers_stream(make_engine: MakeEn
 def test_answers_that_differ_when_asked_alone_are_counted(make_engine: MakeEngine) -> None:
     engine, alone = make_engine(**setting()), make_engine(**setting(cache="chunk"))
     asks = stage.texts(2)
-    outputs = batch.show_batch(engine, settings(), Notes(), asks, Console(file=io.StringIO()))
+    outputs = batch.show_batch(engine, settings(), asks, Console(file=io.StringIO()))
     assert "2 of 2 requests got" in str(batch.same_alone(alone, settings(), asks, outputs))
     assert "1 of 2 requests got" in str(batch.same_alone(alone, settings(), asks, [outputs[0], outputs[0]]))
     drawn = settings(params=SamplingParams(temperature=1.0, max_tokens=2))
@@ -198,7 +198,7 @@ def test_several_answers_to_the_first_picture_share_it(make_engine: MakeEngine) 
     engine, notes, console = make_engine(**setting()), Notes(), Console(file=io.StringIO(), width=80)
     engine.tracer.attach(notes)
     asks = [stage.moving(), *stage.texts(1)]
-    outputs = batch.show_batch(engine, settings(num_answers=3), notes, asks, console)
+    outputs = batch.show_batch(engine, settings(num_answers=3), asks, console)
     assert [len(output.outputs) for output in outputs] == [3, 1]
     assert "ran once, for 0 pictures and 1 clip" in batch.facts(notes, asks)[1]
 
