@@ -160,7 +160,9 @@ def test_the_second_turn_s_line_is_what_the_trace_says(tour: tuple[str, list[dic
         numbers.append(sum(run["num_tokens"] for run in runs))
         found = re.search(rf"^{title} +" + " +".join(f"{number:,}" for number in numbers) + r" +[\d.]+ ms", out, re.M)
         assert found, (title, numbers)
-    assert "Next turn:" in out and "all of the picture among them: 0 encoder runs" in words(out)
+    said = words(out)
+    assert "all of the picture among them: 0 encoder runs, and not even its embeddings were needed. - Other" in said
+    assert "1 encoder hit and 0 encoder runs: its embeddings were there already. - Other picture:" in said
 
 
 def test_a_model_that_reads_only_takes_the_part_without_pictures(capsys: pytest.CaptureFixture[str]) -> None:
