@@ -36,7 +36,7 @@ def tables(results: Row) -> str:
         "scheduling": ("scheduling", _scheduling),
     }
     pieces = {name: make(parts[part]) for name, (part, make) in made.items() if part in parts}
-    pieces["environment"] = _environment(results)
+    pieces["environment"] = environment_note(results)
     return "\n".join(
         f"<!-- --8<-- [start:{name}] -->\n{text}\n<!-- --8<-- [end:{name}] -->\n" for name, text in pieces.items()
     )
@@ -179,7 +179,8 @@ def _scheduling(part: Row) -> str:
     )
 
 
-def _environment(results: Row) -> str:
+def environment_note(results: Row) -> str:
+    """Where these results were measured, and how quietly: a note to stand below the tables."""
     disturbed = [name for name, load in results["load"].items() if load["disturbed"]]
     shares = [load["other_cores"] for load in results["load"].values()]
     if disturbed:
