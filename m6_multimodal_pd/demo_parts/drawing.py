@@ -29,7 +29,7 @@ COLOURS = {
     "black": (25, 25, 25),
     "white": (248, 248, 248),
 }
-RADII = {"small": 7.0, "big": 12.8}
+RADII = {"small": 10.0, "big": 15.0}
 CELLS = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
 
 

@@ -232,10 +232,10 @@ def run_on(model: Path, *argv: str) -> int:
 
 
 def test_a_picture_and_a_clip_go_with_the_prompt(
-    seeing_directory: Path, files: Path, capsys: pytest.CaptureFixture[str]
+    seeing_directory: Path, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    media = ["--image", str(files / "picture.png"), "--video", str(files / "clip.gif")]
-    trace = files / "trace.jsonl"
+    monkeypatch.chdir(files)  # a long path would be broken into lines
+    media, trace = ["--image", "picture.png", "--video", "clip.gif"], files / "trace.jsonl"
     assert run_on(seeing_directory, *media, "--prompt", "What is red?", "--trace-file", str(trace)) == 0
     out, err = capsys.readouterr()
     said = words(out)
