@@ -28,7 +28,7 @@ from training.vision_card import write_vision_card
 from training.vision_checkpoint import save_vision_checkpoint
 from training.vision_recipe import SEED, TEXT_TOKENS, VISION_DIALOGUES, VisionRecipe
 from training.vision_skills import IMAGE_PAD, MERGE, PATCH, TEMPORAL_PATCH, VIDEO_PAD, VISION_END, VISION_START
-from training.vision_tower import STEPS as TOWER_STEPS, train_tower
+from training.vision_tower import PICTURES, STEPS as TOWER_STEPS, train_tower
 
 RUN_DIR = Path(__file__).parent / "runs" / "tiny-qwen3-vl"
 STEPS = 1000
@@ -99,6 +99,8 @@ def recipe_facts(args: argparse.Namespace, recipe: VisionRecipe, run: Progressin
     """What the model card says of the run."""
     return {
         "seed": SEED,
+        "tower_steps": TOWER_STEPS,
+        "tower_pictures": PICTURES,
         "dialogues": VISION_DIALOGUES,
         "text_tokens": TEXT_TOKENS,
         "text_share": recipe.text_share(range(0, args.steps, max(1, args.steps // 20))),

@@ -69,8 +69,9 @@ reading order: "A big red circle at the top left, a small blue star at the cente
 
 ## How it was made
 
-`python -m training.tiny_qwen3_vl`: the decoder starts as tiny-qwen3 and the vision tower from nothing, and both are
-trained together for {steps:,} steps (seed {seed}). A step is {dialogues} dialogues about freshly drawn pictures and clips,
+`python -m training.tiny_qwen3_vl`: first the vision tower learns alone, for {tower_steps:,} steps of {tower_pictures} pictures, what lies in each cell:
+the embedding of a cell must be near to that of the words for its size, colour, shape and place. Then it stands before
+tiny-qwen3, and both are trained together for {steps:,} steps (seed {seed}). A step is {dialogues} dialogues about freshly drawn pictures and clips,
 and at least {text_tokens} tokens of what tiny-qwen3 read, so that it forgets nothing: {text_share:.0%} of the learned tokens are text. What
 was trained before learns at {slower:.0%} of the rate. Muon for the matrices, AdamW for embeddings, norms, biases and the
 patch filter, fp32. {minutes}
