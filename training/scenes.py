@@ -50,10 +50,11 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture and what is in it, in reading order."""
+    """A picture, what is in it in reading order, and where the middle of each thing is, in pixels."""
 
     things: tuple[Thing, ...]
     pixels: Pixels
+    middles: tuple[Point, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,16 @@ def draw_scene(rng: Random, things: Sequence[Thing], size: tuple[int, int] = (96
     """Each thing near the middle of its cell."""
     width, height = size
     canvas = _canvas(width, height, rng.choice(BACKGROUNDS))
+    middles = []
     for thing in things:
         row, column = divmod(CELLS.index(thing.cell), 3)
         middle = ((column + 0.5) * width / 3, (row + 0.5) * height / 3)
         radius = _radius(rng, thing, width, height)
         wander = max(0.0, min(width, height) / 6 - radius)  # a shape stays inside its cell
-        _draw_shape(canvas, thing, tuple(m + rng.uniform(-wander, wander) for m in middle), radius)
-    return Scene(tuple(things), _finish(canvas, width, height))
+        x, y = (m + rng.uniform(-wander, wander) for m in middle)
+        _draw_shape(canvas, thing, (x, y), radius)
+        middles.append((x, y))
+    return Scene(tuple(things), _finish(canvas, width, height), tuple(middles))
 
 
 def _radius(rng: Random, thing: Thing, width: int, height: int) -> float:

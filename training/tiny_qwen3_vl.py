@@ -1,6 +1,6 @@
 """Trains `m6_multimodal_pd/checkpoints/tiny-qwen3-vl`: `python -m training.tiny_qwen3_vl`.
 
-tiny-qwen3 learns to see. First a vision tower learns alone what lies in the cells of a picture, in the words of tiny-
+tiny-qwen3 learns to see. First a vision tower learns alone what lies in the squares of a picture, in the words of tiny-
 qwen3 (`vision_tower.py`); then both are trained together on dialogues, and go on reading text, so that nothing is
 forgotten. Like the other runs, this one goes on where it stopped, and refuses to overwrite.
 """
@@ -31,7 +31,7 @@ from training.vision_skills import IMAGE_PAD, MERGE, PATCH, TEMPORAL_PATCH, VIDE
 from training.vision_tower import PICTURES, STEPS as TOWER_STEPS, train_tower
 
 RUN_DIR = Path(__file__).parent / "runs" / "tiny-qwen3-vl"
-STEPS = 1000
+STEPS = 1500
 TOWER: dict[str, Any] = {"matrix_lr": 0.02, "save_every": 50, "dtype": torch.float32}
 LOOP: dict[str, Any] = {
     "matrix_lr": 0.01,
@@ -39,7 +39,7 @@ LOOP: dict[str, Any] = {
     "save_every": 50,
     "dtype": torch.float32,
     "trained_before": "model.language_model.",
-    "trained_lr": 0.3,
+    "trained_lr": 0.5,
 }
 MROPE_SECTION = [12, 10, 10]  # frequencies of a head that turn with time, height and width: all 32 of head_dim 64
 

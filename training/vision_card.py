@@ -49,7 +49,7 @@ go through the image processor and the chat template that lie beside this card. 
 It is asked "Describe the picture.", "What is at the top left?", "What color is the star?", "Where is the red circle?",
 "How many blue shapes are there?", "What changed?", "Which picture shows a star?", "Describe the second picture.",
 "What happens in the clip?", "Which way does the square move?", in few wordings. A description names the things in
-reading order: "A big red circle at the top left, a small blue star at the center."
+reading order: "At the top left a big red circle, at the center a small blue star."
 
 ## What it is
 
@@ -69,8 +69,8 @@ reading order: "A big red circle at the top left, a small blue star at the cente
 
 ## How it was made
 
-`python -m training.tiny_qwen3_vl`: first the vision tower learns alone, for {tower_steps:,} steps of {tower_pictures} pictures, what lies in each cell:
-the embedding of a cell must be near to that of the words for its size, colour, shape and place. Then it stands before
+`python -m training.tiny_qwen3_vl`: first the vision tower learns alone, for {tower_steps:,} steps of {tower_pictures} pictures, what lies in each square of
+32x32 pixels: the embedding of a square must be near to those of the words for size, colour, shape and place of the thing whose middle is there. Then it stands before
 tiny-qwen3, and both are trained together for {steps:,} steps (seed {seed}). A step is {dialogues} dialogues about freshly drawn pictures and clips,
 and at least {text_tokens} tokens of what tiny-qwen3 read, so that it forgets nothing: {text_share:.0%} of the learned tokens are text. What
 was trained before learns at {slower:.0%} of the rate. Muon for the matrices, AdamW for embeddings, norms, biases and the

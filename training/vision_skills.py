@@ -61,7 +61,8 @@ DESCRIBE = ("Describe the picture.", "Describe this image.", "What do you see?",
 
 
 def describe(scene: Scene) -> str:
-    return sentence(", ".join(f"a {thing.name} at the {thing.cell}" for thing in scene.things))
+    """Where first: then what is there only has to be looked up."""
+    return sentence(", ".join(f"at the {thing.cell} a {thing.name}" for thing in scene.things))
 
 
 def sentence(text: str) -> str:
@@ -131,7 +132,7 @@ def picture_dialogue(rng: Random) -> tuple[Looked, list[Turn]]:
     """One picture: its description, or questions about it, or both."""
     scene = random_scene(rng)
     turns = [turn(rng, scene) for turn in rng.sample(PICTURE_TURNS, k=rng.choice((1, 2, 3)))]
-    if rng.random() < 0.7:
+    if rng.random() < 0.8:
         turns.insert(rng.choice((0, 0, 1)), describe_turn(rng, scene))
     return Looked((scene,)), turns
 

@@ -26,12 +26,12 @@ from training.card import sha256
 from training.evaluate import CHECKPOINT as TEXT_MODEL
 from training.loop import IGNORE, LoopConfig, labelled_logits
 from training.recipe import encode
-from training.scenes import BACKGROUNDS, CELLS, COLORS, SHAPES, SIZES, Clip, Scene, Thing
+from training.scenes import BACKGROUNDS, CELLS, COLORS, PICTURE_SIZES, SHAPES, SIZES, Clip, Scene, Thing, draw_scene
 from training.scoring import Answering, Case, Score, ask
 from training.vision_checkpoint import TOKENIZER_FILES, save_vision_checkpoint
 from training.vision_recipe import VisionRecipe, see
 from training.vision_skills import Looked, Turn, patches, still
-from training.vision_tower import ASKED, THINGS, answers_of, cells_of, train_tower
+from training.vision_tower import ASKED, THINGS, answers_of, squares_of, train_tower
 
 DIALOGUES = (vision_skills.picture_dialogue, vision_skills.compare_dialogue, vision_skills.clip_dialogue)
 NUMBERS = {"no": 0, "1": 1, "2": 2, "3": 3, "4": 4}
@@ -211,8 +211,8 @@ def kind(text: str) -> re.Pattern[str]:
 def described(text: str) -> list[Thing]:
     """The things that a description lists."""
     assert text[0].isupper() and text.endswith(".")
-    parts = [re.fullmatch(r"[Aa] (\w+) (\w+) (\w+) at the ([a-z ]+)", part) for part in text[:-1].split(", ")]
-    return [Thing(*part.groups()) for part in parts]
+    parts = [re.fullmatch(r"[Aa]t the ([a-z ]+) a (\w+) (\w+) (\w+)", part) for part in text[:-1].split(", ")]
+    return [Thing(*part.groups()[1:], part[1]) for part in parts]
 
 
 def true_of(things: list[Thing], question: str, answer: str) -> bool:
@@ -407,8 +407,8 @@ def digest_of(recipe: VisionRecipe, steps) -> str:
 
 def test_the_batches_that_trained_the_checkpoint_are_still_the_same(tokenizer):
     recipe = VisionRecipe(tokenizer, steps=tiny_qwen3_vl.STEPS)
-    assert tiny_qwen3_vl.STEPS == 1000
-    assert digest_of(recipe, range(0, 2400, 200)) == "c6f94d6f39f8ffd219a2220da769242b6a0a725ffc1893b27b71f31919f179b2"
+    assert tiny_qwen3_vl.STEPS == 1500
+    assert digest_of(recipe, range(0, 1500, 125)) == "1d65d202c187b114f3914d5360cf067d5fbf6cf2a5ef8857fe1cba551240cfae"
 
 
 def test_the_batches_of_a_step_depend_on_the_step_alone(tokenizer):
@@ -658,23 +658,42 @@ def test_the_exit_status_says_whether_something_is_below(monkeypatch, capsys, tm
 # --- the tower alone --------------------------------------------------------------------------------------------------
 
 
+def names_of(answers: list[int]) -> list[str]:
+    return [("none", *ASKED[question])[number] for question, number in enumerate(answers)]
+
+
 def test_the_tower_is_asked_what_the_scenes_say():
-    thing = Thing("small", "blue", "star", "bottom left")
-    names = [ASKED[question][number - 1] for question, number in enumerate(answers_of(thing))]
-    assert names == ["small", "blue", "star", "bottom", "left"]
-    middle = answers_of(Thing("big", "red", "circle", "center"))
-    assert middle[-2:] == [0, 0] and 0 not in middle[:3]
+    things = [Thing("small", "blue", "star", "top"), Thing("big", "red", "circle", "center")]
+    scene = draw_scene(Random(0), things, (96, 128))
+    answers = answers_of(scene)
+    assert [row for row, answer in enumerate(answers) if answer.any()] in ([1, 4], [1, 7])  # of 4 rows of 3 squares
+    told = [names_of(row) for row in answers.tolist() if any(row)]
+    assert told == [["small", "blue", "star", "top", "none"], ["big", "red", "circle", "none", "none"]]
 
 
-def test_the_cells_of_a_step_are_those_of_its_pictures():
-    [cells], [again] = cells_of(3), cells_of(3)
-    assert cells.pixels.equal(again.pixels) and cells.answers.equal(again.answers)
-    assert len(cells.pixels) == cells.grids.prod(1).sum() == 4 * len(cells.answers)
-    per_picture = cells.answers[:, 0].reshape(-1, 9).bool().sum(1)
-    assert per_picture.min() >= THINGS[0] and per_picture.max() <= THINGS[1]
+@pytest.mark.parametrize("size", sorted(set(PICTURE_SIZES)))
+def test_a_thing_is_asked_for_where_its_middle_is_drawn(size):
+    """What the generator says of the middle, against the pixels: there is no other thing in the picture."""
+    rng = Random(7)
+    for cell in CELLS:
+        scene = draw_scene(rng, [Thing("big", "black", "square", cell)], size)
+        rows, columns = np.where((scene.pixels < 60).all(-1))
+        [(x, y)] = scene.middles
+        assert abs(columns.mean() + 0.5 - x) < 1 and abs(rows.mean() + 0.5 - y) < 1
+        [square] = answers_of(scene).any(1).nonzero().tolist()
+        assert divmod(square[0], size[0] // 32) == (int(y) // 32, int(x) // 32)
 
 
-def test_a_tower_that_is_taught_its_cells_gets_better_and_goes_on_where_it_stopped(tmp_path, random_model, tokenizer):
+def test_the_squares_of_a_step_are_those_of_its_pictures():
+    [squares], [again] = squares_of(3), squares_of(3)
+    assert squares.pixels.equal(again.pixels) and squares.answers.equal(again.answers)
+    assert len(squares.pixels) == squares.grids.prod(1).sum() == 4 * len(squares.answers)
+    per_picture = [part[:, 0].bool().sum() for part in squares.answers.split((squares.grids.prod(1) // 4).tolist())]
+    assert min(per_picture) >= THINGS[0] and max(per_picture) <= THINGS[1]
+    assert len(squares.grids.unique(dim=0)) > 2, "pictures of several sizes"
+
+
+def test_a_tower_that_is_taught_its_squares_gets_better_and_goes_on_where_it_stopped(tmp_path, random_model, tokenizer):
     tower, embedding = copy.deepcopy(random_model.model.visual), random_model.model.language_model.embed_tokens.weight
     config = LoopConfig(run_dir=tmp_path, steps=4, warmup_steps=1, save_every=2, dtype=torch.float32)
     whole = train_tower(tower, embedding.float(), tokenizer, config, device=torch.device("cpu"))
