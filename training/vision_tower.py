@@ -26,6 +26,7 @@ from training.vision_skills import MERGE, PATCH, patches, still
 SEED = 20261123
 STEPS = 800
 PICTURES = 32  # of a step
+SHOWN = tuple(dict.fromkeys(PICTURE_SIZES))  # sizes of pictures, here all equally often
 THINGS = (3, 9)  # in a picture: more than in any dialogue, for every cell teaches
 ASKED = (tuple(SIZES), tuple(COLORS), tuple(SHAPES), ("top", "bottom"), ("left", "right"))
 NOTHING = "none"  # the word for what a square has not got
@@ -73,7 +74,7 @@ def squares_of(step: int) -> list[Squares]:
     drawn, grids, answers = [], [], []
     for _ in range(PICTURES):
         chosen = sorted(rng.sample(range(len(CELLS)), rng.randint(*THINGS)))
-        scene = draw_scene(rng, [random_thing(rng, CELLS[cell]) for cell in chosen], rng.choice(PICTURE_SIZES))
+        scene = draw_scene(rng, [random_thing(rng, CELLS[cell]) for cell in chosen], rng.choice(SHOWN))
         frames = still(scene.pixels)
         drawn.append(patches(frames))
         grids.append(grid(frames))
