@@ -71,10 +71,10 @@ def deepstack(engine: LLMEngine) -> Figure:
     figure = Figure(figsize=(10, 5.2), layout="constrained")
     axis = figure.subplots()
     for layer in range(depth):
-        _box(axis, 0, 1.2 + layer, f"tower layer {layer + 1}", TOWER)
+        _box(axis, 0, 1.2 + layer, f"tower layer {layer}", TOWER)
     _box(axis, 0, 0.2, "patches and their\nrows and columns", TEXT)
     for layer in range(layers):
-        _box(axis, 6, 1.2 + layer, f"decoder layer {layer + 1}", DECODER)
+        _box(axis, 6, 1.2 + layer, f"decoder layer {layer}", DECODER)
     _box(axis, 6, 0.2, "embeddings of tokens", TEXT)
     _box(axis, 6, 1.2 + layers, "norm, logits", TEXT)
     for low in range(depth):
@@ -87,7 +87,7 @@ def deepstack(engine: LLMEngine) -> Figure:
     _arrow(axis, (5, 0.5), (6, 0.5), "C3", label="replaces\nplaceholder")
     for number, tap in enumerate(taps):
         y = 1.7 + number + 0.35
-        _box(axis, 3, y - 0.3, f"DeepStack merger {number + 1}", MERGER)
+        _box(axis, 3, y - 0.3, f"DeepStack merger {number}", MERGER)
         _arrow(axis, (2, 1.5 + tap), (3, y), "0.4")
         _arrow(axis, (5, y), (7, 2.0 + number), "C3", label="is added")
     axis.set(xlim=(-0.9, 8.3), ylim=(0, layers + 2))
