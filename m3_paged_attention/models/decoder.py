@@ -56,7 +56,7 @@ class Decoder:
         """From embeddings to what `forward` returns, both `[num_tokens, hidden_size]`.
 
         `angles` are cosine and sine, each `[num_tokens, head_dim / 2]` and the same for all layers. `after_layer` gets
-        the number of a layer and what it added to the hidden state, and may add more to that in place.
+        the number of a layer and what its MLP adds to the hidden state, and may add more to that in place.
         """
         cos, sin = angles
         residual: Tensor | None = None

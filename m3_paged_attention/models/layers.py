@@ -87,9 +87,9 @@ class DecoderLayer:
         layer: KVLayer,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        """What this layer adds, and the residual to add it to. Both `[num_tokens, hidden_size]`.
+        """What its MLP adds, and the residual to add it to. Both `[num_tokens, hidden_size]`.
 
-        `hidden` is what the layer before it added; the first layer gets the embedding and no residual.
+        `hidden` is what the MLP of the layer before it adds; the first layer gets the embedding and no residual.
         """
         backend, eps = self.backend, self.eps
         if residual is None:
