@@ -49,15 +49,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     )
     executor = parts["executor"](worker=parts["worker"](model_runner=runner))
     kv_cache_config = reserve_kv_memory(executor, config.cache, device, loaded.max_model_len, limits, tracer)
-    allocator = parts["token_to_kv_pool_allocator"](
-        size=kv_cache_config.num_tokens, page_size=config.cache.page_size, checked=config.cache.debug
-    )
-    tree_cache = cache_class(
-        req_to_token_pool=rows,
-        token_to_kv_pool_allocator=allocator,
-        eviction_policy=config.cache.eviction_policy,
-        tracer=tracer,
-    )
+    pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
             request_class=parts["request"],
@@ -66,14 +58,14 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            max_total_tokens=allocator.size,
+            max_total_tokens=pools.token_to_kv_pool_allocator.size,
             seed=config.model.seed,
         ),
         scheduler=parts["scheduler"](
             scheduler_config=limits,
-            pools=Pools(rows, allocator, tree_cache, debug=config.cache.debug),
+            pools=pools,
             policy=parts["schedule_policy"](
-                limits.schedule_policy, tree_cache=tree_cache, seed=config.model.seed, tracer=tracer
+                limits.schedule_policy, tree_cache=pools.tree_cache, seed=config.model.seed, tracer=tracer
             ),
             prefill_adder=parts["prefill_adder"],
             preemption=parts["preemption"](),
@@ -139,3 +131,17 @@ def reserve_kv_memory(
     )
     executor.initialize_kv_cache(kv_cache_config)
     return kv_cache_config
+
+
+def build_pools(
+    num_tokens: int, rows: Any, config: CacheConfig, parts: Mapping[str, Any], cache_class: Any, tracer: Tracer
+) -> Pools:
+    """Rows, slots for so many tokens, and the cache that shares them."""
+    slots = parts["token_to_kv_pool_allocator"](size=num_tokens, page_size=config.page_size, checked=config.debug)
+    tree_cache = cache_class(
+        req_to_token_pool=rows,
+        token_to_kv_pool_allocator=slots,
+        eviction_policy=config.eviction_policy,
+        tracer=tracer,
+    )
+    return Pools(rows, slots, tree_cache, debug=config.debug)

@@ -14,7 +14,7 @@ from m3_paged_attention.wiring import trace_start
 from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.schedule_batch import Pools
-from m4_radix_cache.wiring import PARTS as M4_PARTS, prefix_cache_class, reserve_kv_memory
+from m4_radix_cache.wiring import PARTS as M4_PARTS, build_pools, prefix_cache_class, reserve_kv_memory
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst, PrefillFirst
 from m5_chunked_prefill_spec.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
@@ -54,7 +54,32 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         trace_start(loaded, config.model, tracer)
     limits = config.scheduler.resolved(loaded.max_model_len, device.type)
     rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
-    runner = parts["model_runner"](
+    runner = build_model_runner(parts, loaded, drafting, limits, rows, tracer)
+    executor = parts["executor"](worker=parts["worker"](model_runner=runner))
+    kv_cache_config = reserve_kv_memory(executor, config.cache, device, loaded.max_model_len, limits, tracer)
+    costs = cost_table(config, limits, runner, tracer)
+    pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
+    return parts["engine_core"](
+        input_processor=build_input_processor(config, limits, parts, loaded, pools),
+        scheduler=build_scheduler(config, limits, parts, pools, loaded, costs, tracer),
+        executor=executor,
+        output_processor=parts["output_processor"](tracer=tracer),
+        kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
+        tracer=tracer,
+    )
+
+
+def build_model_runner(
+    parts: Mapping[str, Any],
+    loaded: Any,
+    drafting: Any,
+    limits: SchedulerConfig,
+    rows: Any,
+    tracer: Tracer,
+    **more: Any,
+) -> Any:
+    """What runs the models; `more` is what a later milestone's runner needs besides."""
+    return parts["model_runner"](
         loaded_model=loaded,
         scheduler_config=limits,
         req_to_token_pool=rows,
@@ -62,37 +87,25 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
             sampler=parts["sampler"](), token_text=parts["detokenizer"](loaded.tokenizer).token_text, tracer=tracer
         ),
         draft_runner=drafting and parts["draft_runner"](loaded_model=drafting, req_to_token_pool=rows),
+        **more,
     )
-    executor = parts["executor"](worker=parts["worker"](model_runner=runner))
-    kv_cache_config = reserve_kv_memory(executor, config.cache, device, loaded.max_model_len, limits, tracer)
-    costs = cost_table(config, limits, runner, tracer)
-    allocator = parts["token_to_kv_pool_allocator"](
-        size=kv_cache_config.num_tokens, page_size=config.cache.page_size, checked=config.cache.debug
-    )
-    tree_cache = cache_class(
-        req_to_token_pool=rows,
-        token_to_kv_pool_allocator=allocator,
-        eviction_policy=config.cache.eviction_policy,
-        tracer=tracer,
-    )
-    pools = Pools(rows, allocator, tree_cache, debug=config.cache.debug)
-    return parts["engine_core"](
-        input_processor=parts["input_processor"](
-            request_class=parts["request"],
-            detokenizer_class=parts["detokenizer"],
-            tokenizer=loaded.tokenizer,
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
-            max_num_batched_tokens=None if limits.enable_chunked_prefill else limits.max_num_batched_tokens,
-            max_total_tokens=allocator.size,
-            speculates=config.speculative.method is not None,
-            seed=config.model.seed,
-        ),
-        scheduler=build_scheduler(config, limits, parts, pools, loaded, costs, tracer),
-        executor=executor,
-        output_processor=parts["output_processor"](tracer=tracer),
-        kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
-        tracer=tracer,
+
+
+def build_input_processor(
+    config: Settings, limits: SchedulerConfig, parts: Mapping[str, Any], loaded: Any, pools: Pools, **more: Any
+) -> Any:
+    """What takes requests in; `more` is what a later milestone's intake needs besides."""
+    return parts["input_processor"](
+        request_class=parts["request"],
+        detokenizer_class=parts["detokenizer"],
+        tokenizer=loaded.tokenizer,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        max_num_batched_tokens=None if limits.enable_chunked_prefill else limits.max_num_batched_tokens,
+        max_total_tokens=pools.token_to_kv_pool_allocator.size,
+        speculates=config.speculative.method is not None,
+        seed=config.model.seed,
+        **more,
     )
 
 

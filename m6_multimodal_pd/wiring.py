@@ -13,12 +13,15 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.wiring import trace_start
 from m4_radix_cache.engine_core import EngineCore
-from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
-from m4_radix_cache.schedule_batch import Pools
-from m4_radix_cache.wiring import prefix_cache_class, reserve_kv_memory
-from m5_chunked_prefill_spec.config import SchedulerConfig
+from m4_radix_cache.wiring import build_pools, prefix_cache_class, reserve_kv_memory
 from m5_chunked_prefill_spec.speculative.draft_runner import load_draft_model
-from m5_chunked_prefill_spec.wiring import PARTS as M5_PARTS, build_scheduler, cost_table
+from m5_chunked_prefill_spec.wiring import (
+    PARTS as M5_PARTS,
+    build_input_processor,
+    build_model_runner,
+    build_scheduler,
+    cost_table,
+)
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
 from m6_multimodal_pd.input_processor import InputProcessor, Sight
 from m6_multimodal_pd.model_loader import LoadedModel, load_model
@@ -35,6 +38,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     check_memory_share(config.cache, device)
     cache_class = prefix_cache_class(config.cache, parts)
     loaded = parts["model_loader"](config.model)
+    sight = sight_of(config, parts, loaded)  # first: files that lack something are told before anything is measured
     drafting = load_draft_model(
         parts["model_loader"], config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
     )
@@ -45,32 +49,16 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     embeddings = parts["embedding_cache"](capacity_bytes=config.multimodal.embedding_cache_bytes, tracer=tracer)
     budget = config.multimodal.budget(device.type)
     encoder = parts["encoder"](tower=loaded.vision, cache=embeddings, budget=budget, tracer=tracer)
-    runner = parts["model_runner"](
-        loaded_model=loaded,
-        scheduler_config=limits,
-        req_to_token_pool=rows,
-        rejection_sampler=parts["rejection_sampler"](
-            sampler=parts["sampler"](), token_text=parts["detokenizer"](loaded.tokenizer).token_text, tracer=tracer
-        ),
-        draft_runner=drafting and parts["draft_runner"](loaded_model=drafting, req_to_token_pool=rows),
-        encoder=encoder,
-    )
+    runner = build_model_runner(parts, loaded, drafting, limits, rows, tracer, encoder=encoder)
     executor = parts["executor"](worker=parts["worker"](model_runner=runner))
     kv_cache_config = reserve_kv_memory(executor, config.cache, device, loaded.max_model_len, limits, tracer)
     costs = cost_table(config, limits, runner, tracer)
-    allocator = parts["token_to_kv_pool_allocator"](
-        size=kv_cache_config.num_tokens, page_size=config.cache.page_size, checked=config.cache.debug
-    )
-    tree_cache = cache_class(
-        req_to_token_pool=rows,
-        token_to_kv_pool_allocator=allocator,
-        eviction_policy=config.cache.eviction_policy,
-        tracer=tracer,
-    )
-    pools = Pools(rows, allocator, tree_cache, debug=config.cache.debug)
+    pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
     sighted = dict(parts) | {"prefill_adder": adder_of(config, parts, loaded, embeddings)}
     return parts["engine_core"](
-        input_processor=build_input_processor(config, limits, parts, loaded, allocator),
+        input_processor=build_input_processor(
+            config, limits, parts, loaded, pools, sight=sight, guesses_texts_only=drafting is not None
+        ),
         scheduler=build_scheduler(config, limits, sighted, pools, loaded, costs, tracer),
         executor=executor,
         output_processor=parts["output_processor"](tracer=tracer),
@@ -80,34 +68,15 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     )
 
 
-def build_input_processor(
-    config: EngineConfig,
-    limits: SchedulerConfig,
-    parts: Mapping[str, Any],
-    loaded: LoadedModel,
-    allocator: BaseTokenToKVPoolAllocator,
-) -> Any:
-    """What takes requests in; with sight, if the model has any."""
-    sight = None
-    if loaded.vision is not None and loaded.media_tokens is not None:
-        sight = Sight(
-            media=parts["media_reader"](name=loaded.name, config=config.multimodal, vision=loaded.vision.config),
-            tokens=loaded.media_tokens,
-            config=config.multimodal,
-            max_item_tokens=config.multimodal.embedding_cache_bytes // loaded.vision.bytes_per_token,
-        )
-    return parts["input_processor"](
-        request_class=parts["request"],
-        detokenizer_class=parts["detokenizer"],
-        tokenizer=loaded.tokenizer,
-        vocab_size=loaded.vocab_size,
-        max_model_len=loaded.max_model_len,
-        max_num_batched_tokens=None if limits.enable_chunked_prefill else limits.max_num_batched_tokens,
-        max_total_tokens=allocator.size,
-        speculates=config.speculative.method is not None,
-        seed=config.model.seed,
-        sight=sight,
-        guesses_texts_only=config.speculative.method == "draft_model",
+def sight_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel) -> Sight | None:
+    """What intake must know of pictures; None for a model that takes texts only."""
+    if loaded.vision is None or loaded.media_tokens is None:
+        return None
+    return Sight(
+        media=parts["media_reader"](name=loaded.name, config=config.multimodal, vision=loaded.vision.config),
+        tokens=loaded.media_tokens,
+        config=config.multimodal,
+        max_item_tokens=config.multimodal.embedding_cache_bytes // loaded.vision.bytes_per_token,
     )
 
 
