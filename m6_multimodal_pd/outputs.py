@@ -43,3 +43,19 @@ class EngineStats(SingleRequestStats):
     """Items whose embeddings had to leave their cache, in all."""
     embedding_cache_bytes: int
     """What that cache holds now."""
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of all tokens to be prefilled that were found in the cache."""
+        total = self.num_cached_tokens + self.num_prompt_tokens
+        return self.num_cached_tokens / total if total else 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens that a verification brought, on average; 1 would be none right. SGLang: `spec_accept_length`."""
+        return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of all guesses that were right."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0

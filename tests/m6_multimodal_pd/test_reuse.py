@@ -40,6 +40,8 @@ def test_the_same_question_about_another_picture_finds_what_stands_before_it(eng
     assert engine.chat_prompt(first) == engine.chat_prompt(second)
     engine.chat(first, PARAMS)
     assert cached_tokens(engine, second) == start_of(engine, first)
+    asked = len(engine.chat_prompt(first)) + len(engine.chat_prompt(second))
+    assert engine.stats().hit_rate == pytest.approx(start_of(engine, first) / asked)
 
 
 def test_the_same_picture_and_another_question_find_all_of_the_picture(engine: Any) -> None:

@@ -68,6 +68,7 @@ def test_right_guesses_are_kept_behind_pictures_and_wrong_ones_rolled_back(
     assert all(sum(accepted) > 0 for accepted in by_request.values()), "also for those who brought pictures"
     stats = engine.stats()
     assert (stats.num_accepted_tokens == stats.num_draft_tokens) == (not wrong_every)
+    assert (stats.acceptance_rate == 1) == (not wrong_every) and stats.accept_length > 1
     check_flushed(engine)
 
 
