@@ -8,6 +8,7 @@ tables and kernels included. SGLang: `ForwardBatch.mrope_positions`; vLLM: `_cal
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,19 +22,35 @@ from m6_multimodal_pd.multimodal.encoder import Seen
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs
 
 
-def seen_in(batch: ModelWorkerBatch) -> list[Seen]:
+class PromptPiece(NamedTuple):
+    """A prompt with pictures, or a piece of one, in a step."""
+
+    row: int
+    """In the batch."""
+    start: int
+    """The first of its tokens that is new in this step."""
+    end: int
+    """Behind the last one."""
+    inputs: MultimodalInputs
+
+
+def prompts_with_pictures(batch: ModelWorkerBatch) -> list[PromptPiece]:
+    """Those of a step, in the order of the batch."""
+    return [
+        PromptPiece(row, int(batch.seq_lens[row] - batch.new_lens[row]), int(batch.seq_lens[row]), inputs)
+        for row, inputs in enumerate(batch.multimodal_inputs)
+        if inputs is not None
+    ]
+
+
+def seen_in(prompts: Sequence[PromptPiece], rids: Sequence[str]) -> list[Seen]:
     """All pictures, and parts of pictures, among the new tokens of a step, in the order of the batch."""
-    found: list[Seen] = []
-    for row, inputs in enumerate(batch.multimodal_inputs):
-        if inputs is not None:
-            end = int(batch.seq_lens[row])
-            start = end - int(batch.new_lens[row])
-            found += [
-                Seen(item, batch.rids[row], row, place - start, first, last - first)
-                for item in inputs.mm_items
-                for place, first, last in item.rows(start, end)
-            ]
-    return found
+    return [
+        Seen(item, rids[prompt.row], prompt.row, place - prompt.start, first, last - first)
+        for prompt in prompts
+        for item in prompt.inputs.mm_items
+        for place, first, last in item.rows(prompt.start, prompt.end)
+    ]
 
 
 @dataclass(frozen=True)
@@ -68,19 +85,19 @@ class ForwardBatch:
         text: TextForwardBatch,
         batch: ModelWorkerBatch,
         deltas: np.ndarray,
+        prompts: Sequence[PromptPiece],
         seen: Sequence[Seen],
         embeddings: Sequence[Tensor],
     ) -> "ForwardBatch":
         """Put pictures into a layout. `deltas`: int64 `[batch_size]`, by how much positions exceed places;
-        `embeddings`: `[count, width]` of each stretch that is `seen`."""
+        `prompts`: those that hold pictures; `embeddings`: `[count, width]` of each stretch that is `seen`."""
         positions = text.positions
         if deltas.any():
             of_tokens = np.empty(len(batch.input_ids), dtype=np.int64)
             of_tokens[ranges(text.starts, batch.new_lens)] = np.repeat(deltas, batch.new_lens)
             positions = positions + torch.as_tensor(of_tokens, device=positions.device)
-        prompts = [(row, inputs) for row, inputs in enumerate(batch.multimodal_inputs) if inputs is not None]
         if prompts:
-            positions = _with_prompts(positions, text, batch, prompts, is_seen=bool(seen))
+            positions = _with_prompts(positions, text.starts, prompts, is_seen=bool(seen))
         if not seen:
             return cls(text, positions, None)
         places = np.concatenate([np.arange(s.count) + text.starts[s.row] + s.place for s in seen])
@@ -88,18 +105,11 @@ class ForwardBatch:
         return cls(text, positions, visual)
 
 
-def _with_prompts(
-    positions: Tensor,
-    text: TextForwardBatch,
-    batch: ModelWorkerBatch,
-    prompts: Sequence[tuple[int, MultimodalInputs]],
-    *,
-    is_seen: bool,
-) -> Tensor:
+def _with_prompts(positions: Tensor, starts: np.ndarray, prompts: Sequence[PromptPiece], *, is_seen: bool) -> Tensor:
     """The positions with those of prompts that hold pictures; three axes only if a picture is in this step."""
     positions = positions.repeat(3, 1) if is_seen else positions.clone()
-    for row, inputs in prompts:
-        end, start = int(batch.seq_lens[row]), int(text.starts[row])
-        own = torch.as_tensor(inputs.positions(end - int(batch.new_lens[row]), end), device=positions.device)
+    for prompt in prompts:
+        start = int(starts[prompt.row])
+        own = torch.as_tensor(prompt.inputs.positions(prompt.start, prompt.end), device=positions.device)
         positions[..., start : start + own.shape[1]] = own if is_seen else own[0]
     return positions

@@ -101,10 +101,10 @@ class InputProcessor:
         A content is a string, or a list of parts: texts, images, videos. Raises `InvalidPromptError`, and
         `InvalidMediaError` for a picture that cannot be taken.
         """
-        check_messages(messages)
-        brought = [part for message in messages for part in media_parts(message)]
         if self.prompts is not None:
             return self.prompts.make(messages, options)
+        check_messages(messages)
+        brought = [part for message in messages for part in media_parts(message)]
         if brought:
             raise InvalidPromptError(
                 f"the messages bring {len(brought)} images or videos, and this model takes texts only"

@@ -16,7 +16,7 @@ from torch import Tensor
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch as TextForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner as TextModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
-from m6_multimodal_pd.forward_batch import ForwardBatch, seen_in
+from m6_multimodal_pd.forward_batch import ForwardBatch, prompts_with_pictures, seen_in
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from m6_multimodal_pd.models.vision import Grid, VisionTower
 from m6_multimodal_pd.multimodal.encoder import Encoder
@@ -41,11 +41,13 @@ class ModelRunner(TextModelRunner):
         rows, num_rows = batch.req_pool_indices, len(self.req_to_token_pool.lens)
         if len(self.mrope_deltas) < num_rows:
             self.mrope_deltas = np.resize(self.mrope_deltas, num_rows)  # a new row is written before it is read
-        for row, inputs in zip(rows, batch.multimodal_inputs, strict=False):  # the prompts, which come first
-            self.mrope_deltas[row] = 0 if inputs is None else inputs.mrope_position_delta
-        seen = seen_in(batch)
+        prompts = prompts_with_pictures(batch)
+        self.mrope_deltas[rows[: batch.num_prompts]] = 0
+        for prompt in prompts:
+            self.mrope_deltas[rows[prompt.row]] = prompt.inputs.mrope_position_delta
+        seen = seen_in(prompts, batch.rids)
         embeddings = self.encoder.embed(seen) if seen else []
-        return ForwardBatch.init_new(text, batch, self.mrope_deltas[rows], seen, embeddings)
+        return ForwardBatch.init_new(text, batch, self.mrope_deltas[rows], prompts, seen, embeddings)
 
     def forward(self, batch: Any) -> Tensor:
         """Hidden states `[total_tokens, hidden_size]`. The one place where the model is called."""

@@ -89,9 +89,8 @@ class MultimodalPrompts:
     def make(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> ChatPrompt:
         """The prompt of a conversation. Raises `InvalidPromptError`, or `InvalidMediaError` for a picture."""
         check_messages(messages)
-        parts = [part for message in messages for part in media_parts(message)]
-        names = [
-            f"{MEDIA_KINDS[part['type']].value} {number} of message {index}"
+        parts = [
+            (part, MEDIA_KINDS[part["type"]], f"{number} of message {index}")
             for index, message in enumerate(messages)
             for number, part in enumerate(media_parts(message))
         ]
@@ -101,11 +100,11 @@ class MultimodalPrompts:
             )
         text = self.text.render_chat([as_template_sees(message) for message in messages], options)
         kinds = [self._kind(found.group()) for found in self._placeholder.finditer(text)]
-        brought = [MEDIA_KINDS[part["type"]] for part in parts]
+        brought = [kind for _, kind, _ in parts]
         self._check_counts(kinds, brought)
-        items = [self.media.process(part, name) for part, name in zip(parts, names, strict=True)]
-        if not items:
+        if not parts:
             return ChatPrompt(self.text.encode(text, add_special_tokens=False))
+        items = [self.media.process(part, f"{kind.value} {name}") for part, kind, name in parts]
         in_order = _by_kind(kinds, brought, items)
         return self._expanded(text, list(zip(kinds, in_order, strict=True)))
 
