@@ -84,12 +84,13 @@ class InputProcessor:
             request_id, prompt, params, number=number, arrival_time=arrival_time, **options
         )
         children = request.children if isinstance(request, ParentRequest) else [request]
+        token_ids = children[0].sequence.data.prompt_token_ids
         if self.prompts is not None:
-            self.prompts.check(children[0].sequence.data.prompt_token_ids, inputs)
+            self.prompts.check(token_ids, inputs)
         elif inputs is not None:
             raise InvalidPromptError("the prompt brings images or videos, and this model takes texts only")
         if inputs is not None:
-            inputs = inputs.taken_in(self.pad_values)
+            inputs = inputs.of_length(len(token_ids)).taken_in(self.pad_values)
             for child in children:
                 assert isinstance(child, Req), "the part `request` must be a Req"
                 child.multimodal_inputs = inputs

@@ -158,6 +158,10 @@ class MultimodalInputs:
         blocks = [self.mrope_positions[:, start:end] for item in self.mm_items for start, end in item.offsets]
         return [tuple((int(block[axis].min()), int(block[axis].max())) for block in blocks) for axis in range(3)]
 
+    def of_length(self, num_tokens: int) -> "MultimodalInputs":
+        """The same for a prompt of so many tokens: behind the last picture text may have been added, or left out."""
+        return replace(self, mrope_positions=self.positions(0, num_tokens))
+
     def taken_in(self, pad_values: "PadValues") -> "MultimodalInputs":
         """The same for one engine, with the numbers that its cache knows the contents by."""
         return replace(self, mm_items=tuple(replace(i, pad_value=pad_values.of(i.hash)) for i in self.mm_items))

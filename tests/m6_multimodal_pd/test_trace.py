@@ -75,6 +75,18 @@ def test_what_came_is_told_with_its_place_in_the_prompt(make_engine: MakeEngine)
     drain(engine)
 
 
+@pytest.mark.parametrize("added", [2, -1], ids=["put on", "taken off"])
+def test_the_positions_are_those_of_the_prompt_as_it_was_handed_in(make_engine: MakeEngine, added: int) -> None:
+    """Text behind the last picture may differ from what the chat template wrote there."""
+    engine, recorder = traced(make_engine, **setting())
+    prompt = engine.chat_prompt(asking("a", 1))
+    prompt[len(prompt) + min(added, 0) :] = [300] * added
+    engine.generate(prompt, SHORT)
+    (positions,) = recorder.events("positions_assigned")
+    assert positions.num_tokens == len(prompt)
+    assert f"goes on at {len(prompt) + prompt.multimodal_inputs.mrope_position_delta}." in positions.explain()
+
+
 def test_pictures_come_once_for_a_family_and_before_it_is_queued(make_engine: MakeEngine) -> None:
     engine, recorder = traced(make_engine, **setting())
     engine.generate(asking("a", 1), SamplingParams(max_tokens=1, n=3), request_id="family")
