@@ -5,7 +5,7 @@ tokens of the step: they are counted one by one, and whoever does not fit is cut
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from m1_single_request.tracer import Tracer
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
-from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
+from m5_chunked_prefill_spec.prefill_adder import NoPieceLimit, PieceLimit, PrefillAdder
 from tests.m4_radix_cache.caches import allocator_of, make_cache
 from tests.m4_radix_cache.reqs import fill, make_req
 from tests.m4_radix_cache.test_prefill_adder import (
@@ -42,6 +42,7 @@ def make_adder(
     is_chunked: bool = True,
     has_whole_step: bool = True,
     bound_by: str = "max_num_batched_tokens",
+    new_piece_limit: Callable[[], PieceLimit] = NoPieceLimit,
     tracer: Tracer | None = None,
 ) -> PrefillAdder:
     return PrefillAdder(
@@ -56,6 +57,7 @@ def make_adder(
         is_chunked=is_chunked,
         has_whole_step=has_whole_step,
         bound_by=bound_by,
+        new_piece_limit=new_piece_limit,
         tracer=tracer or Tracer(),
     )
 
