@@ -694,12 +694,23 @@ def test_the_squares_of_a_step_are_those_of_its_pictures():
 
 
 def test_a_tower_that_is_taught_its_squares_gets_better_and_goes_on_where_it_stopped(tmp_path, random_model, tokenizer):
-    tower, embedding = copy.deepcopy(random_model.model.visual), random_model.model.language_model.embed_tokens.weight
-    config = LoopConfig(run_dir=tmp_path, steps=4, warmup_steps=1, save_every=2, dtype=torch.float32)
-    whole = train_tower(tower, embedding.float(), tokenizer, config, device=torch.device("cpu"))
-    assert len(whole.losses) == 4 and whole.losses[-1] < whole.losses[0]
-    same = train_tower(copy.deepcopy(tower), embedding.float(), tokenizer, config, device=torch.device("cpu"))
-    assert same.losses == whole.losses
+    embedding = random_model.model.language_model.embed_tokens.weight.float()
+
+    def taught(name: str, stop_at: float = 1.0) -> tuple[torch.nn.Module, list[float]]:
+        """A tower that knows nothing, and what a run in that directory makes of it."""
+        tower = copy.deepcopy(random_model.model.visual)
+        config = LoopConfig(
+            run_dir=tmp_path / name, steps=4, warmup_steps=1, save_every=2, stop_at=stop_at, dtype=torch.float32
+        )
+        return tower, train_tower(tower, embedding, tokenizer, config, device=torch.device("cpu")).losses
+
+    whole, losses = taught("whole")
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    _, first = taught("halves", stop_at=0.5)
+    resumed, both = taught("halves")
+    assert first == losses[:2] and both == losses
+    for (name, wanted), found in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(wanted, found), name
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
