@@ -1,4 +1,4 @@
-"""What can be wrong with a picture; all other errors are those of m1 to m4."""
+"""What can be wrong with a picture; all other errors are those of earlier milestones."""
 
 from m1_single_request.errors import InvalidRequestError
 

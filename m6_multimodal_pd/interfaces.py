@@ -28,7 +28,7 @@ from m6_multimodal_pd.models.vision import VisionTower
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder import Encoder, Seen
 from m6_multimodal_pd.multimodal.processor_settings import VisionShape
-from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
+from m6_multimodal_pd.multimodal.prompt import ReadsMedia
 
 
 class InputProcessorInterface(Protocol):
@@ -64,14 +64,10 @@ class InputProcessorInterface(Protocol):
     ) -> list[int]: ...
 
 
-class MediaReaderInterface(Protocol):
+class MediaReaderInterface(ReadsMedia, Protocol):
     """Makes patches of whatever a user calls a picture."""
 
-    options_key: bytes
-    merge_size: int
-
     def __init__(self, *, name: str | Path, config: MultimodalConfig, vision: VisionShape) -> None: ...
-    def process(self, part: Mapping[str, Any], what: str) -> ProcessedItem: ...
 
 
 class EmbeddingCacheInterface(Protocol):

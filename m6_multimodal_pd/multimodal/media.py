@@ -14,17 +14,20 @@ from typing import Any
 from m1_single_request.errors import shown
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.multimodal.inputs import Modality
 from m6_multimodal_pd.multimodal.pictures import Pixels, load_pixels
 from m6_multimodal_pd.multimodal.sources import read_url
 from m6_multimodal_pd.multimodal.video import OPTIONS, Frames, FrameSampling, VideoLoader, VideoOptions
 
-PARTS = {
-    "image": ("image",),
-    "image_url": ("image_url",),
-    "video": ("video", *OPTIONS),
-    "video_url": ("video_url", *OPTIONS),
+MEDIA_KINDS = {
+    "image": Modality.IMAGE,
+    "image_url": Modality.IMAGE,
+    "video": Modality.VIDEO,
+    "video_url": Modality.VIDEO,
 }
-"""The types of parts that are media, with the keys that each may have besides `type`."""
+"""The types of parts that are media. The media stands under a key of the same name."""
+MEDIA_OPTIONS: dict[Modality, tuple[str, ...]] = {Modality.IMAGE: (), Modality.VIDEO: OPTIONS}
+"""Keys that may stand beside it."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,12 @@ class MediaLoader:
         Raises `InvalidMediaError`, and nothing else, whatever is handed in.
         """
         kind = check_part(part)
-        what = what or ("image" if kind.startswith("image") else "video")
+        modality = MEDIA_KINDS[kind]
+        what = what or modality.value
         source = part[kind]
         if kind.endswith("_url"):
             source = read_url(_url_of(source, kind, what), self.config, what)
-        if kind.startswith("image"):
+        if modality is Modality.IMAGE:
             return Picture(load_pixels(source, self.config, what))
         return self._videos.load(source, VideoOptions.of(part, what), what)
 
@@ -67,9 +71,9 @@ def check_part(part: object) -> str:
     if not isinstance(part, Mapping):
         raise InvalidMediaError(f"{shown(part)} is no part of a message; give a dict such as {{'type': 'image', ...}}")
     kind = part.get("type")
-    if not isinstance(kind, str) or kind not in PARTS:
-        raise InvalidMediaError(f"type={shown(kind)} of a part is not known; known are {', '.join(PARTS)}")
-    known = ("type", *PARTS[kind])
+    if not isinstance(kind, str) or kind not in MEDIA_KINDS:
+        raise InvalidMediaError(f"type={shown(kind)} of a part is not known; known are {', '.join(MEDIA_KINDS)}")
+    known = ("type", kind, *MEDIA_OPTIONS[MEDIA_KINDS[kind]])
     for key in part:
         if key not in known:
             raise InvalidMediaError(f"{shown(key)} in a part of type {kind} is not known; known are {', '.join(known)}")

@@ -23,15 +23,9 @@ from m6_multimodal_pd.multimodal.inputs import (
     Range,
     content_hash,
 )
+from m6_multimodal_pd.multimodal.media import MEDIA_KINDS
 from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
-
-MEDIA_KINDS = {
-    "image": Modality.IMAGE,
-    "image_url": Modality.IMAGE,
-    "video": Modality.VIDEO,
-    "video_url": Modality.VIDEO,
-}
 
 
 class ChatPrompt(list[int]):
