@@ -94,6 +94,7 @@ class EncoderInterface(Protocol):
     """Makes embeddings of pictures, keeps them, and says what that took."""
 
     tower: VisionTower | None
+    cache: EmbeddingCache
     budget: int
 
     def __init__(self, *, tower: VisionTower | None, cache: EmbeddingCache, budget: int, tracer: Tracer) -> None: ...

@@ -57,10 +57,21 @@ class ModelRunner(TextModelRunner):
         return self.model.forward(batch.input_ids, batch.positions, self.kv, batch.attn_metadata, batch.visual)
 
     def profile_run(self, num_tokens: int) -> int:
-        """Run the largest step once, on nothing, and before it the tower on as much as a step may encode."""
-        if self.encoder.tower is not None:
-            self.encoder.tower.encode([blank(self.encoder.tower, self.encoder.budget)])
-        return super().profile_run(num_tokens)
+        """Run the largest step once, on nothing, and the tower on as much as a step may encode.
+
+        Both beside a full embedding cache; the model beside the embeddings of the step, and the tower beside as much KV
+        memory as the model had, because that is what the caller takes off.
+        """
+        tower, budget = self.encoder.tower, self.encoder.budget
+        if tower is None:
+            return super().profile_run(num_tokens)
+        _kept = torch.empty(self.encoder.cache.capacity_bytes, dtype=torch.uint8, device=self.device)
+        made = torch.empty(budget, tower.width, dtype=tower.dtype, device=self.device)
+        kv_bytes = super().profile_run(num_tokens)
+        del made
+        _kv = torch.empty(kv_bytes, dtype=torch.uint8, device=self.device)
+        tower.encode([blank(tower, budget)])
+        return kv_bytes
 
 
 def blank(tower: VisionTower, num_tokens: int) -> tuple[Tensor, Grid]:
