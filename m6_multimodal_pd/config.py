@@ -30,13 +30,14 @@ class MultimodalConfig:
     """Which of `file`, `http` and `https` a URL may name. None of them by default: a URL makes the engine read what it
     can reach and the sender cannot. `data:` URLs carry their picture and are always taken."""
     url_timeout_s: float = 10.0
-    """Seconds to wait for an answer from a URL."""
+    """Seconds that a URL may take, its last byte and all redirects included."""
     max_items: int = 16
     """Images and videos in one request."""
     max_file_bytes: int = 32 * 2**20
     """Of an encoded picture or animation."""
     max_image_pixels: int = 2**25
-    """Width times height as the file's header has it, before a pixel is decoded."""
+    """Width times height as the file's header has it, before a pixel is decoded. From twice `PIL.Image.MAX_IMAGE_PIXELS`
+    on, 179 million unless it was changed, PIL refuses files whatever is said here."""
     max_video_frames: int = 4096
     """Frames that may be handed in; fewer are sampled from them."""
     max_video_pixels: int = 2**28

@@ -11,16 +11,13 @@ import base64
 import http.client
 import re
 import stat
-import time
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import (
     HTTPDefaultErrorHandler,
     HTTPErrorProcessor,
-    HTTPHandler,
     HTTPRedirectHandler,
-    HTTPSHandler,
     OpenerDirector,
     ProxyHandler,
     Request,
@@ -31,6 +28,7 @@ from urllib.request import (
 from m1_single_request.errors import shown
 from m6_multimodal_pd.config import URL_SCHEMES, MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.multimodal.deadline import Deadline, TimedHTTPHandler, TimedHTTPSHandler
 
 CHUNK = 65536
 
@@ -53,6 +51,8 @@ def scheme_of(text: str) -> str | None:
 
 def read_file(path: str | Path, config: MultimodalConfig, what: str) -> bytes:
     """The bytes of a regular file. Its size is looked at before it is opened."""
+    if path == "":  # to Path it is the current folder
+        raise InvalidMediaError(f"{what}: its path is empty")
     try:
         path = Path(path)
         status = path.stat()
@@ -62,13 +62,14 @@ def read_file(path: str | Path, config: MultimodalConfig, what: str) -> bytes:
             raise InvalidMediaError(f"{what}: {shown(str(path))} is not a regular file")
         check_bytes(status.st_size, config, what)
         with path.open("rb") as file:
-            content = file.read(config.max_file_bytes + 1)
+            content = file.read(status.st_size + 1)  # not the limit: as many bytes would be made ready
     except (OSError, ValueError) as error:
         if isinstance(error, InvalidMediaError):
             raise
         reason = getattr(error, "strerror", None) or error
         raise InvalidMediaError(f"{what}: {shown(str(path))} cannot be read: {reason}") from error
-    check_bytes(len(content), config, what)  # it may have grown
+    if len(content) > status.st_size:
+        raise InvalidMediaError(f"{what}: {shown(str(path))} has grown while it was read")
     return content
 
 
@@ -127,39 +128,47 @@ def _file_of(parts: SplitResult, what: str) -> str:
 
 
 def _read_http(url: str, config: MultimodalConfig, what: str) -> bytes:
-    end = time.monotonic() + config.url_timeout_s
+    deadline = Deadline(config.url_timeout_s)
     try:
-        with _opener(config, what).open(Request(url), timeout=config.url_timeout_s) as response:
+        with _opener(config, what, deadline).open(Request(url), timeout=deadline.left()) as response:
             length = response.headers.get("Content-Length", "")
             if length.isdecimal():
                 check_bytes(int(length[:20]), config, what)
-            content = _read_until(response, config.max_file_bytes + 1, end)
-    except (OSError, ValueError, http.client.HTTPException) as error:
+            content = _read_at_most(response, config.max_file_bytes + 1)
+            if response.length and len(content) <= config.max_file_bytes:
+                raise EOFError(f"its last {response.length:,} bytes did not come")
+    except (OSError, EOFError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, InvalidMediaError):
             raise
         if hasattr(error, "close"):  # an answer that says no is still a connection
             error.close()
-        raise InvalidMediaError(f"{what}: {shown(url)} cannot be read: {error or type(error).__name__}") from error
+        raise InvalidMediaError(f"{what}: {shown(url)} cannot be read: {_why(error, config)}") from error
     check_bytes(len(content), config, what)
     return content
 
 
-def _read_until(response: http.client.HTTPResponse, limit: int, end: float) -> bytes:
+def _why(error: Exception, config: MultimodalConfig) -> str:
+    """What an error of urllib says, in one line."""
+    if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+        return f"it timed out: it did not arrive within url_timeout_s={config.url_timeout_s}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _read_at_most(response: http.client.HTTPResponse, limit: int) -> bytes:
     content = bytearray()
     while len(content) < limit and (chunk := response.read1(min(CHUNK, limit - len(content)))):
         content += chunk
-        if time.monotonic() > end:  # the timeout is of a single read: drops would be waited for without end
-            raise TimeoutError("it did not arrive within url_timeout_s")
     return bytes(content)
 
 
-def _opener(config: MultimodalConfig, what: str) -> OpenerDirector:
+def _opener(config: MultimodalConfig, what: str, deadline: Deadline) -> OpenerDirector:
     """Knows http and https and nothing else: the one that urllib builds would also open files and ftp."""
     director = OpenerDirector()
     redirects = _Redirects(config, what)
-    for handler in (ProxyHandler(), HTTPHandler(), HTTPSHandler(), HTTPErrorProcessor(), UnknownHandler(), redirects):
+    for handler in (TimedHTTPHandler(deadline), TimedHTTPSHandler(deadline), ProxyHandler(), redirects):
         director.add_handler(handler)
-    director.add_handler(HTTPDefaultErrorHandler())
+    for rest in (HTTPErrorProcessor(), UnknownHandler(), HTTPDefaultErrorHandler()):
+        director.add_handler(rest)
     return director
 
 
@@ -180,4 +189,5 @@ class _Redirects(HTTPRedirectHandler):
             raise InvalidMediaError(
                 f"{self.what}: {shown(req.full_url)} cannot be read: it leads to {shown(newurl)}: {why}"
             )
+        fp.close()  # urllib would read all that came with the redirect
         return super().redirect_request(req, fp, code, msg, headers, newurl)

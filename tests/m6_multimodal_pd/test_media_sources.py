@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
 from pathlib import Path
 from threading import Thread
+from time import sleep
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -55,6 +56,17 @@ class Site(BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("Location", argument or self.path)
             self.end_headers()
+            self.pour(0 if way == "circle" else 1000)
+        elif way == "drops":
+            self.wfile.write(b"HTTP/1.0 200 OK\r\nX-Drops: ")
+            self.pour(1000, b"drop", pause=0.02)
+        elif way == "garbled":
+            self.wfile.write(b"HTTP/1.1 abc OK\r\n\r\n")
+        elif way == "cut":
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(png()) + 7))
+            self.end_headers()
+            self.wfile.write(png())
         elif way == "missing":
             self.send_error(404)
         else:
@@ -62,11 +74,16 @@ class Site(BaseHTTPRequestHandler):
             if way == "claims":
                 self.send_header("Content-Length", str(10**12))
             self.end_headers()
-            try:
-                for _ in range(1000 if way == "endless" else 1):
-                    self.wfile.write(png() if way == "picture" else bytes(65536))
-            except OSError:  # the other side has had enough
-                self.asked.append("hung up")
+            self.pour(1000 if way == "endless" else 1, png() if way == "picture" else bytes(65536))
+
+    def pour(self, times: int, content: bytes = bytes(65536), pause: float = 0.0) -> None:
+        """Send the same again and again."""
+        try:
+            for _ in range(times):
+                self.wfile.write(content)
+                sleep(pause)
+        except OSError:  # the other side has had enough
+            self.asked.append("hung up")
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -234,8 +251,32 @@ def test_no_more_than_the_limit_is_read(site: str) -> None:
 def test_bytes_that_come_drop_by_drop_are_not_waited_for(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeout is of the whole answer, not of each of its pieces."""
     clock = SimpleNamespace(monotonic=count(step=6).__next__)
-    monkeypatch.setattr("m6_multimodal_pd.multimodal.sources.time", clock)
-    assert "url_timeout_s" in refused(f"{site}/endless", allowed_url_schemes=("http",), url_timeout_s=10)
+    monkeypatch.setattr("m6_multimodal_pd.multimodal.deadline.time", clock)
+    assert "url_timeout_s=20" in refused(f"{site}/endless", allowed_url_schemes=("http",), url_timeout_s=20)
+
+
+def test_headers_that_come_drop_by_drop_are_not_waited_for(site: str) -> None:
+    assert "url_timeout_s=0.1" in refused(f"{site}/drops", allowed_url_schemes=("http",), url_timeout_s=0.1)
+    load(f"{site}/picture", allowed_url_schemes=("http",))  # one after the other: now the first is over
+    assert Site.asked == ["/drops", "hung up", "/picture"]
+
+
+def test_what_comes_with_a_redirect_is_not_read(site: str) -> None:
+    load(f"{site}/to?/picture", allowed_url_schemes=("http",))
+    assert Site.asked == ["/to?/picture", "hung up", "/picture"]
+
+
+def test_an_answer_that_ends_before_its_length_is_refused(site: str) -> None:
+    """A clip would only be shorter, and nobody would know."""
+    assert "its last 7 bytes did not come" in refused(f"{site}/cut", allowed_url_schemes=("http",))
+
+
+def test_no_timeout_is_too_long_for_a_socket(site: str) -> None:
+    load(f"{site}/picture", allowed_url_schemes=("http",), url_timeout_s=1e300)
+
+
+def test_an_error_of_the_web_is_one_line(site: str) -> None:
+    assert "\n" not in refused(f"{site}/garbled", allowed_url_schemes=("http",))
 
 
 def test_an_answer_that_is_no_picture_is_refused(site: str) -> None:
