@@ -35,6 +35,8 @@ SUFFIXES = (".png", ".apng", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 FORMS = "a PIL image, a path, the bytes of a file, a data: URL or a uint8 array [height, width, 3]"
 
 WHITE = (255, 255, 255, 255)
+PREMULTIPLIED = {"RGBa": "RGBA", "La": "LA"}
+"""Modes whose colours have been multiplied with their alpha, and what they are without."""
 
 Pixels = np.ndarray
 """uint8, [height, width, 3], RGB."""
@@ -68,8 +70,8 @@ def read_encoded(source: object, config: MultimodalConfig, what: str) -> bytes:
         return read(source, config, what)
     if isinstance(source, torch.Tensor):
         raise InvalidMediaError(
-            f"{what}: a torch tensor {list(source.shape)} is not taken; give a uint8 array [height, width, 3]: "
-            "tensor.permute(1, 2, 0).numpy() of a tensor [3, height, width]"
+            f"{what}: a torch tensor {list(source.shape)} is not taken; give a uint8 array, whose channels come last: "
+            "tensor.movedim(-3, -1).numpy() of a tensor [3, height, width] or [frames, 3, height, width]"
         )
     raise InvalidMediaError(f"{what}: {shown(source)} is no picture; give {FORMS}")
 
@@ -94,7 +96,10 @@ def reading(what: str) -> Iterator[None]:
         except UnidentifiedImageError as error:
             raise InvalidMediaError(f"{what}: its bytes are none of {', '.join(FORMATS)}, or are damaged") from error
         except Image.DecompressionBombError as error:
-            raise InvalidMediaError(f"{what}: it is too large to be decoded: {error}") from error
+            raise InvalidMediaError(
+                f"{what}: it is too large to be decoded: {error} This limit is PIL's own, twice "
+                "PIL.Image.MAX_IMAGE_PIXELS; max_image_pixels of MultimodalConfig holds below it"
+            ) from error
         except Exception as error:  # OSError, SyntaxError, struct.error, EOFError, MemoryError and whatever else
             raise InvalidMediaError(f"{what}: it cannot be decoded: {error or type(error).__name__}") from error
 
@@ -112,7 +117,9 @@ def check_size(width: int, height: int, config: MultimodalConfig, what: str) -> 
 
 def to_rgb(image: Image.Image, what: str) -> Pixels:
     """Decode `image`, turn it upright, and convert its mode. To be called inside `reading`."""
-    image = ImageOps.exif_transpose(image)
+    image = _upright(image)
+    if image.mode in PREMULTIPLIED:
+        image = image.convert(PREMULTIPLIED[image.mode])
     if image.mode.startswith("I"):  # 16 bits of grey; "I" is how some versions of PIL open them
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 0xFFFF:
@@ -124,6 +131,17 @@ def to_rgb(image: Image.Image, what: str) -> Pixels:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image)
     return np.array(image.convert("RGB"))
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """As its EXIF says. One that is damaged says nothing: viewers show such a picture as it is."""
+    image.load()
+    try:
+        return ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:  # SyntaxError, struct.error and whatever else
+        return image
 
 
 def check_array(array: np.ndarray, what: str) -> None:

@@ -7,9 +7,9 @@ before: reaching the last means decoding all, and all of them count against the 
 (`multimodal/video.py`); SGLang: `load_video`.
 """
 
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from m1_single_request.errors import shown
@@ -74,7 +75,7 @@ class VideoOptions:
         for name in ("video_fps", "fps"):
             value = getattr(options, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value < math.inf):
+            if value is not None and not (is_number and 0 < value <= sys.float_info.max):
                 raise InvalidMediaError(f"{what}: {name}={shown(value)} must be a number of frames a second above 0")
         wanted = options.num_frames
         if wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
@@ -119,11 +120,11 @@ class VideoLoader:
             return self._of_pictures(source, options, what)
         if isinstance(source, Path) or (isinstance(source, str) and scheme_of(source) is None):
             path = Path(source)
-            if _is_folder(path):
+            if source != "" and _is_folder(path):
                 return self._of_pictures(self._frame_files(path, what), options, what)
             if path.suffix.lower() in CONTAINERS:
                 raise InvalidMediaError(f"{what}: {path.suffix} files are not read; give {FORMS}")
-        elif not isinstance(source, str | bytes | bytearray | memoryview):
+        elif not isinstance(source, str | bytes | bytearray | memoryview | torch.Tensor):
             raise InvalidMediaError(f"{what}: {shown(source)} is no video; give {FORMS}")
         encoded = read_encoded(source, self.config, what)
         if _is_container(encoded):

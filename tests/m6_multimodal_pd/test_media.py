@@ -104,6 +104,13 @@ def test_a_phones_picture_is_turned_upright() -> None:
     np.testing.assert_array_equal(image(Image.open(io.BytesIO(encoded(exif=exif)))), turned)
 
 
+@pytest.mark.parametrize("form", ["PNG", "WEBP", "JPEG"])
+@pytest.mark.parametrize("exif", [b"Exif\0\0no TIFF", b"Exif\0\0II*\0", b"junk"], ids=str)
+def test_a_picture_with_damaged_exif_is_shown_as_it_is(form: str, exif: bytes) -> None:
+    plain, damaged = (image(encoded(form=form, **options)) for options in ({}, {"exif": exif}))
+    np.testing.assert_array_equal(damaged, plain)
+
+
 # --- modes ------------------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +139,9 @@ def test_transparency_is_laid_over_white() -> None:
         pixels = image(source)
         assert pixels[0, 0].tolist() == [200, 0, 0] and pixels[1, 1].tolist() == [255, 255, 255]
         assert abs(int(pixels[0, 1, 0]) - 127) <= 1
+    for mode, premultiplied in (("RGBA", "RGBa"), ("LA", "La")):
+        own = Image.fromarray(see_through).convert(mode)
+        np.testing.assert_allclose(image(own.convert(premultiplied)), image(own), atol=1)
     palette = Image.fromarray(np.array([[0, 1]], np.uint8)).convert("P")
     assert image(encoded(np.asarray(palette), transparency=0))[0].tolist() == [[255] * 3, [1] * 3]
 
@@ -198,6 +208,7 @@ def test_paths_that_lead_to_no_file_are_refused(tmp_path: Path) -> None:
     assert "regular file" in refused_image("/dev/zero")
     assert "cannot be read" in refused_image("nul\0.png")
     assert "cannot be read" in refused_image("x" * 5000)
+    assert "its path is empty" in refused_image("")
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -218,6 +229,13 @@ def test_a_file_as_large_as_the_limit_is_taken() -> None:
     for source in (content, data_url(content)):
         assert image(source, max_file_bytes=len(content)).shape == PIXELS.shape
         assert "max_file_bytes" in refused_image(source, max_file_bytes=len(content) - 1)
+
+
+def test_a_limit_that_no_memory_could_hold_takes_none(tmp_path: Path) -> None:
+    path = tmp_path / "small.png"
+    path.write_bytes(encoded())
+    for source in (path, encoded(), data_url(encoded())):
+        assert image(source, max_file_bytes=10**30, max_image_pixels=10**30).shape == PIXELS.shape
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
@@ -244,6 +262,8 @@ def test_a_decompression_bomb_is_an_error_and_no_warning() -> None:
             warnings.simplefilter("error")
             assert "image: " in refused_image(bomb(side, side))
     assert "max_image_pixels" in refused_image(bomb(10_000, 10_000))
+    says = refused_image(bomb(20_000, 20_000), max_image_pixels=10**9)
+    assert "400000000 pixels" in says and "PIL's own, twice PIL.Image.MAX_IMAGE_PIXELS" in says
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
