@@ -7,11 +7,13 @@ its output, so that no other request is disturbed. vLLM has `EngineDeadError` an
 
 
 def shown(value: object) -> str:
-    """`value` as a message shows it: at most 80 characters, whatever it is."""
+    """`value` as a message shows it: one line of at most 80 characters, whatever it is."""
     try:
-        text = repr(value)
+        text = repr(value).replace("\n", " ")
     except ValueError:  # Python writes no number of more than some thousand digits
         text = "a number of thousands of digits"
+    except RecursionError:
+        text = f"a {type(value).__name__} of thousands of levels"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

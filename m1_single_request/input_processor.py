@@ -104,7 +104,10 @@ class InputProcessor:
         check_messages(messages)
         for message in messages:
             if not isinstance(message.get("content"), str):
-                raise InvalidPromptError(f"message {shown(message)} needs a content that is a string")
+                raise InvalidPromptError(
+                    f"message {shown(message)} needs a content that is a string; pictures and other parts are for "
+                    "m6_multimodal_pd"
+                )
         return self.encode(self.render_chat(messages, options), add_special_tokens=False)
 
     def render_chat(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> str:

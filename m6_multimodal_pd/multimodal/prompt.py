@@ -216,7 +216,7 @@ def media_parts(message: Message) -> list[Mapping[str, Any]]:
     found = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text":
+        if isinstance(kind, str) and kind == "text":  # what is no string may answer with no bool, an array for one
             if not isinstance(part.get("text"), str) or set(part) != {"type", "text"}:
                 raise InvalidPromptError(f"a text part is {{'type': 'text', 'text': ...}}, not {shown(part)}")
         elif isinstance(kind, str) and kind in MEDIA_KINDS:

@@ -58,6 +58,12 @@ def test_messages_that_are_none_are_refused(engine: LLMEngine, messages: Any) ->
     assert not engine.has_unfinished_requests()
 
 
+def test_whoever_shows_a_picture_is_told_who_can_see(engine: LLMEngine) -> None:
+    parts = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is it?"}]
+    with pytest.raises(InvalidPromptError, match="a string; pictures and other parts are for m6_multimodal_pd"):
+        engine.chat([{"role": "user", "content": parts}])
+
+
 @pytest.mark.parametrize("options", [5, [("mood", "good")], {"conversation": 1}, {7: 8}], ids=repr)
 def test_template_options_that_are_none_are_refused(engine: LLMEngine, options: Any) -> None:
     with pytest.raises(InvalidPromptError):

@@ -104,6 +104,16 @@ def test_what_is_neither_text_nor_token_ids_is_refused(engine: LLMEngine, prompt
     assert not engine.has_unfinished_requests()
 
 
+def test_a_refusal_is_one_line_whatever_it_shows(engine: LLMEngine) -> None:
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+    for prompt, shown in ((np.zeros((40, 40)), "not array([[0., "), ([nested], "not a list of thousands of levels")):
+        with pytest.raises(InvalidPromptError) as caught:
+            engine.generate(prompt, greedy(3))
+        assert shown in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("prompt", [(1, 2), range(1, 3), array.array("q", [1, 2])], ids=lambda p: type(p).__name__)
 def test_any_sequence_of_whole_numbers_is_a_prompt(engine: LLMEngine, prompt: Any) -> None:
     assert engine.generate(prompt, greedy(2)).prompt_token_ids == (1, 2)
