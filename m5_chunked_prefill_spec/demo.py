@@ -7,7 +7,7 @@ m4.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
 
@@ -20,6 +20,7 @@ from m4_radix_cache import demo as m4
 from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.demo_parts.user import User
 from m5_chunked_prefill_spec.config import (
+    CHUNKED_BATCHED_TOKENS,
     DEFAULT_DRAFT_MODEL,
     ScheduleName,
     SchedulerConfig,
@@ -32,6 +33,18 @@ from m5_chunked_prefill_spec.llm_engine import LLMEngine
 
 TOUR_BUDGET = 64  # tokens of a step in part 1: small, so that there is something to see
 NUM_STREAMS = 4
+MEANINGS = {
+    "n": "so many answers to one prompt, which share it through the cache; in the tour: to the long prompt of part 1",
+    "num_prompts": f"answers that are being streamed in part 1 of the tour; default: {NUM_STREAMS}",
+    "schedule_conservativeness": "how much memory is kept for answers to come: less admits more, and retracts more "
+    "often; default: 1",
+    "max_num_batched_tokens": "so many new tokens go through the model in one step; a longer prompt is cut; default: "
+    f"{CHUNKED_BATCHED_TOKENS['cpu']} on a CPU, {CHUNKED_BATCHED_TOKENS['cuda']:,} on a GPU, and {TOUR_BUDGET} in part "
+    "1 of the tour",
+}
+"""Of flags of earlier milestones, here."""
+MEMORY = f"""Give at most one of the four sizes. Without one the tour has room for {m4.PLENTY:,} tokens; otherwise the
+engine decides."""
 
 
 def make_parser(prog: str = "python -m m5_chunked_prefill_spec.demo") -> argparse.ArgumentParser:
@@ -67,7 +80,17 @@ def make_parser(prog: str = "python -m m5_chunked_prefill_spec.demo") -> argpars
     )
     guesses.add_argument("--draft-model", help="a directory or hub id; default: the draft checkpoint that ships")
     guesses.add_argument("--no-back-off", action="store_true", help="guess on where it does not pay")
+    retell(parser, MEANINGS, MEMORY)
     return parser
+
+
+def retell(parser: argparse.ArgumentParser, meanings: Mapping[str, str], memory: str) -> None:
+    """Say of earlier flags what they mean in this tour; argparse has no public way to."""
+    for action in parser._actions:
+        action.help = meanings.get(action.dest, action.help)
+    for group in parser._action_groups:
+        if group.title == "KV memory":
+            group.description = memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,18 +28,14 @@ from m6_multimodal_pd.demo_parts.viewer import Viewer
 from m6_multimodal_pd.llm_engine import LLMEngine
 
 NUM_TEXTS = 2
-MEANINGS = {
+MEANINGS = m5.MEANINGS | {
     "n": "so many answers to one prompt, which share it and its pictures; in the tour: to the first picture's question",
     "num_prompts": f"requests without a picture in the tour's batch; default: {NUM_TEXTS}",
-    "schedule_conservativeness": "how much memory is kept for answers to come: less admits more, and retracts more "
-    "often; default: 1",
     "max_num_batched_tokens": "so many new tokens go through the model in one step; a longer prompt is cut, inside a "
     "picture, too; default: 128 on a CPU",
     "speculative": "who guesses tokens; default: nobody. A draft model cannot see: it guesses for texts only",
 }
 """Of flags of earlier milestones, here."""
-MEMORY = f"""Give at most one of the four sizes. Without one the tour has room for {m4.PLENTY:,} tokens; otherwise the
-engine decides."""
 
 
 def make_parser(prog: str = "python -m m6_multimodal_pd.demo") -> argparse.ArgumentParser:
@@ -79,17 +75,8 @@ def make_parser(prog: str = "python -m m6_multimodal_pd.demo") -> argparse.Argum
         "--embedding-cache-bytes", type=int, metavar="BYTES", help="memory for what the vision tower has made"
     )
     parser.set_defaults(num_prompts=NUM_TEXTS)
-    retell(parser)
+    m5.retell(parser, MEANINGS, m5.MEMORY)
     return parser
-
-
-def retell(parser: argparse.ArgumentParser) -> None:
-    """Say of earlier flags what they mean in this tour; argparse has no public way to."""
-    for action in parser._actions:
-        action.help = MEANINGS.get(action.dest, action.help)
-    for group in parser._action_groups:
-        if group.title == "KV memory":
-            group.description = MEMORY
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -147,3 +147,13 @@ def test_a_token_s_origin_is_read_from_the_trace() -> None:
 
 def test_a_bar_shows_who_takes_how_much_of_the_budget() -> None:
     assert bar(BATCH, 32).plain == "|D?" + "#" * 30 + "|"
+
+
+def test_the_help_of_earlier_flags_is_of_this_tour(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.main(["--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    for right in ("to the long prompt of part 1", "being streamed in part 1 of the tour; default: 4", "128 on a CPU"):
+        assert right in words
+    for stale in ("last user", "users in part 1", "part 3", "as the longest prompt needs", "416", "of m3 is gone"):
+        assert stale not in words
