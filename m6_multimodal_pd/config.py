@@ -36,8 +36,8 @@ class MultimodalConfig:
     max_file_bytes: int = 32 * 2**20
     """Of an encoded picture or animation."""
     max_image_pixels: int = 2**25
-    """Width times height as the file's header has it, before a pixel is decoded. From twice `PIL.Image.MAX_IMAGE_PIXELS`
-    on, 179 million unless it was changed, PIL refuses files whatever is said here."""
+    """Width times height as the file's header has it, before a pixel is decoded. Files of more than twice
+    `PIL.Image.MAX_IMAGE_PIXELS` are refused by PIL, whatever is said here."""
     max_video_frames: int = 4096
     """Frames that may be handed in; fewer are sampled from them."""
     max_video_pixels: int = 2**28
