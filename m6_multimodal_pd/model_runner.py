@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from m1_single_request.errors import ConfigError
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch as TextForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner as TextModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
@@ -62,15 +63,22 @@ class ModelRunner(TextModelRunner):
         Both beside a full embedding cache; the model beside the embeddings of the step, and the tower beside as much KV
         memory as the model had, because that is what the caller takes off.
         """
-        tower, budget = self.encoder.tower, self.encoder.budget
+        tower, cache_bytes = self.encoder.tower, self.encoder.cache.capacity_bytes
         if tower is None:
             return super().profile_run(num_tokens)
-        _kept = torch.empty(self.encoder.cache.capacity_bytes, dtype=torch.uint8, device=self.device)
-        made = torch.empty(budget, tower.width, dtype=tower.dtype, device=self.device)
-        kv_bytes = super().profile_run(num_tokens)
-        del made
-        _kv = torch.empty(kv_bytes, dtype=torch.uint8, device=self.device)
-        tower.encode([blank(tower, budget)])
+        budget = min(self.encoder.budget, cache_bytes // tower.bytes_per_token)  # what is encoded must fit there, too
+        try:
+            _kept = torch.empty(cache_bytes, dtype=torch.uint8, device=self.device)
+            made = torch.empty(budget, tower.width, dtype=tower.dtype, device=self.device)
+            kv_bytes = super().profile_run(num_tokens)
+            del made
+            _kv = torch.empty(kv_bytes, dtype=torch.uint8, device=self.device)
+            tower.encode([blank(tower, budget)])
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of {num_tokens:,} tokens, embedding_cache_bytes={cache_bytes} and "
+                f"encoder_budget={self.encoder.budget} do not fit together: use smaller ones"
+            ) from error
         return kv_bytes
 
 

@@ -5,10 +5,12 @@ intake, the adder and the model runner. For a text model everything is m5's.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
+from m1_single_request.errors import ConfigError, shown
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.wiring import trace_start
@@ -22,7 +24,7 @@ from m5_chunked_prefill_spec.wiring import (
     build_scheduler,
     cost_table,
 )
-from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
+from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
 from m6_multimodal_pd.input_processor import InputProcessor, Sight
 from m6_multimodal_pd.model_loader import LoadedModel, load_model
 from m6_multimodal_pd.model_runner import ModelRunner
@@ -71,6 +73,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
 def sight_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel) -> Sight | None:
     """What intake must know of pictures; None for a model that takes texts only."""
     if loaded.vision is None or loaded.media_tokens is None:
+        check_nothing_is_seen(config.multimodal, loaded.name)
         return None
     return Sight(
         media=parts["media_reader"](name=loaded.name, config=config.multimodal, vision=loaded.vision.config),
@@ -78,6 +81,14 @@ def sight_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel
         config=config.multimodal,
         max_item_tokens=config.multimodal.embedding_cache_bytes // loaded.vision.bytes_per_token,
     )
+
+
+def check_nothing_is_seen(config: MultimodalConfig, name: str) -> None:
+    """Raise `ConfigError` for what is said of pictures to a model that takes texts only."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            raise ConfigError(f"{field.name}={shown(value)} has no effect: {name} takes texts only")
 
 
 def adder_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, embeddings: EmbeddingCache) -> Any:

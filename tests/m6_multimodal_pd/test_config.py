@@ -3,9 +3,11 @@
 import dataclasses
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from m6_multimodal_pd import (
     CacheConfig,
@@ -22,7 +24,7 @@ from m6_multimodal_pd import (
     TraceConfig,
 )
 from m6_multimodal_pd.config import DEFAULT_MODEL
-from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, greedy, setting
+from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, greedy, runner_of, setting
 from tests.m6_multimodal_pd.seeing import SIDE, asking, clip, picture
 from tests.m6_multimodal_pd.test_fuzzed_media import valid
 from tests.support.traces import traced
@@ -154,6 +156,48 @@ def test_a_seeing_model_without_a_processor_is_refused_with_the_file_that_it_lac
             (tmp_path / path.name).symlink_to(path)
     with pytest.raises(ModelLoadError, match=r"preprocessor_config\.json"):
         LLMEngine(model_config=ModelConfig(model=tmp_path, device="cpu", dtype="float32"), **setting())
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"encoder_budget": 7},
+        {"embedding_cache_bytes": 10**9},
+        {"min_pixels": 4096},
+        {"allowed_url_schemes": ("https",)},
+        {"max_items": 3},
+    ],
+    ids=lambda limits: next(iter(limits)),
+)
+def test_what_is_said_of_pictures_to_a_model_that_takes_texts_is_refused(
+    tiny_directory: Path, limits: dict[str, Any]
+) -> None:
+    model = ModelConfig(model=tiny_directory, device="cpu", dtype="float32")
+    name = next(iter(limits))
+    with pytest.raises(ConfigError, match=f"^{name}=.* has no effect: .* takes texts only"):
+        LLMEngine(model_config=model, **setting(multimodal=limits))
+    LLMEngine(model_config=model, **setting(multimodal={name: getattr(MultimodalConfig(), name)})).close()
+
+
+@pytest.mark.parametrize(("budget", "capacity", "tokens"), [(10**12, 20 * 768, 16), (9, 20 * 768, 9), (5, 768, 1)])
+def test_what_a_step_may_encode_is_tried_within_what_the_cache_can_hold(
+    make_engine: MakeEngine, budget: int, capacity: int, tokens: int
+) -> None:
+    engine: Any = make_engine(**setting(multimodal={"encoder_budget": budget, "embedding_cache_bytes": capacity}))
+    runner: Any = runner_of(engine)
+    tried: list[int] = []
+    tower = runner.encoder.tower
+
+    def encode(items: Any) -> None:
+        tried.extend(tower.num_tokens(grid) for _, grid in items)
+        raise torch.OutOfMemoryError
+
+    sizes = {"merge_size": tower.merge_size, "patch_dim": tower.patch_dim, "bytes_per_token": tower.bytes_per_token}
+    runner.encoder.tower = SimpleNamespace(encode=encode, **sizes)
+    with pytest.raises(ConfigError, match=f"^encoder_budget={budget} does not fit"):
+        runner.profile_run(1)
+    assert tried == [tokens]
+    runner.encoder.tower = tower
 
 
 # --- every field does what it says ------------------------------------------------------------------------------------
