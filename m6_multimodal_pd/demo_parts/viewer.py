@@ -4,6 +4,7 @@ Part of `python -m m6_multimodal_pd.demo`; nothing in the engine depends on it. 
 conversation of them, and here each message gets the pictures that came with it.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -17,12 +18,14 @@ from m1_single_request.input_processor import Message, Prompt
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
 from m4_radix_cache.demo_parts.user import User
+from m6_multimodal_pd.config import URL_SCHEMES
 from m6_multimodal_pd.demo_parts.batch import MOST_COLUMNS, MOST_ROWS
 from m6_multimodal_pd.demo_parts.picture_view import Shown
 from m6_multimodal_pd.demo_parts.stage import Ask, Part, Settings, sees
 from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.llm_engine import LLMEngine
 from m6_multimodal_pd.multimodal.media import Picture
+from m6_multimodal_pd.multimodal.sources import scheme_of
 
 
 class Viewer:
@@ -55,6 +58,9 @@ class Viewer:
         kind, name = part["type"], part[part["type"]]
         if not sees(self.engine):
             raise InvalidMediaError(f"{self.engine.config.model.model} takes texts only: it cannot see {name}")
+        scheme = scheme_of(name)
+        if scheme in URL_SCHEMES and scheme not in self.settings.multimodal.allowed_url_schemes:
+            raise InvalidMediaError(f"{kind} {name}: {scheme}: URLs are refused; --allow-url {scheme} allows them")
         media = self.engine_core.input_processor.prompts.media.loader.load(part, f"{kind} {name}")
         frames = [media.pixels] if isinstance(media, Picture) else list(media.pixels)
         height, width = frames[0].shape[:2]
@@ -89,7 +95,7 @@ class Viewer:
 
     def _command(self, kind: str, path: str) -> str:
         """Take a picture in a conversation; a bad one does not end it."""
-        path = path.strip("'\"")
+        path = os.path.expanduser(path.strip("'\""))  # behind a flag the shell does it
         if not path:
             return f"/{kind} needs a path"
         try:

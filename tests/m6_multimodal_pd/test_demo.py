@@ -303,7 +303,7 @@ def test_a_question_that_failed_takes_its_pictures_with_it(
         (["--image", "cut.png"], "cut.png"),
         (["--image", "frames"], "is a folder"),
         (["--image", "picture.png", "--image", "nothing.png", "--prompt", "x"], "nothing.png"),
-        (["--image", "https://example.org/x.png"], "https: URLs are refused"),
+        (["--image", "https://example.org/x.png"], "https: URLs are refused; --allow-url https allows them"),
         (["--video", "clip.mp4"], ".mp4 files are not read"),
         (["--video", "picture.png"], "still picture"),
         (["--video", "nothing"], "nothing"),
@@ -352,6 +352,16 @@ def test_a_prompt_that_is_too_long_for_the_tour_is_one_clear_line(
     assert run_on(seeing_directory, "--max-model-len", "40") == 2
     err = capsys.readouterr().err
     assert "max_model_len is 40" in err and len(err.splitlines()) == 1
+
+
+def test_a_picture_in_the_home_folder_is_found_in_a_conversation(
+    seeing_directory: Path, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(files))
+    monkeypatch.setattr("sys.stdin", io.StringIO("/image ~/picture.png\n/image ~nobody-here/picture.png\n"))
+    assert run_on(seeing_directory, "--chat") == 0
+    out = capsys.readouterr().out
+    assert out.count("it goes with the next question") == 1 and out.count("InvalidMediaError") == 1
 
 
 def test_every_flag_is_explained_as_it_is_here(capsys: pytest.CaptureFixture[str]) -> None:
