@@ -35,8 +35,6 @@ class Sight:
     media: ReadsMedia
     tokens: MediaTokens
     config: MultimodalConfig
-    max_item_tokens: int
-    """The largest item whose embeddings fit into their cache."""
 
 
 class InputProcessor:
@@ -55,7 +53,6 @@ class InputProcessor:
                 media=sight.media,
                 tokens=sight.tokens,
                 config=sight.config,
-                max_item_tokens=sight.max_item_tokens,
             )
 
     def process_request(

@@ -67,7 +67,9 @@ class InputProcessorInterface(Protocol):
 class MediaReaderInterface(ReadsMedia, Protocol):
     """Makes patches of whatever a user calls a picture."""
 
-    def __init__(self, *, name: str | Path, config: MultimodalConfig, vision: VisionShape) -> None: ...
+    def __init__(
+        self, *, name: str | Path, config: MultimodalConfig, vision: VisionShape, max_item_tokens: int
+    ) -> None: ...
 
 
 class EmbeddingCacheInterface(Protocol):

@@ -76,10 +76,14 @@ def sight_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel
         check_nothing_is_seen(config.multimodal, loaded.name)
         return None
     return Sight(
-        media=parts["media_reader"](name=loaded.name, config=config.multimodal, vision=loaded.vision.config),
+        media=parts["media_reader"](
+            name=loaded.name,
+            config=config.multimodal,
+            vision=loaded.vision.config,
+            max_item_tokens=config.multimodal.embedding_cache_bytes // loaded.vision.bytes_per_token,
+        ),
         tokens=loaded.media_tokens,
         config=config.multimodal,
-        max_item_tokens=config.multimodal.embedding_cache_bytes // loaded.vision.bytes_per_token,
     )
 
 

@@ -67,11 +67,8 @@ class MultimodalPrompts:
         media: ReadsMedia,
         tokens: MediaTokens,
         config: MultimodalConfig,
-        max_item_tokens: int,
     ) -> None:
-        """`max_item_tokens`: the largest item whose embeddings fit into their cache."""
-        self.text, self.media, self.tokens = text, media, tokens
-        self.config, self.max_item_tokens = config, max_item_tokens
+        self.text, self.media, self.tokens, self.config = text, media, tokens, config
         image, video, start, end = (
             text.tokenizer.convert_ids_to_tokens(i)
             for i in (tokens.image, tokens.video, tokens.vision_start, tokens.vision_end)
@@ -189,7 +186,7 @@ class MultimodalPrompts:
 
     def _item(self, kind: Modality, item: ProcessedItem, offsets: tuple[Range, ...]) -> MultimodalDataItem:
         content = content_hash(kind, item.feature, item.grid_thw, self.media.options_key)
-        made = MultimodalDataItem(
+        return MultimodalDataItem(
             modality=kind,
             offsets=offsets,
             feature=item.feature,
@@ -197,13 +194,6 @@ class MultimodalPrompts:
             hash=content,
             size=item.size,
         )
-        if made.num_tokens > self.max_item_tokens:
-            raise InvalidMediaError(
-                f"a {kind.value} of {item.size[0]} x {item.size[1]} pixels becomes {made.num_tokens:,} tokens, and the "
-                f"cache for their embeddings has room for {self.max_item_tokens:,}: raise embedding_cache_bytes, or "
-                f"lower max_pixels"
-            )
-        return made
 
 
 def media_parts(message: Message) -> list[Mapping[str, Any]]:

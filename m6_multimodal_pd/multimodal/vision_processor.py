@@ -125,6 +125,11 @@ class VisionProcessor:
         )
         return _layout(settings, -(-num_frames // settings.temporal_patch_size), columns, rows)
 
+    def layout(self, media: Picture | Frames, what: str) -> Layout:
+        """What `process` will make of it. Raises `InvalidMediaError` for what no size would fit."""
+        *frames, height, width = media.pixels.shape[:-1]
+        return self.video_layout(*frames, width, height, what) if frames else self.image_layout(width, height, what)
+
     def process(self, media: Picture | Frames, what: str | None = None) -> ProcessedItem:
         """Resize, normalise and pack. Raises `InvalidMediaError` for what no size would fit; `what` names it there."""
         if isinstance(media, Picture):

@@ -93,11 +93,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], type[InvalidRequestError], 
         "5,120 pixels, more than max_video_pixels",
     ),
     "a picture for no cache": (image(picture("n", 8, 4)), InvalidMediaError, "32 tokens, .* has room for 30"),
-    "a clip for no cache": (
-        video(clip("n", 4, 4, 4)),
-        InvalidMediaError,
-        "video of 32 x 32 pixels becomes 32 tokens",
-    ),
+    "a clip for no cache": (video(clip("n", 4, 4, 4)), InvalidMediaError, "32 x 32 pixels become 32 tokens"),
     "long and narrow": (image(Image.new("RGB", (2, 402))), InvalidMediaError, "2x402 is too long and narrow: .* 201.0"),
     "wide and low": (image(np.zeros((1, 201, 3), np.uint8)), InvalidMediaError, "201x1 is too long and narrow"),
     # broken

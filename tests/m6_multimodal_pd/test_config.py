@@ -243,6 +243,15 @@ def test_a_limit_is_named_where_it_is_passed(
     assert engine.generate("text", greedy(1)).finish_reason == "length"
 
 
+def test_a_picture_that_becomes_too_much_is_refused_before_it_is_enlarged(make_engine: MakeEngine) -> None:
+    """In whole it would take terabytes."""
+    limits = {"min_pixels": 10**12, "max_pixels": 10**12, "embedding_cache_bytes": 10**6}
+    engine = make_engine(**setting(multimodal=limits))
+    says = "image 0 of message 0: 8 x 8 pixels become 15,625,000,000 tokens, .* has room for 1,302: raise embedding_"
+    with pytest.raises(InvalidMediaError, match=says):
+        engine.chat(asking("d"), greedy(1))
+
+
 def test_a_request_that_is_exactly_at_its_limits_is_taken(make_engine: MakeEngine) -> None:
     limits = {"max_items": 2, "max_image_pixels": 576, "embedding_cache_bytes": 9 * 768}
     engine = make_engine(**setting(multimodal=limits))
