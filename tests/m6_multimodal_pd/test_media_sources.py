@@ -52,11 +52,11 @@ class Site(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.asked.append(self.path)
         way, _, argument = self.path[1:].partition("?")
-        if way in ("to", "circle"):
+        if way in ("to", "flood", "circle"):
             self.send_response(302)
             self.send_header("Location", argument or self.path)
             self.end_headers()
-            self.pour(0 if way == "circle" else 1000)
+            self.pour(1000 if way == "flood" else 0)
         elif way == "drops":
             self.wfile.write(b"HTTP/1.0 200 OK\r\nX-Drops: ")
             self.pour(1000, b"drop", pause=0.02)
@@ -262,8 +262,8 @@ def test_headers_that_come_drop_by_drop_are_not_waited_for(site: str) -> None:
 
 
 def test_what_comes_with_a_redirect_is_not_read(site: str) -> None:
-    load(f"{site}/to?/picture", allowed_url_schemes=("http",))
-    assert Site.asked == ["/to?/picture", "hung up", "/picture"]
+    load(f"{site}/flood?/picture", allowed_url_schemes=("http",))
+    assert Site.asked == ["/flood?/picture", "hung up", "/picture"]
 
 
 def test_an_answer_that_ends_before_its_length_is_refused(site: str) -> None:
