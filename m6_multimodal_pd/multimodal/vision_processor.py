@@ -127,8 +127,10 @@ class VisionProcessor:
 
     def layout(self, media: Picture | Frames, what: str) -> Layout:
         """What `process` will make of it. Raises `InvalidMediaError` for what no size would fit."""
-        *frames, height, width = media.pixels.shape[:-1]
-        return self.video_layout(*frames, width, height, what) if frames else self.image_layout(width, height, what)
+        height, width = media.pixels.shape[-3:-1]
+        if isinstance(media, Picture):
+            return self.image_layout(width, height, what)
+        return self.video_layout(len(media.pixels), width, height, what)
 
     def process(self, media: Picture | Frames, what: str | None = None) -> ProcessedItem:
         """Resize, normalise and pack. Raises `InvalidMediaError` for what no size would fit; `what` names it there."""
