@@ -46,8 +46,6 @@ class LoopConfig:
     save_every: int = 200
     stop_at: float = 1.0  # share of the planned steps after which the run ends
     dtype: torch.dtype = torch.bfloat16  # of the matrix products; a very small model is faster in float32
-    trained_before: str = ""  # parameters whose names begin so start trained, and learn slower: …
-    trained_lr: float = 1.0  # … at this share of the learning rates
 
 
 @dataclass
@@ -73,20 +71,11 @@ def learning_rate(config: LoopConfig, step: int) -> float:
 def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
     """Muon on every matrix inside the layers; AdamW on the embedding (also the tied head) and the norms."""
     matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name}
-    others = {name: p for name, p in model.named_parameters() if name not in matrices}
+    others = [p for name, p in model.named_parameters() if name not in matrices]
     return [
-        torch.optim.Muon(_groups(matrices, config.matrix_lr, config), momentum=0.95, weight_decay=0.01),
-        torch.optim.AdamW(_groups(others, config.vector_lr, config), betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(list(matrices.values()), lr=config.matrix_lr, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=config.vector_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-
-
-def _groups(parameters: Mapping[str, nn.Parameter], lr: float, config: LoopConfig) -> list[dict[str, Any]]:
-    """Parameters that start from nothing and those that were trained before, each with its learning rate."""
-    before = {name for name in parameters if config.trained_before and name.startswith(config.trained_before)}
-    new = [p for name, p in parameters.items() if name not in before]
-    old = [p for name, p in parameters.items() if name in before]
-    groups = [{"params": new, "lr": lr}, {"params": old, "lr": lr * config.trained_lr}]
-    return [group for group in groups if group["params"]]
 
 
 class Loss(Protocol):

@@ -72,8 +72,7 @@ reading order: "At the top left a big red circle, at the center a small blue sta
 `python -m training.tiny_qwen3_vl`: first the vision tower learns alone, for {tower_steps:,} steps of {tower_pictures} pictures, what lies in each square of
 32x32 pixels: the embedding of a square must be near to those of the words for size, colour, shape and place of the thing whose middle is there. Then it stands before
 tiny-qwen3, and both are trained together for {steps:,} steps (seed {seed}). A step is {dialogues} dialogues about freshly drawn pictures and clips,
-and at least {text_tokens} tokens of what tiny-qwen3 read, so that it forgets nothing: {text_share:.0%} of the learned tokens are text. What
-was trained before learns at {slower:.0%} of the rate. Muon for the matrices, AdamW for embeddings, norms, biases and the
+and at least {text_tokens} tokens of what tiny-qwen3 read, so that it forgets nothing: {text_share:.0%} of the learned tokens are text. Muon for the matrices, AdamW for embeddings, norms, biases and the
 patch filter, fp32. {minutes}
 
 ![loss curve](loss.png)

@@ -5,6 +5,7 @@ every answer teaches. Text is a quarter of the tokens.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -15,15 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from training import skills, vision_skills
 from training.explain import questions
 from training.loop import IGNORE, Batch
-from training.recipe import SYSTEM_PROMPTS, Recipe, Row, encode, of_similar_length, pad
+from training.recipe import SYSTEM_PROMPTS, TARGET_PLAN, Recipe, Row, encode, of_similar_length, pad
 from training.scenes import Clip, Scene
 from training.vision_skills import PATCH, Looked, still
 
 SEED = 20261122
 VISION_DIALOGUES = 32  # of a step
-TEXT_TOKENS = 512  # of a step
+TEXT_TOKENS = 768  # of a step
+TEXT = replace(TARGET_PLAN, recall=0.25, repeat=0.45, spans=0.05, explain=0.25)  # to repeat is forgotten first
 DIALOGUES = (vision_skills.picture_dialogue, vision_skills.compare_dialogue, vision_skills.clip_dialogue)
-WEIGHTS = (0.6, 0.2, 0.2)
+WEIGHTS = (0.5, 0.3, 0.2)
 VIDEO = ("pixel_values_videos", "video_grid_thw")
 
 
@@ -32,7 +34,7 @@ class VisionRecipe:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, steps: int) -> None:
         self.tokenizer = tokenizer
-        self.text = Recipe(tokenizer, steps)
+        self.text = Recipe(tokenizer, steps, TEXT)
 
     def __call__(self, step: int) -> list[Batch]:
         """The step's dialogues about pictures and clips, and its text, in batches of rows of similar length."""

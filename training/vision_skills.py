@@ -95,18 +95,21 @@ def where_turn(rng: Random, scene: Scene) -> Turn:
 
 
 def how_many_turn(rng: Random, scene: Scene) -> Turn:
-    """How many shapes: all, those of a colour, those of a form."""
+    """How many shapes: all, those of a colour, those of a form. They are pointed out one by one, and then counted."""
     draw = rng.random()
     if draw < 0.4:
-        noun, count = "shape", len(scene.things)
+        noun, meant = "shape", list(scene.things)
     elif draw < 0.7:
         color = _mostly(rng, [thing.color for thing in scene.things], list(COLORS))
-        noun, count = f"{color} shape", sum(thing.color == color for thing in scene.things)
+        noun, meant = f"{color} shape", [thing for thing in scene.things if thing.color == color]
     else:
         shape = _mostly(rng, [thing.shape for thing in scene.things], list(SHAPES))
-        noun, count = shape, sum(thing.shape == shape for thing in scene.things)
+        noun, meant = shape, [thing for thing in scene.things if thing.shape == shape]
     plural = f"{noun}{'es' if noun == 'cross' else 's'}"
-    found = {0: f"There are no {plural}.", 1: f"There is 1 {noun}."}.get(count, f"There are {count} {plural}.")
+    found = f"There are no {plural}."
+    if meant:
+        pointed = ", ".join(f"one at the {thing.cell}" for thing in meant)
+        found = sentence(f"{pointed}: {len(meant)} {noun if len(meant) == 1 else plural}")
     return Turn("how many", f"How many {plural} are there?", found)
 
 
@@ -131,7 +134,7 @@ PICTURE_TURNS = (what_turn, where_turn, how_many_turn, color_turn)
 def picture_dialogue(rng: Random) -> tuple[Looked, list[Turn]]:
     """One picture: its description, or questions about it, or both."""
     scene = random_scene(rng)
-    turns = [turn(rng, scene) for turn in rng.sample(PICTURE_TURNS, k=rng.choice((1, 2, 3)))]
+    turns = [turn(rng, scene) for turn in rng.sample(PICTURE_TURNS, k=rng.choice((2, 3, 4)))]
     if rng.random() < 0.8:
         turns.insert(rng.choice((0, 0, 1)), describe_turn(rng, scene))
     return Looked((scene,)), turns
@@ -142,11 +145,11 @@ def picture_dialogue(rng: Random) -> tuple[Looked, list[Turn]]:
 COMPARE = ("Compare the two pictures.", "What is different?", "What changed?")
 
 
-def compare(first: Thing, second: Thing, what: str) -> str:
-    if what == "nothing":
-        return "Nothing changed."
-    field = "cell" if what == "position" else what
-    return f"The {what} changed from {getattr(first, field)} to {getattr(second, field)}."
+def compare(before: Scene, after: Scene, what: str) -> str:
+    """Both are described first: what differs in them is then read off two texts."""
+    first, second = describe(before)[:-1], describe(after)[:-1]
+    changed = "nothing" if what == "nothing" else f"the {what}"
+    return f"{first}, then {second[0].lower()}{second[1:]}: {changed} changed."
 
 
 def describe_one_turn(rng: Random, scenes: tuple[Scene, Scene]) -> Turn:
@@ -168,14 +171,14 @@ def which_turn(rng: Random, first: Thing, second: Thing) -> Turn:
 
 def changed_turn(rng: Random, before: Scene, after: Scene, what: str) -> Turn:
     """What changed from the first picture to the second."""
-    return Turn("compare", rng.choice(COMPARE), compare(before.things[0], after.things[0], what))
+    return Turn("compare", rng.choice(COMPARE), compare(before, after, what))
 
 
 def compare_dialogue(rng: Random) -> tuple[Looked, list[Turn]]:
     """Two pictures, what changed from one to the other, and which of them shows something."""
     before, after, what = random_change(rng)
     turns = [changed_turn(rng, before, after, what), which_turn(rng, before.things[0], after.things[0])]
-    if rng.random() < 0.3:
+    if rng.random() < 0.5:
         turns.append(describe_one_turn(rng, (before, after)))
     rng.shuffle(turns)
     return Looked((before, after)), turns
