@@ -22,8 +22,8 @@ from training.vision_skills import PATCH, Looked, still
 
 SEED = 20261122
 VISION_DIALOGUES = 32  # of a step
-TEXT_TOKENS = 768  # of a step
-TEXT = replace(TARGET_PLAN, recall=0.25, repeat=0.45, spans=0.05, explain=0.25)  # to repeat is forgotten first
+TEXT_TOKENS = 1024  # of a step
+TEXT = replace(TARGET_PLAN, recall=0.22, repeat=0.50, spans=0.05, explain=0.23)  # to repeat is forgotten first
 DIALOGUES = (vision_skills.picture_dialogue, vision_skills.compare_dialogue, vision_skills.clip_dialogue)
 WEIGHTS = (0.5, 0.3, 0.2)
 VIDEO = ("pixel_values_videos", "video_grid_thw")
