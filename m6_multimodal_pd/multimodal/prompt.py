@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from m1_single_request.errors import InvalidPromptError, shown
+from m1_single_request.errors import InvalidPromptError, PromptTooLongError, shown
 from m1_single_request.input_processor import Message, check_messages
 from m1_single_request.trace_event import some
 from m6_multimodal_pd.config import MultimodalConfig
@@ -43,6 +43,7 @@ class TextTools(Protocol):
     """What m1's input processor does with texts."""
 
     tokenizer: Any
+    max_model_len: int
 
     def render_chat(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> str: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -78,7 +79,11 @@ class MultimodalPrompts:
         self._placeholder = re.compile(f"{re.escape(image)}|{re.escape(self._frame)}|{re.escape(video)}")
 
     def make(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> ChatPrompt:
-        """The prompt of a conversation. Raises `InvalidPromptError`, or `InvalidMediaError` for a picture."""
+        """The prompt of a conversation.
+
+        Raises `InvalidPromptError`, `InvalidMediaError` for a picture, and `PromptTooLongError` if pictures alone leave
+        no room for an answer.
+        """
         check_messages(messages)
         parts = [
             (part, MEDIA_KINDS[part["type"]], f"{number} of message {index}")
@@ -95,7 +100,11 @@ class MultimodalPrompts:
         self._check_counts(kinds, brought)
         if not parts:
             return ChatPrompt(self.text.encode(text, add_special_tokens=False))
-        items = [self.media.process(part, f"{kind.value} {name}") for part, kind, name in parts]
+        items, num_tokens = [], 0
+        for part, kind, name in parts:
+            items.append(self.media.process(part, f"{kind.value} {name}"))
+            num_tokens += sum(frame_tokens(items[-1], self.media.merge_size))
+            self._check_length(num_tokens, len(items))  # here, because patches of many pictures may take much memory
         in_order = _by_kind(kinds, brought, items)
         return self._expanded(text, list(zip(kinds, in_order, strict=True)))
 
@@ -120,6 +129,14 @@ class MultimodalPrompts:
             raise InvalidPromptError(
                 f"the prompt was changed after chat_prompt() had made it: a picture's placeholder stands at {place}, "
                 f"where {own} was its place; change the messages, and make the prompt anew"
+            )
+
+    def _check_length(self, num_tokens: int, num_items: int) -> None:
+        """Refuse pictures whose placeholders alone are too many."""
+        if num_tokens >= self.text.max_model_len:
+            raise PromptTooLongError(
+                f"the images and videos of the messages are {num_tokens:,} tokens, counted up to number {num_items}; "
+                f"max_model_len is {self.text.max_model_len} for prompt and output together"
             )
 
     def _kind(self, placeholder: str) -> Modality:

@@ -40,6 +40,8 @@ DEFAULT_FPS = 24.0
 """Frames a second of a video that does not say so, as transformers assumes."""
 UNTIMED_MS = 100
 """How long a frame of an animation without a duration is shown, as browsers do."""
+SLOWEST_FPS = 1e-4
+"""Frames a second: one in three hours. Times are written into the prompt, and must be readable."""
 ANIMATIONS = ("GIF", "PNG", "WEBP")
 CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv")
 FORMS = "a list of frames, a uint8 array [frames, height, width, 3], a folder of frame files, or a GIF, APNG or WebP"
@@ -75,8 +77,10 @@ class VideoOptions:
         for name in ("video_fps", "fps"):
             value = getattr(options, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value <= sys.float_info.max):
-                raise InvalidMediaError(f"{what}: {name}={shown(value)} must be a number of frames a second above 0")
+            if value is not None and not (is_number and SLOWEST_FPS <= value <= sys.float_info.max):
+                raise InvalidMediaError(
+                    f"{what}: {name}={shown(value)} must be a number of frames a second, {SLOWEST_FPS} at least"
+                )
         wanted = options.num_frames
         if wanted is not None and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1):
             raise InvalidMediaError(f"{what}: num_frames={shown(wanted)} must be a whole number of at least 1")

@@ -173,6 +173,22 @@ def test_a_prompt_that_is_too_long_by_its_picture_is_refused(make_engine: MakeEn
     assert engine.generate(prompt, PARAMS).token_ids == their_model.answer(prompt).token_ids[:4]
 
 
+def test_pictures_that_are_too_long_together_are_refused_before_the_rest_is_made(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = make_engine(**setting(), max_model_len=64)
+    reader = engine.engine_core.input_processor.prompts.media
+    made: list[str] = []
+    process = reader.process
+    monkeypatch.setattr(reader, "process", lambda part, what: made.append(what) or process(part, what))
+    with pytest.raises(
+        PromptTooLongError, match="of the messages are 80 tokens, counted up to number 4; max_model_len is 64"
+    ):
+        engine.chat_prompt(asking("c", "c", "c", "c", "c", "c"))
+    assert len(made) == 4
+    assert len(engine.chat_prompt(asking("c", "c", "c"))) > 60, "what leaves room for a token is made"
+
+
 def test_a_prompt_that_the_memory_never_holds_is_refused(make_engine: MakeEngine) -> None:
     engine: Any = make_engine(**setting(tokens=48))
     with pytest.raises(InvalidRequestError, match="48"):
