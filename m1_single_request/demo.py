@@ -147,13 +147,13 @@ def as_prompt(engine: LLMEngine, text: str, *, raw: bool = False) -> str | list[
 
 
 Commands = Mapping[str, Callable[[str], str]]
-"""What a later milestone's conversation knows besides /reset and /quit: by name, what is done with the rest of the
-line. It returns what to say."""
+"""What a later milestone's conversation knows besides /quit: by name, what is done with the rest of the line. It
+returns what to say. One for /reset is done besides forgetting the conversation."""
 
 
 def chat(engine: LLMEngine, params: SamplingParams, console: Console, commands: Commands | None = None) -> None:
     """A conversation with history, streamed; ends with /quit or end of input."""
-    commands = commands or {}
+    commands = {"/reset": lambda _: "forgotten", **(commands or {})}
     console.print("[dim]/reset forgets the conversation, /quit leaves[/dim]")
     history: list[dict[str, str]] = []
     while True:
@@ -164,14 +164,13 @@ def chat(engine: LLMEngine, params: SamplingParams, console: Console, commands: 
             return
         if line == "/quit":
             return
-        if line == "/reset":
+        name, _, rest = line.partition(" ")
+        if name == "/reset":
             history.clear()
-            console.print("[dim]forgotten[/dim]")
-        elif line.partition(" ")[0] in commands:
-            name, _, rest = line.partition(" ")
+        if name in commands:
             console.print(Text(commands[name](rest.strip()), style="dim"))
         elif line.startswith("/"):
-            console.print(f"[dim]there is {', '.join((*commands, '/reset'))} and /quit[/dim]")
+            console.print(f"[dim]there is {', '.join(sorted(commands))} and /quit[/dim]")
         elif line:
             history.append({"role": "user", "content": line})
             answer = _stream_answer(engine, history, params, console)

@@ -48,7 +48,11 @@ class Viewer:
     @property
     def commands(self) -> dict[str, Callable[[str], str]]:
         """Those of the conversation."""
-        return {"/image": partial(self._command, "image"), "/video": partial(self._command, "video")}
+        return {
+            "/image": partial(self._command, "image"),
+            "/video": partial(self._command, "video"),
+            "/reset": self._forget,
+        }
 
     def show(self, part: Part) -> None:
         """Draw an image or a video now, and show it to the model with the next question.
@@ -92,6 +96,11 @@ class Viewer:
         if not parts:
             return message
         return {**message, "content": [*parts, {"type": "text", "text": message["content"]}]}
+
+    def _forget(self, _: str) -> str:
+        """Also what waits for a question."""
+        self._waiting, self._shown = [], {}
+        return "forgotten"
 
     def _command(self, kind: str, path: str) -> str:
         """Take a picture in a conversation; a bad one does not end it."""

@@ -213,7 +213,7 @@ def test_a_later_milestone_s_commands_are_done_and_named(
     demo.chat(make_engine(), greedy(2), Console(), {"/wave": lambda rest: f"waved {rest!r} [bold]"})
     out = capsys.readouterr().out
     assert "waved 'to all' [bold]" in out and "waved '' [bold]" in out and "model  >" not in out
-    assert "there is /wave, /reset and /quit" in out
+    assert "there is /reset, /wave and /quit" in out
 
 
 def test_off_says_only_the_answer(capsys: pytest.CaptureFixture[str]) -> None:

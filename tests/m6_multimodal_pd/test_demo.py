@@ -267,6 +267,7 @@ def test_a_conversation_is_shown_pictures(
 ) -> None:
     said = (
         f"Hello\n/image {files / 'picture.png'}\nWhat is it?\nAnd now?\n/image {files / 'nothing.png'}\n/image\n"
+        f"/image {files / 'picture.png'}\n"
         f"/reset\nWhat is it?\n/video '{files / 'frames'}'\nWhat happens?\n/nonsense\n/quit\n"
     )
     monkeypatch.setattr("sys.stdin", io.StringIO(said))
@@ -274,8 +275,9 @@ def test_a_conversation_is_shown_pictures(
     assert run_on(seeing_directory, "--chat", "--video-fps", "2", "--page-size", "1", "--trace-file", str(trace)) == 0
     out, err = capsys.readouterr()
     out = words(out)
-    assert err == "" and out.count("it goes with the next question") == 2 and "/image needs a path" in out
-    assert "InvalidMediaError: image" in out and "there is /image, /video, /reset and /quit" in out
+    assert err == "" and out.count("it goes with the next question") == 3 and "/image needs a path" in out
+    assert "forgotten" in out
+    assert "InvalidMediaError: image" in out and "there is /image, /reset, /video and /quit" in out
     events = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
     brought = [(e["rid"], e["modality"]) for e in events if e["event"] == "item_received"]
     assert brought == [("req-1", "image"), ("req-2", "image"), ("req-4", "video")]
