@@ -6,7 +6,7 @@ import pytest
 
 from m6_multimodal_pd import SamplingParams
 from tests.equivalence.harness import check_answer, check_cuts
-from tests.m6_multimodal_pd.engines import counts
+from tests.m6_multimodal_pd.engines import MakeEngine, counts, setting
 from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking
 
 PARAMS = SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True)
@@ -64,6 +64,20 @@ def test_pictures_clips_and_texts_run_in_one_batch(engine: Any, their_model: The
         check_answer(reference, output.token_ids, name)
     runs, items, _ = counts(engine)
     assert items == 6 and runs < items, "several requests' pictures are encoded together"
+
+
+CLIPS_FIRST = """\
+{%- for part in messages[0].content if part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% endfor %}
+{%- for part in messages[0].content if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% endfor %}
+{%- for part in messages[0].content if part.type == 'text' %}{{ part.text }}{% endfor %}"""
+
+
+def test_a_template_may_write_clips_before_images(make_engine: MakeEngine, their_model: Theirs) -> None:
+    engine: Any = make_engine(**setting(), chat_template=CLIPS_FIRST)
+    prompt = engine.chat_prompt(asking("a", 1, "v", "b"))
+    alone = [engine.chat_prompt(asking(name)).multimodal_inputs.mm_items[0].hash for name in "vab"]
+    assert [item.hash for item in prompt.multimodal_inputs.mm_items] == alone
+    check_answer(their_model.answer(prompt), engine.generate(prompt, PARAMS).token_ids, "clips first")
 
 
 def test_several_outputs_of_one_prompt_share_its_pictures(engine: Any, their_model: Theirs) -> None:
