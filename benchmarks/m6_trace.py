@@ -48,12 +48,13 @@ def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
+FOUND, SECOND = "Here is what I have found in a book: ", "Describe the second picture."
 TWO = {"role": "user", "content": [image(STAR), image(CIRCLE), text("What changed?")]}
 ARRIVALS = {
     1: ("ann", [{"role": "user", "content": "What is a KV cache?"}]),
     2: ("bob", [TWO]),
-    7: ("cat", [{"role": "user", "content": [text("Here is what I have found in a book: "), image(STAR)]}]),
-    11: ("bob again", [TWO, {"role": "assistant", "content": "The shape."}, {"role": "user", "content": "Really?"}]),
+    7: ("cat", [{"role": "user", "content": [text(FOUND), image(STAR), text("What color is the star?")]}]),
+    11: ("bob again", [TWO, {"role": "assistant", "content": "The shape."}, {"role": "user", "content": SECOND}]),
 }
 """By the step before which they come: id and conversation."""
 
