@@ -15,7 +15,7 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["pip install -e . && python -m m5_chunked_prefill_spec.demo", 'pip install -e ".[test]" && pytest']
+    "command", ["pip install -e . && python -m m6_multimodal_pd.demo", 'pip install -e ".[test]" && pytest']
 )
 def test_each_of_the_two_commands_is_a_block_of_its_own(command: str) -> None:
     assert f"{command}\n" in blocks("bash")
