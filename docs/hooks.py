@@ -15,23 +15,31 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 LOG = logging.getLogger("mkdocs.hooks.notebooks")
-BESIDE = {"notebooks": "*.ipynb", "benchmarks/results": "*.json"}
-"""Folders beside docs/ whose files the site has, too."""
+BESIDE = (
+    ("notebooks", "*.ipynb"),
+    ("benchmarks/results", "*.json"),
+    ("benchmarks/results", "*.md"),
+    ("m3_paged_attention/attention/native", "*.cpp"),
+)
+"""Folders beside docs/, and which of their files the site has, too."""
 CLASSES = {"llm_engine": "llm_engine.LLMEngine", "request_stream": "request_stream.RequestStream"}
 """Modules that the reference shows class by class: where a link to the file leads."""
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks among the files
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the notebooks and the measurements to the site's files."""
-    for folder, pattern in BESIDE.items():
+    """Add what stands beside docs/ to the site's files. Tables of measurements become pages; only links lead there."""
+    for folder, pattern in BESIDE:
         for path in sorted((ROOT / folder).glob(pattern)):
-            files.append(File(f"{folder}/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls))
+            file = File(f"{folder}/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls)
+            if path.suffix == ".md":
+                file.inclusion = InclusionLevel.NOT_IN_NAV
+            files.append(file)
     return files
 
 
@@ -45,7 +53,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = re.sub(r"<!-- on GitHub only -->.*?<!-- end -->\n", "", markdown, flags=re.DOTALL)
     markdown = re.sub(r"^::: (m\d_[\w.]+)\n    options: .*members: \[\].*$", with_source, markdown, flags=re.MULTILINE)
     markdown = re.sub(r"\[([^\]]+)\]\(\.\./(m\d_\w+)/([\w/]+)\.py\)", to_reference, markdown)
-    return re.sub(r"\]\(\.\./(notebooks/[\w.-]+\.ipynb|benchmarks/results/[\w.-]+\.json)", r"](\1", markdown)
+    beside = "|".join(re.escape(folder) for folder in dict(BESIDE))
+    return re.sub(rf"\]\(\.\./((?:{beside})/[\w.-]+\.\w+)", r"](\1", markdown)
 
 
 def with_source(quoted: re.Match[str]) -> str:

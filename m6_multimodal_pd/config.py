@@ -51,7 +51,8 @@ class MultimodalConfig:
     """At most so many image tokens are encoded in one step, all requests together; an item that is larger is encoded
     alone. None: 1,024 on a CPU, 16,384 on CUDA."""
     embedding_cache_bytes: int = 128 * 2**20
-    """Memory for encoded items, kept for later requests until others need the room."""
+    """Memory for encoded items, kept for later requests until others need the room. Unlike KV they are shared across
+    `cache_salt`s: how soon a first token comes may tell whether somebody else has shown the same picture."""
 
     def __post_init__(self) -> None:
         check_schemes(self.allowed_url_schemes)

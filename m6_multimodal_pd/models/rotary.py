@@ -3,8 +3,8 @@
 A token of text stands at the same place on all three axes, and then this is m3's rotary embedding. A token of a picture
 stands at its row and its column. The frequencies are dealt out in turn (T H W T H W ...), so that every axis has fast
 and slow ones; what the sections of the config leave over belongs to time. The tables are m3's, for there is still one
-angle per position and pair: only the row is looked up pair by pair. vLLM and
-SGLang: `MRotaryEmbedding` in `layers/rotary_embedding`.
+angle per position and pair: only the row is looked up pair by pair. vLLM and SGLang: `MRotaryEmbedding` in
+`layers/rotary_embedding`.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,0 +1,38 @@
+"""docs/api: every module of m6 has a section, in one place; the example of the public face runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+API = ROOT / "docs" / "api"
+QUOTED = [
+    (page.name, name)
+    for page in sorted(API.glob("*.md"))
+    for name in re.findall(r"^::: (m6_[\w.]+)$", page.read_text(encoding="utf-8"), re.M)
+]
+"""Page and module, or class, of each section."""
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "m6_multimodal_pd").rglob("*.py"))
+    if path.name != "__init__.py" and "demo" not in path.as_posix()
+]
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (API / "face.md").read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_of_m6_has_one_section(module: str) -> None:
+    found = [page for page, name in QUOTED if name == module or name.startswith(f"{module}.")]
+    assert len(found) == 1, f"{module} stands in {found}"
+
+
+def test_no_section_is_about_a_module_that_is_gone() -> None:
+    assert [name for _, name in QUOTED if name not in MODULES and name.rpartition(".")[0] not in MODULES] == []
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[0])
+def test_the_example_of_the_public_face_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, "face.md", "exec"), {"__name__": "face"})
+    if "engine.chat" in code:
+        assert "red circle" in capsys.readouterr().out
