@@ -13,7 +13,8 @@ import m2_continuous_batching
 import m3_paged_attention
 import m4_radix_cache
 import m5_chunked_prefill_spec
-from benchmarks import m2_trace, m3_trace, m4_trace, m5_trace
+import m6_multimodal_pd
+from benchmarks import m2_trace, m3_trace, m4_trace, m5_trace, m6_trace
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler as SchedulerOfM1
@@ -24,13 +25,16 @@ from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
-from notebooks import checks, checks_m2, checks_m3, checks_m4, checks_m5
+from m6_multimodal_pd.models.rotary import axes_of_pairs
+from m6_multimodal_pd.multimodal.inputs import content_hash
+from m6_multimodal_pd.multimodal.mrope import get_rope_index
+from notebooks import checks, checks_m2, checks_m3, checks_m4, checks_m5, checks_m6
 from tests.notebooks.lessons import Lesson
 
 
 @dataclass(frozen=True)
 class Exercises:
-    """What is to be answered in the notebook of one milestone."""
+    """What is to be answered in one notebook of a milestone."""
 
     package: ModuleType
     check: Callable[[str, Any], Any]
@@ -41,13 +45,15 @@ class Exercises:
     """Code of the package that is right where an exercise asks for the same."""
     traced_steps: Callable[[], str] | None = None
     """What the page of the milestone shows of a trace, where every machine writes the same."""
+    notebook: str = ""
+    """Its name, where a milestone has several; otherwise it is the package's."""
     lesson: Lesson = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lesson", Lesson(str(self)))
 
     def __str__(self) -> str:
-        return self.package.__name__
+        return self.notebook or self.package.__name__
 
     @property
     def prefix(self) -> str:
@@ -128,7 +134,23 @@ M5 = Exercises(
     {"m5.sampled_piece": ScheduleBatch, "m5.overshoot": ScheduleBatch, "m5.starved": DecodeFirst},
     m5_trace.traced_steps,
 )
-TAUGHT = [M1, M2, M3, M4, M5]
+M6 = Exercises(
+    m6_multimodal_pd,
+    checks_m6.check,
+    {
+        "m6.swapped": "swapped",
+        "m6.layout": "in_sections",
+        "m6.content": "bytes_alone",
+        "m6.key": "key",
+        "m6.rows": "rows",
+        "m6.piece": "piece",
+        "m6.sample_frames": "sample_frames",
+    },
+    {"m6.swapped": get_rope_index, "m6.layout": axes_of_pairs, "m6.content": content_hash},
+    m6_trace.traced_steps,
+    notebook="m6_multimodal",
+)
+TAUGHT = [M1, M2, M3, M4, M5, M6]
 
 
 def open_exercise(*_: object, **__: object) -> None:

@@ -43,9 +43,10 @@ class Lesson:
         return dict(re.findall(r'^check\("([\w.]+)", (\w+)\)', self.code(), re.MULTILINE))
 
     def defined(self, name: str, names: Mapping[str, object]) -> object:
-        """A class as a code cell defines it: with its bug in it, or empty. `names`: what the cells above define."""
-        (cell,) = [source(c) for c in self.cells("code") if re.search(rf"^class {name}\b", source(c), re.MULTILINE)]
-        (code,) = re.findall(rf"^class {name}\b.*?(?=^\S|\Z)", cell, re.DOTALL | re.MULTILINE)
+        """A class or function as a cell defines it: with its bug, or empty. `names`: what the cells above define."""
+        opening = rf"^(?:class|def) {name}\b"
+        (cell,) = [source(c) for c in self.cells("code") if re.search(opening, source(c), re.MULTILINE)]
+        (code,) = re.findall(rf"{opening}.*?(?=^\S|\Z)", cell, re.DOTALL | re.MULTILINE)
         scope = dict(names)
         exec(code, scope)
         return scope[name]
