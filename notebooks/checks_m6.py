@@ -1,0 +1,482 @@
+"""What the notebooks of m6 lean on: the graders of their labs and exercises. Everything else comes from `checks.py`."""
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from m1_single_request.tracer import Tracer
+from m6_multimodal_pd import PARTS, CacheConfig, LLMEngine, SamplingParams
+from m6_multimodal_pd.demo_parts.drawing import Shape, picture
+from m6_multimodal_pd.input_processor import InputProcessor
+from m6_multimodal_pd.models.rotary import axes_of_pairs
+from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
+from m6_multimodal_pd.multimodal.encoder_budget import Cost, EncoderBudget
+from m6_multimodal_pd.multimodal.inputs import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalInputs,
+    PadValues,
+    Range,
+    content_hash,
+)
+from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
+from m6_multimodal_pd.multimodal.video import FrameSampling, VideoOptions
+
+try:  # in the checkout, for the tests
+    from notebooks.checks import Mismatch, check, grader, short, show_source
+except ModuleNotFoundError:  # beside the notebook
+    from checks import Mismatch, check, grader, short, show_source  # type: ignore[no-redef]
+
+__all__ = [
+    "ONE_MODEL",
+    "another_layout",
+    "another_shape",
+    "check",
+    "intake_with",
+    "new_engine",
+    "show_source",
+    "two_wide",
+]
+
+ONE_MODEL: dict[str, Any] = {"model_loader": functools.cache(PARTS["model_loader"])}
+"""Loads each checkpoint once, however many engines are built."""
+ROOM = 4 * 1024
+
+
+def new_engine(*, parts: Mapping[str, Any] | None = None, **configs: Any) -> LLMEngine:
+    """An engine that shares its weights with all others made here, with KV memory for `ROOM` tokens or as told."""
+    memory = {"cache_config": CacheConfig(max_total_tokens=ROOM)}
+    return LLMEngine(parts=ONE_MODEL | dict(parts or {}), **(memory | configs))
+
+
+def intake_with(
+    *, positions: Callable[..., Any] = get_rope_index, content_hash: Callable[..., str] = content_hash
+) -> dict[str, Any]:
+    """Parts of an engine that places its tokens, or names its pictures, with another function."""
+
+    class Intake(InputProcessor):
+        def apply_chat_template(self, messages: Any, options: Any = None) -> list[int]:
+            prompt: Any = super().apply_chat_template(messages, options)
+            inputs: MultimodalInputs | None = getattr(prompt, "multimodal_inputs", None)
+            if inputs is not None:
+                blocks = [
+                    Block(start, item.grid_thw[1] // 2, item.grid_thw[2] // 2)
+                    for item in inputs.mm_items
+                    for start, _ in item.offsets
+                ]
+                where, delta = positions(len(prompt), blocks)
+                items = tuple(
+                    replace(item, hash=content_hash(item.modality, item.feature, item.grid_thw, inputs.options_key))
+                    for item in inputs.mm_items
+                )
+                prompt.multimodal_inputs = replace(
+                    inputs, mm_items=items, mrope_positions=where, mrope_position_delta=delta
+                )
+            return prompt
+
+    return {"input_processor": Intake}
+
+
+def another_layout(axes: Callable[[Sequence[int], int], Sequence[int]]) -> dict[str, Any]:
+    """Parts of an engine whose model shares out the pairs of a head with another function."""
+
+    def load(config: Any) -> Any:
+        loaded = ONE_MODEL["model_loader"](config)
+        model = copy.copy(loaded.model)  # the weights stay shared
+        model.mrope = copy.copy(model.mrope)
+        model.mrope.axes = torch.tensor(axes(SECTION, PAIRS))
+        return replace(loaded, model=model)
+
+    return {"model_loader": load}
+
+
+def another_shape(pixels: np.ndarray, side: int = 32) -> np.ndarray:
+    """The same squares of `side` x `side` pixels in the same order, in a picture of the other shape: what was as wide
+    as it is high now."""
+    height, width = pixels.shape[:2]
+    rows, columns = height // side, width // side
+    squares = pixels.reshape(rows, side, columns, side, 3).swapaxes(1, 2)
+    return np.ascontiguousarray(squares.reshape(columns, rows, side, side, 3).swapaxes(1, 2)).reshape(width, height, 3)
+
+
+# --- exercises: the cache's key ---------------------------------------------------------------------------------------
+
+Ranges = Sequence[Range]
+VOCABULARY = 4096
+
+
+def item_of(content: str, ranges: Ranges) -> MultimodalDataItem:
+    """A picture, or a clip of as many frames as there are ranges, of which only its places and its hash matter."""
+    return MultimodalDataItem(
+        modality=Modality.IMAGE if len(ranges) == 1 else Modality.VIDEO,
+        offsets=tuple(ranges),
+        feature=np.zeros((4, 1), dtype=np.float32),
+        grid_thw=(len(ranges), 2, 2),
+        hash=content,
+        size=(32, 32),
+    )
+
+
+def inputs_of(num_tokens: int, items: Sequence[tuple[str, Ranges]]) -> MultimodalInputs:
+    """The pictures of a prompt of so many tokens."""
+    made = tuple(item_of(*each) for each in items)
+    return MultimodalInputs(made, np.zeros((3, num_tokens), dtype=np.int64), 0, 1, 2, 3, 4)
+
+
+PROMPTS: tuple[tuple[list[int], list[tuple[str, list[Range]]], str], ...] = (
+    ([5, 6, 7], [], "A text is its own key."),
+    ([5, 9, 9, 9, 6], [("star", [(1, 4)])], "Each placeholder becomes the number, and nothing else."),
+    ([5, 9, 9, 9, 6], [("moon", [(1, 4)])], "Another content has another number, the next one."),
+    ([9, 9, 5, 6], [("star", [(0, 2)])], "A content that came before keeps its number."),
+    ([9, 9, 5, 8, 8, 6], [("star", [(0, 2)]), ("sun", [(3, 5)])], "Two contents in a prompt, two numbers."),
+    ([9, 9, 5, 9, 9, 6], [("moon", [(0, 2)]), ("moon", [(3, 5)])], "The same content twice is the same number twice."),
+    ([1, 8, 8, 2, 8, 8, 3], [("clip", [(1, 3), (4, 6)])], "A clip has one number in all of its frames."),
+)
+
+
+@grader("m6.key")
+def grade_key(key: Callable[[list[int], list[tuple[str, list[Range]]], dict[str, int], int], list[int]]) -> str:
+    """`key(token_ids, items, known, vocab_size)`: the prompt as the prefix cache knows it."""
+    known, reference = {}, PadValues(VOCABULARY)
+    for token_ids, items, hint in PROMPTS:
+        _compare_key(key, token_ids, items, known, reference, hint)
+    rng, at_random = Random(0), {}
+    reference = PadValues(VOCABULARY)
+    for _ in range(100):
+        _compare_key(key, *_random_prompt(rng), at_random, reference, "")
+    return "By hand and 100 times at random: one number for a content, none given twice, none that a text could have."
+
+
+def _random_prompt(rng: Random) -> tuple[list[int], list[tuple[str, list[Range]]]]:
+    token_ids, items = [rng.randrange(VOCABULARY)], []
+    for _ in range(rng.randrange(4)):
+        ranges = []
+        for _ in range(rng.choice((1, 1, 2))):
+            ranges.append((len(token_ids), len(token_ids) + rng.randrange(1, 6)))
+            token_ids += [4094] * (ranges[-1][1] - ranges[-1][0]) + [rng.randrange(4000)]
+        items.append((rng.choice("abcdefgh"), ranges))
+    return token_ids, items
+
+
+def _compare_key(
+    key: Any,
+    token_ids: list[int],
+    items: list[tuple[str, list[Range]]],
+    known: dict[str, int],
+    reference: PadValues,
+    hint: str,
+) -> None:
+    wanted = inputs_of(len(token_ids), items).taken_in(reference).padded(token_ids)
+    given = list(token_ids)
+    before = dict(known)
+    got = key(given, [(content, list(ranges)) for content, ranges in items], known, VOCABULARY)
+    case = f"key({short(token_ids)}, {short(items)}, {short(before)}, {VOCABULARY})"
+    if given != token_ids:
+        raise Mismatch(f"{case} changes the prompt itself: the model still needs its tokens. Work on a copy.")
+    if not isinstance(got, list) or got != wanted:
+        more = f" {hint}" if hint else ""
+        if isinstance(got, list) and any(0 <= new < VOCABULARY != old for new, old in zip(got, wanted, strict=False)):
+            more += " No text may mean a number that stands for a picture: begin at vocab_size."
+        raise Mismatch(f"{case} is {short(wanted)}, yours {short(got)}.{more}")
+    for content, _ in items:
+        if content not in known:
+            raise Mismatch(f"{case}: `known` must have {content!r} afterwards, or nobody finds it when it comes again.")
+
+
+# --- exercises: rows --------------------------------------------------------------------------------------------------
+
+PIECES: tuple[tuple[list[Range], int, int, str], ...] = (
+    ([(5, 14)], 0, 20, "A piece with all of a picture takes all rows."),
+    ([(5, 14)], 0, 8, "A piece that ends inside it takes the first rows."),
+    ([(5, 14)], 8, 16, "A piece that begins inside it does not begin with row 0."),
+    ([(5, 14)], 7, 10, "A piece may begin and end inside it."),
+    ([(5, 14)], 14, 20, "Behind it nothing is taken."),
+    ([(5, 14)], 0, 5, "In front of it nothing is taken."),
+    ([(3, 7), (9, 13)], 0, 20, "A clip's rows are counted on: its second frame begins where the first one ended."),
+    ([(3, 7), (9, 13)], 5, 11, "Each frame that the piece holds a part of is a run of its own."),
+    ([(3, 7), (9, 13)], 10, 20, "Rows of frames in front of the piece count."),
+)
+
+
+@grader("m6.rows")
+def grade_rows(rows: Callable[[list[Range], int, int], list[tuple[int, int, int]]]) -> str:
+    """`rows(ranges, start, end)`: which embeddings of an item belong to the prompt's tokens `start` to `end`."""
+    cases = list(PIECES)
+    rng = Random(0)
+    for _ in range(200):
+        at, ranges = 0, []
+        for _ in range(rng.randrange(1, 5)):
+            at += rng.randrange(1, 5)
+            ranges.append((at, at + rng.randrange(1, 9)))
+            at = ranges[-1][1]
+        start = rng.randrange(at + 3)
+        cases.append((ranges, start, rng.randrange(start, at + 5) + 1, ""))
+    for ranges, start, end, hint in cases:
+        wanted, got = item_of("x", ranges).rows(start, end), rows(list(ranges), start, end)
+        if not isinstance(got, list) or [tuple(run) for run in got] != wanted:
+            raise Mismatch(
+                f"rows({short(ranges)}, {start}, {end}) is {short(wanted)}, yours {short(got)}."
+                f"{' ' if hint else ''}{hint}"
+            )
+    return "By hand and 200 times at random: each piece takes its own rows, and all pieces together take each row once."
+
+
+# --- exercises: the encoder's budget ----------------------------------------------------------------------------------
+
+Item = tuple[str, list[Range]]
+LOADS: tuple[tuple[list[Item], int, int, int, int, set[str], str], ...] = (
+    ([], 0, 20, 0, 12, set(), "Texts cost the tower nothing."),
+    ([("a", [(5, 14)])], 0, 20, 0, 12, set(), "A picture that the budget has room for runs."),
+    ([("a", [(5, 14)])], 0, 20, 9, 12, set(), "9 and 9 are more than 12: the piece ends in front of the picture."),
+    ([("a", [(5, 14)])], 0, 20, 3, 12, set(), "Exactly the whole budget is no more than the budget."),
+    ([("a", [(5, 14)])], 0, 20, 9, 12, {"a"}, "What is encoded already costs nothing."),
+    ([("a", [(5, 45)])], 0, 50, 0, 12, set(), "The first one of a step runs even if it is larger than the budget."),
+    ([("a", [(5, 45)]), ("b", [(47, 48)])], 0, 60, 0, 12, set(), "Behind one that was too large, no other is encoded."),
+    ([("a", [(5, 14)])], 0, 6, 9, 12, set(), "All of a picture is encoded at once, even if the piece ends inside it."),
+    ([("a", [(5, 14)])], 8, 20, 9, 12, set(), "In front of a picture that has begun already nothing is left to run."),
+    ([("a", [(5, 14)]), ("a", [(16, 25)])], 0, 30, 0, 12, set(), "The same content twice is encoded once."),
+    ([("a", [(5, 14)]), ("b", [(16, 25)])], 0, 30, 0, 12, set(), "The first picture runs, the second does not."),
+    ([("a", [(5, 14)]), ("b", [(16, 25)])], 14, 30, 0, 12, set(), "A picture in front of the piece is none of it."),
+    ([("a", [(5, 9), (12, 16)])], 10, 20, 6, 12, set(), "A clip is encoded as a whole, all of its frames."),
+    ([("a", [(5, 9), (12, 16)])], 0, 4, 9, 12, set(), "A piece without pictures costs nothing."),
+)
+
+
+@grader("m6.piece")
+def grade_piece(piece: Callable[[list[Item], int, int, int, int, set[str]], int]) -> str:
+    """`piece(items, start, num_tokens, spent, budget, known)`: how many tokens from `start` on may run."""
+    cases = list(LOADS)
+    rng = Random(0)
+    for _ in range(300):
+        at, items = 0, []
+        for _ in range(rng.randrange(4)):
+            ranges = []
+            for _ in range(rng.choice((1, 1, 1, 2))):
+                at += rng.randrange(1, 5)
+                ranges.append((at, at + rng.randrange(1, 12)))
+                at = ranges[-1][1]
+            items.append((rng.choice("abcd"), ranges))
+        start = rng.randrange(at + 3)
+        known = set(rng.sample("abcd", rng.choice((0, 0, 1, 2))))
+        case = (items, start, rng.randrange(1, 30), rng.choice((0, 0, 4, 9, 15)), rng.choice((4, 12, 20)), known, "")
+        cases.append(case)
+    for items, start, num_tokens, spent, budget, known, hint in cases:
+        wanted = _engines_piece(items, start, num_tokens, spent, budget, known)
+        got = piece([(name, list(ranges)) for name, ranges in items], start, num_tokens, spent, budget, set(known))
+        if got != wanted or isinstance(got, bool):
+            raise Mismatch(
+                f"{items}: of the {num_tokens} tokens from {start} on, with {spent} of {budget} spent and "
+                f"{short(sorted(known)) if known else 'nothing'} known, {wanted} may run, you say {short(got)}."
+                f"{' ' if hint else ''}{hint}"
+            )
+    return "By hand and 300 times at random: the piece ends where the engine's would."
+
+
+def _engines_piece(items: Sequence[Item], start: int, num_tokens: int, spent: int, budget: int, known: set[str]) -> int:
+    cache = EmbeddingCache(capacity_bytes=2**40, tracer=Tracer())
+    for content in known:
+        cache.put(content, torch.zeros(1), in_use=())
+    limit = EncoderBudget(max_tokens=budget, bytes_per_token=1, cache=cache)
+    limit.spent = Cost(spent, spent)
+    req: Any = SimpleNamespace(multimodal_inputs=inputs_of(0, items))
+    return limit.most(req, start, num_tokens)
+
+
+# --- exercises: frames ------------------------------------------------------------------------------------------------
+
+CLIPS: tuple[tuple[int, float, float, int, int, str], ...] = (
+    (120, 24.0, 2.0, 4, 768, "Five seconds, two frames in each: 10 frames."),
+    (24, 24.0, 2.0, 4, 768, "One second is two frames, and `at_least` is more."),
+    (3, 24.0, 2.0, 4, 768, "There are no more frames than there are."),
+    (24000, 24.0, 2.0, 4, 768, "1,000 seconds would be more than `at_most`."),
+    (100, 24.0, 2.0, 4, 768, "8.33 frames are 8."),
+    (8, 2.0, 2.0, 4, 768, "Where as many are wanted as there are, all are taken."),
+    (10, 4.0, 2.0, 4, 768, "Evenly spread, from the first to the last one, and not every so many-th."),
+    (2, 30.0, 2.0, 4, 768, "Two frames."),
+    (500, 25.0, 1.0, 4, 16, "`at_most` may be small."),
+)
+
+
+@grader("m6.sample_frames")
+def grade_sample_frames(sample_frames: Callable[[int, float, float, int, int], list[int]]) -> str:
+    """`sample_frames(total, video_fps, fps, at_least, at_most)`: which frames of a video are read."""
+    rng = Random(0)
+    cases = list(CLIPS)
+    for _ in range(100):
+        cases.append((rng.randrange(2, 900), rng.choice((10.0, 24.0, 25.0, 30.0)), 2.0, 4, rng.choice((16, 768)), ""))
+    for total, video_fps, fps, at_least, at_most, hint in cases:
+        sampling = FrameSampling(fps=fps, min_frames=at_least, max_frames=at_most)
+        wanted = list(sampling.indices(total, video_fps, VideoOptions(), "video"))
+        got = sample_frames(total, video_fps, fps, at_least, at_most)
+        if _is_halfway(total, len(wanted)):
+            continue  # rounding decides, and there is more than one way
+        if not isinstance(got, Sequence) or list(got) != wanted:
+            raise Mismatch(
+                f"{total} frames, {video_fps:g} a second, {fps:g} a second wanted, {at_least} to {at_most} of them: "
+                f"{len(wanted)} frames, {short(wanted)}; you say {short(got)}.{' ' if hint else ''}{hint}"
+            )
+    return "By hand and 100 clips at random: the frames that the engine reads."
+
+
+def _is_halfway(total: int, wanted: int) -> bool:
+    """Whether a place lies between two frames."""
+    return any(2 * i * (total - 1) % (wanted - 1) == 0 and i * (total - 1) % (wanted - 1) for i in range(wanted))
+
+
+# --- the labs ---------------------------------------------------------------------------------------------------------
+
+SECTION, PAIRS = (12, 10, 10), 32
+"""Of the checkpoint: how many of a head's pairs turn with time, height and width."""
+LAYOUTS: tuple[tuple[int, list[Block], str], ...] = (
+    (6, [], "A text stands at its places, on all three axes."),
+    (6, [Block(1, 2, 2)], "Two rows of two, between two texts."),
+    (10, [Block(2, 3, 2)], "Three rows of two: tokens come row by row."),
+    (10, [Block(2, 2, 3)], "Two rows of three: tokens come row by row."),
+    (12, [Block(1, 1, 5)], "One row."),
+    (12, [Block(1, 5, 1)], "One column."),
+    (30, [Block(5, 3, 3), Block(16, 2, 4)], "Two pictures."),
+)
+
+
+@grader("m6.swapped")
+def grade_swapped(positions: Callable[[int, list[Block]], tuple[np.ndarray, int]]) -> str:
+    """The lab's positions, repaired: time, height and width of every token, and the delta."""
+    cases = list(LAYOUTS)
+    rng = Random(0)
+    for _ in range(100):
+        at, blocks = 0, []
+        for _ in range(rng.randrange(4)):
+            blocks.append(Block(at + rng.randrange(1, 5), rng.randrange(1, 6), rng.randrange(1, 6)))
+            at = blocks[-1].end
+        cases.append((at + rng.randrange(1, 5), blocks, ""))
+    for num_tokens, blocks, hint in cases:
+        _compare_positions(positions, num_tokens, blocks, hint)
+    return "By hand and 100 prompts at random: every token stands where the engine puts it, and so does the answer."
+
+
+def _compare_positions(positions: Any, num_tokens: int, blocks: list[Block], hint: str) -> None:
+    wanted, wanted_delta = get_rope_index(num_tokens, blocks)
+    got, delta = positions(num_tokens, list(blocks))
+    told = ", ".join(f"{b.height} rows of {b.width} from {b.start} on" for b in blocks) or "no picture"
+    case, more = f"{num_tokens} tokens, {told}", f" {hint}" if hint else ""
+    if np.shape(got) != wanted.shape:
+        raise Mismatch(f"{case}: positions are [3, {num_tokens}], yours {list(np.shape(got))}.{more}")
+    got = np.asarray(got)
+    for axis, name in enumerate(("time", "height", "width")):
+        if got[axis].tolist() != wanted[axis].tolist():
+            swapped = axis == 1 and got[1].tolist() == wanted[2].tolist()
+            raise Mismatch(
+                f"{case}: {name} is {short(wanted[axis].tolist())}, yours {short(got[axis].tolist())}.{more}"
+                f"{' Those are the positions of the other side: height and width are swapped.' if swapped else ''}"
+            )
+    if delta != wanted_delta:
+        raise Mismatch(f"{case}: the answer goes on at place + {wanted_delta}, with you at place + {delta}.{more}")
+
+
+@grader("m6.layout")
+def grade_layout(axes: Callable[[tuple[int, int, int], int], Sequence[int]]) -> str:
+    """The lab's layout, repaired: the axis of each of a head's pairs, 0 time, 1 height, 2 width."""
+    in_turn = "In turn: time, height, width, time, ...; once height and width have had their share, the rest is time's."
+    cases = [
+        (SECTION, PAIRS, in_turn),
+        ((24, 20, 20), 64, in_turn),
+        ((2, 1, 1), 4, in_turn),
+        ((4, 4, 4), 12, "All three have the same share."),
+        ((8, 0, 0), 8, "Time alone."),
+        ((6, 2, 1), 9, "Width has had its share before height."),
+    ]
+    for section, pairs, hint in cases:
+        wanted, got = axes_of_pairs(section, pairs), axes(section, pairs)
+        if list(got) != wanted:
+            sections = [axis for axis, count in enumerate(section) for _ in range(count)]
+            more = " Yours stand one section after another, as in Qwen2-VL." if list(got) == sections != wanted else ""
+            raise Mismatch(f"Sections {list(section)}: {_letters(wanted)}, yours {_letters(got)}. {hint}{more}")
+    shown = picture(Shape("big", "red", "star", "left"), Shape("small", "blue", "circle", "bottom"))
+    with new_engine() as own, new_engine(parts=another_layout(axes)) as yours:
+        if _said(own, shown) != _said(yours, shown):
+            raise Mismatch("The layouts agree, and yet the model says something else.")
+    return "Six shapes of heads, and the model's own: each pair turns with the axis that it was trained with."
+
+
+def _letters(axes: Any) -> str:
+    try:
+        return short("".join("THW"[axis] for axis in axes))
+    except (TypeError, IndexError):
+        return short(axes)
+
+
+def _said(engine: LLMEngine, shown: Any) -> Any:
+    content = [{"type": "image", "image": shown}, {"type": "text", "text": "Describe the picture."}]
+    output = engine.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=40, logprobs=1))
+    logprobs = output.outputs[0].logprobs or ()
+    return output.token_ids, [next(iter(each.values())).logprob for each in logprobs]
+
+
+@grader("m6.content")
+def grade_content(content: Callable[[Modality, np.ndarray, Range, bytes], str]) -> str:
+    """The lab's hash, repaired: equal for equal pictures, and for no others."""
+    rng = np.random.default_rng(0)
+    feature = rng.random((48, 6), dtype=np.float32)
+    other = feature.copy()
+    other[-1, -1] += 1
+    first = content(Modality.IMAGE, feature, (1, 6, 8), b"options")
+    if not isinstance(first, str) or not first:
+        raise Mismatch(f"A hash is a text, yours is {short(first)}.")
+    if content(Modality.IMAGE, feature.copy(), (1, 6, 8), b"options") != first:
+        raise Mismatch("The same picture has to have the same hash whenever it comes: else nothing is ever found.")
+    for grid in ((1, 8, 6), (1, 4, 12), (2, 6, 4), (1, 12, 4)):
+        if content(Modality.IMAGE, feature, grid, b"options") == first:
+            raise Mismatch(
+                f"The same numbers as a grid of 1 x 6 x 8 and of {' x '.join(map(str, grid))} patches have one hash. "
+                f"They are two pictures: the shape belongs to the content."
+            )
+    if content(Modality.IMAGE, other, (1, 6, 8), b"options") == first:
+        raise Mismatch("Two pictures that differ in one number have one hash: all of the pixels belong to the content.")
+    small = rng.random((44, 1), dtype=np.float32)
+    grids = [(1, 22, 2), (1, 2, 22), (12, 2, 2), (1, 2, 2)]
+    if len({content(Modality.IMAGE, small, grid, b"") for grid in grids}) < len(grids):
+        raise Mismatch(f"Two of the grids {grids} have one hash. Do 1, 22, 2 and 12, 2, 2 become the same text?")
+    for question in ("Describe the picture.", "Where is the red star?"):
+        _grade_two_shapes(content, question)
+    return "Grids that are easily mixed up, and two pictures of the same bytes: each gets an answer about itself."
+
+
+def _grade_two_shapes(content: Any, question: str) -> None:
+    """Two pictures with the same squares in the same order, one after the other, and the first once more."""
+    wide = two_wide()
+    with new_engine() as own:
+        wanted = [_answer(own, shown, question).text for shown in (wide, another_shape(wide))]
+    with new_engine(parts=intake_with(content_hash=content)) as yours:
+        got = [_answer(yours, shown, question).text for shown in (wide, another_shape(wide))]
+        runs = yours.stats().num_encoder_runs
+        _answer(yours, wide, question)
+        again = yours.stats().num_encoder_runs - runs
+    if got != wanted:
+        raise Mismatch(
+            f"{question!r}: about the second of two pictures of the same bytes the engine says {got[1]!r}. That is an "
+            f"answer about the first; right is {wanted[1]!r}."
+        )
+    if again:
+        raise Mismatch("A picture that was shown before is encoded again: its hash must not change.")
+
+
+def _answer(engine: LLMEngine, shown: Any, question: str) -> Any:
+    content = [{"type": "image", "image": shown}, {"type": "text", "text": question}]
+    return engine.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=40))
+
+
+def two_wide() -> np.ndarray:
+    """128 x 96 pixels: a small star in its last row, a small circle in its first one, each in a square of its own."""
+    ground = np.array(picture())[:32, :32]
+    pixels = np.tile(ground, (3, 4, 1))
+    for shape, row, column in ((Shape("small", "red", "star"), 2, 0), (Shape("small", "blue", "circle"), 0, 3)):
+        square = np.array(picture(shape))[32:64, 32:64]
+        pixels[32 * row : 32 * row + 32, 32 * column : 32 * column + 32] = square
+    return pixels
