@@ -1,6 +1,6 @@
 """The vision tower: patches of pictures in, one row per token of the prompt out.
 
-The network is transformers' own, as in m1: a transformer over patches in which every frame sees itself alone, a merger
+The network is transformers' own, as in m1: a transformer over patches in which every layer sees itself alone, a merger
 that makes one vector of 2 x 2 patches, and more mergers that look at middle layers (DeepStack). Ours is what surrounds
 it: its weights come from the same safetensors as the decoder's and under the same checks, and all pictures that a step
 needs run in one forward, whoever they belong to. vLLM: `Qwen3_VisionTransformer` in `models/qwen3_vl.py`; SGLang:

@@ -37,8 +37,8 @@ class EncoderBudget:
     def most(self, req: Req, start: int, num_tokens: int) -> int:
         """How many of the tokens from `start` on may run: all, or as many as stand before an item that is too much.
 
-        If nothing else is encoded in this step, an item may be larger than the whole budget; and if nothing else must
-        be held, larger than the cache.
+        If nothing else is encoded in this step, an item may be larger than the whole budget. (Intake refuses one that
+        is larger than the cache; a cache of somebody's own may be smaller, and then it is held alone.)
         """
         spent, held = self.spent, set(self._held)
         for item in items_within(req, start, start + num_tokens):

@@ -31,7 +31,7 @@ from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
 class ChatPrompt(list[int]):
     """The token ids of a conversation, which carry the pictures that their placeholders stand for.
 
-    A prompt like any other list of ids; a copy of it is a plain list, and has lost its pictures.
+    A prompt like any other list of ids; a slice of it, or `list(prompt)`, is a plain list, and has lost its pictures.
     """
 
     def __init__(self, token_ids: Sequence[int], multimodal_inputs: MultimodalInputs | None = None) -> None:
