@@ -4,7 +4,8 @@ For text the three are equal and count up, as positions always did. A picture is
 have the row and the column of their merged patch; the text behind it goes on after the largest position so far. So a
 picture of 10 x 10 tokens advances the position by 10 and not by 100, and what stands below each other is near each
 other. New in this milestone. Qwen2-VL (Wang et al. 2024) brought M-RoPE; Qwen3-VL gives every layer of a video, two
-frames, a block of its own, behind a text with its time. SGLang: `MRotaryEmbedding.get_rope_index`; vLLM: `get_mrope_input_positions`.
+frames, a block of its own, behind a text with its time. SGLang: `MRotaryEmbedding.get_rope_index`; vLLM:
+`get_mrope_input_positions`.
 """
 
 from collections.abc import Iterable
