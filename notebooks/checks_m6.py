@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -181,10 +183,12 @@ def _compare_key(
     if given != token_ids:
         raise Mismatch(f"{case} changes the prompt itself: the model still needs its tokens. Work on a copy.")
     if not isinstance(got, list) or got != wanted:
-        more = f" {hint}" if hint else ""
-        if isinstance(got, list) and any(0 <= new < VOCABULARY != old for new, old in zip(got, wanted, strict=False)):
-            more += " No text may mean a number that stands for a picture: begin at vocab_size."
-        raise Mismatch(f"{case} is {short(wanted)}, yours {short(got)}.{more}")
+        if isinstance(got, list) and any(
+            isinstance(new, int) and token != new < VOCABULARY <= right
+            for token, new, right in zip(token_ids, got, wanted, strict=False)
+        ):
+            hint = f"No text may mean a number that stands for a picture: begin at vocab_size. {hint}".rstrip()
+        raise Mismatch(f"{case} is {short(wanted)}, yours {short(got)}.{' ' if hint else ''}{hint}")
     for content, _ in items:
         if content not in known:
             raise Mismatch(f"{case}: `known` must have {content!r} afterwards, or nobody finds it when it comes again.")
@@ -208,24 +212,43 @@ PIECES: tuple[tuple[list[Range], int, int, str], ...] = (
 @grader("m6.rows")
 def grade_rows(rows: Callable[[list[Range], int, int], list[tuple[int, int, int]]]) -> str:
     """`rows(ranges, start, end)`: which embeddings of an item belong to the prompt's tokens `start` to `end`."""
-    cases = list(PIECES)
+    for ranges, start, end, hint in PIECES:
+        _compare_rows(rows, ranges, start, end, hint)
     rng = Random(0)
-    for _ in range(200):
+    for _ in range(80):
         at, ranges = 0, []
         for _ in range(rng.randrange(1, 5)):
             at += rng.randrange(1, 5)
             ranges.append((at, at + rng.randrange(1, 9)))
             at = ranges[-1][1]
-        start = rng.randrange(at + 3)
-        cases.append((ranges, start, rng.randrange(start, at + 5) + 1, ""))
-    for ranges, start, end, hint in cases:
-        wanted, got = item_of("x", ranges).rows(start, end), rows(list(ranges), start, end)
-        if not isinstance(got, list) or [tuple(run) for run in got] != wanted:
-            raise Mismatch(
-                f"rows({short(ranges)}, {start}, {end}) is {short(wanted)}, yours {short(got)}."
-                f"{' ' if hint else ''}{hint}"
-            )
-    return "By hand and 200 times at random: each piece takes its own rows, and all pieces together take each row once."
+        num_tokens = at + rng.randrange(1, 5)
+        cuts = sorted(rng.sample(range(1, num_tokens), min(rng.randrange(5), num_tokens - 1)))
+        for start, end in itertools.pairwise([0, *cuts, num_tokens]):
+            _compare_rows(rows, ranges, start, end, "")
+    return (
+        "By hand, and 80 prompts cut into pieces at random: each piece takes its own rows, and so all pieces together "
+        "take each row once."
+    )
+
+
+def _compare_rows(rows: Any, ranges: list[Range], start: int, end: int, hint: str) -> None:
+    wanted, got = item_of("x", ranges).rows(start, end), rows(list(ranges), start, end)
+    runs = [tuple(run) for run in got] if isinstance(got, list) else None
+    if runs == wanted:
+        return
+    hint = _wrong_field(runs, wanted, start) or hint
+    raise Mismatch(
+        f"rows({short(ranges)}, {start}, {end}) is {short(wanted)}, yours {short(got)}.{' ' if hint else ''}{hint}"
+    )
+
+
+def _wrong_field(runs: Any, wanted: list[tuple[int, int, int]], start: int) -> str:
+    """What is wrong if the same one of the three numbers is, in every run, and nothing else."""
+    if runs == [(place - start, *rows) for place, *rows in wanted]:
+        return "The place is counted from the beginning of the prompt, and not of the piece."
+    if runs == [(place, first, end - 1) for place, first, end in wanted]:
+        return "The third number is one more than the last row, like the end of a range."
+    return ""
 
 
 # --- exercises: the encoder's budget ----------------------------------------------------------------------------------
@@ -241,7 +264,9 @@ LOADS: tuple[tuple[list[Item], int, int, int, int, set[str], str], ...] = (
     ([("a", [(5, 45)]), ("b", [(47, 48)])], 0, 60, 0, 12, set(), "Behind one that was too large, no other is encoded."),
     ([("a", [(5, 14)])], 0, 6, 9, 12, set(), "All of a picture is encoded at once, even if the piece ends inside it."),
     ([("a", [(5, 14)])], 8, 20, 9, 12, set(), "In front of a picture that has begun already nothing is left to run."),
+    ([("a", [(5, 14)])], 0, 20, 15, 12, {"a"}, "What costs nothing is never too much, whatever is spent already."),
     ([("a", [(5, 14)]), ("a", [(16, 25)])], 0, 30, 0, 12, set(), "The same content twice is encoded once."),
+    ([("a", [(5, 45)]), ("a", [(47, 87)])], 0, 90, 0, 12, set(), "What came before in this piece costs nothing."),
     ([("a", [(5, 14)]), ("b", [(16, 25)])], 0, 30, 0, 12, set(), "The first picture runs, the second does not."),
     ([("a", [(5, 14)]), ("b", [(16, 25)])], 14, 30, 0, 12, set(), "A picture in front of the piece is none of it."),
     ([("a", [(5, 9), (12, 16)])], 10, 20, 6, 12, set(), "A clip is encoded as a whole, all of its frames."),
@@ -298,14 +323,15 @@ CLIPS: tuple[tuple[int, float, float, int, int, str], ...] = (
     (24000, 24.0, 2.0, 4, 768, "1,000 seconds would be more than `at_most`."),
     (100, 24.0, 2.0, 4, 768, "8.33 frames are 8."),
     (8, 2.0, 2.0, 4, 768, "Where as many are wanted as there are, all are taken."),
-    (10, 4.0, 2.0, 4, 768, "Evenly spread, from the first to the last one, and not every so many-th."),
+    (13, 4.0, 2.0, 4, 768, "6.5 frames are 6."),
     (2, 30.0, 2.0, 4, 768, "Two frames."),
     (500, 25.0, 1.0, 4, 16, "`at_most` may be small."),
 )
+"""The last of each: why so many."""
 
 
 @grader("m6.sample_frames")
-def grade_sample_frames(sample_frames: Callable[[int, float, float, int, int], list[int]]) -> str:
+def grade_sample_frames(sample_frames: Callable[[int, float, float, int, int], Sequence[int]]) -> str:
     """`sample_frames(total, video_fps, fps, at_least, at_most)`: which frames of a video are read."""
     rng = Random(0)
     cases = list(CLIPS)
@@ -315,19 +341,42 @@ def grade_sample_frames(sample_frames: Callable[[int, float, float, int, int], l
         sampling = FrameSampling(fps=fps, min_frames=at_least, max_frames=at_most)
         wanted = list(sampling.indices(total, video_fps, VideoOptions(), "video"))
         got = sample_frames(total, video_fps, fps, at_least, at_most)
-        if _is_halfway(total, len(wanted)):
-            continue  # rounding decides, and there is more than one way
-        if not isinstance(got, Sequence) or list(got) != wanted:
+        frames = _whole_numbers(got)
+        if frames is None or not _are_the_nearest(frames, wanted, total):
+            more = _wrong_frames(frames, wanted, total) or hint
             raise Mismatch(
                 f"{total} frames, {video_fps:g} a second, {fps:g} a second wanted, {at_least} to {at_most} of them: "
-                f"{len(wanted)} frames, {short(wanted)}; you say {short(got)}.{' ' if hint else ''}{hint}"
+                f"{len(wanted)} frames, {short(wanted)}; you say {short(got)}.{' ' if more else ''}{more}"
             )
     return "By hand and 100 clips at random: the frames that the engine reads."
 
 
-def _is_halfway(total: int, wanted: int) -> bool:
-    """Whether a place lies between two frames."""
-    return any(2 * i * (total - 1) % (wanted - 1) == 0 and i * (total - 1) % (wanted - 1) for i in range(wanted))
+def _whole_numbers(got: Any) -> list[int] | None:
+    """As a list, if it is a sequence or an array of whole numbers."""
+    if not isinstance(got, Sequence | np.ndarray) or isinstance(got, str):
+        return None
+    frames = list(got)
+    return [int(i) for i in frames] if all(isinstance(i, int | np.integer) for i in frames) else None
+
+
+def _are_the_nearest(frames: list[int], wanted: list[int], total: int) -> bool:
+    """Whether these frames lie where `wanted` does. Where a place is halfway between two, either is right."""
+    gaps = len(wanted) - 1
+    return len(frames) == len(wanted) and all(
+        frame == right or 2 * abs(frame * gaps - i * (total - 1)) == gaps
+        for i, (frame, right) in enumerate(zip(frames, wanted, strict=True))
+    )
+
+
+def _wrong_frames(frames: list[int] | None, wanted: list[int], total: int) -> str:
+    """What is wrong if their number is right."""
+    if frames is None:
+        return "A list or an array of whole numbers is asked for."
+    if len(frames) != len(wanted):
+        return ""
+    if (frames[0], frames[-1]) != (0, total - 1):
+        return "Evenly spread, from the first to the last one, and not every so many-th."
+    return "Evenly spread, each rounded to the nearest frame."
 
 
 # --- the labs ---------------------------------------------------------------------------------------------------------
@@ -369,6 +418,12 @@ def _compare_positions(positions: Any, num_tokens: int, blocks: list[Block], hin
     if np.shape(got) != wanted.shape:
         raise Mismatch(f"{case}: positions are [3, {num_tokens}], yours {list(np.shape(got))}.{more}")
     got = np.asarray(got)
+    if (got != wanted).any():
+        first = int((got != wanted).any(0).argmax())
+        if any(block.end <= first for block in blocks) and not any(
+            block.start <= first < block.end for block in blocks
+        ):
+            more = " Up to the end of the picture it is right. The text behind it goes on after its longer side."
     for axis, name in enumerate(("time", "height", "width")):
         if got[axis].tolist() != wanted[axis].tolist():
             swapped = axis == 1 and got[1].tolist() == wanted[2].tolist()
@@ -377,7 +432,10 @@ def _compare_positions(positions: Any, num_tokens: int, blocks: list[Block], hin
                 f"{' Those are the positions of the other side: height and width are swapped.' if swapped else ''}"
             )
     if delta != wanted_delta:
-        raise Mismatch(f"{case}: the answer goes on at place + {wanted_delta}, with you at place + {delta}.{more}")
+        raise Mismatch(
+            f"{case}: the answer goes on at place + {wanted_delta}, with you at place + {delta}. The delta is the next "
+            f"position less the number of tokens."
+        )
 
 
 @grader("m6.layout")
@@ -391,6 +449,7 @@ def grade_layout(axes: Callable[[tuple[int, int, int], int], Sequence[int]]) -> 
         ((4, 4, 4), 12, "All three have the same share."),
         ((8, 0, 0), 8, "Time alone."),
         ((6, 2, 1), 9, "Width has had its share before height."),
+        ((6, 1, 2), 9, "An axis that has had its share gives its turn to time, not to the next axis."),
     ]
     for section, pairs, hint in cases:
         wanted, got = axes_of_pairs(section, pairs), axes(section, pairs)
@@ -402,7 +461,7 @@ def grade_layout(axes: Callable[[tuple[int, int, int], int], Sequence[int]]) -> 
     with new_engine() as own, new_engine(parts=another_layout(axes)) as yours:
         if _said(own, shown) != _said(yours, shown):
             raise Mismatch("The layouts agree, and yet the model says something else.")
-    return "Six shapes of heads, and the model's own: each pair turns with the axis that it was trained with."
+    return "Seven shapes of heads, and the model's own: each pair turns with the axis that it was trained with."
 
 
 def _letters(axes: Any) -> str:
@@ -420,17 +479,22 @@ def _said(engine: LLMEngine, shown: Any) -> Any:
 
 
 @grader("m6.content")
-def grade_content(content: Callable[[Modality, np.ndarray, Range, bytes], str]) -> str:
+def grade_content(content: Callable[[Modality, np.ndarray, tuple[int, int, int], bytes], str]) -> str:
     """The lab's hash, repaired: equal for equal pictures, and for no others."""
     rng = np.random.default_rng(0)
     feature = rng.random((48, 6), dtype=np.float32)
     other = feature.copy()
     other[-1, -1] += 1
     first = content(Modality.IMAGE, feature, (1, 6, 8), b"options")
-    if not isinstance(first, str) or not first:
-        raise Mismatch(f"A hash is a text, yours is {short(first)}.")
+    if not isinstance(first, str) or not re.fullmatch("[0-9a-fA-F]{32,}", first):
+        raise Mismatch(
+            f"A hash is a text of at least 32 hex digits, 128 bits: with fewer, two of many contents would share one "
+            f"by chance. (Python's own hash() has 16, and others in every process.) Yours is {short(first)}."
+        )
     if content(Modality.IMAGE, feature.copy(), (1, 6, 8), b"options") != first:
         raise Mismatch("The same picture has to have the same hash whenever it comes: else nothing is ever found.")
+    if _salted(content)(Modality.IMAGE, feature, (1, 6, 8), b"options") != first:
+        raise Mismatch("Python's own hash() is salted: in another process the same picture would have another hash.")
     for grid in ((1, 8, 6), (1, 4, 12), (2, 6, 4), (1, 12, 4)):
         if content(Modality.IMAGE, feature, grid, b"options") == first:
             raise Mismatch(
@@ -443,9 +507,23 @@ def grade_content(content: Callable[[Modality, np.ndarray, Range, bytes], str]) 
     grids = [(1, 22, 2), (1, 2, 22), (12, 2, 2), (1, 2, 2)]
     if len({content(Modality.IMAGE, small, grid, b"") for grid in grids}) < len(grids):
         raise Mismatch(f"Two of the grids {grids} have one hash. Do 1, 22, 2 and 12, 2, 2 become the same text?")
+    large = rng.random((1028, 1), dtype=np.float32)
+    grids = [(1, 2, 514), (1, 514, 2)]
+    if len({content(Modality.IMAGE, large, grid, b"") for grid in grids}) < len(grids):
+        raise Mismatch(f"The grids {grids} have one hash. Is a byte enough for a number? 514 is 2 * 256 + 2.")
     for question in ("Describe the picture.", "Where is the red star?"):
         _grade_two_shapes(content, question)
     return "Grids that are easily mixed up, and two pictures of the same bytes: each gets an answer about itself."
+
+
+def _salted(function: Any) -> Any:
+    """The function as in another process: with a `hash` of another salt."""
+    if not isinstance(function, FunctionType):
+        return function
+    names = {**function.__globals__, "hash": lambda value: hash((value, "another process"))}
+    salted = FunctionType(function.__code__, names, None, function.__defaults__, function.__closure__)
+    salted.__kwdefaults__ = function.__kwdefaults__
+    return salted
 
 
 def _grade_two_shapes(content: Any, question: str) -> None:

@@ -10,6 +10,7 @@ from m6_multimodal_pd.models.rotary import axes_of_pairs
 from m6_multimodal_pd.multimodal.mrope import get_rope_index
 from notebooks.checks_m6 import another_shape, check, new_engine, two_wide
 from tests.notebooks.exercises import M6, assert_refused
+from tests.notebooks.lessons import source
 
 LESSON = M6.lesson
 
@@ -47,14 +48,20 @@ def counted_from_what_it_has(token_ids, items, known, vocab_size):
 
 WRONG_KEYS = [
     (keying(copies=False), "changes the prompt itself"),
-    (keying(first=None), "begin at vocab_size"),
+    (
+        keying(first=None),
+        "yours [5, 0, 0, 0, 6]. No text may mean a number that stands for a picture: begin at vocab_size",
+    ),
     (keying(first=1), "is [5, 4096, 4096, 4096, 6], yours [5, 4097, 4097, 4097, 6]"),
     (keying(remembers=False), "Another content has another number"),
     (keying(stands_for="place"), "Another content has another number"),
     (keying(frames=False), "A clip has one number in all of its frames"),
     (keying(longer=1), "Each placeholder becomes the number, and nothing else"),
     (counted_from_what_it_has, "Each placeholder becomes the number"),
-    (lambda token_ids, items, known, vocab_size: list(token_ids), "Each placeholder becomes the number"),
+    (
+        lambda token_ids, items, known, vocab_size: list(token_ids),
+        "yours [5, 9, 9, 9, 6]. Each placeholder becomes the",
+    ),
     (lambda token_ids, items, known, vocab_size: None, "yours None"),
 ]
 
@@ -105,9 +112,9 @@ WRONG_ROWS = [
     (taking(cuts_start=False), "does not begin with row 0"),
     (taking(cuts_end=False), "takes the first rows"),
     (taking(from_zero=True), "does not begin with row 0"),
-    (taking(at_start=True), "rows([(5, 14)], 8, 16) is [(8, 3, 9)]"),
+    (taking(at_start=True), "The place is counted from the beginning of the prompt"),
     (taking(empty=True), "Behind it nothing is taken"),
-    (taking(inclusive=1), "A piece with all of a picture takes all rows"),
+    (taking(inclusive=1), "The third number is one more than the last row"),
     (lambda ranges, start, end: tuple(taking()(ranges, start, end)), "yours ((5, 0, 9),)"),
     (lambda ranges, start, end: None, "yours None"),
 ]
@@ -125,16 +132,28 @@ def test_wrong_rows_are_met_with_which_ones_belong_to_the_piece(answer, hint):
 # --- piece ------------------------------------------------------------------------------------------------------------
 
 
-def limited(*, whole=True, first_runs=True, known_counts=False, twice=False, strictly=False, begun=False, place=0):
+def limited(
+    *,
+    whole=True,
+    first_runs=True,
+    known_counts=False,
+    asks_also="",
+    twice=False,
+    strictly=False,
+    begun=False,
+    place=0,
+):
     """`piece` with a mistake in it."""
 
     def piece(items, start, num_tokens, spent, budget, known):
         encoded, end = set() if known_counts else set(known), start + num_tokens
         for content, ranges in items:
             parts = [(begin, stop) for begin, stop in ranges if begin < end and start < stop]
-            if not parts or content in encoded:
+            if not parts or (content in encoded and asks_also != ("known" if content in known else "again")):
                 continue
-            if whole:
+            if content in encoded:
+                cost = 0
+            elif whole:
                 cost = sum(stop - begin for begin, stop in ranges)
             else:
                 cost = sum(min(stop, end) - max(begin, start) for begin, stop in parts)
@@ -162,10 +181,12 @@ WRONG_PIECES = [
     (limited(place=-1), "the piece ends in front of the picture"),
     (limited(strictly=True), "Exactly the whole budget is no more than the budget"),
     (limited(known_counts=True), "What is encoded already costs nothing"),
+    (limited(asks_also="known"), "What costs nothing is never too much"),
     (limited(first_runs=False), "The first one of a step runs even if it is larger"),
     (limited(whole=False), "All of a picture is encoded at once"),
     (limited(begun=True), "In front of a picture that has begun already nothing is left"),
     (limited(twice=True), "The same content twice is encoded once"),
+    (limited(asks_also="again"), "What came before in this piece costs nothing"),
     (lambda *_: None, "you say None"),
 ]
 
@@ -182,7 +203,7 @@ def test_a_wrong_piece_is_met_with_what_its_pictures_cost(answer, hint):
 # --- frames -----------------------------------------------------------------------------------------------------------
 
 
-def sampling(*, least=True, most=True, there=True, rounds=np.round, stride=False, last=1, number=int):
+def sampling(*, least=True, most=True, there=True, rounds=np.round, stride=False, last=1, number=int, made=int):
     """`sample_frames` with a mistake in it."""
 
     def sample_frames(total, video_fps, fps, at_least, at_most):
@@ -192,7 +213,7 @@ def sampling(*, least=True, most=True, there=True, rounds=np.round, stride=False
         wanted = min(wanted, total) if there else wanted
         if stride:
             return [i * (total // wanted) for i in range(wanted)]
-        return [int(i) for i in rounds(np.linspace(0, total - last, wanted))]
+        return [made(i) for i in rounds(np.linspace(0, total - last, wanted))]
 
     return sample_frames
 
@@ -201,9 +222,12 @@ WRONG_FRAMES = [
     (sampling(least=False), "One second is two frames, and `at_least` is more"),
     (sampling(most=False), "1,000 seconds would be more than `at_most`"),
     (sampling(there=False), "There are no more frames than there are"),
-    (sampling(stride=True), "you say [0, 12, 24"),
-    (sampling(last=0), "you say [0, 13, 27"),
-    (sampling(rounds=np.floor), "you say [0, 13, 26"),
+    (sampling(stride=True), "Evenly spread, from the first to the last one, and not every so many-th"),
+    (sampling(last=0), "Evenly spread, from the first to the last one"),
+    (sampling(rounds=np.floor), "each rounded to the nearest frame"),
+    (sampling(rounds=np.ceil), "each rounded to the nearest frame"),
+    (sampling(made=float), "A list or an array of whole numbers"),
+    (lambda *_: [], "10 frames"),
     (sampling(number=lambda wanted: int(np.ceil(wanted))), "8.33 frames are 8"),
     (lambda *_: None, "you say None"),
 ]
@@ -211,6 +235,19 @@ WRONG_FRAMES = [
 
 def test_the_frames_that_the_wrong_ones_vary_are_right():
     assert check("m6.sample_frames", sampling())
+
+
+def halves_go(up):
+    def rounds(places):
+        return np.floor(places + 0.5) if up else np.ceil(places - 0.5)
+
+    return rounds
+
+
+@pytest.mark.parametrize("rounds", [np.round, halves_go(up=True), halves_go(up=False)])
+@pytest.mark.parametrize("made", [list, tuple, np.array])
+def test_frames_may_be_any_sequence_and_halves_may_go_either_way(rounds, made):
+    assert check("m6.sample_frames", lambda *clip: made(sampling(rounds=rounds)(*clip)))
 
 
 @pytest.mark.parametrize(("answer", "hint"), WRONG_FRAMES)
@@ -247,6 +284,18 @@ def divided_by_the_height(num_tokens, blocks):
     return found, delta
 
 
+def advancing_by(side):
+    """Blocks are right, and the text behind them goes on after this side."""
+
+    def positions(num_tokens, blocks):
+        found, _ = get_rope_index(num_tokens, blocks)
+        for block in blocks:
+            found[:, block.end :] += getattr(block, side) - max(block.height, block.width)
+        return found, int(found[0, -1]) + 1 - num_tokens
+
+    return positions
+
+
 def after_all_its_tokens(num_tokens, blocks):
     """As a list would count: a picture advances the position by its tokens."""
     return np.tile(np.arange(num_tokens), (3, 1)), 0
@@ -257,8 +306,12 @@ WRONG_POSITIONS = [
     (turned(lambda of_block, block: of_block + np.array([1, 0, 0])[:, None, None]), "time is"),
     (turned(lambda of_block, block: of_block[:, ::-1]), "height is"),
     (divided_by_the_height, "tokens come row by row"),
+    (advancing_by("height"), "2 rows of 3 from 2 on: time is"),
+    (advancing_by("height"), "The text behind it goes on after its longer side"),
+    (advancing_by("width"), "The text behind it goes on after its longer side"),
     (after_all_its_tokens, "time is [0, 1, 1, 1, 1, 3]"),
     (lambda n, blocks: (get_rope_index(n, blocks)[0], 0), "the answer goes on at place + -2, with you at place + 0"),
+    (lambda n, blocks: (get_rope_index(n, blocks)[0], 0), "the next position less the number of tokens"),
     (lambda n, blocks: (get_rope_index(n, blocks)[0][0], 0), "positions are [3, 6], yours [6]"),
 ]
 
@@ -288,10 +341,21 @@ def the_rest_goes_to_width(section, pairs):
     return [2 if pair >= 3 * min(section) else pair % 3 for pair in range(pairs)]
 
 
+def in_turn_among_those_that_have_some_left(section, pairs):
+    left, axes = list(section), []
+    while len(axes) < pairs:
+        for axis in (axis for axis in range(3) if left[axis]):
+            left[axis] -= 1
+            axes.append(axis)
+    return axes
+
+
 WRONG_LAYOUTS = [
     (in_turn_and_never_full, "the rest is time's"),
     (in_another_order, "'THWTHW"),
     (the_rest_goes_to_width, "'THWTHW"),
+    (in_turn_among_those_that_have_some_left, "[6, 1, 2]: 'THWTTWTTT', yours 'THWTWTTTT'"),
+    (in_turn_among_those_that_have_some_left, "gives its turn to time, not to the next axis"),
     (lambda section, pairs: axes_of_pairs((12, 10, 10), 32), "the rest is time's"),
     (lambda section, pairs: [7] * pairs, "yours [7, 7, 7"),
     (lambda section, pairs: [], "yours ''"),
@@ -311,14 +375,18 @@ def test_the_planted_hash_forgets_the_shape():
     assert_refused("m6.content", planted, "the shape belongs to the content")
 
 
-def hashed(*prefix):
+def hashed(*prefix, of_pixels=np.ndarray.tobytes, digest=lambda data: hashlib.sha256(data).hexdigest()):
     """A hash of the bytes, and of what these functions of the grid make."""
 
     def content(modality, feature, grid_thw, options):
         text = "".join(str(part(grid_thw)) for part in prefix)
-        return hashlib.sha256(text.encode() + feature.tobytes()).hexdigest()
+        return digest(text.encode() + of_pixels(feature))
 
     return content
+
+
+def salted(modality, feature, grid_thw, options):
+    return f"{hash((grid_thw, feature.tobytes())) % 2**64:032x}"
 
 
 WRONG_HASHES = [
@@ -327,10 +395,16 @@ WRONG_HASHES = [
     (hashed(np.prod), "the shape belongs to the content"),
     (hashed(lambda grid: grid[0], lambda grid: grid[1], lambda grid: grid[2]), "Do 1, 22, 2 and 12, 2, 2 become"),
     (hashed(lambda grid: grid[1]), "of 2 x 6 x 4 patches have one hash"),
-    (lambda modality, feature, grid, options: str(grid), "all of the pixels belong"),
-    (lambda modality, feature, grid, options: f"{grid}{feature[0]}", "all of the pixels belong"),
+    (hashed(tuple, of_pixels=lambda feature: b""), "all of the pixels belong"),
+    (hashed(tuple, of_pixels=lambda feature: feature[0].tobytes()), "all of the pixels belong"),
+    (hashed(tuple, digest=lambda data: hashlib.md5(data).hexdigest()[:4]), "at least 32 hex digits, 128 bits"),
+    (hashed(tuple, digest=lambda data: str(hash(data))), "hash() has 16, and others in every process"),
+    (salted, "hash() is salted"),
+    (hashed(bytes), "bytes must be in range(0, 256)"),
+    (hashed(lambda grid: np.array(grid).astype(np.uint8)), "Is a byte enough for a number?"),
     (lambda *_: uuid.uuid4().hex, "The same picture has to have the same hash"),
-    (lambda *_: 7, "A hash is a text, yours is 7"),
+    (lambda *_: 7, "A hash is a text of at least 32 hex digits"),
+    (hashed(tuple, digest=lambda data: hashlib.sha256(data).digest()), "A hash is a text of at least 32 hex digits"),
 ]
 
 
@@ -365,3 +439,11 @@ def test_two_pictures_of_the_same_squares_have_the_same_numbers_and_other_grids(
     assert np.array_equal(first.feature, second.feature)
     assert (first.grid_thw, second.grid_thw) == ((1, 6, 8), (1, 8, 6))
     assert np.array_equal(another_shape(tall), wide)
+
+
+def test_what_the_lesson_says_of_swapped_positions_is_what_its_cell_has_measured():
+    outputs = [output for cell in LESSON.cells("code") for output in cell["outputs"]]
+    printed = "".join(line for output in outputs for line in output.get("text", []))
+    assert "swapped positions, wrong answers: describe 6 of 24, where 0 of 24\n" in printed
+    (told,) = [text for text in map(source, LESSON.cells("markdown")) if "Look at what it does *not* do" in text]
+    assert "six of 24 descriptions" in told and "of the 24 questions where a thing is, none" in told
