@@ -36,10 +36,10 @@ class KVStorage:
         block = (spec.block_size, spec.num_kv_heads, spec.head_dim)
         try:
             self._blocks = torch.zeros(
-                (spec.num_layers, 2, config.num_blocks_total, *block), dtype=spec.dtype, device=device
+                (spec.num_layers * 2, config.num_blocks_total, *block), dtype=spec.dtype, device=device
             )
             self._host_blocks = torch.zeros(  # a block of all layers lies in one piece, so that it moves as one
-                (config.num_host_blocks, spec.num_layers, 2, *block),
+                (config.num_host_blocks, spec.num_layers * 2, *block),
                 dtype=spec.dtype,
                 pin_memory=device.type == "cuda" and config.num_host_blocks > 0,
             )
@@ -49,7 +49,7 @@ class KVStorage:
                 f"{f' and {size(config.num_host_bytes)} on the host' if config.num_host_blocks else ''}, which cannot "
                 f"be had: {error}"
             ) from error
-        self._layers = [KVLayer(*layer) for layer in self._blocks]
+        self._layers = [KVLayer(*layer) for layer in self._blocks.view(spec.num_layers, 2, *self._blocks.shape[1:])]
 
     @property
     def num_bytes(self) -> int:
@@ -65,23 +65,28 @@ class KVStorage:
         """The KV of one layer, to be read and written in place."""
         return self._layers[index]
 
+    @property
+    def blocks(self) -> Tensor:
+        """The whole memory, for whoever moves blocks: `blocks[:, i]` is block i, K and V of all layers.
+
+        `[num_layers * 2, num_blocks_total, block_size, num_kv_heads, head_dim]`; keys of layer 0, values of layer 0,
+        keys of layer 1, and so on: the same tensors as `layer` returns.
+        """
+        return self._blocks
+
     def copy_blocks(self, pairs: Pairs) -> None:
         """Copy blocks `(source, target)`. All sources are read before any target is written."""
         targets = {target for _, target in pairs}
-        saved = {source: self._block(source).clone() for source, _ in pairs if source in targets}
+        saved = {source: self._blocks[:, source].clone() for source, _ in pairs if source in targets}
         for source, target in pairs:
-            self._block(target).copy_(saved[source] if source in saved else self._block(source))
+            self._blocks[:, target].copy_(saved[source] if source in saved else self._blocks[:, source])
 
     def swap_out(self, pairs: Pairs) -> None:
         """Copy blocks `(device block, host block)` to the host."""
         for block_id, host_id in pairs:
-            self._host_blocks[host_id].copy_(self._block(block_id), non_blocking=True)
+            self._host_blocks[host_id].copy_(self._blocks[:, block_id], non_blocking=True)
 
     def swap_in(self, pairs: Pairs) -> None:
         """Copy blocks `(host block, device block)` back."""
         for host_id, block_id in pairs:
-            self._block(block_id).copy_(self._host_blocks[host_id], non_blocking=True)
-
-    def _block(self, block_id: int) -> Tensor:
-        """K and V of one block in all layers: what every move moves at once."""
-        return self._blocks[:, :, block_id]  # [num_layers, 2, block_size, num_kv_heads, head_dim]
+            self._blocks[:, block_id].copy_(self._host_blocks[host_id], non_blocking=True)

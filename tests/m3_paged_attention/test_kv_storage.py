@@ -59,6 +59,21 @@ def test_what_is_written_through_a_flat_view_is_in_the_block() -> None:
     assert kv.layer(2).key_cache.count_nonzero() == 10
 
 
+def test_as_blocks_the_memory_is_the_layers_keys_and_values_block_by_block() -> None:
+    kv = storage()
+    fill(kv)
+    assert kv.blocks.shape == (3 * 2, 7, 4, 2, 5) and kv.blocks.nbytes == kv.num_bytes
+    assert all(torch.equal(kv.blocks[:, i], block) for i, block in enumerate(blocks(kv)))
+
+
+def test_what_is_written_as_a_block_is_in_every_layer() -> None:
+    kv = storage()
+    kv.blocks[:, 3] = 9.0
+    for index in range(SPEC.num_layers):
+        for cache in kv.layer(index):
+            assert cache[3].eq(9).all() and cache.count_nonzero() == cache[3].numel()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_holds_as_many_bytes_as_the_arithmetic_says(dtype: torch.dtype) -> None:
     kv = storage(6, 2, dtype=dtype)
