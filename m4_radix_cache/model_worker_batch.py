@@ -25,10 +25,12 @@ class ForwardMode(IntEnum):
     """Both, side by side (from m5 on)."""
     TARGET_VERIFY = auto()
     """One token and some guessed ones, whose logits tell which of them are right (from m5 on)."""
+    PREBUILT = auto()
+    """Nothing goes through the model: another engine has computed prompts and their first tokens (from m6 on)."""
 
     def is_extend(self) -> bool:
         """Whether somebody may have more than one new token."""
-        return self is not ForwardMode.DECODE
+        return self not in (ForwardMode.DECODE, ForwardMode.PREBUILT)
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE

@@ -48,14 +48,17 @@ def recover(scheduler: "SchedulerBase") -> None:
     elif not is_sound:
         lost = [req for req in scheduler.requests.values() if req.status is not RequestStatus.WAITING]
         forget_everything(scheduler)
+        for req in list(scheduler.exchange.held()):
+            scheduler.exchange.let_go(req)
     else:
         lost = []
     for req in lost:
         if req.to_finish is None:
             req.num_retractions += 1
             req.set_status(RequestStatus.PREEMPTED)
-    holding = {id(req) for req in scheduler.requests.values() if req.req_pool_idx is not None}
-    scheduler.waiting_queue = [req for req in scheduler.requests.values() if id(req) not in holding]
+    elsewhere = {id(req) for req in scheduler.requests.values() if req.req_pool_idx is not None}
+    elsewhere |= {id(req) for req in scheduler.exchange.held()}
+    scheduler.waiting_queue = [req for req in scheduler.requests.values() if id(req) not in elsewhere]
     scheduler.marked = {req.rid: req for req in scheduler.requests.values() if req.to_finish is not None}
     scheduler.cur_batch, scheduler.batch_is_full = None, False
     if scheduler.tracer:
@@ -80,10 +83,13 @@ def check_scheduler(scheduler: "SchedulerBase", prefilling: Req | None = None) -
     """
     batches = [scheduler.running_batch] + ([scheduler.last_batch] if scheduler.last_batch is not None else [])
     waiting = scheduler.waiting_queue
-    running = [req for batch in batches for req in batch.reqs if not req.finished()]
+    elsewhere = list(scheduler.exchange.held())
+    running = [
+        req for batch in batches for req in batch.reqs if not req.finished() and not scheduler.exchange.holds(req)
+    ]
     if prefilling is not None and prefilling not in running:
         running.append(prefilling)
-    assert sorted(req.rid for req in [*waiting, *running]) == sorted(scheduler.requests)
+    assert sorted(req.rid for req in [*waiting, *running, *elsewhere]) == sorted(scheduler.requests)
     assert len(running) <= scheduler.max_num_seqs
     assert all(req.status is RequestStatus.RUNNING and req.req_pool_idx is not None for req in running)
     assert all(req.status is not RequestStatus.RUNNING and req.req_pool_idx is None for req in waiting)
@@ -95,7 +101,7 @@ def check_scheduler(scheduler: "SchedulerBase", prefilling: Req | None = None) -
         columns = (batch.reqs, batch.req_pool_indices, batch.seq_lens, batch.output_ids)
         assert len({len(column) for column in columns}) == 1, [len(column) for column in columns]
         assert batch.sampling_info is None or len(batch.sampling_info) == len(batch.reqs)
-    check_memory(running, scheduler.pools)
+    check_memory([*running, *(req for req in elsewhere if req.req_pool_idx is not None)], scheduler.pools)
 
 
 def check_memory(running: list[Req], pools: Pools) -> None:

@@ -21,6 +21,7 @@ from m3_paged_attention.errors import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import PreemptionPolicy
 from m4_radix_cache.errors import blamed_on
+from m4_radix_cache.exchange import Exchange, NoExchange
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.outputs import EngineStats
 from m4_radix_cache.recovery import Phase, audit, check_scheduler, recover
@@ -47,7 +48,8 @@ class SchedulerBase(ABC):
     """The only one that changes requests. Nothing is released between `schedule` and `update_from_output`.
 
     `requests` holds every unfinished request, in order of arrival. Each waits in `waiting_queue`, or has a row: then it
-    is in `running_batch`, or in `last_batch` if that ran its prompt and is not merged yet.
+    is in `running_batch`, or in `last_batch` if that ran its prompt and is not merged yet. (Or, from m6 on, it is
+    elsewhere: see `Exchange`.)
 
     Each milestone says for itself: `get_next_batch_to_run`, `process_batch_result`, `trace_batch`, `nobody_runs`.
     Seams for later milestones: `batch_class`; `stats`, `check_invariants` and `_finish`, which know more there.
@@ -70,6 +72,7 @@ class SchedulerBase(ABC):
         vocab_size: int,
         device: torch.device,
         tracer: Tracer,
+        exchange: Exchange | None = None,
     ) -> None:
         assert scheduler_config.max_num_batched_tokens is not None, "the configuration must be resolved"
         self.max_num_seqs = scheduler_config.max_num_seqs
@@ -78,6 +81,7 @@ class SchedulerBase(ABC):
         self.policy, self.prefill_adder, self.preemption = policy, prefill_adder, preemption
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
         self.vocab_size, self.device, self.tracer = vocab_size, device, tracer
+        self.exchange: Exchange = NoExchange() if exchange is None else exchange
         self.new_token_ratio = NewTokenRatio(scheduler_config.schedule_conservativeness)
         self.requests: dict[str, Req] = {}
         self.waiting_queue: list[Req] = []
@@ -99,8 +103,7 @@ class SchedulerBase(ABC):
             recover(self)
         self.phase = Phase.DECIDING
         self.cur_batch = self.get_next_batch_to_run()
-        if self.cur_batch is None and all(req.to_finish is None for req in self.requests.values()):
-            # Nobody goes on and nobody ends: the next step would be the same, for ever.
+        if self.cur_batch is None and self._is_stuck():
             self.finish_requests(list(self.requests), FinishError(PartError(self.nobody_runs)))
         self.phase = Phase.IN_FLIGHT
         if self.tracer and self.cur_batch is not None:
@@ -126,7 +129,8 @@ class SchedulerBase(ABC):
             settled = {req.rid for req in changed}
             changed += [req for req in marked if req.rid not in settled]
         for req in [req for req in changed if req.to_finish is not None]:
-            self._finish(req)
+            if not self.exchange.keeps(req):
+                self._finish(req)
         self.last_batch = batch if batch is not self.running_batch else None  # it joins those who run
         self.phase = Phase.IDLE
         if not self.requests:
@@ -169,7 +173,8 @@ class SchedulerBase(ABC):
         self._num_arrivals += 1
         request.number = self._num_arrivals
         self.requests[request.request_id] = request
-        self.waiting_queue.append(request)
+        if not self.exchange.takes_in(request):
+            self.waiting_queue.append(request)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs, aborted ones included until their end was reported."""
@@ -208,12 +213,16 @@ class SchedulerBase(ABC):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _is_stuck(self) -> bool:
+        """Whether nobody ends and nobody is elsewhere: if nobody runs either, the next step would be the same."""
+        return all(req.to_finish is None for req in self.requests.values()) and not any(self.exchange.held())
+
     def _start(self, reqs: list[Req]) -> ScheduleBatch | None:
         """A batch of requests that were admitted, their prefixes locked; whoever has a row already goes on."""
         new = [req for req in reqs if req.req_pool_idx is None]
         batch = self.batch_class.init_new(reqs, self.pools)
         try:
-            batch.prepare_for_extend(self._sampling_info(batch.reqs))
+            batch.prepare_for_extend(self.sampling_info_of(batch.reqs))
         except (PartError, torch.OutOfMemoryError) as error:  # nothing was taken
             for req in new:
                 self.tree_cache.dec_lock_ref(req.last_node)
@@ -245,7 +254,7 @@ class SchedulerBase(ABC):
             self.finish_requests([req.rid for req in batch.reqs], FinishError(outgrown(self.running[0], self.pools)))
         return False
 
-    def _sampling_info(self, reqs: list[Req]) -> SamplingBatchInfo:
+    def sampling_info_of(self, reqs: list[Req]) -> SamplingBatchInfo:
         """How the next tokens of these requests are chosen. Raises `PartError` if the stop checker fails."""
         stop_checker = self.updater.stop_checker
         with blamed_on("stop_checker", stop_checker):
@@ -267,6 +276,7 @@ class SchedulerBase(ABC):
     def _finish(self, req: Req) -> None:
         """End a request, and leave its KV to others unless something went wrong with it."""
         assert req.to_finish is not None
+        self.exchange.let_go(req)
         self.updater.end(req, req.to_finish)
         if req.req_pool_idx is not None:
             self.tree_cache.cache_finished_req(req, is_insert=not isinstance(req.to_finish, FinishError))

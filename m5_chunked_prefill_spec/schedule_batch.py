@@ -84,6 +84,14 @@ class ScheduleBatch(PlainScheduleBatch):
             pool.append_runs(rows, slots, self.new_lens)
         self.out_cache_loc, self.seq_lens = slots, self.seq_lens + self.new_lens
 
+    def prepare_for_prebuilt(self, sampling_info: SamplingBatchInfo) -> None:
+        """Nothing goes through the model: all rows hold the KV of a whole prompt, which came from elsewhere (m6)."""
+        self.forward_mode, self.sampling_info, self.num_prompts = ForwardMode.PREBUILT, sampling_info, len(self.reqs)
+        self.req_pool_indices = np.array([req.req_pool_idx for req in self.reqs], dtype=np.int64)
+        self.seq_lens = np.array([len(req.fill_ids) for req in self.reqs], dtype=np.int64)
+        self.new_lens = np.zeros(len(self.reqs), dtype=np.int64)
+        self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)
+
     def mix_with_running(self, running: "ScheduleBatch") -> None:
         """Let prepared decodes run beside these prepared prompts, behind them, from now on in this batch."""
         self.drafts = running.drafts and [[] for _ in self.reqs] + running.drafts

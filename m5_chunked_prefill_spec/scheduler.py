@@ -74,12 +74,18 @@ class Scheduler(SchedulerBase):
             goes_on = [
                 index
                 for index, req in enumerate(self.last_batch.reqs)
-                if req.status is RequestStatus.RUNNING and req.to_finish is None and req is not self.chunked_req
+                if req.status is RequestStatus.RUNNING
+                and req.to_finish is None
+                and req is not self.chunked_req
+                and not self.exchange.holds(req)
             ]
             self.last_batch.filter_batch(goes_on)
             self.running_batch.merge_batch(self.last_batch)
             self.last_batch = None
         self.running_batch.filter_batch()
+        arrived: ScheduleBatch | None = self.exchange.arrived()
+        if arrived is not None:
+            return arrived
         try:
             batch: ScheduleBatch | None = self.composer.compose(self)
         except BooksLostError as lost:  # the books are made anew

@@ -60,7 +60,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     costs = cost_table(config, limits, runner, tracer)
     pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
     return parts["engine_core"](
-        input_processor=build_input_processor(config, limits, parts, loaded, pools),
+        input_processor=build_input_processor(config, limits, parts, loaded, kv_cache_config.num_tokens),
         scheduler=build_scheduler(config, limits, parts, pools, loaded, costs, tracer),
         executor=executor,
         output_processor=parts["output_processor"](tracer=tracer),
@@ -92,9 +92,9 @@ def build_model_runner(
 
 
 def build_input_processor(
-    config: Settings, limits: SchedulerConfig, parts: Mapping[str, Any], loaded: Any, pools: Pools, **more: Any
+    config: Settings, limits: SchedulerConfig, parts: Mapping[str, Any], loaded: Any, max_total_tokens: int, **more: Any
 ) -> Any:
-    """What takes requests in; `more` is what a later milestone's intake needs besides."""
+    """What takes requests in, for so large a KV memory; `more` is what a later milestone's intake needs besides."""
     return parts["input_processor"](
         request_class=parts["request"],
         detokenizer_class=parts["detokenizer"],
@@ -102,7 +102,7 @@ def build_input_processor(
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         max_num_batched_tokens=None if limits.enable_chunked_prefill else limits.max_num_batched_tokens,
-        max_total_tokens=pools.token_to_kv_pool_allocator.size,
+        max_total_tokens=max_total_tokens,
         speculates=config.speculative.method is not None,
         seed=config.model.seed,
         **more,
@@ -117,8 +117,12 @@ def build_scheduler(
     loaded: Any,
     costs: CostTable | None,
     tracer: Tracer,
+    **more: Any,
 ) -> Any:
-    """What decides, and whom it asks. Raises `ConfigError` for a proposer that would never be asked."""
+    """What decides, and whom it asks; `more` is what a later milestone's scheduler needs besides.
+
+    Raises `ConfigError` for a proposer that would never be asked.
+    """
     proposer = parts["proposer"](config.speculative)
     if proposer is not None and config.speculative.method is None:
         raise ConfigError(
@@ -147,6 +151,7 @@ def build_scheduler(
         vocab_size=loaded.vocab_size,
         device=config.model.torch_device(),
         tracer=tracer,
+        **more,
     )
 
 
