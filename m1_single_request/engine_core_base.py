@@ -12,9 +12,10 @@ from typing import Protocol
 
 import torch
 
-from m1_single_request.errors import EngineDeadError
+from m1_single_request.errors import EngineDeadError, EngineUsageError
 from m1_single_request.events import StepDone
 from m1_single_request.input_processor import InputProcessor
+from m1_single_request.operations import Operations, OperationsProtocol
 from m1_single_request.output_processor import OutputProcessor, failed_output
 from m1_single_request.outputs import EngineStats, RequestOutput
 from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, Request
@@ -65,6 +66,7 @@ class EngineCoreBase(ABC):
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.tracer = tracer
+        self.operations: OperationsProtocol = Operations()
         self.iteration = 0
         self.dead: EngineDeadError | None = None
         self._unfinished = unfinished
@@ -141,8 +143,16 @@ class EngineCoreBase(ABC):
         self._kv_holder.clear_kv_caches()
         return True
 
+    def update_weights(self, model: str) -> None:
+        """Load other weights and forget all KV. Raises `EngineUsageError` under load, or if this engine cannot."""
+        if self.has_unfinished_requests():
+            raise EngineUsageError("weights are exchanged between requests, and some are unfinished")
+        self.operations.update_weights(model)
+        self.flush_cache()
+
     def close(self) -> None:
         """Release the KV of all requests."""
+        self.operations.close()
         if self.dead is None:
             self._kv_holder.clear_kv_caches()
         for request_id in self._kv_holder.held_request_ids():

@@ -195,6 +195,21 @@ class LLMEngine:
         self._check_usable()
         return self.engine_core.flush_cache()
 
+    def update_weights(self, model: str | Path) -> None:
+        """Go on with the weights of another model of the same shape (m6). Raises `EngineUsageError` under load."""
+        self._check_usable()
+        self.engine_core.update_weights(str(model))
+
+    def start_profile(self, folder: str | Path) -> None:
+        """Let torch's profiler record the steps from now on; `stop_profile` writes what it saw into this folder."""
+        self._check_usable()
+        self.engine_core.operations.start_profile(str(folder))
+
+    def stop_profile(self) -> list[Path]:
+        """Stop recording; the files that were written, for chrome://tracing or Perfetto."""
+        self._check_usable()
+        return [Path(name) for name in self.engine_core.operations.stop_profile()]
+
     def close(self) -> None:
         """Release everything. Open requests end without a further output; the engine cannot be used any more."""
         if self._closed:

@@ -1,0 +1,60 @@
+"""torch's profiler around an engine's steps: which operators took how long, for a viewer.
+
+The trace says what the engine decided; this says what the device did meanwhile. While nothing is recorded it costs
+nothing. SGLang: `SchedulerProfilerMixin`; vLLM: `VLLM_TORCH_PROFILER_DIR` and `start_profile` of its workers.
+"""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from m1_single_request.errors import ConfigError, EngineUsageError, shown
+
+
+class StepProfiler:
+    """Records everything between `start` and `stop`. torch has one profiler for the whole process."""
+
+    _recording: ClassVar["StepProfiler | None"] = None
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+        self._folder = Path()
+
+    def start(self, folder: str) -> None:
+        """Record from now on. Raises `ConfigError` for a folder that cannot be written, `EngineUsageError` if it
+        records already."""
+        if StepProfiler._recording is not None:
+            raise EngineUsageError("a profile is being recorded in this process already: stop_profile() ends it")
+        path = Path(folder)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"profiles cannot be written to {shown(folder)}: {error}") from error
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profile = torch.profiler.profile(activities=activities)
+        profile.start()
+        self._profile, self._folder, StepProfiler._recording = profile, path, self
+
+    def stop(self) -> list[str]:
+        """Write what was recorded; the file's name. Raises `EngineUsageError` if nothing is being recorded."""
+        if self._profile is None:
+            raise EngineUsageError("no profile is being recorded: start_profile() begins one")
+        profile, self._profile, StepProfiler._recording = self._profile, None, None
+        profile.stop()
+        name = str(self._folder / f"steps-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+        profile.export_chrome_trace(name)
+        return [name]
+
+    def drop(self) -> None:
+        """Stop, and write nothing."""
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            StepProfiler._recording = None
+            with suppress(Exception):
+                profile.stop()
