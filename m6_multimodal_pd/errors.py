@@ -1,6 +1,6 @@
-"""What can be wrong with a picture; all other errors are those of earlier milestones."""
+"""What can be wrong with a picture, and between engines; all other errors are those of earlier milestones."""
 
-from m1_single_request.errors import InvalidRequestError
+from m1_single_request.errors import EngineError, InvalidRequestError
 
 
 class InvalidMediaError(InvalidRequestError):
@@ -8,3 +8,26 @@ class InvalidMediaError(InvalidRequestError):
 
     Nothing was queued, and no other request is touched.
     """
+
+
+class TransferError(EngineError, RuntimeError):
+    """KV pages cannot go from one engine to another: the two do not fit together, or one of them broke the protocol.
+
+    It is raised before anything changes: no page was written, no frame is held.
+    """
+
+
+class WireError(EngineError):
+    """A message between processes that cannot be sent or read: too large, cut off, or not one that is known."""
+
+
+class PeerLostError(EngineError):
+    """The process at the other end takes no messages: it is gone, was never there, or no longer reads."""
+
+
+class EngineLostError(EngineError, RuntimeError):
+    """An engine that a request needed is gone, and no other could take its place."""
+
+
+class RemoteError(EngineError, RuntimeError):
+    """Something failed in another engine's process that has no name here; the text says what."""

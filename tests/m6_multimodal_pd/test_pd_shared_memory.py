@@ -1,0 +1,349 @@
+"""Memory that two processes share: who may map it, and that no name of it stays behind, whoever dies when."""
+
+import os
+import secrets
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from m1_single_request.errors import ConfigError
+from m6_multimodal_pd.disaggregation import shared_memory
+from m6_multimodal_pd.disaggregation.shared_memory import (
+    SharedMemorySegments,
+    leftovers,
+    remove_leftovers,
+    segment_directory,
+)
+from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
+from m6_multimodal_pd.disaggregation.transport import Offer, Ticket
+from m6_multimodal_pd.errors import TransferError
+from tests.m6_multimodal_pd.transfers import Memory
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def owner() -> Iterator[str]:
+    """A name that nobody else has, and nothing of it left at the end."""
+    name = f"test{secrets.token_hex(8)}"
+    yield name
+    assert remove_leftovers(name) == []
+
+
+@pytest.fixture
+def source(owner: str) -> Iterator[StagedSource]:
+    source = StagedSource(Memory(num_pages=9, seed=1).store, SharedMemorySegments(owner), num_frames=4)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def target(owner: str) -> StagedTarget:
+    return StagedTarget(Memory(num_pages=9, seed=2).store, SharedMemorySegments(owner))
+
+
+def mappings(segment: str) -> list[str]:
+    """How this process has it mapped, under its name or without one: for reading, for writing."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted(line.split()[1] for line in lines if segment in line)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mappings")
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_segment_has_its_name_until_it_is_taken(owner: str, source: StagedSource, target: StagedTarget) -> None:
+    offer = source.offer("d")
+    assert leftovers(owner) == [offer.segment] and (segment_directory() / offer.segment).exists()
+    target.accept("p", offer)
+    assert leftovers(owner) == [offer.segment]
+    source.taken("d")
+    assert leftovers(owner) == [] and not (segment_directory() / offer.segment).exists()
+    ticket = source.send("d", [1])
+    assert ticket is not None
+    target.receive("p", ticket, [1])  # without a name as with one
+
+
+@pytest.mark.parametrize("end", [lambda source: source.forget("d"), lambda source: source.close()])
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_name_is_gone_after_forget_and_after_close(
+    owner: str, source: StagedSource, end: Callable[[StagedSource], None], is_taken: bool
+) -> None:
+    source.offer("d")
+    if is_taken:
+        source.taken("d")
+    end(source)
+    assert leftovers(owner) == []
+    end(source)
+
+
+@on_linux
+def test_memory_is_mapped_once_by_each_side_and_given_back(
+    owner: str, source: StagedSource, target: StagedTarget
+) -> None:
+    descriptors = num_descriptors()
+    for _ in range(2):
+        segment = (offer := source.offer("d")).segment
+        assert mappings(segment) == ["rw-s"]
+        target.accept("p", offer)
+        source.taken("d")
+        assert mappings(segment) == ["r--s", "rw-s"], "a target cannot write"
+        source.forget("d")
+        assert mappings(segment) == ["r--s"]
+        target.forget("p")
+        assert mappings(segment) == [] and num_descriptors() == descriptors
+
+
+@on_linux
+def test_what_is_refused_is_not_mapped_and_leaves_no_file_open(source: StagedSource, target: StagedTarget) -> None:
+    offer = source.offer("d")
+    descriptors = num_descriptors()
+    with pytest.raises(TransferError):
+        target.accept("p", msgspec.structs.replace(offer, num_frames=5))
+    assert mappings(offer.segment) == ["rw-s"] and num_descriptors() == descriptors
+
+
+def test_the_memory_is_there_at_once_for_its_owner_alone_and_empty(source: StagedSource) -> None:
+    offer = source.offer("d")
+    status = (segment_directory() / offer.segment).stat()
+    num_bytes = offer.num_frames * offer.page_bytes
+    assert stat.S_IMODE(status.st_mode) == 0o600 and status.st_size == num_bytes
+    assert status.st_blocks * 512 >= num_bytes, "a write could find no memory"
+    assert not any((segment_directory() / offer.segment).read_bytes())
+
+
+def test_memory_that_is_not_there_leaves_no_name(owner: str) -> None:
+    source = StagedSource(Memory(num_pages=3, seed=1).store, SharedMemorySegments(owner), num_frames=2**50)
+    with pytest.raises(TransferError, match="cannot be had"):
+        source.offer("d")
+    assert leftovers(owner) == []
+
+
+def test_no_name_comes_twice(source: StagedSource) -> None:
+    assert len({source.offer(f"d{i}").segment for i in range(20)}) == 20
+
+
+def test_a_name_that_exists_is_never_used(source: StagedSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory.secrets, "token_hex", lambda size: size * "ab")
+    first = source.offer("d")
+    with pytest.raises(TransferError, match="cannot be had"):
+        source.offer("e")
+    assert source.num_free_frames("d") == 4 and (segment_directory() / first.segment).exists()
+
+
+def test_a_sweep_takes_what_is_this_owners_and_nothing_else(owner: str) -> None:
+    other = f"{owner}b"
+    ours, theirs = (
+        StagedSource(Memory(num_pages=3, seed=1).store, SharedMemorySegments(name), num_frames=1)
+        for name in (owner, other)
+    )
+    names = sorted(ours.offer(f"d{i}").segment for i in range(3))
+    kept = [segment_directory() / theirs.offer("d").segment, segment_directory() / f"stepwise-{owner}-notes"]
+    kept[1].touch()
+    try:
+        assert leftovers(owner) == names and remove_leftovers(owner) == names and leftovers(owner) == []
+        assert all(path.exists() for path in kept)
+        ours.close()  # finds its names gone, and does not mind
+    finally:
+        kept[1].unlink()
+        theirs.close()
+
+
+@pytest.mark.parametrize("name", ["", "a-b", "../a", "a/b", 33 * "a", "ä", "a\n", None, 7], ids=repr)
+def test_an_owner_is_letters_and_digits(name: Any) -> None:
+    for use in (SharedMemorySegments, leftovers, remove_leftovers):
+        with pytest.raises(ConfigError, match="must be 1 to 32 letters and digits"):
+            use(name)
+
+
+def test_where_there_is_no_shared_memory_files_do(
+    owner: str, source: StagedSource, target: StagedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory.Path, "is_dir", lambda path: str(path) != "/dev/shm")
+    monkeypatch.setattr(shared_memory.tempfile, "tempdir", str(tmp_path))
+    offer = source.offer("d")
+    assert [path.name for path in tmp_path.iterdir()] == [offer.segment] == leftovers(owner)
+    target.accept("p", offer)
+    source.taken("d")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- hostile offers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "stepwise-a/../../etc/passwd",
+        "stepwise-a-" + 31 * "0",
+        "stepwise-a-" + 32 * "0" + "\n",
+        "stepwise-a-" + 32 * "0" + "\0",
+        "stepwise-a-" + 32 * "G",
+        ".",
+        "",
+    ],
+    ids=repr,
+)
+def test_a_name_of_another_form_is_not_even_looked_for(
+    source: StagedSource, target: StagedTarget, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    offer = source.offer("d")
+    monkeypatch.setattr(shared_memory.os, "open", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(TransferError, match="is not the name of a segment"):
+        target.accept("p", msgspec.structs.replace(offer, segment=name))
+
+
+def a_link(path: Path, true: Path) -> None:
+    path.symlink_to(true)
+
+
+def a_pipe(path: Path, true: Path) -> None:
+    os.mkfifo(path, 0o600)
+
+
+def a_directory(path: Path, true: Path) -> None:
+    path.mkdir(0o700)
+
+
+def a_shorter_file(path: Path, true: Path) -> None:
+    path.write_bytes(true.read_bytes()[:-1])
+    path.chmod(0o600)
+
+
+def a_longer_file(path: Path, true: Path) -> None:
+    path.write_bytes(true.read_bytes() + b"\0")
+    path.chmod(0o600)
+
+
+def a_file_for_all(path: Path, true: Path) -> None:
+    path.write_bytes(true.read_bytes())
+    path.chmod(0o604)
+
+
+def nothing(path: Path, true: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (a_link, "cannot be opened"),
+        (a_pipe, "is not a file"),
+        (a_directory, "is not a file"),
+        (a_shorter_file, "bytes, not"),
+        (a_longer_file, "bytes, not"),
+        (a_file_for_all, "is open to other users"),
+        (nothing, "cannot be opened"),
+    ],
+)
+def test_a_name_that_stands_for_something_else_is_refused(
+    owner: str, source: StagedSource, target: StagedTarget, make: Callable[[Path, Path], None], message: str
+) -> None:
+    offer = source.offer("d")
+    name = f"stepwise-{owner}-{secrets.token_hex(16)}"
+    path = segment_directory() / name
+    make(path, segment_directory() / offer.segment)
+    try:
+        with pytest.raises(TransferError, match=message):
+            target.accept("p", msgspec.structs.replace(offer, segment=name))
+    finally:
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+    target.accept("p", offer)
+
+
+def test_a_file_of_another_user_is_refused(
+    source: StagedSource, target: StagedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer, user = source.offer("d"), os.geteuid()
+    monkeypatch.setattr(shared_memory.os, "geteuid", lambda: user + 1)
+    with pytest.raises(TransferError, match="is open to other users"):
+        target.accept("p", offer)
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+
+
+class Other:
+    """The other process (`transfer_process.py`)."""
+
+    def __init__(self, owner: str) -> None:
+        command = [sys.executable, "-m", "tests.m6_multimodal_pd.transfer_process", owner]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.memory = Memory(num_pages=9, seed=9)  # the same as it has
+
+    def tell(self, command: str, argument: Any, answer: Any = None) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode([command, argument]) + b"\n")
+        self.process.stdin.flush()
+        return msgspec.json.decode(self.process.stdout.readline(), type=answer)
+
+    def kill(self) -> None:
+        """SIGKILL, if it is still alive."""
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def other(owner: str) -> Iterator[Other]:
+    other = Other(owner)
+    yield other
+    other.kill()
+
+
+def test_pages_go_to_another_process_and_come_from_it_and_its_death_leaves_what_a_sweep_finds(other: Other) -> None:
+    """One story, because a process takes seconds to start."""
+    theirs, ours = other.process.args[-1], f"ours{secrets.token_hex(8)}"  # type: ignore[index]
+    memory, segments = Memory(num_pages=12, seed=12), SharedMemorySegments(ours)
+    source = StagedSource(memory.store, segments, num_frames=3, checksums=True)
+    target = StagedTarget(memory.store, segments)
+    sent = memory.pages()
+
+    # There: every page once, in pieces.
+    other.tell("accept", source.offer("other"))
+    source.taken("other")
+    assert leftovers(ours) == []
+    for pages, to in (([5, 1, 12], [9, 2, 4]), ([7, 3], [1, 8])):
+        ticket = source.send("other", pages)
+        arrived = other.tell("receive", [ticket, to], list[str])
+        assert ticket is not None and [bytes.fromhex(page) for page in arrived] == [sent[page] for page in pages]
+        source.release("other", ticket.number)
+
+    # And back: from the pages that they came to, and one that was there before.
+    target.accept("other", other.tell("offer", "test", Offer))
+    other.tell("taken", "test")
+    assert leftovers(theirs) == []
+    target.receive("other", other.tell("send", [4, 8, 3], Ticket), [10, 11, 6])
+    assert [memory.page(page) for page in (10, 11, 6)] == [sent[12], sent[3], other.memory.page(3)]
+
+    # Killed with one ticket underway and one offer that nobody has taken.
+    ticket = other.tell("send", [9], Ticket)
+    offer = other.tell("offer", "somebody", Offer)
+    other.kill()
+    assert leftovers(theirs) == [offer.segment], "what was taken has no name"
+    target.receive("other", ticket, [2])
+    assert memory.page(2) == sent[5]
+    assert remove_leftovers(theirs) == [offer.segment] and leftovers(theirs) == []
+    with pytest.raises(TransferError, match="cannot be opened"):
+        StagedTarget(memory.store, segments).accept("other", offer)
+
+    # The one that is left forgets the other, and nothing has a name.
+    source.forget("other"), target.forget("other")
+    assert leftovers(ours) == [] and source.num_pages_sent == 5
+    source.close()

@@ -1,0 +1,598 @@
+"""KV pages come from one engine to another bit by bit, and what is wrong is refused before a byte is written.
+
+Both transports keep the same promises, so most tests run with both.
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from m1_single_request.errors import ConfigError, EngineError
+from m6_multimodal_pd.disaggregation.frames import Extent, Frames
+from m6_multimodal_pd.disaggregation.in_process import InProcessSegments
+from m6_multimodal_pd.disaggregation.page_store import PageStore
+from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
+from m6_multimodal_pd.disaggregation.transport import KVSource, KVTarget, Offer, Ticket
+from m6_multimodal_pd.errors import TransferError
+from tests.m6_multimodal_pd.transfers import BF16, DRAFT, FP32, MODELS, Memory, Pair, segments_of
+
+TRANSPORTS = ("in_process", "shared_memory")
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def pair(transport: str) -> Iterator[Pair]:
+    pair = Pair(transport)
+    yield pair
+    pair.source.close()
+    pair.target.close()
+
+
+# --- pages arrive -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("models", MODELS.values(), ids=MODELS)
+def test_every_page_arrives_bit_by_bit_at_another_number_and_no_other_page_changes(
+    transport: str, models: list[dict[str, Any]]
+) -> None:
+    pair = Pair(transport, models, checksums=True)
+    expected = pair.theirs.pages()
+    moves = [([7, 2, 12], [1, 9, 4]), ([1], [3]), ([5, 11, 3, 4], [8, 2, 5, 7])]
+    for pages, to in moves:
+        pair.move(pages, to)
+        for page, other in zip(pages, to, strict=True):
+            expected[other] = pair.ours.page(page)
+        assert pair.theirs.pages() == expected
+    assert pair.ours.pages() == Memory(models, num_pages=12, seed=12).pages(), "the source has changed"
+    assert pair.source.num_pages_sent == 8 and pair.source.num_bytes_sent == 8 * pair.ours.store.page_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("models", MODELS.values(), ids=MODELS)
+def test_pages_come_from_and_to_a_gpu(models: list[dict[str, Any]]) -> None:
+    pair = Pair("shared_memory", models, checksums=True, device="cuda")
+    pair.move([7, 2, 12], [1, 9, 4])
+    assert [pair.theirs.page(page) for page in (1, 9, 4)] == [pair.ours.page(page) for page in (7, 2, 12)]
+
+
+def test_a_page_is_as_many_bytes_as_the_arithmetic_says() -> None:
+    store = Memory([FP32, DRAFT], num_pages=12, seed=0).store
+    assert store.page_bytes == 3 * 2 * 4 * 2 * 8 * 4 + 1 * 2 * 4 * 1 * 4 * 2 and store.num_pages == 12
+
+
+def test_what_was_sent_may_change_before_it_is_received(pair: Pair) -> None:
+    sent = pair.ours.page(5)
+    ticket = pair.source.send("d", [5])
+    pair.ours.storages[0].blocks.zero_()
+    assert ticket is not None
+    pair.target.receive("p", ticket, [1])
+    assert pair.theirs.page(1) == sent != pair.ours.page(5)
+
+
+def test_several_sources_and_targets_do_not_mix(transport: str) -> None:
+    segments = segments_of(transport)
+    ours, theirs = ([Memory(num_pages=6, seed=10 * side + i) for i in range(2)] for side in (1, 2))
+    sources = [StagedSource(memory.store, segments, num_frames=3) for memory in ours]
+    targets = [StagedTarget(memory.store, segments) for memory in theirs]
+    for i, source in enumerate(sources):
+        for j, target in enumerate(targets):
+            target.accept(f"p{i}", source.offer(f"d{j}"))
+            source.taken(f"d{j}")
+    tickets = {(i, j): source.send(f"d{j}", [1 + j, 4]) for i, source in enumerate(sources) for j in range(2)}
+    for (i, j), ticket in tickets.items():
+        assert ticket is not None
+        targets[j].receive(f"p{i}", ticket, [1 + 2 * i, 2 + 2 * i])
+    for i in range(2):
+        for j in range(2):
+            assert theirs[j].page(1 + 2 * i) == ours[i].page(1 + j) and theirs[j].page(2 + 2 * i) == ours[i].page(4)
+
+
+def test_what_travels_is_the_same_behind_the_wire_and_nothing_else_is_read(pair: Pair) -> None:
+    ticket = pair.source.send("d", [3, 4])
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    assert decode(encode(pair.offer), type=Offer) == pair.offer
+    again = decode(encode(ticket), type=Ticket)
+    assert again == ticket
+    pair.target.receive("p", again, [1, 2])
+    assert pair.theirs.page(2) == pair.ours.page(4)
+    for wrong in ({"number": 1, "extents": [], "more": 1}, {"number": "1", "extents": []}, {"number": 1}):
+        with pytest.raises(msgspec.ValidationError):
+            decode(encode(wrong), type=Ticket)
+
+
+def test_both_ends_are_what_the_interface_says(pair: Pair) -> None:
+    source: KVSource = pair.source
+    target: KVTarget = pair.target
+    assert source.num_frames == 4 and source.num_pages_sent == source.num_bytes_sent == 0 and target is pair.target
+
+
+# --- frames are scarce ------------------------------------------------------------------------------------------------
+
+
+def test_without_room_nothing_is_sent_and_after_a_release_it_goes_on(pair: Pair) -> None:
+    first, second = pair.source.send("d", [1, 2]), pair.source.send("d", [3])
+    assert first is not None and second is not None
+    assert pair.source.send("d", [4, 5]) is None and pair.source.num_free_frames("d") == 1
+    assert pair.source.num_pages_sent == 3
+    pair.source.release("d", first.number)
+    third = pair.source.send("d", [4, 5, 6])  # on both sides of the second
+    assert third is not None and pair.source.num_free_frames("d") == 0
+    pair.target.receive("p", second, [9])
+    pair.target.receive("p", third, [2, 1, 3])
+    assert [pair.theirs.page(page) for page in (9, 2, 1, 3)] == [pair.ours.page(page) for page in (3, 4, 5, 6)]
+
+
+def test_what_can_never_have_room_is_an_error(pair: Pair) -> None:
+    with pytest.raises(TransferError, match="5 pages are sent at once, and there are 4 frames: split"):
+        pair.source.send("d", [1, 2, 3, 4, 5])
+    assert pair.source.num_free_frames("d") == 4 and pair.source.send("d", [1, 2, 3, 4]) is not None
+
+
+def test_the_first_hole_that_is_large_enough_is_taken_and_otherwise_the_lowest_ones() -> None:
+    frames = Frames(10)
+    for number, extent in enumerate([Extent(6, 1), Extent(2, 2)]):
+        frames.hold(number, (extent,))  # holes: 0-1, 4-5, 7-9
+    assert frames.find(1) == ((0, 1),) and frames.find(2) == ((0, 2),) and frames.find(3) == ((7, 3),)
+    assert frames.find(5) == ((0, 2), (4, 2), (7, 1)) and frames.find(7) == ((0, 2), (4, 2), (7, 3))
+    assert frames.find(8) is None and frames.num_free == 7, "finding holds nothing"
+    assert frames.free(1) and not frames.free(1)
+    assert frames.find(5) == ((0, 5),) and frames.find(7) == ((0, 6), (7, 1)), "neighbours are one hole"
+
+
+def test_no_pages_are_sent_without_a_frame(pair: Pair) -> None:
+    ticket = pair.source.send("d", [])
+    assert ticket == Ticket(0, ()) and pair.source.num_free_frames("d") == 4
+    before = pair.theirs.pages()
+    pair.target.receive("p", ticket, [])
+    assert pair.theirs.pages() == before
+
+
+class Broken(PageStore):
+    """Memory that fails, or a user who interrupts, when the second extent is read."""
+
+    num_reads = 0
+
+    def read(self, pages: Sequence[int], rows: torch.Tensor) -> None:
+        self.num_reads += 1
+        if self.num_reads == 2:
+            raise KeyboardInterrupt
+        super().read(pages, rows)
+
+
+def test_an_interrupt_while_pages_are_read_holds_no_frame() -> None:
+    memory = Memory(num_pages=8, seed=1)
+    source = StagedSource(memory.store, InProcessSegments(), num_frames=4)
+    source.offer("d")
+    tickets = [source.send("d", [page]) for page in (1, 2, 3)]
+    assert tickets[0] is not None and tickets[2] is not None
+    source.release("d", tickets[0].number), source.release("d", tickets[2].number)
+    source.store = Broken(memory.storages)
+    with pytest.raises(KeyboardInterrupt):
+        source.send("d", [4, 5, 6])
+    assert source.num_free_frames("d") == 3 and source.num_pages_sent == 3
+    assert source.send("d", [4, 5, 6]) is not None
+
+
+@dataclass
+class Line:
+    """What the test knows of one target."""
+
+    target: StagedTarget
+    memory: Memory
+    pages: list[bytes]
+    underway: dict[int, tuple[Ticket, list[bytes]]] = field(default_factory=dict)
+    last: int = -1
+
+
+class AgainstPlainCopies(RuleBasedStateMachine):
+    """Any order of sending, receiving, skipping, releasing and losing: what arrives is what was sent, no frame is in
+    two tickets, and none is lost."""
+
+    NUM_FRAMES = 5
+
+    @initialize(transport=st.sampled_from(TRANSPORTS))
+    def begin(self, transport: str) -> None:
+        self.segments = segments_of(transport)
+        self.memory = Memory([DRAFT], num_pages=8, seed=8)
+        self.source = StagedSource(self.memory.store, self.segments, num_frames=self.NUM_FRAMES, checksums=True)
+        self.lines: dict[str, Line] = {}
+        self.noise = random.Random(1)
+        self.numbers: set[int] = set()
+
+    def teardown(self) -> None:
+        if hasattr(self, "source"):
+            self.source.close()
+
+    @rule(name=st.sampled_from("ab"))
+    def meet_or_lose(self, name: str) -> None:
+        if name in self.lines:
+            gone = self.lines.pop(name)
+            self.source.forget(name)
+            for number in gone.underway:
+                with pytest.raises(TransferError):
+                    self.source.release(name, number)
+            return
+        memory = Memory([DRAFT], num_pages=8, seed=ord(name))
+        target = StagedTarget(memory.store, self.segments)
+        target.accept("p", self.source.offer(name))
+        self.source.taken(name)
+        self.lines[name] = Line(target, memory, memory.pages())
+
+    @precondition(lambda self: self.lines)
+    @rule(data=st.data(), pages=st.lists(st.integers(1, 8), unique=True, max_size=6))
+    def send(self, data: st.DataObject, pages: list[int]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.lines)))
+        line, free = self.lines[name], self.free(name)
+        if len(pages) > self.NUM_FRAMES:
+            with pytest.raises(TransferError):
+                self.source.send(name, pages)
+            return
+        ticket = self.source.send(name, pages)
+        assert (ticket is None) == (len(pages) > free)
+        if ticket is not None:
+            assert ticket.number not in self.numbers
+            self.numbers.add(ticket.number)
+            line.underway[ticket.number] = ticket, [self.memory.page(page) for page in pages]
+
+    @precondition(lambda self: any(line.underway for line in self.lines.values()))
+    @rule(data=st.data(), to=st.permutations(range(1, 9)), is_received=st.booleans())
+    def receive_and_release(self, data: st.DataObject, to: list[int], is_received: bool) -> None:
+        name = data.draw(st.sampled_from([name for name, line in sorted(self.lines.items()) if line.underway]))
+        line = self.lines[name]
+        number = data.draw(st.sampled_from(sorted(line.underway)))
+        ticket, sent = line.underway[number]
+        to = to[: len(sent)]
+        if is_received and number < line.last:
+            with pytest.raises(TransferError, match="late, or twice"):
+                line.target.receive("p", ticket, to)
+        elif is_received:
+            line.target.receive("p", ticket, to)
+            line.last = number
+            for page, content in zip(to, sent, strict=True):
+                line.pages[page] = content
+        self.source.release(name, number)
+        del line.underway[number]
+
+    @precondition(lambda self: self.lines)
+    @rule(data=st.data(), number=st.integers(-1, 30))
+    def release_what_is_not_underway(self, data: st.DataObject, number: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.lines)))
+        if number not in self.lines[name].underway:
+            with pytest.raises(TransferError, match="not on its way"):
+                self.source.release(name, number)
+
+    @rule(page=st.integers(1, 8))
+    def compute(self, page: int) -> None:
+        """The prefill engine goes on: the page holds something else now."""
+        blocks = self.memory.storages[0].blocks
+        blocks.view(torch.uint8)[:, page] = self.noise.randrange(256)
+
+    def free(self, name: str) -> int:
+        held = sum(len(sent) for _, sent in self.lines[name].underway.values())
+        return self.NUM_FRAMES - held
+
+    @invariant()
+    def all_is_as_plain_copies_are(self) -> None:
+        if not hasattr(self, "source"):
+            return
+        self.source.check_invariants()
+        for name, line in self.lines.items():
+            assert self.source.num_free_frames(name) == self.free(name)
+            assert line.memory.pages() == line.pages
+            frames = [
+                range(first, first + count) for ticket, _ in line.underway.values() for first, count in ticket.extents
+            ]
+            taken = [frame for extent in frames for frame in extent]
+            assert len(set(taken)) == len(taken) and set(taken) <= set(range(self.NUM_FRAMES))
+
+
+TestAgainstPlainCopies = AgainstPlainCopies.TestCase
+TestAgainstPlainCopies.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+# --- what is wrong is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pages", [[0], [1, 0], [13], [-1], [2, 3, 2], [10**30]], ids=str)
+def test_pages_that_cannot_be_moved_are_refused_by_both_ends(transport: str, pages: list[int]) -> None:
+    """Page 0 is nobody's. One page more than there are, at the end that has most of them."""
+    pair = Pair(transport)
+    with pytest.raises(TransferError, match=r"there are no pages|named twice"):
+        pair.source.send("d", pages)
+    assert pair.source.num_free_frames("d") == 4 and pair.source.num_pages_sent == 0
+    ticket = pair.source.send("d", [1, 2, 3][: len(pages)])
+    before = pair.theirs.pages()
+    assert ticket is not None
+    with pytest.raises(TransferError, match=r"there are no pages|named twice"):
+        pair.target.receive("p", ticket, pages)
+    assert pair.theirs.pages() == before
+    pair.target.receive("p", ticket, [4, 5, 6][: len(pages)])  # it was no trouble to anybody
+
+
+def test_pages_are_checked_together_though_they_lie_in_several_extents(pair: Pair) -> None:
+    first, _, third = (pair.source.send("d", [page]) for page in (1, 2, 3))
+    assert first is not None and third is not None
+    pair.source.release("d", first.number), pair.source.release("d", third.number)
+    with pytest.raises(TransferError, match="named twice"):
+        pair.source.send("d", [4, 4])
+    ticket, before = pair.source.send("d", [4, 5, 6]), pair.theirs.pages()
+    assert ticket is not None and len(ticket.extents) == 2
+    for pages in ([7, 8, 7], [7, 8, 10]):
+        with pytest.raises(TransferError, match=r"named twice|no pages \[10\]"):
+            pair.target.receive("p", ticket, pages)
+        assert pair.theirs.pages() == before
+    with pytest.raises(TransferError, match=r"no pages \[13\]"):
+        pair.source.send("d", [13])  # an error, though there is no room
+
+
+def test_the_last_page_can_be_moved_and_the_one_after_it_cannot() -> None:
+    store = Memory(num_pages=9, seed=0).store
+    rows = torch.zeros(1, store.page_bytes, dtype=torch.uint8)
+    store.read([9], rows), store.write([9], rows)
+    store.read([], rows[:0]), store.write([], rows[:0])
+    for move in (store.read, store.write):
+        with pytest.raises(TransferError, match=r"no pages \[10\] to be moved, only 1 to 9"):
+            move([10], rows)
+
+
+AMONG, TWICE, COUNT, SUMS = "are not among 4 frames", "is in two extents", "and is for 3 pages", "is not what was sent"
+TICKETS: dict[str, tuple[Callable[[Ticket], dict[str, Any]], str]] = {
+    "a frame too many": (lambda t: {"extents": (Extent(2, 3),)}, AMONG),
+    "before the first": (lambda t: {"extents": (Extent(-1, 3),)}, AMONG),
+    "far away": (lambda t: {"extents": (Extent(2**62, 3),)}, AMONG),
+    "overlapping": (lambda t: {"extents": (Extent(1, 2), Extent(0, 2))}, TWICE),
+    "the same twice": (lambda t: {"extents": (Extent(2, 1), Extent(0, 1), Extent(2, 1))}, TWICE),
+    "an empty one": (lambda t: {"extents": (Extent(0, 3), Extent(3, 0))}, AMONG),
+    "a negative one": (lambda t: {"extents": (Extent(0, 4), Extent(3, -1))}, AMONG),
+    "fewer pages": (lambda t: {"extents": (Extent(0, 2),)}, COUNT),
+    "more pages": (lambda t: {"extents": (Extent(0, 4),)}, COUNT),
+    "no pages": (lambda t: {"extents": ()}, COUNT),
+    "a checksum less": (lambda t: {"checksums": t.checksums[:-1]}, COUNT),
+    "a checksum more": (lambda t: {"checksums": (*t.checksums, 0)}, COUNT),
+    "a wrong checksum": (lambda t: {"checksums": (*t.checksums[:-1], t.checksums[-1] ^ 1)}, SUMS),
+    "checksums in another order": (lambda t: {"checksums": t.checksums[::-1]}, SUMS),
+    "frames in another order": (lambda t: {"extents": (Extent(1, 2), Extent(0, 1))}, SUMS),
+    "a negative number": (lambda t: {"number": -1}, "late, or twice"),
+}
+
+
+@pytest.mark.parametrize("name", TICKETS)
+def test_a_ticket_that_makes_no_sense_is_refused_and_nothing_is_written(transport: str, name: str) -> None:
+    pair = Pair(transport, checksums=True)
+    ticket = pair.source.send("d", [3, 1, 2])
+    assert ticket is not None and len(ticket.checksums) == 3
+    before, (change, message) = pair.theirs.pages(), TICKETS[name]
+    with pytest.raises(TransferError, match=message) as caught:
+        pair.target.receive("p", msgspec.structs.replace(ticket, **change(ticket)), [4, 5, 6])
+    assert isinstance(caught.value, EngineError) and "\n" not in str(caught.value)
+    assert pair.theirs.pages() == before
+    pair.target.receive("p", ticket, [4, 5, 6])
+    assert pair.theirs.page(4) == pair.ours.page(3)
+
+
+def test_a_ticket_counts_once_even_if_its_frames_hold_other_pages_now(pair: Pair) -> None:
+    ticket = pair.source.send("d", [1, 2])
+    assert ticket is not None
+    pair.target.receive("p", ticket, [1, 2])
+    pair.source.release("d", ticket.number)
+    assert pair.source.send("d", [3, 4]) is not None  # in the same frames
+    before = pair.theirs.pages()
+    with pytest.raises(TransferError, match="ticket 0 comes after 0: late, or twice"):
+        pair.target.receive("p", ticket, [5, 6])
+    assert pair.theirs.pages() == before
+
+
+def test_a_byte_that_changed_on_the_way_is_noticed_with_checksums(transport: str) -> None:
+    pair = Pair(transport, checksums=True)
+    ticket = pair.source.send("d", [3, 1, 2])
+    assert ticket is not None and ticket.checksums == tuple(zlib.crc32(pair.ours.page(page)) for page in (3, 1, 2))
+    frames, before = pair.memory_of("source"), pair.theirs.pages()
+    for frame, byte in ((0, 0), (1, 100), (2, frames.shape[1] - 1)):
+        frames[frame, byte] ^= 1
+        with pytest.raises(TransferError, match=rf"ticket 0: what came for pages \[{4 + frame}\] is not what was sent"):
+            pair.target.receive("p", ticket, [4, 5, 6])
+        assert pair.theirs.pages() == before
+        frames[frame, byte] ^= 1
+    frames[3] = 7  # not of this ticket
+    pair.target.receive("p", ticket, [4, 5, 6])
+    assert pair.theirs.page(6) == pair.ours.page(2)
+
+
+def test_without_checksums_none_are_made(pair: Pair) -> None:
+    ticket = pair.source.send("d", [3, 1])
+    assert ticket is not None and ticket.checksums == ()
+
+
+OFFERS: dict[str, dict[str, Any]] = {
+    "a frame too many": {"num_frames": 5},
+    "a frame too few": {"num_frames": 3},
+    "no frames": {"num_frames": 0},
+    "less than none": {"num_frames": -4},
+    "more frames than numbers": {"num_frames": 2**70},
+    "larger pages": {"page_bytes": 2**20},
+    "half as many of twice the size": {"num_frames": 2, "page_bytes": 3200},
+    "no bytes": {"page_bytes": 0},
+    "another layout": {"layout": "6 x [4, 2, 8] float16"},
+    "an unknown name": {"segment": "stepwise-tests-" + 32 * "0"},
+    "no name": {"segment": ""},
+    "a long name": {"segment": 10**6 * "a"},
+}
+
+
+@pytest.mark.parametrize("changes", OFFERS.values(), ids=OFFERS)
+def test_an_offer_that_does_not_fit_is_refused_and_the_true_one_is_still_taken(
+    transport: str, changes: dict[str, Any]
+) -> None:
+    segments = segments_of(transport)
+    ours, theirs = Memory(num_pages=5, seed=1), Memory(num_pages=5, seed=2)
+    source = StagedSource(ours.store, segments, num_frames=4)
+    target = StagedTarget(theirs.store, segments)
+    offer, before = source.offer("d"), theirs.pages()
+    with pytest.raises(TransferError) as caught:
+        target.accept("p", msgspec.structs.replace(offer, **changes))
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+    with pytest.raises(TransferError, match="there is no source 'p'"):
+        target.receive("p", Ticket(0, (Extent(0, 1),)), [1])
+    assert theirs.pages() == before
+    target.accept("p", offer)
+    with pytest.raises(TransferError, match="has been accepted"):
+        target.accept("p", offer)
+    source.close()
+
+
+def test_an_offer_of_nothing_is_refused_though_there_is_nothing() -> None:
+    segments, store = InProcessSegments(), Memory(num_pages=3, seed=1).store
+    name, _ = segments.create(0)
+    with pytest.raises(TransferError, match="offers 0 frames"):
+        StagedTarget(store, segments).accept("p", Offer(name, 0, store.page_bytes, store.layout))
+
+
+OTHER_MODELS = {
+    "dtype": [FP32 | {"dtype": torch.float16}, DRAFT],
+    "dtype of as many bytes": [FP32, DRAFT | {"dtype": torch.float16}],
+    "page size": [FP32 | {"block_size": 8}, DRAFT],
+    "heads": [FP32 | {"num_kv_heads": 1, "head_dim": 16}, DRAFT],
+    "layers": [FP32 | {"num_layers": 4}, DRAFT],
+    "no draft": [FP32],
+    "another draft": [FP32, DRAFT | {"head_dim": 8}],
+    "draft of as many bytes": [FP32, DRAFT | {"num_kv_heads": 2, "head_dim": 2}],
+    "the other way round": [DRAFT, FP32],
+    "as many bytes": [BF16 | {"head_dim": 16}, DRAFT],
+}
+
+
+@pytest.mark.parametrize("models", OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_engines_of_other_models_do_not_meet(models: list[dict[str, Any]]) -> None:
+    segments = InProcessSegments()
+    offer = StagedSource(Memory(num_pages=3, seed=1).store, segments, num_frames=2).offer("d")
+    with pytest.raises(TransferError, match="source 'p' has pages of"):
+        StagedTarget(Memory(models, num_pages=3, seed=2).store, segments).accept("p", offer)
+
+
+def test_a_draft_model_needs_as_many_pages_as_the_model() -> None:
+    storages = [Memory([model], num_pages=n, seed=0).storages[0] for model, n in ((FP32, 5), (DRAFT, 6))]
+    with pytest.raises(ConfigError, match=r"not \[5, 6\]"):
+        PageStore(storages)
+
+
+@pytest.mark.parametrize("num_frames", [0, -1, 2.0, True, None])
+def test_a_source_needs_a_frame(num_frames: Any) -> None:
+    with pytest.raises(ConfigError, match="num_frames"):
+        StagedSource(Memory(num_pages=3, seed=1).store, InProcessSegments(), num_frames=num_frames)
+
+
+def test_memory_that_is_not_there_cannot_be_offered(transport: str) -> None:
+    for num_frames in (2**50, 2**70):  # more than any machine, more than a number has bits
+        source = StagedSource(Memory(num_pages=3, seed=1).store, segments_of(transport), num_frames=num_frames)
+        with pytest.raises(TransferError, match="cannot be had"):
+            source.offer("d")
+        with pytest.raises(TransferError, match="no target 'd'"):
+            source.taken("d")
+
+
+# --- partners come and go ---------------------------------------------------------------------------------------------
+
+
+def test_words_of_strangers_change_nothing(pair: Pair) -> None:
+    ticket = pair.source.send("d", [1])
+    assert ticket is not None
+    pages = pair.theirs.pages()
+    wrong: list[Callable[[], Any]] = [
+        lambda: pair.source.taken("x"),
+        lambda: pair.source.taken("d"),  # a second time
+        lambda: pair.source.send("x", [1]),
+        lambda: pair.source.release("x", ticket.number),
+        lambda: pair.source.release("d", ticket.number + 1),
+        lambda: pair.source.offer("d"),
+        lambda: pair.target.accept("p", pair.offer),
+        lambda: pair.target.receive("x", ticket, [1]),
+    ]
+    for call in wrong:
+        with pytest.raises(TransferError):
+            call()
+        assert pair.source.num_free_frames("d") == 3 and pair.theirs.pages() == pages
+    pair.source.forget("x"), pair.target.forget("x")
+    pair.source.release("d", ticket.number)
+    with pytest.raises(TransferError, match="releases 0, which is not on its way"):
+        pair.source.release("d", ticket.number)
+
+
+def test_a_target_that_comes_back_has_new_memory_and_its_old_words_mean_nothing(pair: Pair) -> None:
+    old = pair.source.send("d", [1, 2, 3])
+    pair.source.forget("d"), pair.target.forget("p")
+    with pytest.raises(TransferError, match="no target 'd'"):
+        pair.source.send("d", [1])
+    offer = pair.source.offer("d")
+    assert offer.segment != pair.offer.segment and pair.source.num_free_frames("d") == 4
+    pair.target.accept("p", offer)
+    new = pair.source.send("d", [4, 5])
+    assert old is not None and new is not None and new.number > old.number
+    with pytest.raises(TransferError, match="not on its way"):
+        pair.source.release("d", old.number)
+    assert pair.source.num_free_frames("d") == 2
+    pair.target.receive("p", new, [1, 2])
+    assert pair.theirs.page(2) == pair.ours.page(5)
+
+
+def test_a_lost_target_takes_nothing_from_the_others(transport: str) -> None:
+    segments, memory = segments_of(transport), Memory(num_pages=6, seed=1)
+    source = StagedSource(memory.store, segments, num_frames=2)
+    theirs = Memory(num_pages=6, seed=2)
+    target = StagedTarget(theirs.store, segments)
+    source.offer("lost"), target.accept("p", source.offer("d"))
+    assert source.send("lost", [1, 2]) and source.send("lost", [3]) is None
+    ticket = source.send("d", [3, 4])
+    source.forget("lost"), source.forget("lost")
+    assert ticket is not None
+    target.receive("p", ticket, [5, 6])
+    assert theirs.page(6) == memory.page(4)
+    source.close()
+
+
+def test_what_was_accepted_can_be_received_after_the_source_is_gone(pair: Pair) -> None:
+    """A source that dies between a ticket and its release."""
+    ticket = pair.source.send("d", [7])
+    pair.source.close()
+    assert ticket is not None
+    pair.target.receive("p", ticket, [3])
+    assert pair.theirs.page(3) == pair.ours.page(7)
+
+
+def test_a_closed_end_knows_nobody_and_can_be_closed_again(pair: Pair) -> None:
+    ticket = pair.source.send("d", [7])
+    assert ticket is not None
+    for _ in range(2):
+        pair.source.close(), pair.target.close()
+    with pytest.raises(TransferError, match="no target 'd'"):
+        pair.source.send("d", [1])
+    with pytest.raises(TransferError, match="this source was closed"):
+        pair.source.offer("e")
+    with pytest.raises(TransferError, match="no source 'p'"):
+        pair.target.receive("p", ticket, [1])
+
+
+def test_in_one_process_an_offer_can_be_taken_once_and_a_lost_one_not_at_all() -> None:
+    segments = InProcessSegments()
+    store = Memory(num_pages=3, seed=1).store
+    source = StagedSource(store, segments, num_frames=2)
+    offers = [source.offer(name) for name in "abc"]
+    assert segments.names == [offer.segment for offer in offers]
+    source.taken("a"), source.forget("b")
+    assert segments.names == [offers[2].segment]
+    for offer in offers[:2]:
+        with pytest.raises(TransferError, match="there is no segment"):
+            StagedTarget(store, segments).accept("p", offer)
+    source.close()
+    assert segments.names == []
