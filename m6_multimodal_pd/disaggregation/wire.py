@@ -1,0 +1,141 @@
+"""Messages between processes as bytes: a typed head in msgpack, and each large array in a frame of its own.
+
+New in this milestone: until now everything ran in one process, and nothing had to be believed. What comes in over a
+socket is checked against its type while it is read, sizes are compared with what is there before memory is taken for
+them, and whatever is wrong is a `WireError`. A head names its type and fields and can do nothing but hold values; a
+pickle is a program, and reading one means running it. Arrays stay out of the head so that they are neither copied into
+it nor out of it: the head says dtype, shape and number of the frame. vLLM: `MsgpackEncoder` and `MsgpackDecoder` in
+`v1/serial_utils.py`, which keep large arrays apart in the same way, used by `v1/engine/core_client.py`; SGLang:
+`managers/scheduler.py` receives pickles over ZeroMQ (`recv_pyobj`).
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Annotated, Any, Generic, TypeVar, get_origin
+
+import msgspec
+import numpy as np
+
+from m1_single_request.config import check_whole_number
+from m1_single_request.errors import shown
+from m6_multimodal_pd.errors import WireError
+
+M = TypeVar("M")
+
+Frame = bytes | memoryview
+
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("float32", "float16", "int64", "int32", "uint8")}
+MAX_FRAMES = 256
+MAX_DIMENSIONS = 8
+MAX_HEAD_BYTES = 8 * 2**20
+"""A million tokens fit. A byte of a head can become an object of many: this bounds what a bad one may cost."""
+
+
+class ArrayHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What stands in the head for an array."""
+
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    frame: int
+    """Which frame holds the elements, little-endian and in C order. The head is frame 0."""
+
+
+class Codec(Generic[M]):
+    """Writes and reads the messages of one union of tagged `msgspec.Struct`s. A field of type `np.ndarray` is an array.
+
+    `Codec[Message](Message, max_bytes)`. Only dtype and size of an array are checked here. Which dtype and shape a
+    message needs is for its own `__post_init__` to say, by a ValueError.
+    """
+
+    def __init__(self, message_type: Any, max_bytes: int) -> None:
+        check_whole_number("max_bytes", max_bytes, low=1)
+        self.max_bytes = max_bytes
+        """Of one message, all frames together."""
+        self._type = message_type
+
+    def encode(self, message: M) -> list[bytes]:
+        """The frames of `message`: the head, then one for each array.
+
+        Raises WireError if it is larger than the limits, or holds what cannot be sent.
+        """
+        arrays = ArrayWriter(self.max_bytes)
+        try:
+            head = msgspec.msgpack.encode(message, enc_hook=arrays.add)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise WireError(f"a {type(message).__name__} cannot be sent: {shown(str(error))}") from error
+        frames = [head, *arrays.frames]
+        self._check_sizes([len(frame) for frame in frames])
+        return frames
+
+    def decode(self, frames: Sequence[Frame]) -> M:
+        """The message that the frames hold. Its arrays may be written to; they share memory with the frames or not.
+
+        Raises WireError, and nothing else, whatever is in the frames.
+        """
+        self._check_sizes([len(frame) for frame in frames])
+        arrays = ArrayReader(frames)
+        try:
+            message: M = msgspec.msgpack.Decoder(self._type, dec_hook=arrays.take).decode(frames[0])
+        except WireError:
+            raise
+        except Exception as error:  # of msgspec, of str, of a message's own checks: a stranger chooses which
+            raise WireError(f"a message that cannot be read: {shown(str(error))}") from error
+        arrays.check_all_taken()
+        return message
+
+    def _check_sizes(self, sizes: list[int]) -> None:
+        if not 1 <= len(sizes) <= MAX_FRAMES:
+            raise WireError(f"a message of {len(sizes)} frames; there must be 1 to {MAX_FRAMES}")
+        if sizes[0] > MAX_HEAD_BYTES:
+            raise WireError(f"a message with a head of {sizes[0]} bytes; {MAX_HEAD_BYTES} are the limit")
+        if sum(sizes) > self.max_bytes:
+            raise WireError(f"a message of {sum(sizes)} bytes; {self.max_bytes} are the limit")
+
+
+class ArrayWriter:
+    """Puts the arrays of one message into frames, in the order in which its encoder comes upon them."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.frames: list[bytes] = []
+        self._bytes_left = max_bytes
+
+    def add(self, value: object) -> ArrayHead:
+        """What stands for `value` in the head. The encoder asks for everything that msgpack has no form for."""
+        if not isinstance(value, np.ndarray):
+            raise WireError(f"a {type(value).__name__} cannot be sent")
+        dtype = DTYPES.get(value.dtype.name)
+        if dtype is None:
+            raise WireError(f"an array of {shown(value.dtype.name)} cannot be sent; of {', '.join(DTYPES)} it can")
+        self._bytes_left -= value.nbytes
+        if self._bytes_left < 0:
+            raise WireError(f"an array of {value.nbytes} bytes is {-self._bytes_left} too large for its message")
+        self.frames.append(value.astype(dtype, copy=False).tobytes())
+        return ArrayHead(value.dtype.name, value.shape, len(self.frames))
+
+
+class ArrayReader:
+    """Hands out the array frames of one message, each of them once."""
+
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        self._waiting = dict(enumerate(frames[1:], start=1))
+
+    def take(self, kind: Any, value: Any) -> np.ndarray:
+        """The array that `value`, still in plain lists and numbers, describes."""
+        if (get_origin(kind) or kind) is not np.ndarray:
+            raise TypeError(f"a message has a field of type {kind}, which is none that can be read")
+        head = msgspec.convert(value, ArrayHead)
+        dtype = DTYPES.get(head.dtype)
+        if dtype is None:
+            raise WireError(f"an array of {shown(head.dtype)}; known are {', '.join(DTYPES)}")
+        frame = self._waiting.pop(head.frame, None)
+        if frame is None:
+            raise WireError(f"frame {head.frame} is not there, or is of two arrays")
+        if prod(head.shape) * dtype.itemsize != len(frame):
+            raise WireError(f"an array of {head.dtype} {shown(head.shape)} in a frame of {len(frame)} bytes")
+        array = np.frombuffer(frame, dtype).reshape(head.shape)
+        return np.require(array, requirements=["ALIGNED", "WRITEABLE"])  # copies what is not: a frame starts anywhere
+
+    def check_all_taken(self) -> None:
+        """Raise WireError if a frame belongs to no array."""
+        if self._waiting:
+            raise WireError(f"a message with {len(self._waiting)} frames too many")
