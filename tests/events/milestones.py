@@ -18,8 +18,9 @@ MILESTONES = sorted(path.parent.name for path in ROOT.glob("m[1-6]_*/__init__.py
 
 def event_modules(milestone: str) -> list[ModuleType]:
     """All modules of a milestone that hold events."""
-    paths = sorted((ROOT / milestone).glob("*events.py"))
-    return [importlib.import_module(f"{milestone}.{path.stem}") for path in paths]
+    paths = sorted((ROOT / milestone).rglob("*events.py"))
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    return [importlib.import_module(name) for name in names]
 
 
 def event_classes(milestone: str) -> list[type[Event]]:

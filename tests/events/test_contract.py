@@ -21,6 +21,9 @@ VOLATILE = {
     "step_done": {"schedule_ms", "execute_ms", "sample_ms", "update_ms"},
     "costs_measured": {"num_tokens", "step_ms", "context_ms", "decode_context_ms", "draft_ms", "draft_row_ms"},
     "encoder_run": {"milliseconds"},
+    "chunk_sent": {"seconds"},
+    "chunk_received": {"seconds"},
+    "reported": {"said"},
 }
 """What may differ between runs or machines, by the kind of event; nothing else may."""
 

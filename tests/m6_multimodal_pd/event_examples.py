@@ -3,6 +3,16 @@
 from dataclasses import replace
 
 from m1_single_request.trace_event import Event
+from m6_multimodal_pd.disaggregation.events import (
+    ChunkReceived,
+    ChunkSent,
+    EngineJoined,
+    EngineLost,
+    KVPollChanged,
+    Reported,
+    RequestRouted,
+    RoomTaken,
+)
 from m6_multimodal_pd.events import EncoderHit, EncoderRun, ItemEvicted, ItemReceived, PositionsAssigned
 
 CONTENT, OTHER = "3f9a61c0" + 56 * "0", "b7e215d4" + 56 * "1"
@@ -42,7 +52,35 @@ RUN = EncoderRun(
 HIT = EncoderHit(rid="b", hash=CONTENT, num_tokens=1300, num_read=1300)
 EVICTED = ItemEvicted(hash=CONTENT, num_tokens=300, num_bytes=230_400, used_bytes=9216)
 
+CHANGED = KVPollChanged(
+    rid="a", room=7, side="decode", old="WAITING_FOR_INPUT", new="TRANSFERRING", why="the first pages have come"
+)
+SENT = ChunkSent(
+    rid="a", room=7, number=0, to="decode-0", first_page=3, num_pages=4, num_bytes=2**20, is_last=False, seconds=0.001
+)
+CAME = ChunkReceived(rid="a", room=7, number=0, origin="prefill-0", pages=(9, 4), num_bytes=2**20, seconds=0.0005)
+TAKEN = RoomTaken(rid="a", room=7, num_tokens=100, num_cached=48, num_pages=4, origin="prefill-0")
+ROUTED = RequestRouted(rid="a", room=7, prefill="prefill-0", decode="decode-1", attempt=1, num_output_tokens=0)
+JOINED = EngineJoined(name="decode-1", role="decode", total_tokens=131_072, page_size=16)
+LOST = EngineLost(name="decode-1", why="its process was killed by signal 9", rids=("a", "b"))
+REPORTED = Reported(engine="decode-1", its_step=12, what="decode", rids=("a",), said="a has 3 tokens.")
+
 EXAMPLES: dict[Event, list[str]] = {
+    CHANGED: ["Room 7 (a), decode side: waiting for input -> transferring: the first pages have come."],
+    SENT: ["4 pages of a, from page 3 on, lie ready for decode-0: 1.0 MiB in 1.00 ms (1.0 GB/s); more will come."],
+    replace(SENT, num_pages=1, is_last=True): ["1 page of a, from page 3 on", "the last ones."],
+    CAME: ["2 pages of a came from prefill-0: 1.0 MiB in 0.50 ms (2.1 GB/s)."],
+    TAKEN: [
+        "There is room for the 100 tokens of a: 4 pages may come from prefill-0.",
+        "48 tokens are cached here and are not sent.",
+    ],
+    replace(TAKEN, num_cached=0): ["4 pages may come from prefill-0."],
+    ROUTED: ["a goes to prefill-0 for its prompt, and to decode-1 for its answer."],
+    replace(ROUTED, attempt=2, num_output_tokens=5): ["for its answer (attempt 2, behind 5 tokens)."],
+    JOINED: ["Engine decode-1 joins, for decode: KV memory for 131,072 tokens in pages of 16."],
+    LOST: ["Engine decode-1 is lost: its process was killed by signal 9; it had a, b."],
+    replace(LOST, rids=()): ["it had no requests."],
+    REPORTED: ["On decode-1, step 12: a has 3 tokens."],
     RECEIVED: [
         "a brings image 0, 640 x 480 pixels: 30 x 40 patches, merged to 300 tokens from place 12 on",
         "Content 3f9a61c0, which the prefix cache knows as token 151,936.",

@@ -1,0 +1,264 @@
+"""Requests, log-probabilities and errors as messages, and back: what another engine makes of them is the same."""
+
+import importlib
+import pkgutil
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import m1_single_request
+import m2_continuous_batching
+import m3_paged_attention
+import m4_radix_cache
+import m5_chunked_prefill_spec
+import m6_multimodal_pd
+from m1_single_request import SamplingParams
+from m1_single_request.errors import EngineError, InvalidPromptError
+from m1_single_request.outputs import Logprob
+from m1_single_request.sampler import LogprobRow
+from m6_multimodal_pd.disaggregation.jobs import (
+    KNOWN_ERRORS,
+    LONGEST_TEXT,
+    error_of,
+    fault_of,
+    job_of,
+    named_row,
+    prompt_of,
+    resume,
+    row_of,
+    to_row,
+)
+from m6_multimodal_pd.disaggregation.messages import Decode, Ended, Fault, Job, Prefill, Row, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.errors import RemoteError, TransferError
+from m6_multimodal_pd.models.qwen3_vl import MediaTokens
+from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, content_hash
+from m6_multimodal_pd.multimodal.prompt import ChatPrompt
+from tests.m4_radix_cache.reqs import make_req
+from tests.m6_multimodal_pd.items import inputs, item
+
+TOKENS = MediaTokens(image=1, video=2, vision_start=3, vision_end=4)
+CODEC: Codec[Any] = Codec(ToEngine, 2**20)
+IMAGE = item("image", (2, 5))
+VIDEO = item("video", (7, 9), (11, 13))
+
+
+def seeing(num_tokens: int = 15) -> MultimodalInputs:
+    """An image and a video, which are not all alike."""
+    rng = np.random.default_rng(5)
+    items = []
+    for own in (IMAGE, VIDEO):
+        feature = rng.random(own.feature.shape, dtype=np.float32)
+        digest = content_hash(own.modality, feature, own.grid_thw, b"options")
+        items.append(replace(own, feature=feature, hash=digest, size=(7, 9)))
+    return replace(inputs(num_tokens, *items), options_key=b"options\x00\xff")
+
+
+def request(*, media: MultimodalInputs | None = None, params: SamplingParams | None = None) -> Any:
+    req = make_req(3, list(range(20, 35)), outputs=(8, 9), priority=-4, extra_key="salt")
+    req.seed, req.multimodal_inputs = -(2**62), media
+    if params is not None:
+        req.sampling_params = params
+    return req
+
+
+def travelled(job: Job) -> Job:
+    """The job as an engine gets it."""
+    message = CODEC.decode(CODEC.encode(Prefill(1, job, "d")))
+    assert isinstance(message, Prefill)
+    return message.job
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_says_all_that_an_engine_must_know() -> None:
+    params = SamplingParams(max_tokens=7, n=3, temperature=0.5, stop="x", logit_bias={3: 1.0}, prompt_logprobs=1)
+    req = request(params=params)
+    for job in (job_of(req, speculate=True), travelled(job_of(req, speculate=True))):
+        assert job.rid == "r3"
+        assert job.prompt_token_ids == tuple(range(20, 35)) and job.output_token_ids == (8, 9)
+        assert job.params == replace(params, n=1), "each of n is a request of its own by now"
+        assert (job.seed, job.priority, job.cache_salt, job.media) == (-(2**62), -4, "salt", None)
+        assert job.speculate
+    assert not job_of(req, speculate=False).speculate
+
+
+def test_a_job_does_not_change_with_its_request() -> None:
+    req = request()
+    job = job_of(req, speculate=False)
+    req.output_ids.append(10)
+    assert job.output_token_ids == (8, 9)
+
+
+@pytest.mark.parametrize("rid", ["x", "x" * 5000, "né\n", "\x00"], ids=["short", "long", "strange", "zero"])
+def test_whatever_names_a_request_reaches_the_engine(rid: str) -> None:
+    """An engine that could not read it would never answer."""
+    req = request()
+    req.request_id = rid
+    job = job_of(req, speculate=True)
+    assert travelled(job).rid == rid
+
+
+@pytest.mark.parametrize("tokens", [None, TOKENS], ids=["of a blind model", "of one that sees"])
+def test_the_prompt_of_a_text_is_a_plain_list(tokens: MediaTokens | None) -> None:
+    prompt = prompt_of(travelled(job_of(request(), speculate=False)), tokens)
+    assert type(prompt) is list and prompt == list(range(20, 35))
+
+
+def test_pictures_come_back_the_same() -> None:
+    media = seeing()
+    prompt = prompt_of(travelled(job_of(request(media=media), speculate=False)), TOKENS)
+    assert isinstance(prompt, ChatPrompt) and list(prompt) == list(range(20, 35))
+    came = prompt.multimodal_inputs
+    assert came is not None
+    for mine, own in zip(came.mm_items, media.mm_items, strict=True):
+        for name in ("modality", "offsets", "grid_thw", "hash", "size", "num_tokens", "start", "end"):
+            assert getattr(mine, name) == getattr(own, name), name
+        assert mine.feature.dtype == own.feature.dtype and (mine.feature == own.feature).all()
+        assert content_hash(mine.modality, mine.feature, mine.grid_thw, b"options") == own.hash
+        assert own.pad_value is not None and mine.pad_value is None, "each engine has numbers of its own"
+    assert came.mrope_positions.dtype == np.int64 and (came.mrope_positions == media.mrope_positions).all()
+    assert (came.positions(0, 20) == media.positions(0, 20)).all(), "and behind the prompt"
+    for name in ("mrope_position_delta", "options_key", "im_token_id", "video_token_id", "im_start_id", "im_end_id"):
+        assert getattr(came, name) == getattr(media, name), name
+
+
+def test_every_field_of_an_items_class_is_told_or_made_anew() -> None:
+    """A field that is new in one of them must be in the job, too."""
+    media = seeing()
+    fields = set(vars(media)) - {"im_token_id", "video_token_id", "im_start_id", "im_end_id"}
+    job = job_of(request(media=media), speculate=False)
+    assert job.media is not None
+    assert {"items" if name == "mm_items" else name for name in fields} == set(job.media.__struct_fields__)
+    assert set(vars(media.mm_items[0])) - {"pad_value"} == set(job.media.items[0].__struct_fields__)
+
+
+def test_a_blind_model_is_given_the_tokens_of_a_seeing_prompt_and_nothing_else() -> None:
+    prompt = prompt_of(job_of(request(media=seeing()), speculate=False), None)
+    assert type(prompt) is list and prompt == list(range(20, 35))
+
+
+def test_a_request_goes_on_behind_what_was_said() -> None:
+    req = make_req(4, [1, 2, 3])
+    resume(req, (8, 9))
+    assert req.output_ids == [8, 9] and req.seqlen == 5
+    assert req.sequence.data.output_logprobs == [None, None], "they were told already"
+    assert len(req.key) == 5, "the cache knows them, too"
+    resume(req, ())
+    assert req.output_ids == [8, 9]
+
+
+def test_a_retried_job_has_what_was_said_in_all_attempts() -> None:
+    first = job_of(request(), speculate=False)
+    again = make_req(3, first.prompt_token_ids)
+    resume(again, first.output_token_ids)
+    again.output_ids.append(11)
+    assert job_of(again, speculate=False).output_token_ids == (8, 9, 11)
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------------------
+
+NAMED = {7: Logprob(-0.5, 2, "a"), 3: Logprob(-0.25, 1, "b"), 9: Logprob(float("-inf"), 30, "")}
+
+
+def test_log_probabilities_keep_their_order() -> None:
+    """The token that is there comes first, whatever its rank."""
+    row = row_of(NAMED)
+    assert row == Row((7, 3, 9), (-0.5, -0.25, float("-inf")), (2, 1, 30))
+    assert to_row(row) == LogprobRow((7, 3, 9), (-0.5, -0.25, float("-inf")), (2, 1, 30))
+    named = named_row(row)
+    assert named is not None and list(named) == [7, 3, 9]
+    assert named == {token: replace(one, decoded_token="") for token, one in NAMED.items()}
+
+
+def test_no_log_probabilities_stay_none() -> None:
+    assert (row_of(None), to_row(None), named_row(None)) == (None, None, None)
+    assert row_of({}) == Row((), (), ())
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def modules() -> list[ModuleType]:
+    found = []
+    for package in (
+        m1_single_request,
+        m2_continuous_batching,
+        m3_paged_attention,
+        m4_radix_cache,
+        m5_chunked_prefill_spec,
+        m6_multimodal_pd,
+    ):
+        for own in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if own.name.endswith("errors"):
+                found.append(importlib.import_module(own.name))
+    return found
+
+
+def all_errors(kind: type[EngineError] = EngineError) -> set[type[EngineError]]:
+    """Every error of the milestones: of their modules of errors, and any other that was loaded."""
+    modules()
+    own = {kind} if kind.__module__.split(".")[0][:1] == "m" and kind.__module__[1:2].isdigit() else set()
+    return own.union(*map(all_errors, kind.__subclasses__()))
+
+
+ERRORS = sorted(all_errors(), key=lambda kind: kind.__name__)
+
+
+def test_all_errors_of_all_milestones_are_known_by_name() -> None:
+    assert {kind.__name__: kind for kind in ERRORS} == KNOWN_ERRORS
+    assert len({kind.__name__ for kind in ERRORS}) == len(ERRORS) > 15, "no two have the same name"
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_an_error_of_ours_comes_back_as_itself(kind: type[EngineError]) -> None:
+    error = error_of(fault_of(kind("it's 5 too many")), "decode-0")
+    assert type(error) is kind
+    assert str(error) == "it's 5 too many (on decode-0)"
+
+
+class OwnError(EngineError):
+    """Somebody's own, of which only one engine knows."""
+
+
+@pytest.mark.parametrize("error", [ValueError("five"), KeyError("x"), KeyboardInterrupt(), OwnError("mine")])
+def test_any_other_error_comes_back_as_a_remote_one_with_its_name(error: BaseException) -> None:
+    came = error_of(fault_of(error), "prefill-1")
+    assert type(came) is RemoteError
+    assert str(came) == f"{type(error).__name__}: {error} (on prefill-1)"
+
+
+@pytest.mark.parametrize("kind", ["Unknown", "ValueError", "SystemExit", "os", "__class__"])
+def test_a_name_that_is_no_error_of_ours_makes_nothing_but_a_remote_error(kind: str) -> None:
+    assert type(error_of(Fault(kind, "text"), "p")) is RemoteError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TransferError("x" * 10_000),
+        ValueError("é" * 10_000),
+        InvalidPromptError("the file \udcff"),
+        ValueError("\ud800" * 10_000),
+        type("E" * 200, (Exception,), {})("a long name"),
+        TransferError(),
+    ],
+    ids=["long", "not ASCII", "a file's name", "surrogates", "a long name", "empty"],
+)
+def test_an_error_can_be_told_whatever_it_says(error: BaseException) -> None:
+    fault = fault_of(error)
+    assert len(fault.text) <= LONGEST_TEXT
+    codec: Codec[Any] = Codec(ToRouter, 2**20)
+    message = codec.decode(codec.encode(Ended(1, fault, False)))
+    assert message.fault == fault
+
+
+def test_both_engines_get_the_same_job() -> None:
+    job = job_of(request(media=seeing()), speculate=True)
+    for message in (Prefill(1, job, "d"), Decode(1, job, "p")):
+        came = CODEC.decode(CODEC.encode(message)).job
+        assert came.params == job.params and came.media.items[0].hash == job.media.items[0].hash  # type: ignore[union-attr]

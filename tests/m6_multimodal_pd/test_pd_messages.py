@@ -1,0 +1,455 @@
+"""Every message comes back from the wire the same, and nothing that is not exactly one of them comes back at all.
+
+A message without an example fails here. From the examples all else follows: each field in turn is left out, and filled
+with what cannot be there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+import numpy as np
+import pytest
+
+from m1_single_request import SamplingParams
+from m6_multimodal_pd.disaggregation import messages as all_messages
+from m6_multimodal_pd.disaggregation.frames import Extent
+from m6_multimodal_pd.disaggregation.messages import (
+    Answer,
+    Call,
+    Cancel,
+    Chunk,
+    Decode,
+    Ended,
+    Failed,
+    Fault,
+    FirstToken,
+    Heartbeat,
+    Item,
+    Job,
+    Joined,
+    Media,
+    Memory,
+    MemoryRefused,
+    Message,
+    Order,
+    PeerLost,
+    PeerMessage,
+    Preallocated,
+    Prefill,
+    Received,
+    Relay,
+    Relayed,
+    RoomFailed,
+    Row,
+    Taken,
+    ToEngine,
+    Tokens,
+    Told,
+    ToldEvent,
+    ToRouter,
+)
+from m6_multimodal_pd.disaggregation.transport import Offer, Ticket
+from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.errors import WireError
+
+UNIONS: dict[str, Codec[Any]] = {
+    name: Codec(union, 2**20)
+    for name, union in (("ToEngine", ToEngine), ("ToRouter", ToRouter), ("PeerMessage", PeerMessage))
+}
+PARAMS = SamplingParams(
+    max_tokens=9,
+    min_tokens=2,
+    temperature=0.5,
+    top_k=7,
+    top_p=0.75,
+    min_p=0.125,
+    presence_penalty=-1.5,
+    frequency_penalty=0.5,
+    repetition_penalty=1.25,
+    logit_bias={4: -3.5, 2: 100.0},
+    stop=("né", "\n"),
+    stop_token_ids=(7, 3),
+    include_stop_str_in_output=True,
+    ignore_eos=True,
+    seed=-(2**63),
+    logprobs=2,
+    prompt_logprobs=0,
+    skip_special_tokens=False,
+    n=2,
+)
+"""No field has its default."""
+ITEM = Item(
+    modality="video",
+    offsets=((2, 4), (6, 8)),
+    feature=np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3),
+    grid_thw=(2, 2, 2),
+    hash="0123456789abcdef" * 4,
+    size=(640, 480),
+)
+MEDIA = Media((ITEM,), np.arange(27, dtype=np.int64).reshape(3, 9), -4, b"\x00\xff")
+JOB = Job("réq-1", (1, 2, 3), (4,), PARAMS, 2**63 - 1, -5, "salt", True, MEDIA)
+ROW = Row((5, 0), (-0.5, float("-inf")), (1, 2))
+FAULT = Fault("PromptTooLongError", "too long")
+OFFER = Offer("segment", 8, 4096, "float32[2, 16]")
+TICKET = Ticket(3, (Extent(0, 2), Extent(5, 1)), (2**32 - 1, 0, 7))
+TOLD = ToldEvent("admit", ("a", "b"), "said")
+
+EXAMPLES: list[Message] = [
+    Prefill(2**62 - 1, JOB, "decode-0"),
+    Decode(0, JOB, "prefill-0"),
+    Cancel(5),
+    PeerLost("prefill-1"),
+    Relayed("prefill-0", Taken(4)),
+    Call(2**31 - 1, "update_weights", "/a/directory"),
+    Joined("decode", 16, 4096, 512, "float32[2, 16]", "tiny"),
+    Failed(FAULT),
+    Heartbeat(-1, 1, 2, 3),
+    Told(7, (TOLD,)),
+    Tokens(5, 1, (3, 4), (ROW, None), (ROW,), 8, 4, 2),
+    Ended(5, FAULT, True),
+    Answer(1, msgspec.Raw(msgspec.msgpack.encode({"a": [1, None]})), FAULT),
+    Relay("decode-0", Received(5)),
+    Memory(OFFER, False),
+    MemoryRefused("no room"),
+    Preallocated(5, 32),
+    Chunk(5, 0, 2, 3, TICKET),
+    Taken(3),
+    FirstToken(5, 2, 7, ROW, (ROW, ROW), 16),
+    Received(5),
+    RoomFailed(5, "why"),
+]
+BY_NAME = {type(example).__name__: example for example in EXAMPLES}
+NOTHING_OPTIONAL = [
+    Prefill(1, Job("r", (1,), (), SamplingParams(), 0, 0, None, False, None), "d"),
+    Call(1, "stats"),
+    Tokens(5, 0, (), (), None, 0, 0, 0),
+    Ended(5, None, False),
+    Answer(1, msgspec.Raw(msgspec.msgpack.encode(None)), None),
+    FirstToken(5, 0, 7, None, None, 0),
+    Chunk(5, 0, 0, 1, Ticket(0, ())),
+]
+EXAMPLE = pytest.mark.parametrize("name", sorted(BY_NAME))
+
+
+def codec_of(message: Any) -> Codec[Any]:
+    """The first union that has this type."""
+    unions = (("ToEngine", ToEngine), ("ToRouter", ToRouter), ("PeerMessage", PeerMessage))
+    return UNIONS[next(name for name, union in unions if type(message) in get_args(union))]
+
+
+def plain(value: Any) -> Any:
+    """A message as nested tuples and lists, so that arrays can be compared, too."""
+    if isinstance(value, msgspec.Struct):
+        return type(value), [plain(getattr(value, name)) for name in value.__struct_fields__]
+    if isinstance(value, np.ndarray):
+        return value.dtype.name, value.shape, value.tobytes()
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    return bytes(value) if isinstance(value, msgspec.Raw) else value
+
+
+# --- what goes comes back ---------------------------------------------------------------------------------------------
+
+
+def test_every_message_is_in_a_union_and_has_an_example() -> None:
+    defined = {
+        value
+        for value in vars(all_messages).values()
+        if isinstance(value, type) and issubclass(value, Message) and value is not Message
+    }
+    in_unions = [kind for union in (ToEngine, ToRouter, PeerMessage) for kind in get_args(union)]
+    assert len(in_unions) == len(set(in_unions)), "each goes one way"
+    assert defined == set(in_unions) == {type(example) for example in EXAMPLES}
+
+
+def test_the_parts_of_messages_are_in_an_example() -> None:
+    defined = {
+        value
+        for value in vars(all_messages).values()
+        if isinstance(value, type) and issubclass(value, all_messages.Value) and not issubclass(value, Message)
+    }
+    parts = {type(part) for example in EXAMPLES for _, part in structs(example)}
+    assert defined - {all_messages.Value, Order} <= parts
+    assert all(getattr(PARAMS, name) != value for name, value in asdict(SamplingParams()).items())
+
+
+@pytest.mark.parametrize("message", [*EXAMPLES, *NOTHING_OPTIONAL], ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_the_same(message: Any) -> None:
+    codec = codec_of(message)
+    assert plain(codec.decode(codec.encode(message))) == plain(message)
+
+
+@pytest.mark.parametrize(
+    "body", [m for m in EXAMPLES if codec_of(m) is UNIONS["PeerMessage"]], ids=lambda m: type(m).__name__
+)
+@pytest.mark.parametrize("envelope", [Relay, Relayed])
+def test_what_engines_say_to_each_other_goes_through_the_router_the_same(envelope: Any, body: Any) -> None:
+    message = envelope("decode-0", body)
+    codec = codec_of(message)
+    assert plain(codec.decode(codec.encode(message))) == plain(message)
+
+
+def test_an_order_comes_back_the_same() -> None:
+    order = Order("p-0", "prefill", "tcp://x", "aa", "pk", "sk", "tk", "owner", True, 2, '{"a": "\\n"}')
+    line = msgspec.json.encode(order)
+    assert b"\n" not in line and msgspec.json.decode(line, type=Order) == order
+
+
+@EXAMPLE
+def test_a_message_of_the_other_direction_is_refused(name: str) -> None:
+    own = codec_of(BY_NAME[name])
+    for codec in UNIONS.values():
+        if codec is not own:
+            with pytest.raises(WireError):
+                codec.decode(own.encode(BY_NAME[name]))
+
+
+# --- what is wrong is refused -----------------------------------------------------------------------------------------
+
+Path = tuple[str | int, ...]
+
+
+def structs(value: Any, path: Path = ()) -> Iterator[tuple[Path, msgspec.Struct]]:
+    """All structs in a message, and where they stand in its head."""
+    if isinstance(value, msgspec.Struct):
+        yield path, value
+        for name in value.__struct_fields__:
+            yield from structs(getattr(value, name), (*path, name))
+    elif isinstance(value, tuple):
+        for index, one in enumerate(value):
+            yield from structs(one, (*path, index))
+
+
+class Changed:
+    """The frames of a message, with a part of the head changed."""
+
+    def __init__(self, message: Any) -> None:
+        self.codec = codec_of(message)
+        first, *self.arrays = self.codec.encode(message)
+        self.head = msgspec.msgpack.decode(first, strict=False)
+
+    def at(self, path: Path) -> Any:
+        found = self.head
+        for step in path:
+            found = found[step]
+        return found
+
+    def read(self) -> Any:
+        return self.codec.decode([msgspec.msgpack.encode(self.head), *self.arrays])
+
+    def is_refused(self) -> bool:
+        try:
+            self.read()
+        except WireError:
+            return True
+        return False
+
+
+def test_an_unchanged_head_is_read() -> None:
+    for message in EXAMPLES:
+        assert plain(Changed(message).read()) == plain(message)
+
+
+@EXAMPLE
+def test_a_message_with_a_field_too_many_is_refused_wherever_it_is(name: str) -> None:
+    for path, _ in structs(BY_NAME[name]):
+        changed = Changed(BY_NAME[name])
+        changed.at(path)["and_more"] = 1
+        assert changed.is_refused(), path
+
+
+@EXAMPLE
+def test_a_message_without_one_of_its_fields_is_refused(name: str) -> None:
+    for path, part in structs(BY_NAME[name]):
+        for own in msgspec.structs.fields(part):
+            changed = Changed(BY_NAME[name])
+            del changed.at(path)[own.name]
+            assert changed.is_refused() == own.required, (path, own.name)
+
+
+@EXAMPLE
+def test_a_message_of_an_unknown_type_is_refused(name: str) -> None:
+    for tag in ("Unknown", "", 3, None):
+        changed = Changed(BY_NAME[name])
+        changed.head["type"] = tag
+        assert changed.is_refused()
+    changed = Changed(BY_NAME[name])
+    del changed.head["type"]
+    assert changed.is_refused()
+
+
+@EXAMPLE
+@pytest.mark.parametrize("value", [{"x": 1}, [[[]]], 1.5, None], ids=["map", "list", "float", "nothing"])
+def test_a_field_with_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
+    for path, part in structs(BY_NAME[name]):
+        hints = get_type_hints(type(part), include_extras=True)
+        for own in part.__struct_fields__:
+            allows_none = type(None) in get_args(hints[own])
+            if hints[own] is msgspec.Raw or (value is None and allows_none) or hints[own] is SamplingParams:
+                continue
+            changed = Changed(BY_NAME[name])
+            changed.at(path)[own] = value
+            assert changed.is_refused(), (path, own)
+
+
+BAD: list[tuple[Any, list[Any]]] = [
+    (all_messages.Count, [-1, 2**31]),
+    (all_messages.Token, [-1, 2**31]),
+    (all_messages.Room, [-1, 2**62, 2**63]),
+    (all_messages.Name, ["", "x" * 65]),
+    (all_messages.Said, ["x" * 4097]),
+]
+GOOD: list[tuple[Any, list[Any]]] = [
+    (all_messages.Count, [0, 2**31 - 1]),
+    (all_messages.Token, [0, 2**31 - 1]),
+    (all_messages.Room, [0, 2**62 - 1]),
+    (all_messages.Name, ["x", "x" * 64]),
+    (all_messages.Said, ["", "x" * 4096]),
+]
+
+
+def values_for(hint: Any, known: list[tuple[Any, list[Any]]]) -> list[Any]:
+    """Of a number, or of a sequence of them: then the first one."""
+    if get_origin(hint) is tuple:
+        inner = get_args(hint)
+        return [[value, *([0] * (len(inner) - 1 if ... not in inner else 0))] for value in values_for(inner[0], known)]
+    return next((values for annotated, values in known if annotated == hint), [])
+
+
+@EXAMPLE
+def test_numbers_and_texts_out_of_their_range_are_refused(name: str) -> None:
+    num_ranges = 0
+    for path, part in structs(BY_NAME[name]):
+        hints = get_type_hints(type(part), include_extras=True)
+        for own in part.__struct_fields__:
+            for known, is_wrong in ((BAD, True), (GOOD, False)):
+                for value in values_for(hints[own], known):
+                    changed = Changed(BY_NAME[name])
+                    changed.at(path)[own] = value
+                    assert changed.is_refused() == is_wrong, (path, own, value)
+                    num_ranges += 1
+    assert num_ranges or name in ("Memory",), "something in it has a range"
+
+
+def test_every_number_of_ours_has_a_range() -> None:
+    """A count without one could be anything up to 64 bits."""
+    without = {
+        f"{kind.__name__}.{own}"
+        for kind in {type(part) for example in EXAMPLES for _, part in structs(example)}
+        for own, hint in get_type_hints(kind, include_extras=True).items()
+        if hint is int and kind not in (Offer, Ticket)  # whoever takes them looks at every number
+    }
+    assert without == {"Heartbeat.num_steps", "Job.seed", "Job.priority", "Media.mrope_position_delta"}
+    assert get_origin(all_messages.Count) is Annotated
+
+
+JOB_PATH: Path = ("job",)
+
+
+@pytest.mark.parametrize(
+    ("own", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", "warm"),
+        ("top_k", 0),
+        ("top_p", 0.0),
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("min_tokens", 10),
+        ("stop", [""]),
+        ("stop", 3),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "77"),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"one": 1.0}),
+        ("ignore_eos", 1),
+        ("seed", 2**63),
+        ("n", 0),
+        ("logprobs", -1),
+    ],
+)
+def test_the_sampling_parameters_of_a_job_are_checked(own: str, value: Any) -> None:
+    changed = Changed(BY_NAME["Prefill"])
+    changed.at((*JOB_PATH, "params"))[own] = value
+    assert changed.is_refused()
+
+
+@pytest.mark.parametrize("value", [None, 5, "greedy", [1]])
+def test_a_job_without_sampling_parameters_is_refused(value: Any) -> None:
+    changed = Changed(BY_NAME["Prefill"])
+    changed.at(JOB_PATH)["params"] = value
+    assert changed.is_refused()
+
+
+@pytest.mark.parametrize(
+    ("own", "value"),
+    [
+        ("modality", "sound"),
+        ("hash", "0" * 63),
+        ("hash", "0" * 65),
+        ("hash", "F" * 64),
+        ("hash", "0" * 64 + "\n"),
+        ("offsets", [[1]]),
+        ("offsets", [[1, 2, 3]]),
+        ("offsets", [[-1, 2]]),
+        ("grid_thw", [1, 2]),
+        ("size", [1, -1]),
+        ("feature", None),
+        ("feature", b"bytes"),
+        ("feature", [1.0, 2.0]),
+    ],
+)
+def test_an_item_of_a_job_is_checked(own: str, value: Any) -> None:
+    changed = Changed(BY_NAME["Decode"])
+    changed.at((*JOB_PATH, "media", "items", 0))[own] = value
+    assert changed.is_refused()
+
+
+def refused_media(item: Any, **changes: Any) -> str:
+    """The words of a refusal of a job with such arrays. They are put in as a stranger would: without their checks."""
+    head: dict[str, Any] = {"items": [ITEM], "mrope_positions": MEDIA.mrope_positions} | changes
+    if item is not None:
+        head["items"] = [{name: getattr(ITEM, name) for name in ITEM.__struct_fields__} | {"feature": item}]
+    media = {"mrope_position_delta": 0, "options_key": b""} | head
+    job = {name: getattr(JOB, name) for name in JOB.__struct_fields__} | {"media": media}
+    frames = UNIONS["ToEngine"].encode({"type": "Prefill", "room": 1, "job": job, "decode": "d"})
+    with pytest.raises(WireError) as caught:
+        UNIONS["ToEngine"].decode(frames)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        np.zeros((8, 3), np.float16),
+        np.zeros((8, 3), np.int32),
+        np.zeros(24, np.float32),
+        np.zeros((1, 8, 3), np.float32),
+    ],
+    ids=["halves", "whole numbers", "one dimension", "three dimensions"],
+)
+def test_a_feature_is_a_matrix_of_floats(feature: np.ndarray) -> None:
+    assert "a feature is float32 [patches, patch_dim]" in refused_media(feature)
+    with pytest.raises(ValueError, match="a feature is"):
+        msgspec.structs.replace(ITEM, feature=feature)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        np.zeros((3, 9), np.int32),
+        np.zeros((3, 9), np.float32),
+        np.zeros((9, 3), np.int64),
+        np.zeros(9, np.int64),
+        np.zeros((), np.int64),
+    ],
+    ids=["int32", "floats", "transposed", "one dimension", "a number"],
+)
+def test_positions_are_three_rows_of_whole_numbers(positions: np.ndarray) -> None:
+    assert "M-RoPE positions are int64 [3, tokens]" in refused_media(None, mrope_positions=positions)
+    with pytest.raises(ValueError, match="M-RoPE positions are"):
+        msgspec.structs.replace(MEDIA, mrope_positions=positions)
