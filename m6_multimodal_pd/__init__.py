@@ -1,4 +1,4 @@
-"""m6: the full engine. First half: images and video in every request.
+"""m6: the full engine: images and video in every request, and prefill and decode apart where that is wanted.
 
 Since m5: a prompt may hold pictures. They are cut into patches, a vision tower makes embeddings of these, and the
 embeddings stand in the prompt where placeholder tokens stood, at positions of three axes (M-RoPE), with more of them
@@ -13,7 +13,8 @@ for whoever brings the picture again. Everything of m1 to m5 works on prompts wi
 
 Read `multimodal/`: `media.py`, `vision_processor.py`, `prompt.py`, `inputs.py`, `mrope.py`; then `models/qwen3_vl.py`,
 `forward_batch.py`, `model_runner.py`; then `multimodal/encoder_budget.py` and `embedding_cache.py`. `wiring.py` shows
-what m6 replaces.
+what m6 replaces. With a `DisaggregationConfig` some engines compute prompts and others answer, each in a process of its
+own: read `disaggregation/`: `poll.py`, `prefill_side.py`, `decode_side.py`, `router.py`, `transport.py`.
 """
 
 from m1_single_request.config import TraceConfig
@@ -43,7 +44,15 @@ from m4_radix_cache.errors import PoolError
 from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
-from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.errors import (
+    EngineLostError,
+    InvalidMediaError,
+    PeerLostError,
+    RemoteError,
+    TransferError,
+    WireError,
+)
 from m6_multimodal_pd.interfaces import ROLES
 from m6_multimodal_pd.llm_engine import LLMEngine
 from m6_multimodal_pd.outputs import EngineStats
@@ -59,11 +68,13 @@ __all__ = [
     "ConfigError",
     "ConsoleReader",
     "CostTable",
+    "DisaggregationConfig",
     "DuplicateRequestError",
     "EngineClosedError",
     "EngineConfig",
     "EngineDeadError",
     "EngineError",
+    "EngineLostError",
     "EngineStats",
     "EngineUsageError",
     "ForwardError",
@@ -79,8 +90,10 @@ __all__ = [
     "ModelLoadError",
     "MultimodalConfig",
     "PartError",
+    "PeerLostError",
     "PoolError",
     "PromptTooLongError",
+    "RemoteError",
     "RequestMetrics",
     "RequestOutput",
     "RequestStream",
@@ -91,5 +104,7 @@ __all__ = [
     "TraceReader",
     "TraceRecord",
     "Tracer",
+    "TransferError",
+    "WireError",
     "build_engine_core",
 ]

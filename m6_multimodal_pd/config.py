@@ -14,6 +14,7 @@ from m1_single_request.errors import ConfigError, shown
 from m3_paged_attention.config import ModelConfig
 from m4_radix_cache.config import CacheConfig, check_number
 from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 
 DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-vl"
 
@@ -88,4 +89,6 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
+    disaggregation: DisaggregationConfig | None = None
+    """Prefill and decode in engines of their own; None: one engine does both."""
     trace: TraceConfig = field(default_factory=TraceConfig)

@@ -8,7 +8,7 @@ its answer; where the tokens of a prompt with a picture stand; what a picture co
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from rich.console import Console
@@ -25,6 +25,7 @@ from m6_multimodal_pd.config import URL_SCHEMES, MultimodalConfig
 from m6_multimodal_pd.demo_parts.stage import Part, Settings
 from m6_multimodal_pd.demo_parts.tour import tour
 from m6_multimodal_pd.demo_parts.viewer import Viewer
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, TransportName
 from m6_multimodal_pd.llm_engine import LLMEngine
 
 NUM_TEXTS = 2
@@ -74,6 +75,19 @@ def make_parser(prog: str = "python -m m6_multimodal_pd.demo") -> argparse.Argum
     pictures.add_argument(
         "--embedding-cache-bytes", type=int, metavar="BYTES", help="memory for what the vision tower has made"
     )
+    group = parser.add_argument_group(
+        "prefill and decode apart",
+        "Engines that compute prompts and engines that answer, each a process of its own. Without --prompt and --chat "
+        "the tour shows the same work done both ways.",
+    )
+    group.add_argument("--pd", action="store_true", help="one engine for prompts, one for answers")
+    group.add_argument("--prefill", type=int, metavar="N", help="engines for prompts; implies --pd")
+    group.add_argument("--decode", type=int, metavar="N", help="engines for answers; implies --pd")
+    group.add_argument(
+        "--transport",
+        choices=get_args(TransportName),
+        help="how KV moves between them; in_process: all of them run in this process, in turns; implies --pd",
+    )
     parser.set_defaults(num_prompts=NUM_TEXTS)
     m5.retell(parser, MEANINGS, m5.MEMORY)
     return parser
@@ -103,6 +117,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
         speculative_config=settings.speculative,
         multimodal_config=settings.multimodal,
         trace_config=settings.trace,
+        **groups(settings),
     ) as engine:
         viewer = Viewer(engine, settings, console, video_options(args))
         for part in media:
@@ -128,6 +143,7 @@ def settings_of(args: argparse.Namespace, console: Console) -> Settings:
         speculative=speculative_config(args),
         multimodal=multimodal_config(args),
         trace=m1.trace_config(args, m1.console_reader(args, console)),
+        disaggregation=disaggregation_config(args),
         params=replace(params, n=1) if is_tour else params,
         num_texts=args.num_prompts,
         num_answers=params.n,
@@ -163,6 +179,21 @@ def speculative_config(args: argparse.Namespace) -> SpeculativeConfig:
     asked = args.speculative or "none"
     known = m5.speculative_configs(argparse.Namespace(**vars(args) | {"speculative": asked}))
     return known.get(asked, SpeculativeConfig())
+
+
+def disaggregation_config(args: argparse.Namespace) -> DisaggregationConfig | None:
+    """The flags of engines that share the work, checked; None, if they do not."""
+    if getattr(args, "group", None) is not None:
+        group: DisaggregationConfig = args.group
+        return group
+    names = ("prefill", "decode", "transport")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return DisaggregationConfig(**given) if args.pd or given else None
+
+
+def groups(settings: Settings) -> dict[str, Any]:
+    """The keyword that makes an engine a group of them."""
+    return {} if settings.disaggregation is None else {"disaggregation_config": settings.disaggregation}
 
 
 def multimodal_config(args: argparse.Namespace) -> MultimodalConfig:

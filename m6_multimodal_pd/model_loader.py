@@ -6,6 +6,9 @@ as it stands. vLLM and SGLang: a registry from the architecture's name to a clas
 """
 
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, ModelDescription, describe, load_part
 from m3_paged_attention.attention.registry import Backend, resolve
@@ -32,6 +35,56 @@ class LoadedModel(LoadedTextModel):
     """None: a text model."""
     media_tokens: MediaTokens | None = None
     """None: a text model."""
+
+
+@dataclass(frozen=True)
+class VisionFacts:
+    """What intake must know of a vision tower that is elsewhere."""
+
+    config: Any
+    """The model's `vision_config`."""
+    bytes_per_token: int
+    """What keeping an encoded token takes."""
+
+
+@dataclass(frozen=True)
+class DescribedModel:
+    """A model without its weights: what intake and the router must know of it."""
+
+    name: str
+    tokenizer: Any
+    device: torch.device
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    vocab_size: int
+    vision: VisionFacts | None
+    """None: a text model."""
+    media_tokens: MediaTokens | None
+    """None: a text model."""
+
+
+def describe_model(config: ModelConfig) -> DescribedModel:
+    """Read and check everything but the weights. Raises `ModelLoadError` or `ConfigError`, as `load_model` would."""
+    described = describe(config, needs_weights=config.load_format != "dummy", architectures=ALL_ARCHITECTURES)
+    vision_facts, media_tokens = None, None
+    vocab_size = described.config.get_text_config().vocab_size
+    if described.architecture == qwen3_vl.ARCHITECTURE:
+        language = vl_decoder_config(described.name, described.config)
+        own = described.config.vision_config
+        check_vision_config(described.name, own, language)
+        width = (1 + language.num_deepstack) * own.out_hidden_size
+        vision_facts, media_tokens = VisionFacts(own, width * config.torch_dtype().itemsize), language.media_tokens
+        vocab_size = language.decoder.vocab_size
+    return DescribedModel(
+        name=described.name,
+        tokenizer=described.tokenizer,
+        device=config.torch_device(),
+        eos_token_ids=described.eos_token_ids,
+        max_model_len=described.max_model_len,
+        vocab_size=vocab_size,
+        vision=vision_facts,
+        media_tokens=media_tokens,
+    )
 
 
 def load_model(config: ModelConfig) -> LoadedModel:

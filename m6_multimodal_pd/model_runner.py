@@ -17,7 +17,7 @@ from m1_single_request.errors import ConfigError
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch as TextForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner as TextModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
-from m6_multimodal_pd.forward_batch import ForwardBatch, prompts_with_pictures, seen_in
+from m6_multimodal_pd.forward_batch import ForwardBatch, PromptPiece, prompts_with_pictures, seen_in
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from m6_multimodal_pd.models.vision import Grid, VisionTower
 from m6_multimodal_pd.multimodal.encoder import Encoder
@@ -39,6 +39,17 @@ class ModelRunner(TextModelRunner):
         text = TextForwardBatch.init_new(batch, self)
         if not self.sees:
             return text
+        prompts = self.adopt(batch)
+        rows = batch.req_pool_indices
+        seen = seen_in(prompts, batch.rids)
+        embeddings = self.encoder.embed(seen) if seen else []
+        return ForwardBatch.init_new(text, batch, self.mrope_deltas[rows], prompts, seen, embeddings)
+
+    def adopt(self, batch: ModelWorkerBatch) -> list[PromptPiece]:
+        """Note, by row, how the positions of a step's prompts exceed their places. Returns those with pictures.
+
+        Enough for prompts that another engine has computed (see `disaggregation/`).
+        """
         rows, num_rows = batch.req_pool_indices, len(self.req_to_token_pool.lens)
         if len(self.mrope_deltas) < num_rows:
             self.mrope_deltas = np.resize(self.mrope_deltas, num_rows)  # a new row is written before it is read
@@ -46,9 +57,7 @@ class ModelRunner(TextModelRunner):
         self.mrope_deltas[rows[: batch.num_prompts]] = 0
         for prompt in prompts:
             self.mrope_deltas[rows[prompt.row]] = prompt.inputs.mrope_position_delta
-        seen = seen_in(prompts, batch.rids)
-        embeddings = self.encoder.embed(seen) if seen else []
-        return ForwardBatch.init_new(text, batch, self.mrope_deltas[rows], prompts, seen, embeddings)
+        return prompts
 
     def forward(self, batch: Any) -> Tensor:
         """Hidden states `[total_tokens, hidden_size]`. The one place where the model is called."""

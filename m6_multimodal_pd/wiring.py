@@ -4,17 +4,20 @@ A model may have a vision tower now; then its processor, the cache of what it ma
 intake, the adder and the model runner. For a text model everything is m5's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
 from m1_single_request.errors import ConfigError, shown
+from m1_single_request.operations import Operations
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.wiring import trace_start
 from m4_radix_cache.engine_core import EngineCore
+from m4_radix_cache.exchange import Exchange
+from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.wiring import build_pools, prefix_cache_class, reserve_kv_memory
 from m5_chunked_prefill_spec.speculative.draft_runner import load_draft_model
 from m5_chunked_prefill_spec.wiring import (
@@ -25,17 +28,28 @@ from m5_chunked_prefill_spec.wiring import (
     cost_table,
 )
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
+from m6_multimodal_pd.disaggregation.assembly import build_disaggregated
+from m6_multimodal_pd.disaggregation.router_core import RouterCore
 from m6_multimodal_pd.input_processor import InputProcessor, Sight
-from m6_multimodal_pd.model_loader import LoadedModel, load_model
+from m6_multimodal_pd.model_loader import DescribedModel, LoadedModel, describe_model, load_model
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
+from m6_multimodal_pd.weight_loader import WeightLoader
 
 
-def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
-    """Load the models, size the KV memory, measure, and put the parts together."""
+def build_engine_core(
+    config: EngineConfig,
+    parts: Mapping[str, Any],
+    tracer: Tracer,
+    make_exchange: Callable[[Pools], Exchange] | None = None,
+) -> EngineCore:
+    """Load the models, size the KV memory, measure, and put the parts together.
+
+    `make_exchange`: of an engine that works with others (see `disaggregation/`).
+    """
     device = config.model.torch_device()
     check_memory_share(config.cache, device)
     cache_class = prefix_cache_class(config.cache, parts)
@@ -57,20 +71,47 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     costs = cost_table(config, limits, runner, tracer)
     pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
     sighted = dict(parts) | {"prefill_adder": adder_of(config, parts, loaded, embeddings)}
-    return parts["engine_core"](
+    others = {} if make_exchange is None else {"exchange": make_exchange(pools)}
+    core: EngineCore = parts["engine_core"](
         input_processor=build_input_processor(
-            config, limits, parts, loaded, pools, sight=sight, guesses_texts_only=drafting is not None
+            config,
+            limits,
+            parts,
+            loaded,
+            kv_cache_config.num_tokens,
+            sight=sight,
+            guesses_texts_only=drafting is not None,
         ),
-        scheduler=build_scheduler(config, limits, sighted, pools, loaded, costs, tracer),
+        scheduler=build_scheduler(config, limits, sighted, pools, loaded, costs, tracer, **others),
         executor=executor,
         output_processor=parts["output_processor"](tracer=tracer),
         kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
         tracer=tracer,
         companion=encoder,
     )
+    weight_loader = WeightLoader(
+        config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
+    )
+    core.operations = Operations(weight_loader)
+    return core
 
 
-def sight_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel) -> Sight | None:
+def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore | RouterCore:
+    """One engine; or a group of them, and what stands in front of it."""
+    if config.disaggregation is None:
+        return build_engine_core(config, parts, tracer)
+    return build_disaggregated(
+        config,
+        parts,
+        tracer,
+        build=build_engine_core,
+        sight_of=sight_of,
+        describe=describe_model,
+        standard=PARTS,
+    )
+
+
+def sight_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel | DescribedModel) -> Sight | None:
     """What intake must know of pictures; None for a model that takes texts only."""
     if loaded.vision is None or loaded.media_tokens is None:
         check_nothing_is_seen(config.multimodal, loaded.name)
@@ -113,7 +154,7 @@ def adder_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel
 
 # --8<-- [start:parts]
 PARTS: dict[str, Any] = M5_PARTS | {
-    "wiring": build_engine_core,
+    "wiring": build,
     "model_loader": load_model,
     "input_processor": InputProcessor,
     "media_reader": MediaReader,

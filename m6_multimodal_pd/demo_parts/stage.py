@@ -18,6 +18,7 @@ from m5_chunked_prefill_spec.demo_parts.stage import STREAMS
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.demo_parts.drawing import FPS, Shape, clip, listed, picture
 from m6_multimodal_pd.demo_parts.picture_view import Shown
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.llm_engine import LLMEngine
 
 Part = Mapping[str, Any]
@@ -45,6 +46,8 @@ class Settings:
     speculative: SpeculativeConfig
     multimodal: MultimodalConfig
     trace: TraceConfig
+    disaggregation: DisaggregationConfig | None = None
+    """Engines that share the work; None: one does everything."""
     params: SamplingParams
     num_texts: int
     """Requests without a picture in the batch."""

@@ -22,11 +22,12 @@ from m6_multimodal_pd.demo_parts.notes import Notes
 from m6_multimodal_pd.demo_parts.positions import show_positions
 from m6_multimodal_pd.demo_parts.second_turn import show_second_turn
 from m6_multimodal_pd.demo_parts.stage import Settings, moving, scenes, sees, texts
+from m6_multimodal_pd.demo_parts.two_engines import show_two_engines
 from m6_multimodal_pd.llm_engine import LLMEngine
 
 
 def tour(settings: Settings, console: Console) -> None:
-    """All parts; of a model that reads only, the part that needs no pictures. The model is loaded once."""
+    """All parts; of a model that reads only, those that need no pictures. Engines of this process load it once."""
     configs: dict[str, Any] = {
         "model_config": settings.model,
         "scheduler_config": settings.scheduler,
@@ -54,7 +55,11 @@ def tour(settings: Settings, console: Console) -> None:
             console.print()
             said += show_second_turn(engine, settings, pictures[1], outputs[1], console)
             console.print()
-        console.rule(f"[bold]{4 if pictures else 2}. What there is to see")
+        if settings.disaggregation is not None:
+            said += show_two_engines(settings, asks, outputs, 4 if pictures else 2, console)
+            console.print()
+        last = (4 if pictures else 2) + (settings.disaggregation is not None)
+        console.rule(f"[bold]{last}. What there is to see")
         if pictures:
             console.print(totals(engine.stats()))
             console.print()

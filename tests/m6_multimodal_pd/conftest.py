@@ -5,11 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import m6_multimodal_pd
+from m3_paged_attention.model_loader import LoadedModel as LoadedTextModel
+from m6_multimodal_pd import ModelConfig
 from m6_multimodal_pd.model_loader import LoadedModel, load_model
+from tests.m5_chunked_prefill_spec.conftest import save_noisy
 from tests.m6_multimodal_pd.engines import MakeEngine, setting
 from tests.m6_multimodal_pd.seeing import BOOK, AloneInTheirs, Theirs, save_seeing_model
+from tests.m6_multimodal_pd.vl_models import TEXT
 from tests.support.engines import EngineMaker
 
 
@@ -30,6 +36,23 @@ def loaded(seeing_directory: Path) -> LoadedModel:
 def their_model(seeing_directory: Path) -> Theirs:
     """The same in the hands of transformers."""
     return Theirs(seeing_directory)
+
+
+@pytest.fixture(scope="session")
+def loaded_reader(
+    their_model: Theirs, seeing_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> LoadedTextModel:
+    """The language model of the one that sees, a little wrong: a draft model for its texts."""
+    directory = tmp_path_factory.mktemp("reader")
+    tokenizer = AutoTokenizer.from_pretrained(seeing_directory)
+    rope = {"rope_type": "default", "rope_theta": TEXT["rope_parameters"]["rope_theta"]}
+    named = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True}
+    reader = Qwen3ForCausalLM(Qwen3Config(**TEXT | named | {"rope_parameters": rope})).to(torch.float32)
+    language = their_model.model.model.language_model
+    missing, unexpected = reader.model.load_state_dict(language.state_dict(), strict=False)
+    assert not missing and not unexpected
+    save_noisy(reader, tokenizer, directory)
+    return load_model(ModelConfig(model=directory, device="cpu", dtype="float32"))
 
 
 @pytest.fixture

@@ -99,10 +99,11 @@ def test_defaults() -> None:
         "cache",
         "speculative",
         "multimodal",
+        "disaggregation",
         "trace",
     ]
     assert (config.model, config.scheduler, config.cache) == (ModelConfig(), SchedulerConfig(), CacheConfig())
-    assert (config.speculative, config.trace) == (SpeculativeConfig(), TraceConfig())
+    assert (config.speculative, config.disaggregation, config.trace) == (SpeculativeConfig(), None, TraceConfig())
     sight = config.multimodal
     assert sight == MultimodalConfig() and sight.allowed_url_schemes == ()
     assert (sight.min_pixels, sight.max_pixels, sight.encoder_budget) == (None, None, None)

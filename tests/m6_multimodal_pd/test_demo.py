@@ -22,6 +22,7 @@ from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
 from m5_chunked_prefill_spec.config import SpeculativeConfig
 from m6_multimodal_pd import (
     CacheConfig,
+    DisaggregationConfig,
     ModelConfig,
     MultimodalConfig,
     SamplingParams,
@@ -337,6 +338,8 @@ def test_a_picture_that_cannot_be_taken_is_one_clear_line(
         (["--num-speculative-tokens", "3"], "num_speculative_tokens"),
         (["--max-num-batched-tokens", "3"], "max_num_batched_tokens=3 is less than"),
         (["--temperature", "-1"], "temperature=-1"),
+        (["--prefill", "0"], "prefill=0"),
+        (["--decode", "65"], "decode=65 engines are too many"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -386,6 +389,64 @@ def test_the_flags_of_pictures_reach_the_engine() -> None:
     assert demo.multimodal_config(demo.make_parser().parse_args(flags.split())) == MultimodalConfig(
         encoder_budget=7, embedding_cache_bytes=9, min_pixels=1, max_pixels=5, allowed_url_schemes=("file",)
     )
+
+
+# --- prefill and decode apart -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", None),
+        ("--pd", DisaggregationConfig()),
+        ("--prefill 2", DisaggregationConfig(prefill=2)),
+        ("--decode 3 --transport in_process", DisaggregationConfig(decode=3, transport="in_process")),
+    ],
+)
+def test_the_flags_of_engines_that_share_the_work(flags: str, expected: DisaggregationConfig | None) -> None:
+    assert demo.disaggregation_config(demo.make_parser().parse_args(flags.split())) == expected
+
+
+def test_the_tour_shows_the_same_batch_through_two_engines(seeing_directory: Path) -> None:
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    argv = ["--model", str(seeing_directory), "--device", "cpu", "--max-tokens", "3", "--threads", "1"]
+    demo.run(demo.make_parser().parse_args([*argv, "--transport", "in_process"]), console)
+    file: Any = console.file
+    out = words(file.getvalue())
+    assert "4. Prefill here, decode there" in out and "5. What there is to see" in out
+    assert out.count("prefill-0 decode-0") == 6
+    assert "Through 1 + 1 engines 6 of 6 requests got the same answer, token for token." in out
+    for what in ("There is room for the", "lie ready for decode-0", "came from prefill-0", "transferring -> success"):
+        assert what in out, what
+    assert out.count("█") > 12 and out.count("░") > 12
+
+
+def test_on_a_terminal_the_engines_are_watched(seeing_directory: Path) -> None:
+    console = screen(width=100, height=60)
+    argv = ["--model", str(seeing_directory), "--device", "cpu", "--max-tokens", "3", "--threads", "1"]
+    demo.run(demo.make_parser().parse_args([*argv, "--transport", "in_process"]), console)
+    out = printed(console)
+    assert "free tokens" in out and out.index("free tokens") < out.index("engines that share the work")
+
+
+def test_an_answer_of_engines_that_share_the_work(seeing_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "--model",
+        str(seeing_directory),
+        "--device",
+        "cpu",
+        "--max-tokens",
+        "4",
+        "--threads",
+        "1",
+        "--trace",
+        "off",
+    ]
+    answers = []
+    for flags in ([], ["--transport", "in_process"]):
+        assert demo.main([*argv, *flags, "--prompt", "What is a KV cache?"]) == 0
+        answers.append(capsys.readouterr().out.splitlines()[:2])
+    assert answers[0] and answers[0] == answers[1]
 
 
 # --- how pictures are drawn in a terminal -----------------------------------------------------------------------------

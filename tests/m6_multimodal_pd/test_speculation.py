@@ -5,18 +5,15 @@ who brings pictures must say that nobody is to guess for it.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import m6_multimodal_pd
 from m3_paged_attention.model_loader import LoadedModel as LoadedTextModel
-from m6_multimodal_pd import InvalidRequestError, ModelConfig, SamplingParams
-from m6_multimodal_pd.model_loader import LoadedModel, load_model
-from tests.m5_chunked_prefill_spec.conftest import PairMaker, save_noisy
+from m6_multimodal_pd import InvalidRequestError, SamplingParams
+from m6_multimodal_pd.model_loader import LoadedModel
+from tests.m5_chunked_prefill_spec.conftest import PairMaker
 from tests.m5_chunked_prefill_spec.engines import knowing
 from tests.m6_multimodal_pd.engines import (
     MakeEngine,
@@ -29,7 +26,6 @@ from tests.m6_multimodal_pd.engines import (
     setting,
 )
 from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking, messages
-from tests.m6_multimodal_pd.vl_models import TEXT
 
 PARAMS = greedy(MOST_TOKENS)
 QUESTIONS: tuple[tuple[str | int, ...], ...] = (("a", 1), ("v", 2), (3, "c", "b"), (4, 5), ("a", "d", 1))
@@ -104,23 +100,6 @@ def test_requests_that_differ_in_their_picture_only_have_guesses_of_their_own(
 
 
 # --- a draft model ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def loaded_reader(
-    their_model: Theirs, seeing_directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> LoadedTextModel:
-    """The language model of the one that sees, a little wrong: a draft model for its texts."""
-    directory = tmp_path_factory.mktemp("reader")
-    tokenizer = AutoTokenizer.from_pretrained(seeing_directory)
-    rope = {"rope_type": "default", "rope_theta": TEXT["rope_parameters"]["rope_theta"]}
-    named = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True}
-    reader = Qwen3ForCausalLM(Qwen3Config(**TEXT | named | {"rope_parameters": rope})).to(torch.float32)
-    language = their_model.model.model.language_model
-    missing, unexpected = reader.model.load_state_dict(language.state_dict(), strict=False)
-    assert not missing and not unexpected
-    save_noisy(reader, tokenizer, directory)
-    return load_model(ModelConfig(model=directory, device="cpu", dtype="float32"))
 
 
 @pytest.fixture

@@ -1,0 +1,175 @@
+"""Puts a group of engines together, and what stands in front of them.
+
+The user's process reads the model's config and tokenizer, and no weights: it takes requests in, routes them, and makes
+texts of tokens. Engines of this process share one copy of the weights; those of other processes load their own.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from m1_single_request.errors import ConfigError, ModelLoadError
+from m1_single_request.tracer import Tracer
+from m5_chunked_prefill_spec.wiring import build_input_processor
+from m6_multimodal_pd.disaggregation.by_hand import HandLinks
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.engine import Engine
+from m6_multimodal_pd.disaggregation.in_process import InProcessSegments
+from m6_multimodal_pd.disaggregation.jobs import error_of
+from m6_multimodal_pd.disaggregation.links import Links, LocalLinks
+from m6_multimodal_pd.disaggregation.messages import Role
+from m6_multimodal_pd.disaggregation.processes import started
+from m6_multimodal_pd.disaggregation.router import Router
+from m6_multimodal_pd.disaggregation.router_core import RouterCore
+from m6_multimodal_pd.errors import EngineLostError
+
+
+def build_disaggregated(
+    config: Any,
+    parts: Mapping[str, Any],
+    tracer: Tracer,
+    *,
+    build: Callable[..., Any],
+    sight_of: Callable[..., Any],
+    describe: Callable[..., Any],
+    standard: Mapping[str, Any],
+) -> RouterCore:
+    """A group of engines behind a router. `build`: one engine; `standard`: m6's own parts; the others: as m6's wiring
+    and loader have them."""
+    group = config.disaggregation
+    described = describe(config.model)
+    limits = config.scheduler.resolved(described.max_model_len, described.device.type)
+    sight = sight_of(config, parts, described)
+    names = [f"{role}-{number}" for role in get_args(Role) for number in range(getattr(group, role))]
+    links = links_of(config, parts, build, names, standard, is_traced=bool(tracer))
+    try:
+        router = Router(
+            links=links,
+            config=group,
+            stop_checker=parts["stop_checker"](
+                eos_token_ids=described.eos_token_ids, max_model_len=described.max_model_len
+            ),
+            speculates=config.speculative.method is not None,
+            tracer=tracer,
+        )
+        if group.address is None:
+            await_engines(router, links, names, group.start_timeout_s)
+        else:
+            await_roles(router, group)
+        check_alike(router)
+        drafts = config.speculative.method == "draft_model"
+        return RouterCore(
+            input_processor=build_input_processor(
+                config,
+                limits,
+                parts,
+                described,
+                min(member.joined.total_tokens for member in router.members.values()),
+                sight=sight,
+                guesses_texts_only=drafts,
+            ),
+            router=router,
+            output_processor=parts["output_processor"](tracer=tracer),
+            tracer=tracer,
+            close_links=links.close,
+            model=str(config.model.model),
+        )
+    except BaseException:
+        links.close()
+        raise
+
+
+def links_of(
+    config: Any,
+    parts: Mapping[str, Any],
+    build: Callable[..., Any],
+    names: list[str],
+    standard: Mapping[str, Any],
+    *,
+    is_traced: bool,
+) -> Links:
+    """To engines of this process, of processes that are started for it, or of those that somebody has started."""
+    if config.disaggregation.transport == "in_process":
+        return local_links(config, parts, build, names, is_traced=is_traced)
+    check_standard(parts, standard)
+    if config.disaggregation.address is not None:
+        return HandLinks(config.disaggregation)
+    return started(config, names, is_traced=is_traced)
+
+
+def local_links(
+    config: Any, parts: Mapping[str, Any], build: Callable[..., Any], names: list[str], *, is_traced: bool
+) -> LocalLinks:
+    """Engines of this process, with one copy of the weights."""
+    links, segments = LocalLinks(), InProcessSegments()
+    loaded: dict[str, Any] = {}
+
+    def load_once(model_config: Any) -> Any:
+        key = repr(model_config)
+        if key not in loaded:
+            loaded[key] = parts["model_loader"](model_config)
+        return loaded[key]
+
+    try:
+        for name in names:
+            links.add(
+                name,
+                lambda send, name=name: Engine(  # type: ignore[misc]
+                    role=name.partition("-")[0],
+                    config=config,
+                    parts={**parts, "model_loader": load_once},
+                    build=build,
+                    segments=segments,
+                    send=send,
+                    is_traced=is_traced,
+                ),
+            )
+    except BaseException:
+        links.close()
+        raise
+    return links
+
+
+def check_standard(parts: Mapping[str, Any], standard: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for parts of somebody's own: they cannot be sent to another process."""
+    own = sorted(role for role, part in parts.items() if part is not standard.get(role))
+    if own:
+        raise ConfigError(
+            f"the parts {', '.join(own)} are not m6's, and cannot go to other processes: use transport='in_process'"
+        )
+
+
+def await_engines(router: Router, links: Links, names: list[str], timeout_s: float) -> None:
+    """Hear all engines join. Raises the error of one that cannot be built, `EngineLostError` if one does not join."""
+    deadline = time.monotonic() + timeout_s
+    while missing := [name for name in names if name not in router.members]:
+        for name, why, fault in links.lost():
+            raise error_of(fault, name) if fault else EngineLostError(f"engine {name!r} did not start: {why}")
+        if time.monotonic() > deadline:
+            raise EngineLostError(f"{', '.join(missing)} did not start within start_timeout_s={timeout_s:g}")
+        router.hear(0.1)
+
+
+def await_roles(router: Router, group: DisaggregationConfig) -> None:
+    """Hear as many engines of each role join as there are to be, under whatever names."""
+    deadline = time.monotonic() + group.start_timeout_s
+    while missing := {
+        role: getattr(group, role) - len(router.of_role(role))
+        for role in get_args(Role)
+        if len(router.of_role(role)) < getattr(group, role)
+    }:
+        if time.monotonic() > deadline:
+            lacking = " and ".join(f"{count} for {role}" for role, count in missing.items())
+            raise EngineLostError(f"{lacking} did not join within start_timeout_s={group.start_timeout_s:g}")
+        router.listen(0.1)
+
+
+def check_alike(router: Router) -> None:
+    """Raise an error unless all engines can work together."""
+    joined = [member.joined for member in router.members.values()]
+    for field in ("page_size", "layout", "max_model_len"):
+        values = {getattr(one, field) for one in joined}
+        if len(values) > 1:
+            raise ConfigError(f"the engines have different {field}s: {sorted(map(str, values))}")
+    if len({one.model for one in joined}) > 1:
+        raise ModelLoadError("the engines have different models")

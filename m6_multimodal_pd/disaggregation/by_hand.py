@@ -1,0 +1,112 @@
+"""Engines that somebody has started, perhaps on another terminal: they join at an address, with keys from a file.
+
+The file has the router's keys, those of its engines, and the secret that both sides know; whoever can read it can be
+either, so it is made readable for its owner alone. An engine that ends and is started again joins again.
+"""
+
+import json
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from m1_single_request.errors import ConfigError
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.links import Lost
+from m6_multimodal_pd.disaggregation.messages import Call, Failed, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.sockets import RouterSocket
+from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.errors import PeerLostError
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What both sides of a group must know."""
+
+    secret: bytes
+    router: CurveKeys
+    engines: CurveKeys
+
+
+def write_keys(path: str | Path) -> None:
+    """Make new keys. Raises `ConfigError` if there is such a file, or it cannot be written."""
+    router, engines = CurveKeys.generate()
+    text = json.dumps({"secret": secrets.token_hex(32), "router": _plain(router), "engines": _plain(engines)})
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def read_keys(path: str | Path) -> Keys:
+    """What `write_keys` has written. Raises `ConfigError` for anything else, and for a file that others can read."""
+    try:
+        if os.stat(path).st_mode & 0o077:
+            raise ConfigError(f"{path} can be read by others: chmod 600 it, or make new keys")
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Keys(bytes.fromhex(values["secret"]), _made(values["router"]), _made(values["engines"]))
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no file of keys: python -m m6_multimodal_pd.pd keys FILE makes one") from error
+
+
+def _plain(keys: CurveKeys) -> dict[str, Any]:
+    return {"public": keys.public, "secret": keys.secret, "trusted": sorted(keys.trusted)}
+
+
+def _made(values: Any) -> CurveKeys:
+    return CurveKeys(public=values["public"], secret=values["secret"], trusted=frozenset(values["trusted"]))
+
+
+class HandLinks:
+    """The `Links` to engines that others have started."""
+
+    def __init__(self, config: DisaggregationConfig) -> None:
+        """Raises `ConfigError` for an address or keys that cannot be used."""
+        assert config.address is not None and config.key_file is not None
+        keys = read_keys(config.key_file)
+        self.socket: RouterSocket[Any] = RouterSocket(
+            config.address,
+            codec=Codec(ToRouter, config.max_message_bytes),
+            secret=keys.secret,
+            keys=keys.router,
+        )
+
+    def drop(self, name: str, why: str) -> None:
+        """Believe it no more: whoever has that name next is another engine."""
+        self.socket.forget(name)
+
+    def coming(self, role: str) -> bool:
+        """Nobody knows."""
+        return False
+
+    def send(self, name: str, message: ToEngine) -> None:
+        """Queue a message."""
+        self.socket.send(name, message)
+
+    def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
+        """What has come."""
+        came = self.socket.receive(timeout_s)
+        for name, message in came:
+            if isinstance(message, Failed):
+                self.socket.forget(name)
+        return [(name, message) for name, message in came if not isinstance(message, Failed)]
+
+    def lost(self) -> list[Lost]:
+        """Nobody is known to be: that shows when something is sent, or in silence."""
+        return []
+
+    def close(self) -> None:
+        """Tell all engines that it is over, and leave."""
+        for name in self.socket.names:
+            with suppress(PeerLostError):
+                self.socket.send(name, Call(0, "shutdown"))
+        self.socket.close()

@@ -1,0 +1,224 @@
+"""Engines as processes of this host: started, watched, ended, and nothing left of them.
+
+Each engine gets its order on its standard input and a name of its own in everything that it makes; so when it has died,
+however it died, what it left can be found and removed. An engine that dies is started anew, under a new name, so often
+at most; it joins when it is ready, and gets new requests. New in this milestone. vLLM: `CoreEngineProcManager`; SGLang:
+`launch_subprocesses` in `entrypoints/engine.py`.
+"""
+
+import secrets
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import torch
+
+from m6_multimodal_pd.disaggregation.config_json import to_json
+from m6_multimodal_pd.disaggregation.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.links import Lost
+from m6_multimodal_pd.disaggregation.messages import (
+    Call,
+    Failed,
+    Fault,
+    Joined,
+    Order,
+    Role,
+    ToEngine,
+    ToRouter,
+)
+from m6_multimodal_pd.disaggregation.shared_memory import remove_leftovers
+from m6_multimodal_pd.disaggregation.sockets import RouterSocket
+from m6_multimodal_pd.disaggregation.watchdog import STUCK
+from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.errors import EngineLostError, PeerLostError
+
+END_TIMEOUT_S = 10.0
+"""So long an engine may take to end before it is killed."""
+
+
+GRACE_S = 1.0
+"""So long one may take that is given up."""
+
+
+class Child:
+    """One engine's process."""
+
+    def __init__(self, order: Order, deadline: float) -> None:
+        """`deadline`: when it must have joined, in monotonic seconds."""
+        self.order, self.deadline = order, deadline
+        self.joined = False
+        self.fault: Fault | None = None
+        """Why it cannot be built."""
+        self.dropped: str | None = None
+        """Why it was given up."""
+        self.kill_at = 0.0
+        command = [sys.executable, "-m", "m6_multimodal_pd.disaggregation.child"]
+        # a process group of its own: a Ctrl-C in the terminal is the parent's alone, from the first moment on
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, which is noticed like any other end
+            self.process.stdin.write(msgspec.json.encode(order) + b"\n")
+            self.process.stdin.flush()
+
+    def ended(self) -> str | None:
+        """How it has ended; None while it runs."""
+        status = self.process.poll()
+        if status is None and (
+            self.fault is not None or (self.dropped is not None and time.monotonic() > self.kill_at)
+        ):
+            self.process.kill()
+            status = self.process.wait()
+        if status is None:
+            return None
+        if self.dropped is not None:
+            return self.dropped
+        if self.fault is not None:
+            return self.fault.text
+        if status == STUCK:
+            return "a step did not end, and it gave itself up"
+        return f"its process was killed by signal {-status}" if status < 0 else f"its process ended, status {status}"
+
+    def drop(self, why: str) -> None:
+        """Give it up. It may be on its way out; if it is not, it is killed."""
+        if self.dropped is None:
+            self.dropped, self.kill_at = why, time.monotonic() + GRACE_S
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Without a parent it ends by itself, if it can."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+
+    def end(self, timeout_s: float) -> None:
+        """Let go of it; kill it if it does not go by itself. Nothing of it is left."""
+        self._let_go()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        remove_leftovers(self.order.owner)
+
+
+class ProcessLinks:
+    """The `Links` to engines that this process has started."""
+
+    def __init__(self, config: Any, *, is_traced: bool, on_refused: Any = lambda reason: None) -> None:
+        """`config`: of each engine, and of the group."""
+        self.config, self.is_traced = config, is_traced
+        self.max_restarts: int = config.disaggregation.max_restarts
+        self.start_timeout_s: float = config.disaggregation.start_timeout_s
+        self._group = secrets.token_hex(6)
+        self._secret = secrets.token_bytes(32)
+        router_keys, self._engine_keys = CurveKeys.generate()
+        self.socket: RouterSocket[Any] = RouterSocket(
+            codec=Codec(ToRouter, config.disaggregation.max_message_bytes),
+            secret=self._secret,
+            keys=router_keys,
+            on_refused=on_refused,
+        )
+        self._router_key = router_keys.public
+        self.children: dict[str, Child] = {}
+        self._num_started = 0
+        self._num_restarts: dict[str, int] = {}
+
+    def start(self, name: str, role: Role) -> None:
+        """Start an engine; it joins when it is ready."""
+        self._num_started += 1
+        (trusted,) = self._engine_keys.trusted
+        self.children[name] = Child(
+            Order(
+                name=name,
+                role=role,
+                address=self.socket.address,
+                secret=self._secret.hex(),
+                public_key=self._engine_keys.public,
+                secret_key=self._engine_keys.secret,
+                trusted_key=trusted,
+                owner=f"{self._group}x{self._num_started}",
+                is_traced=self.is_traced,
+                num_threads=torch.get_num_threads(),
+                config=to_json(self.config),
+            ),
+            deadline=time.monotonic() + self.start_timeout_s,
+        )
+
+    def coming(self, role: str) -> bool:
+        """Whether an engine of this role runs, or is being started."""
+        return any(child.order.role == role for child in self.children.values())
+
+    def send(self, name: str, message: ToEngine) -> None:
+        self.socket.send(name, message)
+
+    def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
+        """What has come; what an engine that cannot be built says about that is kept for `lost`."""
+        came = self.socket.receive(timeout_s)
+        for name, message in came:
+            if isinstance(message, Failed) and name in self.children:
+                self.children[name].fault = message.fault
+            if isinstance(message, Joined) and name in self.children:
+                self.children[name].joined = True
+        return [(name, message) for name, message in came if not isinstance(message, Failed)]
+
+    def lost(self) -> list[Lost]:
+        """Processes that have ended; each is started anew, unless that would be the same again."""
+        found = []
+        now = time.monotonic()
+        for name, child in list(self.children.items()):
+            if not child.joined and now > child.deadline:
+                child.drop(f"it did not start within start_timeout_s={self.start_timeout_s:g}")
+            why = child.ended()
+            if why is None:
+                continue
+            del self.children[name]
+            child.end(0.0)
+            self.socket.forget(name)
+            found.append(Lost(name, why, child.fault))
+            if child.fault is None:
+                self._start_anew(name, child.order.role)
+        return found
+
+    def drop(self, name: str, why: str) -> None:
+        if name in self.children:
+            self.children[name].drop(why)
+
+    def _start_anew(self, name: str, role: Role) -> None:
+        first = name.partition("_")[0]
+        again = self._num_restarts.get(first, 0) + 1
+        if again <= self.max_restarts:
+            self._num_restarts[first] = again
+            with suppress(OSError):  # the machine has no room for another process: there is one engine less
+                self.start(f"{first}_{again}", role)
+
+    def close(self) -> None:
+        """Tell all to end, and wait; kill those that do not."""
+        self.max_restarts = 0
+        for name in list(self.children):
+            with suppress(PeerLostError):
+                self.socket.send(name, Call(0, "shutdown"))
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for name, child in list(self.children.items()):
+            # one that has not joined has nothing to bring to an end
+            child.end(max(deadline - time.monotonic(), 0.1) if child.joined else 0.0)
+            del self.children[name]
+        self.socket.close()
+
+
+def started(config: Any, names: list[str], *, is_traced: bool) -> ProcessLinks:
+    """A process for each engine. Raises `EngineLostError` if one cannot be started."""
+    links = ProcessLinks(config, is_traced=is_traced)
+    try:
+        for name in names:
+            role: Any = name.partition("-")[0]
+            links.start(name, role)
+    except OSError as error:
+        links.close()
+        raise EngineLostError(f"a process cannot be started: {error}") from error
+    except BaseException:
+        links.close()
+        raise
+    return links

@@ -1,0 +1,41 @@
+"""An engine's trace on its way to the router: what each step has to say, in one message.
+
+The engine's own readers stay where they are; this one is attached only if somebody listens to the router's trace. What
+travels are the event's words, so the router need not know the events of whatever the engine is made of.
+"""
+
+from collections.abc import Callable
+
+from m1_single_request.tracer import TraceRecord
+from m6_multimodal_pd.disaggregation.messages import Told, ToldEvent, ToRouter
+
+MOST_EVENTS = 1000
+"""More are not told of one step."""
+
+
+class Reporter:
+    """A trace reader that gathers what is said until it is `told`."""
+
+    def __init__(self, send: Callable[[ToRouter], None]) -> None:
+        self.send = send
+        self._step = 0
+        self._events: list[ToldEvent] = []
+
+    def read(self, record: TraceRecord) -> None:
+        """Take one record."""
+        event = record.event
+        if record.step != self._step:
+            self.tell()
+            self._step = record.step
+        if len(self._events) < MOST_EVENTS:
+            self._events.append(ToldEvent(kind=event.kind[:64], rids=event.request_ids(), said=event.explain()))
+
+    def tell(self) -> None:
+        """Send what was gathered."""
+        if self._events:
+            events, self._events = tuple(self._events), []
+            self.send(Told(self._step, events))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self.tell()

@@ -1,0 +1,366 @@
+"""In front of all engines: who computes a prompt, who answers it, and what becomes of requests when an engine is lost.
+
+To the engine core above it the router is a scheduler: it has requests, and some of them change in a step. It gives each
+request a room, which no other request ever gets, and tells a prefill and a decode engine of it. Tokens come back as
+numbers; whether they end the request the router asks the same stop checker as the engine that said them, so both know.
+If an engine is lost or a transfer fails, the request gets another room: it goes on behind the tokens that were said,
+and because a draw depends on seed and position alone, with the same ones. Nothing is said twice. New in this milestone.
+SGLang: `disaggregation/mini_lb.py` (now the router of its own package); vLLM: a proxy in front of two servers.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from m1_single_request.errors import DuplicateRequestError, EngineError
+from m1_single_request.request import BaseFinishReason, FinishError, Request, RequestStatus
+from m1_single_request.request_updater import RequestUpdater
+from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.stop_checker import StopChecker
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.errors import PartError
+from m4_radix_cache.request import Req
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, Reported, RequestRouted
+from m6_multimodal_pd.disaggregation.jobs import error_of, job_of, to_row
+from m6_multimodal_pd.disaggregation.links import Links
+from m6_multimodal_pd.disaggregation.messages import (
+    Answer,
+    Call,
+    Cancel,
+    Decode,
+    Ended,
+    Heartbeat,
+    Joined,
+    PeerLost,
+    Prefill,
+    Relay,
+    Relayed,
+    ToEngine,
+    Tokens,
+    Told,
+    ToRouter,
+)
+from m6_multimodal_pd.errors import EngineLostError, PeerLostError, TransferError, WireError
+
+ON_JOINING = 0
+"""The number of a call that nobody waits for."""
+
+
+@dataclass(eq=False)
+class Member:
+    """An engine, as the router knows it."""
+
+    name: str
+    joined: Joined
+    last_heard: float
+    """In monotonic seconds; an engine without requests says nothing."""
+    heartbeat: Heartbeat | None = None
+    rooms: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """A request in a room."""
+
+    room: int
+    req: Req
+    prefill: str
+    decode: str
+
+
+class Router:
+    """Requests in, requests that changed out. Belongs to one thread, and never waits longer than it is told to."""
+
+    def __init__(
+        self, *, links: Links, config: DisaggregationConfig, stop_checker: StopChecker, speculates: bool, tracer: Tracer
+    ) -> None:
+        """`speculates`: whether engines may guess for requests that do not refuse it."""
+        self.links, self.config, self.speculates, self.tracer = links, config, speculates, tracer
+        self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
+        self.members: dict[str, Member] = {}
+        self.requests: dict[str, Req] = {}
+        self.attempts: dict[int, Attempt] = {}
+        self.num_attempts: dict[str, int] = {}
+        """By request id."""
+        self.answers: dict[int, Answer] = {}
+        """By the number of a call that somebody waits for."""
+        self.weights: str | None = None
+        """What an engine that joins must load first: weights were exchanged since engines were ordered."""
+        self.num_retries = 0
+        self._next_room = 0
+        self._marked: dict[str, Req] = {}
+        self._room_of: dict[str, int] = {}  # by request id
+
+    # --- what an engine core asks of a scheduler ----------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[Req]:
+        return [req for req in self.requests.values() if req.rid in self._room_of]
+
+    @property
+    def waiting(self) -> list[Req]:
+        """Those for whom there is no engine yet."""
+        return [req for req in self.requests.values() if req.rid not in self._room_of]
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in; it is routed with the next update."""
+        assert isinstance(request, Req)
+        if request.rid in self.requests:
+            raise DuplicateRequestError(f"request id {request.rid!r} is in use: it has not finished yet")
+        self.updater.trace_arrival(request, num_waiting=len(self.waiting))
+        if request.multimodal_inputs is not None:
+            request.multimodal_inputs.trace_arrival(request.rid, self.tracer)
+        self.requests[request.rid] = request
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.requests)
+
+    def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
+        """Mark requests to end with the next update. Returns the ids that were marked."""
+        known = {rid: self.requests[rid] for rid in request_ids if rid in self.requests}
+        self._marked |= known
+        return [rid for rid, req in known.items() if self.updater.mark(req, reason)]
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def update(self, timeout_s: float) -> list[Req]:
+        """Route who waits, hear what has come, end who is to end. Returns the requests that changed."""
+        for req in self.waiting:
+            if req.to_finish is None:
+                self._route(req)
+        has_news = any(req.to_finish is not None for req in self._marked.values())
+        changed = self.listen(0.0 if has_news else timeout_s)
+        marked = [req for req in self._marked.values() if req.to_finish is not None]
+        changed += [req for req in marked if req not in changed]
+        for req in changed:
+            if req.to_finish is not None and not req.is_finished:
+                self._finish(req)
+        return changed
+
+    def listen(self, timeout_s: float) -> list[Req]:
+        """Hear what has come, and who is lost. Returns the requests that got something."""
+        changed = self.hear(timeout_s)
+        for lost in self.links.lost():
+            self._lose(lost.name, lost.why)
+        if self.config.transport != "in_process":
+            silent = time.monotonic() - self.config.heartbeat_timeout_s
+            for member in [m for m in self.members.values() if m.rooms and m.last_heard < silent]:
+                self._lose(member.name, f"it was silent for {self.config.heartbeat_timeout_s:g} s")
+        return changed
+
+    def hear(self, timeout_s: float) -> list[Req]:
+        """Hear what has come. Returns the requests that got something."""
+        changed: dict[str, Req] = {}
+        for name, message in self.links.receive(timeout_s):
+            req = self._hear(name, message)
+            if req is not None:
+                changed[req.rid] = req
+        return list(changed.values())
+
+    def of_role(self, role: str) -> list[Member]:
+        """The engines of a role, in order of their names."""
+        return [self.members[name] for name in sorted(self.members) if self.members[name].joined.role == role]
+
+    # --- inside: messages ---------------------------------------------------------------------------------------------
+
+    def _hear(self, name: str, message: ToRouter) -> Req | None:
+        """Take a message; returns the request that it has changed."""
+        member = self.members.get(name)
+        if isinstance(message, Joined):
+            self._join(name, message)
+            return None
+        if member is None:
+            return None
+        member.last_heard = time.monotonic()
+        match message:
+            case Heartbeat():
+                member.heartbeat = message
+            case Told():
+                self._pass_on(name, message)
+            case Relay(to, body):
+                self._send(to, Relayed(name, body))
+            case Answer(number):
+                if number in self.answers:
+                    self.answers[number] = message
+                elif number == ON_JOINING and message.fault is not None:
+                    self._lose(name, f"it cannot load {self.weights}: {message.fault.text}")
+            case Tokens():
+                return self._take_tokens(name, message)
+            case Ended():
+                self._hear_of_end(name, message)
+        return None
+
+    def _pass_on(self, name: str, told: Told) -> None:
+        """To the readers of the trace here."""
+        for own in told.events:
+            if self.tracer:
+                self.tracer.emit(
+                    Reported(
+                        engine=name,
+                        its_step=told.step,
+                        what=own.kind,
+                        rids=own.rids,
+                        said=own.said,
+                    )
+                )
+
+    def _take_tokens(self, name: str, message: Tokens) -> Req | None:
+        attempt = self.attempts.get(message.room)
+        if attempt is None or attempt.decode != name or attempt.req.to_finish is not None:
+            return None
+        req = attempt.req
+        if message.first != len(req.output_ids) or len(message.logprobs) != len(message.token_ids):
+            error = PartError(f"engine {name!r} brings tokens from {message.first} on; {len(req.output_ids)} are there")
+            self.finish_requests([req.rid], FinishError(error))
+            return None
+        rows = tuple(map(to_row, message.logprobs))
+        of_prompt = message.prompt_logprobs
+        sampled = SampledTokens(
+            message.token_ids,
+            rows,
+            None if of_prompt is None else tuple(row for own in of_prompt if (row := to_row(own)) is not None),
+        )
+        if not req.output_ids:
+            req.cached_tokens = message.cached_tokens
+        req.num_draft_tokens, req.num_accepted_tokens = message.num_draft_tokens, message.num_accepted_tokens
+        self.updater.commit(req, sampled, num_new_kv=0)
+        if req.to_finish is not None:
+            self._marked[req.rid] = req
+        return req
+
+    def _hear_of_end(self, name: str, message: Ended) -> None:
+        """An engine is done with a room."""
+        if name in self.members:
+            self.members[name].rooms.discard(message.room)
+        attempt = self.attempts.get(message.room)
+        if attempt is None or attempt.req.to_finish is not None:
+            return
+        if message.fault is None:
+            if name == attempt.decode:  # it thinks that the answer is over, and it is not
+                self._retry(attempt, TransferError(f"engine {name!r} has ended the request too early"))
+            return
+        error = error_of(message.fault, name)
+        if message.may_retry:
+            self._retry(attempt, error)
+        else:
+            self.finish_requests([attempt.req.rid], FinishError(error))
+
+    # --- inside: engines ----------------------------------------------------------------------------------------------
+
+    def _join(self, name: str, joined: Joined) -> None:
+        self.members[name] = Member(name, joined, time.monotonic())
+        if self.tracer:
+            self.tracer.emit(
+                EngineJoined(name=name, role=joined.role, total_tokens=joined.total_tokens, page_size=joined.page_size)
+            )
+        if self.weights is not None:  # no request overtakes this
+            self._send(name, Call(ON_JOINING, "update_weights", self.weights))
+
+    def _lose(self, name: str, why: str) -> None:
+        """An engine is gone: its requests go elsewhere, and the others are told."""
+        self.links.drop(name, why)
+        member = self.members.pop(name, None)
+        if member is None:
+            return
+        lost = [a for a in self.attempts.values() if name in (a.prefill, a.decode) and a.room in member.rooms]
+        if self.tracer:
+            self.tracer.emit(EngineLost(name=name, why=why, rids=tuple(a.req.rid for a in lost)))
+        for other in list(self.members):
+            self._send(other, PeerLost(name))
+        for attempt in lost:
+            self._retry(attempt, EngineLostError(f"engine {name!r} is lost: {why}"))
+
+    def _send(self, name: str, message: ToEngine) -> None:
+        """To an engine; if it is gone, that is noticed elsewhere."""
+        try:
+            self.links.send(name, message)
+        except PeerLostError as error:
+            self._lose(name, str(error))
+
+    # --- inside: requests ---------------------------------------------------------------------------------------------
+
+    def _route(self, req: Req) -> None:
+        """Give a request a room and two engines, or its end if there are none."""
+        attempt = self.num_attempts.get(req.rid, 0) + 1
+        chosen = [min(self.of_role(role), key=_load, default=None) for role in ("prefill", "decode")]
+        for role, found in zip(("prefill", "decode"), chosen, strict=True):
+            if found is None:
+                if not self.links.coming(role):
+                    self.finish_requests([req.rid], FinishError(EngineLostError(f"there is no {role} engine left")))
+                return
+        prefill, decode = chosen
+        assert prefill is not None and decode is not None
+        room, self._next_room = self._next_room, self._next_room + 1
+        job = job_of(req, speculate=self.speculates and req.spec_state is not None)
+        self.attempts[room] = Attempt(room, req, prefill.name, decode.name)
+        self._room_of[req.rid], self.num_attempts[req.rid] = room, attempt
+        for member in (prefill, decode):
+            if not member.rooms:  # without requests it had nothing to say
+                member.last_heard = time.monotonic()
+            member.rooms.add(room)
+        req.set_status(RequestStatus.RUNNING)
+        if self.tracer:
+            self.tracer.emit(
+                RequestRouted(
+                    rid=req.rid,
+                    room=room,
+                    prefill=prefill.name,
+                    decode=decode.name,
+                    attempt=attempt,
+                    num_output_tokens=len(req.output_ids),
+                )
+            )
+        try:
+            self._send(decode.name, Decode(room, job, prefill.name))
+            if room in self.attempts:  # else the decode engine has turned out to be gone
+                self._send(prefill.name, Prefill(room, job, decode.name))
+        except WireError as error:
+            self.finish_requests([req.rid], FinishError(error))
+
+    def _retry(self, attempt: Attempt, error: EngineError) -> None:
+        """The attempt has failed. Another one, or the request's end."""
+        self._give_up(attempt)
+        if self.num_attempts[attempt.req.rid] > self.config.max_retries:
+            self.finish_requests([attempt.req.rid], FinishError(error))
+            return
+        self.num_retries += 1
+        attempt.req.set_status(RequestStatus.PREEMPTED)
+
+    def _give_up(self, attempt: Attempt) -> None:
+        """Nothing more is wanted of this room."""
+        self.attempts.pop(attempt.room, None)
+        self._room_of.pop(attempt.req.rid, None)
+        for name in (attempt.prefill, attempt.decode):
+            member = self.members.get(name)
+            if member is not None and attempt.room in member.rooms:
+                member.rooms.discard(attempt.room)
+                self._send(name, Cancel(attempt.room))
+
+    def _finish(self, req: Req) -> None:
+        assert req.to_finish is not None
+        room = self._room_of.get(req.rid)
+        if room is not None:
+            self._give_up(self.attempts[room])
+        self.updater.end(req, req.to_finish)
+        self._marked.pop(req.rid, None)
+        self.num_attempts.pop(req.rid, None)
+        del self.requests[req.rid]
+        self.updater.trace_end(req)
+
+
+def _load(member: Member) -> tuple[int, str]:
+    """How much an engine has to do: the fewest rooms first, of equal ones the first name."""
+    return len(member.rooms), member.name
+
+
+def totals_of(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers of several engines, added up."""
+    totals: dict[str, Any] = {}
+    for own in stats:
+        for name, value in own.items():
+            if isinstance(value, int | float):
+                totals[name] = totals.get(name, 0) + value
+    return totals

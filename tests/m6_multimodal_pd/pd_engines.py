@@ -1,0 +1,391 @@
+"""Helpers of the tests of engines that work together: a group in one process, looked at by its user and by an auditor.
+
+The user sees outputs; none may shrink, change, or come after its end. The auditor looks at all engines after every step
+and reads every message on its way, so that a page that goes twice is seen even if it does no harm.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6_multimodal_pd import LLMEngine, ModelConfig, RequestOutput, SamplingParams, TraceConfig
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.engine import Engine
+from m6_multimodal_pd.disaggregation.links import LocalLinks
+from m6_multimodal_pd.disaggregation.messages import (
+    Chunk,
+    Decode,
+    FirstToken,
+    Preallocated,
+    Received,
+    Relayed,
+    Tokens,
+)
+from m6_multimodal_pd.disaggregation.router import Router
+from m6_multimodal_pd.disaggregation.staging import StagedSource
+from tests.m6_multimodal_pd.engines import setting as m6_setting
+
+MANY_STEPS = 2000
+Asked = Mapping[str, tuple[Any, SamplingParams, Mapping[str, Any]]]
+"""Requests by their ids: a prompt or a conversation, what is asked for, and other keywords."""
+
+
+def setting(*args: Any, **limits: Any) -> dict[str, Any]:
+    """m6's keywords of an engine with these limits, audited after every step."""
+    return m6_setting(*args, **{"tokens": 512} | limits)
+
+
+class Listener:
+    """A trace reader that keeps the events, those of the engine's start, too."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def read(self, record: Any) -> None:
+        self.events.append(record.event)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def told(self, kind: str) -> list[Any]:
+        """Of the engines' own events those of one kind, as the router passes them on."""
+        return [event for event in self.events if event.kind == "reported" and event.what == kind]
+
+    def own(self, kind: str) -> list[Any]:
+        """The router's events of one kind."""
+        return [event for event in self.events if event.kind == kind]
+
+
+class Wire:
+    """All that went to engines and came from them, in order."""
+
+    def __init__(self, links: LocalLinks) -> None:
+        self.sent: list[tuple[str, Any]] = []
+        self.heard: list[tuple[str, Any]] = []
+        send, receive = links.send, links.receive
+
+        def tapped_send(name: str, message: Any) -> None:
+            send(name, message)
+            self.sent.append((name, message))
+
+        def tapped_receive(timeout_s: float) -> list[tuple[str, Any]]:
+            came = receive(timeout_s)
+            self.heard += came
+            return came
+
+        links.send, links.receive = tapped_send, tapped_receive  # type: ignore[method-assign]
+
+    def relayed(self, kind: type) -> list[Any]:
+        """What engines said to each other, of one kind."""
+        return [m.body for _, m in self.sent if isinstance(m, Relayed) and isinstance(m.body, kind)]
+
+    def commands(self, kind: type) -> list[Any]:
+        """What the router said to engines, of one kind."""
+        return [message for _, message in self.sent if isinstance(message, kind)]
+
+
+class Group:
+    """A disaggregated engine in one process. Every step is looked at."""
+
+    def __init__(
+        self,
+        model: Path,
+        prefill: int = 1,
+        decode: int = 1,
+        *,
+        parts: Mapping[str, Any] | None = None,
+        group: Mapping[str, Any] | None = None,
+        is_traced: bool = False,
+        **configs: Any,
+    ) -> None:
+        """`group`: other fields of `DisaggregationConfig`; `configs`: those of `setting`."""
+        self.listener = Listener()
+        self.engine: Any = LLMEngine(
+            model_config=ModelConfig(model=model, device="cpu", dtype="float32"),
+            parts=parts,
+            disaggregation_config=DisaggregationConfig(
+                prefill=prefill, decode=decode, transport="in_process", **(group or {})
+            ),
+            trace_config=TraceConfig(readers=(self.listener,) if is_traced else ()),
+            **{**setting(), **configs},
+        )
+        self.router: Router = self.engine.engine_core.router
+        links = self.router.links
+        assert isinstance(links, LocalLinks)
+        self.links = links
+        self.wire = Wire(links)
+        self.last: dict[str, RequestOutput] = {}
+        self.num_steps = 0
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.engine.close()
+
+    # --- engines ------------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """Those that are there, by name."""
+        return self.links.engines
+
+    def of_role(self, role: str) -> list[Engine]:
+        return [engine for engine in self.engines.values() if engine.role == role]
+
+    def sides(self, rid: str) -> dict[str, tuple[Engine, Any]]:
+        """By role: the engine that has a request of this id now, and the request as it is known there."""
+        room = self.room_of(rid)
+        return {
+            engine.role: (engine, engine.side.rooms[room].req)
+            for engine in self.engines.values()
+            if room is not None and room in engine.side.rooms
+        }
+
+    def room_of(self, rid: str) -> int | None:
+        """The room that a request has now."""
+        return next((room for room, attempt in self.router.attempts.items() if attempt.req.rid == rid), None)
+
+    def states(self, rid: str) -> set[str]:
+        """Where a request is, in words: on the prefill side, and on the decode side."""
+        if rid not in self.router.requests:
+            return {"finished"}
+        found = set()
+        sides = self.sides(rid)
+        if "prefill" in sides:
+            engine, req = sides["prefill"]
+            scheduler, exchange = engine.core.scheduler, engine.core.scheduler.exchange
+            if req.rid in exchange.bootstrap_queue:
+                found.add("bootstrap queue")
+            elif req.rid in exchange.inflight_queue:
+                found.add("inflight")
+            elif req is scheduler.chunked_req:
+                found.add("in pieces")
+            elif req in scheduler.waiting_queue:
+                found.add("waiting on prefill")
+        if "decode" in sides:
+            engine, req = sides["decode"]
+            exchange = engine.core.scheduler.exchange
+            for name in ("prealloc_queue", "transfer_queue", "arrivals"):
+                if req.rid in getattr(exchange, name):
+                    found.add(name.replace("_", " "))
+            if req in engine.core.scheduler.waiting_queue:
+                found.add("waiting again")
+            elif not exchange.holds(req) and not req.is_finished:
+                found.add("running")
+        return found or {"at the router"}
+
+    def lose(self, name: str) -> None:
+        """As if an engine's process had died."""
+        self.links.lose(name, "it was pulled out")
+
+    # --- the user -----------------------------------------------------------------------------------------------------
+
+    def prompt(self, conversation: Any) -> Any:
+        """A prompt as intake takes it; messages become one."""
+        is_messages = not isinstance(conversation, str) and conversation and isinstance(conversation[0], Mapping)
+        return self.engine.chat_prompt(conversation) if is_messages else conversation
+
+    def add(self, asked: Asked) -> None:
+        for rid, (prompt, params, options) in asked.items():
+            self.engine.add_request(prompt, params, request_id=rid, **options)
+
+    def step(self) -> dict[str, RequestOutput]:
+        """One step, looked at from both sides."""
+        outputs: dict[str, RequestOutput] = self.engine.step()
+        self.num_steps += 1
+        for rid, output in outputs.items():
+            check_goes_on(self.last.get(rid), output)
+        self.last |= outputs
+        self.check()
+        return outputs
+
+    def until(self, happens: Callable[[], bool]) -> None:
+        """Step until something is so."""
+        for _ in range(MANY_STEPS):
+            if happens():
+                return
+            assert self.engine.has_unfinished_requests(), "it is over, and it did not happen"
+            self.step()
+        raise AssertionError(f"it did not happen in {MANY_STEPS} steps")
+
+    def run(self, asked: Asked | None = None) -> dict[str, RequestOutput]:
+        """Ask all at once, and step until nothing is left anywhere; the last output of everybody so far."""
+        for rid in asked or ():
+            self.last.pop(rid, None)
+        self.add(asked or {})
+        self.until(lambda: not self.engine.has_unfinished_requests())
+        self.settle()
+        return self.last
+
+    def settle(self) -> None:
+        """Let the engines hear what was said last; then nothing may be left."""
+        for _ in range(20):
+            if all(is_idle(engine) for engine in self.engines.values()):
+                break
+            self.router.listen(0)
+            self.check()
+        self.check_drained()
+        check_transfers(self)
+
+    # --- the auditor --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """What must hold after every step."""
+        for engine in self.engines.values():
+            engine.core.scheduler.check_invariants()
+            if isinstance(engine.transport, StagedSource):
+                engine.transport.check_invariants()
+            exchange = engine.core.scheduler.exchange
+            rids = [req.rid for req in exchange.held()]
+            assert len(rids) == len(set(rids)), "somebody stands in two queues"
+            assert {o.req.rid for o in engine.side.rooms.values()} == set(engine.core.scheduler.requests)
+        router = self.router
+        in_rooms = [attempt.req.rid for attempt in router.attempts.values()]
+        assert sorted([*in_rooms, *(req.rid for req in router.waiting)]) == sorted(router.requests)
+        for member in router.members.values():
+            mine = {a.room for a in router.attempts.values() if member.name in (a.prefill, a.decode)}
+            assert member.rooms <= mine, "an engine is charged with a room that is over"
+
+    def check_drained(self) -> None:
+        """What must hold when all is done: nothing waits, runs, is on its way or is remembered of anybody."""
+        router = self.router
+        assert not router.requests and not router.attempts and not router.num_attempts and not router.running
+        assert not any(member.rooms for member in router.members.values())
+        for name, engine in self.engines.items():
+            scheduler, side = engine.core.scheduler, engine.side
+            pools, exchange = scheduler.pools, scheduler.exchange
+            allocator, tree, rows = pools.token_to_kv_pool_allocator, pools.tree_cache, pools.req_to_token_pool
+            assert not scheduler.requests and not scheduler.marked and not side.rooms, name
+            assert not list(exchange.held()), name
+            assert rows.available_size() == rows.size and not tree.protected_size(), name
+            assert allocator.available_size() + tree.evictable_size() == allocator.size, name
+            if engine.role == "decode":
+                assert not exchange.first_tokens and not exchange.expected, name
+                assert not side.of_prompts and not side.num_told, name  # type: ignore[attr-defined]
+            for target in frames_of(engine):
+                assert engine.transport.num_free_frames(target) == engine.transport.num_frames, (name, target)
+
+    def check_flushed(self) -> None:
+        """An idle group forgets everything when it is told to."""
+        assert self.engine.flush_cache()
+        for name, engine in self.engines.items():
+            pools = engine.core.scheduler.pools
+            allocator = pools.token_to_kv_pool_allocator
+            assert allocator.available_size() == allocator.size and not pools.tree_cache.evictable_size(), name
+        stats = self.engine.stats()
+        assert (stats.evictable_size, stats.protected_size, stats.kv_tokens) == (0, 0, 0)
+        assert stats.available_size == stats.max_total_tokens and not stats.embedding_cache_bytes
+
+
+def is_idle(engine: Engine) -> bool:
+    """Whether an engine has nothing to do, and nothing of it is on its way."""
+    frames_are_free = all(
+        engine.transport.num_free_frames(target) == engine.transport.num_frames for target in frames_of(engine)
+    )
+    return not engine.side.rooms and not engine.core.scheduler.requests and frames_are_free
+
+
+def frames_of(engine: Any) -> list[str]:
+    """The decode engines for which a prefill engine has frames."""
+    return list(engine.side.mapped) if engine.role == "prefill" else []
+
+
+def check_goes_on(before: RequestOutput | None, after: RequestOutput) -> None:
+    """What a user has seen stays as it is: more may come, until the end, and nothing comes again."""
+    if before is None:
+        return
+    assert not before.finished, f"{after.request_id} is reported again after its end"
+    for old, new in zip(before.outputs, after.outputs, strict=True):
+        assert new.token_ids[: len(old.token_ids)] == old.token_ids, f"{after.request_id} takes a token back"
+        assert new.text.startswith(old.text), f"{after.request_id} takes text back"
+        if old.logprobs is not None and new.logprobs is not None:
+            assert len(new.logprobs) == len(new.token_ids)
+
+
+def check_transfers(group: Group) -> None:
+    """Of every room: no page goes twice; of a room that was handed over, all pages went but those that were there."""
+    wire, page_size = group.wire, group.engine.config.cache.page_size
+    commands = {command.room: command for command in wire.commands(Decode)}
+    starts = {body.room: body.start for body in wire.relayed(Preallocated)}
+    firsts = Counter(body.room for body in wire.relayed(FirstToken))
+    told = {body.room: body for body in wire.relayed(FirstToken)}
+    done = Counter(body.room for body in wire.relayed(Received))
+    pages: dict[int, list[int]] = {}
+    numbers: dict[int, list[int]] = {}
+    for chunk in wire.relayed(Chunk):
+        pages.setdefault(chunk.room, []).extend(range(chunk.first_page, chunk.first_page + chunk.num_pages))
+        numbers.setdefault(chunk.room, []).append(chunk.number)
+    assert set(pages) <= set(starts), "pages were sent for which there was no room"
+    assert set(firsts.values()) <= {1} and set(done.values()) <= {1} and set(done) <= set(firsts)
+    for room, start in starts.items():
+        num_tokens = len(commands[room].job.prompt_token_ids) + len(commands[room].job.output_token_ids)
+        first, end = start // page_size, -(-num_tokens // page_size)
+        went = pages.get(room, [])
+        assert went == list(range(first, first + len(went))) and first + len(went) <= end, (room, went)
+        assert numbers.get(room, []) == list(range(len(numbers.get(room, [])))), room
+        if room in told:
+            assert went == list(range(first, end)), (room, went)
+            assert told[room].num_chunks == len(numbers.get(room, []))
+
+
+def tokens_told(group: Group) -> dict[int, list[int]]:
+    """By room: the tokens that came to the router, each place once."""
+    found: dict[int, list[int]] = {}
+    begins: dict[int, int] = {}
+    for _, message in group.wire.heard:
+        if isinstance(message, Tokens):
+            begin = begins.setdefault(message.room, message.first)
+            assert message.first == begin + len(found.setdefault(message.room, [])), "a token is told twice, or not"
+            found[message.room] += message.token_ids
+    return found
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def aggregated(model: Path, asked: Asked, **configs: Any) -> dict[str, RequestOutput]:
+    """What one engine that does everything says to all of this at once."""
+    own = {key: value for key, value in configs.items() if key not in ("parts", "group", "is_traced")}
+    config = ModelConfig(model=model, device="cpu", dtype="float32")
+    with LLMEngine(model_config=config, **{**setting(), **own}) as engine:
+        last: dict[str, RequestOutput] = {}
+        for rid, (prompt, params, options) in asked.items():
+            engine.add_request(prompt, params, request_id=rid, **options)
+        for _ in range(MANY_STEPS):
+            if not engine.has_unfinished_requests():
+                return last
+            last |= engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def check_alike(found: Mapping[str, RequestOutput], wanted: Mapping[str, RequestOutput]) -> None:
+    """The same answers in every respect; log-probabilities as nearly as another batch computes them."""
+    assert found.keys() >= wanted.keys()
+    for rid, other in wanted.items():
+        own = found[rid]
+        assert own.error is None and own.finished, f"{rid}: {own.error!r}"
+        assert len(own.outputs) == len(other.outputs)
+        for one, two in zip(own.outputs, other.outputs, strict=True):
+            assert one.token_ids == two.token_ids, rid
+            assert (one.text, one.finish_reason, one.stop_reason) == (two.text, two.finish_reason, two.stop_reason), rid
+            check_rows(one.logprobs, two.logprobs, rid)
+        check_rows(own.prompt_logprobs, other.prompt_logprobs, rid)
+
+
+def check_rows(own: Sequence[Any] | None, other: Sequence[Any] | None, what: str) -> None:
+    """The same tokens at every place, with as good as the same log-probabilities."""
+    assert (own is None) == (other is None), what
+    for one, two in zip(own or (), other or (), strict=True):
+        assert (one is None) == (two is None), what
+        if one is not None and two is not None:
+            assert one.keys() == two.keys(), what
+            for token_id in one:
+                assert one[token_id].logprob == pytest.approx(two[token_id].logprob, abs=1e-3), what
+                assert (one[token_id].rank, one[token_id].decoded_token) == (
+                    two[token_id].rank,
+                    two[token_id].decoded_token,
+                ), what

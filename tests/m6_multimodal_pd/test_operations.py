@@ -1,0 +1,152 @@
+"""What is done to an engine besides requests: weights are exchanged, steps are profiled; alone and in a group."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from m1_single_request import LLMEngine as SingleRequestEngine
+from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
+from m6_multimodal_pd import (
+    DEFAULT_MODEL,
+    CacheConfig,
+    ConfigError,
+    DisaggregationConfig,
+    EngineUsageError,
+    LLMEngine,
+    ModelLoadError,
+    SamplingParams,
+)
+
+QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+PARAMS = SamplingParams(max_tokens=12)
+GROUPS: list[DisaggregationConfig | None] = [None, DisaggregationConfig(transport="in_process")]
+each_group = pytest.mark.parametrize("group", GROUPS, ids=["one engine", "a group"])
+
+
+def made(group: DisaggregationConfig | None, model: Path | None = None) -> LLMEngine:
+    """An engine, or a group of them, with little memory."""
+    return LLMEngine(model, cache_config=CacheConfig(page_size=4, max_total_tokens=512), disaggregation_config=group)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that ships, with other weights of the same shape."""
+    path = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(DEFAULT_MODEL, path)
+    rng = torch.Generator().manual_seed(1)
+    tensors = {
+        name: tensor + 0.05 * torch.randn(tensor.shape, generator=rng).to(tensor.dtype) if tensor.dim() > 1 else tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def answers(other_model: Path) -> tuple[str, str]:
+    """What the model that ships says, and what the other one does."""
+    said = []
+    for model in (DEFAULT_MODEL, other_model):
+        with made(None, model) as engine:
+            said.append(engine.chat(QUESTION, PARAMS).text)
+    assert said[0] != said[1]
+    return said[0], said[1]
+
+
+@each_group
+def test_new_weights_answer_from_the_next_request_on_and_no_old_kv_is_used(
+    group: Any, other_model: Path, answers: tuple[str, str]
+) -> None:
+    with made(group) as engine:
+        assert engine.chat(QUESTION, PARAMS).text == answers[0]
+        engine.update_weights(other_model)
+        output = engine.chat(QUESTION, PARAMS)
+        assert output.text == answers[1]
+        assert output.metrics.cached_tokens == 0
+        engine.update_weights(DEFAULT_MODEL)
+        assert engine.chat(QUESTION, PARAMS).text == answers[0]
+
+
+@each_group
+def test_weights_are_not_exchanged_under_load(group: Any, other_model: Path, answers: tuple[str, str]) -> None:
+    with made(group) as engine:
+        engine.add_request(engine.chat_prompt(QUESTION), PARAMS, request_id="a")
+        engine.step()
+        with pytest.raises(EngineUsageError, match="some are unfinished"):
+            engine.update_weights(other_model)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= engine.step()
+        assert outputs["a"].text == answers[0]
+
+
+@each_group
+@pytest.mark.parametrize("model", [TEXT_MODEL, "/nowhere"], ids=["of another shape", "that are not there"])
+def test_weights_that_do_not_fit_change_nothing(group: Any, model: Any, answers: tuple[str, str]) -> None:
+    with made(group) as engine:
+        with pytest.raises(ModelLoadError):
+            engine.update_weights(model)
+        assert engine.chat(QUESTION, PARAMS).text == answers[0]
+
+
+def test_if_one_engine_of_a_group_cannot_change_its_weights_none_does(
+    other_model: Path, answers: tuple[str, str]
+) -> None:
+    with made(DisaggregationConfig(transport="in_process")) as engine:
+        core: Any = engine.engine_core
+        decode = core.router.links.engines["decode-0"].core
+        usual = decode.operations.weight_loader.load
+
+        def broken(model: str) -> None:
+            if model == str(other_model):
+                raise ModelLoadError("the disk is full")
+            usual(model)
+
+        decode.operations.weight_loader.load = broken
+        with pytest.raises(ModelLoadError, match="the disk is full"):
+            engine.update_weights(other_model)
+        assert engine.chat(QUESTION, PARAMS).text == answers[0]
+
+
+def test_before_m6_weights_stay() -> None:
+    with SingleRequestEngine() as engine, pytest.raises(EngineUsageError, match="comes with m6"):
+        engine.update_weights(TEXT_MODEL)
+
+
+@each_group
+def test_a_profile_shows_the_operators_of_the_steps(group: Any, tmp_path: Path) -> None:
+    with made(group) as engine:
+        engine.start_profile(tmp_path / "profiles")
+        with pytest.raises(EngineUsageError, match="already"):
+            engine.start_profile(tmp_path)
+        engine.chat(QUESTION, PARAMS)
+        (path,) = engine.stop_profile()
+        assert path.parent == tmp_path / "profiles"
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        assert any(event.get("name", "").startswith("aten::") for event in events)
+        with pytest.raises(EngineUsageError, match="no profile"):
+            engine.stop_profile()
+
+
+def test_a_closed_engine_records_nothing(tmp_path: Path) -> None:
+    engine = made(None)
+    engine.start_profile(tmp_path)
+    engine.close()
+    assert list(tmp_path.iterdir()) == []
+    with made(None) as another:  # the recording is over: another engine may record
+        another.start_profile(tmp_path)
+        another.stop_profile()
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with made(None) as engine:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            engine.start_profile(tmp_path / "file" / "folder")
+        engine.start_profile(tmp_path)
+        engine.stop_profile()

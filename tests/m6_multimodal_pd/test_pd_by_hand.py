@@ -1,0 +1,151 @@
+"""Engines that are started by hand: keys in a file of one's own, engines that join, work, end, and join again."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6_multimodal_pd import (
+    CacheConfig,
+    ConfigError,
+    DisaggregationConfig,
+    EngineLostError,
+    LLMEngine,
+    SamplingParams,
+    pd,
+)
+from m6_multimodal_pd.disaggregation.by_hand import read_keys, write_keys
+from m6_multimodal_pd.disaggregation.shared_memory import segment_directory
+
+QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+PARAMS = SamplingParams(max_tokens=8)
+MEMORY = CacheConfig(page_size=16, max_total_tokens=1024)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A file of keys."""
+    write_keys(tmp_path / "group.json")
+    return tmp_path / "group.json"
+
+
+def test_keys_are_their_owner_s_alone_and_come_back_as_they_were(keys: Path) -> None:
+    assert keys.stat().st_mode & 0o777 == 0o600
+    found = read_keys(keys)
+    assert found.router.trusted == {found.engines.public} and found.engines.trusted == {found.router.public}
+    assert len(found.secret) == 32
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_keys(keys)
+    assert read_keys(keys) == found
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"secret": "zz", "router": {}, "engines": {}}', "\0"])
+def test_what_is_no_file_of_keys_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="no file of keys"):
+        read_keys(path)
+
+
+def test_keys_that_others_can_read_are_refused(keys: Path, tmp_path: Path) -> None:
+    keys.chmod(0o640)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        read_keys(keys)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"address": "tcp://127.0.0.1:*"}, "go together"),
+        ({"key_file": "keys"}, "go together"),
+        ({"address": "tcp://127.0.0.1:*", "key_file": "keys", "transport": "in_process"}, "not started by hand"),
+    ],
+)
+def test_configurations_that_cannot_be(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DisaggregationConfig(**values)
+
+
+def test_where_nobody_joins_that_is_said(keys: Path) -> None:
+    group = DisaggregationConfig(address="tcp://127.0.0.1:*", key_file=keys, decode=2, start_timeout_s=0.2)
+    with pytest.raises(EngineLostError, match="1 for prefill and 2 for decode did not join"):
+        LLMEngine(disaggregation_config=group)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["prefill", "--join", "tcp://127.0.0.1:1", "--keys", "nothing"], "cannot be read"),
+        (["decode", "--join", "tcp://127.0.0.1:1", "--keys", "nothing", "--prompt", "x"], "--prompt has no effect"),
+        (["router", "--listen", "tcp://127.0.0.1:1", "--keys", "nothing", "--prompt", "x"], "cannot be read"),
+        (["router", "--listen", "x", "--keys", "x", "--transport", "in_process"], "has no effect"),
+        (["keys", "/nowhere/at/all"], "cannot be written"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_what_cannot_be_is_one_clear_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert pd.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert message in err and "Traceback" not in out + err and len(err.splitlines()) == 1
+
+
+def test_keys_are_made_by_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert pd.main(["keys", str(tmp_path / "made.json")]) == 0
+    assert "keep it to yourself" in " ".join(capsys.readouterr().out.split())
+    assert set(json.loads((tmp_path / "made.json").read_text())) == {"secret", "router", "engines"}
+
+
+@contextmanager
+def by_hand(role: str, address: str, keys: Path) -> Iterator[subprocess.Popen[str]]:
+    """An engine in a process of its own, as somebody would start it."""
+    command = [sys.executable, "-m", "m6_multimodal_pd.pd", role, "--join", address, "--keys", str(keys)]
+    sizes = ["--max-total-tokens", "1024", "--device", "cpu", "--threads", "1"]
+    process = subprocess.Popen([*command, *sizes], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def free_address() -> str:
+    """Where nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_engines_join_answer_and_end_when_they_are_told_or_their_router_does(keys: Path) -> None:
+    with LLMEngine(cache_config=MEMORY) as engine:
+        expected = engine.chat(QUESTION, PARAMS).text
+    address, before = free_address(), {path.name for path in segment_directory().glob("stepwise-hand*")}
+    group = DisaggregationConfig(address=address, key_file=keys, start_timeout_s=60)
+    with by_hand("prefill", address, keys) as prefill, by_hand("decode", address, keys) as decode:
+        with LLMEngine(cache_config=MEMORY, disaggregation_config=group) as engine:
+            assert engine.chat(QUESTION, PARAMS).text == expected
+            decode.send_signal(signal.SIGINT)
+            assert decode.wait(20) == 0
+            assert isinstance(engine.chat(QUESTION, PARAMS).error, EngineLostError)
+            with by_hand("decode", address, keys) as another:
+                core: Any = engine.engine_core
+                while not core.router.of_role("decode"):
+                    core.router.listen(0.1)
+                    assert another.poll() is None, another.communicate()
+                assert engine.chat(QUESTION, PARAMS).text == expected
+                engine.close()
+                assert another.wait(20) == 0
+        assert prefill.wait(20) == 0
+    assert {path.name for path in segment_directory().glob("stepwise-hand*")} == before

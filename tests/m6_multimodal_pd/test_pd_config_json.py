@@ -1,0 +1,232 @@
+"""A configuration that goes to another process as text is the same there, whatever fields it has and will have."""
+
+import json
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from m1_single_request.config import TraceConfig
+from m1_single_request.errors import ConfigError
+from m5_chunked_prefill_spec.cost_table import CostTable
+from m6_multimodal_pd import (
+    CacheConfig,
+    ModelConfig,
+    MultimodalConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from m6_multimodal_pd.config import EngineConfig
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.config_json import from_json, to_json
+
+CONFIG = EngineConfig(
+    model=ModelConfig(
+        model=Path("a") / "mödel\ud800",
+        device="cpu",
+        dtype="bfloat16",
+        max_model_len=77,
+        seed=2**70,
+        load_format="dummy",
+        attention_backend="torch",
+    ),
+    scheduler=SchedulerConfig(
+        max_num_seqs=5,
+        max_num_batched_tokens=33,
+        schedule="prefill_first",
+        chunked_prefill_size=17,
+        schedule_policy="fcfs",
+        schedule_conservativeness=0.1,
+        cost_table=CostTable((1, 2, 8), (0.1, 0.25, 1e-300 + 1), 0.3, 0.4, 0.5, 0.6),
+    ),
+    cache=CacheConfig(page_size=4, eviction_policy="lfu", max_total_tokens=400, debug=True),
+    speculative=SpeculativeConfig(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=7, prompt_lookup_min=3, back_off=False
+    ),
+    multimodal=MultimodalConfig(
+        allowed_url_schemes=("https", "file"),
+        url_timeout_s=1 / 3,
+        max_items=3,
+        max_file_bytes=1000,
+        max_image_pixels=1001,
+        max_video_frames=7,
+        max_video_pixels=1002,
+        min_pixels=10,
+        max_pixels=2**40,
+        encoder_budget=99,
+        embedding_cache_bytes=12345,
+    ),
+    disaggregation=DisaggregationConfig(
+        prefill=2,
+        decode=3,
+        transport="in_process",
+        transfer_buffer_bytes=1,
+        max_message_bytes=2,
+        max_retries=0,
+        max_restarts=7,
+        start_timeout_s=1.5,
+        heartbeat_timeout_s=2.5,
+        step_timeout_s=3.5,
+    ),
+)
+OTHERS = [
+    EngineConfig(),
+    EngineConfig(
+        scheduler=SchedulerConfig(enable_chunked_prefill=False),
+        cache=CacheConfig(prefix_cache="hash", kv_cache_memory_bytes=2**40),
+        speculative=SpeculativeConfig(method="draft_model", model="hub/id"),
+        disaggregation=DisaggregationConfig(address="tcp://127.0.0.1:5600", key_file=Path("keys")),
+    ),
+    EngineConfig(
+        model=ModelConfig(model="."),
+        scheduler=SchedulerConfig(target_gap_ms=5),
+        cache=CacheConfig(gpu_memory_utilization=0.5),
+        speculative=SpeculativeConfig(method="draft_model", model=Path("draft")),
+    ),
+]
+"""What cannot be said together with the first."""
+
+
+def nested(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """All values of a configuration, by where they stand."""
+    found: dict[tuple[str, ...], Any] = {}
+    for own in fields(value):
+        one = getattr(value, own.name)
+        if is_dataclass(one) and not isinstance(one, type):
+            found |= nested(one, (*path, own.name))
+        else:
+            found[(*path, own.name)] = one
+    return found
+
+
+def types_of(config_type: type, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """All fields that there can be, and their defaults."""
+    found: dict[tuple[str, ...], Any] = {}
+    for own in fields(config_type):
+        hint = get_type_hints(config_type)[own.name]
+        inner = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
+        if inner:
+            found |= types_of(inner[0], (*path, own.name))
+        else:
+            found[(*path, own.name)] = own.default if own.default is not MISSING else ()
+    return found
+
+
+@pytest.mark.parametrize("config", [CONFIG, *OTHERS], ids=["all", "defaults", "others", "more"])
+def test_a_configuration_comes_back_the_same(config: EngineConfig) -> None:
+    came = from_json(EngineConfig, to_json(config))
+    assert came == config
+    before, after = nested(config), nested(came)
+    assert {path: type(value) for path, value in after.items()} == {path: type(one) for path, one in before.items()}
+    assert hash(came) == hash(config), "its tuples are tuples"
+
+
+def test_every_field_is_tried_with_another_value_than_its_default() -> None:
+    """A field that is new anywhere needs one above."""
+    tried = {
+        path
+        for config in (CONFIG, *OTHERS)
+        for path, value in nested(config).items()
+        if path in types_of(EngineConfig) and value != types_of(EngineConfig)[path]
+    }
+    missing = {path for path in types_of(EngineConfig) if path[0] != "trace"} - tried
+    assert not missing
+
+
+def test_the_text_has_every_field() -> None:
+    said = json.loads(to_json(CONFIG))
+
+    def at(path: tuple[str, ...]) -> Any:
+        found = said
+        for name in path:
+            found = found[name]
+        return found
+
+    for path in types_of(EngineConfig):
+        at(path)
+    assert "\n" not in to_json(CONFIG), "it goes in one line"
+
+
+def test_readers_of_the_trace_stay_behind() -> None:
+    class Reader:
+        def __call__(self, record: Any) -> None: ...
+
+        def close(self) -> None: ...
+
+    told = replace(CONFIG, trace=TraceConfig(console="verbose", jsonl=Path("x"), chrome="y", readers=(Reader(),)))  # type: ignore[arg-type]
+    came = from_json(EngineConfig, to_json(told))
+    assert came == CONFIG and came.trace == TraceConfig()
+
+
+def changed(*path: str, to: Any) -> str:
+    said = json.loads(to_json(CONFIG))
+    inner = said
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = to
+    return json.dumps(said)
+
+
+@pytest.mark.parametrize("inside", [(), *((own.name,) for own in fields(EngineConfig)), ("scheduler", "cost_table")])
+def test_a_field_that_is_not_known_is_refused(inside: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="no fields of"):
+        from_json(EngineConfig, changed(*inside, "and_more", to=1))
+
+
+@pytest.mark.parametrize("name", [own.name for own in fields(EngineConfig)])
+@pytest.mark.parametrize("value", [5, "x", [], [1, 2], True], ids=repr)
+def test_what_is_no_configuration_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError):
+        from_json(EngineConfig, changed(name, to=value))
+
+
+@pytest.mark.parametrize("name", [own.name for own in fields(EngineConfig) if own.name != "disaggregation"])
+def test_only_what_may_be_missing_may_be_none(name: str) -> None:
+    with pytest.raises(ValueError):
+        from_json(EngineConfig, changed(name, to=None))
+    assert from_json(EngineConfig, changed("disaggregation", to=None)).disaggregation is None
+    assert from_json(EngineConfig, changed("scheduler", "cost_table", to=None)).scheduler.cost_table is None
+
+
+@pytest.mark.parametrize("path", sorted(p for p in types_of(EngineConfig) if p[0] != "trace"), ids=".".join)
+def test_a_value_of_the_wrong_type_is_refused(path: tuple[str, ...]) -> None:
+    for value in ({"x": 1}, [{}]):
+        with pytest.raises(ValueError):
+            from_json(EngineConfig, changed(*path, to=value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("cache", "page_size"), 0),
+        (("cache", "page_size"), "4"),
+        (("cache", "debug"), 1),
+        (("model", "model"), 5),
+        (("model", "dtype"), "int8"),
+        (("scheduler", "schedule"), "neither"),
+        (("scheduler", "cost_table", "num_tokens"), [2, 1]),
+        (("speculative", "num_speculative_tokens"), 1.5),
+        (("multimodal", "allowed_url_schemes"), ["gopher"]),
+        (("disaggregation", "transport"), "pigeon"),
+        (("disaggregation", "step_timeout_s"), -1),
+    ],
+)
+def test_each_class_checks_its_values(path: tuple[str, ...], value: Any) -> None:
+    with pytest.raises(ConfigError):
+        from_json(EngineConfig, changed(*path, to=value))
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", '"x"', "5", to_json(EngineConfig())[:-1]])
+def test_what_is_no_such_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        from_json(EngineConfig, text)
+
+
+@pytest.mark.parametrize("name", [own.name for own in fields(EngineConfig)])
+def test_a_text_without_one_of_the_fields_is_refused(name: str) -> None:
+    """It is of another version, and a default would not be what was asked for."""
+    said = json.loads(to_json(CONFIG))
+    del said[name]
+    with pytest.raises(ValueError):
+        from_json(EngineConfig, json.dumps(said))

@@ -1,0 +1,491 @@
+"""Whose requests an engine of a group knows and does not run: room is taken for them and given back, on real pools.
+
+The scheduler is the little that an exchange asks of one; who runs is for the test to say.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, RequestStatus
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.errors import KVCapacityError
+from m4_radix_cache.model_worker_batch import ForwardMode
+from m4_radix_cache.request import NO_SLOTS, Req
+from m4_radix_cache.schedule_batch import Pools
+from m6_multimodal_pd.disaggregation.decode_exchange import NUM_RESERVED_TOKENS, DecodeExchange
+from m6_multimodal_pd.disaggregation.first_token import HANDED_ON
+from m6_multimodal_pd.disaggregation.prebuilt import FirstToken
+from m6_multimodal_pd.disaggregation.prefill_exchange import PrefillExchange
+from tests.m4_radix_cache.caches import find, hit, make_cache
+from tests.m4_radix_cache.reqs import fill, make_req
+from tests.support.engines import Recorder
+
+PAGE_SIZE = 4
+
+
+class Scheduler:
+    """What an exchange asks of a scheduler."""
+
+    def __init__(self) -> None:
+        self.others: list[Req] = []
+        """Who runs, besides those whose KV is coming."""
+        self.exchange: Any = None
+        self.waiting_queue: list[Req] = []
+        self.finished: dict[str, BaseFinishReason] = {}
+
+    @property
+    def running(self) -> list[Req]:
+        coming = [*self.exchange.transfer_queue.values(), *self.exchange.arrivals.values()]
+        return [*self.others, *coming]
+
+    def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
+        for rid in request_ids:
+            self.exchange.prealloc_queue[rid].to_finish = reason
+            self.finished[rid] = reason
+        return list(request_ids)
+
+    def sampling_info_of(self, reqs: list[Req]) -> Any:
+        return tuple(req.rid for req in reqs)
+
+
+class Bed:
+    """An exchange of a decode engine over small pools."""
+
+    def __init__(
+        self, num_pages: int = 16, *, page_size: int = PAGE_SIZE, num_rows: int = 4, kind: str = "radix"
+    ) -> None:
+        self.cache = make_cache(kind, page_size=page_size, num_pages=num_pages, num_rows=num_rows)
+        self.rows, self.allocator = self.cache.req_to_token_pool, self.cache.token_to_kv_pool_allocator
+        tracer = Tracer()
+        self.recorder = Recorder(tracer)
+        self.exchange = DecodeExchange(Pools(self.rows, self.allocator, self.cache), tracer)
+        self.scheduler = Scheduler()
+        self.scheduler.exchange = self.exchange
+        self.exchange.scheduler = self.scheduler  # type: ignore[assignment]
+        self._number = 0
+
+    def expect(self, tokens: int | Sequence[int], **settings: Any) -> Req:
+        """A request whose KV is to come."""
+        self._number += 1
+        first = self._number * 1000
+        prompt = list(range(first, first + tokens)) if isinstance(tokens, int) else tokens
+        req = make_req(self._number, prompt, **settings)
+        self.exchange.expected.add(req.rid)
+        assert self.exchange.takes_in(req)
+        return req
+
+    def runs(self, **settings: Any) -> Req:
+        """Somebody else who runs here, and takes no memory."""
+        self._number += 1
+        req = make_req(self._number, [1], **settings)
+        req.status = RequestStatus.RUNNING
+        self.scheduler.others.append(req)
+        return req
+
+    def preallocate(self) -> list[str]:
+        return [req.rid for req in self.exchange.preallocate()]
+
+    def end(self, req: Req) -> None:
+        """As a scheduler ends it."""
+        self.exchange.let_go(req)
+        if req.req_pool_idx is not None:
+            self.cache.cache_finished_req(req, is_insert=False)
+
+    def state(self, *reqs: Req) -> Any:
+        """All that may change when room is taken."""
+        memory = (
+            self.allocator.available_size(),
+            self.cache.evictable_size(),
+            self.cache.protected_size(),
+            self.rows.available_size(),
+        )
+        queues = [
+            list(own) for own in (self.exchange.prealloc_queue, self.exchange.transfer_queue, self.exchange.arrivals)
+        ]
+        return memory, queues, [(req.req_pool_idx, req.last_node, req.status, req.kv_committed_len) for req in reqs]
+
+    def row(self, req: Req) -> list[int]:
+        assert req.req_pool_idx is not None
+        return self.rows.read(req.req_pool_idx, 0, req.kv_allocated_len).tolist()  # type: ignore[no-any-return]
+
+
+# --- room -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["radix", "block_hash", "chunk"])
+@pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 1), (3, 1), (4, 1), (5, 2), (10, 3), (12, 3)])
+def test_room_for_a_prompt_is_its_pages_and_a_row(kind: str, num_tokens: int, num_pages: int) -> None:
+    bed = Bed(kind=kind)
+    req = bed.expect(num_tokens)
+    assert bed.preallocate() == [req.rid]
+    assert bed.allocator.available_size() == (16 - num_pages) * PAGE_SIZE
+    assert bed.rows.available_size() == 3
+    row = bed.row(req)
+    assert len(row) == num_tokens == len(set(row))
+    pages = bed.exchange.pages(req).tolist()
+    assert len(pages) == num_pages == len(set(pages))
+    assert row == [pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(num_tokens)], "in their order"
+    assert (req.kv_committed_len, req.extend_input_len, req.cached_tokens) == (0, num_tokens, 0)
+    assert req.status is RequestStatus.RUNNING and bed.exchange.transfer_queue == {req.rid: req}
+    assert not bed.exchange.prealloc_queue and bed.preallocate() == [], "once"
+    bed.end(req)
+    assert bed.state() == Bed(kind=kind).state()
+
+
+def test_room_for_a_request_that_has_said_something_is_for_that_too() -> None:
+    bed = Bed()
+    req = bed.expect(6, outputs=(7, 8, 9))
+    assert bed.preallocate() == [req.rid]
+    assert len(bed.row(req)) == 9 and len(bed.exchange.pages(req)) == 3
+
+
+@pytest.mark.parametrize(("cached", "num_tokens"), [(4, 10), (8, 10), (8, 12), (12, 12), (8, 9)])
+def test_what_is_cached_is_locked_and_not_sent(cached: int, num_tokens: int) -> None:
+    bed, prompt = Bed(), list(range(num_tokens))
+    fill(bed.cache, prompt[:cached])
+    known = find(bed.cache, prompt[:cached]).device_indices.tolist()
+    available = bed.allocator.available_size()
+    req = bed.expect(prompt)
+    assert bed.preallocate() == [req.rid]
+    missing = -(-num_tokens // PAGE_SIZE) - cached // PAGE_SIZE
+    assert available - bed.allocator.available_size() == missing * PAGE_SIZE
+    assert bed.row(req)[:cached] == known and len(bed.row(req)) == num_tokens
+    assert not set(bed.exchange.pages(req)[cached // PAGE_SIZE :]) & {slot // PAGE_SIZE for slot in known}
+    assert (req.kv_committed_len, req.cache_protected_len, req.cached_tokens) == (cached, cached, cached)
+    assert bed.cache.protected_size() == cached and bed.cache.evictable_size() == 0
+    bed.cache.evict(1000)
+    assert hit(bed.cache, prompt) == cached, "it is still there when the rest comes"
+    assert [(told.rid, told.device_hit) for told in bed.recorder.events("matched")] == [(req.rid, cached)]
+    bed.end(req)
+    assert (bed.cache.protected_size(), bed.cache.evictable_size()) == (0, cached)
+
+
+def test_what_another_namespace_has_cached_is_no_help() -> None:
+    bed = Bed()
+    fill(bed.cache, range(8), extra_key="theirs")
+    req = bed.expect(list(range(8)), extra_key="mine")
+    bed.preallocate()
+    assert req.kv_committed_len == 0 and len(set(bed.row(req))) == 8
+
+
+def test_what_nobody_needs_is_evicted_for_it() -> None:
+    bed = Bed(num_pages=4)
+    fill(bed.cache, range(500, 512))
+    req = bed.expect(10)
+    assert bed.preallocate() == [req.rid]
+    assert bed.cache.evictable_size() + bed.allocator.available_size() == 4
+
+
+def test_nobody_has_its_own_prefix_evicted() -> None:
+    """Locked first, and then counted: what it starts from is no room for the rest."""
+    bed, prompt = Bed(num_pages=4), list(range(16))
+    fill(bed.cache, prompt[:8])
+    fill(bed.cache, range(500, 508))
+    req = bed.expect(prompt, max_tokens=1)
+    assert bed.preallocate() == [req.rid]
+    assert req.kv_committed_len == 8 and hit(bed.cache, range(500, 508)) == 0
+
+
+# --- no room ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [0, 8])
+def test_without_room_nothing_changes(cached: int) -> None:
+    bed, prompt = Bed(num_pages=8), list(range(20))
+    fill(bed.cache, prompt[:cached])
+    other = bed.expect(16, max_tokens=8)
+    assert bed.preallocate() == [other.rid]
+    req = bed.expect(prompt)
+    before = bed.state(req)
+    for _ in range(3):
+        assert bed.preallocate() == []
+    assert bed.state(req) == before and req.prefix_indices is NO_SLOTS
+    assert bed.exchange.prealloc_queue == {req.rid: req} and not bed.scheduler.finished
+    bed.end(other)
+    assert bed.preallocate() == [req.rid], "when there is room"
+
+
+def test_without_a_row_nothing_changes() -> None:
+    bed = Bed(num_rows=1)
+    first, second = bed.expect(2), bed.expect(2)
+    assert bed.preallocate() == [first.rid]
+    before = bed.state(second)
+    assert bed.preallocate() == [] and bed.state(second) == before
+    bed.end(first)
+    assert bed.preallocate() == [second.rid]
+
+
+def test_the_oldest_goes_first_and_nobody_overtakes_it() -> None:
+    bed = Bed(num_pages=16)
+    bed.runs(max_tokens=1)
+    large, small = bed.expect(64, max_tokens=4), bed.expect(1, max_tokens=1)
+    assert bed.preallocate() == []
+    assert list(bed.exchange.prealloc_queue) == [large.rid, small.rid]
+    large.to_finish = FinishAbort()
+    assert bed.preallocate() == [small.rid], "whoever is to end is passed by"
+
+
+def test_several_get_room_at_once() -> None:
+    bed = Bed()
+    rids = [bed.expect(4, max_tokens=4).rid for _ in range(3)]
+    assert bed.preallocate() == rids
+
+
+# --- what is kept for others ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("free_tokens", "others", "mine", "is_taken"),
+    [
+        (8 + 1 + 1, [1], 1, True),
+        (8 + 1 + 0, [1], 1, False),
+        (8 + 5 + 7 + 9, [5, 7], 9, True),
+        (8 + 5 + 7 + 8, [5, 7], 9, False),
+        (8 + NUM_RESERVED_TOKENS + 3, [NUM_RESERVED_TOKENS + 100], 3, True),
+        (8 + NUM_RESERVED_TOKENS + 2, [NUM_RESERVED_TOKENS + 100], 3, False),
+        (8 + 3 + NUM_RESERVED_TOKENS, [3], 10 * NUM_RESERVED_TOKENS, True),
+        (8 + 2 + NUM_RESERVED_TOKENS, [3], 10 * NUM_RESERVED_TOKENS, False),
+    ],
+)
+def test_room_is_kept_for_the_answers_of_all(free_tokens: int, others: list[int], mine: int, is_taken: bool) -> None:
+    bed = Bed(num_pages=free_tokens, page_size=1, num_rows=8)
+    for left in others:
+        bed.runs(max_tokens=left + 3, outputs=(7, 7, 7))
+    req = bed.expect(8, max_tokens=mine)
+    before = bed.state(req)
+    assert bed.preallocate() == [req.rid] * is_taken
+    assert is_taken or bed.state(req) == before
+
+
+def test_room_is_kept_for_those_whose_kv_is_coming() -> None:
+    bed = Bed(num_pages=19, page_size=1)
+    first, second = bed.expect(4, max_tokens=5), bed.expect(4, max_tokens=7)
+    assert bed.preallocate() == [first.rid], "the second lacks one: 19 - 4 < 4 + 5 + 7"
+    bed.end(first)
+    assert bed.preallocate() == [second.rid]
+
+
+def test_what_was_said_needs_no_room_any_more() -> None:
+    """Nor does more than was allowed."""
+    bed = Bed(num_pages=8 + 1, page_size=1)
+    bed.runs(max_tokens=2, outputs=(7, 7, 7))
+    req = bed.expect(6, outputs=(7, 7), max_tokens=3)
+    assert bed.preallocate() == [req.rid]
+
+
+@pytest.mark.parametrize(("num_tokens", "max_tokens"), [(16, 1), (15, 1), (15, 2), (13, 3), (14, 99), (1, 99)])
+def test_alone_a_request_is_let_in_if_its_next_token_has_room(num_tokens: int, max_tokens: int) -> None:
+    """Then as in an engine that does all of it: the answer may end in the last page."""
+    bed = Bed(num_pages=4)
+    req = bed.expect(num_tokens, max_tokens=max_tokens)
+    assert bed.preallocate() == [req.rid] and not bed.scheduler.finished
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "outputs"), [(17, 1, ()), (16, 2, ()), (100, 9, ()), (10, 9, (7, 7, 7, 7, 7, 7))]
+)
+def test_alone_a_request_that_has_outgrown_the_memory_ends(
+    num_tokens: int, max_tokens: int, outputs: tuple[int, ...]
+) -> None:
+    bed = Bed(num_pages=4)
+    fill(bed.cache, range(500, 508))
+    req = bed.expect(num_tokens, max_tokens=max_tokens, outputs=outputs)
+    before = bed.state(req)
+    assert bed.preallocate() == [] and bed.state(req) == before
+    reason = bed.scheduler.finished[req.rid]
+    assert isinstance(reason, FinishError) and isinstance(reason.error, KVCapacityError)
+    assert f"{req.seqlen} tokens" in str(reason.error) and "room for 16" in str(reason.error)
+    bed.end(req)
+    small = bed.expect(4)
+    assert bed.preallocate() == [small.rid], "others are not touched"
+
+
+@pytest.mark.parametrize("who", ["runs", "waits", "comes"])
+def test_a_request_that_is_too_large_beside_others_waits(who: str) -> None:
+    bed = Bed(num_pages=4)
+    if who == "runs":
+        bed.runs(max_tokens=2)
+    elif who == "waits":
+        bed.scheduler.waiting_queue.append(make_req(50, [1]))
+    else:
+        bed.expect(1)
+        bed.preallocate()
+    req = bed.expect(16, max_tokens=9)
+    assert bed.preallocate() == [] and not bed.scheduler.finished and req.to_finish is None
+
+
+@given(
+    num_pages=st.integers(1, 6),
+    page_size=st.sampled_from([1, 3, 4, 16]),
+    num_tokens=st.integers(1, 40),
+    more=st.integers(1, 60),
+)
+def test_whatever_intake_lets_in_gets_room_when_it_is_alone(
+    num_pages: int, page_size: int, num_tokens: int, more: int
+) -> None:
+    """Intake lets prompt and answer fill all tokens but one."""
+    size = num_pages * page_size
+    bed = Bed(num_pages=num_pages, page_size=page_size)
+    max_tokens = min(more, size - 1 - num_tokens)
+    if max_tokens < 1:
+        return
+    req = bed.expect(num_tokens, max_tokens=max_tokens)
+    assert bed.preallocate() == [req.rid] and not bed.scheduler.finished
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    actions=st.lists(st.tuples(st.sampled_from(["take", "end", "complete"]), st.integers(0, 7)), max_size=20),
+    page_size=st.sampled_from([1, 4]),
+)
+def test_memory_is_held_by_those_in_the_queues_and_by_nobody_else(
+    lengths: list[int], actions: list[tuple[str, int]], page_size: int
+) -> None:
+    bed = Bed(num_pages=48 // page_size, page_size=page_size)
+    whole = bed.state()
+    reqs = [bed.expect(length, max_tokens=4) for length in lengths]
+    for what, index in actions:
+        req = reqs[index % len(reqs)]
+        match what:
+            case "take":
+                bed.preallocate()
+            case "end" if bed.exchange.holds(req):
+                bed.end(req)
+            case "complete" if req.rid in bed.exchange.transfer_queue:
+                bed.exchange.complete(req.rid, FirstToken(1, None))
+        held = [own for own in bed.exchange.held() if own.req_pool_idx is not None]
+        pages = [page for own in held for page in bed.exchange.pages(own).tolist()]
+        assert len(pages) == len(set(pages)), "no page is of two"
+        assert bed.allocator.available_size() == 48 - len(pages) * page_size
+        assert set(bed.exchange.first_tokens) == set(bed.exchange.arrivals)
+    for req in reqs:
+        bed.end(req)
+    assert bed.state() == whole and not list(bed.exchange.held())
+
+
+# --- from queue to queue ----------------------------------------------------------------------------------------------
+
+
+def test_only_those_are_taken_in_whose_kv_is_made_elsewhere() -> None:
+    bed = Bed()
+    own = make_req(9, [1, 2])
+    assert not bed.exchange.takes_in(own) and not bed.exchange.holds(own)
+    req = bed.expect(3)
+    assert bed.exchange.holds(req) and not bed.exchange.expected
+    bed.end(req)
+    assert not bed.exchange.takes_in(req), "it was expected once"
+    assert not bed.exchange.keeps(req)
+
+
+def test_a_request_is_in_one_queue_at_a_time_until_it_joins_a_batch() -> None:
+    bed = Bed()
+    exchange = bed.exchange
+    req, late = bed.expect(10), bed.expect(6)
+    assert exchange.held() == [req, late] and exchange.arrived() is None
+    bed.preallocate()
+    assert exchange.held() == [req, late] and exchange.holds(req) and exchange.arrived() is None
+    exchange.complete(req.rid, FirstToken(77, None))
+    assert list(exchange.transfer_queue) == [late.rid] and list(exchange.arrivals) == [req.rid]
+    assert exchange.first_tokens == {req.rid: FirstToken(77, None)} and exchange.holds(req)
+    batch = exchange.arrived()
+    assert batch is not None and batch.reqs == [req] and batch.forward_mode is ForwardMode.PREBUILT
+    assert batch.seq_lens.tolist() == [10] and batch.req_pool_indices.tolist() == [req.req_pool_idx]
+    assert batch.sampling_info == (req.rid,)
+    assert not exchange.holds(req) and exchange.held() == [late] and exchange.arrived() is None
+    assert req.rid in exchange.first_tokens, "for the step that is to come"
+    exchange.let_go(req)
+    assert not exchange.first_tokens
+
+
+def test_whoever_is_to_end_does_not_join() -> None:
+    bed = Bed()
+    first, second = bed.expect(3), bed.expect(3)
+    bed.preallocate()
+    for req in (first, second):
+        bed.exchange.complete(req.rid, FirstToken(1, None))
+    first.to_finish = FinishAbort()
+    batch = bed.exchange.arrived()
+    assert batch is not None and batch.reqs == [second] and bed.exchange.held() == [first]
+    assert bed.exchange.arrived() is None
+
+
+@pytest.mark.parametrize("queue", ["prealloc", "transfer", "arrivals"])
+def test_a_request_is_let_go_from_any_queue(queue: str) -> None:
+    bed = Bed()
+    req = bed.expect(5)
+    if queue != "prealloc":
+        bed.preallocate()
+    if queue == "arrivals":
+        bed.exchange.complete(req.rid, FirstToken(1, None))
+    bed.exchange.let_go(req)
+    assert not bed.exchange.holds(req) and not bed.exchange.held() and not bed.exchange.first_tokens
+    bed.exchange.let_go(req)
+
+
+def test_pages_of_cached_and_new_tokens_are_in_one_order() -> None:
+    bed, prompt = Bed(), list(range(11))
+    fill(bed.cache, range(900, 908))
+    fill(bed.cache, prompt[:4])
+    req = bed.expect(prompt)
+    bed.preallocate()
+    pages = bed.exchange.pages(req)
+    assert (pages * PAGE_SIZE).tolist() == bed.row(req)[::PAGE_SIZE]
+    assert pages[0] * PAGE_SIZE == find(bed.cache, prompt[:4]).device_indices[0]
+
+
+# --- the prefill side -------------------------------------------------------------------------------------------------
+
+
+def test_everybody_waits_for_room_elsewhere_first() -> None:
+    exchange = PrefillExchange()
+    req, other = make_req(1, [1]), make_req(2, [2])
+    assert exchange.takes_in(req) and exchange.takes_in(other)
+    assert exchange.held() == [req, other] and exchange.holds(req)
+    assert exchange.may_run("r1") is req
+    assert exchange.may_run("r1") is None and exchange.may_run("unknown") is None
+    assert not exchange.holds(req) and exchange.held() == [other]
+    assert exchange.arrived() is None
+
+
+def test_whoever_has_its_first_token_is_kept_once() -> None:
+    exchange = PrefillExchange()
+    req = make_req(1, [1])
+    req.to_finish = HANDED_ON
+    assert exchange.keeps(req) and req.to_finish is None
+    assert exchange.holds(req) and exchange.held() == [req]
+    req.to_finish = HANDED_ON  # the other side has everything
+    assert not exchange.keeps(req) and req.to_finish is HANDED_ON, "so it ends"
+    exchange.let_go(req)
+    assert not exchange.holds(req) and not exchange.held()
+
+
+@pytest.mark.parametrize("reason", [None, FinishAbort(), FinishError(ValueError())], ids=["none", "abort", "error"])
+def test_nobody_else_is_kept(reason: BaseFinishReason | None) -> None:
+    """Whoever is aborted in the step of its first token ends."""
+    exchange = PrefillExchange()
+    req = make_req(1, [1])
+    req.to_finish = reason
+    assert not exchange.keeps(req) and req.to_finish is reason and not exchange.holds(req)
+
+
+def test_a_request_on_its_way_ends_by_an_abort() -> None:
+    exchange = PrefillExchange()
+    req = make_req(1, [1])
+    req.to_finish = HANDED_ON
+    exchange.keeps(req)
+    req.to_finish = FinishAbort()
+    assert not exchange.keeps(req)
+    exchange.let_go(req)
+    assert not exchange.holds(req)
+
+
+def test_a_request_that_waits_for_room_is_let_go() -> None:
+    exchange = PrefillExchange()
+    req = make_req(1, [1])
+    exchange.takes_in(req)
+    exchange.let_go(req)
+    assert not exchange.held() and exchange.may_run("r1") is None
+    exchange.let_go(req)

@@ -1,0 +1,632 @@
+"""Whatever goes wrong between engines that work together: an end for everybody, the right tokens, and nothing left.
+
+Requests are aborted, engines are lost, at every step from the first to the last; so every state is met, and which they
+were is written down. Everything runs in one process, where the same thing happens every time.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m6_multimodal_pd import (
+    EngineDeadError,
+    ForwardError,
+    InvalidRequestError,
+    KVCapacityError,
+    RequestOutput,
+    SamplingParams,
+)
+from m6_multimodal_pd.disaggregation.links import LocalLinks
+from m6_multimodal_pd.disaggregation.messages import Chunk, Decode, FirstToken, Prefill, Received, Relayed
+from m6_multimodal_pd.disaggregation.staging import StagedTarget
+from m6_multimodal_pd.errors import EngineLostError, RemoteError, TransferError
+from m6_multimodal_pd.model_runner import ModelRunner
+from tests.m6_multimodal_pd.engines import greedy
+from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting
+from tests.m6_multimodal_pd.seeing import asking
+
+LIMITS = setting(3, 12, tokens=128)
+"""Three rows and room for three of the prompts: somebody waits everywhere."""
+VICTIM = "c"
+ASKED: Asked = {
+    "a": (asking("a", 1), greedy(7, logprobs=1), {}),
+    "b": (asking(2, 3), greedy(9, temperature=0.9, seed=3), {}),
+    "d": (asking("v", 5), greedy(5, frequency_penalty=1.0), {}),
+    "e": (asking(6), greedy(1), {}),
+    "c": (asking("c", 4), greedy(6, prompt_logprobs=1), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def wanted(seeing_directory: Path) -> dict[str, RequestOutput]:
+    """What all of them are answered if nothing goes wrong."""
+    return aggregated(seeing_directory, ASKED)
+
+
+def without(answers: Mapping[str, RequestOutput], *rids: str) -> dict[str, RequestOutput]:
+    return {rid: output for rid, output in answers.items() if rid not in rids}
+
+
+# --- aborts -----------------------------------------------------------------------------------------------------------
+
+
+def check_aborted(group: Group, wanted: Mapping[str, RequestOutput], rid: str) -> None:
+    """It ended once, by an abort, with what it had said; all others are as if nothing had been."""
+    output, whole = group.last[rid], wanted[rid]
+    assert (output.finish_reason, output.error) == ("abort", None)
+    assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+    check_alike(group.last, without(wanted, rid))
+    assert group.engine.stats().num_finished["abort"] == 1
+
+
+ON_THE_WAY = {"bootstrap queue", "in pieces", "inflight", "transfer queue", "running", "finished"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rid", "stride", "states"),
+    [
+        ((1, 1), "c", 1, ON_THE_WAY | {"at the router", "prealloc queue", "arrivals, aborted"}),
+        ((1, 1), "b", 2, {"waiting on prefill"}),
+        ((2, 2), "c", 5, {"transfer queue"}),
+    ],
+    ids=["the last", "the second", "with four engines"],
+)
+def test_an_abort_at_any_step_ends_its_request_once_and_disturbs_nobody(
+    seeing_directory: Path,
+    wanted: dict[str, RequestOutput],
+    shape: tuple[int, int],
+    rid: str,
+    stride: int,
+    states: set[str],
+) -> None:
+    seen: set[str] = set()
+    frames = {"transfer_buffer_bytes": 1} if shape == (2, 2) else {}
+    for number in range(0, 100, stride):
+        with Group(seeing_directory, *shape, **LIMITS, group=frames) as group:
+            group.add(ASKED)
+            for _ in range(number):
+                group.step()
+            seen |= (now := group.states(rid))
+            if now == {"finished"}:
+                assert not group.engine.abort_request(rid)
+                break
+            watch_arrivals(group, seen)
+            assert group.engine.abort_request(rid) and not group.engine.abort_request(rid)
+            group.run()
+            check_aborted(group, wanted, rid)
+            group.check_flushed()
+    assert seen >= states, seen
+
+
+def watch_arrivals(group: Group, seen: set[str]) -> None:
+    """Note whether a request is aborted after all has come and before its first step, which is between two steps."""
+    for engine in group.of_role("decode"):
+        exchange: Any = engine.core.scheduler.exchange
+        arrived = exchange.arrived
+
+        def noted(exchange: Any = exchange, arrived: Any = arrived) -> Any:
+            if any(req.to_finish is not None for req in exchange.arrivals.values()):
+                seen.add("arrivals, aborted")
+            return arrived()
+
+        exchange.arrived = noted
+
+
+def test_a_stream_that_is_closed_at_any_step_leaves_nothing(
+    seeing_directory: Path, wanted: dict[str, RequestOutput]
+) -> None:
+    others = {rid: ask for rid, ask in ASKED.items() if rid != VICTIM}
+    for number in range(0, 100, 2):
+        with Group(seeing_directory, **LIMITS) as group:
+            stream = group.engine.stream(*ASKED[VICTIM][:2], request_id=VICTIM)
+            group.add(others)
+            for _ in range(number):
+                group.step()
+            if group.states(VICTIM) == {"finished"}:
+                assert number > 8
+                break
+            stream.close()
+            group.run()
+            assert VICTIM not in group.last
+            check_alike(group.last, without(wanted, VICTIM))
+            group.check_flushed()
+
+
+def test_who_aborts_may_ask_again_under_the_same_id_at_once(
+    seeing_directory: Path, wanted: dict[str, RequestOutput]
+) -> None:
+    """The engines may still know the first one."""
+    for number in range(1, 12, 2):
+        with Group(seeing_directory, 1, 1, **LIMITS) as group:
+            group.add(ASKED)
+            for _ in range(number):
+                group.step()
+            assert group.engine.abort_request(VICTIM)
+            while not (VICTIM in group.last and group.last[VICTIM].finished):
+                group.step()
+            assert group.last.pop(VICTIM).finish_reason == "abort"
+            group.add({VICTIM: ASKED[VICTIM]})
+            group.run()
+            check_alike(group.last, wanted)
+
+
+def test_all_may_be_aborted_at_once(seeing_directory: Path) -> None:
+    for number in (0, 1, 4, 8):
+        with Group(seeing_directory, 2, 2, **LIMITS) as group:
+            group.add(ASKED)
+            for _ in range(number):
+                group.step()
+            for rid in ASKED:
+                group.engine.abort_request(rid)
+            group.run()
+            assert {output.finish_reason for output in group.last.values()} <= {"abort", "length"}
+            group.check_flushed()
+
+
+def test_children_of_one_prompt_are_aborted_together(seeing_directory: Path) -> None:
+    params = greedy(8, n=3, temperature=1.0, seed=1)
+    for number in range(0, 10, 2):
+        with Group(seeing_directory, 1, 2, **LIMITS) as group:
+            group.add({"r": (asking("a", 1), params, {})})
+            for _ in range(number):
+                group.step()
+            assert group.engine.abort_request("r")
+            group.run()
+            assert group.last["r"].finish_reason == "abort"
+            group.check_flushed()
+
+
+# --- engines that are lost --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
+def test_an_engine_lost_at_any_step_costs_nobody_a_token(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], name: str
+) -> None:
+    """Nobody hears a token twice either: `Group.step` looks at every output."""
+    seen: set[str] = set()
+    retried = 0
+    frames = {"transfer_buffer_bytes": 1} if name.endswith("1") else {}
+    for number in range(int(name[-1]), 100, 6 if frames else 2):
+        with Group(seeing_directory, 2, 2, **LIMITS, group=frames) as group:
+            group.add(ASKED)
+            for _ in range(number):
+                group.step()
+            for rid in ASKED:
+                if any(engine is group.engines[name] for engine, _ in group.sides(rid).values()):
+                    seen |= group.states(rid)
+            if not group.engine.has_unfinished_requests():
+                break
+            group.lose(name)
+            group.run()
+            check_alike(group.last, wanted)
+            retried += group.router.num_retries
+            assert group.engine.stats().num_finished == {"length": len(ASKED)}
+            group.check_flushed()
+    assert retried >= 4
+    held = "inflight" if name.startswith("prefill") else "transfer queue"
+    assert seen >= {held} | (set() if frames else {"in pieces", "running"}), seen
+
+
+def test_a_request_goes_on_behind_what_it_has_said(seeing_directory: Path, wanted: dict[str, RequestOutput]) -> None:
+    with Group(seeing_directory, 1, 2, **LIMITS, is_traced=True) as group:
+        group.add({"b": ASKED["b"]})
+        group.until(lambda: "b" in group.last and len(group.last["b"].token_ids) == 4)
+        group.lose("decode-0")
+        group.run()
+        check_alike(group.last, {"b": wanted["b"]})
+        routed = [(e.attempt, e.num_output_tokens, e.decode) for e in group.listener.own("request_routed")]
+        assert routed == [(1, 0, "decode-0"), (2, 4, "decode-1")]
+        (lost,) = group.listener.own("engine_lost")
+        assert (lost.name, lost.rids) == ("decode-0", ("b",)) and "pulled out" in lost.why
+
+
+@pytest.mark.parametrize("kind", ["stop string", "stop id", "min_tokens", "penalties", "logprobs", "family"])
+def test_a_second_attempt_ends_where_the_first_would_have(seeing_directory: Path, kind: str) -> None:
+    plain = aggregated(seeing_directory, {"r": (asking("a", 9), greedy(12), {})})["r"]
+    text = plain.text
+    kinds: dict[str, SamplingParams] = {
+        "stop string": greedy(12, stop=text[len(text) // 2 : len(text) // 2 + 6]),
+        "stop id": greedy(12, stop_token_ids=[plain.token_ids[6]]),
+        "min_tokens": greedy(12, stop_token_ids=list(plain.token_ids[:3]), min_tokens=9),
+        "penalties": greedy(12, repetition_penalty=1.5, frequency_penalty=1.0, temperature=0.8, seed=2),
+        "logprobs": greedy(8, logprobs=2, prompt_logprobs=1),
+        "family": greedy(6, n=3, temperature=1.0, logprobs=0),
+    }
+    asked: Asked = {"r": (asking("a", 9), kinds[kind], {})}
+    wanted = aggregated(seeing_directory, asked)
+    for name in ("prefill-0", "decode-0"):
+        for number in (3, 6, 9, 12):
+            with Group(seeing_directory, 2, 2, **LIMITS) as group:
+                group.add(asked)
+                for _ in range(number):
+                    group.step()
+                if not group.engine.has_unfinished_requests():
+                    break
+                group.lose(name)
+                group.run()
+                check_alike(group.last, wanted)
+                check_alike(wanted, group.last)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("number", [0, 2, 5, 9])
+def test_without_an_engine_of_a_role_requests_end_with_an_error_and_so_do_later_ones(
+    seeing_directory: Path, role: str, number: int
+) -> None:
+    with Group(seeing_directory, 1, 1, **LIMITS) as group:
+        group.add(ASKED)
+        for _ in range(number):
+            group.step()
+        ended = {rid for rid, output in group.last.items() if output.finished}
+        group.lose(f"{role}-0")
+        group.run()
+        failed = {rid for rid, output in group.last.items() if output.finish_reason == "error"}
+        assert failed and group.last.keys() == ASKED.keys() and not failed & ended
+        for rid in failed:
+            error = group.last[rid].error
+            assert isinstance(error, EngineLostError), repr(error)
+            assert f"no {role} engine" in str(error) or f"{role}-0" in str(error)
+        output = group.engine.generate(asking(1), greedy(3))
+        assert output.finish_reason == "error" and isinstance(output.error, EngineLostError)
+        assert group.engine.stats().num_finished["error"] == len(failed) + 1
+        group.settle()
+        group.check_flushed()
+        group.engine.close()
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 2])
+def test_a_request_is_tried_as_often_as_it_may_be(seeing_directory: Path, max_retries: int) -> None:
+    """One decode engine after the other is lost while it answers."""
+    with Group(seeing_directory, 1, 5, **LIMITS, group={"max_retries": max_retries}) as group:
+        group.add({"r": (asking("a", 1), greedy(60), {})})
+        for number in range(max_retries + 1):
+            said = len(group.last["r"].token_ids) if number else 0
+            while "r" not in group.last or len(group.last["r"].token_ids) <= said:
+                group.step()
+            group.lose(decode_of(group, "r"))
+        group.run()
+        output = group.last["r"]
+        assert output.finish_reason == "error" and isinstance(output.error, EngineLostError)
+        assert len(group.wire.commands(Decode)) == max_retries + 1 and group.router.num_retries == max_retries
+        assert group.engine.generate(asking(1), greedy(3)).finish_reason == "length", "the others still work"
+
+
+def decode_of(group: Group, rid: str) -> str:
+    """The name of the engine that answers a request."""
+    return next(attempt.decode for attempt in group.router.attempts.values() if attempt.req.rid == rid)
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_who_waits_for_another_attempt_may_be_aborted(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], name: str
+) -> None:
+    for number in (2, 4, 6, 8):
+        with Group(seeing_directory, 2, 2, **LIMITS) as group:
+            group.add(ASKED)
+            for _ in range(number):
+                group.step()
+            group.lose(name)
+            group.step()
+            waits = [req.rid for req in group.router.waiting]
+            assert waits
+            for rid in waits:
+                assert group.engine.abort_request(rid)
+            group.run()
+            for rid in waits:
+                assert group.last[rid].finish_reason == "abort"
+                assert group.last[rid].token_ids == wanted[rid].token_ids[: len(group.last[rid].token_ids)]
+            check_alike(group.last, without(wanted, *waits))
+            group.check_flushed()
+
+
+def test_engines_may_go_one_after_the_other_while_requests_come(
+    seeing_directory: Path, wanted: dict[str, RequestOutput]
+) -> None:
+    with Group(seeing_directory, 3, 3, **LIMITS) as group:
+        for name, rid in zip(("prefill-1", "decode-0", "prefill-0", "decode-2", None), ASKED, strict=True):
+            group.add({rid: ASKED[rid]})
+            for _ in range(3):
+                group.step()
+            if name is not None:
+                group.lose(name)
+        group.run()
+        check_alike(group.last, wanted)
+        assert sorted(group.engines) == ["decode-1", "prefill-2"]
+        group.check_flushed()
+
+
+# --- scarcity ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_one_frame_between_two_engines_is_enough(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], page_size: int, shape: tuple[int, int]
+) -> None:
+    limits = setting(8, 32, page_size=page_size)
+    with Group(seeing_directory, *shape, **limits, group={"transfer_buffer_bytes": 1}) as group:
+        group.run(ASKED)
+        check_alike(group.last, wanted)
+        assert {chunk.num_pages for chunk in group.wire.relayed(Chunk)} == {1}
+        group.check_flushed()
+
+
+def test_who_has_no_room_on_the_decode_side_waits_and_is_not_computed(
+    seeing_directory: Path, wanted: dict[str, RequestOutput]
+) -> None:
+    with Group(seeing_directory, 1, 1, **setting(8, 32, tokens=64)) as group:
+        group.add(ASKED)
+        (prefill,), (decode,) = group.of_role("prefill"), group.of_role("decode")
+        most = 0
+        while group.engine.has_unfinished_requests():
+            group.step()
+            prealloc = decode.core.scheduler.exchange.prealloc_queue
+            most = max(most, len(prealloc))
+            assert len(prefill.core.scheduler.exchange.bootstrap_queue) >= len(prealloc) - 1
+        assert most >= 3
+        group.run()
+        check_alike(group.last, wanted)
+        group.check_flushed()
+
+
+def test_a_request_that_never_fits_is_refused_and_the_others_are_answered(
+    seeing_directory: Path, wanted: dict[str, RequestOutput]
+) -> None:
+    with Group(seeing_directory, 1, 1, **setting(8, 32, tokens=64)) as group:
+        group.add(ASKED)
+        with pytest.raises(InvalidRequestError):
+            group.engine.add_request(list(range(5, 5 + 70)), greedy(3))
+        group.run()
+        check_alike(group.last, wanted)
+
+
+@pytest.mark.parametrize(("page_size", "prompt_len"), [(1, 62), (4, 60), (4, 62), (16, 50), (16, 62)])
+def test_a_prompt_that_fills_the_memory_is_answered_as_far_as_it_goes(
+    tiny_directory: Path, page_size: int, prompt_len: int
+) -> None:
+    limits = setting(8, 32, tokens=64, page_size=page_size)
+    prompt = list(range(5, 5 + prompt_len))
+    asked: dict[str, Any] = {
+        "long": (prompt, greedy(100), {}),
+        "short": ([7, 8, 9], greedy(5), {}),
+        "same": (prompt, greedy(1), {}),
+    }
+    alone = {rid: aggregated(tiny_directory, {rid: asked[rid]}, **limits)[rid] for rid in asked}
+    assert isinstance(alone["long"].error, KVCapacityError) and len(alone["long"].token_ids) >= 64 - prompt_len
+    with Group(tiny_directory, 1, 1, **limits) as group:
+        group.run(asked)
+        for rid, output in group.last.items():
+            wanted = alone[rid]
+            assert (output.token_ids, output.finish_reason) == (wanted.token_ids, wanted.finish_reason), rid
+            assert type(output.error) is type(wanted.error), (rid, output.error)
+        group.check_flushed()
+
+
+# --- forwards that fail -----------------------------------------------------------------------------------------------
+
+
+def failing_runner(error: BaseException, *, call: int, role: str) -> type[ModelRunner]:
+    """A runner that raises once, in the nth forward of engines of this role; see `name_runners`."""
+    calls = [0]
+
+    class Failing(ModelRunner):
+        def forward(self, batch: Any) -> Any:
+            if getattr(self, "role", None) == role:
+                calls[0] += 1
+                if calls[0] == call:
+                    raise error
+            return super().forward(batch)
+
+    return Failing
+
+
+def name_runners(group: Group) -> None:
+    """Let every runner know whose it is."""
+    for engine in group.engines.values():
+        engine.core.executor.worker.model_runner.role = engine.role
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(RuntimeError("it broke"), RemoteError), (ForwardError("NaN"), ForwardError)],
+    ids=["unknown", "known"],
+)
+def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], role: str, call: int, error: Exception, kind: type
+) -> None:
+    parts = {"model_runner": failing_runner(error, call=call, role=role)}
+    with Group(seeing_directory, 1, 1, parts=parts, **LIMITS) as group:
+        name_runners(group)
+        group.run(ASKED)
+        failed = {rid for rid, output in group.last.items() if output.finish_reason == "error"}
+        assert failed and len(failed) < len(ASKED)
+        for rid in failed:
+            output = group.last[rid]
+            assert type(output.error) is kind and str(error) in str(output.error) and f"{role}-0" in str(output.error)
+            assert output.token_ids == wanted[rid].token_ids[: len(output.token_ids)]
+        check_alike(group.last, without(wanted, *failed))
+        assert not group.router.num_retries
+        again = {rid: ASKED[rid] for rid in failed}
+        check_alike(group.run(again), wanted)
+        group.check_flushed()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("call", [1, 2, 3, 5])
+def test_a_forward_that_is_interrupted_costs_time_and_nothing_else(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], role: str, call: int
+) -> None:
+    parts = {"model_runner": failing_runner(KeyboardInterrupt(), call=call, role=role)}
+    with Group(seeing_directory, 1, 1, parts=parts, **LIMITS) as group:
+        name_runners(group)
+        with pytest.raises(KeyboardInterrupt):
+            group.run(ASKED)
+        group.run()
+        check_alike(group.last, wanted)
+        group.check_flushed()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_whose_device_is_gone_is_lost_and_the_others_go_on(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], role: str
+) -> None:
+    for call in (1, 2, 4):
+        parts = {"model_runner": failing_runner(EngineDeadError("the device is gone"), call=call, role=role)}
+        with Group(seeing_directory, 2, 2, parts=parts, **LIMITS, group={"max_retries": 1}) as group:
+            name_runners(group)
+            group.run(ASKED)
+            check_alike(group.last, wanted)
+            assert len(group.engines) == 3 and len(group.of_role(role)) == 1
+            group.check_flushed()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_memory_that_runs_out_while_a_step_is_decided_costs_its_requests_at_most(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The books of that engine are made anew: whoever was on its way there or from there finds an end all the same."""
+    for number in range(1, 14):
+        with Group(seeing_directory, 1, 1, **LIMITS, group={"transfer_buffer_bytes": 1}) as group:
+            (engine,) = group.of_role(role)
+            scheduler = engine.core.scheduler
+            decide, left = scheduler.get_next_batch_to_run, [number]
+
+            def failing(decide: Any = decide, left: list[int] = left) -> Any:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise torch.OutOfMemoryError("no memory to decide in")
+                return decide()
+
+            monkeypatch.setattr(scheduler, "get_next_batch_to_run", failing)
+            group.run(ASKED)
+            failed = {rid for rid, output in group.last.items() if output.finish_reason == "error"}
+            for rid in failed:
+                assert isinstance(group.last[rid].error, RemoteError | TransferError), repr(group.last[rid].error)
+            check_alike(group.last, without(wanted, *failed))
+            group.check_flushed()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_interrupt_while_a_step_is_decided_costs_no_token(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], role: str
+) -> None:
+    """All KV of that engine is given up: what was to be sent, too, and room that was taken for what comes."""
+    for number in range(1, 14, 2):
+        with Group(seeing_directory, 1, 1, **LIMITS, group={"transfer_buffer_bytes": 1}) as group:
+            (engine,) = group.of_role(role)
+            scheduler = engine.core.scheduler
+            decide, left = scheduler.get_next_batch_to_run, [number]
+
+            def interrupted(decide: Any = decide, left: list[int] = left) -> Any:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+                return decide()
+
+            scheduler.get_next_batch_to_run = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                group.run(ASKED)
+            group.run()
+            check_alike(group.last, wanted)
+            group.check_flushed()
+
+
+# --- frames that are corrupted ----------------------------------------------------------------------------------------
+
+
+def corrupting(monkeypatch: pytest.MonkeyPatch, *, chunks: Callable[[int], bool]) -> list[int]:
+    """Flip a byte of every such chunk, by number, after it was sent and before it is received. Returns which."""
+    number, flipped = [0], []
+    receive = StagedTarget.receive
+
+    def corrupted(self: StagedTarget, source: str, ticket: Any, pages: Any) -> None:
+        number[0] += 1
+        if chunks(number[0]):
+            flipped.append(number[0])
+            first = ticket.extents[0].first
+            self._sources[source].memory[first, 3] ^= 1
+        receive(self, source, ticket, pages)
+
+    monkeypatch.setattr(StagedTarget, "receive", corrupted)
+    return flipped
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_chunk_that_was_spoilt_on_its_way_is_noticed_and_the_request_is_tried_anew(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    flipped = corrupting(monkeypatch, chunks=lambda n: n == number)
+    with Group(seeing_directory, 1, 1, **LIMITS) as group:
+        group.run(ASKED)
+        assert flipped == [number] and group.router.num_retries == 1
+        check_alike(group.last, wanted)
+        group.check_flushed()
+
+
+def test_a_request_whose_chunks_are_always_spoilt_ends_with_an_error(
+    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corrupting(monkeypatch, chunks=lambda n: True)
+    with Group(seeing_directory, 2, 2, **LIMITS, group={"max_retries": 3}) as group:
+        group.run({"r": ASKED["a"]})
+        output = group.last["r"]
+        assert output.finish_reason == "error" and isinstance(output.error, TransferError)
+        assert "is not what was sent" in str(output.error) and not output.token_ids
+        assert len(group.wire.commands(Decode)) == 4
+        group.check_flushed()
+
+
+def test_without_checksums_nobody_would_notice(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the test above looks at the right thing."""
+    corrupting(monkeypatch, chunks=lambda n: True)
+    with Group(seeing_directory, 1, 1, **setting(debug=False)) as group:
+        group.run(ASKED)
+        assert not group.router.num_retries and all(output.error is None for output in group.last.values())
+
+
+# --- messages that come late, twice, or not in their turn -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Chunk, FirstToken, Received])
+def test_a_message_that_comes_twice_changes_nothing(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = LocalLinks.send
+
+    def twice(self: LocalLinks, name: str, message: Any) -> None:
+        send(self, name, message)
+        if isinstance(message, Relayed) and isinstance(message.body, kind):
+            send(self, name, message)
+
+    monkeypatch.setattr(LocalLinks, "send", twice)
+    with Group(seeing_directory, 1, 1, **LIMITS) as group:
+        group.run(ASKED)
+        check_alike(group.last, wanted)
+        assert not group.router.num_retries
+        group.check_flushed()
+
+
+@pytest.mark.parametrize("command", [Prefill, Decode])
+def test_an_order_that_comes_twice_is_not_obeyed_twice(
+    seeing_directory: Path, wanted: dict[str, RequestOutput], command: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = LocalLinks.send
+
+    def twice(self: LocalLinks, name: str, message: Any) -> None:
+        send(self, name, message)
+        if isinstance(message, command):
+            send(self, name, message)
+
+    monkeypatch.setattr(LocalLinks, "send", twice)
+    with Group(seeing_directory, 1, 1, **setting(8, 32)) as group:
+        group.run(ASKED)
+        check_alike(group.last, wanted)
+        group.check_flushed()

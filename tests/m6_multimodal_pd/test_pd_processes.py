@@ -1,0 +1,501 @@
+"""Engines as processes: the same answers, whoever dies on the way, and nothing left of them afterwards.
+
+What is killed here is a real process, at a moment when it surely has requests: it was stopped before they came, or its
+tokens are on their way. The group is started once for all tests that leave it as good as it was.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from m6_multimodal_pd import CacheConfig, ConfigError, EngineConfig, EngineError, LLMEngine, ModelConfig, ModelLoadError
+from m6_multimodal_pd.disaggregation.assembly import await_engines
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.engine import Engine
+from m6_multimodal_pd.disaggregation.links import LocalLinks, Lost
+from m6_multimodal_pd.disaggregation.messages import Fault
+from m6_multimodal_pd.disaggregation.processes import ProcessLinks, started
+from m6_multimodal_pd.errors import EngineLostError
+from m6_multimodal_pd.wiring import PARTS, build_engine_core
+from tests.m6_multimodal_pd.engines import greedy, setting
+from tests.m6_multimodal_pd.seeing import asking
+
+SILENT_S = 3.0
+LIMIT_S = 60.0
+"""Nothing here may take longer, whatever is killed."""
+ASKED: list[tuple[Any, Any]] = [
+    (asking(1), greedy(150)),
+    (asking("a", 2), greedy(120, logprobs=2)),
+    (asking("v", 3), greedy(100, temperature=0.9, seed=4)),
+    (asking(4, "b"), greedy(80, n=2, temperature=1.0, seed=5)),
+    (asking("a", 5), greedy(60, prompt_logprobs=1)),
+]
+"""Conversations, and what is asked of each: long answers, so that there is time to kill somebody."""
+
+
+def configs(model: Path) -> dict[str, Any]:
+    """Of every engine here."""
+    return setting(8, 16) | {"model_config": ModelConfig(model=model, device="cpu", dtype="float32")}
+
+
+def group_of(model: Path, **settings: Any) -> Any:
+    """Engines that are processes."""
+    return LLMEngine(**configs(model), disaggregation_config=DisaggregationConfig(**settings))
+
+
+def links_of(engine: Any) -> Any:
+    return engine.engine_core.router.links
+
+
+def pid_of(engine: Any, role: str) -> int:
+    """The process of the one engine of this role."""
+    (child,) = [child for child in links_of(engine).children.values() if child.order.role == role]
+    return int(child.process.pid)
+
+
+def names_of(engine: Any) -> set[str]:
+    """The engines that have joined."""
+    return set(engine.engine_core.router.members)
+
+
+def segments(owner: str) -> list[str]:
+    """Names in shared memory that begin with this owner's."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"stepwise-{owner}")]
+
+
+def eventually(holds: Callable[[], Any], timeout_s: float = LIMIT_S) -> bool:
+    """Look until it holds, so long at most."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := holds()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(found)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def own_engines() -> list[int]:
+    """Processes of engines that this process has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == os.getpid() and b"m6_multimodal_pd.disaggregation.child" in command:
+            found.append(int(folder.name))
+    return found
+
+
+class Callers:
+    """Requests of several callers, and all that each of them was told."""
+
+    def __init__(self, engine: Any, asked: Sequence[tuple[Any, Any]]) -> None:
+        self.engine = engine
+        self.told: dict[str, list[Any]] = {}
+        for prompt, params in asked:
+            self.told[engine.add_request(engine.chat_prompt(prompt), params)] = []
+
+    def step(self) -> None:
+        for rid, output in self.engine.step().items():
+            self.told[rid].append(output)
+
+    def step_until(self, holds: Callable[[], bool]) -> None:
+        """Fails if it never does."""
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            assert time.monotonic() < deadline, "nobody waits so long"
+            self.step()
+
+    def num_tokens(self) -> int:
+        """Told so far, to all of them."""
+        last = [told[-1] for told in self.told.values() if told]
+        return sum(len(one.token_ids) for output in last for one in output.outputs)
+
+    def answers(self) -> list[Any]:
+        """The last word to each; nothing was said twice, or taken back."""
+        self.step_until(lambda: not self.engine.has_unfinished_requests())
+        for told in self.told.values():
+            assert [output.finished for output in told] == [False] * (len(told) - 1) + [True]
+            for before, after in pairwise(told):
+                for old, new in zip(before.outputs, after.outputs, strict=True):
+                    assert new.token_ids[: len(old.token_ids)] == old.token_ids
+                    assert new.text.startswith(old.text)
+        return [told[-1] for told in self.told.values()]
+
+
+def told_of(answer: Any) -> Any:
+    """What two engines must agree on."""
+    said = [(one.token_ids, one.text, one.finish_reason) for one in answer.outputs]
+    rows = [row for output in [answer.outputs[0]] for row in output.logprobs or []]
+    rows += [row for row in answer.prompt_logprobs or [] if row is not None]
+    logprobs = [(token, pytest.approx(one.logprob, abs=1e-4)) for row in rows for token, one in row.items()]
+    return answer.error, said, logprobs
+
+
+@pytest.fixture(scope="module")
+def expected(seeing_directory: Path) -> list[Any]:
+    """What one engine alone says."""
+    with LLMEngine(**configs(seeing_directory)) as engine:
+        return Callers(engine, ASKED).answers()
+
+
+@pytest.fixture(scope="module")
+def group(seeing_directory: Path) -> Iterator[Any]:
+    """A prefill and a decode engine, for all tests that leave them, or others in their place."""
+    with group_of(seeing_directory, max_restarts=100, heartbeat_timeout_s=SILENT_S) as engine:
+        yield engine
+    assert not own_engines()
+
+
+def check_is_whole(engine: Any) -> None:
+    """Both engines are there, nothing is held on either, and all of it can be forgotten."""
+    router = engine.engine_core.router
+    assert eventually(lambda: router.listen(0.1) == [] and len(router.members) == 2)
+    assert not router.attempts and not any(member.rooms for member in router.members.values())
+    assert engine.flush_cache()
+    for said in engine.engine_core.call_all("stats").values():
+        assert (said["kv_tokens"], said["num_running"], said["num_waiting"]) == (0, 0, 0)
+        assert said["available_size"] == said["max_total_tokens"] and said["protected_size"] == 0
+    assert eventually(lambda: not segments(links_of(engine)._group))
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_processes_answer_as_one_engine_does(group: Any, expected: list[Any]) -> None:
+    answers = Callers(group, ASKED).answers()
+    assert list(map(told_of, answers)) == list(map(told_of, expected))
+    assert answers[4].prompt_logprobs and answers[1].outputs[0].logprobs and len(answers[3].outputs) == 2
+    check_is_whole(group)
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_engine_without_requests_sleeps_and_wakes_at_once(group: Any, expected: list[Any]) -> None:
+    check_is_whole(group)
+    pids = [pid_of(group, "prefill"), pid_of(group, "decode")]
+    links = links_of(group)
+    for _ in range(4):  # the last heartbeats
+        before = list(map(cpu_seconds, pids))
+        if not (heard := links.receive(2.0)):
+            break
+    assert not heard, "nobody may read for hours what it says"
+    assert [after - since for after, since in zip(map(cpu_seconds, pids), before, strict=True)] < [0.1, 0.1]
+    seconds = []
+    for _ in range(3):
+        began = time.monotonic()
+        assert group.generate(group.chat_prompt(ASKED[0][0]), greedy(1)).token_ids == expected[0].token_ids[:1]
+        seconds.append(time.monotonic() - began)
+    assert min(seconds) < 0.3, "it does not sleep to the end of its second"
+
+
+# --- one that dies ----------------------------------------------------------------------------------------------------
+
+
+def test_when_the_prefill_process_is_killed_its_prompts_are_computed_by_another(
+    group: Any, expected: list[Any]
+) -> None:
+    check_is_whole(group)
+    pid, names = pid_of(group, "prefill"), names_of(group)
+    os.kill(pid, signal.SIGSTOP)  # so that all of them surely wait for it
+    callers = Callers(group, ASKED)
+    callers.step()
+    os.kill(pid, signal.SIGKILL)
+    assert list(map(told_of, callers.answers())) == list(map(told_of, expected))
+    assert len(names - names_of(group)) == len(names_of(group) - names) == 1, "another one, under another name"
+    check_is_whole(group)
+
+
+def test_when_the_decode_process_is_killed_answers_go_on_where_they_were(group: Any, expected: list[Any]) -> None:
+    check_is_whole(group)
+    names = names_of(group)
+    callers = Callers(group, ASKED)
+    callers.step_until(lambda: callers.num_tokens() > 20)
+    os.kill(pid_of(group, "decode"), signal.SIGKILL)
+    assert callers.num_tokens() < 200, "there was more to come"
+    assert list(map(told_of, callers.answers())) == list(map(told_of, expected))
+    assert len(names - names_of(group)) == len(names_of(group) - names) == 1
+    check_is_whole(group)
+
+
+def test_a_process_that_stands_still_is_lost_killed_and_replaced(group: Any, expected: list[Any]) -> None:
+    check_is_whole(group)
+    pid = pid_of(group, "decode")
+    callers = Callers(group, ASKED[:2])
+    callers.step_until(lambda: callers.num_tokens() > 5)
+    os.kill(pid, signal.SIGSTOP)
+    answers = callers.answers()
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected[:2]]
+    assert not is_alive(pid)
+    check_is_whole(group)
+
+
+def test_where_nobody_is_left_all_callers_are_told_and_nothing_is_left(seeing_directory: Path) -> None:
+    descriptors = num_sockets()
+    engine = group_of(seeing_directory, max_restarts=0)
+    try:
+        links = links_of(engine)
+        prefill, decode = links.children.values()
+        callers = Callers(engine, ASKED)
+        callers.step_until(lambda: callers.num_tokens() > 5)
+        decode.process.send_signal(signal.SIGTERM)
+        answers = callers.answers()
+        assert decode.process.wait(LIMIT_S) == 0, "told to end, it ends in good order"
+        assert [type(answer.error) for answer in answers] == [EngineLostError] * len(ASKED)
+        assert engine.generate([5, 6, 7], greedy(3)).finish_reason == "error"
+        assert is_alive(prefill.process.pid)
+        host, _, port = links.socket.address.removeprefix("tcp://").rpartition(":")
+    finally:
+        engine.close()
+    assert prefill.process.returncode == 0
+    assert not own_engines_of(engine) and not segments(links._group)
+    assert num_sockets() == descriptors
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=5)
+    assert engine.stats().num_finished == {"error": len(ASKED) + 1}
+
+
+def own_engines_of(engine: Any) -> list[Any]:
+    return list(links_of(engine).children)
+
+
+def num_sockets() -> int:
+    """Open descriptors of this process that are sockets, or ZeroMQ's own."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            found += os.readlink(descriptor).startswith(("socket:", "anon_inode:[event"))
+        except OSError:  # the directory's own, closed since
+            continue
+    return found
+
+
+# --- one that does not start ------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_cannot_be_built_says_why_and_leaves_nothing(seeing_directory: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(seeing_directory, tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])  # what the parent reads of it is fine
+    before = own_engines()
+    with pytest.raises(ModelLoadError, match=r"safetensors.*\(on (prefill|decode)-0\)"):
+        group_of(model)
+    assert own_engines() == before
+
+
+def while_it_starts(monkeypatch: pytest.MonkeyPatch, act: Callable[[ProcessLinks], None]) -> None:
+    """Do something when the parent listens for the third time for who has joined."""
+    times = iter(range(1000))
+    receive = ProcessLinks.receive
+
+    def listening(links: ProcessLinks, timeout_s: float) -> Any:
+        if next(times) == 2:
+            act(links)
+        return receive(links, timeout_s)
+
+    monkeypatch.setattr(ProcessLinks, "receive", listening)
+
+
+def test_an_engine_that_dies_while_it_starts_is_missed_at_once(
+    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    while_it_starts(monkeypatch, lambda links: links.children["decode-0"].process.kill())
+    before = own_engines()
+    with pytest.raises(EngineLostError, match=r"decode-0.*killed by signal 9"):
+        group_of(seeing_directory)
+    assert own_engines() == before
+
+
+def test_ctrl_c_while_engines_start_leaves_none_of_them(
+    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    while_it_starts(monkeypatch, lambda links: signal.raise_signal(signal.SIGINT))
+    before = own_engines()
+    with pytest.raises(KeyboardInterrupt):
+        group_of(seeing_directory)
+    assert own_engines() == before
+
+
+def test_one_that_was_started_anew_and_does_not_join_is_given_up(seeing_directory: Path) -> None:
+    settings = DisaggregationConfig(start_timeout_s=0.1, max_restarts=1)
+    config = EngineConfig(model=configs(seeing_directory)["model_config"], disaggregation=settings)
+    links = started(config, ["prefill-0"], is_traced=False)
+    try:
+        lost: list[Lost] = []
+        assert links.coming("prefill")
+        assert eventually(lambda: lost.extend(links.lost()) or not links.coming("prefill"), 15.0)
+        assert [one.name for one in lost] == ["prefill-0", "prefill-0_1"]
+        assert all("did not start within start_timeout_s=0.1" in one.why for one in lost)
+    finally:
+        links.close()
+
+
+class Unbuilt(LocalLinks):
+    """An engine that has told why it cannot be built, or has died without a word."""
+
+    def __init__(self, fault: Fault | None) -> None:
+        super().__init__()
+        self._lost = [Lost("prefill-0", "it is over", fault)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault("ConfigError", "too little memory"), ConfigError),
+        (Fault("ModelLoadError", "no weights"), ModelLoadError),
+        (Fault("Unheard", "something"), EngineError),
+        (None, EngineLostError),
+    ],
+)
+def test_the_error_of_an_engine_that_cannot_be_built_keeps_its_type(
+    fault: Fault | None, error: type[EngineError]
+) -> None:
+    nobody: Any = SimpleNamespace(members={}, hear=lambda timeout_s: None)
+    with pytest.raises(error, match="prefill-0"):
+        await_engines(nobody, Unbuilt(fault), ["prefill-0"], timeout_s=1.0)
+
+
+def test_parts_of_one_s_own_stay_in_this_process(seeing_directory: Path) -> None:
+    class Own(PARTS["stop_checker"]):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(ConfigError, match=r"stop_checker.*in_process"):
+        LLMEngine(
+            **configs(seeing_directory), parts={"stop_checker": Own}, disaggregation_config=DisaggregationConfig()
+        )
+
+
+def test_a_prompt_whose_decode_engine_turns_out_to_be_gone_is_not_begun(seeing_directory: Path) -> None:
+    """It would wait at the prefill engine for ever."""
+    settings = configs(seeing_directory) | {
+        "cache_config": CacheConfig(page_size=4, max_total_tokens=512),
+        "disaggregation_config": DisaggregationConfig(decode=2, transport="in_process"),
+    }
+    with LLMEngine(**settings) as engine:
+        links = links_of(engine)
+        links.engines.pop("decode-0").close()  # and nobody has said so
+        answer = engine.generate([5, 6, 7], greedy(3))
+        assert answer.error is None and names_of(engine) == {"prefill-0", "decode-1"}
+        assert not links.engines["prefill-0"].core.scheduler.requests
+
+
+def test_an_engine_that_joins_after_weights_were_exchanged_has_the_new_ones(
+    seeing_directory: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(seeing_directory, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.flip(0).contiguous() if tensor.dim() > 1 else tensor
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with LLMEngine(**configs(other)) as alone:
+        expected = alone.generate([5, 6, 7], greedy(10)).token_ids
+    settings = configs(seeing_directory)
+    with LLMEngine(**settings, disaggregation_config=DisaggregationConfig(transport="in_process")) as engine:
+        assert engine.generate([5, 6, 7], greedy(10)).token_ids != expected
+        engine.update_weights(other)
+        links = links_of(engine)
+        shared = links.engines["prefill-0"].transport.segments
+        for role in ("prefill", "decode"):
+            links.lose(f"{role}-0", "for a test")
+            links.add(f"{role}-0_1", partial(made, role, engine.config, shared))
+        assert engine.generate([5, 6, 7], greedy(10)).token_ids == expected
+
+
+def made(role: Any, config: Any, shared: Any, send: Any) -> Engine:
+    """An engine of this process that comes late."""
+    return Engine(
+        role=role,
+        config=config,
+        parts=PARTS,
+        build=build_engine_core,
+        segments=shared,
+        send=send,
+        is_traced=False,
+    )
+
+
+# --- a parent that ends -----------------------------------------------------------------------------------------------
+
+
+class Program:
+    """`group_process.py`, with its engines at work, or idle, once it is `ready`."""
+
+    def __init__(self, model: Path, work: str) -> None:
+        command = [sys.executable, "-m", "tests.m6_multimodal_pd.group_process", str(model), work]
+        self.pids: list[int] = []
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+        )
+
+    def ready(self) -> "Program":
+        assert self.process.stdout is not None
+        said = json.loads(self.process.stdout.readline())
+        self.pids = said["pids"]
+        self.group: str = said["group"]
+        return self
+
+    def is_gone(self) -> bool:
+        """No engine of it runs, and nothing of it is left in memory."""
+        return not any(map(is_alive, self.pids)) and not segments(self.group)
+
+    def end(self) -> None:
+        self.process.kill()
+        for pid in filter(is_alive, self.pids):  # a test has failed
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def programs(seeing_directory: Path) -> Iterator[list[Program]]:
+    """Two, which start side by side: most of the time goes into imports."""
+    started = [Program(seeing_directory, work) for work in ("busy", "idle")]
+    try:
+        yield [program.ready() for program in started]
+    finally:
+        for program in started:
+            program.end()
+
+
+def test_ctrl_c_ends_the_program_as_ever_and_no_engine_outlives_it(programs: list[Program]) -> None:
+    program = programs[0]
+    for pid in program.pids:
+        os.kill(pid, signal.SIGINT)  # a terminal's reaches them where they share its group
+    os.killpg(program.process.pid, signal.SIGINT)
+    _, said = program.process.communicate(timeout=LIMIT_S)
+    assert program.process.returncode == -signal.SIGINT
+    assert said.count("Traceback") == 1 and said.rstrip().endswith("KeyboardInterrupt"), said
+    assert program.is_gone(), "when the program has ended, they have"
+
+
+def test_engines_end_with_a_program_that_was_killed(programs: list[Program]) -> None:
+    """Also if they have nothing to say, and so would not miss it."""
+    program = programs[1]
+    assert all(map(is_alive, program.pids))
+    program.process.kill()
+    assert eventually(program.is_gone, 15.0)

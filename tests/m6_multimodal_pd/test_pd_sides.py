@@ -1,0 +1,44 @@
+"""What no message holds fails its request, and neither the engine that would say it nor anybody else's request."""
+
+from typing import Any
+
+import pytest
+
+from m6_multimodal_pd import (
+    CacheConfig,
+    DisaggregationConfig,
+    LLMEngine,
+    SamplingParams,
+    TransferError,
+    WireError,
+)
+from m6_multimodal_pd.disaggregation.messages import FirstToken, Relay, Tokens
+
+QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
+OTHER = [{"role": "user", "content": "What is prefill?"}]
+PARAMS = SamplingParams(max_tokens=6)
+TOO_LARGE = {"prefill-0": FirstToken, "decode-0": Tokens}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_message_that_is_too_large_fails_its_request_alone(name: str) -> None:
+    config = DisaggregationConfig(transport="in_process", max_retries=0)
+    with LLMEngine(cache_config=CacheConfig(page_size=4, max_total_tokens=512), disaggregation_config=config) as engine:
+        expected = engine.chat(QUESTION, PARAMS).token_ids
+        side: Any = engine.engine_core.router.links.engines[name].side  # type: ignore[attr-defined]
+        usual, told = side.send, []
+
+        def send(message: Any) -> None:
+            body = message.body if isinstance(message, Relay) else message
+            if isinstance(body, TOO_LARGE[name]) and not told:
+                told.append(body)
+                raise WireError("a message of 9 bytes; 8 are the limit")
+            usual(message)
+
+        side.send = send
+        outputs = engine.generate_batch([engine.chat_prompt(OTHER), engine.chat_prompt(QUESTION)], PARAMS)
+        failed, other = sorted(outputs.values(), key=lambda output: output.error is None)
+        assert isinstance(failed.error, WireError | TransferError) and "8 are the limit" in str(failed.error)
+        assert failed.finish_reason == "error" and other.finish_reason == "length"
+        assert engine.chat(QUESTION, PARAMS).token_ids == expected
+        assert engine.flush_cache()
