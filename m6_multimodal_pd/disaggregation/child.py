@@ -123,7 +123,7 @@ class Process:
             self._work(engine, watchdog)
             return 0
         except PeerLostError:  # the router is gone, and with it everybody who waits for an answer
-            return 1
+            return 0
         finally:
             watchdog.close()
             engine.close()
