@@ -22,19 +22,21 @@ DISTURBED_CORES = 0.1  # of one core, by others, from which on a run is marked
 
 
 class LoadMeter:
-    """How many cores were taken by others than this process; what a virtual machine was not given counts, too.
+    """How many cores were taken by others than this process and those it began and ended meanwhile.
+
+    What a virtual machine was not given counts, too.
 
     Linux only: elsewhere nobody knows, and `other_cores` is None.
     """
 
     def __enter__(self) -> Self:
-        self._wall, self._own, self._busy = time.perf_counter(), time.process_time(), _busy_seconds()
+        self._wall, self._own, self._busy = time.perf_counter(), _own_seconds(), _busy_seconds()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.seconds, own, busy = time.perf_counter() - self._wall, time.process_time() - self._own, _busy_seconds()
+        self.seconds, own, busy = time.perf_counter() - self._wall, _own_seconds() - self._own, _busy_seconds()
         self.other_cores: float | None = None
         if self._busy is not None and busy is not None:
             self.other_cores = max(0.0, (busy - self._busy - own) / self.seconds)
@@ -43,6 +45,12 @@ class LoadMeter:
         """What stands beside a measurement."""
         disturbed = None if self.other_cores is None else self.other_cores > DISTURBED_CORES
         return {"seconds": self.seconds, "other_cores": self.other_cores, "disturbed": disturbed}
+
+
+def _own_seconds() -> float:
+    """Seconds of cores that this process has used, and its children that have ended."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
 
 
 def _busy_seconds() -> float | None:
