@@ -1,11 +1,12 @@
 """Measures what prefill and decode apart cost and win on one machine: `python -m benchmarks.m6_pd`.
 
-What moves for a request, against the arithmetic (`bytes`); how fast pages go through the memory between two engines,
-against a plain copy (`bandwidth`); what a request pays for it (`overhead`); and what becomes of streams when long
-prompts arrive in bursts (`gaps`). The group is one process for prompts and one for answers with a thread each. Beside
-it stands one engine, with one thread and with two: on a machine of two cores the second is the fair comparison, unless
-waking a second thread costs more than it brings. Writes `results/m6_pd.json` after every part, then
-`results/m6_pd.md`. Times are medians of rounds in which the sides take turns.
+What the two phases ask of a machine (`roofline`); what moves for a request, against the arithmetic (`bytes`); how fast
+pages go through the memory between two engines, against a plain copy (`bandwidth`); what a request pays for it
+(`overhead`); and what becomes of streams when long prompts arrive in bursts (`gaps`). The group is one process for
+prompts and one for answers with a thread each. Beside it stands one engine, with one thread and with two: on a machine
+of two cores the second is the fair comparison, unless waking a second thread costs more than it brings. Writes
+`results/m6_pd.json` after every part, then `results/m6_pd.md` and the plots. Times are medians of rounds in which the
+sides take turns.
 
     python -m benchmarks.m6_pd                    all of it, in some minutes
     python -m benchmarks.m6_pd --parts gaps       one part again; the others stay as they were
@@ -26,12 +27,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import RESULTS, environment, interleaved, markdown_table
+from benchmarks import ASSETS, RESULTS, environment, interleaved
 from benchmarks.m3_paged_attention import measure, start
 from benchmarks.m5_gaps import ANSWER, Traffic, measured
-from benchmarks.m5_tables import environment_note
+from benchmarks.m6_pd_plots import draw_plots
+from benchmarks.m6_pd_tables import tables
+from benchmarks.m6_roofline import roofline
 from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
-from m1_single_request.trace_event import size
 from m3_paged_attention.attention.registry import choose
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
@@ -180,86 +182,6 @@ def gaps(traffic: Traffic, rounds: int) -> Row:
     }
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def tables(results: Row) -> str:
-    """What a page includes, piece by piece, each between two marks."""
-    parts = results["parts"]
-    made: dict[str, tuple[str, Callable[[Row], str]]] = {
-        "pd_bytes": ("bytes", _bytes),
-        "pd_bandwidth": ("bandwidth", _bandwidth),
-        "pd_overhead": ("overhead", _overhead),
-        "pd_gaps": ("gaps", _gaps),
-    }
-    pieces = {name: make(parts[part]) for name, (part, make) in made.items() if part in parts}
-    pieces["pd_environment"] = environment_note(results)
-    return "\n".join(
-        f"<!-- --8<-- [start:{name}] -->\n{text}\n<!-- --8<-- [end:{name}] -->\n" for name, text in pieces.items()
-    )
-
-
-def _bytes(part: Row) -> str:
-    table = markdown_table(
-        part["rows"],
-        {
-            "prompt": lambda row: f"{row['tokens']:,} tokens",
-            "pages": lambda row: f"{row['pages']:,}",
-            "pages times bytes of a page": lambda row: size(row["expected"]),
-            "moved": lambda row: size(row["moved"]),
-            "16 tokens more in a second turn": lambda row: size(row["second_turn"]),
-        },
-    )
-    note = f"A page of {PAGE_SIZE} tokens has {part['page_bytes']:,} bytes: {part['bytes_per_token']:,} a token."
-    return f"{table}\n\n*{note}*"
-
-
-def _bandwidth(part: Row) -> str:
-    return markdown_table(
-        part["rows"],
-        {
-            "pages": lambda row: f"{row['pages']:,}",
-            "bytes": lambda row: size(row["bytes"]),
-            "through shared memory": lambda row: f"{row['seconds'] * 1e3:.2f} ms ({row['gb_s']:.1f} GB/s)",
-            "a plain copy": lambda row: f"{row['plain'] * 1e3:.2f} ms ({row['plain_gb_s']:.1f} GB/s)",
-            "times": lambda row: f"{row['seconds'] / row['plain']:.1f}",
-        },
-    )
-
-
-def _overhead(part: Row) -> str:
-    rows = [(length, name, row) for length, sides in part.items() for name, row in sides.items()]
-    return markdown_table(
-        rows,
-        {
-            "prompt": lambda row: f"{int(row[0]):,} tokens",
-            "side": lambda row: row[1],
-            "first token": lambda row: f"{row[2]['ttft'] * 1e3:.1f} ms",
-            "each further one": lambda row: f"{row[2]['tpot'] * 1e3:.2f} ms",
-        },
-    )
-
-
-def _gaps(part: Row) -> str:
-    table = markdown_table(
-        part["sides"].items(),
-        {
-            "side": lambda item: item[0],
-            "median gap": lambda item: f"{item[1]['p50'] * 1e3:.1f} ms",
-            "p95": lambda item: f"{item[1]['p95'] * 1e3:.1f} ms ({item[1]['p95_share']:.0%})",
-            "longest": lambda item: f"{item[1]['longest'] * 1e3:.1f} ms ({item[1]['longest_share']:.0%})",
-            "tokens/s": lambda item: f"{item[1]['tokens_per_second']:,.0f} ({item[1]['throughput_share']:.0%})",
-            "prompts' TTFT": lambda item: f"{item[1]['mean_ttft'] * 1e3:,.0f} ms",
-        },
-    )
-    t = part["traffic"]
-    note = (
-        f"{t['num_streams']} streams of {t['stream_tokens']} tokens; whenever each has got {t['every']} more, a prompt "
-        f"of {t['prompt_tokens']:,} tokens, {t['num_prompts']} in all. Gaps are medians of {part['rounds']} rounds."
-    )
-    return f"{table}\n\n*{note}*"
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +194,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     lengths = (20, 300) if args.quick else (20, 100, 300, 1000)
     traffic = Traffic(num_streams=2, stream_tokens=40, prompt_tokens=200) if args.quick else Traffic(num_streams=4)
+    sizes: Row = (
+        {"prefills": (16,), "batches": (1, 4), "mixed": (4, 16), "context": 16}
+        if args.quick
+        else {"prefills": (16, 64, 256, 512), "batches": (1, 4, 16, 64), "mixed": (16, 256), "context": 128}
+    )
     todo: dict[str, Callable[[], Any]] = {
+        "roofline": lambda: roofline(**sizes, seed=SEED),
         "bytes": lambda: bytes_moved(lengths),
         "bandwidth": lambda: bandwidth((1, 16, 64) if args.quick else (1, 4, 16, 64, 256, 1024), 20 * args.rounds),
         "overhead": lambda: overhead(lengths, 3 * args.rounds),
@@ -295,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure(results, chosen, todo, save, Console(stderr=True))
     text = tables(results)
     (folder / f"{NAME}.md").write_text(text, encoding="utf-8")
+    draw_plots(results["parts"], folder if args.quick else ASSETS)
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
     return 0
 
