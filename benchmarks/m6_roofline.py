@@ -51,8 +51,8 @@ class Measured:
 
     def decode(self, batch: int, context: int, num_steps: int) -> Row:
         """Steps of `batch` requests that have about `context` tokens each."""
-        ends = (num_steps + 1, num_steps + 1)
-        work = Ragged.drawn(batch, prompts=(context, context), outputs=ends, seed=self.seed)
+        length = num_steps + 1 + batch * context // BUDGET  # the first one answers until the last one is there, and on
+        work = Ragged.drawn(batch, prompts=(context, context), outputs=(length, length), seed=self.seed)
         found = [step for step in self.steps(lambda: work.run(self.engine)) if is_full(step, batch)]
         return self.point("decode", batch, found)
 
