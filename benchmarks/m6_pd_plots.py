@@ -107,19 +107,11 @@ def roofline(part: Part) -> Figure:
         points = [point for point in part["points"] if point["kind"] == kind]
         left.plot([p["intensity"] for p in points], [p["flops"] / 1e9 for p in points], mark, color=color, label=label)
         for p in points:
-            said = f"{p['decodes']} + {p['tokens']}" if kind == "both" else str(p["tokens"])
-            above = kind != "prefill"
-            offset = (0, 6) if above else (0, -6)
-            left.annotate(
-                said,
-                (p["intensity"], p["flops"] / 1e9),
-                offset,
-                textcoords="offset points",
-                ha="center",
-                va="bottom" if above else "top",
-                color=color,
-                **SMALL,
-            )
+            place, look = (p["intensity"], p["flops"] / 1e9), {"textcoords": "offset points", "color": color} | SMALL
+            if kind == "both":
+                left.annotate(f"{p['decodes']} + {p['tokens']}", place, (7, 2), va="bottom", **look)
+            else:
+                left.annotate(str(p["tokens"]), place, (0, -6), ha="center", va="top", **look)
     left.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="GFLOP/s")
     left.margins(y=0.12)
     left.set_yticks([20, 50, 100, 200], ["20", "50", "100", "200"])

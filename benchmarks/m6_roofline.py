@@ -102,7 +102,7 @@ def roofline(
     """The roof of this machine, and where steps lie below it. `mixed`: decodes and tokens of a prompt in one step."""
     read = Reader()
     read()
-    flops, bandwidth = peak_flops(getattr(torch, DTYPE)), max(read.bandwidths)
+    peak = peak_flops(getattr(torch, DTYPE))
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(seed, Path(folder))
         with LLMEngine(
@@ -125,6 +125,9 @@ def roofline(
         point["intensity"] = point["flop"] / point["bytes"]
         point["flops"] = point["flop"] / point["seconds"]
         point["bandwidth"] = point["bytes"] / point["seconds"]
+    flops = max([peak, *(point["flops"] for point in points)])  # our kernels may do more than torch does
+    bandwidth = max([*read.bandwidths, *(point["bandwidth"] for point in points)])
+    for point in points:
         point["bound"] = max(point["flop"] / flops, point["bytes"] / bandwidth)
     return {
         "flops": flops,

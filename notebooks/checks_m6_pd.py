@@ -1,0 +1,439 @@
+"""What the second notebook of m6 leans on: groups of engines with something wrong in them, and the graders."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
+from m3_paged_attention.kv_storage import KVStorage
+from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, SamplingParams
+from m6_multimodal_pd.demo_parts.drawing import Shape, picture
+from m6_multimodal_pd.disaggregation.in_process import InProcessSegments
+from m6_multimodal_pd.disaggregation.page_store import PageStore
+from m6_multimodal_pd.disaggregation.poll import KVReceiver, KVSender
+from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
+from m6_multimodal_pd.errors import TransferError
+from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
+
+try:  # in the checkout, for the tests
+    from notebooks.checks import Mismatch, check, grader, short, show_source
+    from notebooks.checks_m6 import ONE_MODEL, ROOM, new_engine
+except ModuleNotFoundError:  # beside the notebook
+    from checks import Mismatch, check, grader, short, show_source  # type: ignore[no-redef]
+    from checks_m6 import ONE_MODEL, ROOM, new_engine  # type: ignore[no-redef]
+
+__all__ = ["check", "new_engine", "new_group", "show_source", "told_of"]
+
+
+def new_group(
+    *,
+    delta: Callable[[np.ndarray], int] | None = None,
+    source: type[StagedSource] | None = None,
+    num_frames: int = 8,
+    debug: bool = False,
+    **configs: Any,
+) -> LLMEngine:
+    """A prefill and a decode engine in this process, in turns. They share their weights with all engines made here.
+
+    `delta`: what the decode engine believes of a prompt with pictures, in place of what the request says. `source`:
+    what sends pages, through `num_frames` frames. `debug`: pages have checksums.
+    """
+    memory = {"cache_config": CacheConfig(page_size=4, max_total_tokens=ROOM, debug=debug)}
+    engine = LLMEngine(
+        parts=ONE_MODEL, disaggregation_config=DisaggregationConfig(transport="in_process"), **(memory | configs)
+    )
+    core: Any = engine.engine_core
+    engines = core.router.links.engines
+    if delta is not None:
+        _misinform(engines["decode-0"].side, delta)
+    if source is not None:
+        prefill = engines["prefill-0"]
+        own = prefill.transport
+        prefill.transport = prefill.side.source = source(
+            own.store, own.segments, num_frames=num_frames, checksums=own.checksums
+        )
+    return engine
+
+
+def _misinform(side: Any, delta: Callable[[np.ndarray], int]) -> None:
+    begin = side.begin
+
+    def believing(message: Any) -> None:
+        media = message.job.media
+        if media is not None:
+            changed = msgspec.structs.replace(media, mrope_position_delta=int(delta(media.mrope_positions)))
+            message = msgspec.structs.replace(message, job=msgspec.structs.replace(message.job, media=changed))
+        begin(message)
+
+    side.begin = believing
+
+
+def told_of(record: Any, rid: str) -> tuple[str, str] | None:
+    """Who says what about a request in this record, if anybody does: the router's words, or an engine's."""
+    event = record.event
+    if rid not in event.request_ids() and rid not in getattr(event, "rids", ()):
+        return None
+    if event.kind == "reported":
+        return event.engine, event.said
+    return "router", event.explain()
+
+
+# --- the labs ---------------------------------------------------------------------------------------------------------
+
+
+@grader("m6_pd.delta")
+def grade_delta(delta: Callable[[np.ndarray], int]) -> str:
+    """The lab's delta, repaired: how far behind its place the first token behind a prompt stands."""
+    cases: list[tuple[int, list[Block], str]] = [
+        (6, [], "A text's delta is 0: it goes on at its place."),
+        (12, [Block(2, 3, 3)], "Nine tokens take three positions: the answer begins six earlier."),
+        (30, [Block(5, 3, 3), Block(16, 2, 4)], "Every picture adds to it."),
+        (12, [Block(2, 2, 5)], "A picture takes as many positions as its longer side has tokens."),
+        (10, [Block(2, 4, 2)], "It may end with the picture: then the largest position is not time's."),
+    ]
+    rng = Random(0)
+    for _ in range(100):
+        at, blocks = 0, []
+        for _ in range(rng.randrange(4)):
+            blocks.append(Block(at + rng.randrange(1, 5), rng.randrange(1, 6), rng.randrange(1, 6)))
+            at = blocks[-1].end
+        cases.append((at + rng.randrange(1, 5), blocks, ""))
+    for num_tokens, blocks, hint in cases:
+        positions, wanted = get_rope_index(num_tokens, blocks)
+        got = delta(positions.copy())
+        if isinstance(got, bool) or not isinstance(got, int | np.integer) or got != wanted:
+            told = ", ".join(f"a picture of {b.height} x {b.width} from {b.start} on" for b in blocks) or "no picture"
+            off = isinstance(got, int | np.integer) and abs(got - wanted) == 1
+            more = f"{f' {hint}' if hint else ''}{' Yours is one off.' if off else ''}"
+            raise Mismatch(
+                f"{num_tokens} tokens, {told}: the largest position is {positions.max()}, so the answer begins at "
+                f"{positions.max() + 1}, {wanted} from its place; yours is {short(got)}.{more}"
+            )
+    shown = picture(Shape("big", "red", "star", "left"), Shape("small", "blue", "circle", "bottom"))
+    with new_engine() as alone, new_group(delta=delta) as group:
+        if _said(alone, shown) != _said(group, shown):
+            raise Mismatch("The numbers agree, and yet the two engines say something else than one.")
+    return "By hand and 100 prompts at random; and two engines answer about a picture as one does."
+
+
+def _said(engine: LLMEngine, shown: Any) -> Any:
+    content = [{"type": "image", "image": shown}, {"type": "text", "text": "Describe the picture."}]
+    output = engine.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=40))
+    if output.error is not None:
+        raise output.error
+    return output.token_ids
+
+
+@grader("m6_pd.rooms")
+def grade_rooms(rooms_class: type) -> str:
+    """The lab's rooms, repaired: `enter(rid, make)` returns a room, `find(room)` who is in it."""
+    rng = Random(0)
+    for turn in range(60):
+        rooms, made, given = rooms_class(), {}, []
+        rids = ["ann", "bob"] if not turn else [f"r{i}" for i in range(rng.randrange(1, 5))]
+        for _ in range(4 if not turn else rng.randrange(2, 12)):
+            rid = rng.choice(rids)
+            seen: list[int] = []
+
+            def make(room: int, seen: list[int] = seen) -> KVReceiver:
+                seen.append(room)
+                return KVReceiver(room, num_tokens=16, page_size=4, on_change=lambda *_: None)
+
+            room = rooms.enter(rid, make)
+            _check_room(rooms, room, seen, rid, given, made)
+            given.append(room)
+            made[rid] = (room, rooms.find(room))
+        if rooms.find(max(given) + 1000) is not None:
+            raise Mismatch("There is nobody in a room that nobody has entered: find returns None.")
+    return "60 times at random: no room is given twice, late messages find nobody, and everybody else is found."
+
+
+def _check_room(rooms: Any, room: Any, seen: list[int], rid: str, given: list[int], made: dict[str, Any]) -> None:
+    if isinstance(room, bool) or not isinstance(room, int):
+        raise Mismatch(f"A room is a whole number, yours is {short(room)}.")
+    if room in given:
+        raise Mismatch(
+            f"{rid} gets the room {room}, in which somebody was before. What is still on its way there is taken for "
+            f"{rid}'s: a room is never used again, not even for the same request."
+        )
+    if seen != [room]:
+        raise Mismatch(f"enter({rid!r}, make) makes one receiver, for its own room {room}; yours were for {seen}.")
+    found = rooms.find(room)
+    if not isinstance(found, KVReceiver) or found.room != room:
+        raise Mismatch(f"Whoever was let into room {room} must be found there; you find {short(found)}.")
+    if rid in made:
+        before, old = made[rid]
+        late = rooms.find(before)
+        if late is not None and not late.state.is_final:
+            raise Mismatch(
+                f"{rid} is in room {room} now, and room {before}, of its first attempt, still takes messages: "
+                f"forget it, or let what is in it fail."
+            )
+        if late is not None and late is not old:
+            raise Mismatch(f"A message to the old room {before} reaches somebody else.")
+    for other, (its_room, receiver) in made.items():
+        if other != rid and rooms.find(its_room) is not receiver:
+            raise Mismatch(f"{rid} comes, and {other} is not found in its room {its_room} any more.")
+
+
+PAGES = 64
+
+
+@grader("m6_pd.frames")
+def grade_frames(source_class: type[StagedSource]) -> str:
+    """The lab's source, repaired: what was sent is what arrives, however late it is read."""
+    spec = KVCacheSpec(block_size=4, num_layers=1, num_kv_heads=1, head_dim=4, dtype=torch.float32)
+    here, there = (KVStorage(KVCacheConfig(spec=spec, num_blocks=PAGES), device=torch.device("cpu")) for _ in range(2))
+    for page in range(PAGES + 1):
+        here.blocks[:, page] = page
+    segments = InProcessSegments()
+    source, target = source_class(PageStore([here]), segments, num_frames=8), StagedTarget(PageStore([there]), segments)
+    target.accept("prefill", source.offer("decode"))
+    source.taken("decode")
+    rng, on_their_way, has_waited = Random(0), [], False
+    for _ in range(400):
+        if rng.random() < 0.6:
+            pages = rng.sample(range(1, PAGES + 1), rng.randrange(1, 5))
+            ticket = source.send("decode", pages)
+            held = sum(len(own) for own, _ in on_their_way)
+            if ticket is None:
+                has_waited = True
+                if held + len(pages) <= 8 and not on_their_way:
+                    raise Mismatch(f"All 8 frames are free, and {len(pages)} pages find no room: nothing is released.")
+            else:
+                if held + len(pages) > 8:
+                    raise Mismatch(
+                        f"{held} pages lie in 8 frames and are not read yet, and {len(pages)} more were sent: they "
+                        f"lie on top of others. A frame is free when its target has read it (`release`), not before."
+                    )
+                on_their_way.append((pages, ticket))
+        elif on_their_way:
+            pages, ticket = on_their_way.pop(0)
+            target.receive("prefill", ticket, pages)
+            for page in pages:
+                if not bool((there.blocks[:, page] == page).all()):
+                    raise Mismatch(f"What arrives as page {page} is page {int(there.blocks[0, page].flatten()[0])}.")
+            source.release("decode", ticket.number)
+    if not has_waited:
+        raise Mismatch("Nobody ever had to wait for a frame: somebody's pages were overwritten.")
+    prompt = [300 + 7 * i % 3000 for i in range(90)]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with new_engine() as alone, new_group(source=source_class) as group:
+        if alone.generate(prompt, params).token_ids != group.generate(prompt, params).token_ids:
+            raise Mismatch("All pages arrive, and yet the answer is another one.")
+    return "400 times at random through eight frames: every page arrives as it was sent, and nobody waits for ever."
+
+
+# --- exercises: which pages may leave ---------------------------------------------------------------------------------
+
+PROGRESS: tuple[tuple[int, int, int, int, str], ...] = (
+    (20, 1, 35, 4, "20 tokens are five whole pages; the first is not wanted."),
+    (22, 0, 35, 4, "A page that is half full waits: the rest of it is computed in the next step."),
+    (35, 6, 35, 4, "With the end of the prompt its last page goes, full or not."),
+    (32, 0, 32, 4, "A prompt of whole pages has no page more."),
+    (3, 0, 35, 4, "No page is full yet."),
+    (20, 5, 35, 4, "All that is full was sent already."),
+    (35, 9, 35, 4, "Everything was sent already."),
+    (8, 3, 35, 4, "What the other side has may be more than is computed here."),
+    (1, 0, 1, 16, "One token is one page."),
+)
+
+
+@grader("m6_pd.pages_ready")
+def grade_pages_ready(pages_ready: Callable[[int, int, int, int], range]) -> str:
+    """`pages_ready(num_computed, next_page, num_tokens, page_size)`: the pages that may be sent now."""
+    rng, cases = Random(0), list(PROGRESS)
+    for _ in range(300):
+        num_tokens, page_size = rng.randrange(1, 70), rng.choice((1, 4, 16))
+        computed = rng.choice((num_tokens, rng.randrange(num_tokens + 1)))
+        cases.append((computed, rng.randrange(-(-num_tokens // page_size) + 1), num_tokens, page_size, ""))
+    for computed, next_page, num_tokens, page_size, hint in cases:
+        sender = KVSender(0, num_tokens=num_tokens, page_size=page_size, on_change=lambda *_: None)
+        sender.next_page = next_page
+        wanted = list(sender.pages_ready(computed, at_most=num_tokens))
+        got = pages_ready(computed, next_page, num_tokens, page_size)
+        if not isinstance(got, range | list | tuple) or list(got) != wanted:
+            raise Mismatch(
+                f"{computed} of {num_tokens} tokens are computed, pages of {page_size}, page {next_page} is next: "
+                f"{short(wanted)} may leave, you say {short(got if not isinstance(got, range) else list(got))}."
+                f"{f' {hint}' if hint else ''}"
+            )
+    return "By hand and 300 times at random: the pages that the engine would send."
+
+
+# --- exercises: bytes -------------------------------------------------------------------------------------------------
+
+MOVED: tuple[tuple[int, int, int, int, str], ...] = (
+    (32, 0, 16, 4096, "Two whole pages."),
+    (20, 0, 16, 4096, "Whole pages travel, the last one too, though it is not full."),
+    (20, 16, 16, 4096, "What the other side has is not sent again."),
+    (36, 32, 4, 4096, "Nine pages, of which it has eight."),
+    (32, 32, 16, 4096, "If it has everything nothing moves."),
+    (1, 0, 16, 100, "One token is a page."),
+)
+
+
+@grader("m6_pd.bytes_moved")
+def grade_bytes_moved(bytes_moved: Callable[[int, int, int, int], int]) -> str:
+    """`bytes_moved(num_tokens, num_cached, page_size, bytes_per_token)`: what a transfer moves."""
+    rng, cases = Random(0), list(MOVED)
+    for _ in range(200):
+        page_size, num_tokens = rng.choice((1, 4, 16)), rng.randrange(1, 300)
+        cached = rng.randrange(num_tokens // page_size + 1) * page_size
+        cases.append((num_tokens, cached, page_size, rng.choice((4096, 131072)), ""))
+    for num_tokens, cached, page_size, per_token, hint in cases:
+        transfer = KVSender(0, num_tokens=num_tokens, page_size=page_size, on_change=lambda *_: None)
+        transfer.preallocated(cached)
+        wanted = (transfer.end_page - transfer.next_page) * page_size * per_token
+        got = bytes_moved(num_tokens, cached, page_size, per_token)
+        if isinstance(got, bool) or not isinstance(got, int) or got != wanted:
+            tokens = (
+                " That is what the tokens take; pages travel whole." if got == (num_tokens - cached) * per_token else ""
+            )
+            raise Mismatch(
+                f"{num_tokens} tokens, {cached} of them cached, pages of {page_size}, {per_token:,} bytes a token: "
+                f"{wanted:,} bytes, you say {short(got)}.{tokens or (f' {hint}' if hint else '')}"
+            )
+    return "By hand and 200 times at random: as many bytes as the engine moves."
+
+
+# --- exercises: what becomes of a transfer ----------------------------------------------------------------------------
+
+Heard = tuple[Any, ...]
+"""`("chunk", number, first_page, num_pages)`, `("told", num_chunks)` or `("lost",)`."""
+LETTERS: tuple[tuple[int, list[Heard], str], ...] = (
+    (4, [], "Nothing has come."),
+    (4, [("chunk", 0, 0, 2)], "The first pages are here, more are to come."),
+    (
+        4,
+        [("chunk", 0, 0, 2), ("chunk", 1, 2, 2)],
+        "All pages are here, but nobody has said that this is all, nor the token.",
+    ),
+    (4, [("chunk", 0, 0, 2), ("chunk", 1, 2, 2), ("told", 2)], "Token, chunks and pages: everything is here."),
+    (4, [("chunk", 0, 0, 2), ("told", 2), ("chunk", 1, 2, 2)], "The token may overtake the last chunk."),
+    (4, [("told", 1), ("chunk", 0, 0, 4)], "The token may come first of all."),
+    (4, [("chunk", 0, 0, 2), ("chunk", 0, 0, 2), ("chunk", 1, 2, 2), ("told", 2)], "What comes twice counts once."),
+    (4, [("chunk", 0, 0, 2), ("chunk", 1, 3, 1)], "A page is left out: nothing will ever bring it."),
+    (4, [("chunk", 1, 2, 2)], "Chunk 1 before chunk 0: something was lost."),
+    (4, [("chunk", 0, 0, 5)], "The prompt has four pages."),
+    (4, [("told", 1), ("chunk", 0, 0, 2)], "One chunk is announced, and it does not bring everything."),
+    (4, [("chunk", 0, 0, 2), ("lost",), ("chunk", 1, 2, 2), ("told", 2)], "Failed is final, whatever comes later."),
+    (4, [("chunk", 0, 0, 4), ("told", 1), ("lost",)], "Success is final, too."),
+    (4, [("told", 1), ("told", 3), ("chunk", 0, 0, 4)], "What was announced first counts."),
+    (4, [("told", 5)], "Five chunks cannot bring four pages: each brings at least one."),
+    (0, [("told", 0)], "With all of the prompt cached nothing is sent but the token."),
+    (4, [("told", 0)], "No chunk cannot bring four pages."),
+    (4, [("chunk", 0, 0, 0)], "A chunk without a page is none."),
+)
+
+
+@grader("m6_pd.receive")
+def grade_receive(receive: Callable[[int, list[Heard]], str]) -> str:
+    """`receive(num_pages, messages)`: the state in the end."""
+    rng, cases = Random(0), list(LETTERS)
+    for _ in range(400):
+        cases.append((*_letters(rng), ""))
+    for num_pages, messages, hint in cases:
+        wanted, got = _state_of(num_pages, messages), receive(num_pages, list(messages))
+        if got != wanted:
+            told = ", ".join(map(str, messages)) or "nothing"
+            raise Mismatch(
+                f"{num_pages} pages are to come. Came: {told}. That is {wanted!r}, you say {short(got)}."
+                f"{f' {hint}' if hint else ''}"
+            )
+    return "By hand and 400 times at random, with messages that were lost, came twice or out of turn."
+
+
+def _letters(rng: Random) -> tuple[int, list[Heard]]:
+    num_pages, at, messages = rng.randrange(1, 7), 0, []
+    while at < num_pages:
+        count = rng.randrange(1, num_pages - at + 1)
+        messages.append(("chunk", len(messages), at, count))
+        at += count
+    messages.insert(rng.randrange(len(messages) + 1), ("told", len(messages)))
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        match rng.randrange(4):
+            case 0:
+                messages.insert(rng.randrange(len(messages) + 1), rng.choice(messages))
+            case 1 if len(messages) > 1:
+                messages.pop(rng.randrange(len(messages)))
+            case 2:
+                rng.shuffle(messages)
+            case _:
+                messages.insert(rng.randrange(len(messages) + 1), ("lost",))
+    return num_pages, messages
+
+
+def _state_of(num_pages: int, messages: Sequence[Heard]) -> str:
+    receiver = KVReceiver(0, num_tokens=max(num_pages, 1), page_size=1, on_change=lambda *_: None)
+    receiver.preallocated(0 if num_pages else 1)
+    for what, *numbers in messages:
+        try:
+            if what == "lost":
+                receiver.fail("lost")
+            elif what == "told":
+                receiver.told(*numbers)
+            else:
+                number, first, count = numbers
+                pages = range(first, first + count)
+                if receiver.expects(number, pages):
+                    receiver.arrived(pages)
+        except TransferError:
+            receiver.fail("cannot be")
+        receiver.complete()
+    return {"FAILED": "failed", "SUCCESS": "success"}.get(receiver.state.name, "waiting")
+
+
+# --- exercises: what a caller is told ---------------------------------------------------------------------------------
+
+TOLD: tuple[tuple[list[int], int, list[int], list[int] | None, str], ...] = (
+    ([], 0, [7], [7], "The first token."),
+    ([7], 1, [8, 9], [8, 9], "The next ones."),
+    ([7, 8], 0, [7, 8, 9], [9], "A retry that tells what was said before: only what is new goes on."),
+    ([7, 8], 1, [8], [], "Nothing new."),
+    ([7, 8], 0, [7], [], "An old message, late: nothing new."),
+    ([7], 2, [9], None, "A token is missing: nobody may hear of the ones behind it."),
+    ([7, 8], 1, [5, 9], None, "What was said differs from what is told now: that is another answer."),
+    ([7, 8], 2, [], [], "No tokens are no news."),
+    ([], 1, [], None, "It begins behind a token that nobody has heard."),
+)
+
+
+@grader("m6_pd.deliver")
+def grade_deliver(deliver: Callable[[list[int], int, list[int]], list[int]]) -> str:
+    """`deliver(said, first, token_ids)`: the tokens that the caller has not heard; ValueError if that cannot be."""
+    rng, cases = Random(0), list(TOLD)
+    for _ in range(300):
+        answer = [rng.randrange(4) for _ in range(rng.randrange(1, 9))]
+        heard = rng.randrange(len(answer) + 1)
+        first = rng.randrange(len(answer) + 1)
+        told = answer[first : rng.randrange(first, len(answer)) + 1] if first < len(answer) else []
+        if rng.random() < 0.2 and told:
+            told[rng.randrange(len(told))] = 9
+        wanted: list[int] | None = None
+        if first <= heard and answer[first:heard][: len(told)] == told[: heard - first]:
+            wanted = told[heard - first :]
+        cases.append((answer[:heard], first, told, wanted, ""))
+    for said, first, token_ids, wanted, hint in cases:
+        before = list(said)
+        try:
+            got: Any = deliver(before, first, list(token_ids))
+            raised = False
+        except ValueError:
+            got, raised = None, True
+        case = f"Said: {said}; told: {token_ids} from place {first} on"
+        if before != said:
+            raise Mismatch(f"{case}: `said` itself is changed, and it is not yours.")
+        more = f" {hint}" if hint else ""
+        if (wanted is None) != raised:
+            right = "a ValueError" if wanted is None else str(wanted)
+            raise Mismatch(
+                f"{case}: that is {right}; yours {'raises one' if raised else f'returns {short(got)}'}.{more}"
+            )
+        if not raised and (not isinstance(got, list | tuple) or list(got) != wanted):
+            raise Mismatch(f"{case}: {wanted} are new, yours {short(got)}.{more}")
+    return "By hand and 300 times at random: nothing twice, nothing missing, nothing of another answer."
