@@ -14,7 +14,7 @@ import m3_paged_attention
 import m4_radix_cache
 import m5_chunked_prefill_spec
 import m6_multimodal_pd
-from benchmarks import m2_trace, m3_trace, m4_trace, m5_trace, m6_trace
+from benchmarks import m2_trace, m3_trace, m4_trace, m5_trace, m6_pd_trace, m6_trace
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler as SchedulerOfM1
@@ -25,10 +25,11 @@ from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.models.rotary import axes_of_pairs
 from m6_multimodal_pd.multimodal.inputs import content_hash
 from m6_multimodal_pd.multimodal.mrope import get_rope_index
-from notebooks import checks, checks_m2, checks_m3, checks_m4, checks_m5, checks_m6
+from notebooks import checks, checks_m2, checks_m3, checks_m4, checks_m5, checks_m6, checks_m6_pd
 from tests.notebooks.lessons import Lesson
 
 
@@ -58,7 +59,7 @@ class Exercises:
     @property
     def prefix(self) -> str:
         """How the names of its exercises begin: `m2.`."""
-        return str(self).partition("_")[0] + "."
+        return next(iter(self.answers)).partition(".")[0] + "."
 
 
 M1 = Exercises(
@@ -150,7 +151,23 @@ M6 = Exercises(
     m6_trace.traced_steps,
     notebook="m6_multimodal",
 )
-TAUGHT = [M1, M2, M3, M4, M5, M6]
+M6_PD = Exercises(
+    m6_multimodal_pd,
+    checks_m6_pd.check,
+    {
+        "m6_pd.delta": "delta",
+        "m6_pd.rooms": "FirstRoom",
+        "m6_pd.frames": "Hasty",
+        "m6_pd.pages_ready": "pages_ready",
+        "m6_pd.bytes_moved": "bytes_moved",
+        "m6_pd.receive": "receive",
+        "m6_pd.deliver": "deliver",
+    },
+    {"m6_pd.frames": StagedSource},
+    m6_pd_trace.traced,
+    notebook="m6_pd",
+)
+TAUGHT = [M1, M2, M3, M4, M5, M6, M6_PD]
 
 
 def open_exercise(*_: object, **__: object) -> None:

@@ -1,0 +1,256 @@
+"""The graders of m6's second notebook: typical wrong answers fail with a hint that names the mistake."""
+
+import pytest
+
+from m6_multimodal_pd import SamplingParams
+from m6_multimodal_pd.demo_parts.drawing import Shape, picture
+from m6_multimodal_pd.disaggregation.poll import KVReceiver
+from m6_multimodal_pd.disaggregation.staging import StagedSource
+from m6_multimodal_pd.errors import TransferError
+from notebooks.checks_m6_pd import new_engine, new_group
+from tests.notebooks.exercises import M6_PD, assert_refused
+
+LESSON = M6_PD.lesson
+
+
+# --- the labs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (LESSON.defined("delta", {}), "Nine tokens take three positions"),
+        (lambda positions: int(positions[0].max()) + 1 - positions.shape[1], "as its longer side has tokens"),
+        (lambda positions: int(positions.max()) - positions.shape[1], "A text's delta is 0"),
+        (lambda positions: int(positions.max()) + 2 - positions.shape[1], "Yours is one off"),
+        (lambda positions: positions.shape[1] - int(positions.max()) - 1, "Nine tokens take three positions"),
+        (lambda positions: None, "yours is None"),
+    ],
+)
+def test_a_wrong_delta_is_told_where_the_answer_begins(answer, hint):
+    assert_refused("m6_pd.delta", answer, hint)
+
+
+def test_the_labs_delta_changes_answers_about_pictures_and_none_about_texts():
+    shown = picture(Shape("small", "red", "star", "top"), Shape("big", "blue", "circle", "right"))
+    asked = [{"type": "image", "image": shown}, {"type": "text", "text": "How many shapes are there?"}]
+    params = SamplingParams(max_tokens=24)
+    with new_engine() as alone, new_group(delta=LESSON.defined("delta", {})) as group:
+        for content, same in (("What is prefill?", True), (asked, False)):
+            messages = [{"role": "user", "content": content}]
+            assert (alone.chat(messages, params).token_ids == group.chat(messages, params).token_ids) is same
+
+
+def rooms(*, reuses=False, keeps_old=False, forgets_others=False, makes_for=None, finds_all=False):
+    """`FirstRoom` with a mistake in it."""
+
+    class Rooms:
+        def __init__(self):
+            self.of, self.receivers, self.next = {}, {}, 0
+
+        def enter(self, rid, make):
+            old = self.of.get(rid)
+            room, self.next = (min({*range(99)} - set(self.receivers)) if reuses else self.next), self.next + 1
+            receiver = make(room if makes_for is None else makes_for)
+            if forgets_others:
+                self.receivers.clear()
+            if not keeps_old:
+                self.receivers.pop(old, None)
+            self.of[rid], self.receivers[room] = room, receiver
+            return room
+
+        def find(self, room):
+            found = self.receivers.get(room)
+            return found or (next(iter(self.receivers.values())) if finds_all else None)
+
+    return Rooms
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (LESSON.defined("FirstRoom", {}), "gets the room 0, in which somebody was before"),
+        (rooms(reuses=True), "a room is never used again"),
+        (rooms(keeps_old=True), "still takes messages"),
+        (rooms(forgets_others=True), "is not found in its room"),
+        (rooms(makes_for=5), "makes one receiver"),
+        (rooms(finds_all=True), "of its first attempt"),
+    ],
+)
+def test_wrong_rooms_are_told_whose_messages_go_astray(answer, hint):
+    assert_refused("m6_pd.rooms", answer, hint)
+
+
+def test_old_rooms_whose_receivers_have_failed_are_right_too():
+    class Failing(rooms(keeps_old=True)):
+        def enter(self, rid, make):
+            if rid in self.of:
+                self.receivers[self.of[rid]].fail("tried again")
+            return super().enter(rid, make)
+
+    assert M6_PD.check("m6_pd.rooms", Failing)
+
+
+class Keeps(StagedSource):
+    """Never gives a frame back."""
+
+    def release(self, target, number):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (LESSON.defined("Hasty", {"StagedSource": StagedSource}), "What arrives as page"),
+        (Keeps, "nothing is released"),
+    ],
+)
+def test_frames_that_are_given_back_too_early_or_never_are_refused(answer, hint):
+    assert_refused("m6_pd.frames", answer, hint)
+
+
+def test_the_labs_source_changes_answers_without_an_error_and_with_checksums_there_is_one():
+    hasty = LESSON.defined("Hasty", {"StagedSource": StagedSource})
+    prompt, params = [300 + 7 * i for i in range(90)], SamplingParams(max_tokens=6, ignore_eos=True)
+    with new_engine() as alone:
+        right = alone.generate(prompt, params).token_ids
+    with new_group(source=hasty) as group:
+        output = group.generate(prompt, params)
+        assert output.error is None and output.token_ids != right
+    with new_group(source=hasty, debug=True) as group:
+        error = group.generate(prompt, params).error
+        assert isinstance(error, TransferError) and "is not what was sent" in str(error)
+
+
+# --- exercises --------------------------------------------------------------------------------------------------------
+
+
+def ready(*, always_last=False, only_whole=False, from_zero=False, inclusive=0, negative=False):
+    """`pages_ready` with a mistake in it."""
+
+    def pages_ready(num_computed, next_page, num_tokens, page_size):
+        whole = num_computed // page_size
+        done = -(-num_computed // page_size)
+        end = done if always_last or (num_computed >= num_tokens and not only_whole) else whole
+        return range(0 if from_zero else next_page, max(next_page, end) - inclusive)
+
+    return pages_ready
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (ready(always_last=True), "A page that is half full waits"),
+        (ready(only_whole=True), "its last page goes, full or not"),
+        (ready(from_zero=True), "the first is not wanted"),
+        (ready(inclusive=1), "five whole pages"),
+        (lambda *_: None, "you say None"),
+    ],
+)
+def test_wrong_pages_are_told_which_ones_may_leave(answer, hint):
+    assert_refused("m6_pd.pages_ready", answer, hint)
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (lambda n, c, p, b: (n - c) * b, "pages travel whole"),
+        (lambda n, c, p, b: -(-n // p) * p * b, "is not sent again"),
+        (lambda n, c, p, b: (n // p - c // p) * p * b, "the last one too"),
+        (lambda n, c, p, b: -(-n // p) - c // p, "Two whole pages"),
+        (lambda n, c, p, b: (-(-n // p) - c // p) * p * b / 1, "you say"),
+    ],
+)
+def test_wrong_bytes_are_told_what_travels(answer, hint):
+    assert_refused("m6_pd.bytes_moved", answer, hint)
+
+
+def receiving(*, needs_token=True, needs_pages=True, dedupes=True, final=True, checks_told=True, checks_chunk=True):
+    """`receive` with a mistake in it."""
+
+    def receive(num_pages, messages):
+        chunks, page, announced, state = 0, 0, None, "waiting"
+
+        def possible(chunks, page, announced):
+            missing = num_pages - page
+            return not checks_told or announced is None or min(missing, 1) <= announced - chunks <= missing
+
+        for what, *numbers in messages:
+            if final and state != "waiting":
+                break
+            if what == "lost":
+                state = "failed"
+            elif what == "told":
+                if announced is None:
+                    announced = numbers[0]
+                    state = state if possible(chunks, page, announced) else "failed"
+            else:
+                number, first, count = numbers
+                if number < chunks and dedupes:
+                    continue
+                fits = number == chunks and first == page and count > 0 and first + count <= num_pages
+                if checks_chunk and (not fits or not possible(chunks + 1, page + count, announced)):
+                    state = "failed"
+                    continue
+                chunks, page = chunks + 1, page + count
+            all_here = (chunks == announced or not needs_token) and (page == num_pages or not needs_pages)
+            if state == "waiting" and all_here and (announced is not None or not needs_token):
+                state = "success"
+        return state
+
+    return receive
+
+
+def test_what_the_wrong_ones_vary_is_right():
+    assert M6_PD.check("m6_pd.receive", receiving())
+    assert M6_PD.check("m6_pd.pages_ready", ready())
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (receiving(needs_token=False), "nobody has said that this is all"),
+        (receiving(dedupes=False), "What comes twice counts once"),
+        (receiving(final=False), "final"),
+        (receiving(checks_told=False), ""),
+        (receiving(checks_chunk=False), "nothing will ever bring it"),
+        (lambda num_pages, messages: "waiting", "everything is here"),
+        (lambda num_pages, messages: KVReceiver, "Nothing has come"),
+    ],
+)
+def test_a_wrong_receiver_is_told_what_it_takes(answer, hint):
+    assert_refused("m6_pd.receive", answer, hint)
+
+
+def delivering(*, skips=True, refuses_gap=True, compares=True, changes=False, returns_none=False):
+    """`deliver` with a mistake in it."""
+
+    def deliver(said, first, token_ids):
+        if first > len(said) and refuses_gap:
+            if returns_none:
+                return None
+            raise ValueError
+        known = said[first : first + len(token_ids)]
+        if compares and token_ids[: len(known)] != known:
+            raise ValueError
+        new = token_ids[len(known) :] if skips else token_ids
+        if changes:
+            said += new
+        return new
+
+    return deliver
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (delivering(skips=False), "only what is new goes on"),
+        (delivering(refuses_gap=False), "A token is missing"),
+        (delivering(returns_none=True), "yours returns None"),
+        (delivering(compares=False), "that is another answer"),
+        (delivering(changes=True), "it is not yours"),
+        (lambda said, first, token_ids: token_ids[len(said) - first :], ""),
+    ],
+)
+def test_a_wrong_delivery_is_told_what_the_caller_heard(answer, hint):
+    assert_refused("m6_pd.deliver", answer, hint)
