@@ -216,7 +216,16 @@ def grade_frames(source_class: type[StagedSource]) -> str:
             target.receive("prefill", ticket, pages)
             for page in pages:
                 if not bool((there.blocks[:, page] == page).all()):
-                    raise Mismatch(f"What arrives as page {page} is page {int(there.blocks[0, page].flatten()[0])}.")
+                    came = int(there.blocks[0, page].flatten()[0])
+                    raise Mismatch(
+                        f"What arrives as page {page} is page {came}. "
+                        + (
+                            "They were sent together, in another order: the ticket says which frame is which page."
+                            if came in pages
+                            else "It was copied into the same frame before the other one was read there. The copy is made "
+                            "when `send` returns; a frame is free only when its target has read it (`release`)."
+                        )
+                    )
             source.release("decode", ticket.number)
     if not has_waited:
         raise Mismatch("Nobody ever had to wait for a frame: somebody's pages were overwritten.")
@@ -291,12 +300,13 @@ def grade_bytes_moved(bytes_moved: Callable[[int, int, int, int], int]) -> str:
         wanted = (transfer.end_page - transfer.next_page) * page_size * per_token
         got = bytes_moved(num_tokens, cached, page_size, per_token)
         if isinstance(got, bool) or not isinstance(got, int) or got != wanted:
-            tokens = (
-                " That is what the tokens take; pages travel whole." if got == (num_tokens - cached) * per_token else ""
-            )
+            if got == wanted and isinstance(got, float):
+                hint = "Bytes are a whole number: divide with //."
+            elif got == (num_tokens - cached) * per_token:
+                hint = "That is what the tokens take; pages travel whole."
             raise Mismatch(
                 f"{num_tokens} tokens, {cached} of them cached, pages of {page_size}, {per_token:,} bytes a token: "
-                f"{wanted:,} bytes, you say {short(got)}.{tokens or (f' {hint}' if hint else '')}"
+                f"{wanted:,} bytes, you say {short(got)}.{f' {hint}' if hint else ''}"
             )
     return "By hand and 200 times at random: as many bytes as the engine moves."
 

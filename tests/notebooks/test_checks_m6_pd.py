@@ -98,11 +98,66 @@ class Keeps(StagedSource):
         pass
 
 
+class Forgets(StagedSource):
+    """Gives every second ticket's frames back."""
+
+    def release(self, target, number):
+        if number % 2:
+            super().release(target, number)
+
+
+class TakesTheOldest(StagedSource):
+    """Lets nobody wait: where no frame is free, what was sent first has had its time."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.held = []
+
+    def send(self, target, pages):
+        while (ticket := super().send(target, pages)) is None:
+            super().release(target, self.held.pop(0))
+        self.held.append(ticket.number)
+        return ticket
+
+    def release(self, target, number):
+        if number in self.held:
+            self.held.remove(number)
+            super().release(target, number)
+
+
+class OneBehind(StagedSource):
+    """Gives a ticket's frames back when the next one is sent."""
+
+    last = None
+
+    def send(self, target, pages):
+        ticket = super().send(target, pages)
+        if ticket is not None:
+            if self.last is not None:
+                super().release(target, self.last)
+            self.last = ticket.number
+        return ticket
+
+    def release(self, target, number):
+        pass
+
+
+class Backwards(StagedSource):
+    """Sends the last page first."""
+
+    def send(self, target, pages):
+        return super().send(target, pages[::-1])
+
+
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
-        (LESSON.defined("Hasty", {"StagedSource": StagedSource}), "What arrives as page"),
+        (LESSON.defined("Hasty", {"StagedSource": StagedSource}), "a frame is free only when its target has read it"),
         (Keeps, "nothing is released"),
+        (Forgets, "nothing is released"),
+        (TakesTheOldest, "they lie on top of others"),
+        (OneBehind, "they lie on top of others"),
+        (Backwards, "in another order"),
     ],
 )
 def test_frames_that_are_given_back_too_early_or_never_are_refused(answer, hint):
@@ -158,7 +213,7 @@ def test_wrong_pages_are_told_which_ones_may_leave(answer, hint):
         (lambda n, c, p, b: -(-n // p) * p * b, "is not sent again"),
         (lambda n, c, p, b: (n // p - c // p) * p * b, "the last one too"),
         (lambda n, c, p, b: -(-n // p) - c // p, "Two whole pages"),
-        (lambda n, c, p, b: (-(-n // p) - c // p) * p * b / 1, "you say"),
+        (lambda n, c, p, b: (-(-n // p) - c // p) * p * b / 1, "divide with //"),
     ],
 )
 def test_wrong_bytes_are_told_what_travels(answer, hint):
@@ -212,7 +267,7 @@ def test_what_the_wrong_ones_vary_is_right():
         (receiving(needs_token=False), "nobody has said that this is all"),
         (receiving(dedupes=False), "What comes twice counts once"),
         (receiving(final=False), "final"),
-        (receiving(checks_told=False), ""),
+        (receiving(checks_told=False), "it does not bring everything"),
         (receiving(checks_chunk=False), "nothing will ever bring it"),
         (lambda num_pages, messages: "waiting", "everything is here"),
         (lambda num_pages, messages: KVReceiver, "Nothing has come"),
@@ -249,7 +304,7 @@ def delivering(*, skips=True, refuses_gap=True, compares=True, changes=False, re
         (delivering(returns_none=True), "yours returns None"),
         (delivering(compares=False), "that is another answer"),
         (delivering(changes=True), "it is not yours"),
-        (lambda said, first, token_ids: token_ids[len(said) - first :], ""),
+        (lambda said, first, token_ids: token_ids[len(said) - first :], "A token is missing"),
     ],
 )
 def test_a_wrong_delivery_is_told_what_the_caller_heard(answer, hint):
