@@ -324,7 +324,6 @@ def tables(results: dict[str, Any]) -> str:
             "anything else": lambda row: f"{sum(sum(others(kill).values()) for kill in row[1])}",
             "said twice": lambda row: f"{sum(kill['said_twice'] for kill in row[1])}",
             "last answer after, s": lambda row: seconds("seconds_to_last_answer", row),
-            "new engine after, s": lambda row: seconds("seconds_to_new_engine", row),
             "leaks": lambda row: f"{sum(leaks(kill) for kill in row[1])}",
         },
     )

@@ -1,8 +1,9 @@
 """Pictures and clips in every request: `python -m m6_multimodal_pd.demo`.
 
 Without flags: three pictures and a clip, drawn for this, in one batch with questions that have none, each shown beside
-its answer; where the tokens of a prompt with a picture stand; what a picture costs when it comes again. `--image` and
-`--video` show something of your own with `--prompt` or in a `--chat`. Most other flags are those of m1 to m5.
+its answer; where the tokens of a prompt with a picture stand; what a picture costs when it comes again; and the same
+batch through two processes, one that computes prompts and one that answers. `--image` and `--video` show something of
+your own with `--prompt` or in a `--chat`. Most other flags are those of m1 to m5.
 """
 
 import argparse
@@ -28,20 +29,30 @@ from m6_multimodal_pd.demo_parts.viewer import Viewer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, TransportName
 from m6_multimodal_pd.llm_engine import LLMEngine
 
-NUM_TEXTS = 2
+NUM_TEXTS = 3
 MEANINGS = m5.MEANINGS | {
     "n": "so many answers to one prompt, which share it and its pictures; in the tour: to the first picture's question",
     "num_prompts": f"requests without a picture in the tour's batch; default: {NUM_TEXTS}",
     "max_num_batched_tokens": "so many new tokens go through the model in one step; a longer prompt is cut, inside a "
     "picture, too; default: 128 on a CPU",
-    "speculative": "who guesses tokens; default: nobody. A draft model cannot see: it guesses for texts only",
+    "speculative": "who guesses tokens; default: ngram in the tour, else nobody. A draft model cannot see: it guesses "
+    "for texts only",
 }
 """Of flags of earlier milestones, here."""
 
 
 def make_parser(prog: str = "python -m m6_multimodal_pd.demo") -> argparse.ArgumentParser:
-    """The flags of m1 to m5, and those of pictures."""
+    """The flags of m1 to m5, those of pictures, and those of engines that share the work."""
     parser = m5.make_parser(prog)
+    add_picture_flags(parser)
+    add_group_flags(parser)
+    parser.set_defaults(num_prompts=NUM_TEXTS)
+    m5.retell(parser, MEANINGS, m5.MEMORY)
+    return parser
+
+
+def add_picture_flags(parser: argparse.ArgumentParser) -> None:
+    """What is shown, and what the vision tower may cost."""
     pictures = parser.add_argument_group(
         "pictures",
         "With --prompt they stand before its text, with --chat before the first question, where /image PATH and "
@@ -75,22 +86,23 @@ def make_parser(prog: str = "python -m m6_multimodal_pd.demo") -> argparse.Argum
     pictures.add_argument(
         "--embedding-cache-bytes", type=int, metavar="BYTES", help="memory for what the vision tower has made"
     )
+
+
+def add_group_flags(parser: argparse.ArgumentParser) -> None:
+    """How many engines share the work."""
     group = parser.add_argument_group(
         "prefill and decode apart",
-        "Engines that compute prompts and engines that answer, each a process of its own. Without --prompt and --chat "
-        "the tour shows the same work done both ways.",
+        "Engines that compute prompts and engines that answer, each a process of its own, with --prompt and --chat. "
+        "The tour shows the same work done both ways; with a --model of your own only if one of these flags is given.",
     )
     group.add_argument("--pd", action="store_true", help="one engine for prompts, one for answers")
-    group.add_argument("--prefill", type=int, metavar="N", help="engines for prompts; implies --pd")
-    group.add_argument("--decode", type=int, metavar="N", help="engines for answers; implies --pd")
+    group.add_argument("--prefill", type=int, metavar="N", help="so many engines for prompts; implies --pd")
+    group.add_argument("--decode", type=int, metavar="N", help="so many engines for answers; implies --pd")
     group.add_argument(
         "--transport",
         choices=get_args(TransportName),
         help="how KV moves between them; in_process: all of them run in this process, in turns; implies --pd",
     )
-    parser.set_defaults(num_prompts=NUM_TEXTS)
-    m5.retell(parser, MEANINGS, m5.MEMORY)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,20 +187,22 @@ def question_about(args: argparse.Namespace) -> str:
 
 
 def speculative_config(args: argparse.Namespace) -> SpeculativeConfig:
-    """Who guesses, checked; nobody, if nobody was asked for."""
-    asked = args.speculative or "none"
+    """Who guesses, checked. If nobody was asked for: nobody, but in the tour, which is to show it."""
+    asked = args.speculative or ("ngram" if m1.is_tour(args) else "none")
     known = m5.speculative_configs(argparse.Namespace(**vars(args) | {"speculative": asked}))
     return known.get(asked, SpeculativeConfig())
 
 
 def disaggregation_config(args: argparse.Namespace) -> DisaggregationConfig | None:
-    """The flags of engines that share the work, checked; None, if they do not."""
+    """The flags of engines that share the work, checked; None, if they do not. The tour has a pair of them, unless that
+    would load a large model twice more."""
     if getattr(args, "group", None) is not None:
         group: DisaggregationConfig = args.group
         return group
     names = ("prefill", "decode", "transport")
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return DisaggregationConfig(**given) if args.pd or given else None
+    wanted = args.pd or given or (m1.is_tour(args) and args.model is None)
+    return DisaggregationConfig(**given) if wanted else None
 
 
 def groups(settings: Settings) -> dict[str, Any]:

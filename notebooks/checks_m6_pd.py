@@ -217,15 +217,13 @@ def grade_frames(source_class: type[StagedSource]) -> str:
             for page in pages:
                 if not bool((there.blocks[:, page] == page).all()):
                     came = int(there.blocks[0, page].flatten()[0])
-                    raise Mismatch(
-                        f"What arrives as page {page} is page {came}. "
-                        + (
-                            "They were sent together, in another order: the ticket says which frame is which page."
-                            if came in pages
-                            else "It was copied into the same frame before the other one was read there. The copy is made "
-                            "when `send` returns; a frame is free only when its target has read it (`release`)."
-                        )
+                    why = (
+                        "They were sent together, in another order: the ticket says which frame is which page."
+                        if came in pages
+                        else "It was copied into the same frame before the other one was read there. The copy is made "
+                        "when `send` returns; a frame is free only when its target has read it (`release`)."
                     )
+                    raise Mismatch(f"What arrives as page {page} is page {came}. {why}")
             source.release("decode", ticket.number)
     if not has_waited:
         raise Mismatch("Nobody ever had to wait for a frame: somebody's pages were overwritten.")

@@ -6,6 +6,7 @@ Part of `python -m m6_multimodal_pd.demo`; nothing in the engine depends on it.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -79,7 +80,7 @@ def run_batch(
 ) -> list[RequestOutput]:
     """Hand everything in and step until all is answered; `said` hears of every step. Raises `EngineError`."""
     places = {
-        engine.add_request(prompt, own, **settings.options_of(ask)): place
+        engine.add_request(prompt, own, request_id=f"req-{place}", **settings.options_of(ask)): place
         for place, (ask, prompt, own) in enumerate(zip(asks, prompts, params_of(asks, settings), strict=True))
     }
     answers: dict[int, RequestOutput] = {}
@@ -126,6 +127,17 @@ def facts(notes: Notes, asks: Sequence[Ask]) -> list[str]:
             f"patches became {some(made, 'embedding')} in {sum(run.milliseconds for run in notes.runs):.1f} ms."
         )
     return said
+
+
+def guesses(stats: Any) -> list[str]:
+    """How tokens that were guessed fared."""
+    if not stats.num_draft_tokens:
+        return []
+    return [
+        f"{stats.num_accepted_tokens:,} of {some(stats.num_draft_tokens, 'guessed token')} were right: a step that "
+        f"verified guesses brought a request {stats.accept_length:.1f} tokens instead of one. Whoever repeats a "
+        f"text is guessed best."
+    ]
 
 
 def prompt_steps(steps: Sequence[tuple[int, Batch]]) -> str:
@@ -202,7 +214,7 @@ def layout(width: int, height: int, num_seen: int, num_blind: int) -> tuple[int,
 def _card(ask: Ask, output: RequestOutput | None, console: Console, columns: int) -> Group:
     assert ask.shown is not None
     drawn = ask.shown.view(console, columns, columns // 2)
-    return Group(drawn, Text(ask.question, style="bold"), Text(answer_of(output), style="green"), Text())
+    return Group(drawn, Text(ask.words, style="bold"), Text(answer_of(output), style="green"), Text())
 
 
 def sheet(asks: Sequence[Ask], answers: Answers) -> Table:
@@ -211,7 +223,7 @@ def sheet(asks: Sequence[Ask], answers: Answers) -> Table:
     for place, ask in enumerate(asks):
         if ask.shown is not None:
             table.add_row(Text("clip" if len(ask.shown.frames) > 1 else "picture"), Text(f"[{ask.shown.words}]"))
-        table.add_row(Text("question", style="bold"), Text(ask.question))
+        table.add_row(Text("question", style="bold"), Text(ask.words))
         table.add_row(Text("answer", style="bold"), Text(answer_of(answers.get(place)), style="green"))
         table.add_row()
     return table

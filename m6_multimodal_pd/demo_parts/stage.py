@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from m1_single_request.config import TraceConfig
-from m1_single_request.demo_tour import FACTS, QUESTION
+from m1_single_request.demo_tour import QUESTION
 from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention.config import ModelConfig
 from m4_radix_cache.config import CacheConfig
+from m4_radix_cache.demo_parts.stories import NOUNS
 from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
-from m5_chunked_prefill_spec.demo_parts.stage import STREAMS
+from m5_chunked_prefill_spec.demo_parts.stage import STREAMS, TEXT, code_of
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.demo_parts.drawing import FPS, Shape, clip, listed, picture
 from m6_multimodal_pd.demo_parts.picture_view import Shown
@@ -22,6 +23,8 @@ from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.llm_engine import LLMEngine
 
 Part = Mapping[str, Any]
+LONGEST = 80
+"""Characters of a question that are shown."""
 
 ONE = (Shape("big", "red", "circle", "center"),)
 TWO = (Shape("big", "blue", "square", "left"), Shape("big", "yellow", "star", "right"))
@@ -33,7 +36,9 @@ THREE = (
     Shape("big", "black", "circle", "bottom"),
 )
 MOVING = Shape("big", "green", "square")
-TEXTS = (QUESTION, f"{FACTS} What is the code of lamp?", *STREAMS)
+FACTS = " ".join(f"The code of {noun} is {code_of(i)}." for i, noun in enumerate(NOUNS[:20]))
+"""A prompt that is longer than a step."""
+TEXTS = (QUESTION, f"{FACTS} What is the code of {NOUNS[5]}?", f"Repeat this text:\n{TEXT}", *STREAMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,12 @@ class Ask:
     question: str
     parts: tuple[Part, ...] = ()
     shown: Shown | None = None
+
+    @property
+    def words(self) -> str:
+        """The question, without the middle of a long one."""
+        line = " ".join(self.question.split())
+        return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
 
     def messages(self, *, question_first: bool = False) -> list[dict[str, Any]]:
         """As a conversation of one message."""

@@ -17,52 +17,56 @@ from m1_single_request.events import size, some
 from m1_single_request.trace_readers import readers_of
 from m3_paged_attention.demo_parts.tour import bullets
 from m4_radix_cache.demo_parts.tour import CAVEAT, kept_open
-from m6_multimodal_pd.demo_parts.batch import facts, same_alone, show_batch
+from m6_multimodal_pd.demo_parts.batch import facts, guesses, same_alone, show_batch
 from m6_multimodal_pd.demo_parts.notes import Notes
 from m6_multimodal_pd.demo_parts.positions import show_positions
 from m6_multimodal_pd.demo_parts.second_turn import show_second_turn
 from m6_multimodal_pd.demo_parts.stage import Settings, moving, scenes, sees, texts
-from m6_multimodal_pd.demo_parts.two_engines import show_two_engines
+from m6_multimodal_pd.demo_parts.two_engines import configs_of, show_two_engines
 from m6_multimodal_pd.llm_engine import LLMEngine
+
+WITHOUT_GROUP = (
+    "With --pd the same requests go through a process that computes prompts and one that answers, too. Each of them "
+    "loads the model once more, so that with a --model of your own it is left to you."
+)
 
 
 def tour(settings: Settings, console: Console) -> None:
     """All parts; of a model that reads only, those that need no pictures. Engines of this process load it once."""
-    configs: dict[str, Any] = {
-        "model_config": settings.model,
-        "scheduler_config": settings.scheduler,
-        "speculative_config": settings.speculative,
-        "multimodal_config": settings.multimodal,
-        "parts": {"model_loader": cache(LLMEngine.parts["model_loader"])},
-    }
+    parts = {"model_loader": cache(LLMEngine.parts["model_loader"])}
     with ExitStack() as stack:
         readers = [stack.enter_context(kept_open(reader)) for reader in readers_of(settings.trace)]
         notes = Notes()
         trace = TraceConfig(readers=(*readers, notes))
-        engine = stack.enter_context(LLMEngine(cache_config=settings.cache, trace_config=trace, **configs))
-        forgetful = replace(settings.cache, prefix_cache="chunk", eviction_policy="lru", debug=False)
-        alone = stack.enter_context(LLMEngine(cache_config=forgetful, **configs))
+        configs = configs_of(settings)
+        engine = stack.enter_context(LLMEngine(trace_config=trace, parts=parts, **configs))
+        configs["cache_config"] = replace(settings.cache, prefix_cache="chunk", eviction_policy="lru", debug=False)
+        alone = stack.enter_context(LLMEngine(parts=parts, **configs))
         pictures = [*scenes(), moving()] if sees(engine) else []
         if not pictures:
             console.print(Text(blind(engine), style="yellow"))
             console.print()
         asks = [*pictures, *texts(settings.num_texts)]
         outputs = show_batch(engine, settings, asks, console)
-        said: list[str | None] = [*facts(notes, asks), same_alone(alone, settings, asks, outputs)]
+        said: list[str | None] = [*facts(notes, asks), *guesses(engine.stats())]
+        said.append(same_alone(alone, settings, asks, outputs))
         console.print()
         if pictures:
             said += show_positions(engine, pictures[0], pictures[-1], console)
             console.print()
             said += show_second_turn(engine, settings, pictures[1], outputs[1], console)
             console.print()
-        if settings.disaggregation is not None:
-            said += show_two_engines(settings, asks, outputs, 4 if pictures else 2, console)
+        number = 4 if pictures else 2
+        group = settings.disaggregation
+        if group is not None:
+            said += show_two_engines(settings, group, asks, number, console, parts=parts)
+            number += 1
             console.print()
-        last = (4 if pictures else 2) + (settings.disaggregation is not None)
-        console.rule(f"[bold]{last}. What there is to see")
+        console.rule(f"[bold]{number}. What there is to see")
         if pictures:
             console.print(totals(engine.stats()))
             console.print()
+        said.append(WITHOUT_GROUP if group is None else None)
         console.print(bullets([*filter(None, said), CAVEAT.partition(" The tokens")[0]]))
 
 

@@ -44,8 +44,15 @@ class Engine:
     ) -> None:
         """`build`: m6's `build_engine_core`. `is_traced`: whether the router wants to hear the trace. Raises what
         building an engine raises."""
-        self.role, self.config, self.send, self.tracer = role, config, send, Tracer()
+        self.role, self.config, self.tracer = role, config, Tracer()
         self.reporter = Reporter(send)
+
+        def send_in_order(message: ToRouter) -> None:
+            """What led to a message is told before it, and so before whatever comes of it."""
+            self.reporter.tell()
+            send(message)
+
+        self.send = send_in_order
         if is_traced:
             self.tracer.attach(self.reporter)
         self.core, exchange = built(role, config, parts, build, self.tracer)
@@ -56,7 +63,7 @@ class Engine:
             "core": self.core,
             "exchange": exchange,
             "page_bytes": self.store.page_bytes,
-            "send": send,
+            "send": self.send,
             "tracer": self.tracer,
             "page_size": config.cache.page_size,
         }

@@ -150,7 +150,6 @@ class PrefillSide(EngineSide[KVSender]):
         if ticket is None:
             return False
         number = transfer.sent(pages)
-        self.say(occupied.peer, Chunk(occupied.room, number, pages.start, len(pages), ticket))
         if self.tracer:
             self.tracer.emit(
                 ChunkSent(
@@ -165,6 +164,7 @@ class PrefillSide(EngineSide[KVSender]):
                     seconds=time.perf_counter() - began,
                 )
             )
+        self.say(occupied.peer, Chunk(occupied.room, number, pages.start, len(pages), ticket))
         return True
 
     def _first_token(self, occupied: Occupied[KVSender]) -> FirstToken:

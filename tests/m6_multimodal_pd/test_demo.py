@@ -30,7 +30,7 @@ from m6_multimodal_pd import (
     TraceConfig,
     demo,
 )
-from m6_multimodal_pd.demo_parts import batch, drawing, picture_view, positions, second_turn, stage
+from m6_multimodal_pd.demo_parts import batch, drawing, picture_view, positions, post, second_turn, stage
 from m6_multimodal_pd.demo_parts.drawing import CELL, CELLS, COLOURS, OUTLINES, Shape
 from m6_multimodal_pd.demo_parts.notes import Notes
 from m6_multimodal_pd.demo_parts.picture_view import HALF, Shown, half_blocks
@@ -123,11 +123,13 @@ def test_the_tour_shows_pictures_positions_and_a_second_turn(tour: tuple[str, li
     assert "\x1b" not in out and HALF not in out and max(map(len, out.splitlines())) <= 80
     said = words(out)
     for part in (
-        "6 requests, handed in at the same time: 3 pictures and 1 clip, each with a question, and 2 questions without",
+        "7 requests, handed in at the same time: 3 pictures and 1 clip, each with a question, and 3 questions without",
         "This output has no colours, so pictures are described here and not drawn.",
         "picture [a big red circle at the center] question Describe the picture. answer",
         "clip [4 frames: a big green square moves from left to right]",
-        "6 of 6 requests got the same answer, token for token",
+        "7 of 7 requests got the same answer, token for token",
+        "guessed tokens were right: a step that verified guesses brought a request",
+        "With --pd the same requests go through a process that computes prompts",
         "The vision tower ran",
         "for 3 pictures and 1 clip",
         "its content is new, so the tower ran once",
@@ -153,7 +155,7 @@ def test_its_totals_are_what_the_trace_counts(tour: tuple[str, list[dict[str, An
 def test_the_second_turn_s_line_is_what_the_trace_says(tour: tuple[str, list[dict[str, Any]]]) -> None:
     out, events = tour
     admits = [event for event in events if event["event"] == "admit"]
-    for place, title in ((6, "next turn"), (7, "other conversation"), (8, "other picture")):
+    for place, title in ((7, "next turn"), (8, "other conversation"), (9, "other picture")):
         (admit,) = [event for event in admits if event["rid"] == f"req-{place}"]
         hits = [e for e in events if e["event"] == "encoder_hit" and e["rid"] == f"req-{place}"]
         runs = [e for e in events if e["event"] == "encoder_run" and f"req-{place}" in e["rids"]]
@@ -335,7 +337,7 @@ def test_a_picture_that_cannot_be_taken_is_one_clear_line(
         (["--embedding-cache-bytes", "-1"], "embedding_cache_bytes=-1"),
         (["--num-prompts", "0"], "num_prompts=0"),
         (["--chat", "--n", "2"], "n=2"),
-        (["--num-speculative-tokens", "3"], "num_speculative_tokens"),
+        (["--prompt", "x", "--num-speculative-tokens", "3"], "num_speculative_tokens"),
         (["--max-num-batched-tokens", "3"], "max_num_batched_tokens=3 is less than"),
         (["--temperature", "-1"], "temperature=-1"),
         (["--prefill", "0"], "prefill=0"),
@@ -381,7 +383,7 @@ def test_every_flag_is_explained_as_it_is_here(capsys: pytest.CaptureFixture[str
         "embedding-cache-bytes",
     ):
         assert f"--{flag} " in out or f"--{flag}\n" in out, flag
-    assert "requests without a picture in the tour's batch; default: 2" in words(out) and "part 3" not in out
+    assert "requests without a picture in the tour's batch; default: 3" in words(out) and "part 3" not in out
 
 
 def test_the_flags_of_pictures_reach_the_engine() -> None:
@@ -397,7 +399,10 @@ def test_the_flags_of_pictures_reach_the_engine() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", None),
+        ("", DisaggregationConfig()),
+        ("--model somewhere", None),
+        ("--prompt hello", None),
+        ("--chat", None),
         ("--pd", DisaggregationConfig()),
         ("--prefill 2", DisaggregationConfig(prefill=2)),
         ("--decode 3 --transport in_process", DisaggregationConfig(decode=3, transport="in_process")),
@@ -414,19 +419,51 @@ def test_the_tour_shows_the_same_batch_through_two_engines(seeing_directory: Pat
     file: Any = console.file
     out = words(file.getvalue())
     assert "4. Prefill here, decode there" in out and "5. What there is to see" in out
-    assert out.count("prefill-0 decode-0") == 6
-    assert "Through 1 + 1 engines 6 of 6 requests got the same answer, token for token." in out
-    for what in ("There is room for the", "lie ready for decode-0", "came from prefill-0", "transferring -> success"):
-        assert what in out, what
+    assert out.count("prefill-0 decode-0") == 7
+    assert "Through 1 + 1 engines 7 of 7 requests got the same answer as through one, token for token." in out
     assert out.count("█") > 12 and out.count("░") > 12
+    told = [
+        "decode-0: There is room for the",
+        "prefill side: bootstrapping -> waiting for input",
+        "from page 0 on, lie ready for decode-0",
+        "more will come",
+        "came from prefill-0",
+        "the last ones",
+        "decode side: transferring -> success",
+        "prefill side: transferring -> success",
+    ]
+    out = out[out.index("What became of") :]
+    places = [out.index(words) for words in told]
+    assert places == sorted(places), "causes before effects"
 
 
-def test_on_a_terminal_the_engines_are_watched(seeing_directory: Path) -> None:
+def test_a_group_that_cannot_be_started_is_one_line_of_the_tour(
+    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    argv = ["--model", str(seeing_directory), "--device", "cpu", "--max-tokens", "3", "--threads", "1", "--pd"]
+    demo.run(demo.make_parser().parse_args(argv), console)
+    file: Any = console.file
+    out = words(file.getvalue())
+    assert "The group did not work: a process cannot be started: no more processes" in out
+    assert "5. What there is to see" in out and "Traceback" not in out
+
+
+def test_on_a_terminal_the_engines_and_transfers_are_watched(
+    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(post, "PAUSE_S", 0.0)
     console = screen(width=100, height=60)
     argv = ["--model", str(seeing_directory), "--device", "cpu", "--max-tokens", "3", "--threads", "1"]
     demo.run(demo.make_parser().parse_args([*argv, "--transport", "in_process"]), console)
     out = printed(console)
-    assert "free tokens" in out and out.index("free tokens") < out.index("engines that share the work")
+    view = out[out.index("what it does") : out.index("engines that share the work")]
+    for what in ("prefill-0", "decode-0", "Extend batch", "Decode batch", "lie ready for decode-0", "slowed down"):
+        assert what in view, what
 
 
 def test_an_answer_of_engines_that_share_the_work(seeing_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
