@@ -10,7 +10,7 @@ import torch
 
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
-from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, SamplingParams
+from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, RequestOutput, SamplingParams
 from m6_multimodal_pd.demo_parts.drawing import Shape, picture
 from m6_multimodal_pd.disaggregation.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.page_store import PageStore
@@ -26,7 +26,7 @@ except ModuleNotFoundError:  # beside the notebook
     from checks import Mismatch, check, grader, short, show_source  # type: ignore[no-redef]
     from checks_m6 import ONE_MODEL, ROOM, new_engine  # type: ignore[no-redef]
 
-__all__ = ["check", "new_engine", "new_group", "show_source", "told_of"]
+__all__ = ["check", "new_engine", "new_group", "outputs_of", "show_source", "told_of"]
 
 
 def new_group(
@@ -70,6 +70,18 @@ def _misinform(side: Any, delta: Callable[[np.ndarray], int]) -> None:
         begin(message)
 
     side.begin = believing
+
+
+def outputs_of(
+    group: LLMEngine, prompts: Sequence[list[int]], params: SamplingParams, *, most_steps: int = 500
+) -> list[RequestOutput | None]:
+    """What becomes of these prompts; None for one that waits for ever: it has not ended after so many steps."""
+    rids, last = [group.add_request(prompt, params) for prompt in prompts], {}
+    for _ in range(most_steps):
+        if not group.has_unfinished_requests():
+            break
+        last.update(group.step())
+    return [last[rid] if rid in last and last[rid].finished else None for rid in rids]
 
 
 def told_of(record: Any, rid: str) -> tuple[str, str] | None:
@@ -230,7 +242,10 @@ def grade_frames(source_class: type[StagedSource]) -> str:
     prompt = [300 + 7 * i % 3000 for i in range(90)]
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     with new_engine() as alone, new_group(source=source_class) as group:
-        if alone.generate(prompt, params).token_ids != group.generate(prompt, params).token_ids:
+        (output,) = outputs_of(group, [prompt], params)
+        if output is None:
+            raise Mismatch("All pages arrive, and yet a request waits for ever: not all frames are given back.")
+        if alone.generate(prompt, params).token_ids != output.token_ids:
             raise Mismatch("All pages arrive, and yet the answer is another one.")
     return "400 times at random through eight frames: every page arrives as it was sent, and nobody waits for ever."
 

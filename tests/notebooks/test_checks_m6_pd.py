@@ -7,7 +7,7 @@ from m6_multimodal_pd.demo_parts.drawing import Shape, picture
 from m6_multimodal_pd.disaggregation.poll import KVReceiver
 from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.errors import TransferError
-from notebooks.checks_m6_pd import new_engine, new_group
+from notebooks.checks_m6_pd import new_engine, new_group, outputs_of
 from tests.notebooks.exercises import M6_PD, assert_refused
 
 LESSON = M6_PD.lesson
@@ -106,6 +106,14 @@ class Forgets(StagedSource):
             super().release(target, number)
 
 
+class KnowsOneTarget(StagedSource):
+    """Gives no frames back but those of one engine."""
+
+    def release(self, target, number):
+        if target == "decode":
+            super().release(target, number)
+
+
 class TakesTheOldest(StagedSource):
     """Lets nobody wait: where no frame is free, what was sent first has had its time."""
 
@@ -155,6 +163,7 @@ class Backwards(StagedSource):
         (LESSON.defined("Hasty", {"StagedSource": StagedSource}), "a frame is free only when its target has read it"),
         (Keeps, "nothing is released"),
         (Forgets, "nothing is released"),
+        (KnowsOneTarget, "a request waits for ever"),
         (TakesTheOldest, "they lie on top of others"),
         (OneBehind, "they lie on top of others"),
         (Backwards, "in another order"),
@@ -162,6 +171,13 @@ class Backwards(StagedSource):
 )
 def test_frames_that_are_given_back_too_early_or_never_are_refused(answer, hint):
     assert_refused("m6_pd.frames", answer, hint)
+
+
+def test_a_request_whose_frames_never_come_back_is_given_up_and_not_waited_for():
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with new_group(source=Keeps) as group:
+        short, long = outputs_of(group, [[300] * 10, [301] * 90], params)
+        assert short.finished and long is None
 
 
 def test_the_labs_source_changes_answers_without_an_error_and_with_checksums_there_is_one():
