@@ -138,7 +138,8 @@ class PrefillSide(EngineSide[KVSender]):
                 self.say(occupied.peer, self._first_token(occupied))
                 transfer.is_told = True
             except WireError as error:  # the log-probabilities of a prompt may be more than a message holds
-                self.fail(occupied, error)
+                # not told to the peer: it would say that its transfer has failed, and that is tried anew, in vain
+                self.fail(occupied, error, tell_peer=False)
 
     def _send(self, occupied: Occupied[KVSender], pages: range) -> bool:
         """Send these pages. False if there is no room for them now."""

@@ -4,14 +4,7 @@ from typing import Any
 
 import pytest
 
-from m6_multimodal_pd import (
-    CacheConfig,
-    DisaggregationConfig,
-    LLMEngine,
-    SamplingParams,
-    TransferError,
-    WireError,
-)
+from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, SamplingParams, WireError
 from m6_multimodal_pd.disaggregation.messages import FirstToken, Relay, Tokens
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -38,7 +31,36 @@ def test_a_message_that_is_too_large_fails_its_request_alone(name: str) -> None:
         side.send = send
         outputs = engine.generate_batch([engine.chat_prompt(OTHER), engine.chat_prompt(QUESTION)], PARAMS)
         failed, other = sorted(outputs.values(), key=lambda output: output.error is None)
-        assert isinstance(failed.error, WireError | TransferError) and "8 are the limit" in str(failed.error)
+        assert isinstance(failed.error, WireError) and "8 are the limit" in str(failed.error)
         assert failed.finish_reason == "error" and other.finish_reason == "length"
         assert engine.chat(QUESTION, PARAMS).token_ids == expected
+        assert engine.flush_cache()
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_no_message_holds_is_not_tried_anew(name: str) -> None:
+    """It would be as large the second time; whoever hears of it first."""
+    config = DisaggregationConfig(transport="in_process")
+    with LLMEngine(cache_config=CacheConfig(page_size=4, max_total_tokens=512), disaggregation_config=config) as engine:
+        router: Any = engine.engine_core.router  # type: ignore[attr-defined]
+        links = router.links
+        usual, own = links.receive, links.engines[name].side
+        send = own.send
+
+        def too_large(message: Any) -> None:
+            body = message.body if isinstance(message, Relay) else message
+            if isinstance(body, TOO_LARGE[name]):
+                raise WireError("a message of 9 bytes; 8 are the limit")
+            send(message)
+
+        def others_first(timeout_s: float) -> list[Any]:
+            """As if this engine's words came last."""
+            return sorted(usual(timeout_s), key=lambda heard: heard[0] == name)
+
+        own.send, links.receive = too_large, others_first
+        output = engine.chat(QUESTION, PARAMS)
+        assert isinstance(output.error, WireError) and "8 are the limit" in str(output.error)
+        assert router.num_retries == 0
+        own.send = send
+        assert engine.chat(OTHER, PARAMS).error is None
         assert engine.flush_cache()
