@@ -95,6 +95,7 @@ def _work(role: Any, args: argparse.Namespace, console: Console) -> None:
     for name in OF_REQUESTS:
         if getattr(args, name, None):
             raise ConfigError(f"--{name.replace('_', '-')} has no effect: requests come from the router")
+    args.chat = True  # no tour, so memory and guesses are what an engine of its own would have
     settings, keys = demo.settings_of(args, console), read_keys(args.keys)
     model = settings.model
     config = EngineConfig(
