@@ -44,7 +44,7 @@ class Engine:
     ) -> None:
         """`build`: m6's `build_engine_core`. `is_traced`: whether the router wants to hear the trace. Raises what
         building an engine raises."""
-        self.role, self.config, self.tracer = role, config, Tracer()
+        self.role, self.config, self.tracer, self.is_traced = role, config, Tracer(), is_traced
         self.reporter = Reporter(send)
 
         def send_in_order(message: ToRouter) -> None:
@@ -117,6 +117,8 @@ class Engine:
             self.core.step()
         self.side.after_step()
         self.reporter.tell()
+        if has_stepped and self.is_traced:
+            self.send(self.heartbeat())
         if self.core.dead is not None:
             raise self.core.dead
         return has_stepped

@@ -202,6 +202,8 @@ class Reported(Event):
     """Requests that it is about."""
     said: str = volatile()
     """Its own words."""
+    facts: tuple[tuple[str, int | str], ...]
+    """Those of its fields that are whole numbers or short words, by name."""
 
     def explain(self) -> str:
         return f"On {self.engine}, step {self.its_step}: {self.said}"

@@ -20,6 +20,8 @@ Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Room = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Said = Annotated[str, msgspec.Meta(max_length=4096)]
+Number = Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
+Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,6 +201,8 @@ class ToldEvent(Value, frozen=True):
     kind: Name
     rids: tuple[str, ...]
     said: str
+    facts: tuple[tuple[Name, Number | Word], ...]
+    """Its fields that are whole numbers or short words."""
 
 
 class Told(Message, frozen=True):

@@ -204,6 +204,7 @@ class Router:
                         what=own.kind,
                         rids=own.rids,
                         said=own.said,
+                        facts=own.facts,
                     )
                 )
 

@@ -63,7 +63,9 @@ TAKEN = RoomTaken(rid="a", room=7, num_tokens=100, num_cached=48, num_pages=4, o
 ROUTED = RequestRouted(rid="a", room=7, prefill="prefill-0", decode="decode-1", attempt=1, num_output_tokens=0)
 JOINED = EngineJoined(name="decode-1", role="decode", total_tokens=131_072, page_size=16)
 LOST = EngineLost(name="decode-1", why="its process was killed by signal 9", rids=("a", "b"))
-REPORTED = Reported(engine="decode-1", its_step=12, what="decode", rids=("a",), said="a has 3 tokens.")
+REPORTED = Reported(
+    engine="decode-1", its_step=12, what="decode", rids=("a",), said="a has 3 tokens.", facts=(("n", 3),)
+)
 
 EXAMPLES: dict[Event, list[str]] = {
     CHANGED: ["Room 7 (a), decode side: waiting for input -> transferring: the first pages have come."],

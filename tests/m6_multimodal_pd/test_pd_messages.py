@@ -94,7 +94,7 @@ ROW = Row((5, 0), (-0.5, float("-inf")), (1, 2))
 FAULT = Fault("PromptTooLongError", "too long")
 OFFER = Offer("segment", 8, 4096, "float32[2, 16]")
 TICKET = Ticket(3, (Extent(0, 2), Extent(5, 1)), (2**32 - 1, 0, 7))
-TOLD = ToldEvent("admit", ("a", "b"), "said")
+TOLD = ToldEvent("admit", ("a", "b"), "said", (("room", 1 - 2**62), ("side", "decode")))
 
 EXAMPLES: list[Message] = [
     Prefill(2**62 - 1, JOB, "decode-0"),
