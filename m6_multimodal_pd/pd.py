@@ -129,6 +129,8 @@ def _work(role: Any, args: argparse.Namespace, console: Console) -> None:
         status = process.run()
     finally:
         remove_leftovers(order.owner)
+    if process.refused is not None:
+        raise ConfigError(f"{name} has ended: the router at {args.join} does not take it, {process.refused}")
     if status:
         raise ConfigError(f"{name} has ended: the router at {args.join} is gone, was never there, or refused it")
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from m1_single_request.errors import ConfigError, ModelLoadError
+from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m5_chunked_prefill_spec.wiring import build_input_processor
 from m6_multimodal_pd.disaggregation.by_hand import HandLinks
@@ -17,6 +17,7 @@ from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.jobs import error_of
 from m6_multimodal_pd.disaggregation.links import Links, LocalLinks
+from m6_multimodal_pd.disaggregation.members import vocabulary_of
 from m6_multimodal_pd.disaggregation.messages import Role
 from m6_multimodal_pd.disaggregation.processes import started
 from m6_multimodal_pd.disaggregation.router import Router
@@ -50,13 +51,13 @@ def build_disaggregated(
                 eos_token_ids=described.eos_token_ids, max_model_len=described.max_model_len
             ),
             speculates=config.speculative.method is not None,
+            vocabulary=vocabulary_of(described.tokenizer),
             tracer=tracer,
         )
         if group.address is None:
             await_engines(router, links, names, group.start_timeout_s)
         else:
             await_roles(router, group)
-        check_alike(router)
         drafts = config.speculative.method == "draft_model"
         return RouterCore(
             input_processor=build_input_processor(
@@ -160,16 +161,6 @@ def await_roles(router: Router, group: DisaggregationConfig) -> None:
     }:
         if time.monotonic() > deadline:
             lacking = " and ".join(f"{count} for {role}" for role, count in missing.items())
-            raise EngineLostError(f"{lacking} did not join within start_timeout_s={group.start_timeout_s:g}")
+            refused = "".join(f"; {router.refused[role]}" for role in missing if role in router.refused)
+            raise EngineLostError(f"{lacking} did not join within start_timeout_s={group.start_timeout_s:g}{refused}")
         router.listen(0.1)
-
-
-def check_alike(router: Router) -> None:
-    """Raise an error unless all engines can work together."""
-    joined = [member.joined for member in router.members.values()]
-    for field in ("page_size", "layout", "max_model_len"):
-        values = {getattr(one, field) for one in joined}
-        if len(values) > 1:
-            raise ConfigError(f"the engines have different {field}s: {sorted(map(str, values))}")
-    if len({one.model for one in joined}) > 1:
-        raise ModelLoadError("the engines have different models")

@@ -15,8 +15,9 @@ from typing import Any
 from m1_single_request.errors import ConfigError
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT
 from m6_multimodal_pd.disaggregation.links import Lost
-from m6_multimodal_pd.disaggregation.messages import Call, Failed, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.messages import Call, Failed, Refused, ToEngine, ToRouter
 from m6_multimodal_pd.disaggregation.sockets import RouterSocket
 from m6_multimodal_pd.disaggregation.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError
@@ -82,6 +83,12 @@ class HandLinks:
 
     def drop(self, name: str, why: str) -> None:
         """Believe it no more: whoever has that name next is another engine."""
+        self.socket.forget(name)
+
+    def refuse(self, name: str, why: str) -> None:
+        """It ends with these words."""
+        with suppress(PeerLostError):
+            self.socket.send(name, Refused(why[:LONGEST_TEXT]))
         self.socket.forget(name)
 
     def coming(self, role: str) -> bool:

@@ -20,7 +20,7 @@ from m6_multimodal_pd.disaggregation.config_json import from_json
 from m6_multimodal_pd.disaggregation.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.jobs import fault_of
-from m6_multimodal_pd.disaggregation.messages import Call, Failed, Order, ToEngine
+from m6_multimodal_pd.disaggregation.messages import Call, Failed, Order, Refused, ToEngine
 from m6_multimodal_pd.disaggregation.shared_memory import SharedMemorySegments, remove_leftovers
 from m6_multimodal_pd.disaggregation.sockets import EngineSocket
 from m6_multimodal_pd.disaggregation.watchdog import Watchdog
@@ -67,6 +67,8 @@ class Process:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.is_stopping = False
+        self.refused: str | None = None
+        """Why the router does not take it."""
         config = from_json(EngineConfig, order.config)
         self.config: Any = config
         keys = CurveKeys(public=order.public_key, secret=order.secret_key, trusted=frozenset({order.trusted_key}))
@@ -121,7 +123,7 @@ class Process:
         try:
             self.socket.send(engine.joined)
             self._work(engine, watchdog)
-            return 0
+            return 0 if self.refused is None else 1
         except PeerLostError:  # the router is gone, and with it everybody who waits for an answer
             return 0
         finally:
@@ -148,6 +150,9 @@ class Process:
                 had_rooms, next_heartbeat = has_rooms, now + HEARTBEAT_S
             messages = self.socket.receive(0.0 if is_busy else next_heartbeat - now)
             if self.socket.was_cut():  # the router is gone, and with it everybody who waits for an answer
+                return
+            if refused := [message.why for message in messages if isinstance(message, Refused)]:
+                self.refused = refused[0]
                 return
             watchdog.begin()
             if any(isinstance(message, Call) and message.verb == "shutdown" for message in messages):

@@ -19,6 +19,7 @@ from m6_multimodal_pd.disaggregation.decode_side import DecodeSide
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide
 from m6_multimodal_pd.disaggregation.first_token import FirstTokenOnly
 from m6_multimodal_pd.disaggregation.jobs import fault_of
+from m6_multimodal_pd.disaggregation.members import vocabulary_of
 from m6_multimodal_pd.disaggregation.messages import Answer, Call, Heartbeat, Joined, Role, ToEngine, ToRouter
 from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltExecutor
@@ -88,6 +89,7 @@ class Engine:
             max_model_len=processor.max_model_len,
             layout=self.store.layout,
             model=f"{model.model} {model.dtype} {model.load_format}"[:4096],
+            vocabulary=vocabulary_of(processor.tokenizer),
         )
 
     def has_work(self) -> bool:

@@ -172,6 +172,22 @@ class EngineJoined(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineRefused(Event):
+    """An engine wants to join, and does not fit."""
+
+    style: ClassVar[str] = "bold red"
+    name: str
+    """Its name."""
+    role: str
+    """`prefill` or `decode`."""
+    why: str
+    """What is different."""
+
+    def explain(self) -> str:
+        return f"Engine {self.name} may not join, for {self.role}: {self.why}."
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineLost(Event):
     """An engine is gone."""
 

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from m1_single_request.errors import EngineDeadError
+from m1_single_request.errors import ConfigError, EngineDeadError
 from m6_multimodal_pd.disaggregation.engine import Engine
+from m6_multimodal_pd.disaggregation.jobs import fault_of
 from m6_multimodal_pd.disaggregation.messages import Fault, ToEngine, ToRouter
 from m6_multimodal_pd.errors import PeerLostError
 
@@ -21,7 +22,7 @@ class Lost(NamedTuple):
     name: str
     why: str
     fault: Fault | None = None
-    """The error that it has told of: it could not be built."""
+    """Why another one in its place would be no better: it could not be built, or does not fit."""
 
 
 class Links(Protocol):
@@ -41,6 +42,10 @@ class Links(Protocol):
 
     def drop(self, name: str, why: str) -> None:
         """Give an engine up, whatever it still does; it is `lost`. Nothing happens if it is gone."""
+        ...
+
+    def refuse(self, name: str, why: str) -> None:
+        """Let an engine that has joined know that it does not fit, and end it; it is not started anew."""
         ...
 
     def coming(self, role: str) -> bool:
@@ -88,15 +93,18 @@ class LocalLinks:
         came, self._from = list(self._from), deque()
         return came
 
-    def lose(self, name: str, why: str) -> None:
+    def lose(self, name: str, why: str, fault: Fault | None = None) -> None:
         """As if its process had ended."""
         self.engines.pop(name).close()
         del self._to[name]
-        self._lost.append(Lost(name, why))
+        self._lost.append(Lost(name, why, fault))
 
     def drop(self, name: str, why: str) -> None:
         if name in self.engines:
             self.lose(name, why)
+
+    def refuse(self, name: str, why: str) -> None:
+        self.lose(name, why, fault_of(ConfigError(why)))
 
     def coming(self, role: str) -> bool:
         return any(engine.role == role for engine in self.engines.values())

@@ -19,6 +19,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Room = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Said = Annotated[str, msgspec.Meta(max_length=4096)]
 Number = Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
 Word = Annotated[str, msgspec.Meta(max_length=64)]
@@ -42,7 +43,7 @@ class Item(Value, frozen=True):
     offsets: tuple[tuple[Count, Count], ...]
     feature: np.ndarray
     grid_thw: tuple[Count, Count, Count]
-    hash: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    hash: Digest
     size: tuple[Count, Count]
 
     def __post_init__(self) -> None:
@@ -125,6 +126,12 @@ class PeerLost(Message, frozen=True):
     name: Name
 
 
+class Refused(Message, frozen=True):
+    """This engine does not fit, and why: it has no place here, and ends."""
+
+    why: Said
+
+
 class Relayed(Message, frozen=True):
     """What another engine says to this one."""
 
@@ -154,6 +161,8 @@ class Joined(Message, frozen=True):
     """Of a page of its KV: pages go only between engines with the same."""
     model: Said
     """What its weights are known by."""
+    vocabulary: Digest
+    """Of what its tokens' ids stand for."""
 
 
 class Failed(Message, frozen=True):
@@ -311,5 +320,5 @@ class Order(Value, frozen=True):
 
 
 PeerMessage = Memory | MemoryRefused | Preallocated | Chunk | Taken | FirstToken | Received | RoomFailed
-ToEngine = Prefill | Decode | Cancel | PeerLost | Relayed | Call
+ToEngine = Prefill | Decode | Cancel | PeerLost | Refused | Relayed | Call
 ToRouter = Joined | Failed | Heartbeat | Told | Tokens | Ended | Answer | Relay

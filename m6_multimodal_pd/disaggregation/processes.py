@@ -16,8 +16,10 @@ from typing import Any
 import msgspec
 import torch
 
+from m1_single_request.errors import ConfigError
 from m6_multimodal_pd.disaggregation.config_json import to_json
 from m6_multimodal_pd.disaggregation.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.jobs import fault_of
 from m6_multimodal_pd.disaggregation.links import Lost
 from m6_multimodal_pd.disaggregation.messages import (
     Call,
@@ -51,7 +53,7 @@ class Child:
         self.order, self.deadline = order, deadline
         self.joined = False
         self.fault: Fault | None = None
-        """Why it cannot be built."""
+        """Why it cannot be built, or does not fit."""
         self.dropped: str | None = None
         """Why it was given up."""
         self.kill_at = 0.0
@@ -185,6 +187,10 @@ class ProcessLinks:
     def drop(self, name: str, why: str) -> None:
         if name in self.children:
             self.children[name].drop(why)
+
+    def refuse(self, name: str, why: str) -> None:
+        if name in self.children:
+            self.children[name].fault = fault_of(ConfigError(why))
 
     def _start_anew(self, name: str, role: Role) -> None:
         first = name.partition("_")[0]

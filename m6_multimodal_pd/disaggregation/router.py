@@ -10,7 +10,7 @@ SGLang: `disaggregation/mini_lb.py` (now the router of its own package); vLLM: a
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from m1_single_request.errors import DuplicateRequestError, EngineError
@@ -22,9 +22,10 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import PartError
 from m4_radix_cache.request import Req
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, Reported, RequestRouted
+from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, EngineRefused, Reported, RequestRouted
 from m6_multimodal_pd.disaggregation.jobs import error_of, job_of, to_row
 from m6_multimodal_pd.disaggregation.links import Links
+from m6_multimodal_pd.disaggregation.members import Member, load_of, misfit
 from m6_multimodal_pd.disaggregation.messages import (
     Answer,
     Call,
@@ -49,18 +50,6 @@ ON_JOINING = 0
 
 
 @dataclass(eq=False)
-class Member:
-    """An engine, as the router knows it."""
-
-    name: str
-    joined: Joined
-    last_heard: float
-    """In monotonic seconds; an engine without requests says nothing."""
-    heartbeat: Heartbeat | None = None
-    rooms: set[int] = field(default_factory=set)
-
-
-@dataclass(eq=False)
 class Attempt:
     """A request in a room."""
 
@@ -74,12 +63,23 @@ class Router:
     """Requests in, requests that changed out. Belongs to one thread, and never waits longer than it is told to."""
 
     def __init__(
-        self, *, links: Links, config: DisaggregationConfig, stop_checker: StopChecker, speculates: bool, tracer: Tracer
+        self,
+        *,
+        links: Links,
+        config: DisaggregationConfig,
+        stop_checker: StopChecker,
+        speculates: bool,
+        vocabulary: str,
+        tracer: Tracer,
     ) -> None:
-        """`speculates`: whether engines may guess for requests that do not refuse it."""
+        """`speculates`: whether engines may guess for requests that do not refuse it. `vocabulary`: of the tokenizer
+        that makes texts here (see `vocabulary_of`)."""
         self.links, self.config, self.speculates, self.tracer = links, config, speculates, tracer
+        self.vocabulary = vocabulary
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
         self.members: dict[str, Member] = {}
+        self.refused: dict[str, str] = {}
+        """By role: the last one that did not fit, and why."""
         self.requests: dict[str, Req] = {}
         self.attempts: dict[int, Attempt] = {}
         self.num_attempts: dict[str, int] = {}
@@ -252,6 +252,14 @@ class Router:
     # --- inside: engines ----------------------------------------------------------------------------------------------
 
     def _join(self, name: str, joined: Joined) -> None:
+        """An engine is ready: it is one of them from now on, or is told why it does not fit."""
+        why = misfit(joined, self.members.values(), self.vocabulary)
+        if why is not None:
+            self.refused[joined.role] = f"{name} was refused: {why}"
+            if self.tracer:
+                self.tracer.emit(EngineRefused(name=name, role=joined.role, why=why))
+            self.links.refuse(name, why)
+            return
         self.members[name] = Member(name, joined, time.monotonic())
         if self.tracer:
             self.tracer.emit(
@@ -286,7 +294,7 @@ class Router:
     def _route(self, req: Req) -> None:
         """Give a request a room and two engines, or its end if there are none."""
         attempt = self.num_attempts.get(req.rid, 0) + 1
-        chosen = [min(self.of_role(role), key=_load, default=None) for role in ("prefill", "decode")]
+        chosen = [min(self.of_role(role), key=load_of, default=None) for role in ("prefill", "decode")]
         for role, found in zip(("prefill", "decode"), chosen, strict=True):
             if found is None:
                 if not self.links.coming(role):
@@ -350,11 +358,6 @@ class Router:
         self.num_attempts.pop(req.rid, None)
         del self.requests[req.rid]
         self.updater.trace_end(req)
-
-
-def _load(member: Member) -> tuple[int, str]:
-    """How much an engine has to do: the fewest rooms first, of equal ones the first name."""
-    return len(member.rooms), member.name
 
 
 def totals_of(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -109,9 +109,9 @@ def test_keys_are_made_by_a_command(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 @contextmanager
-def by_hand(role: str, address: str, keys: Path) -> Iterator[subprocess.Popen[str]]:
+def by_hand(role: str, address: str, keys: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     """An engine in a process of its own, as somebody would start it."""
-    command = [sys.executable, "-m", "m6_multimodal_pd.pd", role, "--join", address, "--keys", str(keys)]
+    command = [sys.executable, "-m", "m6_multimodal_pd.pd", role, "--join", address, "--keys", str(keys), *more]
     sizes = ["--max-total-tokens", "1024", "--device", "cpu", "--threads", "1"]
     process = subprocess.Popen([*command, *sizes], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -139,11 +139,18 @@ def test_engines_join_answer_and_end_when_they_are_told_or_their_router_does(key
             decode.send_signal(signal.SIGINT)
             assert decode.wait(20) == 0
             assert isinstance(engine.chat(QUESTION, PARAMS).error, EngineLostError)
-            with by_hand("decode", address, keys) as another:
+            with (
+                by_hand("decode", address, keys, "--page-size", "8") as misfit,
+                by_hand("decode", address, keys) as another,
+            ):
                 core: Any = engine.engine_core
-                while not core.router.of_role("decode"):
+                while not core.router.of_role("decode") or misfit.poll() is None:
                     core.router.listen(0.1)
                     assert another.poll() is None, another.communicate()
+                assert misfit.returncode == 2 and len(core.router.of_role("decode")) == 1
+                assert misfit.stdout is not None
+                said = " ".join(misfit.stdout.read().split())
+                assert "does not take it, its page_size is 8, and that of prefill-" in said and "Traceback" not in said
                 assert engine.chat(QUESTION, PARAMS).text == expected
                 engine.close()
                 assert another.wait(20) == 0

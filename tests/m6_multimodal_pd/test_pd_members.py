@@ -1,0 +1,141 @@
+"""Who may join a group: an engine that does not fit is refused when it comes, is told why, and disturbs nobody."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import AutoTokenizer
+
+from m6_multimodal_pd import ConfigError, DisaggregationConfig, EngineConfig, ModelConfig
+from m6_multimodal_pd.disaggregation.engine import Engine
+from m6_multimodal_pd.disaggregation.links import Lost
+from m6_multimodal_pd.disaggregation.members import Member, misfit, vocabulary_of
+from m6_multimodal_pd.disaggregation.messages import Fault, Joined
+from m6_multimodal_pd.disaggregation.processes import started
+from m6_multimodal_pd.wiring import PARTS, build_engine_core
+from tests.m6_multimodal_pd.engines import greedy
+from tests.m6_multimodal_pd.pd_engines import Group, setting
+
+OURS, OTHERS = "0" * 64, "1" * 64
+JOINED = Joined("decode", 16, 4096, 512, "float32[2, 16]", "tiny", OURS)
+PROMPT = [5, 6, 7]
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_engine_fits_if_its_tokens_mean_the_same() -> None:
+    assert misfit(JOINED, [], OURS) is None
+    assert "other tokens than the router" in str(misfit(JOINED, [], OTHERS))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("page_size", 8), ("layout", "float16[2, 16]"), ("max_model_len", 100), ("model", "another")],
+)
+def test_what_must_be_the_same_is_compared_with_those_who_are_there(field: str, value: Any) -> None:
+    there = [Member("prefill-0", msgspec.structs.replace(JOINED, role="prefill", total_tokens=5), 0.0)]
+    assert misfit(JOINED, there, OURS) is None, "memory may be of any size"
+    why = str(misfit(msgspec.structs.replace(JOINED, **{field: value}), there, OURS))
+    assert field in why and str(value) in why and str(getattr(JOINED, field)) in why and "prefill-0" in why
+
+
+def tokenizer_of(model: Path, directory: Path, change: Callable[[dict[str, Any]], None]) -> Any:
+    """The tokenizer of a model, with a change in its file."""
+    copy = shutil.copytree(model, directory)
+    file = copy / "tokenizer.json"
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+    return AutoTokenizer.from_pretrained(copy)
+
+
+def swap_two_tokens(values: dict[str, Any]) -> None:
+    vocabulary = values["model"]["vocab"]
+    first, second = [token for token, number in vocabulary.items() if number in (300, 301)]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+
+def test_a_vocabulary_is_known_by_what_its_ids_mean(seeing_directory: Path, tmp_path: Path) -> None:
+    own = AutoTokenizer.from_pretrained(seeing_directory)
+    again = tokenizer_of(seeing_directory, tmp_path / "same", lambda values: None)
+    swapped = tokenizer_of(seeing_directory, tmp_path / "swapped", swap_two_tokens)
+    assert len(vocabulary_of(own)) == 64
+    assert vocabulary_of(own) == vocabulary_of(again) != vocabulary_of(swapped)
+    again.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    assert vocabulary_of(own) != vocabulary_of(again)
+
+
+# --- who does not -----------------------------------------------------------------------------------------------------
+
+
+def engine_of(role: Any, config: Any, shared: Any, send: Any) -> Engine:
+    """An engine of this process that comes late."""
+    return Engine(
+        role=role, config=config, parts=PARTS, build=build_engine_core, segments=shared, send=send, is_traced=False
+    )
+
+
+def other_page_size(config: EngineConfig, directory: Path) -> EngineConfig:
+    return replace(config, cache=replace(config.cache, page_size=8))
+
+
+def other_tokenizer(config: EngineConfig, directory: Path) -> EngineConfig:
+    assert config.model.model is not None
+    tokenizer_of(Path(config.model.model), directory, swap_two_tokens)
+    return replace(config, model=replace(config.model, model=directory))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(other_page_size, "its page_size is 8, and that of"), (other_tokenizer, "it has another tokenizer")],
+)
+def test_an_engine_that_comes_late_and_does_not_fit_is_refused_and_nobody_is_disturbed(
+    seeing_directory: Path, tmp_path: Path, change: Any, reason: str
+) -> None:
+    with Group(seeing_directory, is_traced=True, **setting(page_size=4)) as group:
+        group.add({"r": (PROMPT, greedy(9), {})})
+        group.until(lambda: "r" in group.last)
+        config = change(group.engine.config, tmp_path / "other")
+        shared = group.engines["decode-0"].transport.segments
+        group.links.add("decode-1", partial(engine_of, "decode", config, shared))
+        group.run()
+        assert set(group.router.members) == set(group.engines) == {"prefill-0", "decode-0"}
+        (refused,) = group.listener.own("engine_refused")
+        assert (refused.name, refused.role) == ("decode-1", "decode") and reason in refused.why
+        assert not group.listener.own("engine_lost") and not group.router.num_retries
+        assert group.last["r"].finish_reason == "length"
+        group.links.add("decode-1", partial(engine_of, "decode", group.engine.config, shared))
+        group.router.hear(0)
+        assert set(group.router.members) == {"prefill-0", "decode-0", "decode-1"}, "one that fits may have its name"
+
+
+def test_engines_that_do_not_fit_do_not_start(seeing_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Engine.joined.fget
+    assert before is not None
+
+    def joined(engine: Engine) -> Joined:
+        own: Joined = before(engine)
+        return msgspec.structs.replace(own, max_model_len=7) if engine.role == "decode" else own
+
+    monkeypatch.setattr(Engine, "joined", property(joined))
+    with pytest.raises(ConfigError, match=r"its max_model_len is 7, and that of prefill-0 .*\(on decode-0\)"):
+        Group(seeing_directory)
+
+
+def test_a_process_that_is_refused_is_not_started_anew(seeing_directory: Path) -> None:
+    """It would be the same again."""
+    model = ModelConfig(model=seeing_directory, device="cpu")
+    links = started(EngineConfig(model=model, disaggregation=DisaggregationConfig()), ["prefill-0"], is_traced=False)
+    try:
+        links.refuse("prefill-0", "it does not fit")
+        assert links.lost() == [Lost("prefill-0", "it does not fit", Fault("ConfigError", "it does not fit"))]
+        assert not links.coming("prefill")
+    finally:
+        links.close()
