@@ -35,7 +35,8 @@ class DisaggregationConfig:
     """How often a request is tried anew, with other engines if there are, after an engine was lost or a transfer
     failed."""
     max_restarts: int = 3
-    """How often each engine is started anew after its process has died."""
+    """How often within an hour each engine is started anew after its process has died. One that dies once more in that
+    hour stays away; the others go on without it."""
     address: str | None = None
     """Where engines join that are started by hand, `tcp://127.0.0.1:5600`, say. None: they are started from here."""
     key_file: str | Path | None = None

@@ -1,15 +1,17 @@
 """Engines as processes of this host: started, watched, ended, and nothing left of them.
 
 Each engine gets its order on its standard input and a name of its own in everything that it makes; so when it has died,
-however it died, what it left can be found and removed. An engine that dies is started anew, under a new name, so often
-at most; it joins when it is ready, and gets new requests. New in this milestone. vLLM: `CoreEngineProcManager`; SGLang:
-`launch_subprocesses` in `entrypoints/engine.py`.
+however it died, what it left can be found and removed. An engine that dies is started anew, under a new name, unless
+that was done too often of late; it joins when it is ready, and gets new requests. New in this milestone. vLLM:
+`CoreEngineProcManager`; SGLang: `launch_subprocesses` in `entrypoints/engine.py`.
 """
 
 import secrets
 import subprocess
 import sys
 import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -40,9 +42,10 @@ from m6_multimodal_pd.errors import EngineLostError, PeerLostError
 END_TIMEOUT_S = 10.0
 """So long an engine may take to end before it is killed."""
 
-
 GRACE_S = 1.0
 """So long one may take that is given up."""
+RESTART_WINDOW_S = 3600.0
+"""`max_restarts` counts within this time."""
 
 
 class Child:
@@ -112,7 +115,7 @@ class ProcessLinks:
     def __init__(self, config: Any, *, is_traced: bool, on_refused: Any = lambda reason: None) -> None:
         """`config`: of each engine, and of the group."""
         self.config, self.is_traced = config, is_traced
-        self.max_restarts: int = config.disaggregation.max_restarts
+        self.restarts = RestartLimit(config.disaggregation.max_restarts)
         self.start_timeout_s: float = config.disaggregation.start_timeout_s
         self._group = secrets.token_hex(6)
         self._secret = secrets.token_bytes(32)
@@ -126,7 +129,6 @@ class ProcessLinks:
         self._router_key = router_keys.public
         self.children: dict[str, Child] = {}
         self._num_started = 0
-        self._num_restarts: dict[str, int] = {}
 
     def start(self, name: str, role: Role) -> None:
         """Start an engine; it joins when it is ready."""
@@ -194,15 +196,13 @@ class ProcessLinks:
 
     def _start_anew(self, name: str, role: Role) -> None:
         first = name.partition("_")[0]
-        again = self._num_restarts.get(first, 0) + 1
-        if again <= self.max_restarts:
-            self._num_restarts[first] = again
+        again = self.restarts.next(first)
+        if again is not None:
             with suppress(OSError):  # the machine has no room for another process: there is one engine less
                 self.start(f"{first}_{again}", role)
 
     def close(self) -> None:
         """Tell all to end, and wait; kill those that do not."""
-        self.max_restarts = 0
         for name in list(self.children):
             with suppress(PeerLostError):
                 self.socket.send(name, Call(0, "shutdown"))
@@ -212,6 +212,27 @@ class ProcessLinks:
             child.end(max(deadline - time.monotonic(), 0.1) if child.joined else 0.0)
             del self.children[name]
         self.socket.close()
+
+
+class RestartLimit:
+    """How often each engine may be started anew: so often within RESTART_WINDOW_S, not in all the time that a group
+    runs. systemd: `StartLimitBurst` within `StartLimitIntervalSec`."""
+
+    def __init__(self, at_most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.at_most, self.clock = at_most, clock
+        self._num_ever: Counter[str] = Counter()
+        self._times: dict[str, deque[float]] = defaultdict(deque)  # within the window, oldest first
+
+    def next(self, name: str) -> int | None:
+        """The number of this restart, counted from the first ever; None if there were too many of late."""
+        now, times = self.clock(), self._times[name]
+        while times and now - times[0] >= RESTART_WINDOW_S:
+            times.popleft()
+        if len(times) >= self.at_most:
+            return None
+        times.append(now)
+        self._num_ever[name] += 1
+        return self._num_ever[name]
 
 
 def started(config: Any, names: list[str], *, is_traced: bool) -> ProcessLinks:

@@ -28,7 +28,7 @@ from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.links import LocalLinks, Lost
 from m6_multimodal_pd.disaggregation.messages import Fault
-from m6_multimodal_pd.disaggregation.processes import ProcessLinks, started
+from m6_multimodal_pd.disaggregation.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit, started
 from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.wiring import PARTS, build_engine_core
 from tests.m6_multimodal_pd.engines import greedy, setting
@@ -354,6 +354,25 @@ def test_one_that_was_started_anew_and_does_not_join_is_given_up(seeing_director
         assert all("did not start within start_timeout_s=0.1" in one.why for one in lost)
     finally:
         links.close()
+
+
+def test_an_engine_may_die_now_and_then_for_months() -> None:
+    hours = [0.0]
+    limit = RestartLimit(2, clock=lambda: hours[0] * RESTART_WINDOW_S)
+    numbers = []
+    for hours[0] in (0.0, 0.6, 1.0, 1.6, 9.0, 9.9):
+        numbers.append(limit.next("prefill-0"))
+    assert numbers == [1, 2, 3, 4, 5, 6], "every name is a new one"
+
+
+def test_an_engine_that_dies_too_often_within_an_hour_stays_away() -> None:
+    hours = [0.0]
+    limit = RestartLimit(2, clock=lambda: hours[0] * RESTART_WINDOW_S)
+    assert [limit.next("prefill-0"), limit.next("prefill-0")] == [1, 2]
+    hours[0] = 0.999
+    assert limit.next("prefill-0") is None
+    assert limit.next("decode-0") == 1, "each has its own"
+    assert RestartLimit(0).next("prefill-0") is None
 
 
 class Unbuilt(LocalLinks):
