@@ -47,6 +47,7 @@ class Engine:
         building an engine raises."""
         self.role, self.config, self.tracer, self.is_traced = role, config, Tracer(), is_traced
         self.reporter = Reporter(send)
+        self._last_told: Heartbeat | None = None
 
         def send_in_order(message: ToRouter) -> None:
             """What led to a message is told before it, and so before whatever comes of it."""
@@ -119,8 +120,9 @@ class Engine:
             self.core.step()
         self.side.after_step()
         self.reporter.tell()
-        if has_stepped and self.is_traced:
-            self.send(self.heartbeat())
+        if self.is_traced and (now := self.heartbeat()) != self._last_told:
+            self._last_told = now
+            self.send(now)
         if self.core.dead is not None:
             raise self.core.dead
         return has_stepped
