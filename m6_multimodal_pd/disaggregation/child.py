@@ -30,8 +30,6 @@ from m6_multimodal_pd.errors import PeerLostError
 STDIN = 0
 HEARTBEAT_S = 1.0
 WELCOME_TIMEOUT_S = 30.0
-MAX_QUEUED = 100_000
-"""Messages that may wait while the router's process does something else; tokens are small."""
 PATIENCE_S = 5.0
 """So long a process that was told to end may take before it ends itself."""
 
@@ -78,7 +76,6 @@ class Process:
             codec=Codec(ToEngine, config.disaggregation.max_message_bytes),
             secret=bytes.fromhex(order.secret),
             keys=keys,
-            max_queued=MAX_QUEUED,
         )
 
     def stop(self) -> None:

@@ -22,7 +22,9 @@ from m6_multimodal_pd.disaggregation.wire import Frame
 
 LOOPBACK = "tcp://127.0.0.1:*"
 LINGER_MS = 500
-MAX_QUEUED = 1000
+MAX_QUEUED = 100_000
+"""Messages that may wait while the other side does something else. Thousands come at once, say if an engine is lost and
+all of its requests are taken back; they are no more than the requests that were taken in."""
 MAX_PER_CALL = 256
 REPORT_EVERY_S = 1.0
 PING_MS, PING_TIMEOUT_MS = 2000, 20_000

@@ -1,0 +1,140 @@
+"""The router among engines that are nothing but sockets: what it says to whom, and to whom it says nothing more."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m1_single_request.request import FinishAbort
+from m1_single_request.stop_checker import StopChecker
+from m1_single_request.tracer import Tracer
+from m6_multimodal_pd.disaggregation.by_hand import HandLinks, read_keys, write_keys
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.messages import Decode, Joined, PeerLost, Prefill, Role, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.router import Router
+from m6_multimodal_pd.disaggregation.sockets import EngineSocket, RouterSocket
+from m6_multimodal_pd.disaggregation.wire import Codec
+from tests.m4_radix_cache.reqs import make_req
+from tests.m6_multimodal_pd.pd_engines import Listener
+
+MAX_BYTES = 2**24
+VOCABULARY = "0" * 64
+LONG_PROMPT = [2**20] * 250_000
+"""1.25 MB as a message: a few of them fill whatever else lies between two processes."""
+
+
+class Site:
+    """A router, and sockets that pass for engines."""
+
+    def __init__(self, keys: Path) -> None:
+        write_keys(keys)
+        self.keys = read_keys(keys)
+        config = DisaggregationConfig(address="tcp://127.0.0.1:*", key_file=keys)
+        self.links = HandLinks(config)
+        self.listener = Listener()
+        tracer = Tracer()
+        tracer.attach(self.listener)
+        self.router = Router(
+            links=self.links,
+            config=config,
+            stop_checker=StopChecker(eos_token_ids=(), max_model_len=2**20),
+            speculates=False,
+            vocabulary=VOCABULARY,
+            tracer=tracer,
+        )
+        self.engines: dict[str, EngineSocket[Any]] = {}
+        self.heard: dict[str, list[Any]] = {}
+
+    def limit_queues(self, max_queued: int) -> None:
+        """Before anybody joins: so many messages may wait for each engine."""
+        self.links.socket.close()
+        self.links.socket = RouterSocket(
+            codec=Codec(ToRouter, MAX_BYTES), secret=self.keys.secret, keys=self.keys.router, max_queued=max_queued
+        )
+
+    def join(self, name: str, role: Role, max_queued: int = 100_000) -> None:
+        """An engine joins. `max_queued`: so much comes to it before it reads."""
+        engine: EngineSocket[Any] = EngineSocket(
+            self.links.socket.address,
+            name=name,
+            codec=Codec(ToEngine, MAX_BYTES),
+            secret=self.keys.secret,
+            keys=self.keys.engines,
+            max_queued=max_queued,
+        )
+        self.engines[name], self.heard[name] = engine, []
+        engine.send(Joined(role, 16, 2**20, 2**20, "float32[2, 16]", "tiny", VOCABULARY))
+        for _ in range(1000):
+            self.router.hear(0.01)
+            if name in self.router.members:
+                return
+        raise AssertionError(f"{name} did not join")
+
+    def ask(self, number: int, prompt: Sequence[int] = (5, 6, 7)) -> int:
+        """A request comes; returns its room, or the one that it would have had."""
+        self.router.add_request(make_req(number, prompt))
+        self.router.update(0.0)
+        return max(event.room for event in self.listener.own("request_routed") if event.rid == f"r{number}")
+
+    def read_until(self, kind: type, room: int, name: str) -> None:
+        """Let an engine read until it has heard of a room."""
+        for _ in range(1000):
+            if any(isinstance(message, kind) and message.room == room for message in self.heard[name]):
+                return
+            self.heard[name] += self.engines[name].receive(0.01)
+        raise AssertionError(f"{name} has not heard of room {room}")
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        self.links.socket.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path / "keys")
+    yield made
+    made.close()
+
+
+def test_an_engine_that_reads_nothing_is_lost_when_no_more_can_wait_for_it(site: Site) -> None:
+    """It is connected, and libzmq still answers for it. What it had goes to another."""
+    site.limit_queues(8)
+    site.join("decode-0", "decode", max_queued=2)
+    site.join("decode-1", "decode")
+    site.join("prefill-0", "prefill")
+    rooms = {rid: site.ask(rid) for rid in range(2)}
+    assert [site.router.attempts[room].decode for room in rooms.values()] == ["decode-0", "decode-1"]
+    for number in range(2, 200):
+        room = site.ask(number, LONG_PROMPT)
+        if "decode-0" not in site.router.members:
+            break
+        assert site.router.attempts[room].decode == "decode-0"
+        site.read_until(Prefill, room, "prefill-0")
+        site.router.finish_requests([f"r{number}"], FinishAbort())
+        site.router.update(0.0)
+    (lost,) = site.listener.own("engine_lost")
+    assert lost.name == "decode-0" and lost.why == "engine 'decode-0' does not read its messages"
+    assert "r0" in lost.rids and "r1" not in lost.rids
+    site.router.update(0.0)
+    assert {attempt.decode for attempt in site.router.attempts.values()} == {"decode-1"}
+    again = next(attempt.room for attempt in site.router.attempts.values() if attempt.req.rid == "r0")
+    site.read_until(Decode, again, "decode-1")
+    site.read_until(Prefill, again, "prefill-0")
+    for name in ("prefill-0", "decode-1"):
+        assert PeerLost("decode-0") in site.heard[name]
+
+
+def test_an_engine_with_thousands_of_requests_may_be_lost_and_the_others_stay(site: Site) -> None:
+    """All that is said at once then, to cancel and to begin anew, waits for them to read it."""
+    site.join("decode-0", "decode")
+    site.join("prefill-0", "prefill")
+    for number in range(3000):
+        site.router.add_request(make_req(number, [5, 6, 7]))
+    site.router.update(0.0)
+    site.join("decode-1", "decode")
+    site.router._lose("decode-0", "for a test")
+    site.router.update(0.0)
+    assert set(site.router.members) == {"decode-1", "prefill-0"}
+    assert len(site.router.attempts) == 3000
