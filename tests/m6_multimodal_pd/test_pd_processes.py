@@ -23,6 +23,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from m6_multimodal_pd import CacheConfig, ConfigError, EngineConfig, EngineError, LLMEngine, ModelConfig, ModelLoadError
+from m6_multimodal_pd.disaggregation import child as child_module
 from m6_multimodal_pd.disaggregation.assembly import await_engines
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.engine import Engine
@@ -460,6 +461,43 @@ def made(role: Any, config: Any, shared: Any, send: Any) -> Engine:
 
 
 # --- a parent that ends -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_ends_when_its_standard_input_does_though_its_router_is_there(group: Any, role: str) -> None:
+    """It has nothing to do and sleeps in its socket, which is as it was."""
+    check_is_whole(group)
+    (child,) = [child for child in links_of(group).children.values() if child.order.role == role]
+    child.process.stdin.close()
+    assert child.process.wait(LIMIT_S) == 0, "in good order, and not by force"
+    check_is_whole(group)
+
+
+def test_an_engine_that_does_not_end_without_its_parent_ends_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread watches while a step, or what builds the engine, takes for ever."""
+
+    class Ended(BaseException):
+        """Instead of the process."""
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    ours, theirs = os.pipe()
+    os.write(theirs, b"more than the order")
+    os.close(theirs)
+    removed: list[str] = []
+    monkeypatch.setattr(child_module, "STDIN", ours)
+    monkeypatch.setattr(child_module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(child_module, "remove_leftovers", removed.append)
+    monkeypatch.setattr(os, "_exit", end)
+    process = object.__new__(child_module.Process)
+    process.order, process.is_stopping = SimpleNamespace(owner="own"), False  # type: ignore[assignment]
+    try:
+        with pytest.raises(Ended, match="1"):
+            process.outlive_nobody()
+    finally:
+        os.close(ours)
+    assert process.is_stopping and removed == ["own"]
 
 
 class Program:
