@@ -21,7 +21,7 @@ from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
 from m3_paged_attention import demo as m3
 from m4_radix_cache import demo as m4
 from m5_chunked_prefill_spec import demo as m5
-from m5_chunked_prefill_spec.config import SpeculativeConfig
+from m5_chunked_prefill_spec.config import CHUNKED_BATCHED_TOKENS, SpeculativeConfig
 from m6_multimodal_pd.config import URL_SCHEMES, MultimodalConfig
 from m6_multimodal_pd.demo_parts.stage import Part, Settings
 from m6_multimodal_pd.demo_parts.tour import tour
@@ -30,11 +30,24 @@ from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, Transpo
 from m6_multimodal_pd.llm_engine import LLMEngine
 
 NUM_TEXTS = 3
+DESCRIPTION = """Watch the engine see pictures, answer, and explain every step. Without --prompt and --chat it shows a
+tour, which needs no network and no GPU: pictures, a clip and texts in one batch; where a picture's tokens stand; a
+picture that comes again; then the same batch through a process for prompts and one for answers."""
 MEANINGS = m5.MEANINGS | {
+    "dtype": "of weights and KV; default: bfloat16 on CUDA, else float32",
+    "max_tokens": "an answer ends after so many; default: 128",
     "n": "so many answers to one prompt, which share it and its pictures; in the tour: to the first picture's question",
+    "temperature": "0, the default, takes the likeliest token; more draws it",
+    "top_k": "draw from so many of the likeliest tokens; default: -1, all",
+    "top_p": "draw from the likeliest tokens that have this share together; default: 1, all",
+    "min_p": "draw from tokens with at least this share of the likeliest one's probability; default: 0, all",
+    "presence_penalty": "less of what the answer has already; default: 0",
+    "frequency_penalty": "the same for each time that it has it; default: 0",
+    "repetition_penalty": "less of what prompt or answer have already; default: 1, no less",
+    "seed": "of what is drawn: the same one draws the same",
     "num_prompts": f"requests without a picture in the tour's batch; default: {NUM_TEXTS}",
     "max_num_batched_tokens": "so many new tokens go through the model in one step; a longer prompt is cut, inside a "
-    "picture, too; default: 128 on a CPU",
+    f"picture, too; default: {CHUNKED_BATCHED_TOKENS['cpu']} on a CPU, {CHUNKED_BATCHED_TOKENS['cuda']:,} on a GPU",
     "speculative": "who guesses tokens; default: ngram in the tour, else nobody. A draft model cannot see: it guesses "
     "for texts only",
 }
@@ -44,6 +57,7 @@ MEANINGS = m5.MEANINGS | {
 def make_parser(prog: str = "python -m m6_multimodal_pd.demo") -> argparse.ArgumentParser:
     """The flags of m1 to m5, those of pictures, and those of engines that share the work."""
     parser = m5.make_parser(prog)
+    parser.description = DESCRIPTION
     add_picture_flags(parser)
     add_group_flags(parser)
     parser.set_defaults(num_prompts=NUM_TEXTS)
@@ -78,8 +92,8 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
         choices=URL_SCHEMES,
         help="let --image and --video be URLs of this kind; may be repeated",
     )
-    pictures.add_argument("--min-pixels", type=int, metavar="PIXELS", help="enlarge a smaller picture to so many")
-    pictures.add_argument("--max-pixels", type=int, metavar="PIXELS", help="reduce a larger picture to so many")
+    pictures.add_argument("--min-pixels", type=int, metavar="PIXELS", help="enlarge a smaller picture to so many; default: the model's")
+    pictures.add_argument("--max-pixels", type=int, metavar="PIXELS", help="reduce a larger picture to so many; default: the model's")
     pictures.add_argument(
         "--encoder-budget", type=int, metavar="TOKENS", help="the vision tower makes at most so many in one step"
     )
@@ -92,16 +106,21 @@ def add_group_flags(parser: argparse.ArgumentParser) -> None:
     """How many engines share the work."""
     group = parser.add_argument_group(
         "prefill and decode apart",
-        "Engines that compute prompts and engines that answer, each a process of its own, with --prompt and --chat. "
-        "The tour shows the same work done both ways; with a --model of your own only if one of these flags is given.",
+        "Some engines compute prompts, others answer, and a prompt's KV moves from one to the other. Each is a process "
+        "that loads the model. The tour ends with such a group, 1 + 1 unless these flags say otherwise; with a --model "
+        "of your own only if one of them is given. With --prompt and --chat they make a group answer in place of one "
+        "engine.",
     )
-    group.add_argument("--pd", action="store_true", help="one engine for prompts, one for answers")
-    group.add_argument("--prefill", type=int, metavar="N", help="so many engines for prompts; implies --pd")
-    group.add_argument("--decode", type=int, metavar="N", help="so many engines for answers; implies --pd")
+    group.add_argument("--pd", action="store_true", help="a group, of one engine each")
+    group.add_argument(
+        "--prefill", type=int, metavar="N", help="so many engines that compute prompts; default: 1; implies --pd"
+    )
+    group.add_argument("--decode", type=int, metavar="N", help="so many engines that answer; default: 1; implies --pd")
     group.add_argument(
         "--transport",
         choices=get_args(TransportName),
-        help="how KV moves between them; in_process: all of them run in this process, in turns; implies --pd",
+        help="how KV moves between them; default: shared_memory; in_process: all of them run in this process, in "
+        "turns; implies --pd",
     )
 
 

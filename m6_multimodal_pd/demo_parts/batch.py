@@ -117,7 +117,7 @@ def facts(notes: Notes, asks: Sequence[Ask]) -> list[str]:
     """What there is to see in it; to be called before anything else is asked."""
     steps = [(step, batch) for step, batch in notes.batches if batch.num_prompts]
     blind = ", and did not ask which of them are pictures" if any(ask.parts for ask in asks) else ""
-    said = [f"{prompt_steps(steps)}. A step had room for {some(steps[0][1].budget, 'token')}{blind}."]
+    said = [f"{prompt_steps(steps)}. A step had room for {some(steps[0][1].budget, 'token')}{blind}.", *pieces(steps)]
     if notes.runs:
         kinds = [notes.modality[content] for run in notes.runs for content in run.hashes]
         made, patches = sum(run.num_tokens for run in notes.runs), sum(run.num_patches for run in notes.runs)
@@ -129,15 +129,42 @@ def facts(notes: Notes, asks: Sequence[Ask]) -> list[str]:
     return said
 
 
-def guesses(stats: Any) -> list[str]:
-    """How tokens that were guessed fared."""
+def pieces(steps: Sequence[tuple[int, Batch]]) -> list[str]:
+    """The prompt that was cut most often, if one was."""
+    found: dict[str, list[tuple[int, int, Batch]]] = {}
+    for step, batch in steps:
+        for rid, length in zip(batch.rids[: batch.num_prompts], batch.extend_lens, strict=False):
+            found.setdefault(rid, []).append((step, length, batch))
+    rid, own = max(found.items(), key=lambda item: len(item[1]))
+    if len(own) == 1:
+        return []
+    lengths = [f"{length:,}" for _, length, _ in own]
+    beside = sum(len(batch.rids) - batch.num_prompts for _, _, batch in own)
+    said = (
+        f"The prompt of {rid} was cut: {', '.join(lengths[:-1])} and {lengths[-1]} tokens of it went through the model "
+        f"in steps {own[0][0]} to {own[-1][0]}"
+    )
+    others = f"; in the same steps answers that had begun went on, {times(beside)} by a token or more"
+    return [f"{said}{others if beside else ''}."]
+
+
+def guesses(settings: Settings, stats: Any, asks: Sequence[Ask], outputs: Sequence[RequestOutput]) -> list[str]:
+    """How tokens that were guessed fared, in all and where it went best."""
     if not stats.num_draft_tokens:
         return []
-    return [
-        f"{stats.num_accepted_tokens:,} of {some(stats.num_draft_tokens, 'guessed token')} were right: a step that "
-        f"verified guesses brought a request {stats.accept_length:.1f} tokens instead of one. Whoever repeats a "
-        f"text is guessed best."
-    ]
+    right = f"{stats.num_accepted_tokens:,} of {some(stats.num_draft_tokens, 'guessed token')} were right"
+    said = (
+        f"{right}, in {some(stats.num_verifications, 'verification')}: each brought its request "
+        f"{stats.accept_length:.1f} tokens on average, where a step without guesses brings one."
+    )
+    ask, output = max(zip(asks, outputs, strict=True), key=lambda pair: pair[1].metrics.num_accepted_tokens)
+    metrics = output.metrics
+    if metrics.num_accepted_tokens:
+        said += f" {metrics.num_accepted_tokens:,} of the right ones are in the answer of {output.request_id}, to "
+        said += f"{ask.words!r}."
+    if settings.speculative.method == "ngram":
+        said += " What is guessed stood further up, in the prompt or the answer."
+    return [said]
 
 
 def prompt_steps(steps: Sequence[tuple[int, Batch]]) -> str:

@@ -1,36 +1,106 @@
-"""What engines that share the work have told: kept as it comes, followed for one request, shown once more slowly.
+"""What engines that share the work have told, kept as it comes: who had which request, and how its KV moved.
 
 Part of `python -m m6_multimodal_pd.demo`; nothing in the engine depends on it.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from m1_single_request.tracer import TraceRecord
 from m6_multimodal_pd.disaggregation.events import EngineJoined, Reported, RequestRouted
+from m6_multimodal_pd.disaggregation.messages import Heartbeat
+from m6_multimodal_pd.disaggregation.poll import KVPoll
 
 TRANSFER = ("room_taken", "kv_poll_changed", "chunk_sent", "chunk_received")
 """Kinds of events that tell of a transfer."""
-SHOWN = (*TRANSFER, "batch", "encoder_run")
-FRAMES = 90
-"""In which all of it is shown once more, at most."""
-PAUSE_S = 0.07
-"""After each."""
+WORK = ("batch", "encoder_run")
+SHOWN = (*TRANSFER, *WORK, "chunk_cut")
 
 
 @dataclass(frozen=True)
 class Word:
-    """Something that an engine has said, and when it was heard."""
+    """Something that an engine has said, or was given; and when that was heard."""
 
     at: float
-    event: Reported
+    engine: str
+    said: Reported | Heartbeat | RequestRouted
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One request's KV on its way, as far as was heard."""
+
+    rid: str
+    room: int
+    prefill: str
+    decode: str
+    state: dict[str, str] = field(default_factory=lambda: dict.fromkeys(("prefill", "decode"), "bootstrapping"))
+    """By side."""
+    sent: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By chunk: its pages, and the step of the prefill engine in which it left."""
+    num_received: int = 0
+    """Chunks that are there."""
+    num_pages: int = 0
+    """Pages that are there."""
+    all_pages: int | None = None
+    """Pages that are to come; known when there is room for them."""
+    num_bytes: int = 0
+    """What the pages that are there take."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state["decode"] in (told(KVPoll.SUCCESS.name), told(KVPoll.FAILED.name))
+
+    def hear(self, said: Reported, facts: Mapping[str, Any]) -> None:
+        """Take something that is about it."""
+        if said.what == "room_taken":
+            self.all_pages = facts["num_pages"]
+        elif said.what == "kv_poll_changed":
+            self.state[facts["side"]] = told(facts["new"])
+        elif said.what == "chunk_sent":
+            self.sent[facts["number"]] = (facts["num_pages"], said.its_step)
+        elif said.what == "chunk_received":
+            self.num_received += 1
+            self.num_pages += self.sent.get(facts["number"], (0, 0))[0]  # causes are heard before effects
+            self.num_bytes += facts["num_bytes"]
+
+
+def told(state: str) -> str:
+    """A name of `KVPoll` in words."""
+    return state.replace("_", " ").lower()
+
+
+class Board:
+    """How everything stands after the words that it was told."""
+
+    def __init__(self) -> None:
+        self.standing: dict[str, Heartbeat] = {}
+        """By engine."""
+        self.work: dict[str, Reported] = {}
+        """What it did last, by engine."""
+        self.transfers: dict[int, Transfer] = {}
+        """By room."""
+
+    def hear(self, words: Iterable[Word]) -> None:
+        """Take what comes next."""
+        for word in words:
+            said = word.said
+            if isinstance(said, Heartbeat):
+                self.standing[word.engine] = said
+            elif isinstance(said, RequestRouted):
+                again = [own.room for own in self.transfers.values() if own.rid == said.rid]
+                for room in again:  # an earlier attempt has failed
+                    del self.transfers[room]
+                self.transfers[said.room] = Transfer(said.rid, said.room, said.prefill, said.decode)
+            elif said.what in WORK:
+                self.work[word.engine] = said
+            else:
+                facts: dict[str, Any] = dict(said.facts)
+                transfer = self.transfers.get(facts.get("room", -1))
+                if transfer is not None:
+                    transfer.hear(said, facts)
 
 
 class Post:
@@ -38,8 +108,8 @@ class Post:
 
     def __init__(self) -> None:
         self.engines: dict[str, EngineJoined] = {}
-        self.routed: dict[str, RequestRouted] = {}
         self.words: list[Word] = []
+        self._heartbeats: dict[str, Heartbeat | None] = {}
 
     def read(self, record: TraceRecord) -> None:
         """Take one record."""
@@ -47,53 +117,37 @@ class Post:
         if isinstance(event, EngineJoined):
             self.engines[event.name] = event
         elif isinstance(event, RequestRouted):
-            self.routed[event.rid] = event
+            self.words.append(Word(time.perf_counter(), "", event))
         elif isinstance(event, Reported) and event.what in SHOWN:
-            self.words.append(Word(time.perf_counter(), event))
+            self.words.append(Word(time.perf_counter(), event.engine, event))
+
+    def look(self, members: Mapping[str, Any]) -> None:
+        """Take down how the engines stand, if that is news; `members`: as the router knows them."""
+        for name, member in members.items():
+            if member.heartbeat is not None and member.heartbeat is not self._heartbeats.get(name):
+                self._heartbeats[name] = member.heartbeat
+                self.words.append(Word(time.perf_counter(), name, member.heartbeat))
 
     def close(self) -> None:
         """Nothing to let go of."""
 
     def clear(self) -> None:
         """Forget what was about requests."""
-        self.routed, self.words = {}, []
+        self.words, self._heartbeats = [], {}
 
-    def of(self, rid: str) -> list[Reported]:
-        """What was said of a request's transfer, by both engines, causes before effects."""
-        return [word.event for word in self.words if word.event.what in TRANSFER and word.event.rids == (rid,)]
+    @property
+    def board(self) -> Board:
+        """How everything stands after all of it."""
+        board = Board()
+        board.hear(self.words)
+        return board
 
-    def num_chunks(self, rid: str) -> int:
-        """In how many pieces its KV came."""
-        return sum(event.what == "chunk_received" for event in self.of(rid))
-
-
-def replay(post: Post, rids: Sequence[str], console: Console) -> None:
-    """Draw what has just happened once more, slowly enough to be read: both engines, and every request's transfer."""
-    if not post.words:
-        return
-    begin, end = post.words[0].at, post.words[-1].at
-    frame = max(end - begin, 1e-9) / FRAMES
-    times = PAUSE_S / frame
-    heard = 0
-    with Live(console=console, auto_refresh=False) as live:
-        for _, words in groupby(post.words, key=lambda word: int((word.at - begin) / frame)):
-            heard += len(list(words))
-            live.update(view(post, rids, heard, f"slowed down {times:,.0f} times"), refresh=True)
-            time.sleep(PAUSE_S)
-
-
-def view(post: Post, rids: Sequence[str], heard: int, status: str) -> Group:
-    """How it stood when the first `heard` words had been said."""
-    said = [word.event for word in post.words[:heard]]
-    engines = Table("engine", "step", "what it does", box=None, padding=(0, 2, 0, 0))
-    for name in sorted(post.engines, reverse=True):  # prompts first
-        own = [event for event in said if event.engine == name]
-        doing = next((event.said for event in reversed(own) if event.what in ("batch", "encoder_run")), "waits")
-        engines.add_row(name, str(own[-1].its_step if own else 0), Text(doing, overflow="ellipsis", no_wrap=True))
-    transfers = Table("transfer", "by", "the last word of it", box=None, padding=(0, 2, 0, 0))
-    for rid in rids:
-        own = [event for event in said if event.what in TRANSFER and event.rids == (rid,)]
-        last = own[-1] if own else None
-        words = Text(last.said if last else "", overflow="ellipsis", no_wrap=True)
-        transfers.add_row(rid, last.engine if last else "", words)
-    return Group(engines, Text(), transfers, Text(status, style="dim"))
+    def of(self, transfer: Transfer) -> list[Reported]:
+        """What both engines said of a request: how its prompt was cut, and how its KV moved; causes before effects."""
+        return [
+            word.said
+            for word in self.words
+            if isinstance(word.said, Reported)
+            and word.said.what not in WORK
+            and (dict(word.said.facts).get("room") == transfer.room or word.said.rids == (transfer.rid,))
+        ]

@@ -48,7 +48,7 @@ def tour(settings: Settings, console: Console) -> None:
             console.print()
         asks = [*pictures, *texts(settings.num_texts)]
         outputs = show_batch(engine, settings, asks, console)
-        said: list[str | None] = [*facts(notes, asks), *guesses(engine.stats())]
+        said: list[str | None] = [*facts(notes, asks), *guesses(settings, engine.stats(), asks, outputs)]
         said.append(same_alone(alone, settings, asks, outputs))
         console.print()
         if pictures:
