@@ -40,10 +40,8 @@ def show_two_engines(
     """Run the batch through one engine, and through a group; returns what there is to see in it. `number`: the part's;
     `parts`: of the one engine."""
     headline(console, f"{number}. Prefill here, decode there", introduction(asks, group))
-    if group.transport != "in_process":
-        starts = f"{some(group.prefill + group.decode, 'process')} start, and each loads the model ..."
-        console.print(Text(starts, style="dim"))
-        console.print()
+    console.print(Text(awaited(group), style="dim"))
+    console.print()
     post, is_live = Post(), settings.live and console.is_terminal and not console.is_dumb_terminal
     try:
         together, ready = through_group(settings, group, asks, post, console if is_live else None)
@@ -72,6 +70,16 @@ def introduction(asks: Sequence[Ask], group: DisaggregationConfig) -> str:
         f"both, each with empty caches. Before an engine can answer, it must have the prompt's KV: that moves page by "
         f"page, and what is complete leaves while the rest of the prompt is still being computed."
     )
+
+
+def awaited(group: DisaggregationConfig) -> str:
+    """What happens until they are ready."""
+    engines = some(group.prefill + group.decode, "engine")
+    if group.address is not None:
+        return f"{engines} may join at {group.address} now ..."
+    if group.transport == "in_process":
+        return f"{engines} in this process share one model, and work in turns ..."
+    return f"{engines} start, each a process that loads the model ..."
 
 
 def through_group(

@@ -61,7 +61,7 @@ def test_the_same_batch_goes_through_a_group(tour: str) -> None:
     assert "4. Prefill here, decode there" in out and "5. What there is to see" in out
     assert out.count("prefill-0 decode-0") == 7
     assert "Through 1 + 1 engines 7 of 7 requests got the same answer as through one, token for token." in out
-    assert "in process" in out and "start, and each loads" not in out
+    assert "2 engines in this process share one model" in out and "start, each a process" not in out
 
 
 def test_both_charts_have_one_scale_and_end_the_part(tour: str) -> None:
@@ -118,7 +118,7 @@ def test_a_group_that_cannot_be_started_is_one_line_of_the_tour(
 
     monkeypatch.setattr("subprocess.Popen", refuse)
     out = words(tour_of(seeing_directory, "--pd"))
-    assert "2 processes start, and each loads the model" in out
+    assert "2 engines start, each a process that loads the model" in out
     assert "The group did not work: a process cannot be started: no more processes" in out
     assert "5. What there is to see" in out and "Traceback" not in out and "moved in" not in out
 
@@ -227,7 +227,9 @@ def test_a_transfer_s_line_has_both_states_and_what_has_come() -> None:
     own = board_of(*STORY).transfers[7]
     assert own.state == {"prefill": "transferring", "decode": "waiting for input"} and not own.is_over
     assert (len(own.sent), own.num_received, own.num_pages, own.all_pages, own.num_bytes) == (2, 1, 2, 5, 2048)
-    assert re.search(r"^a +transferring +waiting for input +1/2 +2/5 +2\.0 KiB *$", drawn(Post(), board_of(*STORY)), re.M)
+    assert re.search(
+        r"^a +transferring +waiting for input +1/2 +2/5 +2\.0 KiB *$", drawn(Post(), board_of(*STORY)), re.M
+    )
 
 
 def test_the_next_attempt_of_a_request_begins_anew_and_late_words_of_the_first_change_nothing() -> None:

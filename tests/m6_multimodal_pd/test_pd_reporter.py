@@ -1,14 +1,18 @@
 """What an engine tells the router of its trace: its words in order, its numbers by name, and how it stands."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from m1_single_request.trace_event import Event, volatile
 from m1_single_request.tracer import TraceRecord
-from m6_multimodal_pd.disaggregation.messages import Told, ToldEvent
+from m6_multimodal_pd.disaggregation.messages import Chunk, Heartbeat, Joined, Relay, Told, ToldEvent
 from m6_multimodal_pd.disaggregation.reporter import MOST_EVENTS, Reporter, facts_of
+from tests.m6_multimodal_pd.engines import greedy
+from tests.m6_multimodal_pd.pd_engines import Group
+from tests.m6_multimodal_pd.seeing import asking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +68,27 @@ def test_of_a_step_with_very_much_to_say_the_rest_is_left_out() -> None:
 
 def told(number: int) -> ToldEvent:
     return ToldEvent("noticed", ("a",), f"a has {number}.", (("rid", "a"), ("number", number)))
+
+
+def test_what_led_to_a_message_is_told_before_it_and_how_the_engine_stands_behind(seeing_directory: Path) -> None:
+    """So whoever hears the router hears of causes before effects, whichever engine is faster."""
+    with Group(seeing_directory, is_traced=True) as group:
+        group.run({"a": (asking("a", 1), greedy(4), {}), "b": (asking(2, 3), greedy(4), {})})
+        heard = group.wire.heard
+        own = [message for name, message in heard if name == "prefill-0" and not isinstance(message, Joined)]
+        sent = [i for i, message in enumerate(own) if isinstance(message, Relay) and isinstance(message.body, Chunk)]
+        assert len(sent) >= 2
+        for place in sent:
+            before = own[place - 1]
+            assert isinstance(before, Told) and before.events[-1].kind == "chunk_sent"
+            facts = dict(before.events[-1].facts)
+            assert (facts["room"], facts["number"]) == (own[place].body.room, own[place].body.number)
+        stands = {name: message for name, message in heard if isinstance(message, Heartbeat)}
+        for name, engine in group.engines.items():
+            assert stands[name] == engine.heartbeat(), "the last of them is how it stands now"
+
+
+def test_without_a_reader_nothing_is_told(seeing_directory: Path) -> None:
+    with Group(seeing_directory) as group:
+        group.run({"a": (asking(2, 3), greedy(4), {})})
+        assert not [message for _, message in group.wire.heard if isinstance(message, Told | Heartbeat)]
