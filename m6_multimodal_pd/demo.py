@@ -70,7 +70,8 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
     pictures = parser.add_argument_group(
         "pictures",
         "With --prompt they stand before its text, with --chat before the first question, where /image PATH and "
-        "/video PATH show more. With neither, the demo asks what is in them.",
+        "/video PATH show more. With neither, the demo asks what is in them. Pixels and budget are those of the model "
+        "and the device, if nothing is said.",
     )
     pictures.add_argument(
         "--image", action="append", default=[], metavar="PATH", help="show this picture; may be repeated"
@@ -92,8 +93,8 @@ def add_picture_flags(parser: argparse.ArgumentParser) -> None:
         choices=URL_SCHEMES,
         help="let --image and --video be URLs of this kind; may be repeated",
     )
-    pictures.add_argument("--min-pixels", type=int, metavar="PIXELS", help="enlarge a smaller picture to so many; default: the model's")
-    pictures.add_argument("--max-pixels", type=int, metavar="PIXELS", help="reduce a larger picture to so many; default: the model's")
+    pictures.add_argument("--min-pixels", type=int, metavar="PIXELS", help="enlarge a smaller picture to so many")
+    pictures.add_argument("--max-pixels", type=int, metavar="PIXELS", help="reduce a larger picture to so many")
     pictures.add_argument(
         "--encoder-budget", type=int, metavar="TOKENS", help="the vision tower makes at most so many in one step"
     )
