@@ -49,11 +49,15 @@ def _bandwidth(part: Row) -> str:
         {
             "pages": lambda row: f"{row['pages']:,}",
             "bytes": lambda row: size(row["bytes"]),
-            "through shared memory": lambda row: f"{row['seconds'] * 1e3:.2f} ms ({row['gb_s']:.1f} GB/s)",
-            "a plain copy": lambda row: f"{row['plain'] * 1e3:.2f} ms ({row['plain_gb_s']:.1f} GB/s)",
+            "through shared memory": lambda row: f"{_brief(row['seconds'])} ({row['gb_s']:.1f} GB/s)",
+            "a plain copy": lambda row: f"{_brief(row['plain'])} ({row['plain_gb_s']:.1f} GB/s)",
             "times": lambda row: f"{row['seconds'] / row['plain']:.1f}",
         },
     )
+
+
+def _brief(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} µs"
 
 
 def _overhead(part: Row) -> str:

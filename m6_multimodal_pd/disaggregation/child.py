@@ -151,8 +151,10 @@ class Process:
             if refused := [message.why for message in messages if isinstance(message, Refused)]:
                 self.refused = refused[0]
                 return
-            watchdog.begin()
-            if any(isinstance(message, Call) and message.verb == "shutdown" for message in messages):
+            verbs = {message.verb for message in messages if isinstance(message, Call)}
+            if "update_weights" not in verbs:  # loading takes what it takes
+                watchdog.begin()
+            if "shutdown" in verbs:
                 self.stop()
             is_busy = engine.tick(messages) or bool(messages)
             watchdog.end()

@@ -43,10 +43,11 @@ class DisaggregationConfig:
     """The keys of such engines and of this side: made by `python -m m6_multimodal_pd.pd keys FILE`."""
     start_timeout_s: float = 180.0
     """Seconds that an engine may take until it is ready."""
-    heartbeat_timeout_s: float = 60.0
-    """An engine that is not heard of for so many seconds is lost."""
-    step_timeout_s: float = 300.0
-    """An engine whose step takes longer than so many seconds gives itself up."""
+    heartbeat_timeout_s: float = 150.0
+    """An engine with requests that is not heard of for so many seconds is lost. In a step it says nothing: so this
+    should be longer than `step_timeout_s`."""
+    step_timeout_s: float = 120.0
+    """An engine whose step takes longer than so many seconds writes down where it hangs, and gives itself up."""
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):

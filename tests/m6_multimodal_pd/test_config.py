@@ -11,6 +11,7 @@ import torch
 from m6_multimodal_pd import (
     CacheConfig,
     ConfigError,
+    DisaggregationConfig,
     EngineConfig,
     InvalidMediaError,
     LLMEngine,
@@ -283,3 +284,8 @@ def test_where_prompts_are_whole_all_their_pictures_are_encoded_at_once(make_eng
     assert all(output.error is None for output in outputs.values())
     assert [run.num_tokens for run in recorder.events("encoder_run")] == [29, 10]
     assert counts(engine)[0] == 2
+
+
+def test_a_step_that_hangs_is_noticed_where_it_hangs_before_its_engine_is_lost_for_silence() -> None:
+    group = DisaggregationConfig()
+    assert group.step_timeout_s < group.heartbeat_timeout_s
