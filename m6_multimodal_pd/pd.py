@@ -16,6 +16,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def _work(role: Any, args: argparse.Namespace, console: Console) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} has no effect: requests come from the router")
     args.chat = True  # no tour, so memory and guesses are what an engine of its own would have
     settings, keys = demo.settings_of(args, console), read_keys(args.keys)
-    model = settings.model
+    model = replace(settings.model, model=settings.model.model or DEFAULT_MODEL)
     config = EngineConfig(
         model=model,
         scheduler=settings.scheduler,
@@ -124,7 +125,7 @@ def _work(role: Any, args: argparse.Namespace, console: Console) -> None:
     process = Process(order)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: process.stop())
-    console.print(f"{name} joins {args.join} with {model.model or DEFAULT_MODEL}", highlight=False)
+    console.print(f"{name} joins {args.join} with {model.model}", highlight=False)
     try:
         status = process.run()
     finally:

@@ -21,6 +21,7 @@ from m6_multimodal_pd import (
     SamplingParams,
     pd,
 )
+from m6_multimodal_pd.demo_parts.drawing import Shape, picture as drawn
 from m6_multimodal_pd.disaggregation.by_hand import read_keys, write_keys
 from m6_multimodal_pd.disaggregation.shared_memory import segment_directory
 
@@ -129,13 +130,16 @@ def free_address() -> str:
 
 
 def test_engines_join_answer_and_end_when_they_are_told_or_their_router_does(keys: Path) -> None:
+    shown = {"type": "image", "image": drawn(Shape("big", "red", "circle", "center"))}
+    about = [{"role": "user", "content": [shown, {"type": "text", "text": "Describe the picture."}]}]
     with LLMEngine(cache_config=MEMORY) as engine:
-        expected = engine.chat(QUESTION, PARAMS).text
+        expected, described = engine.chat(QUESTION, PARAMS).text, engine.chat(about, PARAMS).text
     address, before = free_address(), {path.name for path in segment_directory().glob("stepwise-hand*")}
     group = DisaggregationConfig(address=address, key_file=keys, start_timeout_s=60)
     with by_hand("prefill", address, keys) as prefill, by_hand("decode", address, keys) as decode:
         with LLMEngine(cache_config=MEMORY, disaggregation_config=group) as engine:
             assert engine.chat(QUESTION, PARAMS).text == expected
+            assert engine.chat(about, PARAMS).text == described, "by the model that sees"
             decode.send_signal(signal.SIGINT)
             assert decode.wait(20) == 0
             assert isinstance(engine.chat(QUESTION, PARAMS).error, EngineLostError)
