@@ -67,8 +67,8 @@ def introduction(asks: Sequence[Ask], group: DisaggregationConfig) -> str:
     return (
         f"The same {some(len(asks), 'request')} once more, through {some(group.prefill, 'engine')} for prompts and "
         f"{some(group.decode, 'engine')} for answers ({group.transport.replace('_', ' ')}), and through one engine for "
-        f"both, each with empty caches. Before an engine can answer, it must have the prompt's KV: that moves page by "
-        f"page, and what is complete leaves while the rest of the prompt is still being computed."
+        f"both, each with empty caches. Before an engine can answer, it must have the prompt's KV: that moves in chunks "
+        f"of whole pages, and what is complete leaves while the rest of the prompt is still being computed."
     )
 
 
@@ -164,7 +164,10 @@ def show_followed(board: Board, post: Post, console: Console) -> None:
     """The way of one request, told by the engines."""
     followed = most_chunks(board)
     said = post.of(followed)
-    console.print(Text(f"What became of {followed.rid}, in the engines' own words, cause before effect:", style="bold"))
+    console.print(
+        Text(f"How the KV of {followed.rid} moved, in the engines' own words, cause before effect:", style="bold")
+    )
+    console.print(Text("A room is the number of one transfer, which both engines know it by.", style="dim"))
     lines = [f"{own.engine}, step {own.its_step}: {own.said}" for own in said]
     if len(lines) > MOST_LINES:
         left_out = len(lines) - MOST_LINES
@@ -209,5 +212,5 @@ def meaning(alone: Outputs, together: Outputs) -> str:
     return (
         f"From the first arrival to the last token it took one engine {one:.0f} ms, and engines that share the work "
         f"{several:.0f} ms. On one machine they share its cores and its memory, too, and their messages come on top; "
-        f"what this is for is a machine for each, where no prompt takes time from an answer that runs."
+        f"what this is for, in larger systems, is a machine for each, where no prompt takes time from an answer."
     )
