@@ -67,8 +67,8 @@ def introduction(asks: Sequence[Ask], group: DisaggregationConfig) -> str:
     return (
         f"The same {some(len(asks), 'request')} once more, through {some(group.prefill, 'engine')} for prompts and "
         f"{some(group.decode, 'engine')} for answers ({group.transport.replace('_', ' ')}), and through one engine for "
-        f"both, each with empty caches. Before an engine can answer, it must have the prompt's KV: that moves in chunks "
-        f"of whole pages, and what is complete leaves while the rest of the prompt is still being computed."
+        f"both, each with empty caches. Before an engine can answer, it must have the prompt's KV: that moves in "
+        f"chunks of whole pages, and what is complete leaves while the rest of the prompt is still being computed."
     )
 
 

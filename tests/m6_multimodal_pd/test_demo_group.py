@@ -66,7 +66,7 @@ def test_the_same_batch_goes_through_a_group(tour: str) -> None:
 
 def test_both_charts_have_one_scale_and_end_the_part(tour: str) -> None:
     part = tour[tour.index("4. Prefill here") : tour.index("5. What there is to see")]
-    order = ("prefill-0  decode-0", "What became of", "one engine (aggregated)", "share the work (disaggregated)")
+    order = ("prefill-0  decode-0", "How the KV of", "one engine (aggregated)", "share the work (disaggregated)")
     places = [part.index(what) for what in order]
     assert places == sorted(places)
     one, several = part[places[2] : places[3]], part[places[3] :]
@@ -77,7 +77,7 @@ def test_both_charts_have_one_scale_and_end_the_part(tour: str) -> None:
 
 
 def test_the_way_of_a_request_is_told_causes_before_effects(tour: str) -> None:
-    out = words(tour[tour.index("What became of") : tour.index("one engine (aggregated)")])
+    out = words(tour[tour.index("How the KV of") : tour.index("one engine (aggregated)")])
     told = [
         "decode-0, step",
         "There is room for the",
@@ -98,7 +98,7 @@ def test_its_numbers_are_those_of_the_table(tour: str) -> None:
     chunks = {rid: int(count) for rid, _, count in rows}
     most = max(chunks, key=lambda rid: chunks[rid])
     out = words(tour)
-    assert f"What became of {most}," in out and chunks[most] > 1
+    assert f"How the KV of {most} moved," in out and chunks[most] > 1
     assert f"The KV of 7 prompts moved in {sum(chunks.values())} chunks:" in out
     assert f"That of {most} left prefill-0 in {chunks[most]} chunks, the first in its step" in out
     first, last = map(int, re.findall(r"the first in its step (\d+), the last in its step (\d+)", out)[0])
@@ -106,7 +106,7 @@ def test_its_numbers_are_those_of_the_table(tour: str) -> None:
 
 
 def test_a_chunk_leaves_before_its_prompt_is_computed(tour: str) -> None:
-    out = words(tour[tour.index("What became of") : tour.index("one engine (aggregated)")])
+    out = words(tour[tour.index("How the KV of") : tour.index("one engine (aggregated)")])
     assert out.index("from page 0 on, lie ready for decode-0") < out.rindex("is cut: tokens")
 
 
@@ -178,7 +178,7 @@ def test_on_a_terminal_engines_and_transfers_are_watched_and_shown_again(seeing_
     tour_of(seeing_directory, "--transport", "in_process", console=Console(file=file, legacy_windows=False, **given))
     out = file.getvalue()
     now, again = out.index("as it happens"), out.index("times slower")
-    assert now < again < out.index("What became of")
+    assert now < again < out.index("How the KV of")
     frames = out[again:].split("its last step")
     assert len(frames) >= engines_view.FRAMES
     last = frames[-1][: frames[-1].index("times slower")]
