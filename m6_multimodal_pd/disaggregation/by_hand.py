@@ -7,6 +7,7 @@ either, so it is made readable for its owner alone. An engine that ends and is s
 import json
 import os
 import secrets
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,17 +100,17 @@ class HandLinks:
         """Queue a message."""
         self.socket.send(name, message)
 
-    def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[str, ToRouter]]:
         """What has come."""
-        came = self.socket.receive(timeout_s)
-        for name, message in came:
+        for name, message in self.socket.arrivals(timeout_s):
             if isinstance(message, Failed):
                 self.socket.forget(name)
-        return [(name, message) for name, message in came if not isinstance(message, Failed)]
+            else:
+                yield name, message
 
-    def lost(self) -> list[Lost]:
+    def lost(self) -> Iterator[Lost]:
         """Nobody is known to be: that shows when something is sent, or in silence."""
-        return []
+        return iter(())
 
     def close(self) -> None:
         """Tell all engines that it is over, and leave."""

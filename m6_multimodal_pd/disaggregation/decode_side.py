@@ -35,7 +35,7 @@ from m6_multimodal_pd.disaggregation.messages import (
 )
 from m6_multimodal_pd.disaggregation.poll import KVReceiver
 from m6_multimodal_pd.disaggregation.prebuilt import FirstToken as Came
-from m6_multimodal_pd.disaggregation.transport import KVTarget
+from m6_multimodal_pd.disaggregation.transport import KVTarget, Offer
 from m6_multimodal_pd.errors import TransferError, WireError
 
 
@@ -57,6 +57,8 @@ class DecodeSide(EngineSide[KVReceiver]):
     ) -> None:
         super().__init__(core=core, send=send, tracer=tracer, page_size=page_size)
         self.exchange, self.target, self.page_bytes = exchange, target, page_bytes
+        self.accepted: dict[str, Offer] = {}
+        """By prefill engine: the memory between the two."""
         self.of_prompts: dict[int, FirstToken] = {}
         """By room: what came with the first token, until the router is told."""
         self.num_told: dict[int, int] = {}
@@ -80,7 +82,9 @@ class DecodeSide(EngineSide[KVReceiver]):
         match body:
             case Memory(offer, False):
                 try:
-                    self.target.accept(origin, offer)
+                    if self.accepted.get(origin) != offer:  # it may come twice
+                        self.target.accept(origin, offer)
+                    self.accepted[origin] = offer
                 except TransferError as error:
                     self.say(origin, MemoryRefused(str(error)[:LONGEST_TEXT]))
                 else:
@@ -96,6 +100,7 @@ class DecodeSide(EngineSide[KVReceiver]):
                     self._join_if_complete(self.rooms[room])
 
     def forget_peer(self, name: str) -> None:
+        self.accepted.pop(name, None)
         self.target.forget(name)
 
     def after_step(self) -> None:

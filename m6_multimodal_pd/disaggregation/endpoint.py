@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from math import ceil
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ PING_MS, PING_TIMEOUT_MS = 2000, 20_000
 """How often a connection is tried, and after how long without an answer it is given up."""
 FRAME_OVERHEAD = 256
 """Bytes that a frame may have beyond those of a message: of a proof, and of encryption."""
+
+BUFFER: Callable[[zmq.Frame], memoryview] = attrgetter("buffer")
 
 
 class Woken(NamedTuple):
@@ -137,10 +140,9 @@ class Endpoint:
         self.check_usable()
         for _ in range(at_most):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                yield list(map(BUFFER, self._socket.recv_multipart(zmq.NOBLOCK, copy=False)))
             except zmq.Again:
                 return
-            yield [frame.buffer for frame in frames]
 
     def answer_door(self, at_most: int) -> Iterator[str]:
         """Answer peers that wait to be let in; why not, for those that are not."""

@@ -6,11 +6,12 @@ through with a debugger. `processes.py` has the other one.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from m1_single_request.errors import ConfigError, EngineDeadError
 from m6_multimodal_pd.disaggregation.engine import Engine
+from m6_multimodal_pd.disaggregation.inbox import handed_out
 from m6_multimodal_pd.disaggregation.jobs import fault_of
 from m6_multimodal_pd.disaggregation.messages import Fault, ToEngine, ToRouter
 from m6_multimodal_pd.errors import PeerLostError
@@ -32,12 +33,13 @@ class Links(Protocol):
         """Queue a message. Raises `PeerLostError` for an engine that is gone, `WireError` for one that is too large."""
         ...
 
-    def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
-        """What has come; waits for the first of it, so long at most."""
+    def receive(self, timeout_s: float) -> Iterator[tuple[str, ToRouter]]:
+        """What has come; waits for the first of it, so long at most. Each is kept until the next one is asked for: who
+        is interrupted while handling it gets it again (`inbox.py`)."""
         ...
 
-    def lost(self) -> list[Lost]:
-        """Engines that are gone since the last time, each once."""
+    def lost(self) -> Iterator[Lost]:
+        """Engines that are gone since the last time. Kept in the same way."""
         ...
 
     def drop(self, name: str, why: str) -> None:
@@ -64,7 +66,7 @@ class LocalLinks:
         self.engines: dict[str, Engine] = {}
         self._to: dict[str, deque[ToEngine]] = {}
         self._from: deque[tuple[str, ToRouter]] = deque()
-        self._lost: list[Lost] = []
+        self._lost: deque[Lost] = deque()
 
     def add(self, name: str, make: Callable[[Callable[[ToRouter], None]], Engine]) -> None:
         """An engine joins. `make` is told how it speaks to the router."""
@@ -82,36 +84,34 @@ class LocalLinks:
             raise PeerLostError(f"there is no engine {name!r}")
         self._to[name].append(message)
 
-    def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[str, ToRouter]]:
         """One tick of each engine, and what they have said. One whose device is gone is lost."""
         for name, engine in list(self.engines.items()):
-            messages, self._to[name] = self._to[name], deque()
             try:
-                engine.tick(messages)
+                engine.tick(self._to[name].popleft() for _ in range(len(self._to[name])))
             except EngineDeadError as error:
                 self.lose(name, str(error))
-        came, self._from = list(self._from), deque()
-        return came
+        yield from handed_out(self._from)
 
     def lose(self, name: str, why: str, fault: Fault | None = None) -> None:
         """As if its process had ended."""
+        self._lost.append(Lost(name, why, fault))
         self.engines.pop(name).close()
         del self._to[name]
-        self._lost.append(Lost(name, why, fault))
 
     def drop(self, name: str, why: str) -> None:
         if name in self.engines:
             self.lose(name, why)
 
     def refuse(self, name: str, why: str) -> None:
-        self.lose(name, why, fault_of(ConfigError(why)))
+        if name in self.engines:
+            self.lose(name, why, fault_of(ConfigError(why)))
 
     def coming(self, role: str) -> bool:
         return any(engine.role == role for engine in self.engines.values())
 
-    def lost(self) -> list[Lost]:
-        found, self._lost = self._lost, []
-        return found
+    def lost(self) -> Iterator[Lost]:
+        return handed_out(self._lost)
 
     def close(self) -> None:
         for name in list(self.engines):

@@ -81,8 +81,9 @@ class PrefillSide(EngineSide[KVSender]):
     def hear(self, origin: str, body: PeerMessage) -> None:
         match body:
             case Memory(_, True):
-                self.source.taken(origin)
-                self.mapped[origin] = True
+                if self.mapped.get(origin) is False:  # it may come twice
+                    self.source.taken(origin)
+                    self.mapped[origin] = True
             case MemoryRefused(why):
                 self.refusals[origin] = why
                 for occupied in [o for o in self.rooms.values() if o.peer == origin]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from m1_single_request.errors import ConfigError
 from m6_multimodal_pd.disaggregation.config_json import to_json
 from m6_multimodal_pd.disaggregation.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.inbox import handed_out
 from m6_multimodal_pd.disaggregation.jobs import fault_of
 from m6_multimodal_pd.disaggregation.links import Lost
 from m6_multimodal_pd.disaggregation.messages import (
@@ -128,6 +129,7 @@ class ProcessLinks:
         )
         self._router_key = router_keys.public
         self.children: dict[str, Child] = {}
+        self._lost: deque[Lost] = deque()
         self._num_started = 0
 
     def start(self, name: str, role: Role) -> None:
@@ -158,19 +160,18 @@ class ProcessLinks:
     def send(self, name: str, message: ToEngine) -> None:
         self.socket.send(name, message)
 
-    def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[str, ToRouter]]:
         """What has come; what an engine that cannot be built says about that is kept for `lost`."""
-        came = self.socket.receive(timeout_s)
-        for name, message in came:
-            if isinstance(message, Failed) and name in self.children:
-                self.children[name].fault = message.fault
+        for name, message in self.socket.arrivals(timeout_s):
             if isinstance(message, Joined) and name in self.children:
                 self.children[name].joined = True
-        return [(name, message) for name, message in came if not isinstance(message, Failed)]
+            if not isinstance(message, Failed):
+                yield name, message
+            elif name in self.children:
+                self.children[name].fault = message.fault
 
-    def lost(self) -> list[Lost]:
+    def lost(self) -> Iterator[Lost]:
         """Processes that have ended; each is started anew, unless that would be the same again."""
-        found = []
         now = time.monotonic()
         for name, child in list(self.children.items()):
             if not child.joined and now > child.deadline:
@@ -178,13 +179,13 @@ class ProcessLinks:
             why = child.ended()
             if why is None:
                 continue
-            del self.children[name]
             child.end(0.0)
             self.socket.forget(name)
-            found.append(Lost(name, why, child.fault))
+            self._lost.append(Lost(name, why, child.fault))
+            del self.children[name]
             if child.fault is None:
                 self._start_anew(name, child.order.role)
-        return found
+        return handed_out(self._lost)
 
     def drop(self, name: str, why: str) -> None:
         if name in self.children:

@@ -19,7 +19,6 @@ from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.sampling_step import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.errors import PartError
 from m4_radix_cache.request import Req
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, EngineRefused, Reported, RequestRouted
@@ -57,6 +56,8 @@ class Attempt:
     req: Req
     prefill: str
     decode: str
+    number: int
+    """1 for the first."""
 
 
 class Router:
@@ -83,26 +84,27 @@ class Router:
         self.requests: dict[str, Req] = {}
         self.attempts: dict[int, Attempt] = {}
         self.num_attempts: dict[str, int] = {}
-        """By request id."""
+        """By request id: those that came to nothing."""
         self.answers: dict[int, Answer] = {}
         """By the number of a call that somebody waits for."""
         self.weights: str | None = None
         """What an engine that joins must load first: weights were exchanged since engines were ordered."""
         self.num_retries = 0
         self._next_room = 0
-        self._marked: dict[str, Req] = {}
-        self._room_of: dict[str, int] = {}  # by request id
+        self._room_of: dict[str, int] = {}  # by request id; there are those among them that are over
+        self._begun: Attempt | None = None  # whose engines may not both have heard of it
+        self._parting: dict[str, tuple[Member, str]] = {}  # lost, and not everybody may have heard of it
 
     # --- what an engine core asks of a scheduler ----------------------------------------------------------------------
 
     @property
     def running(self) -> list[Req]:
-        return [req for req in self.requests.values() if req.rid in self._room_of]
+        return [req for req in self.requests.values() if self._room_of.get(req.rid) in self.attempts]
 
     @property
     def waiting(self) -> list[Req]:
         """Those for whom there is no engine yet."""
-        return [req for req in self.requests.values() if req.rid not in self._room_of]
+        return [req for req in self.requests.values() if self._room_of.get(req.rid) not in self.attempts]
 
     def add_request(self, request: Request) -> None:
         """Take a request in; it is routed with the next update."""
@@ -121,28 +123,33 @@ class Router:
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark requests to end with the next update. Returns the ids that were marked."""
         known = {rid: self.requests[rid] for rid in request_ids if rid in self.requests}
-        self._marked |= known
         return [rid for rid, req in known.items() if self.updater.mark(req, reason)]
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def update(self, timeout_s: float) -> list[Req]:
-        """Route who waits, hear what has come, end who is to end. Returns the requests that changed."""
+        """Route who waits, hear what has come, end who is to end. Returns the requests that changed.
+
+        What a Ctrl-C leaves undone, the next one does: whoever is handled here may have been, in part or as a whole.
+        """
+        if self._begun is not None:
+            self._give_up(self._begun)
+            self._begun = None
         for req in self.waiting:
             if req.to_finish is None:
                 self._route(req)
-        has_news = any(req.to_finish is not None for req in self._marked.values())
-        changed = self.listen(0.0 if has_news else timeout_s)
-        marked = [req for req in self._marked.values() if req.to_finish is not None]
+        changed = self.listen(0.0 if self._marked() else timeout_s)
+        marked = self._marked()
         changed += [req for req in marked if req not in changed]
-        for req in changed:
-            if req.to_finish is not None and not req.is_finished:
-                self._finish(req)
+        for req in marked:
+            self._finish(req)
         return changed
 
     def listen(self, timeout_s: float) -> list[Req]:
         """Hear what has come, and who is lost. Returns the requests that got something."""
         changed = self.hear(timeout_s)
+        for name in list(self._parting):
+            self._part(name)
         for lost in self.links.lost():
             self._lose(lost.name, lost.why)
         if self.config.transport != "in_process":
@@ -155,7 +162,11 @@ class Router:
         """Hear what has come. Returns the requests that got something."""
         changed: dict[str, Req] = {}
         for name, message in self.links.receive(timeout_s):
-            req = self._hear(name, message)
+            try:
+                req = self._hear(name, message)
+            except Exception as error:  # not a second time: it would be the same, for all messages behind it, too
+                self._lose(name, f"the router failed at what it said: {error!r}")
+                continue
             if req is not None:
                 changed[req.rid] = req
         return list(changed.values())
@@ -213,9 +224,13 @@ class Router:
         if attempt is None or attempt.decode != name or attempt.req.to_finish is not None:
             return None
         req = attempt.req
+        if message.first + len(message.token_ids) == len(req.output_ids):
+            return req  # they were taken already
         if message.first != len(req.output_ids) or len(message.logprobs) != len(message.token_ids):
-            error = PartError(f"engine {name!r} brings tokens from {message.first} on; {len(req.output_ids)} are there")
-            self.finish_requests([req.rid], FinishError(error))
+            there = len(req.output_ids)
+            self._retry(
+                attempt, TransferError(f"engine {name!r} brings tokens from {message.first} on; {there} are there")
+            )
             return None
         rows = tuple(map(to_row, message.logprobs))
         of_prompt = message.prompt_logprobs
@@ -228,8 +243,6 @@ class Router:
             req.cached_tokens = message.cached_tokens
         req.num_draft_tokens, req.num_accepted_tokens = message.num_draft_tokens, message.num_accepted_tokens
         self.updater.commit(req, sampled, num_new_kv=0)
-        if req.to_finish is not None:
-            self._marked[req.rid] = req
         return req
 
     def _hear_of_end(self, name: str, message: Ended) -> None:
@@ -260,7 +273,7 @@ class Router:
                 self.tracer.emit(EngineRefused(name=name, role=joined.role, why=why))
             self.links.refuse(name, why)
             return
-        self.members[name] = Member(name, joined, time.monotonic())
+        self.members.setdefault(name, Member(name, joined, time.monotonic()))
         if self.tracer:
             self.tracer.emit(
                 EngineJoined(name=name, role=joined.role, total_tokens=joined.total_tokens, page_size=joined.page_size)
@@ -269,11 +282,16 @@ class Router:
             self._send(name, Call(ON_JOINING, "update_weights", self.weights))
 
     def _lose(self, name: str, why: str) -> None:
-        """An engine is gone: its requests go elsewhere, and the others are told."""
+        """An engine is gone."""
         self.links.drop(name, why)
-        member = self.members.pop(name, None)
-        if member is None:
-            return
+        if name in self.members:
+            self._parting[name] = self.members[name], why
+            self._part(name)
+
+    def _part(self, name: str) -> None:
+        """The requests of an engine that is gone go elsewhere, and the others are told."""
+        member, why = self._parting[name]
+        self.members.pop(name, None)
         lost = [a for a in self.attempts.values() if name in (a.prefill, a.decode) and a.room in member.rooms]
         if self.tracer:
             self.tracer.emit(EngineLost(name=name, why=why, rids=tuple(a.req.rid for a in lost)))
@@ -281,6 +299,7 @@ class Router:
             self._send(other, PeerLost(name))
         for attempt in lost:
             self._retry(attempt, EngineLostError(f"engine {name!r} is lost: {why}"))
+        self._parting.pop(name, None)
 
     def _send(self, name: str, message: ToEngine) -> None:
         """To an engine; if it is gone, that is noticed elsewhere."""
@@ -293,7 +312,6 @@ class Router:
 
     def _route(self, req: Req) -> None:
         """Give a request a room and two engines, or its end if there are none."""
-        attempt = self.num_attempts.get(req.rid, 0) + 1
         chosen = [min(self.of_role(role), key=load_of, default=None) for role in ("prefill", "decode")]
         for role, found in zip(("prefill", "decode"), chosen, strict=True):
             if found is None:
@@ -304,8 +322,10 @@ class Router:
         assert prefill is not None and decode is not None
         room, self._next_room = self._next_room, self._next_room + 1
         job = job_of(req, speculate=self.speculates and req.spec_state is not None)
-        self.attempts[room] = Attempt(room, req, prefill.name, decode.name)
-        self._room_of[req.rid], self.num_attempts[req.rid] = room, attempt
+        attempt = Attempt(room, req, prefill.name, decode.name, self.num_attempts.get(req.rid, 0) + 1)
+        self._begun = attempt
+        self.attempts[room] = attempt
+        self._room_of[req.rid] = room
         for member in (prefill, decode):
             if not member.rooms:  # without requests it had nothing to say
                 member.last_heard = time.monotonic()
@@ -318,7 +338,7 @@ class Router:
                     room=room,
                     prefill=prefill.name,
                     decode=decode.name,
-                    attempt=attempt,
+                    attempt=attempt.number,
                     num_output_tokens=len(req.output_ids),
                 )
             )
@@ -328,11 +348,15 @@ class Router:
                 self._send(prefill.name, Prefill(room, job, decode.name))
         except WireError as error:
             self.finish_requests([req.rid], FinishError(error))
+        self._begun = None
 
     def _retry(self, attempt: Attempt, error: EngineError) -> None:
         """The attempt has failed. Another one, or the request's end."""
         self._give_up(attempt)
-        if self.num_attempts[attempt.req.rid] > self.config.max_retries:
+        if attempt.req.to_finish is not None or self.num_attempts.get(attempt.req.rid) == attempt.number:
+            return  # meanwhile its other engine has turned out to be gone, too
+        self.num_attempts[attempt.req.rid] = attempt.number
+        if attempt.number > self.config.max_retries:
             self.finish_requests([attempt.req.rid], FinishError(error))
             return
         self.num_retries += 1
@@ -340,21 +364,24 @@ class Router:
 
     def _give_up(self, attempt: Attempt) -> None:
         """Nothing more is wanted of this room."""
-        self.attempts.pop(attempt.room, None)
-        self._room_of.pop(attempt.req.rid, None)
         for name in (attempt.prefill, attempt.decode):
             member = self.members.get(name)
             if member is not None and attempt.room in member.rooms:
-                member.rooms.discard(attempt.room)
                 self._send(name, Cancel(attempt.room))
+                member.rooms.discard(attempt.room)
+        self.attempts.pop(attempt.room, None)
+
+    def _marked(self) -> list[Req]:
+        """Those that are to end."""
+        return [req for req in self.requests.values() if req.to_finish is not None]
 
     def _finish(self, req: Req) -> None:
         assert req.to_finish is not None
-        room = self._room_of.get(req.rid)
-        if room is not None:
-            self._give_up(self.attempts[room])
+        attempt = self.attempts.get(self._room_of.get(req.rid, -1))
+        if attempt is not None:
+            self._give_up(attempt)
         self.updater.end(req, req.to_finish)
-        self._marked.pop(req.rid, None)
+        self._room_of.pop(req.rid, None)
         self.num_attempts.pop(req.rid, None)
         del self.requests[req.rid]
         self.updater.trace_end(req)

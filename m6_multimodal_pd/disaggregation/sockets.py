@@ -18,7 +18,8 @@ ROUTER in front of engines that register with a first message; SGLang: PUSH and 
 import errno
 import re
 import secrets
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -36,6 +37,7 @@ from m6_multimodal_pd.disaggregation.credentials import (
     proof,
 )
 from m6_multimodal_pd.disaggregation.endpoint import LOOPBACK, MAX_PER_CALL, MAX_QUEUED, Endpoint, Refusals, Woken
+from m6_multimodal_pd.disaggregation.inbox import handed_out
 from m6_multimodal_pd.disaggregation.wire import Codec, Frame
 from m6_multimodal_pd.errors import PeerLostError, WireError
 
@@ -70,6 +72,7 @@ class RouterSocket(Generic[M]):
         self._secret = secret
         self._max_per_call = max_per_call
         self._refusals = Refusals(on_refused)
+        self._arrived: deque[list[Frame]] = deque()
         self._names: dict[bytes, str] = {}
         self._identities: dict[str, bytes] = {}
         self._endpoint = Endpoint(zmq.ROUTER, max_bytes=codec.max_bytes, max_queued=max_queued)
@@ -96,20 +99,23 @@ class RouterSocket(Generic[M]):
 
         May be empty before the time is over: also what is refused wakes it, and counts to the most that one call reads.
         """
-        self._endpoint.wait(timeout_s)
-        received = []
+        return list(self.arrivals(timeout_s))
+
+    def arrivals(self, timeout_s: float) -> Iterator[tuple[str, M]]:
+        """The same, one after the other: each is kept until the next one is asked for (`inbox.py`)."""
+        self._endpoint.wait(0.0 if self._arrived else timeout_s)
         for reason in self._endpoint.answer_door(self._max_per_call):
             self._refusals.add(reason)
-        for identity, *frames in self._endpoint.read(self._max_per_call):
+        self._arrived.extend(self._endpoint.read(self._max_per_call))
+        for identity, *frames in handed_out(self._arrived):
             try:
                 name = self._names.get(bytes(identity))
                 if name is None:
                     self._admit(bytes(identity), frames)
                 else:
-                    received.append((name, self._codec.decode(frames)))
+                    yield name, self._codec.decode(frames)
             except WireError as error:
                 self._refusals.add(f"from {shown(bytes(identity))}: {error}")
-        return received
 
     def send(self, name: str, message: M) -> None:
         """Queue `message` for an engine.
@@ -150,12 +156,12 @@ class RouterSocket(Generic[M]):
         if not is_proof(bytes(frames[1]), self._secret, ENGINE, identity):
             raise WireError("a hello with a wrong secret")
         name = found[1].decode()
-        if name in self._identities:
+        if self._identities.get(name, identity) != identity:  # its own if it is admitted again, after a Ctrl-C
             raise WireError(f"there is another engine {name!r}")
         with suppress(zmq.ZMQError):  # gone already: the first `send` will say so
             self._endpoint.write([identity, WELCOME, proof(self._secret, ROUTER, identity)])
-        self._names[identity] = name
         self._identities[name] = identity
+        self._names[identity] = name
 
 
 class EngineSocket(Generic[M]):

@@ -5,7 +5,7 @@ and reads every message on its way, so that a page that goes twice is seen even 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,10 @@ class Wire:
             send(name, message)
             self.sent.append((name, message))
 
-        def tapped_receive(timeout_s: float) -> list[tuple[str, Any]]:
-            came = receive(timeout_s)
-            self.heard += came
-            return came
+        def tapped_receive(timeout_s: float) -> Iterator[tuple[str, Any]]:
+            for came in receive(timeout_s):
+                self.heard.append(came)
+                yield came
 
         links.send, links.receive = tapped_send, tapped_receive  # type: ignore[method-assign]
 

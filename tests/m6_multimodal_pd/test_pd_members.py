@@ -135,7 +135,7 @@ def test_a_process_that_is_refused_is_not_started_anew(seeing_directory: Path) -
     links = started(EngineConfig(model=model, disaggregation=DisaggregationConfig()), ["prefill-0"], is_traced=False)
     try:
         links.refuse("prefill-0", "it does not fit")
-        assert links.lost() == [Lost("prefill-0", "it does not fit", Fault("ConfigError", "it does not fit"))]
+        assert list(links.lost()) == [Lost("prefill-0", "it does not fit", Fault("ConfigError", "it does not fit"))]
         assert not links.coming("prefill")
     finally:
         links.close()

@@ -1,6 +1,7 @@
 """The router among engines that are nothing but sockets: what it says to whom, and to whom it says nothing more."""
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,28 @@ import pytest
 from m1_single_request.request import FinishAbort
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
+from m6_multimodal_pd.disaggregation import by_hand, endpoint, inbox, router, sockets
 from m6_multimodal_pd.disaggregation.by_hand import HandLinks, read_keys, write_keys
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.messages import Decode, Joined, PeerLost, Prefill, Role, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.messages import (
+    Cancel,
+    Decode,
+    Heartbeat,
+    Joined,
+    PeerLost,
+    Prefill,
+    Role,
+    ToEngine,
+    Tokens,
+    Told,
+    ToRouter,
+)
 from m6_multimodal_pd.disaggregation.router import Router
 from m6_multimodal_pd.disaggregation.sockets import EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.wire import Codec
 from tests.m4_radix_cache.reqs import make_req
 from tests.m6_multimodal_pd.pd_engines import Listener
+from tests.testbed.interrupts import interrupted
 
 MAX_BYTES = 2**24
 VOCABULARY = "0" * 64
@@ -138,3 +153,66 @@ def test_an_engine_with_thousands_of_requests_may_be_lost_and_the_others_stay(si
     site.router.update(0.0)
     assert set(site.router.members) == {"decode-1", "prefill-0"}
     assert len(site.router.attempts) == 3000
+
+
+def test_a_request_whose_tokens_have_a_gap_is_tried_anew_behind_those_that_came(site: Site) -> None:
+    site.join("decode-0", "decode")
+    site.join("prefill-0", "prefill")
+    room = site.ask(0)
+    for first in (0, 3):
+        site.engines["decode-0"].send(Tokens(room, first, (7,), (None,), None, 0, 0, 0))
+    site.read_until(Decode, room, "decode-0")
+    for _ in range(1000):
+        site.router.update(0.01)
+        if room not in site.router.attempts and site.router.attempts:
+            break
+    (attempt,) = site.router.attempts.values()
+    site.read_until(Decode, attempt.room, "decode-0")
+    assert [m.job.output_token_ids for m in site.heard["decode-0"] if isinstance(m, Decode)] == [(), (7,)]
+    assert Cancel(room) in site.heard["decode-0"] and site.router.num_retries == 1
+
+
+def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not handed out again and again, with everybody else's words behind it."""
+    site.join("decode-0", "decode")
+    site.join("prefill-0", "prefill")
+
+    def broken(name: str, told: Any) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr(site.router, "_pass_on", broken)
+    site.engines["prefill-0"].send(Told(1, ()))
+    site.engines["decode-0"].send(Heartbeat(1, 2, 3, 4))
+    for _ in range(1000):
+        site.router.update(0.01)
+        if site.router.members["decode-0"].heartbeat and len(site.router.members) == 1:
+            break
+    (lost,) = site.listener.own("engine_lost")
+    assert lost.name == "prefill-0" and "a bug of ours" in lost.why
+    assert site.router.members["decode-0"].heartbeat == Heartbeat(1, 2, 3, 4)
+
+
+def test_an_interrupt_before_any_line_that_hears_loses_no_token(site: Site) -> None:
+    """The socket has what came; a step that is interrupted leaves it there, and the next one finds it."""
+    site.join("decode-0", "decode")
+    site.join("prefill-0", "prefill")
+    modules = [by_hand, endpoint, inbox, router, sockets]
+    for line in count(1):
+        room = site.ask(line)
+        for first in range(0, 4, 2):
+            site.engines["decode-0"].send(Tokens(room, first, (7, 8), (None, None), None, 0, 0, 0))
+        assert site.links.socket.wait(10.0).arrived
+        with interrupted(line, modules) as interrupt:
+            site.router.update(0.0)
+        req = site.router.requests[f"r{line}"]
+        for _ in range(100):
+            if req.seqlen == 7:
+                break
+            site.router.update(0.01)
+        assert (req.output_ids, req.to_finish) == ([7, 8, 7, 8], None), f"before {interrupt.where}"
+        site.router.finish_requests([req.rid], FinishAbort())
+        site.router.update(0.0)
+        assert not site.router.requests and not site.router.attempts
+        if interrupt.where is None:
+            break
+    assert line > 60
