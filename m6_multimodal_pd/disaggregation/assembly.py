@@ -44,31 +44,13 @@ def build_disaggregated(
     names = [f"{role}-{number}" for role in get_args(Role) for number in range(getattr(group, role))]
     links = links_of(config, parts, build, names, standard, is_traced=bool(tracer))
     try:
-        router = Router(
-            links=links,
-            config=group,
-            stop_checker=parts["stop_checker"](
-                eos_token_ids=described.eos_token_ids, max_model_len=described.max_model_len
-            ),
-            speculates=config.speculative.method is not None,
-            vocabulary=vocabulary_of(described.tokenizer),
-            tracer=tracer,
-        )
+        router = router_of(config, parts, described, links, tracer)
         if group.address is None:
             await_engines(router, links, names, group.start_timeout_s)
         else:
             await_roles(router, group)
-        drafts = config.speculative.method == "draft_model"
         return RouterCore(
-            input_processor=build_input_processor(
-                config,
-                limits,
-                parts,
-                described,
-                min(member.joined.total_tokens for member in router.members.values()),
-                sight=sight,
-                guesses_texts_only=drafts,
-            ),
+            input_processor=intake_of(config, limits, parts, described, router, sight),
             router=router,
             output_processor=parts["output_processor"](tracer=tracer),
             tracer=tracer,
@@ -78,6 +60,33 @@ def build_disaggregated(
     except BaseException:
         links.close()
         raise
+
+
+def router_of(config: Any, parts: Mapping[str, Any], described: Any, links: Links, tracer: Tracer) -> Router:
+    """A router that knows nobody yet."""
+    return Router(
+        links=links,
+        config=config.disaggregation,
+        stop_checker=parts["stop_checker"](
+            eos_token_ids=described.eos_token_ids, max_model_len=described.max_model_len
+        ),
+        speculates=config.speculative.method is not None,
+        vocabulary=vocabulary_of(described.tokenizer),
+        tracer=tracer,
+    )
+
+
+def intake_of(config: Any, limits: Any, parts: Mapping[str, Any], described: Any, router: Router, sight: Any) -> Any:
+    """An input processor for what the smallest of the engines can take."""
+    return build_input_processor(
+        config,
+        limits,
+        parts,
+        described,
+        min(member.joined.total_tokens for member in router.members.values()),
+        sight=sight,
+        guesses_texts_only=config.speculative.method == "draft_model",
+    )
 
 
 def links_of(

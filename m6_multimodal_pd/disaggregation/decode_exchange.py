@@ -10,6 +10,7 @@ import numpy as np
 
 from m1_single_request.request import FinishError, RequestStatus
 from m1_single_request.tracer import Tracer
+from m4_radix_cache.mem_cache.base_prefix_cache import MatchResult
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown
 from m4_radix_cache.schedule_batch import Pools
@@ -107,46 +108,59 @@ class DecodeExchange:
 
     def _take_room(self, req: Req) -> bool:
         """Give a request a row, and slots for all of its tokens. False, and no change, if there is no room now."""
-        assert self.scheduler is not None
-        pools, allocator = self.pools, self.pools.token_to_kv_pool_allocator
+        pools = self.pools
         if not pools.req_to_token_pool.available_size():
             return False
         req.fill_ids = req.origin_input_ids + req.output_ids
         match = pools.tree_cache.match_prefix(req.key, len(req.fill_ids))
-        num_cached, num_tokens = len(match.device_indices), len(req.fill_ids)
         pools.tree_cache.inc_lock_ref(match.last_device_node)
-        goes_on = req.max_new_tokens - len(req.output_ids) > 1  # behind the token that comes with the KV
-        needed, alone = (
-            allocator.num_pages_for_extend(np.array([num_cached]), np.array([length])) * allocator.page_size
-            for length in (num_tokens, num_tokens + goes_on)
-        )
-        free = allocator.available_size() + pools.tree_cache.evictable_size()
-        others = [other for other in self.scheduler.running if other is not req]
-        is_alone = not others and not self.scheduler.waiting_queue
-        if (alone if is_alone else needed + self._reserved([*others, req])) > free:
+        needed = self._room_for(req, len(match.device_indices))
+        if needed is None:
             pools.tree_cache.dec_lock_ref(match.last_device_node)
-            if is_alone and not self.scheduler.running:
-                self.scheduler.finish_requests([req.rid], FinishError(outgrown(req, pools)))
             return False
         pools.make_room(needed)
-        rows = pools.req_to_token_pool.alloc(1)
-        last = match.device_indices[-1] if num_cached else -1
-        slots = allocator.alloc_extend(np.array([num_cached]), np.array([num_tokens]), np.array([last]))
-        assert rows is not None and slots is not None, "there was room"
-        row = rows[0]
-        pools.req_to_token_pool.write(row, 0, match.device_indices)
-        pools.req_to_token_pool.write(row, num_cached, slots)
-        req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
-        req.cache_protected_len = num_cached
-        req.req_pool_idx, req.req_to_token_pool = row, pools.req_to_token_pool
-        req.kv_committed_len, req.extend_input_len = num_cached, num_tokens - num_cached
-        req.cached_tokens = num_cached
+        self._place(req, match)
         if self.tracer:
             self.tracer.emit(matched_event(req))
         req.set_status(RequestStatus.RUNNING)
         del self.prealloc_queue[req.rid]
         self.transfer_queue[req.rid] = req
         return True
+
+    def _room_for(self, req: Req, num_cached: int) -> int | None:
+        """How many slots the rest of a prompt takes; None if they are not to be had now. One that will never have them
+        ends."""
+        assert self.scheduler is not None
+        allocator = self.pools.token_to_kv_pool_allocator
+        goes_on = req.max_new_tokens - len(req.output_ids) > 1  # behind the token that comes with the KV
+        needed, alone = (
+            allocator.num_pages_for_extend(np.array([num_cached]), np.array([length])) * allocator.page_size
+            for length in (len(req.fill_ids), len(req.fill_ids) + goes_on)
+        )
+        free = allocator.available_size() + self.pools.tree_cache.evictable_size()
+        others = [other for other in self.scheduler.running if other is not req]
+        is_alone = not others and not self.scheduler.waiting_queue
+        if (alone if is_alone else needed + self._reserved([*others, req])) <= free:
+            return needed
+        if is_alone and not self.scheduler.running:
+            self.scheduler.finish_requests([req.rid], FinishError(outgrown(req, self.pools)))
+        return None
+
+    def _place(self, req: Req, match: MatchResult) -> None:
+        """A row for the request, with the slots of what is cached and new ones for the rest."""
+        rows_of, cached, num_tokens = self.pools.req_to_token_pool, match.device_indices, len(req.fill_ids)
+        rows = rows_of.alloc(1)
+        slots = self.pools.token_to_kv_pool_allocator.alloc_extend(
+            np.array([len(cached)]), np.array([num_tokens]), np.array([cached[-1] if len(cached) else -1])
+        )
+        assert rows is not None and slots is not None, "there was room"
+        rows_of.write(rows[0], 0, cached)
+        rows_of.write(rows[0], len(cached), slots)
+        req.prefix_indices, req.last_node = cached, match.last_device_node
+        req.cache_protected_len = len(cached)
+        req.req_pool_idx, req.req_to_token_pool = rows[0], rows_of
+        req.kv_committed_len, req.extend_input_len = len(cached), num_tokens - len(cached)
+        req.cached_tokens = len(cached)
 
     def _reserved(self, reqs: list[Req]) -> int:
         """What these keep for their answers."""

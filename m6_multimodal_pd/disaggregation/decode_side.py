@@ -6,14 +6,12 @@ New tokens are told to the router after every step. SGLang: `SchedulerDisaggrega
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from m1_single_request.request import FinishError
-from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.decode_exchange import DecodeExchange
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide, Occupied
 from m6_multimodal_pd.disaggregation.events import ChunkReceived, RoomTaken
@@ -31,7 +29,6 @@ from m6_multimodal_pd.disaggregation.messages import (
     Row,
     Taken,
     Tokens,
-    ToRouter,
 )
 from m6_multimodal_pd.disaggregation.poll import KVReceiver
 from m6_multimodal_pd.disaggregation.prebuilt import FirstToken as Came
@@ -44,19 +41,10 @@ class DecodeSide(EngineSide[KVReceiver]):
 
     role = "decode"
 
-    def __init__(
-        self,
-        *,
-        core: Any,
-        exchange: DecodeExchange,
-        target: KVTarget,
-        page_bytes: int,
-        send: Callable[[ToRouter], None],
-        tracer: Tracer,
-        page_size: int,
-    ) -> None:
-        super().__init__(core=core, send=send, tracer=tracer, page_size=page_size)
-        self.exchange, self.target, self.page_bytes = exchange, target, page_bytes
+    def __init__(self, *, exchange: DecodeExchange, target: KVTarget, **settings: Any) -> None:
+        """`settings`: as of every `EngineSide`."""
+        super().__init__(**settings)
+        self.exchange, self.target = exchange, target
         self.accepted: dict[str, Offer] = {}
         """By prefill engine: the memory between the two."""
         self.of_prompts: dict[int, FirstToken] = {}

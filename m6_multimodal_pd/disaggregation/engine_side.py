@@ -51,9 +51,12 @@ class EngineSide(ABC, Generic[T]):
 
     role: Role
 
-    def __init__(self, *, core: Any, send: Callable[[ToRouter], None], tracer: Tracer, page_size: int) -> None:
-        """`send`: to the router."""
-        self.core, self.send, self.tracer, self.page_size = core, send, tracer, page_size
+    def __init__(
+        self, *, core: Any, send: Callable[[ToRouter], None], tracer: Tracer, page_size: int, page_bytes: int
+    ) -> None:
+        """`send`: to the router. `page_bytes`: of all KV of a page."""
+        self.core, self.send, self.tracer = core, send, tracer
+        self.page_size, self.page_bytes = page_size, page_bytes
         self.rooms: dict[int, Occupied[T]] = {}
         self.newest_room = -1
         """Rooms come in the order of their numbers, each once."""

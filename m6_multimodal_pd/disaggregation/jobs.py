@@ -11,11 +11,12 @@ from typing import Any
 from m1_single_request import errors as m1
 from m1_single_request.outputs import Logprob, TokenLogprobs
 from m1_single_request.sampler import LogprobRow
+from m1_single_request.sampling_step import SampledTokens
 from m3_paged_attention import errors as m3
 from m4_radix_cache import errors as m4
 from m4_radix_cache.request import Req
 from m6_multimodal_pd import errors as m6
-from m6_multimodal_pd.disaggregation.messages import Fault, Item, Job, Media, Row
+from m6_multimodal_pd.disaggregation.messages import Fault, Item, Job, Media, Row, Tokens
 from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from m6_multimodal_pd.multimodal.prompt import ChatPrompt
@@ -116,6 +117,16 @@ def row_of(named: TokenLogprobs | None) -> Row | None:
 def to_row(row: Row | None) -> LogprobRow | None:
     """The same as a sampler makes them."""
     return None if row is None else LogprobRow(row.token_ids, row.logprobs, row.ranks)
+
+
+def sampled_of(tokens: Tokens) -> SampledTokens:
+    """What came, as a sampler gives it."""
+    of_prompt = tokens.prompt_logprobs
+    return SampledTokens(
+        tokens.token_ids,
+        tuple(map(to_row, tokens.logprobs)),
+        None if of_prompt is None else tuple(row for own in of_prompt if (row := to_row(own)) is not None),
+    )
 
 
 def named_row(row: Row | None) -> Mapping[int, Logprob] | None:

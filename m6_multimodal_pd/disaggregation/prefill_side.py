@@ -7,10 +7,8 @@ there. SGLang: `SchedulerDisaggregationPrefillMixin.send_kv_chunk`.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
-from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide, Occupied
 from m6_multimodal_pd.disaggregation.events import ChunkSent
 from m6_multimodal_pd.disaggregation.first_token import TAKEN_OVER
@@ -26,7 +24,6 @@ from m6_multimodal_pd.disaggregation.messages import (
     Received,
     Row,
     Taken,
-    ToRouter,
 )
 from m6_multimodal_pd.disaggregation.poll import KVPoll, KVSender
 from m6_multimodal_pd.disaggregation.prefill_exchange import PrefillExchange
@@ -42,19 +39,10 @@ class PrefillSide(EngineSide[KVSender]):
 
     role = "prefill"
 
-    def __init__(
-        self,
-        *,
-        core: Any,
-        exchange: PrefillExchange,
-        source: KVSource,
-        page_bytes: int,
-        send: Callable[[ToRouter], None],
-        tracer: Tracer,
-        page_size: int,
-    ) -> None:
-        super().__init__(core=core, send=send, tracer=tracer, page_size=page_size)
-        self.exchange, self.source, self.page_bytes = exchange, source, page_bytes
+    def __init__(self, *, exchange: PrefillExchange, source: KVSource, **settings: Any) -> None:
+        """`settings`: as of every `EngineSide`."""
+        super().__init__(**settings)
+        self.exchange, self.source = exchange, source
         self.mapped: dict[str, bool] = {}
         """By decode engine: whether it has mapped the memory between the two."""
         self.refusals: dict[str, str] = {}

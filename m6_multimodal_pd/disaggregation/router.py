@@ -9,20 +9,18 @@ SGLang: `disaggregation/mini_lb.py` (now the router of its own package); vLLM: a
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from m1_single_request.errors import DuplicateRequestError, EngineError
 from m1_single_request.request import BaseFinishReason, FinishError, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
-from m1_single_request.sampling_step import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.request import Req
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, EngineRefused, Reported, RequestRouted
-from m6_multimodal_pd.disaggregation.jobs import error_of, job_of, to_row
+from m6_multimodal_pd.disaggregation.jobs import error_of, job_of, sampled_of
 from m6_multimodal_pd.disaggregation.links import Links
 from m6_multimodal_pd.disaggregation.members import Member, load_of, misfit
 from m6_multimodal_pd.disaggregation.messages import (
@@ -232,17 +230,10 @@ class Router:
                 attempt, TransferError(f"engine {name!r} brings tokens from {message.first} on; {there} are there")
             )
             return None
-        rows = tuple(map(to_row, message.logprobs))
-        of_prompt = message.prompt_logprobs
-        sampled = SampledTokens(
-            message.token_ids,
-            rows,
-            None if of_prompt is None else tuple(row for own in of_prompt if (row := to_row(own)) is not None),
-        )
         if not req.output_ids:
             req.cached_tokens = message.cached_tokens
         req.num_draft_tokens, req.num_accepted_tokens = message.num_draft_tokens, message.num_accepted_tokens
-        self.updater.commit(req, sampled, num_new_kv=0)
+        self.updater.commit(req, sampled_of(message), num_new_kv=0)
         return req
 
     def _hear_of_end(self, name: str, message: Ended) -> None:
@@ -385,13 +376,3 @@ class Router:
         self.num_attempts.pop(req.rid, None)
         del self.requests[req.rid]
         self.updater.trace_end(req)
-
-
-def totals_of(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers of several engines, added up."""
-    totals: dict[str, Any] = {}
-    for own in stats:
-        for name, value in own.items():
-            if isinstance(value, int | float):
-                totals[name] = totals.get(name, 0) + value
-    return totals

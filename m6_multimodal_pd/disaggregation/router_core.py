@@ -5,7 +5,7 @@ and here their tokens become text. SGLang: `TokenizerManager` and `DetokenizerMa
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.parallel_sampling import RequestFamilies
 from m6_multimodal_pd.disaggregation.jobs import error_of
 from m6_multimodal_pd.disaggregation.messages import Answer, Call
-from m6_multimodal_pd.disaggregation.router import Router, totals_of
+from m6_multimodal_pd.disaggregation.router import Router
 from m6_multimodal_pd.errors import EngineLostError, PeerLostError
 from m6_multimodal_pd.outputs import EngineStats
 
@@ -110,6 +110,16 @@ class RouterCore(EngineCoreBase):
         if errors:
             raise errors[0]
         return found
+
+
+def totals_of(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers of several engines, added up."""
+    totals: dict[str, Any] = {}
+    for own in stats:
+        for name, value in own.items():
+            if isinstance(value, int | float):
+                totals[name] = totals.get(name, 0) + value
+    return totals
 
 
 WAITING = Answer(0, msgspec.Raw(b""), None)
