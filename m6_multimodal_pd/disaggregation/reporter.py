@@ -6,10 +6,12 @@ made of.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from m1_single_request.trace_event import Event
 from m1_single_request.tracer import TraceRecord
 from m6_multimodal_pd.disaggregation.messages import Told, ToldEvent, ToRouter
+from m6_multimodal_pd.errors import WireError
 
 MOST_EVENTS = 1000
 """More are not told of one step."""
@@ -37,10 +39,11 @@ class Reporter:
             )
 
     def tell(self) -> None:
-        """Send what was gathered."""
+        """Send what was gathered; what is more than a message holds stays untold."""
         if self._events:
             events, self._events = tuple(self._events), []
-            self.send(Told(self._step, events))
+            with suppress(WireError):
+                self.send(Told(self._step, events))
 
     def close(self) -> None:
         """Send what is left."""

@@ -10,6 +10,7 @@ from m1_single_request.trace_event import Event, volatile
 from m1_single_request.tracer import TraceRecord
 from m6_multimodal_pd.disaggregation.messages import Chunk, Heartbeat, Joined, Relay, Told, ToldEvent
 from m6_multimodal_pd.disaggregation.reporter import MOST_EVENTS, Reporter, facts_of
+from m6_multimodal_pd.errors import WireError
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Group
 from tests.m6_multimodal_pd.seeing import asking
@@ -64,6 +65,21 @@ def test_of_a_step_with_very_much_to_say_the_rest_is_left_out() -> None:
         reporter.read(record(1, number))
     reporter.close()
     assert [len(message.events) for message in sent] == [MOST_EVENTS]
+
+
+def test_words_that_no_message_holds_are_left_out_and_the_engine_goes_on() -> None:
+    sent: list[Any] = []
+
+    def send(message: Any) -> None:
+        if told(2) in message.events:
+            raise WireError("a message of 9 bytes; 8 are the limit")
+        sent.append(message)
+
+    reporter = Reporter(send)
+    for number in (1, 2, 3):
+        reporter.read(record(number, number))
+    reporter.close()
+    assert sent == [Told(1, (told(1),)), Told(3, (told(3),))]
 
 
 def told(number: int) -> ToldEvent:
