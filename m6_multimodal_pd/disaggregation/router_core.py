@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from m1_single_request.engine_core_base import EngineCoreBase
-from m1_single_request.errors import EngineError
+from m1_single_request.errors import ConfigError, EngineError, shown
 from m1_single_request.operations import Operations
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.parallel_sampling import RequestFamilies
-from m6_multimodal_pd.disaggregation.jobs import error_of
+from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT, error_of
 from m6_multimodal_pd.disaggregation.messages import Answer, Call
 from m6_multimodal_pd.disaggregation.router import Router
 from m6_multimodal_pd.errors import EngineLostError, PeerLostError
@@ -82,6 +82,8 @@ class RouterCore(EngineCoreBase):
 
     def call_all(self, verb: Any, argument: str = "") -> dict[str, Any]:
         """Have all engines do something; returns what each answered. Raises the first error that one of them told."""
+        if len(argument) > LONGEST_TEXT:
+            raise ConfigError(f"{verb}: {shown(argument)} is longer than {LONGEST_TEXT:,} characters")
         waiting: dict[int, str] = {}
         for name in list(self.router.members):
             self._num_calls += 1
