@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -157,3 +158,12 @@ def test_a_path_that_no_message_holds_is_refused_at_once_and_the_group_goes_on()
         with pytest.raises(ConfigError, match="is longer than 4,096 characters"):
             engine.update_weights("x" * 5000)
         assert engine.chat(QUESTION, PARAMS).error is None
+
+
+def test_a_parameter_that_is_numpys_means_to_a_group_what_it_means_to_one_engine() -> None:
+    params = SamplingParams(temperature=np.float64(0.5), seed=3, stop=np.str_("x"), max_tokens=6)
+    said = []
+    for group in (None, DisaggregationConfig()):
+        with made(group) as engine:
+            said.append(engine.chat(QUESTION, params))
+    assert said[0].error is None and said[0].token_ids == said[1].token_ids
