@@ -1,5 +1,9 @@
 """What MkDocs does not do by itself: follow links that leave docs/, to notebooks, source files and measurements.
 
+And load nothing from elsewhere, so that the site needs no network: diagrams are drawn by the copy of mermaid in
+`assets/vendor`, and pages of notebooks lose the scripts that nbconvert has them load from a CDN, of which none is
+needed: formulas are plain text here. `python -m tests.docs.foreign_hosts` checks a built site.
+
 Links are written as GitHub needs them: a page links to `../notebooks/x.ipynb`, a notebook to `../docs/x.md`. On the
 site both lie in one tree; a link to a source file leads to its page of the reference.
 
@@ -17,6 +21,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parent.parent
 LOG = logging.getLogger("mkdocs.hooks.notebooks")
@@ -29,6 +34,15 @@ BESIDE = (
 """Folders beside docs/, and which of their files the site has, too."""
 CLASSES = {"llm_engine": "llm_engine.LLMEngine", "request_stream": "request_stream.RequestStream"}
 """Modules that the reference shows class by class: where a link to the file leads."""
+
+MERMAID = "assets/vendor/mermaid-11.17.2/mermaid.min.js"
+"""`dist/mermaid.min.js` of the npm package. Where it is there, the theme does not load its own from unpkg.com."""
+CDN_SCRIPT = re.compile(
+    r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->"
+    r"|<script\b[^>]*>(?:(?!</script>).)*https://cdnjs\.cloudflare\.com/.*?</script>",
+    re.DOTALL,
+)
+"""A script on the page of a notebook that loads something from a CDN."""
 
 
 @event_priority(100)  # before mkdocs-jupyter looks for notebooks among the files
@@ -82,4 +96,12 @@ def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
             return link[0]
         return f'href="{target.url_relative_to(page.file)}'
 
-    return re.sub(r'href="\.\./docs/([\w/-]+)\.md', on_site, html)
+    return re.sub(r'href="\.\./docs/([\w/-]+)\.md', on_site, CDN_SCRIPT.sub("", html))
+
+
+def on_post_page(output: str, page: Page, **_: Any) -> str:
+    """Load mermaid where there is a diagram; `defer`: once the page is read, and before the theme draws."""
+    if 'class="mermaid"' not in output:
+        return output
+    script = f'<script src="{get_relative_url(MERMAID, page.url)}" defer></script>'
+    return output.replace("</head>", f"{script}\n</head>", 1)

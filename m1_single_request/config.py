@@ -10,10 +10,13 @@ from typing import Any, Literal, get_type_hints
 
 import torch
 
-from m1_single_request.errors import ConfigError, shown
+from m1_single_request.errors import ConfigError, is_unicode, shown
 from m1_single_request.tracer import TraceReader
 
 DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3"
+
+LARGEST_NUMBER = 2**63 - 1
+LONGEST_PATH = 4096  # characters
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,7 +30,8 @@ class ModelConfig:
     device: str = "auto"
     """A torch device. `auto`: CUDA where there is a GPU, else CPU."""
     dtype: str = "auto"
-    """`float32`, `bfloat16` or `float16`. `auto`: bfloat16 on CUDA, float32 on CPU."""
+    """`float32`, `bfloat16` or `float16`. `auto` on CUDA: what config.json names, bfloat16 where it names float32. On a
+    CPU: float32, but bfloat16 for more than 256 MiB of weights that are named so, if the processor multiplies them."""
     max_model_len: int | None = None
     """Prompt plus output never exceed this many tokens. None: what the model was made for."""
     seed: int = 0
@@ -37,15 +41,12 @@ class ModelConfig:
         check_model(self.model)
         check_whole_number("max_model_len", self.max_model_len, low=2, optional=True)
         check_whole_number("seed", self.seed)
-        resolve_dtype(self.dtype, resolve_device(self.device))
+        check_dtype(self.dtype)
+        resolve_device(self.device)
 
     def torch_device(self) -> torch.device:
         """The device that `device` names; a `ConfigError` where this machine has none such."""
         return resolve_device(self.device)
-
-    def torch_dtype(self) -> torch.dtype:
-        """The precision that `dtype` names."""
-        return resolve_dtype(self.dtype, self.torch_device())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +64,14 @@ class TraceConfig:
     """Readers of your own; they hear the engine start, too."""
 
     def __post_init__(self) -> None:
-        if self.console not in ("off", "summary", "verbose"):
-            raise ConfigError(f"console={self.console!r} is unknown: use off, summary or verbose")
+        if not isinstance(self.console, str) or self.console not in ("off", "summary", "verbose"):
+            raise ConfigError(f"console={shown(self.console)} is unknown: use off, summary or verbose")
         if not isinstance(self.readers, tuple):
-            raise ConfigError(f"readers={self.readers!r} must be a tuple of trace readers")
+            raise ConfigError(f"readers={shown(self.readers)} must be a tuple of trace readers")
         for name in ("jsonl", "chrome"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str | Path):
-                raise ConfigError(f"{name}={value!r} must be a path")
+            if value is not None:
+                check_path(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,39 +84,52 @@ class EngineConfig:
 
 def check_model(model: Any) -> None:
     """Raise `ConfigError` for what cannot name a model."""
-    if model is not None and (not isinstance(model, str | Path) or not str(model)):
-        raise ConfigError(f"model={model!r} must be a directory or a hub id")
+    if model is not None:
+        check_path("model", model, "a directory or a hub id")
+
+
+def check_path(name: str, value: Any, what: str = "a path") -> None:
+    """Raise `ConfigError` for a value that is neither a string nor a `Path`, or that no file can be called."""
+    if not isinstance(value, str | Path) or not str(value):
+        raise ConfigError(f"{name}={shown(value)} must be {what}")
+    text = str(value)
+    if len(text) > LONGEST_PATH or "\0" in text or not is_unicode(text):
+        raise ConfigError(
+            f"{name}={shown(value)} must be {what}: at most {LONGEST_PATH:,} characters, no NUL, no half of a "
+            f"surrogate pair"
+        )
 
 
 def check_whole_number(name: str, value: Any, *, low: int | None = None, optional: bool = False) -> None:
-    """Raise `ConfigError` if `value` is no whole number of at least `low`; None passes if `optional`."""
+    """Raise `ConfigError` if `value` is no whole number of 64 bits and at least `low`; None passes if `optional`."""
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
         bound = "" if low is None else f" of at least {low}"
         raise ConfigError(f"{name}={shown(value)} must be a whole number{bound}")
+    if abs(value) > LARGEST_NUMBER:
+        raise ConfigError(f"{name}={shown(value)} is too large: a whole number has at most 63 bits")
 
 
 def resolve_device(name: Any) -> torch.device:
     """The torch device of that name; `auto` is CUDA where there is a GPU. `ConfigError` where there is none such."""
+    if not isinstance(name, str):
+        raise ConfigError(f"device={shown(name)} must be the name of a torch device: use auto, cpu or cuda")
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # a name, a number, a number too large
-        raise ConfigError(f"device={name!r} is not a torch device: use auto, cpu or cuda") from error
+    except (RuntimeError, ValueError) as error:  # a name of none, text that is no Unicode
+        raise ConfigError(f"device={shown(name)} is not a torch device: use auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r} is not supported: use auto, cpu or cuda")
+        raise ConfigError(f"device={shown(name)} is not supported: use auto, cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
+        raise ConfigError(f"device={shown(name)}: torch sees {torch.cuda.device_count()} CUDA devices here")
     return device
 
 
-def resolve_dtype(name: Any, device: torch.device) -> torch.dtype:
-    """The precision of that name; `auto` is bfloat16 on CUDA and float32 elsewhere."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if not isinstance(name, str) or name not in DTYPES:
-        raise ConfigError(f"dtype={name!r} is unknown: use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+def check_dtype(name: Any) -> None:
+    """Raise `ConfigError` for what names no precision. `auto` is chosen with the model (`precision.py`)."""
+    if not isinstance(name, str) or name not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype={shown(name)} is unknown: use auto, {', '.join(DTYPES)}")
 
 
 def assemble_config(config_type: type, default_model: str | Path, model: Any, configs: dict[str, Any]) -> Any:
@@ -130,9 +144,9 @@ def assemble_config(config_type: type, default_model: str | Path, model: Any, co
             raise ConfigError(f"{keyword}= is unknown here: this milestone takes {', '.join(known)}")
         wanted = hints[known[keyword].name]
         if not isinstance(value, wanted):
-            raise ConfigError(f"{keyword}= must be a {getattr(wanted, '__name__', wanted)}, not {value!r}")
+            raise ConfigError(f"{keyword}= must be a {getattr(wanted, '__name__', wanted)}, not {shown(value)}")
     if model is not None and "model_config" in configs:
-        raise ConfigError(f"the model is named twice: {model!r}, and in model_config")
+        raise ConfigError(f"the model is named twice: {shown(model)}, and in model_config")
     model_config = configs.get("model_config") or hints["model"](model=model)
     if model_config.model is None:
         model_config = replace(model_config, model=default_model)

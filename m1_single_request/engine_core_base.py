@@ -131,6 +131,7 @@ class EngineCoreBase(ABC):
             num_output_tokens=self._num_output_tokens + sum(r.sequence.get_output_len() for r in unfinished),
             kv_tokens=kv_tokens,
             kv_bytes=kv_tokens * self._kv_holder.kv_bytes_per_token,
+            max_model_len=self.input_processor.max_model_len,
         )
 
     def flush_cache(self) -> bool:

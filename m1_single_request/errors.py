@@ -5,16 +5,53 @@ A request that fails after it was accepted raises nothing: it ends with `finish_
 its output, so that no other request is disturbed. vLLM has `EngineDeadError` and plain `ValueError`s for the same.
 """
 
+import reprlib
 
-def shown(value: object) -> str:
-    """`value` as a message shows it: one line of at most 80 characters, whatever it is."""
+LONGEST_SHOWN = 80
+LONGEST_REASON = 300
+NESTED = reprlib.Repr()
+NESTED.maxlevel, NESTED.maxlist, NESTED.maxtuple, NESTED.maxset, NESTED.maxdict = 4, 20, 20, 20, 20
+NESTED.maxstring = NESTED.maxlong = NESTED.maxother = LONGEST_REASON
+LONGEST_PATH = 240
+
+
+def shown(value: object, longest: int = LONGEST_SHOWN) -> str:
+    """`value` as a message shows it: one line of at most `longest` characters. Arrays: dtype and shape."""
     try:
-        text = repr(value).replace("\n", " ")
-    except ValueError:  # Python writes no number of more than some thousand digits
-        text = "a number of thousands of digits"
+        text = _text_of(value, longest).replace("\n", " ")
     except RecursionError:
         text = f"a {type(value).__name__} of thousands of levels"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    except ValueError:  # Python writes no number of more than some thousand digits
+        text = "a number of thousands of digits"
+    except Exception:  # a class of the user's own
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def _text_of(value: object, longest: int) -> str:
+    shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
+    if dtype is not None and len(shape):
+        return f"{type(value).__name__} of {dtype} and shape {tuple(shape)}"
+    if isinstance(value, str | bytes | bytearray) and len(value) > longest:
+        value = value[:longest]  # the rest would be cut off
+    if isinstance(value, list | tuple | dict | set | frozenset):  # lists of lists that share lists grow without end
+        return NESTED.repr(value)
+    return repr(value)
+
+
+def shown_path(path: object) -> str:
+    """A path as a message shows it: at most its last 240 characters, because its end is what tells it from others."""
+    text = repr(str(path))
+    return text if len(text) <= LONGEST_PATH else f"'...{text[3 - LONGEST_PATH :]}"
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can encode `text`: it contains no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class EngineError(Exception):
@@ -54,7 +91,7 @@ class ForwardError(EngineError, RuntimeError):
 
 
 class EngineUsageError(EngineError, RuntimeError):
-    """The engine was used in a way that it does not support: from a second thread, or from inside a step."""
+    """The engine was used in an unsupported way: from a second thread, in a forked process, or from inside a step."""
 
 
 class EngineClosedError(EngineUsageError):

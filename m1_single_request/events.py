@@ -25,6 +25,8 @@ class EngineStarted(Event):
     """Where the weights lie."""
     dtype: str
     """Precision of weights and KV."""
+    named_dtype: str
+    """Precision that config.json names."""
     num_parameters: int
     """Tied embeddings count once."""
     weight_bytes: int
@@ -39,15 +41,20 @@ class EngineStarted(Event):
     """K and V of one token over all layers."""
     max_model_len: int
     """Limit of prompt and output together, in tokens."""
+    num_positions: int
+    """Tokens that the model was made for."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer: config, generation config and tokenizer together."""
 
     def explain(self) -> str:
+        is_changed = self.named_dtype == "float16" != self.dtype
+        named = " (config.json names float16)" if is_changed else ""
+        limit = f" A request has at most {self.max_model_len:,} tokens, of {self.num_positions:,} that the model takes."
         return (
             f"{self.architecture} ({self.model}) is ready on {self.device}: {self.num_parameters / 1e6:,.1f} M "
-            f"parameters, {size(self.weight_bytes)} as {self.dtype}. The KV of one token takes 2 (K and V) x "
+            f"parameters, {size(self.weight_bytes)} as {self.dtype}{named}. The KV of one token takes 2 (K and V) x "
             f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim} x {self.kv_bytes_per_value} "
-            f"bytes = {self.kv_bytes_per_token:,} bytes."
+            f"bytes = {self.kv_bytes_per_token:,} bytes.{limit if self.max_model_len < self.num_positions else ''}"
         )
 
     @property

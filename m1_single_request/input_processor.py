@@ -12,7 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.draws import derive_seed
-from m1_single_request.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, shown
+from m1_single_request.errors import (
+    InvalidParamsError,
+    InvalidPromptError,
+    InvalidRequestError,
+    PromptTooLongError,
+    is_unicode,
+    shown,
+)
+from m1_single_request.prompt_length import LengthBound
 from m1_single_request.request import Request, Sequence
 from m1_single_request.sampling_params import SamplingParams
 
@@ -29,6 +37,7 @@ class RequestOptions(TypedDict, total=False):
     speculate: bool  # m5
 
 
+LONGEST_NAME = 4096  # characters of a request id or a cache salt; they go with every message about a request
 TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # transformers' own
 
 
@@ -54,6 +63,7 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.seed = seed
+        self._length_bound: LengthBound | None = None  # made for the first long text: it reads the vocabulary
 
     def process_request(
         self,
@@ -73,7 +83,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError(f"params must be SamplingParams, not {shown(params)}")
         self._check_params(params)
-        token_ids = self._token_ids(prompt)
+        token_ids = self._token_ids(prompt, request_id)
         self._check_tokens(token_ids, request_id)
         self.check_limits(token_ids, params, request_id)
         seed = derive_seed(self.seed, number) if params.seed is None else params.seed
@@ -124,14 +134,27 @@ class InputProcessor:
         try:
             return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], **arguments))
         except Exception as error:  # a template is a program of its own
-            raise InvalidPromptError(f"the chat template refuses these messages: {error}") from error
+            raise InvalidPromptError(f"the chat template refuses these messages: {str(error)[:200]}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Raises `InvalidPromptError` for what is none."""
+        """The token ids of a text. Raises `InvalidPromptError` for what is none, and `PromptTooLongError` without
+        tokenizing it if its length in characters alone leaves no room for an output token."""
+        self._check_characters(text)
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is no text
             raise InvalidPromptError(f"the prompt is not valid text: {shown(text)}") from error
+
+    def _check_characters(self, text: str) -> None:
+        if not isinstance(text, str) or len(text) < self.max_model_len:
+            return
+        if self._length_bound is None:
+            self._length_bound = LengthBound(self.tokenizer)
+        if (at_least := self._length_bound(text)) >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(text):,} characters, which are at least {at_least:,} tokens; max_model_len is "
+                f"{self.max_model_len} for prompt and output together"
+            )
 
     def _check_template_options(self, options: Mapping[str, Any]) -> None:
         """Refuse an option that the template never reads: Jinja would ignore it in silence."""
@@ -146,7 +169,7 @@ class InputProcessor:
             if name not in known | TEMPLATE_ARGUMENTS:
                 reads = ", ".join(sorted(known))
                 raise InvalidPromptError(
-                    f"chat_template_kwargs: this model's template does not know {name!r}; it reads {reads}"
+                    f"chat_template_kwargs: this model's template does not know {shown(name)}; it reads {reads}"
                 )
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -161,10 +184,11 @@ class InputProcessor:
             if value is not None and value > self.vocab_size:
                 raise InvalidParamsError(f"{name}={value} is more than the vocabulary of {self.vocab_size} tokens")
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def _token_ids(self, prompt: Prompt, request_id: str) -> list[int]:
         if isinstance(prompt, str):
             return self.encode(prompt)
         if isinstance(prompt, SequenceOf) and not isinstance(prompt, bytes | bytearray | memoryview):
+            check_model_len(prompt, self.max_model_len, request_id)  # before it is copied: a range has any length
             ids = [i for i in prompt if isinstance(i, int) and not isinstance(i, bool)]
             if len(ids) == len(prompt):
                 return ids
@@ -174,7 +198,9 @@ class InputProcessor:
 
     def _check_tokens(self, token_ids: list[int], request_id: str) -> None:
         if not token_ids:
-            raise InvalidPromptError(f"request {request_id!r} has an empty prompt: there is no token to continue from")
+            raise InvalidPromptError(
+                f"request {shown(request_id)} has an empty prompt: there is no token to continue from"
+            )
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
                 number = str(token_id) if abs(token_id) < 10**100 else "of over 100 digits"
@@ -190,6 +216,18 @@ class InputProcessor:
         check_model_len(token_ids, self.max_model_len, request_id)
 
 
+def check_name(name: str, value: Any) -> None:
+    """Raise `InvalidRequestError` for a request id or a cache salt that no message between processes could hold."""
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{name}={shown(value)} must be a string that is not empty")
+    if len(value) > LONGEST_NAME:
+        raise InvalidRequestError(
+            f"{name}={shown(value)} has {len(value):,} characters; at most {LONGEST_NAME:,} are possible"
+        )
+    if not is_unicode(value):
+        raise InvalidRequestError(f"{name}={shown(value)} has half a surrogate pair, which no text can contain")
+
+
 def check_messages(messages: Any) -> None:
     """Refuse what is no conversation: a list of mappings, each with a role (`InvalidPromptError`)."""
     is_list = isinstance(messages, SequenceOf) and not isinstance(messages, str)
@@ -200,10 +238,10 @@ def check_messages(messages: Any) -> None:
             raise InvalidPromptError(f"message {shown(message)} needs a role that is a string")
 
 
-def check_model_len(token_ids: list[int], max_model_len: int, request_id: str) -> None:
+def check_model_len(token_ids: SequenceOf[Any], max_model_len: int, request_id: str) -> None:
     """Refuse a prompt that leaves no room for an output token (`PromptTooLongError`)."""
     if len(token_ids) >= max_model_len:
         raise PromptTooLongError(
-            f"request {request_id!r} has {len(token_ids)} prompt tokens; max_model_len is {max_model_len} for "
+            f"request {shown(request_id)} has {len(token_ids)} prompt tokens; max_model_len is {max_model_len} for "
             f"prompt and output together, so at most {max_model_len - 1} are possible"
         )

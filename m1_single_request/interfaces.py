@@ -12,7 +12,7 @@ from torch import Tensor
 
 from m1_single_request.config import ModelConfig
 from m1_single_request.detokenizer import IncrementalDetokenizer
-from m1_single_request.errors import ConfigError
+from m1_single_request.errors import ConfigError, shown
 from m1_single_request.input_processor import Message, Prompt, RequestOptions
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.model_runner import ModelInputs
@@ -188,11 +188,11 @@ def check_parts(parts: Mapping[str, Any], roles: Mapping[str, type]) -> None:
     """Raise `ConfigError` for an unknown role, or a part that lacks a method or a constructor argument of its role."""
     for role, part in parts.items():
         if role not in roles:
-            raise ConfigError(f"parts: there is no role {role!r}; the roles are {', '.join(roles)}")
+            raise ConfigError(f"parts: there is no role {shown(role)}; the roles are {', '.join(roles)}")
         protocol = roles[role]
-        name = getattr(part, "__name__", repr(part))
+        name = getattr(part, "__name__", shown(part))
         if not callable(part):
-            raise ConfigError(f"parts: {role!r} must be a class or a function, not {part!r}")
+            raise ConfigError(f"parts: {role!r} must be a class or a function, not {shown(part)}")
         if isinstance(part, type):
             lacking = [m for m in _methods(protocol) if not _has_method(part, m)]
             if lacking:

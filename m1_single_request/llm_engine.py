@@ -4,14 +4,16 @@ Written once for all milestones. A milestone's own `LLMEngine` names its table o
 default model, and inherits everything else. The face is vLLM's `LLM` and `LLMEngine` in one; SGLang calls it `Engine`.
 """
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
-from m1_single_request.config import DEFAULT_MODEL, EngineConfig, assemble_config
+from m1_single_request.config import DEFAULT_MODEL, EngineConfig, assemble_config, check_path
 from m1_single_request.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -20,7 +22,7 @@ from m1_single_request.errors import (
     InvalidRequestError,
     shown,
 )
-from m1_single_request.input_processor import Message, Prompt, RequestOptions
+from m1_single_request.input_processor import Message, Prompt, RequestOptions, check_name
 from m1_single_request.interfaces import ROLES, check_parts
 from m1_single_request.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from m1_single_request.progress import BatchProgress
@@ -31,10 +33,12 @@ from m1_single_request.tracer import Tracer
 from m1_single_request.wiring import PARTS
 
 Params = SamplingParams | None
+MAX_PROMPTS = 2**20  # of a batch
+MAX_PROMPT_IDS = 2**16  # that the output of a rejected prompt repeats
 
 
 class LLMEngine:
-    """An engine with one model. Not thread-safe: it belongs to the thread that built it, and says so otherwise.
+    """An engine with one model. It belongs to the thread and the process that built it: calls from others are errors.
 
     `LLMEngine()` runs the checkpoint that ships with the course, `LLMEngine("path or hub id")` any supported model,
     `LLMEngine(model_config=ModelConfig(...), trace_config=TraceConfig(...))` one that is configured. `parts` replaces
@@ -54,19 +58,19 @@ class LLMEngine:
     ) -> None:
         self.config = assemble_config(self.config_type, self.default_model, model, configs)
         if parts is not None and not isinstance(parts, Mapping):
-            raise ConfigError(f"parts must map roles to classes, not {parts!r}")
+            raise ConfigError(f"parts must map roles to classes, not {shown(parts)}")
         table = {**self.parts, **(parts or {})}
         check_parts(table, self.roles)
         self.tracer = Tracer()
         for reader in readers_of(self.config.trace):
             self.tracer.attach(reader)
-        self._thread = threading.get_ident()
+        self._process, self._thread = os.getpid(), threading.get_ident()
         self._stepping = False
         self._closed = False
         self._number = 0
         self._mailboxes: dict[str, deque[RequestOutput]] = {}  # of requests that somebody here waits for
         self._undelivered: dict[str, RequestOutput] = {}  # of requests that only `step()` reports
-        self._dropped: deque[str] = deque()  # streams that were let go of in another thread
+        self._dropped: deque[str] = deque()  # streams that were let go of: the next call aborts their requests
         try:
             self.engine_core = table["wiring"](self.config, table, self.tracer)
         except BaseException:
@@ -177,17 +181,17 @@ class LLMEngine:
 
         Takes exact ids. Returns False if there is no such unfinished request.
         """
-        self._check_thread()
+        self._begin_call()
         return isinstance(request_id, str) and not self._closed and self.engine_core.abort_request(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to compute or to report."""
-        self._check_thread()
+        self._begin_call()
         return not self._closed and (self.engine_core.has_unfinished_requests() or bool(self._undelivered))
 
     def stats(self) -> EngineStats:
         """Totals since the engine was built, and what it holds now."""
-        self._check_thread()
+        self._begin_call()
         return self.engine_core.stats()
 
     def flush_cache(self) -> bool:
@@ -198,11 +202,13 @@ class LLMEngine:
     def update_weights(self, model: str | Path) -> None:
         """Go on with the weights of another model of the same shape (m6). Raises `EngineUsageError` under load."""
         self._check_usable()
+        check_path("model", model, "a directory or a hub id")
         self.engine_core.update_weights(str(model))
 
     def start_profile(self, folder: str | Path) -> None:
         """Let torch's profiler record the steps from now on; `stop_profile` writes what it saw into this folder."""
         self._check_usable()
+        check_path("folder", folder)
         self.engine_core.operations.start_profile(str(folder))
 
     def stop_profile(self) -> list[Path]:
@@ -262,10 +268,9 @@ class LLMEngine:
         self._check_options(options)
         if request_id is None:
             request_id = self._new_id()
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError(f"request_id={shown(request_id)} must be a string that is not empty")
+        check_name("request_id", request_id)
         if self._is_taken(request_id):
-            raise DuplicateRequestError(f"request id {request_id!r} is in use: unfinished, or its end not fetched yet")
+            raise DuplicateRequestError(f"request id {shown(request_id)} is in use: unfinished, or its end not fetched")
         request = self.engine_core.input_processor.process_request(
             request_id,
             prompt,
@@ -304,8 +309,7 @@ class LLMEngine:
         return mailbox is not None and mailbox.maxlen != 0  # a closed stream's may be left over from an interrupt
 
     def _abandon(self, request_id: str) -> None:
-        """Nobody waits for this request any more."""
-        self._check_thread()
+        """Abort a request whose stream was closed or dropped, unless it has ended."""
         if self._mailboxes.pop(request_id, None) is None:
             return
         if self._stepping or self.engine_core.is_unfinished(request_id):
@@ -315,8 +319,6 @@ class LLMEngine:
     def _advance(self) -> list[str]:
         """Run one step and put every output where it belongs; returns the ids of the requests that have one."""
         self._check_usable()
-        while self._dropped:
-            self._abandon(self._dropped.popleft())
         self.engine_core.forget_told()  # only the coming step's outputs can be lost
         outputs: dict[str, RequestOutput] | None = None
         delivered: list[str] = []
@@ -348,12 +350,18 @@ class LLMEngine:
                 known = ", ".join(["request_id", *self.request_options])
                 raise InvalidRequestError(f"{name}= is unknown here: a request of this milestone takes {known}")
 
-    def _check_thread(self) -> None:
+    def _begin_call(self) -> None:
+        """Check where a call comes from, and abort the requests of streams that were dropped since the last one."""
+        if os.getpid() != self._process:  # the threads and sockets that would do the work are the parent's
+            raise EngineUsageError("an engine belongs to the process that built it; start a new process")
         if threading.get_ident() != self._thread:
             raise EngineUsageError("an engine belongs to the thread that built it; this call came from another thread")
+        while self._dropped and not self._stepping:
+            self._abandon(self._dropped[0])
+            self._dropped.popleft()
 
     def _check_usable(self) -> None:
-        self._check_thread()
+        self._begin_call()
         if self._closed:
             raise EngineClosedError("the engine is closed")
         if self._stepping:
@@ -365,8 +373,8 @@ def _last(outputs: Iterable[RequestOutput]) -> RequestOutput:
 
 
 def _one_per_prompt(prompts: Sequence[Prompt], params: Params | Sequence[SamplingParams]) -> list[Params]:
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        raise InvalidRequestError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence) or len(prompts) > MAX_PROMPTS:
+        raise InvalidRequestError(f"prompts must be a list of at most {MAX_PROMPTS:,} prompts, not {shown(prompts)}")
     if params is None or isinstance(params, SamplingParams):
         return [params] * len(prompts)
     if isinstance(params, str) or not isinstance(params, Sequence):
@@ -379,9 +387,7 @@ def _one_per_prompt(prompts: Sequence[Prompt], params: Params | Sequence[Samplin
 def _refused(request_id: str, prompt: Prompt, error: InvalidRequestError) -> RequestOutput:
     """The output of a request that never ran."""
     now = time.monotonic()
-    ids: tuple[int, ...] = ()
-    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
-        ids = tuple(i for i in prompt if isinstance(i, int))
+    ids = tuple(i for i in islice(prompt if isinstance(prompt, Sequence) else (), MAX_PROMPT_IDS) if isinstance(i, int))
     return RequestOutput(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,

@@ -6,12 +6,13 @@ can run any program when it is opened. `describe` reads everything but the weigh
 their own, of these or of further architectures. vLLM: `model_executor/model_loader`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,8 +26,22 @@ from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
 from m1_single_request.config import DEFAULT_MODEL, ModelConfig
-from m1_single_request.errors import ConfigError, ModelLoadError
+from m1_single_request.errors import ConfigError, ModelLoadError, shown
+from m1_single_request.precision import choose_dtype, count_weights, named_dtype
 
+LONGEST_REASON = 300  # characters of what a library says
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+LARGEST_SIZE = 2**48  # of a field; what is larger overflows somewhere in C before it is refused for its memory
+LARGEST_NUM_LAYERS = 10_000  # each is a list of tensors before any of them takes memory
+LARGEST_SIZES: dict[str, int | None] = {
+    "num_hidden_layers": LARGEST_NUM_LAYERS,
+    "hidden_size": LARGEST_SIZE,
+    "num_attention_heads": LARGEST_SIZE,
+    "num_key_value_heads": LARGEST_SIZE,
+    "intermediate_size": LARGEST_SIZE,
+    "vocab_size": LARGEST_SIZE,
+    "max_position_embeddings": None,  # how long a request may become is checked with the length that is asked for
+}
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 
 
@@ -44,6 +59,8 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    named_dtype: torch.dtype = torch.float32
+    """The precision that config.json names."""
     num_parameters: int = 0
     """As loaded; tied embeddings count once."""
     weight_bytes: int = 0
@@ -69,6 +86,9 @@ class ModelChoice(Protocol):
     def model(self) -> str | Path | None: ...
     @property
     def max_model_len(self) -> int | None: ...
+    @property
+    def dtype(self) -> str: ...
+    def torch_device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
@@ -83,12 +103,16 @@ class ModelDescription:
     eos_token_ids: frozenset[int]
     """The union of what config, generation config and tokenizer name."""
     max_model_len: int
+    dtype: torch.dtype
+    """The precision that weights and KV are to have."""
+    named_dtype: torch.dtype
+    """The precision that config.json names."""
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
     described = describe(config)
-    name, device, dtype = described.name, config.torch_device(), config.torch_dtype()
+    name, device, dtype = described.name, config.torch_device(), described.dtype
     model, report = load_part(
         name,
         "its weights",
@@ -108,6 +132,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         unexpected=report["unexpected_keys"],
         misshapen=[key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]],
     )
+    load_part(name, "its weights", lambda: _check_stored_types(name, model.state_dict().keys()))
     model.config.return_dict = True  # the runner reads outputs by name, whatever the config says
     parameters = list(model.parameters())
     return LoadedModel(
@@ -119,6 +144,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         eos_token_ids=described.eos_token_ids,
         max_model_len=described.max_model_len,
         vocab_size=described.config.vocab_size,
+        named_dtype=described.named_dtype,
         num_parameters=sum(p.numel() for p in parameters),
         weight_bytes=sum(p.nbytes for p in parameters),
     )
@@ -134,17 +160,19 @@ def describe(
     """
     name = str(DEFAULT_MODEL if choice.model is None else choice.model)
     _check_directory(name, needs_weights)
-    config = load_part(name, "its config", lambda: AutoConfig.from_pretrained(name, trust_remote_code=False))
+    config = load_part(name, "its config", lambda: _read_config(name))
     named = getattr(config, "architectures", None)
     architecture = named[0] if isinstance(named, list) and named else "none"
     if architecture not in architectures:
         supported = ", ".join(architectures)
-        raise ModelLoadError(f"{name}: architecture {architecture} is not supported; supported are {supported}")
-    text = config.get_text_config()  # the config itself if text is all there is
+        shortened = architecture if isinstance(architecture, str) and len(architecture) <= 80 else shown(architecture)
+        raise ModelLoadError(f"{name}: architecture {shortened} is not supported; supported are {supported}")
+    text = _text_config(name, config)
     max_model_len = _max_model_len(name, choice.max_model_len, text)
     generation = _generation_config(name)
     tokenizer = load_part(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     eos = _eos_token_ids(config, text, generation, tokenizer)
+    named = named_dtype(config, text)
     return ModelDescription(
         name=name,
         architecture=architecture,
@@ -152,6 +180,8 @@ def describe(
         tokenizer=tokenizer,
         eos_token_ids=frozenset(i for i in eos if 0 <= i < text.vocab_size),  # others can never come
         max_model_len=max_model_len,
+        dtype=choose_dtype(choice.dtype, named, count_weights(config), choice.torch_device()),
+        named_dtype=named,
     )
 
 
@@ -171,7 +201,8 @@ def load_part(name: str, part: str, call: Callable[[], Any]) -> Any:
         if not Path(name).is_dir():
             where = " (no such local directory, so it was taken for a hub id)"
             to_do = "check the id and the connection, or give a local directory"
-        raise ModelLoadError(f"{name}{where}: {part} cannot be loaded: {reason.rstrip('.')}; {to_do}") from error
+        reason = reason.rstrip(".") if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
+        raise ModelLoadError(f"{name}{where}: {part} cannot be loaded: {reason}; {to_do}") from error
     finally:
         hf_logging.set_verbosity(verbosity)
         if had_bars:
@@ -189,6 +220,24 @@ def check_tensors(name: str, *, missing: Iterable[str], unexpected: Iterable[str
             more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
             listed = ", ".join(tensors[:3]) + more
             raise ModelLoadError(f"{name}: the weights {what} {listed}; the files do not fit config.json")
+
+
+def check_stored_type(name: str, tensor: str, dtype: str) -> None:
+    """Raise `ModelLoadError` for a tensor that is stored as codes or counts: converted, they would be other weights."""
+    if dtype not in FLOAT_TYPES:
+        raise ModelLoadError(
+            f"{name}: {tensor} is stored as {dtype}; only {', '.join(FLOAT_TYPES)} are read: give the original weights"
+        )
+
+
+def _check_stored_types(name: str, wanted: Collection[str]) -> None:
+    """transformers converts whatever is stored, without a word."""
+    directory = Path(str(cached_file(name, "config.json"))).parent
+    for file in sorted(directory.glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a dictionary
+                if key in wanted:
+                    check_stored_type(name, key, tensors.get_slice(key).get_dtype())
 
 
 def _check_directory(name: str, needs_weights: bool) -> None:
@@ -214,10 +263,46 @@ def _check_directory(name: str, needs_weights: bool) -> None:
         raise ModelLoadError(f"{name} does not exist: give a model directory, or a hub id such as Qwen/Qwen3-0.6B")
 
 
+def _read_config(name: str) -> PreTrainedConfig:
+    """A number of layers is checked first: transformers makes a list of so many before it checks anything."""
+    stored, _ = PreTrainedConfig.get_config_dict(name)
+    for part in (stored, stored.get("text_config")):
+        num_layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(num_layers, int) and not 1 <= num_layers <= LARGEST_NUM_LAYERS:
+            raise ModelLoadError(
+                f"{name}: num_hidden_layers={shown(num_layers)} in config.json must be a whole number from 1 to "
+                f"{LARGEST_NUM_LAYERS:,}"
+            )
+    config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    return config
+
+
+def _text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a config that describes the language model; the config itself if text is all there is."""
+    text = config.get_text_config()
+    if not isinstance(text, PreTrainedConfig):
+        raise ModelLoadError(
+            f"{name}: text_config={shown(text)} in config.json is no part of a model with model_type="
+            f"{shown(config.model_type)}; correct the file"
+        )
+    optional = {"head_dim": LARGEST_SIZE} if getattr(text, "head_dim", None) is not None else {}
+    for field, largest in (LARGEST_SIZES | optional).items():
+        value = getattr(text, field, None)
+        if not isinstance(value, int) or isinstance(value, bool) or (largest and not 1 <= value <= largest):
+            limit = f" from 1 to {largest:,}" if largest else ""
+            raise ModelLoadError(
+                f"{name}: config.json leads to {field}={shown(value)}, which must be a whole number{limit}; model_type "
+                f"is {shown(config.model_type)}"
+            )
+    return text
+
+
 def _max_model_len(name: str, wanted: int | None, config: PreTrainedConfig) -> int:
     limit = config.max_position_embeddings
-    if not isinstance(limit, int) or limit < 2:
-        raise ModelLoadError(f"{name}: max_position_embeddings={limit!r} in config.json leaves no room for a token")
+    if limit < 2:
+        raise ModelLoadError(
+            f"{name}: max_position_embeddings={shown(limit)} in config.json leaves no room for a token"
+        )
     if wanted is not None and wanted > limit:
         raise ConfigError(f"max_model_len={wanted} is more than the {limit} positions of {name}")
     return wanted or limit
@@ -244,7 +329,7 @@ def _eos_token_ids(
         several = value if isinstance(value, list | tuple) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in several):
             raise ModelLoadError(
-                f"eos_token_id={value!r} must be a token id or a list of them; correct the model's config"
+                f"eos_token_id={shown(value)} must be a token id or a list of them; correct the model's config"
             )
         ids.update(several)
     return frozenset(ids)

@@ -119,3 +119,5 @@ class EngineStats:
     kv_tokens: int
     """Tokens whose KV is held now."""
     kv_bytes: int
+    max_model_len: int
+    """Prompt plus output never exceed this many tokens."""

@@ -4,11 +4,10 @@ Reading drives the engine: `next()` runs steps until this request has something 
 side, each finds what the steps of the others left in its mailbox. vLLM: `RequestOutputCollector` of its async engine.
 """
 
-import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from m1_single_request.errors import EngineError
+from m1_single_request.errors import EngineError, shown
 from m1_single_request.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -16,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class RequestStream(Iterator[RequestOutput]):
-    """The outputs of one request as they come. Closing it (or dropping it) before the end aborts the request."""
+    """The outputs of one request as they come.
+
+    Closing it before the end aborts the request. If it is only dropped, the next call of the engine does so.
+    """
 
     def __init__(self, engine: "LLMEngine", request_id: str) -> None:
         self.request_id = request_id
@@ -40,12 +42,13 @@ class RequestStream(Iterator[RequestOutput]):
         if self._engine._mailboxes[self.request_id]:
             return True
         if not self._engine.engine_core.is_unfinished(self.request_id):
-            raise EngineError(f"the outputs of {self.request_id!r} were lost: a step was interrupted on its way")
+            raise EngineError(f"the outputs of {shown(self.request_id)} were lost: a step was interrupted on its way")
         return False
 
     def close(self) -> None:
         """Abort the request if it has not finished; what it held is released by the next step."""
         if not self._finished:
+            self._engine._begin_call()
             self._engine._abandon(self.request_id)
             self._finished = True
 
@@ -56,7 +59,5 @@ class RequestStream(Iterator[RequestOutput]):
         self.close()
 
     def __del__(self) -> None:
-        if threading.get_ident() == self._engine._thread:
-            self.close()
-        elif not self._finished:  # the garbage collector runs in any thread; the next step closes it
+        if not self._finished:  # the collector runs in any thread, in a step too: the next call aborts it
             self._engine._dropped.append(self.request_id)

@@ -98,7 +98,7 @@ def distribution(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """
     scaled = (adjusted(logits, metadata) / metadata.temperature[:, None]).clamp(max=LARGEST)
     probs = filtered_probs(scaled, metadata)
-    return probs / probs.sum(dim=-1, keepdim=True)
+    return probs / probs.cumsum(dim=-1)[:, -1:]  # `sum` of one long row depends on the number of threads
 
 
 def apply_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
@@ -124,8 +124,9 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         rank = torch.arange(probs.shape[-1], device=probs.device)
         ranked = ranked.masked_fill(rank >= metadata.top_k[:, None], 0.0)
     if metadata.top_p is not None:
-        better = ranked.cumsum(dim=-1) - ranked  # mass of the better tokens
-        limit = metadata.top_p[:, None] * ranked.sum(dim=-1, keepdim=True)
+        cumulative = ranked.cumsum(dim=-1)
+        better = cumulative - ranked  # mass of the better tokens
+        limit = metadata.top_p[:, None] * cumulative[:, -1:]
         dropped = (better >= limit) & (metadata.top_p[:, None] < 1)
         dropped[:, 0] = False
         ranked = ranked.masked_fill(dropped, 0.0)

@@ -5,14 +5,16 @@ are checked when the object is made, so that a bad one never reaches the engine;
 ids within the vocabulary) `InputProcessor` checks.
 """
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from m1_single_request.errors import InvalidParamsError, shown
+from m1_single_request.errors import InvalidParamsError, is_unicode, shown
 
 MAX_BIAS = 100  # enough to force or to ban a token; the OpenAI API has the same range
-MAX_BITS = 4096  # Python refuses to print much larger numbers, so no message could name them
+LARGEST = 2**63 - 1  # of a whole number: more than any request needs, and every message between processes holds it
+MAX_TOKEN_IDS = 2**20  # in stop_token_ids and in logit_bias: more than a vocabulary has
+MAX_STOP_CHARACTERS = 2**16  # of all stop strings together
 GREEDY_EPSILON = 1e-5  # a temperature below this means greedy
 
 
@@ -21,7 +23,8 @@ class SamplingParams:
     """Sampling and stop rules of one request; immutable, and validated on construction (`InvalidParamsError`).
 
     The order in which the values act on the logits is fixed (see `Sampler`): min_tokens and logit_bias, penalties,
-    greedy choice, temperature, min_p, top_k, top_p.
+    greedy choice, temperature, min_p, top_k, top_p. A whole number is at most 2**63 - 1, stop strings have at most
+    65,536 characters in all, and `stop_token_ids` and `logit_bias` at most 1,048,576 entries.
     """
 
     max_tokens: int = 128
@@ -113,40 +116,41 @@ class SamplingParams:
 
 
 def _integer(
-    params: SamplingParams, name: str, *, low: int, high: int | None = None, high_is: str = "", optional: bool = False
+    params: SamplingParams, name: str, *, low: int, high: int = LARGEST, high_is: str = "", optional: bool = False
 ) -> None:
     value = getattr(params, name)
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidParamsError(f"{name}={shown(value)} must be a whole number")
-    if value.bit_length() > MAX_BITS:
-        raise InvalidParamsError(f"{name} has {value.bit_length()} bits, which no setting needs")
     if value < low:
-        raise InvalidParamsError(f"{name}={value} is too small: it must be at least {low}")
-    if high is not None and value > high:
+        raise InvalidParamsError(f"{name}={shown(value)} is too small: it must be at least {low}")
+    if value > high:
         ceiling = f"{high_is} ({high})" if high_is else str(high)
-        raise InvalidParamsError(f"{name}={value} is too large: it must be at most {ceiling}")
+        raise InvalidParamsError(f"{name}={shown(value)} is too large: it must be at most {ceiling}")
 
 
-def _number(params: SamplingParams, name: str, *, low: float, high: float = math.inf, open_low: bool = False) -> None:
+def _number(
+    params: SamplingParams, name: str, *, low: float, high: float = sys.float_info.max, open_low: bool = False
+) -> None:
     value = getattr(params, name)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidParamsError(f"{name}={shown(value)} must be a number")
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise InvalidParamsError(f"{name} has {value.bit_length()} bits, which no setting needs")
     above = value > low if open_low else value >= low
-    if not (above and value <= high and abs(value) < math.inf):
+    if not (above and value <= high):
         bound = f"{'greater than' if open_low else 'at least'} {low}"
-        ceiling = f" and at most {high}" if high < math.inf else ""
-        raise InvalidParamsError(f"{name}={value} is out of range: it must be finite, {bound}{ceiling}")
+        ceiling = f" and at most {high}" if high < sys.float_info.max else ""
+        raise InvalidParamsError(f"{name}={shown(value)} is out of range: it must be finite, {bound}{ceiling}")
+    object.__setattr__(params, name, float(value))
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
         raise InvalidParamsError(f"stop={shown(stop)} must be a string or a list of strings, none of them empty")
-    if any("\ud800" <= character <= "\udfff" for s in strings for character in s):
+    if sum(map(len, strings)) > MAX_STOP_CHARACTERS:
+        raise InvalidParamsError(f"stop={shown(stop)} has more than {MAX_STOP_CHARACTERS:,} characters in all")
+    if not all(map(is_unicode, strings)):
         raise InvalidParamsError(f"stop={shown(stop)} has half a surrogate pair, which no text can contain")
     return tuple(dict.fromkeys(strings))
 
@@ -155,17 +159,20 @@ def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
     if (
         isinstance(ids, str | bytes | bytearray)
         or not isinstance(ids, Sequence)
+        or len(ids) > MAX_TOKEN_IDS
         or not all(_is_token_id(i) for i in ids)
     ):
-        raise InvalidParamsError(f"stop_token_ids={shown(ids)} must be a list of token ids (whole numbers from 0)")
+        raise InvalidParamsError(
+            f"stop_token_ids={shown(ids)} must be a list of at most {MAX_TOKEN_IDS:,} token ids (whole numbers from 0)"
+        )
     return tuple(dict.fromkeys(ids))
 
 
 def _bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
-    if not isinstance(bias, Mapping):
-        raise InvalidParamsError(f"logit_bias={shown(bias)} must map token ids to numbers")
+    if not isinstance(bias, Mapping) or len(bias) > MAX_TOKEN_IDS:
+        raise InvalidParamsError(f"logit_bias={shown(bias)} must map at most {MAX_TOKEN_IDS:,} token ids to numbers")
     for token_id, value in bias.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not _is_token_id(token_id) or not is_number or not -MAX_BIAS <= value <= MAX_BIAS:
@@ -175,4 +182,4 @@ def _bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
 
 
 def _is_token_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST

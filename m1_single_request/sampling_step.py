@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m1_single_request.errors import ForwardError
+from m1_single_request.errors import ForwardError, shown
 from m1_single_request.events import Sampled
 from m1_single_request.request import Request
 from m1_single_request.sampler import LogprobRow, Sampler, SamplerOutput, gather_logprobs
@@ -138,11 +138,11 @@ def suspect_rows(logits: Tensor) -> list[bool]:
 
 def not_finite(request_id: str) -> ForwardError:
     """The error of a request whose logits are no numbers."""
-    return ForwardError(f"the model computed NaN or infinite logits for request {request_id!r}")
+    return ForwardError(f"the model computed NaN or infinite logits for request {shown(request_id)}")
 
 
 def impossible_row(request_id: str) -> ForwardError:
     """The error of a request whose settings forbid every token."""
     return ForwardError(
-        f"no token can be sampled for {request_id!r}: its settings leave every token at probability zero"
+        f"no token can be sampled for {shown(request_id)}: its settings leave every token at probability zero"
     )

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from m1_single_request.errors import DuplicateRequestError
+from m1_single_request.errors import DuplicateRequestError, shown
 from m1_single_request.events import Admit, Batch
 from m1_single_request.request import BaseFinishReason, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
@@ -49,7 +49,7 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request that has passed the checks of intake."""
         if request.request_id in self.requests:
-            raise DuplicateRequestError(f"request id {request.request_id!r} is in use: it has not finished yet")
+            raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
         self.updater.trace_arrival(request, num_waiting=len(self.waiting))
         self.requests[request.request_id] = request
         self.waiting.append(request)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from m1_single_request.errors import ConfigError, EngineUsageError, shown
+from m1_single_request.errors import ConfigError, EngineUsageError, shown_path
 
 
 class StepProfiler:
@@ -29,11 +29,13 @@ class StepProfiler:
         records already."""
         if StepProfiler._recording is not None:
             raise EngineUsageError("a profile is being recorded in this process already: stop_profile() ends it")
-        path = Path(folder)
+        path = Path(folder).absolute()
         try:
+            str(path).encode()  # torch writes to no other name
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"profiles cannot be written to {shown(folder)}: {error}") from error
+        except (OSError, ValueError) as error:  # it cannot be made, or is no name of a folder
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"profiles cannot be written to {shown_path(folder)}: {why}") from error
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -42,14 +44,17 @@ class StepProfiler:
         self._profile, self._folder, StepProfiler._recording = profile, path, self
 
     def stop(self) -> list[str]:
-        """Write what was recorded; the file's name. Raises `EngineUsageError` if nothing is being recorded."""
+        """Write what was recorded; the file's name. Raises `EngineUsageError` if nothing is being recorded,
+        `ConfigError` if it cannot be written; it is lost then."""
         if self._profile is None:
             raise EngineUsageError("no profile is being recorded: start_profile() begins one")
         profile, self._profile, StepProfiler._recording = self._profile, None, None
         profile.stop()
-        name = str(self._folder / f"steps-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.json")
-        profile.export_chrome_trace(name)
-        return [name]
+        path = self._folder / f"steps-{os.getpid()}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        profile.export_chrome_trace(str(path))
+        if not path.is_file():  # torch writes a line to stderr and raises nothing
+            raise ConfigError(f"the profile is lost: {path.name} cannot be written to {shown_path(self._folder)}")
+        return [str(path)]
 
     def drop(self) -> None:
         """Stop, and write nothing."""

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from m1_single_request.config import TraceConfig
-from m1_single_request.errors import ConfigError
+from m1_single_request.errors import ConfigError, shown_path
 from m1_single_request.trace_event import Event
 from m1_single_request.tracer import TraceReader, TraceRecord
 
@@ -158,7 +158,8 @@ def open_for_writing(path: str | Path) -> Any:
     try:
         return open(path, "w", encoding="utf-8", errors="backslashreplace")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the trace file {str(path)!r} cannot be written: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the trace file {shown_path(path)} cannot be written: {why}") from error
 
 
 def readers_of(config: TraceConfig) -> list[TraceReader]:

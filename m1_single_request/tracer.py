@@ -55,9 +55,11 @@ class Tracer:
 
     def detach(self, reader: TraceReader) -> None:
         """Stop handing records to `reader` and close it; nothing happens if it is not attached."""
-        if reader in self._readers:
-            self._readers.remove(reader)
-            self._guarded(reader, lambda: reader.close())
+        for place, attached in enumerate(self._readers):
+            if attached is reader:
+                del self._readers[place]
+                self._guarded(reader, lambda: reader.close())
+                return
 
     def emit(self, event: Event) -> None:
         """Hand `event` to every reader. Never raises: a broken reader must not break the engine."""

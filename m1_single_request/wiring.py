@@ -69,6 +69,7 @@ def describe_model(loaded: LoadedModel) -> EngineStarted:
         architecture=type(loaded.model).__name__,
         device=str(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
+        named_dtype=str(loaded.named_dtype).removeprefix("torch."),
         num_parameters=loaded.num_parameters,
         weight_bytes=loaded.weight_bytes,
         num_layers=config.num_hidden_layers,
@@ -76,5 +77,6 @@ def describe_model(loaded: LoadedModel) -> EngineStarted:
         head_dim=head_dim(config),
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         max_model_len=loaded.max_model_len,
+        num_positions=config.max_position_embeddings,
         eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from m1_single_request.config import ModelConfig, TraceConfig, check_whole_number
-from m1_single_request.errors import ConfigError
+from m1_single_request.errors import ConfigError, shown
 
 Execution = Literal["per_request", "padded"]
 LEAST_BATCHED_TOKENS = 2048
@@ -28,7 +28,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.execution, str) or self.execution not in get_args(Execution):
-            raise ConfigError(f"execution={self.execution!r} is unknown: use {' or '.join(get_args(Execution))}")
+            raise ConfigError(f"execution={shown(self.execution)} is unknown: use {' or '.join(get_args(Execution))}")
         check_whole_number("max_num_seqs", self.max_num_seqs, low=1)
         check_whole_number("max_num_batched_tokens", self.max_num_batched_tokens, low=1, optional=True)
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:

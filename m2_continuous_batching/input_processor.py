@@ -6,7 +6,7 @@ m5 cuts prompts into chunks and lifts this limit.
 
 from typing import Any
 
-from m1_single_request.errors import PromptTooLongError
+from m1_single_request.errors import PromptTooLongError, shown
 from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor
 from m1_single_request.sampling_params import SamplingParams
 
@@ -28,6 +28,6 @@ def check_token_budget(token_ids: list[int], max_num_batched_tokens: int, reques
     """Refuse a prompt that is longer than a step's budget (`PromptTooLongError`)."""
     if len(token_ids) > max_num_batched_tokens:
         raise PromptTooLongError(
-            f"request {request_id!r} has {len(token_ids)} prompt tokens; a prompt goes through the model in one "
+            f"request {shown(request_id)} has {len(token_ids)} prompt tokens; a prompt goes through the model in one "
             f"step, and max_num_batched_tokens is {max_num_batched_tokens}"
         )

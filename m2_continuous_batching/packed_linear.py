@@ -6,10 +6,10 @@ replaces the original. Only large float32 weights are packed here; all others, a
 torch.compile does the same when it freezes a model.
 """
 
-import functools
-
 import torch
 from torch import Tensor, nn
+
+from m1_single_request.precision import can_pack
 
 MIN_WEIGHTS = 150_000  # below, the call itself costs more than the layout saves
 NUM_ROWS = 16  # the batch for which oneDNN chooses the layout; others work as well, a little slower
@@ -57,16 +57,3 @@ def pack_weight(weight: Tensor, rows: int) -> Tensor:
 def linear_of_packed(hidden: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` with a packed weight: `[..., in_features]` to `[..., out_features]`."""
     return torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")
-
-
-@functools.cache
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this precision can be packed here. The operations are no public part of torch, and a build
-    without oneDNN lacks them; half precision needs a processor that multiplies it."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    try:
-        linear_of_packed(torch.ones(1, 16, dtype=dtype), pack_weight(torch.ones(16, 16, dtype=dtype), 1), None)
-    except (AttributeError, RuntimeError):
-        return False
-    return True

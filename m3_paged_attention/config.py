@@ -14,10 +14,10 @@ import torch
 
 from m1_single_request.config import (
     TraceConfig,
+    check_dtype,
     check_model,
     check_whole_number,
     resolve_device,
-    resolve_dtype,
 )
 from m1_single_request.errors import ConfigError, shown
 
@@ -25,7 +25,7 @@ LoadFormat = Literal["auto", "dummy"]
 AttentionBackend = Literal["auto", "native", "torch", "triton"]
 PreemptionMode = Literal["recompute", "swap"]
 LEAST_BATCHED_TOKENS = 2048
-CPU_KV_BYTES = 512 * 2**20
+CPU_KV_BYTES, MAX_CPU_KV_BYTES = 512 * 2**20, 4 * 2**30
 GPU_MEMORY_UTILIZATION = 0.9
 
 
@@ -38,9 +38,11 @@ class ModelConfig:
     device: str = "auto"
     """A torch device. `auto`: CUDA where there is a GPU, else CPU."""
     dtype: str = "auto"
-    """`float32`, `bfloat16` or `float16`. `auto`: bfloat16 on CUDA, float32 on CPU."""
+    """`float32`, `bfloat16` or `float16`. `auto` on CUDA: what config.json names, bfloat16 where it names float32. On a
+    CPU: float32, but bfloat16 for more than 256 MiB of weights that are named so, if the processor multiplies them."""
     max_model_len: int | None = None
-    """Prompt plus output never exceed this many tokens. None: what the model was made for."""
+    """Prompt plus output never exceed this many tokens. None: what the model was made for, or as many as the KV memory
+    has room for."""
     seed: int = 0
     """Requests without a seed of their own derive one from this and their number; `dummy` weights are drawn from it."""
     load_format: LoadFormat = "auto"
@@ -55,15 +57,12 @@ class ModelConfig:
         check_choice("attention_backend", self.attention_backend, AttentionBackend)
         check_whole_number("max_model_len", self.max_model_len, low=2, optional=True)
         check_whole_number("seed", self.seed)
-        resolve_dtype(self.dtype, resolve_device(self.device))
+        check_dtype(self.dtype)
+        resolve_device(self.device)
 
     def torch_device(self) -> torch.device:
         """The device that `device` names."""
         return resolve_device(self.device)
-
-    def torch_dtype(self) -> torch.dtype:
-        """The precision that `dtype` names."""
-        return resolve_dtype(self.dtype, self.torch_device())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,9 @@ class CacheConfig:
     block_size: int = 16
     """Tokens per block."""
     kv_cache_memory_bytes: int | None = None
-    """A budget in bytes. The default on a CPU: 512 MiB."""
+    """A budget in bytes. The default on a CPU: 512 MiB, or more if `max_num_seqs` requests of the model's length need
+    it, up to 4 GiB or a quarter of the machine's memory; with `swap`, half of what exceeds 512 MiB. Memory is taken
+    only where tokens are written."""
     gpu_memory_utilization: float | None = None
     """On CUDA: the share of the device's memory that weights, activations and KV may take together; what a profiling
     run leaves of it is KV memory. The default there: 0.9."""

@@ -32,6 +32,30 @@ class BackendChosen(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ThreadsChanged(Event):
+    """The steps from this one on use another number of CPU threads (see `step_threads.py`)."""
+
+    style: ClassVar[str] = "yellow"
+    num_threads: int
+    """Threads that a step uses."""
+    limit: int
+    """Threads that the caller has given: `torch.set_num_threads`, `OMP_NUM_THREADS`."""
+    num_cores: int
+    """Cores that this process may use."""
+    other_cores: float
+    """Cores that other programs have used lately."""
+
+    def counters(self) -> dict[str, float]:
+        return {"CPU threads": self.num_threads}
+
+    def explain(self) -> str:
+        return (
+            f"Steps use {self.num_threads} of {some(self.limit, 'CPU thread')} now: other programs use "
+            f"{self.other_cores:.1f} of {some(self.num_cores, 'core')}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVSized(Event):
     """How many blocks there are, and how that number came about."""
 

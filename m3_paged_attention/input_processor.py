@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from m1_single_request.errors import InvalidParamsError
+from m1_single_request.errors import InvalidParamsError, shown
 from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ class InputProcessor(SingleRequestInputProcessor):
         needed = blocks_for(len(token_ids), self.block_size)
         if needed > self.num_blocks:
             raise KVCapacityError(
-                f"request {request_id!r} has {len(token_ids)} prompt tokens, which need {needed} blocks of "
+                f"request {shown(request_id)} has {len(token_ids)} prompt tokens, which need {needed} blocks of "
                 f"{self.block_size} tokens; the whole KV memory has {self.num_blocks}"
             )
 

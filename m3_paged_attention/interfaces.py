@@ -23,6 +23,7 @@ from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import PreemptionPolicy
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_output import SchedulerOutput
+from m3_paged_attention.step_threads import StepThreads
 
 
 class ModelLoaderInterface(Protocol):
@@ -108,7 +109,7 @@ class ModelRunnerInterface(RunsSteps, Protocol):
 class WorkerInterface(RunsSteps, Protocol):
     """One device."""
 
-    def __init__(self, *, model_runner: Any) -> None: ...
+    def __init__(self, *, model_runner: Any, step_threads: StepThreads | None) -> None: ...
     def measure_memory(self, num_tokens: int) -> MemoryProfile: ...
 
 

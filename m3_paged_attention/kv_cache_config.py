@@ -3,12 +3,14 @@
 m2 reserved `max_num_seqs` slots of `max_model_len` tokens, needed or not. Here the number of blocks comes from what
 there is: it was given, or a budget in bytes was, or on CUDA a share of the device, of which a profiling run has shown
 what all else takes. More blocks than the requests can ever fill are not made. What cannot work is an error that says
-what would. vLLM: `v1/core/kv_cache_utils.py`; SGLang: `profile_max_num_token` in
-`model_executor/model_runner_kv_cache_mixin.py`.
+what would. A length that is not named is fitted to the memory (`model_len.py`). vLLM: `v1/core/kv_cache_utils.py`;
+SGLang: `profile_max_num_token` in `model_executor/model_runner_kv_cache_mixin.py`.
 """
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -18,7 +20,13 @@ from m1_single_request.trace_event import size, some
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.memory import available_memory
 from m3_paged_attention.block_pool import blocks_for
-from m3_paged_attention.config import CPU_KV_BYTES, GPU_MEMORY_UTILIZATION, CacheConfig, PreemptionMode
+from m3_paged_attention.config import (
+    CPU_KV_BYTES,
+    GPU_MEMORY_UTILIZATION,
+    MAX_CPU_KV_BYTES,
+    CacheConfig,
+    PreemptionMode,
+)
 from m3_paged_attention.events import KVSized
 
 
@@ -117,6 +125,8 @@ class Budget:
     num_bytes: int | None = None
     share: float | None = None
     profile: MemoryProfile | None = None
+    is_default: bool = False
+    """Whether nobody has named it."""
 
 
 def check_cache_config(cache_config: CacheConfig, *, preemption_mode: PreemptionMode, device: torch.device) -> None:
@@ -141,37 +151,36 @@ def check_memory_share(cache_config: KVMemorySettings, device: torch.device) -> 
 def size_kv_cache(
     spec: KVCacheSpec,
     *,
-    cache_config: KVMemorySettings,
+    budget: Budget,
     device: torch.device,
     max_model_len: int,
     max_num_seqs: int | None,
     swap_space_bytes: int | None,
     size_setting: tuple[str, int] = ("num_blocks", 1),
-    profile: MemoryProfile | None = None,
     tracer: Tracer,
 ) -> KVCacheConfig:
     """Decide how many blocks there are, and tell the trace how.
 
-    `max_num_seqs`: no more than these requests can fill; None: whoever keeps blocks of ended requests can use them all.
-    `swap_space_bytes`: for blocks on the host; None: as many as on the device. `size_setting`: what the caller calls
-    the setting behind `num_blocks`, and how many of its units a block is. `profile` is needed where `needs_profile`
-    says so. Raises `ConfigError` if the longest request has no room, naming the longest that has, or if
-    the machine has not so much memory.
+    `budget`: as `kv_budget` returns it. `max_num_seqs`: no more than these requests can fill; None: whoever keeps
+    blocks of ended requests can use them all. `swap_space_bytes`: for blocks on the host; None: as many as on the
+    device. `size_setting`: what the caller calls the setting behind `num_blocks`, and how many of its units a block is.
+    Raises `ConfigError` if the longest request has no room, naming the longest that has, or if the machine has not so
+    much memory.
     """
-    budget = _budget(cache_config, device, profile, size_setting[0])
     if budget.num_bytes is None:
         assert budget.num_blocks is not None
         fitting = budget.num_blocks + 1
         num_blocks = budget.num_blocks  # taken as it is: who does not fit fails alone
     else:
         fitting = budget.num_bytes // spec.block_bytes
-        _check_longest(spec, budget, fitting - 1, max_model_len)
+        check_longest(spec, budget, max_model_len)
         num_blocks = fitting - 1
         if max_num_seqs is not None:
             num_blocks = min(num_blocks, max_num_seqs * spec.blocks_for(max_model_len))
     num_host_blocks = num_blocks if swap_space_bytes is None else _num_host_blocks(spec, swap_space_bytes)
     config = KVCacheConfig(spec=spec, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-    _check_memory(config, budget, device, size_setting)
+    unnamed = (config.num_bytes + config.num_host_bytes * (swap_space_bytes is None)) * budget.is_default
+    _check_memory(config, budget, device, size_setting, max(unnamed - CPU_KV_BYTES, 0))
     if tracer:
         tracer.emit(
             KVSized(
@@ -206,26 +215,76 @@ def gpu_budget_bytes(profile: MemoryProfile, share: float) -> int:
     return int(profile.total_bytes * share) - profile.peak_bytes
 
 
-def _budget(
-    cache_config: KVMemorySettings, device: torch.device, profile: MemoryProfile | None, size_setting: str
+def kv_budget(
+    spec: KVCacheSpec,
+    *,
+    cache_config: KVMemorySettings,
+    device: torch.device,
+    max_model_len: int,
+    max_num_seqs: int,
+    size_setting: str = "num_blocks",
+    profile: MemoryProfile | None = None,
+    num_shares: int = 1,
 ) -> Budget:
-    """One function, three sources: the number itself, bytes, a share of the device."""
+    """One function, three sources: the number itself, bytes, a share of the device.
+
+    `profile` is needed where `needs_profile` says so; the length and number of requests matter for the default on a
+    CPU alone, and so does `num_shares`: how many KV memories of this size the machine is to hold.
+    """
     if cache_config.num_blocks is not None:
         return Budget(source=size_setting, num_blocks=cache_config.num_blocks)
     if not needs_profile(cache_config, device):
-        return Budget(source="kv_cache_memory_bytes", num_bytes=cache_config.kv_cache_memory_bytes or CPU_KV_BYTES)
+        named = cache_config.kv_cache_memory_bytes
+        num_bytes = named or _cpu_bytes(spec, max_num_seqs * spec.max_bytes(max_model_len), num_shares)
+        return Budget(source="kv_cache_memory_bytes", num_bytes=num_bytes, is_default=named is None)
     assert profile is not None, "a share of the device says nothing before the profiling run"
     share = cache_config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
     num_bytes = gpu_budget_bytes(profile, share)
     return Budget(source="gpu_memory_utilization", num_bytes=num_bytes, share=share, profile=profile)
 
 
-def _check_longest(spec: KVCacheSpec, budget: Budget, num_blocks: int, max_model_len: int) -> None:
-    """A budget must hold at least one request of the greatest length."""
-    needed = spec.blocks_for(max_model_len)
+def _cpu_bytes(spec: KVCacheSpec, needed: int, num_shares: int) -> int:
+    """The default on a CPU: more than `CPU_KV_BYTES` if the requests need more, block 0 on top, and there is more.
+
+    It is the same at every start on this machine, whatever else runs there: an engine of a group that is started anew
+    must have room for the length of the others. What goes beyond `CPU_KV_BYTES` is divided by `num_shares`.
+    """
+    physical = physical_memory()
+    limit = MAX_CPU_KV_BYTES if physical is None else min(MAX_CPU_KV_BYTES, physical // 4)
+    if limit > CPU_KV_BYTES:
+        limit = CPU_KV_BYTES + (limit - CPU_KV_BYTES) // num_shares
+    return max(CPU_KV_BYTES, min(needed, limit) + spec.block_bytes)
+
+
+def physical_memory() -> int | None:
+    """Bytes of memory that this machine has, or the container's limit; None if the system does not say."""
+    try:
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not on Windows
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return machine
+    return machine if limit == "max" else min(machine, int(limit))
+
+
+def longest_request(spec: KVCacheSpec, budget: Budget) -> int | None:
+    """Tokens that a budget in bytes has room for, block 0 taken off; None for a number of blocks."""
+    if budget.num_bytes is None:
+        return None
+    return max(budget.num_bytes // spec.block_bytes - 1, 0) * spec.block_size
+
+
+def check_longest(spec: KVCacheSpec, budget: Budget, max_model_len: int, *, is_named: bool = True) -> None:
+    """Raise `ConfigError` unless a budget in bytes holds at least one request of this length.
+
+    `is_named`: False for the least length that is chosen where the user has named none.
+    """
+    assert budget.num_bytes is not None
+    needed, num_blocks = spec.blocks_for(max_model_len), budget.num_bytes // spec.block_bytes - 1
     if num_blocks >= needed:
         return
-    assert budget.num_bytes is not None
     needed_bytes = (needed + 1) * spec.block_bytes
     if budget.profile is None:
         way = f"{budget.source} of at least {needed_bytes:,}"
@@ -234,10 +293,12 @@ def _check_longest(spec: KVCacheSpec, budget: Budget, num_blocks: int, max_model
         way = f"gpu_memory_utilization of at least {share}" if share <= 1 else "a smaller model"
     longest = max(num_blocks, 0) * spec.block_size
     ways = [f"max_model_len of at most {longest:,}", way] if longest >= 2 else [way]
+    least = f"a request of {max_model_len:,} tokens, the least that is chosen without max_model_len,"
     raise ConfigError(
-        f"max_model_len={max_model_len} needs {some(needed, 'block')} of {some(spec.block_size, 'token')}, with block "
-        f"0 {size(needed_bytes)}; {budget.source} leaves {size(max(budget.num_bytes, 0))}, which is room for "
-        f"{max(num_blocks, 0):,} besides block 0. Use {' or '.join(ways)}"
+        f"{f'max_model_len={max_model_len}' if is_named else least} needs {some(needed, 'block')} of "
+        f"{some(spec.block_size, 'token')}, with block 0 {size(needed_bytes)}; {budget.source} leaves "
+        f"{size(max(budget.num_bytes, 0))}, which is room for {max(num_blocks, 0):,} besides block 0. Use "
+        f"{' or '.join(ways)}"
     )
 
 
@@ -247,10 +308,13 @@ def _num_host_blocks(spec: KVCacheSpec, swap_space_bytes: int) -> int:
     return swap_space_bytes // spec.block_bytes
 
 
-def _check_memory(config: KVCacheConfig, budget: Budget, device: torch.device, size_setting: tuple[str, int]) -> None:
+def _check_memory(
+    config: KVCacheConfig, budget: Budget, device: torch.device, size_setting: tuple[str, int], spared: int
+) -> None:
     """Refuse what the machine has not got, before it is asked for.
 
     A share of a CUDA device was measured already. Blocks on the host share the machine's memory with those of a CPU.
+    `spared`: bytes that need not be free, because nobody has named them, and only tokens take them.
     """
     wanted = {device: config.num_bytes} if budget.profile is None else {}
     host = torch.device("cpu")
@@ -258,7 +322,7 @@ def _check_memory(config: KVCacheConfig, budget: Budget, device: torch.device, s
         wanted[host] = wanted.get(host, 0) + config.num_host_bytes
     for place, num_bytes in wanted.items():
         available = available_memory(place)
-        if available is None or num_bytes <= available:
+        if available is None or num_bytes - spared <= available:
             continue
         blocks, way = f"{config.num_blocks_total:,} blocks on {device}", f"a smaller {budget.source}"
         if config.num_host_blocks:

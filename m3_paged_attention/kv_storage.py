@@ -30,15 +30,18 @@ class KVStorage:
     """All KV memory of a model on one device, and the host memory it may be swapped to."""
 
     def __init__(self, config: KVCacheConfig, *, device: torch.device) -> None:
-        """Reserve the memory, all of it, at once. Raises `ConfigError` where there is not so much."""
+        """Reserve the memory, all of it, at once. Raises `ConfigError` where there is not so much.
+
+        Only block 0, which padding reads, is written. On a CPU the others take memory with their first token.
+        """
         spec = config.spec
         self.config = config
         block = (spec.block_size, spec.num_kv_heads, spec.head_dim)
         try:
-            self._blocks = torch.zeros(
+            self._blocks = torch.empty(
                 (spec.num_layers * 2, config.num_blocks_total, *block), dtype=spec.dtype, device=device
             )
-            self._host_blocks = torch.zeros(  # a block of all layers lies in one piece, so that it moves as one
+            self._host_blocks = torch.empty(  # a block of all layers lies in one piece, so that it moves as one
                 (config.num_host_blocks, spec.num_layers * 2, *block),
                 dtype=spec.dtype,
                 pin_memory=device.type == "cuda" and config.num_host_blocks > 0,
@@ -49,6 +52,7 @@ class KVStorage:
                 f"{f' and {size(config.num_host_bytes)} on the host' if config.num_host_blocks else ''}, which cannot "
                 f"be had: {error}"
             ) from error
+        self._blocks[:, 0] = 0
         self._layers = [KVLayer(*layer) for layer in self._blocks.view(spec.num_layers, 2, *self._blocks.shape[1:])]
 
     @property

@@ -12,7 +12,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
-from m2_continuous_batching.packed_linear import can_pack, linear_of_packed, pack_weight
+from m1_single_request.precision import can_pack
+from m2_continuous_batching.packed_linear import linear_of_packed, pack_weight
 
 MIN_WEIGHTS = 2**16  # below, the call itself costs more than the layout saves
 NUM_ROWS = 16  # the batch for which oneDNN chooses the layout

@@ -13,8 +13,11 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-from m1_single_request.errors import ConfigError
+from m1_single_request.errors import ConfigError, ModelLoadError
 from m1_single_request.model_loader import ModelDescription, describe, load_part
+from m1_single_request.precision import count_weights
+from m1_single_request.trace_event import size
+from m2_continuous_batching.memory import available_memory
 from m3_paged_attention.attention.registry import Backend, resolve
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.models.architecture import DecoderConfig, decoder_config
@@ -39,6 +42,8 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    named_dtype: torch.dtype = torch.float32
+    """The precision that config.json names."""
     num_parameters: int = 0
     """As loaded; tied embeddings count once."""
     weight_bytes: int = 0
@@ -59,11 +64,12 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 def load_described(config: ModelConfig, described: ModelDescription, backend: Backend) -> LoadedModel:
     """`load_model` for a model that was read but for its weights."""
-    device, dtype = config.torch_device(), config.torch_dtype()
+    device, dtype = config.torch_device(), described.dtype
     check_positions(described)
     shape = decoder_config(described.name, described.architecture, described.config)
     backend.check_head_dim(shape.head_dim)
-    weights = load_part(described.name, "its weights", lambda: _weights(config, described.name, shape))
+    check_room(described, count_weights(described.config), device)
+    weights = load_part(described.name, "its weights", lambda: _weights(config, described, shape))
     num_parameters = sum(tensor.numel() for tensor in weights.tensors())
     return LoadedModel(
         name=described.name,
@@ -75,6 +81,7 @@ def load_described(config: ModelConfig, described: ModelDescription, backend: Ba
         eos_token_ids=described.eos_token_ids,
         max_model_len=described.max_model_len,
         vocab_size=shape.vocab_size,
+        named_dtype=described.named_dtype,
         num_parameters=num_parameters,
         weight_bytes=num_parameters * dtype.itemsize,
     )
@@ -89,8 +96,19 @@ def check_positions(described: ModelDescription) -> None:
         )
 
 
-def _weights(config: ModelConfig, name: str, shape: DecoderConfig) -> DecoderWeights:
-    device, dtype = config.torch_device(), config.torch_dtype()
+def check_room(described: ModelDescription, num_weights: int, device: torch.device) -> None:
+    """Raise `ModelLoadError` if the weights need more memory than `device` has free. Nothing of them is read yet."""
+    needed, available = num_weights * described.dtype.itemsize, available_memory(device)
+    if available is not None and needed > available:
+        precision = str(described.dtype).removeprefix("torch.")
+        raise ModelLoadError(
+            f"{described.name}: its weights cannot be loaded: they need {size(needed)} as {precision}, and of {device} "
+            f"memory {size(available)} may be taken; use a smaller model, or a machine with more memory"
+        )
+
+
+def _weights(config: ModelConfig, described: ModelDescription, shape: DecoderConfig) -> DecoderWeights:
+    name, device, dtype = described.name, config.torch_device(), described.dtype
     if config.load_format == "dummy":
         return dummy_weights(shape, dtype, device, config.seed)
     return load_weights(name, weights_directory(name), shape, dtype, device)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from m1_single_request.errors import shown
 from m1_single_request.outputs import EngineStats as SingleRequestStats
 from m1_single_request.sampler import LogprobRow
 from m3_paged_attention.errors import PartError
@@ -61,7 +62,7 @@ def checked(output: Any, expected: Mapping[str, int]) -> ModelRunnerOutput:
     for request_id in expected:
         wanted = 1 if expected[request_id] else 0
         if times[request_id] != wanted and not (times[request_id] == 0 and request_id in errors):
-            errors[request_id] = PartError(f"{said} returned {times[request_id]} rows for request {request_id!r}")
+            errors[request_id] = PartError(f"{said} returned {times[request_id]} rows for request {shown(request_id)}")
     sound = []
     for index, request_id in enumerate(req_ids):
         if times[request_id] != 1 or not most[index]:
@@ -71,7 +72,7 @@ def checked(output: Any, expected: Mapping[str, int]) -> ModelRunnerOutput:
         else:
             wanted_tokens = "one token" if most[index] == 1 else f"1 to {most[index]} tokens"
             errors[request_id] = PartError(
-                f"{said} returned {token_ids[index]!r:.80} for request {request_id!r} in place of {wanted_tokens}"
+                f"{said} returned {token_ids[index]!r:.80} for request {shown(request_id)} in place of {wanted_tokens}"
             )
     return replace(
         output,

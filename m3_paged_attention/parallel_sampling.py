@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 from m1_single_request.engine_core_base import UnfinishedRequests
-from m1_single_request.errors import DuplicateRequestError
+from m1_single_request.errors import DuplicateRequestError, shown
 from m1_single_request.request import BaseFinishReason, FinishAbort, Request
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.request import ParentRequest
@@ -44,8 +44,8 @@ class RequestFamilies(UnfinishedRequests):
         for request_id in (request.request_id, *(child.request_id for child in children)):
             if request_id in self._parents or request_id in self.scheduler.requests:
                 raise DuplicateRequestError(
-                    f"request id {request_id!r} is in use: it has not finished yet"
-                    + (f" (request {request.request_id!r} with n={len(children)} needs it)" if children else "")
+                    f"request id {shown(request_id)} is in use: it has not finished yet"
+                    + (f" (request {shown(request.request_id)} with n={len(children)} needs it)" if children else "")
                 )
         if not isinstance(request, ParentRequest):
             self.scheduler.add_request(request)

@@ -8,6 +8,7 @@ its place (`parts={"preemption": ...}`). vLLM preempts the last of the running; 
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, TypeVar
 
+from m1_single_request.errors import LONGEST_REASON, shown
 from m1_single_request.request import Sequence
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import PartError
@@ -56,7 +57,7 @@ def victim_of(policy: PreemptionPolicy, running: SequenceOf[RunsT]) -> RunsT:
     try:
         victim = policy.choose_victim(tuple(running))
     except Exception as error:
-        raise PartError(f"{part} failed: {error!r}") from error
+        raise PartError(f"{part} failed: {shown(error, LONGEST_REASON)}") from error
     if not any(victim is request for request in running):
         chosen = getattr(victim, "request_id", victim)
         raise PartError(f"{part} chose {chosen!r}, which is none of the {len(running)} running requests")

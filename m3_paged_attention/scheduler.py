@@ -9,7 +9,7 @@ step moved in memory is settled when its result comes back. vLLM: `v1/core/sched
 
 from collections.abc import Iterable, Mapping
 
-from m1_single_request.errors import DuplicateRequestError
+from m1_single_request.errors import DuplicateRequestError, shown
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.sampling_step import SampledTokens
@@ -69,7 +69,7 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request that has passed the checks of intake."""
         if request.request_id in self.requests:
-            raise DuplicateRequestError(f"request id {request.request_id!r} is in use: it has not finished yet")
+            raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
         self.updater.trace_arrival(request, num_waiting=len(self.waiting))
         self._num_arrivals += 1
         request.number = self._num_arrivals
@@ -300,7 +300,7 @@ class Scheduler:
         """Mark a request that has outgrown the whole memory."""
         num_tokens, kv_manager = request.sequence.get_len(), self.kv_manager
         error = KVCapacityError(
-            f"request {request.request_id!r} has grown to {num_tokens} tokens, which need "
+            f"request {shown(request.request_id)} has grown to {num_tokens} tokens, which need "
             f"{kv_manager.blocks_for(num_tokens)} blocks of {kv_manager.block_size} tokens; the KV memory has "
             f"{kv_manager.num_blocks}: give it more, or ask for fewer tokens"
         )

@@ -1,7 +1,7 @@
 """m3's table of contents: m2's table with the roles that blocks change, and how the parts are put together.
 
-What is sized when: the model comes first, then a profiling run where one is needed, then the number of blocks, then
-everything that must know it.
+What is sized when: the model comes first, then a profiling run where one is needed, then the longest request, then the
+number of blocks, then everything that must know these.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,16 @@ from m3_paged_attention.engine_core import EngineCore
 from m3_paged_attention.events import BackendChosen
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.input_processor import InputProcessor
-from m3_paged_attention.kv_cache_config import KVCacheConfig, check_cache_config, needs_profile, size_kv_cache
+from m3_paged_attention.kv_cache_config import KVCacheConfig, check_cache_config, size_kv_cache
 from m3_paged_attention.kv_cache_manager import KVCacheManager
+from m3_paged_attention.model_len import Runner, fit_model_len
 from m3_paged_attention.model_loader import LoadedModel, load_model
 from m3_paged_attention.model_runner import ModelRunner
 from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.preemption import FewestOutputsFirst
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler import Scheduler
+from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.worker import GPUWorker
 
 
@@ -31,26 +33,24 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     """Load the model, size the KV memory, and put the parts together."""
     mode, device = config.scheduler.preemption_mode, config.model.torch_device()
     check_cache_config(config.cache, preemption_mode=mode, device=device)
-    loaded = parts["model_loader"](config.model)
+    loaded, (limits, executor), budget = fit_model_len(
+        parts["model_loader"](config.model),
+        lambda loaded: build_executor(config, parts, loaded, tracer),
+        named=config.model.max_model_len,
+        cache_config=config.cache,
+        block_size=config.cache.block_size,
+        device=device,
+        num_shares=2 if mode == "swap" and config.cache.swap_space_bytes is None else 1,  # as much again on the host
+    )
     if tracer:
         trace_start(loaded, config.model, tracer)
-    limits = config.scheduler.resolved(loaded.max_model_len)
-    runner = parts["model_runner"](
-        loaded_model=loaded,
-        scheduler_config=limits,
-        sampler=parts["sampler"](),
-        token_text=parts["detokenizer"](loaded.tokenizer).token_text,
-        tracer=tracer,
-    )
-    executor = parts["executor"](worker=parts["worker"](model_runner=runner))
     kv_cache_config: KVCacheConfig = size_kv_cache(
         executor.kv_cache_spec(config.cache.block_size),
-        cache_config=config.cache,
+        budget=budget,
         device=device,
         max_model_len=loaded.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         swap_space_bytes=config.cache.swap_space_bytes if mode == "swap" else 0,
-        profile=executor.measure_memory(limits.max_num_batched_tokens) if needs_profile(config.cache, device) else None,
         tracer=tracer,
     )
     executor.initialize_kv_cache(kv_cache_config)
@@ -96,6 +96,20 @@ PARTS: dict[str, Any] = M2_PARTS | {
 }
 
 
+def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
+    """What runs requests of at most `loaded.max_model_len` tokens."""
+    limits = config.scheduler.resolved(loaded.max_model_len)
+    runner = parts["model_runner"](
+        loaded_model=loaded,
+        scheduler_config=limits,
+        sampler=parts["sampler"](),
+        token_text=parts["detokenizer"](loaded.tokenizer).token_text,
+        tracer=tracer,
+    )
+    worker = parts["worker"](model_runner=runner, step_threads=step_threads(tracer, loaded))
+    return Runner(limits, parts["executor"](worker=worker))
+
+
 def trace_start(loaded: LoadedModel, config: ModelConfig, tracer: Tracer) -> None:
     """Introduce the model and its kernels to the trace."""
     if tracer:
@@ -113,6 +127,7 @@ def describe_model(loaded: LoadedModel) -> EngineStarted:
         architecture=loaded.architecture,
         device=str(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
+        named_dtype=str(loaded.named_dtype).removeprefix("torch."),
         num_parameters=loaded.num_parameters,
         weight_bytes=loaded.weight_bytes,
         num_layers=config.num_layers,
@@ -120,5 +135,6 @@ def describe_model(loaded: LoadedModel) -> EngineStarted:
         head_dim=config.head_dim,
         kv_bytes_per_token=loaded.kv_bytes_per_token,
         max_model_len=loaded.max_model_len,
+        num_positions=config.max_position_embeddings,
         eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
     )

@@ -13,13 +13,16 @@ import torch
 from m1_single_request.errors import ConfigError
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec, MemoryProfile
 from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.step_threads import StepThreads
 
 
 class GPUWorker:
     """Runs on its device whatever it is handed; decides nothing."""
 
-    def __init__(self, *, model_runner: Any) -> None:
+    def __init__(self, *, model_runner: Any, step_threads: StepThreads | None = None) -> None:
+        """`step_threads`: limits the CPU threads of each step; None leaves them as they are."""
         self.model_runner = model_runner
+        self._step_threads = step_threads or nullcontext()
         self.device = model_runner.device
         self._on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
@@ -52,8 +55,8 @@ class GPUWorker:
     @torch.inference_mode()
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
         """Run a decision, in the form that the runner takes; returns the tokens."""
-        with self._on_device:  # a kernel of triton runs on the current device, wherever its arguments lie
-            return self.model_runner.execute_model(decision)
+        with self._on_device, self._step_threads:  # a kernel of triton runs on the current device, wherever its
+            return self.model_runner.execute_model(decision)  # arguments lie
 
     def free_request(self, request_id: str) -> None:
         """Forget a request; nothing happens if it is unknown."""

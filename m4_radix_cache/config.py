@@ -70,7 +70,9 @@ class CacheConfig:
     """Exactly so many tokens, less what does not fill a page, even if the longest request does not fit (it then fails
     alone)."""
     kv_cache_memory_bytes: int | None = None
-    """A budget in bytes. The default on a CPU: 512 MiB."""
+    """A budget in bytes. The default on a CPU: 512 MiB, or more if `max_num_seqs` requests of the model's length need
+    it, up to 4 GiB or a quarter of the machine's memory; the engines of a group share what exceeds 512 MiB. Memory is
+    taken only where tokens are written."""
     gpu_memory_utilization: float | None = None
     """On CUDA: the share of the device's memory that weights, activations and KV may take together; what a profiling
     run leaves of it is KV memory. The default there: 0.9. SGLang's `mem_fraction_static`."""

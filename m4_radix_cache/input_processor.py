@@ -8,7 +8,11 @@ handle_generate_request`; vLLM: `cache_salt` and `priority` of a request.
 from typing import Any
 
 from m1_single_request.errors import InvalidRequestError, shown
-from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
+from m1_single_request.input_processor import (
+    InputProcessor as SingleRequestInputProcessor,
+    check_model_len,
+    check_name,
+)
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
@@ -77,7 +81,7 @@ def check_kv_room(token_ids: list[int], max_total_tokens: int, request_id: str) 
     """Refuse a prompt after which the KV memory has no room for output (`KVCapacityError`)."""
     if len(token_ids) > max_total_tokens - 2:
         raise KVCapacityError(
-            f"request {request_id!r} has {len(token_ids)} prompt tokens; the KV memory has room for "
+            f"request {shown(request_id)} has {len(token_ids)} prompt tokens; the KV memory has room for "
             f"{max_total_tokens}, and a prompt must leave 2 of them"
         )
 
@@ -90,5 +94,5 @@ def check_priority(priority: Any) -> None:
 
 def check_cache_salt(cache_salt: Any) -> None:
     """Raise `InvalidRequestError` for what cannot name a namespace of the cache."""
-    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise InvalidRequestError(f"cache_salt={shown(cache_salt)} must be a string that is not empty")
+    if cache_salt is not None:
+        check_name("cache_salt", cache_salt)

@@ -7,6 +7,7 @@ m3's rule. SGLang: `ScheduleBatch.retract_decode`.
 
 from collections.abc import Sequence
 
+from m1_single_request.errors import shown
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import KVCapacityError, PartError
 from m3_paged_attention.preemption import PreemptionPolicy, victim_of
@@ -62,6 +63,6 @@ def outgrown(req: Req, pools: Pools) -> KVCapacityError:
     """The error of a request that has no room even alone."""
     size = pools.token_to_kv_pool_allocator.size
     return KVCapacityError(
-        f"request {req.rid!r} has grown to {req.seqlen} tokens, and the KV memory has room for {size}, in pages of "
-        f"{pools.token_to_kv_pool_allocator.page_size}: give it more, or ask for fewer tokens"
+        f"request {shown(req.rid)} has grown to {req.seqlen} tokens, and the KV memory has room for {size}, in pages "
+        f"of {pools.token_to_kv_pool_allocator.page_size}: give it more, or ask for fewer tokens"
     )

@@ -27,8 +27,6 @@ from m1_single_request.sampling_metadata import (
 )
 from m1_single_request.sampling_params import SamplingParams
 
-FOREVER = np.iinfo(np.int64).max  # min_tokens may be any whole number
-
 
 @dataclass(kw_only=True, eq=False)
 class SamplingBatchInfo:
@@ -80,7 +78,7 @@ class SamplingBatchInfo:
             for req in reqs
         ]
         params = [row.params for row in rows]
-        blocked_until = [min(row.params.min_tokens, FOREVER) if row.stop_ids else 0 for row in rows]
+        blocked_until = [row.params.min_tokens if row.stop_ids else 0 for row in rows]
         return cls(
             vocab_size=vocab_size,
             device=device,

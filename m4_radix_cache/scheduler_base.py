@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from m1_single_request.errors import DuplicateRequestError
+from m1_single_request.errors import DuplicateRequestError, shown
 from m1_single_request.outputs import EngineStats as SingleRequestStats
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
@@ -164,7 +164,7 @@ class SchedulerBase(ABC):
     def add_request(self, request: Req) -> None:
         """Queue a request that has passed the checks of intake."""
         if request.request_id in self.requests:
-            raise DuplicateRequestError(f"request id {request.request_id!r} is in use: it has not finished yet")
+            raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
         self.updater.trace_arrival(request, num_waiting=len(self.waiting_queue))
         if self.tracer and (request.priority or request.extra_key is not None):
             self.tracer.emit(RequestOptions(rid=request.rid, priority=request.priority, extra_key=request.extra_key))

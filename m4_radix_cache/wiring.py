@@ -3,14 +3,17 @@
 Pools and cache are made before the scheduler, and the rows of slots before the runner, which looks them up.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.kv_cache_config import KVCacheConfig, check_memory_share, needs_profile, size_kv_cache
+from m3_paged_attention.kv_cache_config import Budget, KVCacheConfig, check_memory_share, size_kv_cache
+from m3_paged_attention.model_len import R, fit_model_len
+from m3_paged_attention.model_loader import LoadedModel
+from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import PARTS as M3_PARTS, trace_start
 from m4_radix_cache.config import CacheConfig, EngineConfig
 from m4_radix_cache.engine_core import EngineCore
@@ -26,7 +29,6 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.schedule_policy import SchedulePolicy
 from m4_radix_cache.scheduler import Scheduler
-from m4_radix_cache.scheduler_base import Limits
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
@@ -34,21 +36,16 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     device = config.model.torch_device()
     check_memory_share(config.cache, device)
     cache_class = prefix_cache_class(config.cache, parts)
-    loaded = parts["model_loader"](config.model)
+    loaded, (limits, executor, rows), budget = fit_to_memory(
+        parts["model_loader"](config.model),
+        lambda loaded: build_executor(config, parts, loaded, tracer),
+        config.model.max_model_len,
+        config.cache,
+        device,
+    )
     if tracer:
         trace_start(loaded, config.model, tracer)
-    limits = config.scheduler.resolved(loaded.max_model_len)
-    rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
-    runner = parts["model_runner"](
-        loaded_model=loaded,
-        scheduler_config=limits,
-        req_to_token_pool=rows,
-        sampler=parts["sampler"](),
-        token_text=parts["detokenizer"](loaded.tokenizer).token_text,
-        tracer=tracer,
-    )
-    executor = parts["executor"](worker=parts["worker"](model_runner=runner))
-    kv_cache_config = reserve_kv_memory(executor, config.cache, device, loaded.max_model_len, limits, tracer)
+    kv_cache_config = reserve_kv_memory(executor, config.cache, budget, device, loaded.max_model_len, tracer)
     pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
@@ -108,25 +105,63 @@ def prefix_cache_class(config: CacheConfig, parts: Mapping[str, Any]) -> Any:
     return BlockHashCache if config.prefix_cache == "hash" else ChunkCache
 
 
-def reserve_kv_memory(
-    executor: Any,
+class Runner(NamedTuple):
+    """What runs requests of some length, and the rows of slots that it looks up."""
+
+    limits: Any
+    executor: Any
+    rows: Any
+
+
+def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
+    """What runs requests of at most `loaded.max_model_len` tokens."""
+    limits = config.scheduler.resolved(loaded.max_model_len)
+    rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
+    runner = parts["model_runner"](
+        loaded_model=loaded,
+        scheduler_config=limits,
+        req_to_token_pool=rows,
+        sampler=parts["sampler"](),
+        token_text=parts["detokenizer"](loaded.tokenizer).token_text,
+        tracer=tracer,
+    )
+    worker = parts["worker"](model_runner=runner, step_threads=step_threads(tracer, loaded))
+    return Runner(limits, parts["executor"](worker=worker), rows)
+
+
+def fit_to_memory(
+    loaded: Any,
+    make: Callable[[Any], R],
+    named: int | None,
     cache_config: CacheConfig,
     device: torch.device,
-    max_model_len: int,
-    limits: Limits,
-    tracer: Tracer,
+    num_shares: int = 1,
+) -> tuple[Any, R, Budget]:
+    """m3's `fit_model_len`, for a memory of pages."""
+    return fit_model_len(
+        loaded,
+        make,
+        named=named,
+        cache_config=cache_config,
+        block_size=cache_config.page_size,
+        device=device,
+        size_setting="max_total_tokens",
+        num_shares=num_shares,
+    )
+
+
+def reserve_kv_memory(
+    executor: Any, cache_config: CacheConfig, budget: Budget, device: torch.device, max_model_len: int, tracer: Tracer
 ) -> KVCacheConfig:
     """Decide how many pages there are, and let the runner reserve them. All are of use: the cache keeps what it can."""
-    measures = needs_profile(cache_config, device)
     kv_cache_config = size_kv_cache(
         executor.kv_cache_spec(cache_config.page_size),
-        cache_config=cache_config,
+        budget=budget,
         device=device,
         max_model_len=max_model_len,
         max_num_seqs=None,
         swap_space_bytes=0,
         size_setting=("max_total_tokens", cache_config.page_size),
-        profile=executor.measure_memory(limits.max_num_batched_tokens) if measures else None,
         tracer=tracer,
     )
     executor.initialize_kv_cache(kv_cache_config)

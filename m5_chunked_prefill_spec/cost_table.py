@@ -6,7 +6,7 @@ another one. So the clock is read at the start only, what it said is in the trac
 decides the same. Neither vLLM nor SGLang has one.
 """
 
-import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,9 +33,12 @@ class CostTable:
     """What each further row of that forward costs."""
 
     def __post_init__(self) -> None:
+        for name in ("num_tokens", "step_ms"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ConfigError(f"{name}={shown(getattr(self, name))} of a cost table must be a tuple of numbers")
         more = (self.context_ms, self.decode_context_ms, self.draft_ms, self.draft_row_ms)
         numbers = (*self.num_tokens, *self.step_ms, *more)
-        if not all(isinstance(x, int | float) and math.isfinite(x) and x >= 0 for x in numbers):
+        if not all(isinstance(x, int | float) and 0 <= x <= sys.float_info.max for x in numbers):
             raise ConfigError(f"a cost table holds numbers of at least 0, not {shown(numbers)}")
         if len(self.num_tokens) != len(self.step_ms) or len(self.num_tokens) < 2 or self.num_tokens[0] != 1:
             raise ConfigError("a cost table names at least two sizes, the first of 1 token, and the cost of each")

@@ -25,6 +25,7 @@ from m5_chunked_prefill_spec.events import batch_event
 from m5_chunked_prefill_spec.outputs import EngineStats
 from m5_chunked_prefill_spec.result_processor import ResultProcessor
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+from m5_chunked_prefill_spec.speculative.proposer import InvalidDraftsError
 
 
 class Scheduler(SchedulerBase):
@@ -203,14 +204,21 @@ class Scheduler(SchedulerBase):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _drafts(self, reqs: list[Req], most: int) -> list[list[int]]:
-        """The guesses of this step. If the part that makes them fails, those it guesses for end, and no others."""
+        """The guesses of this step. If the part that makes them fails, those it guesses for end, and no others.
+
+        A request that gets an invalid draft ends alone; the others go on without guesses in this step.
+        """
         try:
             with blamed_on("speculation", self.speculation):
-                drafts = self.speculation.propose(reqs, most)
+                try:
+                    return self.speculation.propose(reqs, most)
+                except InvalidDraftsError as invalid:
+                    errors = invalid.errors
         except PartError as error:
-            self.finish_requests([req.rid for req in reqs if req.spec_state is not None], FinishError(error))
-            return []
-        return drafts
+            errors = {req.rid: error for req in reqs if req.spec_state is not None}
+        for rid, own in errors.items():
+            self.finish_requests([rid], FinishError(own))
+        return []
 
     def _has_room_after_retraction(self, batch: ScheduleBatch) -> bool:
         """Retract; whoever is in the middle of its prompt may have to go, too."""

@@ -4,17 +4,24 @@ Two models may be loaded now, and what steps cost is measured before anything de
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import check_memory_share
+from m3_paged_attention.step_threads import StepThreads, step_threads
 from m3_paged_attention.wiring import trace_start
 from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.schedule_batch import Pools
-from m4_radix_cache.wiring import PARTS as M4_PARTS, build_pools, prefix_cache_class, reserve_kv_memory
+from m4_radix_cache.wiring import (
+    PARTS as M4_PARTS,
+    build_pools,
+    fit_to_memory,
+    prefix_cache_class,
+    reserve_kv_memory,
+)
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst, PrefillFirst
 from m5_chunked_prefill_spec.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
@@ -24,7 +31,7 @@ from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.scheduler import Scheduler
-from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner, load_draft_model
+from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner, limited, load_draft_model
 from m5_chunked_prefill_spec.speculative.proposer import make_proposer
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m5_chunked_prefill_spec.speculative.speculation import Speculation
@@ -50,13 +57,18 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     cache_class = prefix_cache_class(config.cache, parts)
     loaded = parts["model_loader"](config.model)
     drafting = load_draft_model(parts["model_loader"], config.model, config.speculative, loaded)
+    loaded = limited(loaded, drafting)
+    threads = step_threads(tracer, loaded, drafting)
+    loaded, (limits, executor, rows, runner), budget = fit_to_memory(
+        loaded,
+        lambda loaded: build_executor(config, parts, loaded, drafting, tracer, threads),
+        config.model.max_model_len,
+        config.cache,
+        device,
+    )
     if tracer:
         trace_start(loaded, config.model, tracer)
-    limits = config.scheduler.resolved(loaded.max_model_len, device.type)
-    rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
-    runner = build_model_runner(parts, loaded, drafting, limits, rows, tracer)
-    executor = parts["executor"](worker=parts["worker"](model_runner=runner))
-    kv_cache_config = reserve_kv_memory(executor, config.cache, device, loaded.max_model_len, limits, tracer)
+    kv_cache_config = reserve_kv_memory(executor, config.cache, budget, device, loaded.max_model_len, tracer)
     costs = cost_table(config, limits, runner, tracer)
     pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
     return parts["engine_core"](
@@ -69,17 +81,29 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     )
 
 
-def build_model_runner(
+class Runner(NamedTuple):
+    """What runs requests of some length, at its top and at its bottom, and the rows of slots that it looks up."""
+
+    limits: Any
+    executor: Any
+    rows: Any
+    runner: Any
+
+
+def build_executor(
+    config: Settings,
     parts: Mapping[str, Any],
     loaded: Any,
     drafting: Any,
-    limits: SchedulerConfig,
-    rows: Any,
     tracer: Tracer,
+    threads: StepThreads | None,
     **more: Any,
-) -> Any:
-    """What runs the models; `more` is what a later milestone's runner needs besides."""
-    return parts["model_runner"](
+) -> Runner:
+    """What runs requests of at most `loaded.max_model_len` tokens; `more` is what a later milestone's runner needs
+    besides."""
+    limits = config.scheduler.resolved(loaded.max_model_len, config.model.torch_device().type)
+    rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
+    runner = parts["model_runner"](
         loaded_model=loaded,
         scheduler_config=limits,
         req_to_token_pool=rows,
@@ -89,6 +113,8 @@ def build_model_runner(
         draft_runner=drafting and parts["draft_runner"](loaded_model=drafting, req_to_token_pool=rows),
         **more,
     )
+    worker = parts["worker"](model_runner=runner, step_threads=threads)
+    return Runner(limits, parts["executor"](worker=worker), rows, runner)
 
 
 def build_input_processor(

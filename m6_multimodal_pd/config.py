@@ -76,7 +76,7 @@ def check_schemes(schemes: object) -> None:
     if not isinstance(schemes, tuple | list | frozenset | set):
         raise ConfigError(f"allowed_url_schemes={shown(schemes)} must be a tuple of names, such as ('https',)")
     for scheme in schemes:
-        if scheme not in URL_SCHEMES:
+        if not isinstance(scheme, str) or scheme not in URL_SCHEMES:
             raise ConfigError(f"allowed_url_schemes: {shown(scheme)} is not one of {', '.join(URL_SCHEMES)}")
 
 

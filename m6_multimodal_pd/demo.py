@@ -34,7 +34,7 @@ DESCRIPTION = """Watch the engine see pictures, answer, and explain every step. 
 tour, which needs no network and no GPU: pictures, a clip and texts in one batch; where a picture's tokens stand; a
 picture that comes again; then the same batch through a process for prompts and one for answers."""
 MEANINGS = m5.MEANINGS | {
-    "dtype": "of weights and KV; default: bfloat16 on CUDA, else float32",
+    "dtype": "of weights and KV; default: on CUDA what the model names, on a CPU float32, or bfloat16 for a large one",
     "max_tokens": "an answer ends after so many; default: 128",
     "n": "so many answers to one prompt, which share it and its pictures; in the tour: to the first picture's question",
     "temperature": "0, the default, takes the likeliest token; more draws it",

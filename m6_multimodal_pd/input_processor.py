@@ -111,8 +111,8 @@ class InputProcessor:
 
 
 def is_conversation(prompt: Any) -> TypeGuard[Sequence[Message]]:
-    """Whether a prompt is a list of messages."""
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
+    """Whether a prompt is a list of messages: of any other one only the first entry is looked at."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _as_text(message: Message) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from m1_single_request.outputs import EngineStats
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.step_threads import StepThreads
 from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.prefill_adder import AddReqResult
@@ -145,6 +146,7 @@ class ModelRunnerInterface(M5ModelRunnerInterface, Protocol):
         rejection_sampler: Any,
         draft_runner: DraftRunnerProtocol | None,
         encoder: Encoder,
+        step_threads: StepThreads | None,
     ) -> None: ...
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, ModelDescription, describe, load_part
+from m1_single_request.precision import count_weights
 from m3_paged_attention.attention.registry import Backend, resolve
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.model_loader import (
     LoadedModel as LoadedTextModel,
     check_positions,
+    check_room,
     load_described,
     weights_directory,
 )
@@ -73,7 +75,7 @@ def describe_model(config: ModelConfig) -> DescribedModel:
         own = described.config.vision_config
         check_vision_config(described.name, own, language)
         width = (1 + language.num_deepstack) * own.out_hidden_size
-        vision_facts, media_tokens = VisionFacts(own, width * config.torch_dtype().itemsize), language.media_tokens
+        vision_facts, media_tokens = VisionFacts(own, width * described.dtype.itemsize), language.media_tokens
         vocab_size = language.decoder.vocab_size
     return DescribedModel(
         name=described.name,
@@ -97,11 +99,13 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 
 def _load_vl(config: ModelConfig, described: ModelDescription, backend: Backend) -> LoadedModel:
-    device, dtype = config.torch_device(), config.torch_dtype()
+    device, dtype = config.torch_device(), described.dtype
     check_positions(described)
     language = vl_decoder_config(described.name, described.config)
     check_vision_config(described.name, described.config.vision_config, language)
     backend.check_head_dim(language.decoder.head_dim)
+    of_tower = load_part(described.name, "its weights", lambda: vision.count_weights(described.config.vision_config))
+    check_room(described, count_weights(described.config) + of_tower, device)
     tower, weights = load_part(described.name, "its weights", lambda: _weights(config, described, language))
     num_parameters = tower.num_parameters + sum(tensor.numel() for tensor in weights.tensors())
     return LoadedModel(
@@ -114,6 +118,7 @@ def _load_vl(config: ModelConfig, described: ModelDescription, backend: Backend)
         eos_token_ids=described.eos_token_ids,
         max_model_len=described.max_model_len,
         vocab_size=language.decoder.vocab_size,
+        named_dtype=described.named_dtype,
         num_parameters=num_parameters,
         weight_bytes=num_parameters * dtype.itemsize,
         vision=tower,
@@ -124,7 +129,7 @@ def _load_vl(config: ModelConfig, described: ModelDescription, backend: Backend)
 def _weights(
     config: ModelConfig, described: ModelDescription, language: VLDecoderConfig
 ) -> tuple[VisionTower, DecoderWeights]:
-    device, dtype = config.torch_device(), config.torch_dtype()
+    device, dtype = config.torch_device(), described.dtype
     name, vision_config = described.name, described.config.vision_config
     if config.load_format == "dummy":
         tower = VisionTower.dummy(vision_config, dtype, device, config.seed)

@@ -7,6 +7,7 @@ vLLM: `v1/worker/gpu_model_runner.py`.
 """
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError
+from m3_paged_attention.step_threads import StepThreads
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch as TextForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner as TextModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
@@ -28,9 +30,9 @@ class ModelRunner(TextModelRunner):
 
     released = ("kv", "model", "encoder")
 
-    def __init__(self, *, encoder: Encoder, **settings: Any) -> None:
+    def __init__(self, *, encoder: Encoder, step_threads: StepThreads | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self.encoder = encoder
+        self.encoder, self.step_threads = encoder, step_threads
         self.sees = encoder.tower is not None
         self.mrope_deltas = np.zeros(0, dtype=np.int64)  # by row, as many as the pool has made so far
 
@@ -42,7 +44,8 @@ class ModelRunner(TextModelRunner):
         prompts = self.adopt(batch)
         rows = batch.req_pool_indices
         seen = seen_in(prompts, batch.rids)
-        embeddings = self.encoder.embed(seen) if seen else []
+        with self.step_threads.lifted() if self.step_threads and seen else nullcontext():  # the tower is torch's
+            embeddings = self.encoder.embed(seen) if seen else []
         return ForwardBatch.init_new(text, batch, self.mrope_deltas[rows], prompts, seen, embeddings)
 
     def adopt(self, batch: ModelWorkerBatch) -> list[PromptPiece]:

@@ -19,11 +19,14 @@ class WeightLoader:
 
     def __init__(self, *, config: ModelConfig, load: Any, loaded: Any, runner: Any, encoder: Any) -> None:
         """`load`: the part `model_loader`; `loaded`: what it has loaded for the engine."""
-        self.config, self.load_model, self.runner, self.encoder = config, load, runner, encoder
+        precision = str(loaded.dtype).removeprefix("torch.")
+        self.config = replace(config, dtype=precision, max_model_len=loaded.max_model_len)  # as they are settled now
+        self.load_model, self.runner, self.encoder = load, runner, encoder
         self.shape = shape_of(loaded)
 
     def load(self, model: str) -> None:
-        """Raises `ModelLoadError` for weights that cannot be loaded, or that are not of the same shape."""
+        """Raises `ModelLoadError` for weights that cannot be loaded, or that are not of the same shape, and
+        `ConfigError` for a model of fewer positions than requests may have."""
         loaded = self.load_model(replace(self.config, model=model))
         for name, value in shape_of(loaded).items():
             if value != self.shape[name]:
@@ -40,7 +43,6 @@ def shape_of(loaded: Any) -> dict[str, Any]:
         "layout of pictures": (loaded.media_tokens, getattr(loaded.vision, "config", None)),
         "vocabulary": (loaded.vocab_size, loaded.tokenizer.get_vocab()),
         "end-of-sequence ids": loaded.eos_token_ids,
-        "length": loaded.max_model_len,
         "number of parameters": loaded.num_parameters,
         "precision": loaded.dtype,
     }

@@ -5,7 +5,7 @@ intake, the adder and the model runner. For a text model everything is m5's.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -13,17 +13,20 @@ from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
 from m1_single_request.errors import ConfigError, shown
 from m1_single_request.operations import Operations
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.kv_cache_config import check_memory_share
+from m3_paged_attention.kv_cache_config import Budget, check_memory_share
+from m3_paged_attention.model_len import shortened
+from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import trace_start
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.exchange import Exchange
 from m4_radix_cache.schedule_batch import Pools
-from m4_radix_cache.wiring import build_pools, prefix_cache_class, reserve_kv_memory
-from m5_chunked_prefill_spec.speculative.draft_runner import load_draft_model
+from m4_radix_cache.wiring import build_pools, fit_to_memory, prefix_cache_class, reserve_kv_memory
+from m5_chunked_prefill_spec.speculative.draft_runner import limited, load_draft_model
 from m5_chunked_prefill_spec.wiring import (
     PARTS as M5_PARTS,
+    Runner,
+    build_executor,
     build_input_processor,
-    build_model_runner,
     build_scheduler,
     cost_table,
 )
@@ -40,60 +43,97 @@ from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.weight_loader import WeightLoader
 
 
-def build_engine_core(
-    config: EngineConfig,
-    parts: Mapping[str, Any],
-    tracer: Tracer,
-    make_exchange: Callable[[Pools], Exchange] | None = None,
-) -> EngineCore:
-    """Load the models, size the KV memory, measure, and put the parts together.
+def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
+    """Load the models, size the KV memory, measure, and put the parts together."""
+    prepared = prepare(config, parts, tracer)
+    return prepared.complete(prepared.loaded.max_model_len)
 
-    `make_exchange`: of an engine that works with others (see `disaggregation/`).
-    """
+
+def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> "PreparedEngine":
+    """Load the models and fit the length of requests to the memory. The KV memory is not reserved yet."""
     device = config.model.torch_device()
     check_memory_share(config.cache, device)
-    cache_class = prefix_cache_class(config.cache, parts)
+    prefix_cache_class(config.cache, parts)
     loaded = parts["model_loader"](config.model)
     sight = sight_of(config, parts, loaded)  # first: files that lack something are told before anything is measured
     drafting = load_draft_model(
         parts["model_loader"], config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
     )
-    if tracer:
-        trace_start(loaded, config.model, tracer)
-    limits = config.scheduler.resolved(loaded.max_model_len, device.type)
-    rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
+    loaded = limited(loaded, drafting)
     embeddings = parts["embedding_cache"](capacity_bytes=config.multimodal.embedding_cache_bytes, tracer=tracer)
     budget = config.multimodal.budget(device.type)
     encoder = parts["encoder"](tower=loaded.vision, cache=embeddings, budget=budget, tracer=tracer)
-    runner = build_model_runner(parts, loaded, drafting, limits, rows, tracer, encoder=encoder)
-    executor = parts["executor"](worker=parts["worker"](model_runner=runner))
-    kv_cache_config = reserve_kv_memory(executor, config.cache, device, loaded.max_model_len, limits, tracer)
-    costs = cost_table(config, limits, runner, tracer)
-    pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
-    sighted = dict(parts) | {"prefill_adder": adder_of(config, parts, loaded, embeddings)}
-    others = {} if make_exchange is None else {"exchange": make_exchange(pools)}
-    core: EngineCore = parts["engine_core"](
-        input_processor=build_input_processor(
-            config,
-            limits,
-            parts,
-            loaded,
-            kv_cache_config.num_tokens,
-            sight=sight,
-            guesses_texts_only=drafting is not None,
-        ),
-        scheduler=build_scheduler(config, limits, sighted, pools, loaded, costs, tracer, **others),
-        executor=executor,
-        output_processor=parts["output_processor"](tracer=tracer),
-        kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
-        tracer=tracer,
-        companion=encoder,
+    threads = step_threads(tracer, loaded, drafting)
+
+    def make(loaded: LoadedModel) -> Runner:
+        return build_executor(config, parts, loaded, drafting, tracer, threads, encoder=encoder, step_threads=threads)
+
+    group = config.disaggregation
+    num_engines = 1 if group is None else group.prefill + group.decode  # on this machine, as far as an engine knows
+    loaded, runs, kv_budget = fit_to_memory(
+        loaded, make, config.model.max_model_len, config.cache, device, num_shares=num_engines
     )
-    weight_loader = WeightLoader(
-        config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
+    return PreparedEngine(
+        config, parts, tracer, loaded, sight, embeddings, encoder, drafting is not None, make, runs, kv_budget
     )
-    core.operations = Operations(weight_loader)
-    return core
+
+
+@dataclass(frozen=True)
+class PreparedEngine:
+    """An engine up to the point at which a group agrees on the length of its requests (see `disaggregation/`)."""
+
+    config: EngineConfig
+    parts: Mapping[str, Any]
+    tracer: Tracer
+    loaded: LoadedModel
+    """With the longest length that this engine has room for."""
+    sight: Sight | None
+    embeddings: EmbeddingCache
+    encoder: Encoder
+    has_draft_model: bool
+    make: Callable[[LoadedModel], Runner]
+    runs: Runner
+    kv_budget: Budget
+
+    def complete(self, max_model_len: int, make_exchange: Callable[[Pools], Exchange] | None = None) -> EngineCore:
+        """Reserve the KV memory, measure, and put the parts together, for requests of at most `max_model_len` tokens.
+
+        `make_exchange`: of an engine that works with others.
+        """
+        config, parts, tracer, encoder = self.config, self.parts, self.tracer, self.encoder
+        loaded, (limits, executor, rows, runner) = shortened(self.loaded, self.runs, self.make, max_model_len)
+        if tracer:
+            trace_start(loaded, config.model, tracer)
+        kv_cache_config = reserve_kv_memory(
+            executor, config.cache, self.kv_budget, config.model.torch_device(), max_model_len, tracer
+        )
+        costs = cost_table(config, limits, runner, tracer)
+        cache_class = prefix_cache_class(config.cache, parts)
+        pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
+        sighted = dict(parts) | {"prefill_adder": adder_of(config, parts, loaded, self.embeddings)}
+        others = {} if make_exchange is None else {"exchange": make_exchange(pools)}
+        core: EngineCore = parts["engine_core"](
+            input_processor=build_input_processor(
+                config,
+                limits,
+                parts,
+                loaded,
+                kv_cache_config.num_tokens,
+                sight=self.sight,
+                guesses_texts_only=self.has_draft_model,
+            ),
+            scheduler=build_scheduler(config, limits, sighted, pools, loaded, costs, tracer, **others),
+            executor=executor,
+            output_processor=parts["output_processor"](tracer=tracer),
+            kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
+            tracer=tracer,
+            companion=encoder,
+        )
+        weight_loader = WeightLoader(
+            config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
+        )
+        core.operations = Operations(weight_loader)
+        return core
 
 
 def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore | RouterCore:
@@ -104,7 +144,7 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
         config,
         parts,
         tracer,
-        build=build_engine_core,
+        prepare=prepare,
         sight_of=sight_of,
         describe=describe_model,
         standard=PARTS,

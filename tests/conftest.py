@@ -2,14 +2,26 @@
 
 What several milestones share: a tiny random model, and m1's answers with it, each of them computed once.
 
-And where GPU tests run. A test marked `gpu` runs natively where torch sees a CUDA device, and is deselected elsewhere;
-a closing line says how many that were. A test marked `interpreter` runs kernels on the CPU through Triton's interpreter
-and is deselected where there is a GPU, because a process either interprets its kernels or compiles them. So
-`pytest -m gpu` without a GPU runs nothing and ends like every run of no tests, with exit code 5.
+And which tests run:
+
+- A test marked `exhaustive` (a long random run, a kill, most of a full matrix) is left out and counted in a closing
+  line, unless the command line chooses with `-m` or names the test itself. `pytest -m exhaustive` runs these.
+- Of the parameter sets of a test marked `sample(n)`, n run by default, spread evenly. Where it is marked `sample`, as
+  many as have every value of every parameter; with `sample(of=...)`, a function of the parameters, as many as have
+  every value that it returns. The others are exhaustive.
+- A test made by hypothesis runs on a fifth of its examples by default (`tests/support/amounts.py`), and is exhaustive
+  too: with `-m` it has all of them.
+- A test marked `gpu` runs natively where torch sees a CUDA device, and is deselected elsewhere; a closing line says how
+  many that were. A test marked `interpreter` runs kernels on the CPU through Triton's interpreter and is deselected
+  where there is a GPU, because a process either interprets its kernels or compiles them. So `pytest -m gpu` without a
+  GPU runs nothing and ends like every run of no tests, with exit code 5.
 """
 
+import gc
 import importlib.util
 import os
+import signal
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +31,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background inherits this, and hands it on
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 HAS_GPU = torch.cuda.is_available()
 if HAS_GPU:
@@ -32,24 +47,109 @@ else:
 torch.set_num_threads(1)
 
 # The same examples on every run, and a slow machine is no failure.
-settings.register_profile("stepwise", derandomize=True, deadline=None)
-settings.load_profile("stepwise")
+settings.register_profile("all", derandomize=True, deadline=None, max_examples=100)
+settings.register_profile("few", settings.get_profile("all"), max_examples=20)
+settings.load_profile("few")
 
 LEFT_OUT = pytest.StashKey[list[str]]()
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out the tests that this machine cannot run, and keep a line about them."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is imported: how many examples hypothesis makes."""
+    settings.load_profile("all" if wants_all(config) else "few")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing of what is found here goes away again, so the collector of garbage need not look at it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def wants_all(config: pytest.Config) -> bool:
+    """Whether the command line chooses with `-m`, and not just leaves out what is left out anyway."""
+    chosen = config.option.markexpr
+    return bool(chosen) and chosen.count("exhaustive") in (0, chosen.count("not exhaustive") + 1)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark what is exhaustive; after -m and -k have chosen, take out what does not run, and keep a line about it."""
+    mark_the_rest_of_samples(items)
+    if wants_all(config):
+        for item in items:
+            if is_hypothesis_test(getattr(item, "obj", None)) or item.get_closest_marker("hypothesis"):
+                item.add_marker("exhaustive")
+    result = yield
     said = []
     for marker in ("gpu", "interpreter"):
         left_out = [item for item in items if item.get_closest_marker(marker)]
         obstacle = obstacle_to(marker) if left_out else None
         if obstacle:
             said += [f"{obstacle}: 0 of {len(left_out)} {marker} tests ran"] if obstacle != COMPILES else []
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+            leave_out(left_out, config, items)
+    if not config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("exhaustive") and not is_named(item, config)]
+        said += [f"{len(left_out)} exhaustive tests left out: `pytest -m exhaustive` runs them"] if left_out else []
+        leave_out(left_out, config, items)
     config.stash[LEFT_OUT] = said
+    return result
+
+
+def leave_out(left_out: list[pytest.Item], config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take these out of those that run."""
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+
+
+def is_named(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether the command line names this very test, with its parameters or without."""
+    name = item.nodeid.partition("::")[2]
+    for path, _, chosen in (argument.partition("::") for argument in config.args):
+        same = chosen and (name == chosen or name.startswith((f"{chosen}[", f"{chosen}::")))
+        if same and Path(config.invocation_params.dir, path).resolve() == item.path:
+            return True
+    return False
+
+
+def mark_the_rest_of_samples(items: list[pytest.Item]) -> None:
+    """What is not in the sample of its test is exhaustive. Each kind of kernels has a sample of its own."""
+    groups: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            kind = tuple(marker for marker in ("gpu", "interpreter") if item.get_closest_marker(marker))
+            groups.setdefault((item.nodeid.partition("[")[0], kind), []).append(item)
+    for (name, _), group in groups.items():
+        if len(group) == 1:
+            continue
+        marker = group[0].get_closest_marker("sample")
+        assert marker is not None
+        sample = evenly(group, *marker.args, name) if marker.args else with_every_value(group, **marker.kwargs)
+        for item in set(group) - set(sample):
+            item.add_marker("exhaustive")
+
+
+def evenly(group: list[pytest.Item], number: int, name: str) -> list[pytest.Item]:
+    """So many of them, from another start in every test: where tests share parameters, together they have them all."""
+    start, number = zlib.crc32(name.encode()), min(number, len(group))
+    return [group[(start + i * len(group) // number) % len(group)] for i in range(number)]
+
+
+def with_every_value(group: list[pytest.Item], of: Any = None) -> list[pytest.Item]:
+    """As few of them as have each value, about: of each parameter, or those that `of` makes of the parameters."""
+    of = of or (lambda **params: {(name, id(value)) for name, value in params.items()})
+    values = {item: set(of(**item.callspec.params)) for item in group}  # type: ignore[attr-defined]
+    missing, chosen = set[Any]().union(*values.values()), []
+    while missing:
+        chosen.append(max(group, key=lambda item: len(values[item] & missing)))
+        missing -= values[chosen[-1]]
+    return chosen
 
 
 COMPILES = "this process compiles its kernels"  # and runs the same tests so

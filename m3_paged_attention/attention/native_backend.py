@@ -19,6 +19,7 @@ from m3_paged_attention.attention.native_library import PRECISIONS, SIGNATURES, 
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.kv_storage import KVLayer
 from m3_paged_attention.linear import Linear, PlainLinear
+from m3_paged_attention.models.architecture import DecoderConfig
 
 LANES = 16  # of a vector; widths must be multiples of it
 PANEL = 64  # output features that lie together
@@ -42,6 +43,11 @@ class NativeBackend:
 
     def check_head_dim(self, head_dim: int) -> None:
         """Any will do."""
+
+    def computes(self, config: DecoderConfig, dtype: torch.dtype) -> bool:
+        """Return whether all products of such a model are computed here, and none by torch."""
+        widths = config.head_dim % (2 * LANES), config.hidden_size % 2, config.intermediate_size % 2
+        return dtype in self._kernels and not any(widths)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """`y = x W^T + b` with a copy of the weight in panels."""

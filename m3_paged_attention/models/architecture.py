@@ -10,15 +10,14 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
-from m1_single_request.errors import ModelLoadError
-from m1_single_request.model_loader import head_dim
+from m1_single_request.errors import ModelLoadError, shown
+from m1_single_request.model_loader import LARGEST_NUM_LAYERS, LARGEST_SIZE, head_dim
 from m3_paged_attention.models.rotary import FREQUENCIES, RopeConfig, yarn_attention_factor
 
 MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 SILU_NAMES = ("silu", "swish")
-LARGEST_SIZE = 2**48  # of a field; what is larger overflows somewhere in C before it is refused for its memory
 LARGEST_SIZES = {
-    "num_layers": 10_000,  # each is a list of tensors before any of them takes memory
+    "num_layers": LARGEST_NUM_LAYERS,
     "hidden_size": LARGEST_SIZE,
     "num_heads": LARGEST_SIZE,
     "num_kv_heads": LARGEST_SIZE,
@@ -90,12 +89,14 @@ def decoder_config(
 def _check_supported(name: str, architecture: str, config: PreTrainedConfig, model_type: str) -> None:
     if config.model_type != model_type:
         raise ModelLoadError(
-            f"{name}: config.json names the architecture {architecture} but model_type={config.model_type!r}: "
+            f"{name}: config.json names the architecture {architecture} but model_type={shown(config.model_type)}: "
             f"one of the two is wrong"
         )
     check_not_quantized(name, config)
     if config.hidden_act not in SILU_NAMES:
-        raise ModelLoadError(f"{name}: hidden_act={config.hidden_act!r} is not supported; the decoder computes silu")
+        raise ModelLoadError(
+            f"{name}: hidden_act={shown(config.hidden_act)} is not supported; the decoder computes silu"
+        )
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if layer_types:
         raise ModelLoadError(
@@ -114,7 +115,7 @@ def check_size(name: str, field: str, value: Any, largest: int = LARGEST_SIZE) -
     """Raise `ModelLoadError` unless `value` is a whole number from 1 to `largest`."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
         raise ModelLoadError(
-            f"{name}: config.json leads to {field}={value!r}, which must be a whole number from 1 to {largest:,}"
+            f"{name}: config.json leads to {field}={shown(value)}, which must be a whole number from 1 to {largest:,}"
         )
 
 
@@ -124,7 +125,9 @@ def _check_sizes(name: str, decoder: DecoderConfig) -> None:
     for field in ("rms_norm_eps", "initializer_range"):
         value = getattr(decoder, field)
         if not _is_number(value) or not 0 <= value < LARGEST_NUMBER:
-            raise ModelLoadError(f"{name}: {field}={value!r} in config.json must be a number of at least 0, and finite")
+            raise ModelLoadError(
+                f"{name}: {field}={shown(value)} in config.json must be a number of at least 0, and finite"
+            )
     if decoder.num_heads % decoder.num_kv_heads:
         raise ModelLoadError(
             f"{name}: {decoder.num_heads} attention heads cannot be shared out over {decoder.num_kv_heads} KV heads"
@@ -149,7 +152,7 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
     rope_type = parameters.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in FREQUENCIES:
         supported = ", ".join(FREQUENCIES)
-        raise ModelLoadError(f"{name}: rope type {rope_type!r} is not supported; supported are {supported}")
+        raise ModelLoadError(f"{name}: rope type {shown(rope_type)} is not supported; supported are {supported}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelLoadError(f"{name}: partial_rotary_factor is not supported: these families turn whole heads")
 
@@ -157,7 +160,9 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
         value = parameters.get(key)
         value = default if value is None else value
         if not _is_number(value) or not 0 < value < LARGEST_NUMBER:  # nor is NaN
-            raise ModelLoadError(f"{name}: {key}={value!r} in rope_parameters must be a positive number, and finite")
+            raise ModelLoadError(
+                f"{name}: {key}={shown(value)} in rope_parameters must be a positive number, and finite"
+            )
         return value
 
     theta = number("rope_theta", 10_000.0)

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from m1_single_request.errors import ModelLoadError
-from m1_single_request.model_loader import check_tensors
+from m1_single_request.errors import ModelLoadError, shown
+from m1_single_request.model_loader import check_stored_type, check_tensors
 from m3_paged_attention.models.architecture import DecoderConfig
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -26,7 +26,6 @@ WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "model-*.safetensors")
 PREFIX, HEAD = "model.", "lm_head.weight"
 """How the names in the files begin, and the one name that does not: a decoder that is a part of a larger model has a
 longer prefix."""
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 ROWS = 4096  # compared at a time, so that no second embedding is needed
 
 
@@ -209,12 +208,12 @@ def _weight_files(name: str, directory: Path) -> list[Path]:
         named: Any = json.loads(index.read_text())["weight_map"]
         shards = sorted(set(named.values()))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{name}: {INDEX_FILE} cannot be read: {error!r}; get it again") from error
+        raise ModelLoadError(f"{name}: {INDEX_FILE} cannot be read: {shown(error)}; get it again") from error
     for shard in shards:
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelLoadError(f"{name}: {INDEX_FILE} names {shard!r}, which is no .safetensors file beside it")
+            raise ModelLoadError(f"{name}: {INDEX_FILE} names {shown(shard)}, which is no .safetensors file beside it")
         if not (directory / shard).is_file():
-            raise ModelLoadError(f"{name}: {INDEX_FILE} names {shard}, which is not there; get the files again")
+            raise ModelLoadError(f"{name}: {INDEX_FILE} names {shown(shard)}, which is not there; get the files again")
     return [directory / shard for shard in shards]
 
 
@@ -252,11 +251,7 @@ def check_headers(name: str, headers: Mapping[str, Header], wanted: Mapping[str,
     ]
     check_tensors(name, missing=wanted.keys() - headers.keys(), unexpected=unexpected, misshapen=misshapen)
     for key in wanted:
-        if headers[key].dtype not in FLOAT_TYPES:
-            raise ModelLoadError(
-                f"{name}: {key} is stored as {headers[key].dtype}; only {', '.join(FLOAT_TYPES)} are read: "
-                f"give the original weights"
-            )
+        check_stored_type(name, key, headers[key].dtype)
 
 
 def _check_tied_head(name: str, header: Header, embedding_name: str, embedding: Tensor) -> None:

@@ -6,9 +6,11 @@ show in an answer. Lists are as long as the model and the budgets allow.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from m1_single_request.errors import PromptTooLongError
 from m1_single_request.input_processor import Message
 from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
 from m1_single_request.sampling_params import SamplingParams
@@ -134,6 +136,7 @@ def _messages(system: str, past: Sequence[tuple[str, str]], question: str) -> li
 def _longest(text: Callable[[int], str], most: int, room: int, engine: LLMEngine) -> str:
     """The text of the largest count of parts that is not longer than `room` tokens as a prompt."""
     for count in range(most, 0, -1):
-        if len(as_tokens(engine, _messages(text(count), (), USERS[0]))) <= room:
-            return text(count)
+        with suppress(PromptTooLongError):  # of so many characters that nobody counts its tokens
+            if len(as_tokens(engine, _messages(text(count), (), USERS[0]))) <= room:
+                return text(count)
     return ""

@@ -15,7 +15,7 @@ vLLM: `DraftModelProposer`.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -210,7 +210,7 @@ def load_draft_model(
     target: LoadedModel,
     default_models: Sequence[str | Path] = (DEFAULT_MODEL,),
 ) -> LoadedModel | None:
-    """The draft model that the configuration names, loaded as the target is; None if there is to be none.
+    """The draft model that the configuration names, in the target's precision; None if there is to be none.
 
     `default_models`: those that the draft model which ships belongs to. Raises `ModelLoadError`, or `ConfigError` if it
     cannot guess for this target: the same token ids must mean the same.
@@ -223,10 +223,18 @@ def load_draft_model(
             f"SpeculativeConfig(model=...)"
         )
     path = speculative.model or DEFAULT_DRAFT_MODEL
-    draft = load(replace(config, model=path, max_model_len=target.max_model_len))
+    precision = str(target.dtype).removeprefix("torch.")
+    draft = load(replace(config, model=path, dtype=precision))  # of the length that is named, or its own
     if draft.vocab_size != target.vocab_size or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ConfigError(
             f"{draft.name} cannot guess for {target.name}: their vocabularies differ ({draft.vocab_size:,} and "
             f"{target.vocab_size:,} ids)"
         )
     return draft
+
+
+def limited(target: Any, draft: LoadedModel | None) -> Any:
+    """The target, for requests of no more tokens than the draft model takes: it reads all of them."""
+    if draft is None or draft.max_model_len >= target.max_model_len:
+        return target
+    return replace(target, max_model_len=draft.max_model_len)

@@ -12,8 +12,9 @@ guess's parent, positions and attention must go by it, and of the KV an accepted
 """
 
 import operator
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol
 
 from m1_single_request.errors import shown
 from m3_paged_attention.errors import PartError
@@ -28,7 +29,10 @@ class Proposer(Protocol):
     """Guesses. It changes no request, and what it says decides how fast an answer comes, never what it says."""
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
-        """For each request at most so many tokens that may come next, in order; `UNKNOWN` where the device will say."""
+        """For each request at most so many tokens that may come next, in order; `UNKNOWN` where the device will say.
+
+        If it raises, all requests that use speculation end. An invalid row ends its own request.
+        """
         ...
 
 
@@ -40,10 +44,17 @@ class NgramProposer:
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
         """The longest run of last tokens that stood there before decides, at its earliest place."""
-        return [self.lookup(req.key, limit) if limit else [] for req, limit in zip(reqs, limits, strict=True)]
+        return [
+            self.lookup(req.key, limit, req.origin_input_ids) if limit else []
+            for req, limit in zip(reqs, limits, strict=True)
+        ]
 
-    def lookup(self, key: RadixKey, limit: int) -> list[int]:
-        """Up to `limit` tokens that followed the last ones of `key` where they stood first."""
+    def lookup(self, key: RadixKey, limit: int, prompt: Sequence[int] = ()) -> list[int]:
+        """Up to `limit` tokens that followed the last ones of `key` where they stood first.
+
+        The draft ends before the first image. There `key` holds a number outside the vocabulary, which stands for the
+        image's content, and `prompt` holds a placeholder token.
+        """
         data, after = key.data, 0
         # Where a run stands, a shorter one does: so the shortest is looked for first, and mostly that is all.
         for size in range(self.prompt_lookup_min, min(self.prompt_lookup_max, len(key) - 1) + 1):
@@ -51,7 +62,12 @@ class NgramProposer:
             if found is None:
                 break
             after = found
-        return decode(data[after : after + limit * TOKEN_BYTES]) if after else []
+        draft = decode(data[after : after + limit * TOKEN_BYTES]) if after else []
+        start = after // TOKEN_BYTES
+        read = prompt[start : start + limit]
+        if draft[: len(read)] == read:  # nearly always
+            return draft
+        return draft[: next((i for i, pair in enumerate(zip(draft, read, strict=False)) if pair[0] != pair[1]), limit)]
 
 
 def first_end(data: bytes, size: int, least: int) -> int | None:
@@ -67,6 +83,15 @@ def first_end(data: bytes, size: int, least: int) -> int | None:
     return None
 
 
+class InvalidDraftsError(Exception):
+    """A proposer returned drafts that cannot be verified, for some requests."""
+
+    def __init__(self, errors: Mapping[str, PartError]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+        """By request id."""
+
+
 class DraftModelProposer:
     """Leaves it to the draft model, which always has something to say."""
 
@@ -78,24 +103,49 @@ class DraftModelProposer:
 def drafts_of(
     proposer: Proposer, reqs: Sequence[Req], limits: Sequence[int], *, vocab_size: int, lowest: int = 0
 ) -> list[list[int]]:
-    """What the proposer says. Raises `PartError` if it fails, or says anything but lists of at most so many token ids.
+    """The proposer's drafts, checked. The row of a request whose limit is 0 is not read.
 
     A wrong guess costs a little time. But more guesses than were asked for have no memory, and what is no token the
     model cannot read. `lowest`: the least id; `UNKNOWN` where a draft model replaces them all.
+
+    Raises `PartError` if the proposer fails, or does not answer with one row for each request; `InvalidDraftsError` if
+    some rows are anything but lists of at most so many token ids.
     """
     with blamed_on("proposer", proposer):
-        drafts = [[operator.index(token_id) for token_id in own] for own in proposer.propose(list(reqs), list(limits))]
+        rows = list(islice(proposer.propose(list(reqs), list(limits)), len(reqs) + 1))  # one that has no end has one
     part = f"the part 'proposer' ({type(proposer).__name__})"
-    if len(drafts) != len(reqs):
-        raise PartError(f"{part} must guess for {len(reqs)} requests; it did for {len(drafts)}")
-    for req, own, limit in zip(reqs, drafts, limits, strict=True):
+    if len(rows) != len(reqs):
+        number = len(rows) if len(rows) < len(reqs) else "more"
+        raise PartError(f"{part} must guess for {len(reqs)} requests; it did for {number}")
+    drafts: list[list[int]] = [[] for _ in reqs]
+    errors: dict[str, PartError] = {}
+    for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
+        if not limit:
+            continue
+        rid = reqs[index].rid
+        try:
+            own = drafts[index] = _token_ids(proposer, row, limit)
+        except PartError as error:
+            errors[rid] = error
+            continue
         if len(own) > limit:
-            raise PartError(f"{part} may guess {limit} tokens for request {req.rid!r}; it guessed {len(own)}")
-        if strange := [token_id for token_id in own if not lowest <= token_id < vocab_size]:
-            raise PartError(
-                f"{part} guessed {shown(strange[0])} for {req.rid!r}, which is none of {vocab_size:,} token ids"
+            errors[rid] = PartError(f"{part} may guess {limit} tokens for request {shown(rid)}; it guessed more")
+        elif strange := [token_id for token_id in own if not lowest <= token_id < vocab_size]:
+            errors[rid] = PartError(
+                f"{part} guessed {shown(strange[0])} for {shown(rid)}, which is none of {vocab_size:,} token ids"
             )
+    if errors:
+        raise InvalidDraftsError(errors)
     return drafts
+
+
+def _token_ids(proposer: Proposer, row: Iterable[Any], limit: int) -> list[int]:
+    """The first `limit + 1` token ids of a row. Raises `PartError`."""
+    try:
+        return [operator.index(token_id) for token_id in islice(row, limit + 1)]
+    except Exception:
+        with blamed_on("proposer", proposer):
+            raise
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer | None:

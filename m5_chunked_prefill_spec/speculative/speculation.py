@@ -73,7 +73,7 @@ class Speculation:
     def propose(self, reqs: Sequence[Req], max_draft_tokens: int) -> list[list[int]]:
         """The guesses of a step, by request; all together at most `max_draft_tokens`. Empty: there are none.
 
-        Raises `PartError` if the proposer fails, or guesses what cannot be.
+        Raises `PartError` if the proposer fails, and `InvalidDraftsError` for the requests whose drafts are invalid.
         """
         if self.proposer is None or max_draft_tokens < 1:
             return []

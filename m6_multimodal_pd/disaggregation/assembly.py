@@ -5,7 +5,8 @@ texts of tokens. Engines of this process share one copy of the weights; those of
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import replace
 from typing import Any, get_args
 
 from m1_single_request.errors import ConfigError
@@ -30,25 +31,31 @@ def build_disaggregated(
     parts: Mapping[str, Any],
     tracer: Tracer,
     *,
-    build: Callable[..., Any],
+    prepare: Callable[..., Any],
     sight_of: Callable[..., Any],
     describe: Callable[..., Any],
     standard: Mapping[str, Any],
 ) -> RouterCore:
-    """A group of engines behind a router. `build`: one engine; `standard`: m6's own parts; the others: as m6's wiring
+    """A group of engines behind a router. `prepare`: one engine; `standard`: m6's own parts; the others: as m6's wiring
     and loader have them."""
     group = config.disaggregation
     described = describe(config.model)
-    limits = config.scheduler.resolved(described.max_model_len, described.device.type)
     sight = sight_of(config, parts, described)
     names = [f"{role}-{number}" for role in get_args(Role) for number in range(getattr(group, role))]
-    links = links_of(config, parts, build, names, standard, is_traced=bool(tracer))
+    links = links_of(config, parts, prepare, names, standard, is_traced=bool(tracer))
     try:
         router = router_of(config, parts, described, links, tracer)
+        deadline = time.monotonic() + group.start_timeout_s
         if group.address is None:
-            await_engines(router, links, names, group.start_timeout_s)
+            await_engines(router, links, names, router.length.waiting, group.start_timeout_s, deadline)
         else:
-            await_roles(router, group)
+            await_roles(router, group, router.length.of_role, deadline)
+        described = fix_length(config, parts, described, router)
+        if group.address is None:
+            await_engines(router, links, names, router.members, group.start_timeout_s, deadline)
+        else:
+            await_roles(router, group, router.of_role, deadline)
+        limits = config.scheduler.resolved(described.max_model_len, described.device.type)
         return RouterCore(
             input_processor=intake_of(config, limits, parts, described, router, sight),
             router=router,
@@ -76,6 +83,17 @@ def router_of(config: Any, parts: Mapping[str, Any], described: Any, links: Link
     )
 
 
+def fix_length(config: Any, parts: Mapping[str, Any], described: Any, router: Router) -> Any:
+    """Fix the length of requests: the one that is named here, else the shortest that an engine has room for. Returns
+    `described` with it."""
+    length: int = described.max_model_len
+    if config.model.max_model_len is None:
+        length = min(length, *(fitted.max_model_len for fitted in router.length.waiting.values()))
+    router.updater.stop_checker = parts["stop_checker"](eos_token_ids=described.eos_token_ids, max_model_len=length)
+    router.length.fix(length)
+    return replace(described, max_model_len=length)
+
+
 def intake_of(config: Any, limits: Any, parts: Mapping[str, Any], described: Any, router: Router, sight: Any) -> Any:
     """An input processor for what the smallest of the engines can take."""
     return build_input_processor(
@@ -92,7 +110,7 @@ def intake_of(config: Any, limits: Any, parts: Mapping[str, Any], described: Any
 def links_of(
     config: Any,
     parts: Mapping[str, Any],
-    build: Callable[..., Any],
+    prepare: Callable[..., Any],
     names: list[str],
     standard: Mapping[str, Any],
     *,
@@ -100,7 +118,7 @@ def links_of(
 ) -> Links:
     """To engines of this process, of processes that are started for it, or of those that somebody has started."""
     if config.disaggregation.transport == "in_process":
-        return local_links(config, parts, build, names, is_traced=is_traced)
+        return local_links(config, parts, prepare, names, is_traced=is_traced)
     check_standard(parts, standard)
     if config.disaggregation.address is not None:
         return HandLinks(config.disaggregation)
@@ -108,7 +126,7 @@ def links_of(
 
 
 def local_links(
-    config: Any, parts: Mapping[str, Any], build: Callable[..., Any], names: list[str], *, is_traced: bool
+    config: Any, parts: Mapping[str, Any], prepare: Callable[..., Any], names: list[str], *, is_traced: bool
 ) -> LocalLinks:
     """Engines of this process, with one copy of the weights."""
     links, segments = LocalLinks(), InProcessSegments()
@@ -128,7 +146,7 @@ def local_links(
                     role=name.partition("-")[0],
                     config=config,
                     parts={**parts, "model_loader": load_once},
-                    build=build,
+                    prepare=prepare,
                     segments=segments,
                     send=send,
                     is_traced=is_traced,
@@ -149,10 +167,12 @@ def check_standard(parts: Mapping[str, Any], standard: Mapping[str, Any]) -> Non
         )
 
 
-def await_engines(router: Router, links: Links, names: list[str], timeout_s: float) -> None:
-    """Hear all engines join. Raises the error of one that cannot be built, `EngineLostError` if one does not join."""
-    deadline = time.monotonic() + timeout_s
-    while missing := [name for name in names if name not in router.members]:
+def await_engines(
+    router: Router, links: Links, names: list[str], there: Mapping[str, Any], timeout_s: float, deadline: float
+) -> None:
+    """Wait until all are `there`. Raises the error of one that cannot be built, `EngineLostError` if one does not come
+    until the deadline, which is `timeout_s` behind the start."""
+    while missing := [name for name in names if name not in there]:
         for name, why, fault in links.lost():
             raise error_of(fault, name) if fault else EngineLostError(f"engine {name!r} did not start: {why}")
         if time.monotonic() > deadline:
@@ -160,13 +180,12 @@ def await_engines(router: Router, links: Links, names: list[str], timeout_s: flo
         router.hear(0.1)
 
 
-def await_roles(router: Router, group: DisaggregationConfig) -> None:
-    """Hear as many engines of each role join as there are to be, under whatever names."""
-    deadline = time.monotonic() + group.start_timeout_s
+def await_roles(router: Router, group: DisaggregationConfig, of_role: Callable[[str], Sized], deadline: float) -> None:
+    """Wait until `of_role` has as many engines of each role as there are to be, under whatever names."""
     while missing := {
-        role: getattr(group, role) - len(router.of_role(role))
+        role: getattr(group, role) - len(of_role(role))
         for role in get_args(Role)
-        if len(router.of_role(role)) < getattr(group, role)
+        if len(of_role(role)) < getattr(group, role)
     }:
         if time.monotonic() > deadline:
             lacking = " and ".join(f"{count} for {role}" for role, count in missing.items())

@@ -7,6 +7,8 @@ either, so it is made readable for its owner alone. An engine that ends and is s
 import json
 import os
 import secrets
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,12 +18,15 @@ from typing import Any
 from m1_single_request.errors import ConfigError
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.inbox import handed_out
 from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT
 from m6_multimodal_pd.disaggregation.links import Lost
-from m6_multimodal_pd.disaggregation.messages import Call, Failed, Refused, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.messages import Call, Failed, Probe, Refused, ToEngine, ToRouter
 from m6_multimodal_pd.disaggregation.sockets import RouterSocket
 from m6_multimodal_pd.disaggregation.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError
+
+PROBE_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,10 @@ class HandLinks:
             codec=Codec(ToRouter, config.max_message_bytes),
             secret=keys.secret,
             keys=keys.router,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
         )
+        self._lost: deque[Lost] = deque()
+        self._next_probe = 0.0
 
     def drop(self, name: str, why: str) -> None:
         """Believe it no more: whoever has that name next is another engine."""
@@ -109,8 +117,17 @@ class HandLinks:
                 yield name, message
 
     def lost(self) -> Iterator[Lost]:
-        """Nobody is known to be: that shows when something is sent, or in silence."""
-        return iter(())
+        """Who cannot be reached any more: that shows when something is sent. Those that have not joined yet are probed,
+        too: an engine that dies while it loads keeps its name from the one that is started in its place."""
+        now = time.monotonic()
+        if now >= self._next_probe:
+            self._next_probe = now + PROBE_EVERY_S
+            for name in self.socket.names:
+                try:
+                    self.socket.send(name, Probe())
+                except PeerLostError as error:
+                    self._lost.append(Lost(name, str(error)))
+        return handed_out(self._lost)
 
     def close(self) -> None:
         """Tell all engines that it is over, and leave."""

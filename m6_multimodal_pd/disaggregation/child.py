@@ -20,7 +20,7 @@ from m6_multimodal_pd.disaggregation.config_json import from_json
 from m6_multimodal_pd.disaggregation.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.jobs import fault_of
-from m6_multimodal_pd.disaggregation.messages import Call, Failed, Order, Refused, ToEngine
+from m6_multimodal_pd.disaggregation.messages import Call, Failed, LengthFixed, Order, Refused, ToEngine
 from m6_multimodal_pd.disaggregation.shared_memory import SharedMemorySegments, remove_leftovers
 from m6_multimodal_pd.disaggregation.sockets import EngineSocket
 from m6_multimodal_pd.disaggregation.watchdog import Watchdog
@@ -76,6 +76,7 @@ class Process:
             codec=Codec(ToEngine, config.disaggregation.max_message_bytes),
             secret=bytes.fromhex(order.secret),
             keys=keys,
+            heartbeat_timeout_s=config.disaggregation.heartbeat_timeout_s,
         )
 
     def stop(self) -> None:
@@ -94,7 +95,7 @@ class Process:
 
     def run(self) -> int:
         """Build the engine and work. Returns the exit status."""
-        from m6_multimodal_pd.wiring import PARTS, build_engine_core
+        from m6_multimodal_pd.wiring import PARTS, prepare
 
         if self.order.num_threads:
             import torch
@@ -107,12 +108,21 @@ class Process:
                 role=self.order.role,
                 config=self.config,
                 parts=PARTS,
-                build=build_engine_core,
+                prepare=prepare,
                 segments=SharedMemorySegments(self.order.owner),
                 send=self.socket.send,
                 is_traced=self.order.is_traced,
             )
-        except Exception as error:  # whatever it is, it would be the same in the next process
+            self.socket.send(engine.fitted)
+            length = self._await_length()
+            if length is None:
+                self.socket.close()
+                return 0 if self.refused is None else 1
+            engine.start(length)
+        except PeerLostError:  # the router is gone
+            self.socket.close()
+            return 0
+        except Exception as error:  # an engine of a group that works already is started anew all the same
             self.socket.send(Failed(fault_of(error)))
             self.socket.close()
             return 1
@@ -133,6 +143,20 @@ class Process:
         while not self.socket.joined and not self.is_stopping and time.monotonic() < deadline:
             self.socket.receive(0.1)
         return self.socket.joined
+
+    def _await_length(self) -> int | None:
+        """The length of the group's requests, which the router fixes when all engines have said what they have room
+        for; None if it does not come."""
+        while not self.is_stopping and not self.socket.was_cut():
+            for message in self.socket.receive(HEARTBEAT_S):
+                if isinstance(message, LengthFixed):
+                    return message.max_model_len
+                if isinstance(message, Refused):
+                    self.refused = message.why
+                    return None
+                if isinstance(message, Call) and message.verb == "shutdown":
+                    return None
+        return None
 
     def _work(self, engine: Engine, watchdog: Watchdog) -> None:
         """Nobody may read for hours what an engine without requests says: then one heartbeat must do."""

@@ -5,14 +5,16 @@ vLLM: `KVTransferConfig`; SGLang: `--disaggregation-mode`, `--disaggregation-tra
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from m1_single_request.config import check_whole_number
+from m1_single_request.config import check_path, check_whole_number
 from m1_single_request.errors import ConfigError, shown
+from m3_paged_attention.config import check_choice
 from m4_radix_cache.config import check_number
 
 TransportName = Literal["shared_memory", "in_process"]
 MAX_ENGINES = 64
+HEARTBEAT_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +37,17 @@ class DisaggregationConfig:
     """How often a request is tried anew, with other engines if there are, after an engine was lost or a transfer
     failed."""
     max_restarts: int = 3
-    """How often within an hour each engine is started anew after its process has died. One that dies once more in that
-    hour stays away; the others go on without it."""
+    """How often within an hour each engine is started anew after its process has died, or could not start again. One
+    that dies once more in that hour stays away; the others go on without it."""
     address: str | None = None
     """Where engines join that are started by hand, `tcp://127.0.0.1:5600`, say. None: they are started from here."""
     key_file: str | Path | None = None
     """The keys of such engines and of this side: made by `python -m m6_multimodal_pd.pd keys FILE`."""
     start_timeout_s: float = 180.0
     """Seconds that an engine may take until it is ready."""
-    heartbeat_timeout_s: float = 150.0
-    """An engine with requests that is not heard of for so many seconds is lost. In a step it says nothing: so this
-    should be longer than `step_timeout_s`."""
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    """A connection that is silent for so many seconds is closed, by either side. An engine without a connection is lost
+    within about a second. A long step is not silence: a thread of ZeroMQ answers meanwhile."""
     step_timeout_s: float = 120.0
     """An engine whose step takes longer than so many seconds writes down where it hangs, and gives itself up."""
 
@@ -54,13 +56,11 @@ class DisaggregationConfig:
             check_whole_number(name, getattr(self, name), low=1)
             if getattr(self, name) > MAX_ENGINES:
                 raise ConfigError(f"{name}={getattr(self, name)} engines are too many: at most {MAX_ENGINES}")
-        if self.transport not in get_args(TransportName):
-            known = ", ".join(get_args(TransportName))
-            raise ConfigError(f"transport={shown(self.transport)} is not known; choose one of: {known}")
+        check_choice("transport", self.transport, TransportName)
         if self.address is not None and not isinstance(self.address, str):
             raise ConfigError(f"address={shown(self.address)} must be a text such as tcp://127.0.0.1:5600")
-        if self.key_file is not None and not isinstance(self.key_file, str | Path):
-            raise ConfigError(f"key_file={shown(self.key_file)} must be a path")
+        if self.key_file is not None:
+            check_path("key_file", self.key_file)
         if (self.address is None) != (self.key_file is None):
             raise ConfigError(
                 "address and key_file go together: both, for engines that are started by hand, or neither"

@@ -19,6 +19,7 @@ import zmq
 from m1_single_request.config import check_whole_number
 from m1_single_request.errors import ConfigError, EngineClosedError, EngineUsageError, shown
 from m6_multimodal_pd.disaggregation.credentials import CurveKeys, Doorkeeper
+from m6_multimodal_pd.disaggregation.dropped import when_dropped
 from m6_multimodal_pd.disaggregation.wire import Frame
 
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -28,8 +29,8 @@ MAX_QUEUED = 100_000
 all of its requests are taken back; they are no more than the requests that were taken in."""
 MAX_PER_CALL = 256
 REPORT_EVERY_S = 1.0
-PING_MS, PING_TIMEOUT_MS = 2000, 20_000
-"""How often a connection is tried, and after how long without an answer it is given up."""
+PING_EVERY_S = 1.0
+LONGEST_TIMER_MS = 2**31 - 1
 FRAME_OVERHEAD = 256
 """Bytes that a frame may have beyond those of a message: of a proof, and of encryption."""
 
@@ -68,20 +69,26 @@ class Refusals:
 
 
 class Endpoint:
-    """One socket with a context of its own, for one thread. `max_queued` messages may wait for each peer, each way."""
+    """One socket with a context of its own, for one thread. `max_queued` messages may wait for each peer, each way.
 
-    def __init__(self, kind: int, *, max_bytes: int, max_queued: int) -> None:
+    A connection whose other side is silent for `heartbeat_timeout_s` is closed."""
+
+    def __init__(self, kind: int, *, max_bytes: int, max_queued: int, heartbeat_timeout_s: float) -> None:
         check_whole_number("max_queued", max_queued, low=1)
         self._thread = threading.get_ident()
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
+        self._sockets: list[Any] = [self._socket]
+        # not at exit: a daemon thread may still be inside ZeroMQ, and the sockets end with the process
+        when_dropped(self, _destroy, self._context, self._sockets).atexit = False
         self._door: Doorkeeper | None = None
         self._monitor: Any = None
-        self._path: Path | None = None
+        self._unlink: Callable[[], object] = lambda: None
         self.set(zmq.LINGER, LINGER_MS)
         self.set(zmq.MAXMSGSIZE, max_bytes + FRAME_OVERHEAD)  # ZeroMQ cuts off a peer that begins a larger frame
         self.set(zmq.SNDHWM, max_queued)
         self.set(zmq.RCVHWM, max_queued)
+        self._set_heartbeats(heartbeat_timeout_s)
 
     def set(self, option: int, value: int | bytes) -> None:
         """Set an option of the socket."""
@@ -95,11 +102,13 @@ class Endpoint:
                 raise ConfigError(f"address={shown(address)} exists already; remove it if nobody is using it")
             if keys is not None:
                 self._door = Doorkeeper(self._context, keys.trusted)
+                self._sockets.append(self._door.socket)
                 self._set_keys(keys)
                 self.set(zmq.CURVE_SERVER, 1)
                 self.set(zmq.ZAP_DOMAIN, b"stepwise")
             actual = self._open(self._socket.bind, address)
-            self._path = path
+            if path is not None:  # ZeroMQ removes only what it has named itself
+                self._unlink = when_dropped(self, path.unlink, True)
             return actual
         except BaseException:
             self.close()
@@ -114,8 +123,7 @@ class Endpoint:
                 self._set_keys(keys)
                 self.set(zmq.CURVE_SERVERKEY, next(iter(keys.trusted)).encode())
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self.set(zmq.HEARTBEAT_IVL, PING_MS)  # libzmq's thread asks and answers, whatever the programs do
-            self.set(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
+            self._sockets.append(self._monitor)
             self._open(self._socket.connect, address)
         except BaseException:
             self.close()
@@ -171,9 +179,7 @@ class Endpoint:
             self._monitor.close()
         self._socket.close()
         self._context.term()
-        if self._path is not None:  # ZeroMQ removes only what it has named itself
-            self._path.unlink(missing_ok=True)
-            self._path = None
+        self._unlink()
 
     def check_usable(self) -> None:
         """Raise EngineUsageError in another thread, EngineClosedError after `close`."""
@@ -184,6 +190,16 @@ class Endpoint:
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
             raise EngineUsageError("a socket belongs to the thread that built it; this call came from another thread")
+
+    def _set_heartbeats(self, timeout_s: float) -> None:
+        """ZeroMQ's thread asks the other side for a sign of life, and answers, whatever the two programs do."""
+        interval_s = min(PING_EVERY_S, timeout_s / 4)
+        for option, seconds in (
+            (zmq.HEARTBEAT_IVL, interval_s),
+            (zmq.HEARTBEAT_TIMEOUT, timeout_s - interval_s),  # counted from a ping
+            (zmq.TCP_MAXRT, timeout_s),  # no ping leaves behind a large message that the other side does not read
+        ):
+            self.set(option, ceil(min(seconds * 1000, LONGEST_TIMER_MS)))
 
     def _set_keys(self, keys: CurveKeys) -> None:
         self.set(zmq.CURVE_PUBLICKEY, keys.public.encode())
@@ -196,3 +212,8 @@ class Endpoint:
         except zmq.ZMQError as error:
             raise ConfigError(f"address={shown(address)} cannot be used: {error}") from error
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _destroy(context: "zmq.Context[zmq.Socket[bytes]]", sockets: list[Any]) -> None:
+    """Close these sockets, which are all of the context, without waiting for what is still queued."""
+    context.destroy(linger=0)

@@ -5,13 +5,14 @@ each request, and a decode engine takes prebuilt batches. `tick` is the event lo
 anything to compute, and what there is to say. SGLang: `event_loop_normal_disagg_prefill` and `..._decode`.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
-from m1_single_request.errors import EngineError
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.decode_exchange import DecodeExchange
@@ -20,7 +21,16 @@ from m6_multimodal_pd.disaggregation.engine_side import EngineSide
 from m6_multimodal_pd.disaggregation.first_token import FirstTokenOnly
 from m6_multimodal_pd.disaggregation.jobs import fault_of
 from m6_multimodal_pd.disaggregation.members import vocabulary_of
-from m6_multimodal_pd.disaggregation.messages import Answer, Call, Heartbeat, Joined, Role, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.messages import (
+    Answer,
+    Call,
+    Heartbeat,
+    Joined,
+    LengthFitted,
+    Role,
+    ToEngine,
+    ToRouter,
+)
 from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltExecutor
 from m6_multimodal_pd.disaggregation.prefill_exchange import PrefillExchange
@@ -38,31 +48,54 @@ class Engine:
         role: Role,
         config: Any,
         parts: Mapping[str, Any],
-        build: Callable[..., Any],
+        prepare: Callable[..., Any],
         segments: Segments,
         send: Callable[[ToRouter], None],
         is_traced: bool,
     ) -> None:
-        """`build`: m6's `build_engine_core`. `is_traced`: whether the router wants to hear the trace. Raises what
-        building an engine raises."""
+        """Load the model. The engine works after `start`.
+
+        `prepare`: m6's. `is_traced`: whether the router wants to hear the trace. Raises what building an engine raises.
+        """
         self.role, self.config, self.tracer, self.is_traced = role, config, Tracer(), is_traced
-        self.reporter = Reporter(send)
+        self.segments = segments
+        self.reporter = reporter = Reporter(send)
         self._last_told: Heartbeat | None = None
 
         def send_in_order(message: ToRouter) -> None:
             """What led to a message is told before it, and so before whatever comes of it."""
-            self.reporter.tell()
+            reporter.tell()  # without a reference to the engine: it would be a cycle
             send(message)
 
         self.send = send_in_order
         if is_traced:
             self.tracer.attach(self.reporter)
-        self.core, exchange = built(role, config, parts, build, self.tracer)
-        runner = self.core.executor.worker.model_runner
+        self.core: Any = None
+        self.prepared = prepare(config, parts_for(role, parts), self.tracer)
+
+    @property
+    def fitted(self) -> LengthFitted:
+        """What the router is told when the model is loaded."""
+        named = self.config.model.max_model_len is not None
+        return LengthFitted(self.role, self.prepared.loaded.max_model_len, named)
+
+    def start(self, max_model_len: int) -> None:
+        """Reserve the KV memory and put the parts together, for requests of at most `max_model_len` tokens."""
+        core, exchange = built(self.role, self.config, self.prepared, max_model_len)
+        with ExitStack() as undo:
+            undo.callback(core.close)
+            self._put_together(core, exchange)
+            undo.pop_all()
+        self.core, self.prepared = core, None
+
+    def _put_together(self, core: Any, exchange: Any) -> None:
+        """The transport and the side around an engine core."""
+        role, config = self.role, self.config
+        runner = core.executor.worker.model_runner
         drafts = [] if runner.draft_runner is None else [runner.draft_runner.kv]
         self.store = PageStore([runner.kv, *drafts])
         settings: dict[str, Any] = {
-            "core": self.core,
+            "core": core,
             "exchange": exchange,
             "page_bytes": self.store.page_bytes,
             "send": self.send,
@@ -73,10 +106,10 @@ class Engine:
         self.transport: StagedSource | StagedTarget
         if role == "prefill":
             frames = num_frames(config.disaggregation, self.store)
-            self.transport = StagedSource(self.store, segments, num_frames=frames, checksums=config.cache.debug)
+            self.transport = StagedSource(self.store, self.segments, num_frames=frames, checksums=config.cache.debug)
             self.side = PrefillSide(source=self.transport, **settings)
         else:
-            self.transport = StagedTarget(self.store, segments)
+            self.transport = StagedTarget(self.store, self.segments)
             self.side = DecodeSide(target=self.transport, **settings)
 
     @property
@@ -140,27 +173,31 @@ class Engine:
 
     def close(self) -> None:
         """Let go of everything."""
-        self.transport.close()
-        self.core.close()
+        if self.core is not None:
+            self.transport.close()
+            self.core.close()
 
     def _answer(self, call: Call) -> None:
         """Do something that is not a request, and say what came of it."""
-        value: Any = None
-        fault = None
+        answer, fault = msgspec.Raw(msgspec.msgpack.encode(None)), None
         try:
+            value: Any = None
             if call.verb == "stats":
                 value = asdict(self.core.stats())
             elif call.verb == "flush_cache":
                 value = self.core.flush_cache()
             elif call.verb == "update_weights":
+                if self.core.scheduler.marked:  # what the router has aborted before ends first
+                    self.core.step()
                 self.core.update_weights(call.argument)
             elif call.verb == "start_profile":
                 self.core.operations.start_profile(call.argument)
             elif call.verb == "stop_profile":
                 value = self.core.operations.stop_profile()
-        except EngineError as error:
+            answer = msgspec.Raw(msgspec.msgpack.encode(value))
+        except Exception as error:  # whatever it is, it is of this call; the engine goes on with its requests
             fault = fault_of(error)
-        self.send(Answer(call.number, msgspec.Raw(msgspec.msgpack.encode(value)), fault))
+        self.send(Answer(call.number, answer, fault))
 
 
 def num_frames(config: DisaggregationConfig, store: PageStore) -> int:
@@ -168,22 +205,27 @@ def num_frames(config: DisaggregationConfig, store: PageStore) -> int:
     return min(max(config.transfer_buffer_bytes // store.page_bytes, 1), store.num_pages)
 
 
-def built(
-    role: Role, config: Any, parts: Mapping[str, Any], build: Callable[..., Any], tracer: Tracer
-) -> tuple[Any, PrefillExchange | DecodeExchange]:
+def parts_for(role: Role, parts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The parts of an engine of this role."""
+    if role == "decode":
+        return parts
+    return {**parts, "stop_checker": lambda **settings: FirstTokenOnly(parts["stop_checker"](**settings))}
+
+
+def built(role: Role, config: Any, prepared: Any, max_model_len: int) -> tuple[Any, PrefillExchange | DecodeExchange]:
     """An engine core for a role, and its exchange."""
     if role == "prefill":
         prefill = PrefillExchange()
-        table = dict(parts)
-        table["stop_checker"] = lambda **settings: FirstTokenOnly(parts["stop_checker"](**settings))
-        return build(config, table, tracer, lambda pools: prefill), prefill
+        return prepared.complete(max_model_len, lambda pools: prefill), prefill
     made: list[DecodeExchange] = []
 
     def make_exchange(pools: Any) -> DecodeExchange:
-        made.append(DecodeExchange(pools, tracer, by_priority=config.scheduler.schedule_policy == "priority"))
+        by_priority = config.scheduler.schedule_policy == "priority"
+        made.append(DecodeExchange(pools, prepared.tracer, by_priority=by_priority))
         return made[0]
 
-    core = build(config, parts, tracer, make_exchange)
-    made[0].scheduler = core.scheduler
+    core = prepared.complete(max_model_len, make_exchange)
+    scheduler: Any = weakref.proxy(core.scheduler)
+    made[0].scheduler = scheduler
     core.executor = PrebuiltExecutor(core.executor, made[0].first_tokens)
     return core, made[0]

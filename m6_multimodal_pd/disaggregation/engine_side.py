@@ -22,8 +22,10 @@ from m6_multimodal_pd.disaggregation.messages import (
     Cancel,
     Ended,
     Job,
+    LengthFixed,
     PeerLost,
     PeerMessage,
+    Probe,
     Relay,
     Relayed,
     Role,
@@ -75,6 +77,8 @@ class EngineSide(ABC, Generic[T]):
                 self.forget_peer(name)
                 for occupied in [o for o in self.rooms.values() if o.peer == name]:
                     self.fail(occupied, EngineLostError(f"engine {name!r} is gone"), tell_peer=False)
+            case Probe() | LengthFixed():  # the length is told again if the router was interrupted meanwhile
+                pass
             case _ if message.room > self.newest_room:
                 self.newest_room = message.room
                 self.begin(message)

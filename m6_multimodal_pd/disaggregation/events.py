@@ -163,11 +163,13 @@ class EngineJoined(Event):
     """Its KV memory."""
     page_size: int
     """Tokens of a page."""
+    max_model_len: int
+    """Limit of prompt and output together, in tokens: the same for all engines of a group."""
 
     def explain(self) -> str:
         return (
             f"Engine {self.name} joins, for {self.role}: KV memory for {self.total_tokens:,} tokens in pages of "
-            f"{self.page_size}."
+            f"{self.page_size}, and requests of at most {self.max_model_len:,}."
         )
 
 

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from m1_single_request.errors import ConfigError, EngineDeadError
+from m1_single_request.errors import ConfigError, EngineDeadError, EngineError
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.inbox import handed_out
 from m6_multimodal_pd.disaggregation.jobs import fault_of
-from m6_multimodal_pd.disaggregation.messages import Fault, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.messages import Fault, LengthFixed, ToEngine, ToRouter
 from m6_multimodal_pd.errors import PeerLostError
 
 
@@ -69,24 +69,39 @@ class LocalLinks:
         self._lost: deque[Lost] = deque()
 
     def add(self, name: str, make: Callable[[Callable[[ToRouter], None]], Engine]) -> None:
-        """An engine joins. `make` is told how it speaks to the router."""
+        """Add an engine, which joins once the length of requests is fixed. `make` gets what sends to the router."""
+
+        arrived = self._from  # without cycles a group ends where its last user drops it
 
         def send(message: ToRouter) -> None:
-            self._from.append((name, message))
+            arrived.append((name, message))
 
         engine = make(send)
         self.engines[name], self._to[name] = engine, deque()
-        send(engine.joined)
+        send(engine.fitted)
 
     def send(self, name: str, message: ToEngine) -> None:
         """Queue a message for the engine's next tick."""
         if name not in self.engines:
             raise PeerLostError(f"there is no engine {name!r}")
-        self._to[name].append(message)
+        if isinstance(message, LengthFixed):
+            self._start(name, message.max_model_len)
+        else:
+            self._to[name].append(message)
+
+    def _start(self, name: str, max_model_len: int) -> None:
+        """Let an engine join, or be lost if there is no memory for it."""
+        engine = self.engines[name]
+        try:
+            engine.start(max_model_len)
+        except EngineError as error:
+            self.lose(name, str(error), fault_of(error))
+        else:
+            self._from.append((name, engine.joined))
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToRouter]]:
         """One tick of each engine, and what they have said. One whose device is gone is lost."""
-        for name, engine in list(self.engines.items()):
+        for name, engine in [(name, engine) for name, engine in self.engines.items() if engine.core is not None]:
             try:
                 engine.tick(self._to[name].popleft() for _ in range(len(self._to[name])))
             except EngineDeadError as error:

@@ -68,7 +68,7 @@ class Job(Value, frozen=True):
     """A request, as both engines must know it."""
 
     rid: Annotated[str, msgspec.Meta(min_length=1)]
-    """As the user has it: of any length that fits into a message."""
+    """As the user has it: intake limits its length."""
     prompt_token_ids: tuple[Token, ...]
     output_token_ids: tuple[Token, ...]
     """Said already, if another engine was lost on the way: the next token comes behind these."""
@@ -126,10 +126,20 @@ class PeerLost(Message, frozen=True):
     name: Name
 
 
+class Probe(Message, frozen=True):
+    """Nothing is to be done: it could be sent, so the connection is there."""
+
+
 class Refused(Message, frozen=True):
     """This engine does not fit, and why: it has no place here, and ends."""
 
     why: Said
+
+
+class LengthFixed(Message, frozen=True):
+    """Requests have at most so many tokens: reserve the KV memory for them, and join."""
+
+    max_model_len: Count
 
 
 class Relayed(Message, frozen=True):
@@ -148,6 +158,16 @@ class Call(Message, frozen=True):
 
 
 # --- engine to router -------------------------------------------------------------------------------------------------
+
+
+class LengthFitted(Message, frozen=True):
+    """An engine has loaded its model, and waits for the length of the group's requests (`LengthFixed`)."""
+
+    role: Role
+    max_model_len: Count
+    """The longest request that it has room for."""
+    is_named: bool
+    """Whether its user named this length, so that it takes no other."""
 
 
 class Joined(Message, frozen=True):
@@ -320,5 +340,5 @@ class Order(Value, frozen=True):
 
 
 PeerMessage = Memory | MemoryRefused | Preallocated | Chunk | Taken | FirstToken | Received | RoomFailed
-ToEngine = Prefill | Decode | Cancel | PeerLost | Refused | Relayed | Call
-ToRouter = Joined | Failed | Heartbeat | Told | Tokens | Ended | Answer | Relay
+ToEngine = Prefill | Decode | Cancel | PeerLost | Probe | Refused | LengthFixed | Relayed | Call
+ToRouter = LengthFitted | Joined | Failed | Heartbeat | Told | Tokens | Ended | Answer | Relay

@@ -7,6 +7,7 @@ that was done too often of late; it joins when it is ready, and gets new request
 """
 
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import torch
 from m1_single_request.errors import ConfigError
 from m6_multimodal_pd.disaggregation.config_json import to_json
 from m6_multimodal_pd.disaggregation.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.dropped import when_dropped
 from m6_multimodal_pd.disaggregation.inbox import handed_out
 from m6_multimodal_pd.disaggregation.jobs import fault_of
 from m6_multimodal_pd.disaggregation.links import Lost
@@ -45,6 +47,8 @@ END_TIMEOUT_S = 10.0
 
 GRACE_S = 1.0
 """So long one may take that is given up."""
+REAP_TIMEOUT_S = 1.0
+"""So long the system may take to end all processes that were killed because the group was dropped."""
 RESTART_WINDOW_S = 3600.0
 """`max_restarts` counts within this time."""
 
@@ -94,8 +98,9 @@ class Child:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Without a parent it ends by itself, if it can."""
+        """Without a parent it ends by itself, if it can; one that was stopped goes on for that."""
         assert self.process.stdin is not None
+        self.process.send_signal(signal.SIGCONT)
         with suppress(OSError):
             self.process.stdin.close()
 
@@ -107,6 +112,13 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        remove_leftovers(self.order.owner)
+
+    def reap(self, timeout_s: float) -> None:
+        """Remove what is left of a killed process."""
+        self._let_go()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
         remove_leftovers(self.order.owner)
 
 
@@ -126,9 +138,11 @@ class ProcessLinks:
             secret=self._secret,
             keys=router_keys,
             on_refused=on_refused,
+            heartbeat_timeout_s=config.disaggregation.heartbeat_timeout_s,
         )
         self._router_key = router_keys.public
         self.children: dict[str, Child] = {}
+        when_dropped(self, _kill, self.children, self.restarts)
         self._lost: deque[Lost] = deque()
         self._num_started = 0
 
@@ -171,7 +185,7 @@ class ProcessLinks:
                 self.children[name].fault = message.fault
 
     def lost(self) -> Iterator[Lost]:
-        """Processes that have ended; each is started anew, unless that would be the same again."""
+        """Processes that have ended; each is started anew, also one that had no room: there may be some later."""
         now = time.monotonic()
         for name, child in list(self.children.items()):
             if not child.joined and now > child.deadline:
@@ -183,8 +197,7 @@ class ProcessLinks:
             self.socket.forget(name)
             self._lost.append(Lost(name, why, child.fault))
             del self.children[name]
-            if child.fault is None:
-                self._start_anew(name, child.order.role)
+            self._start_anew(name, child.order.role)
         return handed_out(self._lost)
 
     def drop(self, name: str, why: str) -> None:
@@ -209,10 +222,21 @@ class ProcessLinks:
                 self.socket.send(name, Call(0, "shutdown"))
         deadline = time.monotonic() + END_TIMEOUT_S
         for name, child in list(self.children.items()):
-            # one that has not joined has nothing to bring to an end
-            child.end(max(deadline - time.monotonic(), 0.1) if child.joined else 0.0)
+            # one that has not joined, or was given up, has nothing to bring to an end
+            may_end = child.joined and child.dropped is None
+            child.end(max(deadline - time.monotonic(), 0.1) if may_end else 0.0)
             del self.children[name]
         self.socket.close()
+
+
+def _kill(children: dict[str, Child], restarts: "RestartLimit") -> None:
+    """End the engines of a dropped group, whatever they do."""
+    restarts.at_most = 0  # at interpreter exit a daemon thread may go on with the group
+    for child in list(children.values()):
+        child.process.kill()
+    deadline = time.monotonic() + REAP_TIMEOUT_S
+    for child in list(children.values()):
+        child.reap(max(deadline - time.monotonic(), 0.0))
 
 
 class RestartLimit:

@@ -9,20 +9,22 @@ SGLang: `disaggregation/mini_lb.py` (now the router of its own package); vLLM: a
 """
 
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from m1_single_request.errors import DuplicateRequestError, EngineError
+from m1_single_request.errors import DuplicateRequestError, EngineError, shown
 from m1_single_request.request import BaseFinishReason, FinishError, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.request import Req
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, EngineRefused, Reported, RequestRouted
+from m6_multimodal_pd.disaggregation.events import EngineLost, EngineRefused, Reported, RequestRouted
 from m6_multimodal_pd.disaggregation.jobs import error_of, job_of, sampled_of
+from m6_multimodal_pd.disaggregation.length import GroupLength
 from m6_multimodal_pd.disaggregation.links import Links
-from m6_multimodal_pd.disaggregation.members import Member, load_of, misfit
+from m6_multimodal_pd.disaggregation.members import Member, joined_event, load_of, misfit
 from m6_multimodal_pd.disaggregation.messages import (
     Answer,
     Call,
@@ -31,10 +33,13 @@ from m6_multimodal_pd.disaggregation.messages import (
     Ended,
     Heartbeat,
     Joined,
+    LengthFitted,
     PeerLost,
     Prefill,
+    Probe,
     Relay,
     Relayed,
+    Role,
     ToEngine,
     Tokens,
     Told,
@@ -44,6 +49,9 @@ from m6_multimodal_pd.errors import EngineLostError, PeerLostError, TransferErro
 
 ON_JOINING = 0
 """The number of a call that nobody waits for."""
+PROBE_EVERY_S = 1.0
+WATCHDOG_GRACE_S = 30.0
+"""So long after `step_timeout_s` the watchdog of an engine must have ended it."""
 
 
 @dataclass(eq=False)
@@ -77,12 +85,12 @@ class Router:
         self.vocabulary = vocabulary
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
         self.members: dict[str, Member] = {}
+        self.length = GroupLength(weakref.proxy(self))  # without cycles a group ends where its last user drops it
         self.refused: dict[str, str] = {}
         """By role: the last one that did not fit, and why."""
         self.requests: dict[str, Req] = {}
         self.attempts: dict[int, Attempt] = {}
-        self.num_attempts: dict[str, int] = {}
-        """By request id: those that came to nothing."""
+        self.num_attempts: dict[str, int] = {}  # by request id: those that came to nothing
         self.answers: dict[int, Answer] = {}
         """By the number of a call that somebody waits for."""
         self.weights: str | None = None
@@ -92,6 +100,7 @@ class Router:
         self._room_of: dict[str, int] = {}  # by request id; there are those among them that are over
         self._begun: Attempt | None = None  # whose engines may not both have heard of it
         self._parting: dict[str, tuple[Member, str]] = {}  # lost, and not everybody may have heard of it
+        self._next_probe = 0.0
 
     # --- what an engine core asks of a scheduler ----------------------------------------------------------------------
 
@@ -108,7 +117,7 @@ class Router:
         """Take a request in; it is routed with the next update."""
         assert isinstance(request, Req)
         if request.rid in self.requests:
-            raise DuplicateRequestError(f"request id {request.rid!r} is in use: it has not finished yet")
+            raise DuplicateRequestError(f"request id {shown(request.rid)} is in use: it has not finished yet")
         self.updater.trace_arrival(request, num_waiting=len(self.waiting))
         if request.multimodal_inputs is not None:
             request.multimodal_inputs.trace_arrival(request.rid, self.tracer)
@@ -151,9 +160,7 @@ class Router:
         for lost in self.links.lost():
             self._lose(lost.name, lost.why)
         if self.config.transport != "in_process":
-            silent = time.monotonic() - self.config.heartbeat_timeout_s
-            for member in [m for m in self.members.values() if m.rooms and m.last_heard < silent]:
-                self._lose(member.name, f"it was silent for {self.config.heartbeat_timeout_s:g} s")
+            self._probe(time.monotonic())
         return changed
 
     def hear(self, timeout_s: float) -> list[Req]:
@@ -181,6 +188,9 @@ class Router:
         if isinstance(message, Joined):
             self._join(name, message)
             return None
+        if isinstance(message, LengthFitted):
+            self.length.report(name, message)
+            return None
         if member is None:
             return None
         member.last_heard = time.monotonic()
@@ -190,7 +200,7 @@ class Router:
             case Told():
                 self._pass_on(name, message)
             case Relay(to, body):
-                self._send(to, Relayed(name, body))
+                self.send(to, Relayed(name, body))
             case Answer(number):
                 if number in self.answers:
                     self.answers[number] = message
@@ -255,25 +265,27 @@ class Router:
 
     # --- inside: engines ----------------------------------------------------------------------------------------------
 
+    def refuse(self, name: str, role: Role, why: str) -> None:
+        """Let an engine know why it does not fit."""
+        self.refused[role] = f"{name} was refused: {why}"
+        if self.tracer:
+            self.tracer.emit(EngineRefused(name=name, role=role, why=why))
+        self.links.refuse(name, why)
+
     def _join(self, name: str, joined: Joined) -> None:
         """An engine is ready: it is one of them from now on, or is told why it does not fit."""
-        why = misfit(joined, self.members.values(), self.vocabulary)
-        if why is not None:
-            self.refused[joined.role] = f"{name} was refused: {why}"
-            if self.tracer:
-                self.tracer.emit(EngineRefused(name=name, role=joined.role, why=why))
-            self.links.refuse(name, why)
+        if (why := misfit(joined, self.members.values(), self.vocabulary)) is not None:
+            self.refuse(name, joined.role, why)
             return
         self.members.setdefault(name, Member(name, joined, time.monotonic()))
         if self.tracer:
-            self.tracer.emit(
-                EngineJoined(name=name, role=joined.role, total_tokens=joined.total_tokens, page_size=joined.page_size)
-            )
+            self.tracer.emit(joined_event(name, joined))
         if self.weights is not None:  # no request overtakes this
-            self._send(name, Call(ON_JOINING, "update_weights", self.weights))
+            self.send(name, Call(ON_JOINING, "update_weights", self.weights))
 
     def _lose(self, name: str, why: str) -> None:
         """An engine is gone."""
+        self.length.waiting.pop(name, None)
         self.links.drop(name, why)
         if name in self.members:
             self._parting[name] = self.members[name], why
@@ -287,13 +299,23 @@ class Router:
         if self.tracer:
             self.tracer.emit(EngineLost(name=name, why=why, rids=tuple(a.req.rid for a in lost)))
         for other in list(self.members):
-            self._send(other, PeerLost(name))
+            self.send(other, PeerLost(name))
         for attempt in lost:
             self._retry(attempt, EngineLostError(f"engine {name!r} is lost: {why}"))
         self._parting.pop(name, None)
 
-    def _send(self, name: str, message: ToEngine) -> None:
-        """To an engine; if it is gone, that is noticed elsewhere."""
+    def _probe(self, now: float) -> None:
+        """Lose engines whose connection is over, and those that hang in a step and could not end themselves."""
+        if now >= self._next_probe:
+            self._next_probe = now + PROBE_EVERY_S
+            for name in list(self.members):
+                self.send(name, Probe())
+        limit_s = self.config.step_timeout_s + WATCHDOG_GRACE_S
+        for member in [m for m in self.members.values() if m.rooms and now - m.last_heard > limit_s]:
+            self._lose(member.name, f"it has said nothing for {limit_s:g} s")
+
+    def send(self, name: str, message: ToEngine) -> None:
+        """To an engine; one that is gone is lost then."""
         try:
             self.links.send(name, message)
         except PeerLostError as error:
@@ -334,9 +356,9 @@ class Router:
                 )
             )
         try:
-            self._send(decode.name, Decode(room, job, prefill.name))
+            self.send(decode.name, Decode(room, job, prefill.name))
             if room in self.attempts:  # else the decode engine has turned out to be gone
-                self._send(prefill.name, Prefill(room, job, decode.name))
+                self.send(prefill.name, Prefill(room, job, decode.name))
         except WireError as error:
             self.finish_requests([req.rid], FinishError(error))
         self._begun = None
@@ -358,7 +380,7 @@ class Router:
         for name in (attempt.prefill, attempt.decode):
             member = self.members.get(name)
             if member is not None and attempt.room in member.rooms:
-                self._send(name, Cancel(attempt.room))
+                self.send(name, Cancel(attempt.room))
                 member.rooms.discard(attempt.room)
         self.attempts.pop(attempt.room, None)
 

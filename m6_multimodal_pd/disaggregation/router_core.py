@@ -4,27 +4,34 @@ A step hears what the engines have said and makes outputs of it. Requests are ch
 and here their tokens become text. SGLang: `TokenizerManager` and `DetokenizerManager` in front of a router.
 """
 
+import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from m1_single_request.engine_core_base import EngineCoreBase
-from m1_single_request.errors import ConfigError, EngineError, shown
+from m1_single_request.errors import ConfigError, shown
 from m1_single_request.operations import Operations
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.parallel_sampling import RequestFamilies
 from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT, error_of
-from m6_multimodal_pd.disaggregation.messages import Answer, Call
+from m6_multimodal_pd.disaggregation.members import Member
+from m6_multimodal_pd.disaggregation.messages import Answer, Call, Joined
 from m6_multimodal_pd.disaggregation.router import Router
-from m6_multimodal_pd.errors import EngineLostError, PeerLostError
+from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.outputs import EngineStats
 
 LONGEST_WAIT_S = 0.05
 """A step in which nothing comes takes so long: then the caller may look around."""
 CALL_TIMEOUT_S = 60.0
+"""For what an engine does between two steps. Loading weights takes what it takes."""
+STATS_TIMEOUT_S = 1.0
+"""Numbers are not worth more: those of an engine in a long step are those that it told last."""
 
 
 class RouterCore(EngineCoreBase):
@@ -43,16 +50,19 @@ class RouterCore(EngineCoreBase):
         """`model`: what the engines have loaded."""
         self.router = router
         self.families = RequestFamilies(scheduler=router, tracer=tracer)
+        own: RouterCore = weakref.proxy(self)  # without cycles a group ends where its last user drops it
         super().__init__(
             input_processor=input_processor,
             unfinished=self.families,
-            kv_holder=GroupView(self),
+            kv_holder=GroupView(own),
             output_processor=output_processor,
             tracer=tracer,
         )
         self._num_calls = 0
+        self._unheard: dict[int, Member] = {}
+        """Calls for stats without an answer, and the engine of each: it may come when a step is over."""
         self.operations = GroupOperations(
-            self, model, close_links, in_this_process=router.config.transport == "in_process"
+            own, model, close_links, in_this_process=router.config.transport == "in_process"
         )
 
     def step(self) -> dict[str, RequestOutput]:
@@ -72,46 +82,91 @@ class RouterCore(EngineCoreBase):
         return super().is_unfinished(request_id) or self.families.is_unfinished(request_id)
 
     def stats(self) -> SingleRequestStats:
-        """Totals of all engines; requests are counted once, here."""
+        """Totals of all engines, of one in a long step as they last were; requests are counted once, here."""
         own = vars(super().stats())
-        said = [value for value in self.call_all("stats").values() if isinstance(value, dict)]
-        totals = totals_of(said) | {
-            name: own[name] for name in ("num_waiting", "num_running", "num_finished", "num_output_tokens")
-        }
+        counted_here = "num_waiting num_running num_finished num_output_tokens max_model_len".split()
+        totals = totals_of(self._stats_of_engines()) | {name: own[name] for name in counted_here}
         return EngineStats(**{name: totals.get(name, 0) for name in EngineStats.__dataclass_fields__})
 
     def call_all(self, verb: Any, argument: str = "") -> dict[str, Any]:
-        """Have all engines do something; returns what each answered. Raises the first error that one of them told."""
+        """Have all engines do something; returns what each answered, without those that were lost meanwhile. Raises
+        the first error that one of them told; `EngineLostError` if one is silent, went while it loaded weights, or
+        none is there."""
+        asked: dict[int, Member] = {}
+        try:
+            self._ask(asked, verb, argument)
+            if not asked and verb != "flush_cache":
+                raise EngineLostError(f"{verb}: there is no engine left")
+            self._await(asked, math.inf if verb == "update_weights" else CALL_TIMEOUT_S)
+            return self._answers_of(asked, verb, argument)
+        finally:
+            for number in asked:
+                self.router.answers.pop(number, None)
+
+    def _answers_of(self, asked: Mapping[int, Member], verb: str, argument: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number, member in asked.items():
+            answer, name = self.router.answers[number], member.name
+            if answer is not WAITING:
+                if answer.fault is not None:
+                    raise error_of(answer.fault, name)
+                found[name] = msgspec.msgpack.decode(answer.value)
+            elif self._is_there(member):
+                raise EngineLostError(f"engine {name!r} does not answer {verb} within {CALL_TIMEOUT_S:g} s")
+            elif verb == "update_weights":  # perhaps because of them
+                raise EngineLostError(f"engine {name!r} was lost while it loaded {shown(argument)}")
+        return found
+
+    def _ask(self, asked: dict[int, Member], verb: Any, argument: str = "") -> None:
+        """Call all engines that are there; `asked` gets the number of each call."""
         if len(argument) > LONGEST_TEXT:
             raise ConfigError(f"{verb}: {shown(argument)} is longer than {LONGEST_TEXT:,} characters")
-        waiting: dict[int, str] = {}
-        for name in list(self.router.members):
+        for member in list(self.router.members.values()):
             self._num_calls += 1
-            self.router.answers[self._num_calls] = WAITING
-            try:
-                self.router.links.send(name, Call(self._num_calls, verb, argument))
-                waiting[self._num_calls] = name
-            except PeerLostError:
-                del self.router.answers[self._num_calls]
-        deadline = time.monotonic() + CALL_TIMEOUT_S
-        answers = self.router.answers
-        while any(answers[number] is WAITING and name in self.router.members for number, name in waiting.items()):
-            self.router.listen(LONGEST_WAIT_S)
+            self.router.send(member.name, Call(self._num_calls, verb, argument))
+            if self._is_there(member):
+                asked[self._num_calls] = member
+                self.router.answers[self._num_calls] = WAITING
+
+    def _is_there(self, member: Member) -> bool:
+        """Whether it has not been lost; another engine may have its name by now, and not its calls."""
+        return self.router.members.get(member.name) is member
+
+    def _is_due(self, number: int, member: Member) -> bool:
+        """Whether the answer to this call may still come."""
+        return self.router.answers.get(number, WAITING) is WAITING and self._is_there(member)
+
+    def _await(self, asked: Mapping[int, Member], timeout_s: float) -> None:
+        """Listen until all have answered or are lost, so long at most."""
+        deadline = time.monotonic() + timeout_s
+        while any(self._is_due(number, member) for number, member in asked.items()):
             if time.monotonic() > deadline:
-                break
-        found: dict[str, Any] = {}
-        errors: list[EngineError] = []
-        for number, name in waiting.items():
-            answer = answers.pop(number)
-            if answer is WAITING:
-                errors.append(EngineLostError(f"engine {name!r} does not answer {verb}"))
-            elif answer.fault is not None:
-                errors.append(error_of(answer.fault, name))
-            else:
-                found[name] = msgspec.msgpack.decode(answer.value)
-        if errors:
-            raise errors[0]
-        return found
+                return
+            self.router.listen(LONGEST_WAIT_S)
+
+    def _stats_of_engines(self) -> list[Mapping[str, Any]]:
+        """What each engine says of itself now, or has said last."""
+        asked: dict[int, Member] = {}
+        try:
+            self._ask(asked, "stats")
+        finally:
+            self._unheard |= asked
+        self._await(asked, STATS_TIMEOUT_S)
+        for number, member in list(self._unheard.items()):  # the newest last
+            if self._is_due(number, member):
+                continue
+            del self._unheard[number]
+            answer = self.router.answers.pop(number, WAITING)
+            if answer.fault is not None:
+                raise error_of(answer.fault, member.name)
+            if answer is not WAITING:
+                member.stats = msgspec.msgpack.decode(answer.value)
+        return [member.stats or empty_stats(member.joined) for member in self.router.members.values()]
+
+
+def empty_stats(joined: Joined) -> dict[str, Any]:
+    """Of an engine that has told nothing yet."""
+    return {"max_total_tokens": joined.total_tokens, "available_size": joined.total_tokens}
 
 
 def totals_of(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -166,14 +221,16 @@ class GroupOperations:
     def update_weights(self, model: str) -> None:
         """On all engines; if one cannot, those that could go back."""
         router = self.core.router
-        before, router.weights = router.weights, model
+        before = router.weights, self.model
         try:
+            router.weights = model
             self.core.call_all("update_weights", model)
-        except EngineError:
-            router.weights = before
-            self.core.call_all("update_weights", self.model)
+            self.model = model
+        except BaseException:  # a Ctrl-C, perhaps
+            router.weights, self.model = before
+            with suppress(EngineLostError):  # whoever is lost has no weights to go back to
+                self.core.call_all("update_weights", self.model)
             raise
-        self.model = model
 
     def start_profile(self, folder: str) -> None:
         """In each process that has an engine."""

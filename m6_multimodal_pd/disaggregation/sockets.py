@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 import zmq
 
 from m1_single_request.errors import ConfigError, shown
+from m6_multimodal_pd.disaggregation.config import HEARTBEAT_TIMEOUT_S
 from m6_multimodal_pd.disaggregation.credentials import (
     ENGINE,
     NAME,
@@ -65,6 +66,7 @@ class RouterSocket(Generic[M]):
         on_refused: Callable[[str], None] = lambda reason: None,
         max_queued: int = MAX_QUEUED,
         max_per_call: int = MAX_PER_CALL,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         check_address(address, keys)
         check_secret(secret)
@@ -75,7 +77,9 @@ class RouterSocket(Generic[M]):
         self._arrived: deque[list[Frame]] = deque()
         self._names: dict[bytes, str] = {}
         self._identities: dict[str, bytes] = {}
-        self._endpoint = Endpoint(zmq.ROUTER, max_bytes=codec.max_bytes, max_queued=max_queued)
+        self._endpoint = Endpoint(
+            zmq.ROUTER, max_bytes=codec.max_bytes, max_queued=max_queued, heartbeat_timeout_s=heartbeat_timeout_s
+        )
         self._endpoint.set(zmq.ROUTER_MANDATORY, 1)  # tell when a peer is gone, instead of dropping what is for it
         self._endpoint.set(zmq.ROUTER_HANDOVER, 0)  # who has an identity keeps it
         self.address = self._endpoint.bind(address, keys)
@@ -182,6 +186,7 @@ class EngineSocket(Generic[M]):
         on_refused: Callable[[str], None] = lambda reason: None,
         max_queued: int = MAX_QUEUED,
         max_per_call: int = MAX_PER_CALL,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         check_address(address, keys)
         check_secret(secret)
@@ -194,7 +199,9 @@ class EngineSocket(Generic[M]):
         self._max_per_call = max_per_call
         self._refusals = Refusals(on_refused)
         self._identity = f"{name}.{secrets.token_hex(16)}".encode()
-        self._endpoint = Endpoint(zmq.DEALER, max_bytes=codec.max_bytes, max_queued=max_queued)
+        self._endpoint = Endpoint(
+            zmq.DEALER, max_bytes=codec.max_bytes, max_queued=max_queued, heartbeat_timeout_s=heartbeat_timeout_s
+        )
         self._endpoint.set(zmq.ROUTING_ID, self._identity)
         self._endpoint.set(zmq.RECONNECT_IVL, -1)  # never
         self._endpoint.connect(address, keys)

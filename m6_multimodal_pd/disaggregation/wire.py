@@ -99,10 +99,12 @@ class ArrayWriter:
         self.frames: list[bytes] = []
         self._bytes_left = max_bytes
 
-    def add(self, value: object) -> ArrayHead | float | str:
+    def add(self, value: object) -> ArrayHead | float | int | str:
         """What stands for `value` in the head. The encoder asks for everything that msgpack has no form for."""
         if isinstance(value, float):  # numpy's, say, which every check of a parameter takes for one
             return float(value)
+        if isinstance(value, int):  # an IntEnum's
+            return int(value)
         if isinstance(value, str):
             return str.__str__(value)
         if not isinstance(value, np.ndarray):

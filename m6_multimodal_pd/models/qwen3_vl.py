@@ -65,11 +65,12 @@ class VisualTokens:
 def vl_decoder_config(name: str, config: PreTrainedConfig) -> VLDecoderConfig:
     """The language model that a `Qwen3VLConfig` describes. Raises `ModelLoadError`, with the model's `name`, for what
     it cannot be."""
-    for part, model_type in ((config, MODEL_TYPE), (config.text_config, TEXT_MODEL_TYPE)):
-        if part.model_type != model_type:
+    for part, model_type in ((None, MODEL_TYPE), ("text_config", TEXT_MODEL_TYPE)):
+        found = getattr(config if part is None else getattr(config, part), "model_type", None)
+        if found != model_type:
             raise ModelLoadError(
-                f"{name}: config.json names the architecture {ARCHITECTURE} but model_type={part.model_type!r} where "
-                f"it must be {model_type!r}"
+                f"{name}: config.json names the architecture {ARCHITECTURE} but model_type={shown(found)} where it "
+                f"must be {model_type!r}"
             )
     check_not_quantized(name, config)
     text = copy.copy(config.text_config)

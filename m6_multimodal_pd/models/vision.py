@@ -112,10 +112,15 @@ class VisionTower:
         return [torch.cat(parts, dim=1) for parts in zip(*features, strict=True)]
 
 
+def count_weights(config: PreTrainedConfig) -> int:
+    """Weights of the tower that `config` describes."""
+    return sum(tensor.numel() for tensor in _shapes(config).values())
+
+
 def check_vision_config(name: str, config: PreTrainedConfig, language: VLDecoderConfig) -> None:
     """Raise `ModelLoadError`, with the model's `name`, for a tower that cannot be built or does not fit `language`."""
     if config.model_type != MODEL_TYPE:
-        raise ModelLoadError(f"{name}: vision_config has model_type={config.model_type!r}, not {MODEL_TYPE!r}")
+        raise ModelLoadError(f"{name}: vision_config has model_type={shown(config.model_type)}, not {MODEL_TYPE!r}")
     check_size(name, "vision_config.depth", config.depth, LARGEST_DEPTH)
     for field in SIZES:
         check_size(name, f"vision_config.{field}", getattr(config, field))

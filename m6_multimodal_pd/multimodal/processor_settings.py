@@ -8,7 +8,7 @@ a model that is shown other pictures than in its training answers worse without 
 """
 
 import json
-import math
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,16 +104,18 @@ def read_settings(name: str, config: MultimodalConfig, vision: VisionShape) -> t
     `ConfigError` if the limits of `config` and of the files contradict each other.
     """
     both = _read(name, BOTH_FILE) or {}
-    image_file = both.get("image_processor") or _read(name, IMAGE_FILE)
-    if image_file is None:
+    images, videos = (
+        (BOTH_FILE, both[key]) if both.get(key) else (filename, _read(name, filename))
+        for key, filename in (("image_processor", IMAGE_FILE), ("video_processor", VIDEO_FILE))
+    )
+    if images[1] is None:
         raise ModelLoadError(f"{name} has no {IMAGE_FILE}: the model's files for images are missing, get them again")
-    video_file = both.get("video_processor") or _read(name, VIDEO_FILE) or {}
     # What an image's file leaves out is what transformers' class has in its place.
-    given = {key: value for key, value in _with_size(name, IMAGE_FILE, image_file).items() if key in IMAGE_KEYS}
-    known = load_part(name, "its image processor", lambda: Qwen2VLImageProcessorPil(**given))
+    size = {key: value for key, value in _with_size(name, *images).items() if key == "size"}
+    known = load_part(name, "its image processor", lambda: Qwen2VLImageProcessorPil(**size))
     defaults = {key: _plain(getattr(known, key)) for key in IMAGE_KEYS}
-    image = PixelSettings(**_pixel_settings(name, IMAGE_FILE, defaults, image_file, vision))
-    return _overridden(name, image, config), _video_settings(name, video_file, vision)
+    image = PixelSettings(**_pixel_settings(name, images[0], defaults, images[1], vision))
+    return _overridden(name, image, config), _video_settings(name, videos[0], videos[1] or {}, vision)
 
 
 def _read(name: str, filename: str) -> dict[str, Any] | None:
@@ -167,7 +169,7 @@ def _pixel_settings(
     if stated.get("resample", BICUBIC) != BICUBIC:
         raise ModelLoadError(f"{name}: resample={shown(stated['resample'])} in {filename}: only {BICUBIC}, bicubic, is")
     for key, mine in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size")):
-        if settings[key] != getattr(vision, mine):
+        if _whole(name, filename, settings, key) != getattr(vision, mine):
             raise ModelLoadError(
                 f"{name}: {key}={shown(settings[key])} in {filename}, but the vision tower has "
                 f"{getattr(vision, mine)}; the files do not belong together"
@@ -191,19 +193,19 @@ def _pixel_settings(
     }
 
 
-def _video_settings(name: str, content: dict[str, Any], vision: VisionShape) -> VideoSettings:
-    pixels = _pixel_settings(name, VIDEO_FILE, VIDEO_DEFAULTS, content, vision)
+def _video_settings(name: str, filename: str, content: dict[str, Any], vision: VisionShape) -> VideoSettings:
+    pixels = _pixel_settings(name, filename, VIDEO_DEFAULTS, content, vision)
     settings = VIDEO_DEFAULTS | {key: value for key, value in content.items() if value is not None}
     if settings.get("num_frames") is not None or settings.get("do_sample_frames", True) is not True:
-        raise ModelLoadError(f"{name}: {VIDEO_FILE} asks for a number of frames; only sampling by fps is supported")
-    frames = {key: _whole(name, VIDEO_FILE, settings, key) for key in ("min_frames", "max_frames")}
+        raise ModelLoadError(f"{name}: {filename} asks for a number of frames; only sampling by fps is supported")
+    frames = {key: _whole(name, filename, settings, key) for key in ("min_frames", "max_frames")}
     if frames["min_frames"] > frames["max_frames"]:
-        raise ModelLoadError(f"{name}: min_frames in {VIDEO_FILE} is more than max_frames; correct the file")
+        raise ModelLoadError(f"{name}: min_frames in {filename} is more than max_frames; correct the file")
     capped = bool(settings.get("cap_pixels_per_frame"))
     return VideoSettings(
         **pixels,
-        sampling=FrameSampling(fps=_number(name, VIDEO_FILE, settings, "fps"), **frames),
-        max_frame_tokens=_whole(name, VIDEO_FILE, settings, "max_video_tokens") if capped else None,
+        sampling=FrameSampling(fps=_number(name, filename, settings, "fps"), **frames),
+        max_frame_tokens=_whole(name, filename, settings, "max_video_tokens") if capped else None,
     )
 
 
@@ -230,13 +232,17 @@ def _whole(name: str, filename: str, settings: dict[str, Any], key: str) -> int:
 
 def _number(name: str, filename: str, settings: dict[str, Any], key: str) -> float:
     value = settings.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise ModelLoadError(f"{name}: {key}={shown(value)} in {filename} must be a number above 0")
     return float(value)
 
 
 def _three(name: str, filename: str, settings: dict[str, Any], key: str) -> tuple[float, ...]:
     values = settings.get(key)
-    if not isinstance(values, list | tuple) or len(values) != 3 or not all(isinstance(v, int | float) for v in values):
+    if not isinstance(values, list | tuple) or len(values) != 3 or not all(map(_is_finite, values)):
         raise ModelLoadError(f"{name}: {key}={shown(values)} in {filename} must be three numbers")
     return tuple(float(value) for value in values)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

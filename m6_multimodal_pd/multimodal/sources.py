@@ -25,7 +25,7 @@ from urllib.request import (
     url2pathname,
 )
 
-from m1_single_request.errors import shown
+from m1_single_request.errors import shown, shown_path
 from m6_multimodal_pd.config import URL_SCHEMES, MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.deadline import Deadline, TimedHTTPHandler, TimedHTTPSHandler
@@ -57,9 +57,9 @@ def read_file(path: str | Path, config: MultimodalConfig, what: str) -> bytes:
         path = Path(path)
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            raise InvalidMediaError(f"{what}: {shown(str(path))} is a folder; only a video may be one, of frame files")
+            raise InvalidMediaError(f"{what}: {shown_path(path)} is a folder; only a video may be one, of frame files")
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for somebody to write
-            raise InvalidMediaError(f"{what}: {shown(str(path))} is not a regular file")
+            raise InvalidMediaError(f"{what}: {shown_path(path)} is not a regular file")
         check_bytes(status.st_size, config, what)
         with path.open("rb") as file:
             content = file.read(status.st_size + 1)  # not the limit: as many bytes would be made ready
@@ -67,9 +67,9 @@ def read_file(path: str | Path, config: MultimodalConfig, what: str) -> bytes:
         if isinstance(error, InvalidMediaError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise InvalidMediaError(f"{what}: {shown(str(path))} cannot be read: {reason}") from error
+        raise InvalidMediaError(f"{what}: {shown_path(path)} cannot be read: {reason}") from error
     if len(content) > status.st_size:
-        raise InvalidMediaError(f"{what}: {shown(str(path))} has grown while it was read")
+        raise InvalidMediaError(f"{what}: {shown_path(path)} has grown while it was read")
     return content
 
 

@@ -1,6 +1,7 @@
 """README.md: its two commands stand as promised, its examples run, its links lead somewhere."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,12 @@ def test_the_example_runs(code: str) -> None:
     engine = scope["engine"]
     assert engine.stats().num_running == 0
     engine.close()
+
+
+def test_the_notebooks_open_in_the_jupyter_lab_that_their_extra_brings() -> None:
+    assert 'pip install -e ".[notebooks]" && jupyter lab notebooks\n' in blocks("bash")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {re.split("[<>=]", needed)[0] for needed in extras["notebooks"]} >= {"jupyterlab", "ipykernel", "nbconvert"}
 
 
 def test_every_link_leads_to_a_file() -> None:

@@ -18,7 +18,10 @@ MODULES = [
     for path in sorted((ROOT / "m6_multimodal_pd").rglob("*.py"))
     if path.name != "__init__.py" and "demo" not in path.as_posix()
 ]
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (API / "face.md").read_text(encoding="utf-8"), re.M | re.S)
+EXAMPLES = [
+    pytest.param(code, marks=pytest.mark.exhaustive if "DisaggregationConfig(" in code else (), id=code.splitlines()[0])
+    for code in re.findall(r"^```python\n(.*?)^```$", (API / "face.md").read_text(encoding="utf-8"), re.M | re.S)
+]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -31,7 +34,7 @@ def test_no_section_is_about_a_module_that_is_gone() -> None:
     assert [name for _, name in QUOTED if name not in MODULES and name.rpartition(".")[0] not in MODULES] == []
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[0])
+@pytest.mark.parametrize("code", EXAMPLES)
 def test_the_example_of_the_public_face_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "face.md", "exec"), {"__name__": "face"})
     if "engine.chat" in code:

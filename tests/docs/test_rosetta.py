@@ -4,10 +4,14 @@ The names live in `seed_names.txt`, beside this file. A name counts when a table
 alone and spelled exactly so.
 """
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.structure.sources import Class, Module, Source
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -43,9 +47,9 @@ def test_every_name_has_a_row(name: str, names_on_the_page: set[str]) -> None:
     assert name in names_on_the_page, f"docs/rosetta.md has no table row with `{name}` in backticks"
 
 
-def test_only_the_second_half_of_m6_is_planned() -> None:
+def test_what_is_planned_names_its_milestone() -> None:
     tags = re.findall(r"planned: *`?(\w*)", PAGE.read_text(encoding="utf-8"))
-    assert set(tags) <= {"m6"}, f"'planned:' must be followed by m6, not by {sorted(set(tags) - {'m6'})}"
+    assert all(re.fullmatch("m[3-8]", tag) for tag in tags), f"'planned:' must be followed by a milestone: {tags}"
 
 
 def test_images_and_video_are_not_planned_any_more() -> None:
@@ -54,15 +58,103 @@ def test_images_and_video_are_not_planned_any_more() -> None:
     assert "planned" not in section
 
 
-def test_what_is_here_is_in_the_code() -> None:
-    sources = [path.read_text(encoding="utf-8") for path in ROOT.glob("m[1-6]_*/**/*.py")]
-    known = {word for source in sources for word in re.findall(r"[A-Za-z_]\w*", source)}
+@pytest.fixture(scope="module")
+def source() -> Source:
+    return Source.from_packages(ROOT, [path.name for path in sorted(ROOT.glob("m[1-8]_*"))])
+
+
+def claims(concept: str, here: str) -> Iterator[tuple[str, list[str]]]:
+    """Each name in backticks of our column, and the milestones that have it: those in the next brackets, or the last.
+
+    "Fields of" a class, or methods: those that the first column names.
+    """
+    tags = [(tag.start(), re.findall(r"m\d", tag[1])) for tag in re.finditer(r"\((m\d(?:, m\d)*)\b", here)]
+    for name in re.finditer(r"(fields? of |methods? of )?(?<!No )`([^`]+)`", here):
+        following = [milestones for start, milestones in tags if start > name.start()]
+        milestones = following[0] if following else tags[-1][1] if tags else []
+        yield name[2], milestones
+        for member in re.findall(r"`([^`]+)`", concept) if name[1] else []:
+            yield f"{name[2]}.{member}", milestones
+
+
+def attributes(source: Source, cls: Class) -> set[str]:
+    """Members of a class and its bases, and the fields that their methods give to `self`."""
+    classes = [cls, *source.ancestors(cls)]
+    nodes = [node for one in classes for node in ast.walk(one.node) if isinstance(node, ast.Attribute)]
+    fields = {node.attr for node in nodes if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
+    return fields.union(*(one.members for one in classes))
+
+
+def globals_of(module: Module) -> set[str]:
+    """What a module defines at its top level."""
+    found = set()
+    for node in module.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def resolves(source: Source, milestone: str, name: str, beside: list[str]) -> bool:
+    """Whether a milestone has a file, a module's or a class's attribute of this name; `beside`: names in the same cell.
+
+    A name without a dot may be an attribute of a class that stands beside it.
+    """
+    modules = [module for module in source.modules.values() if module.package.startswith(f"{milestone}_")]
+    if name.endswith(".py"):
+        return any(f"{module.name.replace('.', '/')}.py".endswith(f"/{name}") for module in modules)
+    owner, _, last = name.rpartition(".")
+    if not owner and any(name in globals_of(module) for module in modules):
+        return True
+    if any(module.name.endswith(f".{owner}") and last in globals_of(module) for module in modules if owner):
+        return True
+    owners = [owner] if owner else [other.partition(".")[0] for other in beside]
+    classes = [cls for cls in source.classes.values() if cls.package.startswith(f"{milestone}_")]
+    return any(last in attributes(source, cls) for cls in classes if cls.node.name in owners)
+
+
+TWO_MILESTONES = {
+    "m1_a.engine": "LIMIT = 1\nclass Engine:\n    size: int\n    def step(self): self.turn = 0",
+    "m2_b.engine": "from m1_a.engine import Engine as Plain\nclass Engine(Plain):\n    def stop(self): ...",
+}
+
+
+@pytest.mark.parametrize(
+    ("milestone", "name", "found"),
+    [
+        ("m1", "Engine.step", True),
+        ("m1", "Engine.size", True),  # annotated
+        ("m1", "Engine.turn", True),  # given to `self`
+        ("m1", "Engine.stop", False),  # a later milestone has it
+        ("m2", "Engine.turn", True),  # inherited
+        ("m2", "Plain", False),  # imported only
+        ("m2", "stop", True),  # of the class beside it
+        ("m2", "halt", False),
+        ("m1", "engine.LIMIT", True),
+        ("m2", "LIMIT", False),
+        ("m1", "engine.py", True),
+        ("m1", "worker.py", False),
+    ],
+)
+def test_a_name_is_looked_up_in_one_milestone(milestone: str, name: str, found: bool) -> None:
+    assert resolves(Source.from_texts(TWO_MILESTONES), milestone, name, ["Engine"]) is found
+
+
+def test_what_is_here_is_in_the_milestone_that_is_named(source: Source) -> None:
+    wrong = []
     for concept, here, *_ in body_rows():
-        if "planned: " in here or "not here" in here:
-            continue
-        named = re.findall(r"(?<!No )`([A-Za-z_][\w.]*)`", here)
-        missing = [name for name in named if not known.issuperset(name.removesuffix(".py").split("."))]
-        assert not missing, f"row {concept!r}: {missing} is nowhere in the milestones"
+        named = list(claims(concept, here))
+        for name, milestones in named:
+            if not milestones:
+                wrong.append(f"row {concept!r}: which milestone has {name}?")
+            beside = [other for other, _ in named]
+            wrong += [
+                f"row {concept!r}: {milestone} has no {name}"
+                for milestone in milestones
+                if not resolves(source, milestone, name, beside)
+            ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_table_has_the_same_columns() -> None:

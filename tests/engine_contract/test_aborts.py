@@ -4,6 +4,7 @@ An abort only marks; the step's update ends the request, and its memory is free 
 exactly once, and nobody else notices.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from tests.engine_contract.crowd import Answers, MakeEngine, ends, note, run
 from tests.engine_contract.variants import WHOLE, Variant
 from tests.support.engines import OnEvent, Recorder, greedy
+
+pytestmark = pytest.mark.sample(3)
 
 PROMPTS = {"a": [21, 22, 23], "b": [31, 32, 33, 34], "c": [41], "d": [51, 52]}
 
@@ -91,6 +94,31 @@ def test_an_abort_within_a_step_takes_effect_at_its_update(
     note(last, run(variant, engine))
     assert {rid: output.token_ids for rid, output in last.items()} == expected | {"b": expected["b"][:kept]}
     assert engine.stats().num_finished == {"length": 3, "abort": 1}
+
+
+@pytest.mark.parametrize("ends_by", ["length", "stop"])
+def test_an_abort_that_was_accepted_is_not_overwritten_by_a_stop(
+    variant: Variant, make_engine: MakeEngine, expected: Answers, ends_by: str
+) -> None:
+    """It comes while the token is judged that ends the request, as from a signal handler."""
+    first, second, third, *_ = expected["d"]
+    assert third not in (first, second)
+    accepted = []
+
+    class Aborting(variant.part("stop_checker")):  # type: ignore[misc]
+        def check(self, sequence: Any, new_token_ids: Sequence[int]) -> Any:
+            verdict = super().check(sequence, new_token_ids)
+            if verdict.finish_reason is not None:
+                accepted.append(engine.abort_request("d"))
+            return verdict
+
+    engine = make_engine({"stop_checker": Aborting}, seats=3)
+    params = greedy(3) if ends_by == "length" else greedy(9, stop_token_ids=[third])
+    engine.add_request(PROMPTS["d"], params, request_id="d")
+    output = run(variant, engine)["d"]
+    assert accepted == [True]
+    assert (output.finish_reason, output.token_ids) == ("abort", (first, second, third))
+    assert engine.stats().num_finished == {"abort": 1}
 
 
 def test_what_an_aborted_request_holds_is_free_after_the_update_and_not_before(

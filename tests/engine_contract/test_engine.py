@@ -13,6 +13,8 @@ from tests.engine_contract.crowd import MakeEngine, calls_of, ids, run
 from tests.engine_contract.variants import CUT, WHOLE, Variant
 from tests.support.engines import MAX_MODEL_LEN, OnEvent, Recorder, greedy, held, unfinished
 
+pytestmark = pytest.mark.sample(3)
+
 # --- who shares a step ------------------------------------------------------------------------------------------------
 
 

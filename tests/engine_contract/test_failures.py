@@ -36,6 +36,8 @@ from tests.engine_contract.variants import (
 )
 from tests.support.engines import greedy
 
+pytestmark = pytest.mark.sample(3)
+
 BOOM = RuntimeError("the forward broke")
 
 

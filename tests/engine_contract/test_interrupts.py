@@ -33,6 +33,8 @@ from tests.engine_contract.crowd import (
 from tests.engine_contract.variants import MOMENTS, FailingRunner, Moment, Variant
 from tests.support.engines import greedy, unfinished
 
+pytestmark = pytest.mark.sample(3)
+
 CHECKOUT = Path(m1_single_request.__file__).parents[1]
 MILESTONES = tuple(str(directory) for directory in CHECKOUT.glob("m[1-6]_*"))
 CASES = 30
@@ -131,6 +133,7 @@ def serve_through(variant: Variant, engine: Any, interrupts: Interrupts) -> dict
     return last
 
 
+@pytest.mark.sample(2)
 def test_an_interrupt_anywhere_leaves_right_tokens_and_nothing_else(
     variant: Variant, make_engine: MakeEngine, expected: Answers
 ) -> None:

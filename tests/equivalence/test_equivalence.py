@@ -49,6 +49,19 @@ def case(made: Case) -> Case:
     return made
 
 
+def every_variant(made: tuple[Variant, str], way: str) -> set[Any]:
+    """Of the full matrix: each variant, and with each milestone all models and all ways of asking."""
+    variant, model = made
+    return {variant, (variant.milestone, model), (variant.milestone, way)}
+
+
+def every_kind(made: tuple[Variant, str]) -> set[Any]:
+    """Less: each milestone, each model, all kernels."""
+    variant, model = made
+    return {variant.milestone, model, variant.backend}
+
+
+@pytest.mark.sample(of=every_variant)
 @pytest.mark.parametrize(
     ("made", "way"),
     ASKED,
@@ -84,6 +97,7 @@ def test_greedy_answers_are_those_of_transformers(
 SHARING = [case for case in CASES if case[0].shares]
 
 
+@pytest.mark.sample(of=every_kind)
 @pytest.mark.parametrize("made", SHARING, indirect=True, ids=map(id_of, SHARING))
 def test_what_is_asked_again_is_found_and_answered_alike(case: Case, references: References) -> None:
     """Whatever the cache has of it: the whole prompt, or of a longer one its beginning."""
@@ -96,6 +110,7 @@ def test_what_is_asked_again_is_found_and_answered_alike(case: Case, references:
     assert all(output.metrics.cached_tokens > 0 for output in outputs)
 
 
+@pytest.mark.sample(of=every_kind)
 @pytest.mark.parametrize("made", CASES, indirect=True, ids=id_of)
 def test_logprobs_are_those_of_transformers(
     case: Case, references: References, reference_model: Callable[[str], ReferenceModel]

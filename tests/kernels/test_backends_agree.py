@@ -7,6 +7,8 @@ from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.kv_storage import KVLayer
 from tests.kernels.references import ATTENTION, NORM, POINTWISE, assert_close, paged_batch
 
+pytestmark = pytest.mark.sample(2)
+
 HEADS = (4, 2, 64)
 
 

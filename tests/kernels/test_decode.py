@@ -6,6 +6,8 @@ import torch
 from m1_single_request.errors import ConfigError
 from tests.kernels.references import ATTENTION, PagedBatch, assert_close, decode_row, paged_batch
 
+pytestmark = pytest.mark.sample(2)
+
 HEADS = [(2, 2, 64), (4, 2, 64), (3, 1, 64), (10, 2, 64), (6, 1, 64), (4, 1, 128), (8, 1, 128), (4, 4, 128)]
 FP32 = torch.float32
 

@@ -7,6 +7,8 @@ from m3_paged_attention.models.rotary import RopeConfig, RotaryTable, frequencie
 from m6_multimodal_pd.models.rotary import MRopeTable, axes_of_pairs
 from tests.kernels import references
 
+pytestmark = pytest.mark.sample(2)
+
 LENGTH = 300
 SECTIONS = {64: (12, 10, 10), 128: (24, 20, 20), 80: (14, 13, 13), 16: (4, 2, 2)}
 

@@ -5,6 +5,8 @@ import torch
 
 from tests.kernels.references import ATTENTION, PagedBatch, assert_close, paged_batch
 
+pytestmark = pytest.mark.sample(2)
+
 HEADS = [(2, 2, 64), (4, 2, 64), (6, 1, 64), (4, 1, 128), (2, 2, 128)]
 FP32 = torch.float32
 

@@ -31,6 +31,7 @@ def compile_for_sm90(dtypes: list[str], shapes: list[str], cache: Path) -> list[
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtypes", "shapes"),
     [(["bfloat16"], [*COMMON, "heads of 96", "heads of 256"]), (["float16", "float32"], COMMON)],

@@ -47,6 +47,7 @@ def test_no_tensor_is_broken():
         assert all(weights.get_tensor(name).isfinite().all() for name in weights.keys())  # noqa: SIM118
 
 
+@pytest.mark.exhaustive
 def test_the_tokenizer_is_the_one_that_training_makes(tokenizer):
     made = train_tokenizer()
     assert tokenizer.get_vocab() == made.get_vocab() and tokenizer.chat_template == made.chat_template
@@ -68,6 +69,7 @@ def test_the_card_describes_these_weights_and_meets_the_bar():
     assert (DEFAULT_MODEL / "loss.png").stat().st_size > 1000
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("skill", list(REQUIRED))
 def test_the_engine_shows_the_skill(skill, tokenizer):
     """A sample of the evaluation, through an engine; `python -m training.evaluate` asks everything.

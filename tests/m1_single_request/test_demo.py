@@ -41,11 +41,7 @@ def start(*flags: str) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """All processes of this module, running."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would inherit "ignore"
-    try:
-        started = {"tour": start(), "chat": start("--chat", "--max-tokens", "4")}
-    finally:
-        signal.signal(signal.SIGINT, before)
+    started = {"tour": start(), "chat": start("--chat", "--max-tokens", "4")}
     yield started
     for process in started.values():
         process.kill()
@@ -74,9 +70,8 @@ def interrupted(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, err
 
 
-def test_the_tour_explains_every_station_and_what_it_cost(processes: dict[str, subprocess.Popen[str]]) -> None:
-    out, err = processes["tour"].communicate(timeout=120)
-    assert (processes["tour"].returncode, err) == (0, "")
+def check_tour(out: str) -> None:
+    """It explains every station and what it cost."""
     said = " ".join(out.split())  # the console breaks lines where it likes
     for words in ("is ready on", "Prefill of", "Decode of", "The model's favourites", "falls on", "held back"):
         assert words in said, words
@@ -84,6 +79,14 @@ def test_the_tour_explains_every_station_and_what_it_cost(processes: dict[str, s
         assert row in said, row
 
 
+@pytest.mark.exhaustive
+def test_the_tour_explains_every_station_and_what_it_cost(processes: dict[str, subprocess.Popen[str]]) -> None:
+    out, err = processes["tour"].communicate(timeout=120)
+    assert (processes["tour"].returncode, err) == (0, "")
+    check_tour(out)
+
+
+@pytest.mark.exhaustive
 def test_ctrl_c_leaves_a_chat_without_a_traceback(processes: dict[str, subprocess.Popen[str]]) -> None:
     process = processes["chat"]
     assert process.stdin is not None
@@ -96,6 +99,14 @@ def test_ctrl_c_leaves_a_chat_without_a_traceback(processes: dict[str, subproces
 
 
 # --- the same program in this process ---------------------------------------------------------------------------------
+
+
+def test_the_tour_explains_here_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert demo.main([]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    check_tour(out)
 
 
 def test_a_prompt_is_answered_with_the_flags_that_were_given(

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from tests.m1_single_request.helpers import byte_tokens, decode_all, real_tokenizer, sentencepiece_tokenizer
+from tests.support.amounts import examples
 
 BROKEN = "\ufffd"
 HARD_TEXTS = [
@@ -64,19 +65,19 @@ def test_hard_texts_come_out_whole(text: str, skip_special_tokens: bool) -> None
     check(real_tokenizer(), byte_ids(text.encode()), skip_special_tokens)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(text=texts, skip_special_tokens=st.booleans())
 def test_any_text_comes_out_whole(text: str, skip_special_tokens: bool) -> None:
     check(real_tokenizer(), real_tokenizer().encode(text, add_special_tokens=False), skip_special_tokens)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), skip_special_tokens=st.booleans())
 def test_any_tokens_come_out_as_the_tokenizer_says(data: st.DataObject, skip_special_tokens: bool) -> None:
     check(real_tokenizer(), data.draw(tokenizer_ids(real_tokenizer())), skip_special_tokens)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     data=st.lists(
         st.sampled_from([*b"a ", *"é🙂日".encode(), 0x80, 0xC3, 0xE2, 0xF0, 0xFF, 0xEF, 0xBF, 0xBD]), max_size=24
@@ -94,14 +95,14 @@ def test_every_token_alone_and_after_another_comes_out_as_the_tokenizer_says() -
         check(tokenizer, [5, token_id, token_id], skip_special_tokens=True)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(text=texts)
 def test_every_text_survives_encoding_and_decoding(text: str) -> None:
     ids = real_tokenizer().encode(text, add_special_tokens=False)
     assert decode_all(real_tokenizer(), ids, skip_special_tokens=False) == text
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.binary(max_size=64))
 @example(data=bytes(range(256)))
 def test_every_byte_string_survives_the_tokens_of_single_bytes(data: bytes) -> None:
@@ -174,7 +175,7 @@ def test_one_token_alone_is_named_with_its_text() -> None:
 # --- mark and rewind --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), skip_special_tokens=st.booleans())
 def test_rewinding_restores_everything(data: st.DataObject, skip_special_tokens: bool) -> None:
     """What follows a rewind is as if the forgotten tokens had never been there."""
@@ -285,7 +286,7 @@ def check_moments(tokenizer: Any, steps: list[Any], skip_special_tokens: bool) -
 PIECES_OF_CHARACTERS = [*b"a ", *"é🙂日".encode(), 0x80, 0xC3, 0xFF, 0xEF, 0xBF, 0xBD]
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(data=st.data(), skip_special_tokens=st.booleans())
 def test_the_text_is_the_tokenizers_at_whatever_moments_it_is_asked(
     data: st.DataObject, skip_special_tokens: bool
@@ -401,7 +402,7 @@ def test_a_tokenizer_with_leading_spaces_and_byte_fallback_comes_out_whole(text:
 
 
 @pytest.mark.parametrize("style", LLAMA_STYLES)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     parts=st.lists(st.one_of(st.sampled_from(KNOWN), st.text(max_size=3)), max_size=8),
     skip_special_tokens=st.booleans(),
@@ -411,7 +412,7 @@ def test_any_text_comes_out_whole_with_byte_fallback(parts: list[str], skip_spec
 
 
 @pytest.mark.parametrize("style", LLAMA_STYLES)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), skip_special_tokens=st.booleans())
 def test_any_tokens_come_out_as_a_tokenizer_with_leading_spaces_says(
     data: st.DataObject, skip_special_tokens: bool, style: bool
@@ -452,7 +453,7 @@ def test_broken_fallback_bytes_never_take_text_back_and_never_end_in_half_a_char
 
 
 @pytest.mark.parametrize("style", LLAMA_STYLES)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data(), skip_special_tokens=st.booleans())
 def test_the_text_with_leading_spaces_is_the_tokenizers_at_whatever_moments_it_is_asked(
     data: st.DataObject, skip_special_tokens: bool, style: bool

@@ -1,6 +1,7 @@
 """The public face: what goes in, what comes out, and what is refused before anything changes."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from m1_single_request import (
     SamplingParams,
 )
 from tests.m1_single_request.engines import MakeEngine, OnEvent, drain, greedy, held, unfinished
+from tests.support.forks import in_a_fork
 
 PROMPT = "Once upon a time"
 
@@ -109,7 +111,7 @@ def test_an_empty_batch_is_empty(engine: LLMEngine) -> None:
     assert engine.generate_batch([], greedy(3)) == {}
 
 
-@pytest.mark.parametrize("bad", ["", [], [10**6], [-1], 5, None, b"bytes", "\ud800"], ids=repr)
+@pytest.mark.parametrize("bad", ["", [], [10**6], [-1], 5, None, b"bytes", "\ud800", deque([10**6])], ids=repr)
 def test_one_bad_prompt_of_a_batch_fails_alone(engine: LLMEngine, bad: Any) -> None:
     outputs = list(engine.generate_batch(["one", bad, "three"], greedy(4)).values())
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
@@ -383,6 +385,23 @@ def test_another_thread_is_told_whose_engine_it_is(engine: LLMEngine) -> None:
     assert raised.keys() == calls.keys()
     assert all("thread" in str(error) for error in raised.values())
     assert [len(output.token_ids) for output in stream] == [1, 2]
+
+
+def test_a_forked_process_is_told_whose_engine_it_is(engine: LLMEngine) -> None:
+    """It has none of the threads that compute: a step would wait for them for ever."""
+    calls = CALLS | {"stats": lambda engine: engine.stats(), "close": lambda engine: engine.close()}
+    told = in_a_fork(lambda: {name: error_of(engine, call) for name, call in calls.items()})
+    assert told == dict.fromkeys(calls, "EngineUsageError")
+    assert len(engine.generate("a", greedy(2)).token_ids) == 2
+
+
+def error_of(engine: LLMEngine, call: Any) -> str:
+    """The type of what a call raises."""
+    try:
+        call(engine)
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
 
 
 @pytest.mark.parametrize("name", [*CALLS, "next", "close"])

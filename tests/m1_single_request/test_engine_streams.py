@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from m1_single_request import LLMEngine, RequestOutput, SamplingParams
-from tests.m1_single_request.engines import MakeEngine, drain, greedy, held, scripted, unfinished
+from tests.m1_single_request.engines import MakeEngine, OnEvent, drain, greedy, held, scripted, unfinished
+from tests.support.amounts import examples
 
 
 def check_growth(outputs: list[RequestOutput]) -> str:
@@ -113,6 +114,22 @@ def test_dropping_a_stream_that_was_never_read_aborts_its_request(engine: LLMEng
     assert engine.stats().num_finished == {"abort": 1, "length": 1}
 
 
+@pytest.mark.parametrize("kind", ["admit", "batch", "sampled"])
+def test_a_stream_dropped_inside_a_step_changes_nothing_in_it_and_the_next_call_aborts(
+    engine: LLMEngine, kind: str
+) -> None:
+    """As the garbage collector does it: at any line, between any two changes of the scheduler."""
+    streams = [engine.stream("a", greedy(9))]
+    dropped = OnEvent(engine.tracer, kind, streams.clear)
+    engine.step()
+    assert dropped.acted and dropped.error is None
+    stats = engine.stats()
+    assert (stats.num_finished, stats.num_output_tokens) == ({}, 1)
+    assert engine.step() == {}
+    stats = engine.stats()
+    assert (stats.num_finished, stats.num_output_tokens, held(engine)) == ({"abort": 1}, 1, 0)
+
+
 def test_closing_one_stream_leaves_the_others_alone(engine: LLMEngine) -> None:
     expected = engine.generate("b", greedy(4)).token_ids
     first, second = engine.stream("a", greedy(9)), engine.stream("b", greedy(4))
@@ -204,7 +221,7 @@ def shared(model_dir: Path) -> Iterator[LLMEngine]:
         yield engine
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_any_tokens_joined_are_the_decoded_text(shared: LLMEngine, data: st.DataObject) -> None:
     token_ids = data.draw(st.lists(st.integers(0, 4095), min_size=1, max_size=12))
@@ -213,7 +230,7 @@ def test_any_tokens_joined_are_the_decoded_text(shared: LLMEngine, data: st.Data
     assert text == decode(shared, token_ids)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_stop_strings_cut_the_text_and_nothing_is_taken_back(shared: LLMEngine, data: st.DataObject) -> None:
     text = data.draw(st.text("abé😀 ", min_size=1, max_size=16))

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 from m1_single_request import LLMEngine, RequestOutput, SamplingParams
 from tests.m1_single_request.engines import MakeEngine, held, unfinished
+from tests.support.amounts import examples
 
 PROMPTS = st.sampled_from([(5,), (6, 7, 8), (9, 10), tuple(range(40, 60))])
 PARAMS = st.sampled_from(
@@ -158,6 +159,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.engine.stats().num_steps <= before + 1
 
 
+@pytest.mark.hypothesis
 def test_random_traffic_keeps_every_invariant(make_engine: MakeEngine) -> None:
     known: dict[Any, RequestOutput] = {}
 
@@ -167,7 +169,7 @@ def test_random_traffic_keeps_every_invariant(make_engine: MakeEngine) -> None:
         def make_engine(self) -> LLMEngine:  # type: ignore[override]
             return make_engine()
 
-    run_state_machine_as_test(Machine, settings=settings(max_examples=40, stateful_step_count=30))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=examples(40), stateful_step_count=30))
 
 
 def test_the_invariants_notice_a_lost_request(engine: LLMEngine) -> None:

@@ -328,6 +328,32 @@ def test_an_end_of_sequence_that_is_no_token_id_is_refused(directory: Path, eos:
         load(directory)
 
 
+@pytest.mark.parametrize("family", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("value", [0, -8, 10**30])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "head_dim",
+    ],
+)
+def test_a_size_that_none_can_be_is_named(directory: Path, family: str, field: str, value: int) -> None:
+    """`head_dim` follows from hidden size and heads in Qwen2."""
+    config = json.loads((directory / "config.json").read_text()) | {"architectures": [family]}
+    config |= {"model_type": family[:5].lower(), field: value}
+    if family == "Qwen2ForCausalLM" and field != "head_dim":
+        del config["head_dim"]
+    if field == "num_hidden_layers":
+        del config["layer_types"]
+    (directory / "config.json").write_text(json.dumps(config))
+    assert f"{field}={value}" in refusal(directory)
+
+
 @pytest.mark.parametrize("positions", [-5, 0, 1])
 def test_a_model_without_room_for_a_token_is_refused(directory: Path, positions: int) -> None:
     edit_json(directory / "config.json", max_position_embeddings=positions)
@@ -344,3 +370,12 @@ def test_the_config_does_not_choose_how_the_model_runs(directory: Path, settings
     edit_json(directory / "config.json", **settings)
     with LLMEngine(directory) as engine:
         assert engine.generate([5, 6], SamplingParams(max_tokens=2)).finish_reason == "length"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool], ids=str)
+def test_weights_that_are_stored_as_other_than_real_numbers_are_refused(directory: Path, dtype: torch.dtype) -> None:
+    """Converted, they would be a model that says other things."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_weights(directory, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    message = refusal(directory)
+    assert f"{name} is stored as " in message and "give the original weights" in message

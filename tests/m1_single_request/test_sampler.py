@@ -30,6 +30,7 @@ from tests.m1_single_request.helpers import (
     sample_at,
     softmax,
 )
+from tests.support.amounts import examples
 
 VOCAB = 12
 LARGEST_UNIFORM = 1 - 2**-53
@@ -83,7 +84,7 @@ def is_clear_cut(logits: list[float], params: SamplingParams, history: dict[str,
     return len(supports) == 1
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     logits=st.lists(st.floats(-6, 6, width=32), min_size=VOCAB, max_size=VOCAB),
     params=some_params,
@@ -137,6 +138,12 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float, expected: set
     assert kept(FOUR, top_p=top_p) == expected
 
 
+@pytest.mark.parametrize(("num", "top_p", "expected"), [(2, 0.5, 1), (4, 0.25, 1), (4, 0.5, 2), (4, 0.75, 3)])
+def test_tokens_whose_mass_is_exactly_top_p_are_enough(num: int, top_p: float, expected: int) -> None:
+    """Equal logits, whose shares are exact numbers: no further token is kept."""
+    assert kept([0.0] * num, top_p=top_p) == set(range(expected))
+
+
 @pytest.mark.parametrize(
     ("min_p", "expected"),
     [(0.0, {0, 1, 2, 3}), (0.2, {0, 1, 2, 3}), (0.3, {0, 1, 2}), (0.6, {0, 1}), (0.8, {0}), (1.0, {0})],
@@ -182,6 +189,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_draws_over_seeds_have_the_exact_distribution(name: str) -> None:
     num, logits = 20_000, some_logits(seed=3)
@@ -238,6 +246,7 @@ def test_the_extreme_numbers_draw_the_first_and_the_last_possible_token() -> Non
     assert sample_at(logits, row(temperature=1.0, top_k=2), [0.0, LARGEST_UNIFORM]) == (2, 3)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("uniform", [0.0, 0.5, LARGEST_UNIFORM])
 @pytest.mark.parametrize("seed", range(20))
 def test_the_largest_number_stays_inside_a_large_vocabulary(seed: int, uniform: float) -> None:
@@ -260,7 +269,7 @@ def test_extreme_settings_draw_a_token_that_exists(temperature: float, settings:
     assert set(tokens) <= {0, 1, 2, 4}
 
 
-@pytest.mark.parametrize("temperature", [1e35, 1e300, 10**400], ids=["1e35", "1e300", "10**400"])
+@pytest.mark.parametrize("temperature", [1e35, 1e300, 10**300], ids=["1e35", "1e300", "10**300"])
 def test_an_endless_temperature_makes_all_tokens_equally_likely(temperature: float) -> None:
     assert np.abs(measured_distribution(FOUR, row(temperature=temperature)) - 0.25).max() < 2 / 4096
 

@@ -140,7 +140,7 @@ def test_unknown_parameters_and_positional_ones_are_errors() -> None:
 BOUNDARIES: dict[str, list[Any]] = {
     "max_tokens": [1, 10**9],
     "min_tokens": [0, 1, 128],
-    "temperature": [0, 0.0, 1, 1e-9, 1e-5, 2.5, 1000, 1e300, 10**400],
+    "temperature": [0, 0.0, 1, 1e-9, 1e-5, 2.5, 1000, 1e300, 10**22],
     "top_k": [-1, 1, 10**12],
     "top_p": [1, 1.0, 1e-9, 0.5],
     "min_p": [0, 0.0, 1, 1.0],

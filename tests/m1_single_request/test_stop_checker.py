@@ -11,6 +11,7 @@ from m1_single_request.request import BaseFinishReason, FinishLength, FinishMatc
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.stop_checker import StopChecker, StopVerdict, held_back
 from tests.m1_single_request.helpers import PieceTokenizer, sequence_of
+from tests.support.amounts import examples
 
 EOS, OTHER_EOS = 90, 91
 LETTERS = {i: bytes([97 + i]) for i in range(26)}  # token 0 is "a", 1 is "b", ...
@@ -215,6 +216,14 @@ def test_max_model_len_counts_prompt_and_output_together() -> None:
     assert judge(LETTERS, [1, 2], prompt_len=5, max_model_len=8)[0] == StopVerdict(2)
 
 
+@pytest.mark.parametrize(("prompt_len", "max_tokens"), [(3, 99), (3, 5), (3, 4), (7, 99), (1, 7), (1, 8)])
+def test_the_length_at_which_a_simple_sequence_may_end_is_the_lower_limit(prompt_len: int, max_tokens: int) -> None:
+    """`simple_stops` names the number of output tokens that `check` would end it with."""
+    sequence = sequence_of(LETTERS | SPECIAL, special=SPECIAL, prompt_len=prompt_len, max_tokens=max_tokens)
+    stops = checker(8).simple_stops(sequence)
+    assert stops is not None and stops.num_output == checker(8).check(sequence, [1] * 99).num_accepted
+
+
 def test_a_prompt_one_short_of_max_model_len_yields_one_token() -> None:
     assert judge(LETTERS, [1], prompt_len=7, max_model_len=8)[0] == StopVerdict(1, FinishLength("max_model_len", 8))
 
@@ -386,7 +395,7 @@ def brute_force(sequence: Sequence, ids: list[int], prompt_len: int, max_model_l
     return StopVerdict(len(ids)), text_of(len(ids))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(ids=token_ids, wanted=stop_settings, prompt_len=st.integers(1, 5), cut=st.integers(0, 12))
 def test_any_run_of_tokens_ends_where_the_oracle_says_however_it_is_cut(
     ids: list[int], wanted: dict[str, Any], prompt_len: int, cut: int
@@ -442,7 +451,7 @@ def test_what_may_begin_a_stop_string_is_held_back(text: str, stops: list[str], 
     assert held_back(text, stops) == held
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(text=st.text("abcé", max_size=12), stops=stop_strings)
 def test_held_back_is_the_longest_end_that_is_the_beginning_of_a_longer_stop_string(
     text: str, stops: list[str]
@@ -451,7 +460,7 @@ def test_held_back_is_the_longest_end_that_is_the_beginning_of_a_longer_stop_str
     assert held_back(text, stops) == max(lengths, default=0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(ids=token_ids, wanted=stop_settings)
 def test_a_stream_that_holds_text_back_never_shows_what_is_cut_later(ids: list[int], wanted: dict[str, Any]) -> None:
     sequence = sequence_of(PIECES | SPECIAL, special=SPECIAL, **wanted)

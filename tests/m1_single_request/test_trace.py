@@ -591,6 +591,7 @@ def test_the_configuration_names_the_readers(tmp_path: Path, capsys: pytest.Capt
 # --- cost -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_an_unread_trace_costs_less_than_a_thousandth_of_a_step(
     loaded_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

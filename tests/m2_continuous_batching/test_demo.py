@@ -37,6 +37,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.exhaustive
 def test_the_tour_draws_explains_and_compares(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,22 +69,19 @@ def test_the_tour_draws_explains_and_compares(
         assert part in said, part
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_leaves_a_clean_terminal() -> None:
     """On a terminal the timeline is live. Ctrl-C ends it: the status says so, and the cursor is there again."""
     ours, theirs = pty.openpty()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would inherit "ignore"
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "m2_continuous_batching.demo"],
-            cwd=ROOT,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=subprocess.PIPE,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
-        os.close(theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "m2_continuous_batching.demo"],
+        cwd=ROOT,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    )
+    os.close(theirs)
     seen = b""
     try:
         while b"step 5 " not in seen:
@@ -101,6 +99,7 @@ def test_ctrl_c_leaves_a_clean_terminal() -> None:
     assert b"\x1b[?25l" in seen and seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
 
 
+@pytest.mark.exhaustive
 def test_the_limits_are_those_of_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     flags = "--max-num-seqs 2 --max-num-batched-tokens 60 --execution per_request --trace-file".split()
@@ -118,6 +117,7 @@ def test_the_limits_are_those_of_the_flags(tmp_path: Path, capsys: pytest.Captur
     assert max(sum(batch["extend_lens"]) for batch in batches) <= 60
 
 
+@pytest.mark.exhaustive
 def test_a_trace_on_the_console_comes_before_the_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main([*SMALL, "--trace", "summary"]) == 0
     out = capsys.readouterr().out
@@ -126,6 +126,7 @@ def test_a_trace_on_the_console_comes_before_the_timeline(capsys: pytest.Capture
     assert "step    1" not in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_budget_of_the_tour_is_nearly_filled_by_one_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_batch_takes_as_many_steps_as_its_longest_answer(make_engine: MakeEngi
 # --- many requests ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_five_hundred_requests_pass_through_four_slots(make_engine: MakeEngine, make_m1: Any) -> None:
     asks = [
         (ids(1 + n % 11, first=n), SamplingParams(max_tokens=1 + n % 4, temperature=n % 2, seed=n, ignore_eos=True))

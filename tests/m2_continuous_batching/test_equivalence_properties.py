@@ -16,6 +16,7 @@ from tests.equivalence import answers
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, WIDE_SETTINGS, Alone, Ask, asks_of, check_ask, serve
 from tests.m2_continuous_batching.engines import MakeEngine, check_drained, check_step, limits
+from tests.support.amounts import examples
 from tests.support.engines import EngineMaker
 
 PROMPT_LENS = (1, 2, 3, 5, 8, 13, 20, 21, 34, 40)
@@ -35,13 +36,15 @@ def alone(loaded: LoadedModel) -> Alone:
     return Alone(EngineMaker(m1_single_request, loaded))
 
 
+@pytest.mark.sample(2)
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 7])
 def test_any_traffic_gets_the_tokens_of_m1(
     make_engine: MakeEngine, alone: Alone, execution: str, max_num_seqs: int
 ) -> None:
     references: list[Reference] = []
 
-    @settings(max_examples=15 if execution == "per_request" else 30 + 10 * max_num_seqs)
+    @settings(max_examples=examples(15 if execution == "per_request" else 30 + 10 * max_num_seqs))
     @given(
         asks=st.lists(ASKS, min_size=3, max_size=10),
         equal_len=st.none() | st.sampled_from(PROMPT_LENS),  # then a prompt leaves the others next to nothing

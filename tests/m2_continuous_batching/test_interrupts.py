@@ -9,6 +9,8 @@ from itertools import count
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from m1_single_request import (
     engine_core_base,
     output_processor,
@@ -179,6 +181,7 @@ def check_the_engine(engine: LLMEngine, interrupt: Interrupt) -> None:
     engine.close()
 
 
+@pytest.mark.exhaustive
 def test_a_step_of_the_engine_can_be_interrupted_anywhere() -> None:
     for engine, interrupt in before_every_line(ENGINE, busy_engine, lambda engine: engine.engine_core.step()):
         try:
@@ -187,6 +190,7 @@ def test_a_step_of_the_engine_can_be_interrupted_anywhere() -> None:
             raise AssertionError(f"after an interrupt before {interrupt.where}: {error!r}") from error
 
 
+@pytest.mark.exhaustive
 def test_who_gets_the_slot_of_an_interrupted_step_keeps_it(make_engine: MakeEngine, execution: str) -> None:
     """The scheduler may have let a slot go, the runner not yet, when the next step hands it to the next in line."""
     prompt = [5, 6, 7, 8, 9, 10]

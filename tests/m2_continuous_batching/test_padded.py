@@ -110,6 +110,7 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
 # --- logits -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_logits_are_those_of_each_request_alone(loaded: LoadedModel, seed: int) -> None:
     rng, pair, seen = Random(seed), SideBySide(loaded, 8), Counter[str]()
@@ -294,6 +295,7 @@ def test_the_memory_is_reserved_whole_and_from_the_start(loaded: LoadedModel, pa
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "layer_types",

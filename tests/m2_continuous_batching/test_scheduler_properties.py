@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from m1_single_request import SamplingParams
 from m2_continuous_batching.request_queue import FCFSRequestQueue
+from tests.support.amounts import examples
 from tests.testbed.bed import SchedulerBed, Step, make_bed
 from tests.testbed.fakes import answer
 
@@ -152,7 +153,7 @@ def expected(params: SamplingParams, prompt: list[int]) -> tuple[int, ...]:
 # --- whatever happens -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(traffic())
 def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
     ids = names(traffic)
@@ -170,7 +171,7 @@ def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
             assert reason == "error" or rid in aborted
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(traffic())
 def test_admission_is_in_order_of_arrival(traffic: Traffic) -> None:
     bed = bed_for(traffic)
@@ -188,7 +189,7 @@ def test_admission_is_in_order_of_arrival(traffic: Traffic) -> None:
     assert {bed.ended[rid] for rid in never} <= {"abort"}, "only who gave up never ran"
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(traffic(), st.randoms(use_true_random=False))
 def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(traffic: Traffic, random: Any) -> None:
     def trace(ids: list[str]) -> list[Any]:
@@ -233,7 +234,7 @@ def decision(traffic: Traffic, before: Before, left_out: list[str], lens: dict[s
     return counts | dict.fromkeys(others[:room], 1)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(traffic())
 def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None:
     traffic = replace(traffic, interrupts=())
@@ -246,7 +247,7 @@ def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None
         left_out = [rid for rid in before.running if rid not in step.counts]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(traffic(disturbed=False))
 def test_nobody_is_starved(traffic: Traffic) -> None:
     """A decode misses at most one step in a row; the first in line is kept out by the budget at most two in a row."""
@@ -264,7 +265,7 @@ def test_nobody_is_starved(traffic: Traffic) -> None:
         assert bool(step.counts) == bool(before.running or before.waiting), "there is always somebody who can run"
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(traffic(disturbed=False))
 def test_the_trace_tells_every_decision(traffic: Traffic) -> None:
     bed = bed_for(traffic, trace=True)

@@ -12,6 +12,7 @@ from m3_paged_attention.events import (
     BlocksSwapped,
     KVSized,
     KVUsage,
+    ThreadsChanged,
 )
 from m3_paged_attention.scheduler_events import Admit, LeftOut, NotAdmitted, ParallelSampling, Preempted, StepLost
 
@@ -62,6 +63,7 @@ USAGE = KVUsage(num_used=10, num_free=1000, num_shared=3, num_host_used=0, block
 EXAMPLES: dict[Event, list[str]] = {
     BackendChosen(asked="auto", backend="native", obstacle=None): ["Kernels: native, the fastest here."],
     BackendChosen(asked="torch", backend="torch", obstacle=None): ["Kernels: torch, as asked for."],
+    ThreadsChanged(num_threads=1, limit=2, num_cores=2, other_cores=0.97): ["1 of 2 CPU threads", "1.0 of 2 cores"],
     BackendChosen(asked="auto", backend="torch", obstacle="no compiler"): ["torch;", "cannot run here: no compiler."],
     SIZED: ["512.0 MiB / 256.0 KiB per block = 2,048 blocks of 16 tokens", "block 0", "32,752 tokens", "32.0 requests"],
     dataclasses.replace(SIZED, num_blocks=64, num_bytes=65 * 2**18, max_num_seqs=1): [

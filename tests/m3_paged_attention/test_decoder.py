@@ -161,6 +161,7 @@ def check_against_transformers(directory: Path, backend: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name: str, backend: str, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def without_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- as a reader runs it ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_the_tour_maps_explains_and_compares(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     ran = subprocess.run(

@@ -105,6 +105,7 @@ def test_short_requests_share_what_one_long_slot_would_take(make_engine: MakeEng
     run(engine)
 
 
+@pytest.mark.sample(1)
 def test_two_hundred_requests_pass_through_little_memory(make_engine: MakeEngine, make_m1: Any, mode: str) -> None:
     asks = [
         (ids(1 + n % 7, first=n), SamplingParams(max_tokens=4 + n % 9, temperature=n % 2, seed=n, ignore_eos=True))

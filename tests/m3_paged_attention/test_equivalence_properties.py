@@ -44,6 +44,7 @@ def loaded(request: pytest.FixtureRequest, tiny_directory: Path) -> LoadedModel:
     return load_model(config)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone, mode: str, block_size: int) -> None:
     references: list[Reference] = []
@@ -107,6 +108,7 @@ def noting(rows: list[Tensor]) -> type[Sampler]:
     return Noting
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 128])
 def test_logits_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, mode: str, block_size: int) -> None:
     """Every row of logits of every request, with somebody thrown out in every third step."""

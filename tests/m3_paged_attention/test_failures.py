@@ -218,6 +218,7 @@ def storages(engine: LLMEngine) -> list[Any]:
     return [weakref.ref(each) for each in held]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("state", ["idle", "in the middle", "after a failure"])
 def test_a_closed_engine_holds_neither_kv_nor_weights(tiny_directory: Path, backend: Any, state: str) -> None:

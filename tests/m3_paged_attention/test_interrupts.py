@@ -61,6 +61,7 @@ ASKED: dict[str, tuple[list[int], SamplingParams]] = {
 CASES = 30
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("modules", [SCHEDULER, ENGINE], ids=["scheduler", "engine"])
 def test_an_interrupt_anywhere_leaves_right_tokens_and_nothing_else(
     make_engine: MakeEngine, make_m1: Any, mode: str, modules: list[ModuleType]

@@ -19,6 +19,8 @@ from m3_paged_attention.kv_cache_config import (
     MemoryProfile,
     check_cache_config,
     gpu_budget_bytes,
+    kv_budget,
+    longest_request,
     needs_profile,
     size_kv_cache,
 )
@@ -60,20 +62,27 @@ def sized(
     device: torch.device = CPU,
     max_model_len: int = 2048,
     max_num_seqs: int | None = 256,
+    num_requests: int = 1,
     swap_space_bytes: int | None = None,
     profile: MemoryProfile | None = None,
     tracer: Tracer | None = None,
     **settings: Any,
 ) -> KVCacheConfig:
-    """What comes of these settings."""
+    """What comes of these settings; `num_requests` run at a time."""
     return size_kv_cache(
         spec,
-        cache_config=CacheConfig(block_size=spec.block_size, **settings),
+        budget=kv_budget(
+            spec,
+            cache_config=CacheConfig(block_size=spec.block_size, **settings),
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=num_requests,
+            profile=profile,
+        ),
         device=device,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         swap_space_bytes=swap_space_bytes if mode == "swap" else 0,
-        profile=profile,
         tracer=tracer or Tracer(),
     )
 
@@ -120,6 +129,82 @@ def test_a_budget_in_bytes_is_divided_by_the_bytes_of_a_block_and_block_0_is_tak
 def test_on_a_cpu_the_budget_is_512_mib_unless_something_else_is_said() -> None:
     assert sized().num_bytes == 512 * MIB
     assert sized(max_model_len=2).num_blocks == 256
+
+
+QWEN3 = {name: dataclasses.replace(LLAMA_7B, num_layers=layers, num_kv_heads=8, dtype=torch.bfloat16)
+         for name, layers in (("0.6B", 28), ("1.7B", 28), ("8B", 36), ("VL-2B", 28))}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "gib", "tokens"),
+    [
+        ("0.6B", 40_960, 24, 37_440),  # 4 GiB, in pages of 16 tokens of 112 KiB; block 0 comes on top
+        ("1.7B", 40_960, 16, 37_440),
+        ("8B", 40_960, 24, 29_120),
+        ("VL-2B", 262_144, 24, 37_440),
+        ("0.6B", 40_960, 8, 18_720),  # a quarter of the machine's memory
+        ("0.6B", 40_960, 1, 4_656),  # 512 MiB, block 0 included
+    ],
+)
+def test_on_a_cpu_the_default_grows_with_the_requests_up_to_4_gib_or_a_quarter_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, name: str, positions: int, gib: int, tokens: int
+) -> None:
+    monkeypatch.setattr(kv_cache_config, "physical_memory", lambda: gib * GIB)
+    budget = kv_budget(QWEN3[name], cache_config=CacheConfig(), device=CPU, max_model_len=positions, max_num_seqs=16)
+    assert longest_request(QWEN3[name], budget) == tokens
+
+
+def test_on_a_cpu_the_default_does_not_grow_beyond_what_the_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_config, "physical_memory", lambda: 64 * GIB)
+
+    def default(max_num_seqs: int) -> int | None:
+        budget = kv_budget(
+            QWEN3["8B"], cache_config=CacheConfig(), device=CPU, max_model_len=8192, max_num_seqs=max_num_seqs
+        )
+        return longest_request(QWEN3["8B"], budget)
+
+    assert [default(count) for count in (1, 2, 3)] == [8192, 16_384, 24_576]
+
+
+@pytest.mark.parametrize("gib", [64, 8])
+def test_on_a_cpu_what_the_default_grows_by_is_shared_out(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    monkeypatch.setattr(kv_cache_config, "physical_memory", lambda: gib * GIB)
+
+    def default(num_shares: int) -> int:
+        budget = kv_budget(
+            QWEN3["0.6B"],
+            cache_config=CacheConfig(),
+            device=CPU,
+            max_model_len=40_960,
+            max_num_seqs=16,
+            num_shares=num_shares,
+        )
+        assert budget.num_bytes is not None
+        return budget.num_bytes - QWEN3["0.6B"].block_bytes
+
+    grown = min(4 * GIB, gib * GIB // 4) - 512 * MIB
+    assert [default(n) - 512 * MIB for n in (1, 2, 8)] == [grown, grown // 2, grown // 8]
+
+
+def test_on_a_cpu_the_default_is_the_same_and_starts_whatever_else_runs_at_the_moment(
+    monkeypatch: pytest.MonkeyPatch, plenty: Callable[[int | None], None]
+) -> None:
+    """Only tokens take it. What is less than the 512 MiB of a small model is refused as before."""
+    monkeypatch.setattr(kv_cache_config, "physical_memory", lambda: 16 * GIB)
+    large = {"spec": QWEN3["0.6B"], "max_model_len": 8192, "num_requests": 16}
+    whole = sized(**large)
+    assert whole.num_bytes > 3 * GIB
+    plenty(600 * MIB)
+    assert sized(**large) == whole
+    assert sized(mode="swap", **large).num_host_blocks == whole.num_blocks
+    for named in ({"kv_cache_memory_bytes": whole.num_bytes}, {"num_blocks": whole.num_blocks}):
+        with pytest.raises(ConfigError, match=r"of which 600.0 MiB may be taken"):
+            sized(**large, **named)
+    with pytest.raises(ConfigError, match=r"of which 600.0 MiB may be taken"):
+        sized(mode="swap", swap_space_bytes=GIB, **large)
+    plenty(500 * MIB)
+    with pytest.raises(ConfigError, match=r"of which 500.0 MiB may be taken. Use num_blocks of at most 284$"):
+        sized(**large)
 
 
 def test_no_more_blocks_are_made_than_the_requests_can_fill() -> None:

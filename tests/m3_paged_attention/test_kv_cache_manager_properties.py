@@ -20,6 +20,7 @@ from m3_paged_attention.errors import OutOfBlocksError
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.kv_storage import KVStorage
+from tests.support.amounts import examples
 from tests.testbed.interrupts import interrupted
 
 Tokens = list[int]
@@ -237,7 +238,7 @@ VERBS = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     block_size=st.sampled_from([1, 2, 4]),
     num_blocks=st.integers(1, 9),
@@ -310,6 +311,7 @@ ACTS: dict[str, Callable[[KVCacheManager], Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ACTS)
 def test_every_verb_can_be_interrupted_anywhere_and_recovered_from(name: str) -> None:
     """Whoever is still there afterwards has all its tokens, though no move was made; nothing is lost or owned twice."""

@@ -55,6 +55,7 @@ def refusal(model: Any, **settings: Any) -> str:
 # --- what loads -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_said_of_a_model_is_what_m1_says(architecture: str, dtype: str, tmp_path: Path) -> None:
@@ -162,6 +163,7 @@ def test_a_dummy_model_that_no_memory_holds_is_an_error_of_ours(directory: Path)
 # --- what does not load -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -171,12 +173,12 @@ def test_a_dummy_model_that_no_memory_holds_is_an_error_of_ours(directory: Path)
         ({"model_type": "llama"}, "model_type='llama'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized"),
         ({"num_attention_heads": 5}, "5 attention heads cannot be shared out over 2 KV heads"),
-        ({"num_hidden_layers": 0, "layer_types": []}, "num_layers=0"),
+        ({"num_hidden_layers": 0, "layer_types": []}, "num_hidden_layers=0"),
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"intermediate_size": 0}, "intermediate_size=0"),
         ({"intermediate_size": -64}, "intermediate_size=-64"),
-        ({"num_attention_heads": 0}, "num_heads=0"),
-        ({"num_key_value_heads": 0}, "num_kv_heads=0"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
         ({"head_dim": -2}, "head_dim=-2"),
         ({"vocab_size": 10**30}, "vocab_size=1000000000000000000000000000000, which must be a whole number from 1 to"),
         ({"hidden_size": 10**30}, "hidden_size=1000000000000000000000000000000"),

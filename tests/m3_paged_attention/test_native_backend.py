@@ -29,6 +29,7 @@ from tests.kernels.references import (
     decode_row,
     paged_batch,
 )
+from tests.support.amounts import examples
 
 if OBSTACLE := native_library.obstacle():
     pytest.skip(OBSTACLE, allow_module_level=True)
@@ -94,6 +95,7 @@ def numbers(dtype: torch.dtype, *shape: int) -> Tensor:
 # --- linear layers ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("in_features", [2, 16, 48, 512, 514, 1030])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 def test_linear_equals_float64(backend, dtype, in_features, has_bias) -> None:
@@ -110,6 +112,7 @@ def test_linear_equals_float64(backend, dtype, in_features, has_bias) -> None:
                 assert_close(result, product(hidden, weight, bias), LINEAR)
 
 
+@pytest.mark.sample(2)
 def test_linear_takes_any_number_of_rows_and_none_changes_another(backend, dtype) -> None:
     """Groups of up to six rows, blocks of 96, one or several threads: each row keeps its bits."""
     weight, bias, hidden = numbers(dtype, 130, 1030), numbers(dtype, 130), numbers(dtype, 200, 1030)
@@ -261,6 +264,7 @@ def last_block(batch: PagedBatch) -> int:
     return int(batch.metadata.block_tables[0, (batch.metadata.seq_lens_host[0] - 1) // 16])
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("offset", [0, 1, 15])
 @pytest.mark.parametrize("cache", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -280,6 +284,7 @@ def test_what_is_wrong_in_a_token_that_is_seen_comes_out(backend, dtype, offset,
     assert not expected[3:].isfinite().all() or bad == -INF or cache == 0
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("heads", [(1, 1, 32), (2, 2, 64), (3, 1, 96), (4, 1, 320), (10, 2, 64), (16, 2, 128)], ids=str)
 @pytest.mark.parametrize("page", [1, 16])
 def test_attention_never_depends_on_company_or_threads(backend, dtype, heads, page) -> None:
@@ -350,6 +355,7 @@ def last_queries(batch: PagedBatch, count: int) -> PagedBatch:
     return replace(batch, query=batch.query[first:], metadata=metadata, expected=batch.expected[first:])
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "heads", [(1, 1, 32), (3, 1, 96), (4, 1, 320), (10, 2, 64), (16, 2, 128), (97, 1, 32)], ids=str
 )
@@ -365,6 +371,7 @@ def test_a_prompt_in_pieces_is_the_prompt_in_one(backend, dtype, heads, page) ->
             assert torch.equal(attend(backend, last_queries(batch, count)), whole[-count:])
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("new", [2, 64, 65, 96, 97, 193])
 @pytest.mark.parametrize("context", [0, 1, 63, 64])
 def test_tiles_of_a_prompt_may_end_anywhere(backend, dtype, new, context) -> None:
@@ -377,6 +384,7 @@ def test_tiles_of_a_prompt_may_end_anywhere(backend, dtype, new, context) -> Non
     )
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("at", [0, 63, 64, 100, 129])
 @pytest.mark.parametrize("cache", [0, 1], ids=["key", "value"])
 def test_a_nan_in_a_prompt_comes_out_from_there_on(backend, dtype, at, cache) -> None:
@@ -417,6 +425,7 @@ CALLS: dict[str, Call] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_rows_never_depend_on_company_or_threads(backend, dtype, name) -> None:
     """700 rows are enough for threads, and 3 are not."""
@@ -512,7 +521,7 @@ def test_rotary_works_in_place_beside_what_it_must_not_touch(backend, dtype) -> 
 # --- any shape --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_any_batch_equals_float64(oldest: NativeBackend, data: st.DataObject) -> None:
     backend = data.draw(st.sampled_from([NativeBackend(), oldest]))
@@ -533,7 +542,7 @@ def test_any_batch_equals_float64(oldest: NativeBackend, data: st.DataObject) ->
         assert not result.any()
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     rows=st.integers(1, 110),
     in_features=st.integers(1, 700),

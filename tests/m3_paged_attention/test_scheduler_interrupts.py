@@ -285,16 +285,19 @@ def check_each(modules: list[ModuleType], make: Callable[[], PagedBed], act: Cal
             raise AssertionError(f"after an interrupt before {interrupt.where}: {error!r}") from error
 
 
+@pytest.mark.sample(1)
 @EVERY_BED
 def test_schedule_can_be_interrupted_anywhere(make: Callable[[], PagedBed]) -> None:
     check_each(SCHEDULER, make, lambda bed: bed.scheduler.schedule())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", BEDS[:2], ids=lambda make: make.__name__)
 def test_a_step_can_be_interrupted_anywhere_in_the_runner(make: Callable[[], PagedBed]) -> None:
     check_each(RUNNER, make, lambda bed: bed.step())
 
 
+@pytest.mark.sample(1)
 @EVERY_BED
 @pytest.mark.parametrize("failed", [False, True], ids=["of a result", "of a failure"])
 def test_update_can_be_interrupted_anywhere(make: Callable[[], PagedBed], failed: bool) -> None:
@@ -309,6 +312,7 @@ def test_update_can_be_interrupted_anywhere(make: Callable[[], PagedBed], failed
     check_each(SCHEDULER, executed_bed, lambda bed: bed.scheduler.update_from_output(*bed.decision))  # type: ignore[attr-defined]
 
 
+@pytest.mark.exhaustive
 def test_the_step_after_an_interrupt_can_be_interrupted_anywhere() -> None:
     def interrupted_bed() -> PagedBed:
         bed = swapping_bed()
@@ -329,6 +333,7 @@ def test_an_abort_can_be_interrupted_anywhere_and_made_again() -> None:
             raise AssertionError(f"after an interrupt before {interrupt.where}: {error!r}") from error
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_arrival_can_be_interrupted_anywhere_and_given_up(n: int) -> None:
     """The face gives up whatever it could not hand over, and may use the id again."""

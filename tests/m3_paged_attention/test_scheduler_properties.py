@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import given, settings, strategies as st
 
 from m3_paged_attention.errors import KVCapacityError
+from tests.support.amounts import examples
 from tests.testbed.bed import Step
 from tests.testbed.fakes import answer
 from tests.testbed.paged import PagedBed, Squeezed, make_paged_bed
@@ -166,7 +167,7 @@ def come(traffic: Traffic, bed: PagedBed, names: list[str], number: int) -> None
 # --- whatever happens -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(traffic())
 def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
     bed = bed_for(traffic)
@@ -195,7 +196,7 @@ def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
             assert (request.sequence.data.prompt_logprobs is not None) == asked
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(traffic(), st.randoms(use_true_random=False))
 def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(traffic: Traffic, random: Any) -> None:
     def trace(names: list[str]) -> list[Any]:
@@ -284,7 +285,7 @@ class Oracle:
             num_running += 1
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(traffic(disturbed=False, largest_family=1))
 def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None:
     traffic = replace(traffic, limits=replace(traffic.limits, swap=False))
@@ -309,7 +310,7 @@ def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None
         pass
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(traffic(disturbed=False))
 def test_there_is_always_somebody_who_goes_on(traffic: Traffic) -> None:
     bed = bed_for(traffic)
@@ -317,7 +318,7 @@ def test_there_is_always_somebody_who_goes_on(traffic: Traffic) -> None:
         assert step.counts or "error" in step.ended.values() or not bed.scheduler.has_unfinished_requests()
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(traffic(disturbed=False, largest_family=1))
 def test_those_who_never_ran_come_in_by_arrival(traffic: Traffic) -> None:
     bed = bed_for(traffic)

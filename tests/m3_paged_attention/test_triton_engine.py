@@ -65,6 +65,7 @@ def test_three_prompts_and_six_tokens_are_those_of_torch(tiny_directory: Path) -
             assert other.outputs[0].cumulative_logprob == pytest.approx(output.outputs[0].cumulative_logprob, abs=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_forks_copies_and_swaps_work_beneath_the_kernels(tiny_directory: Path) -> None:
     params = SamplingParams(max_tokens=4, n=3, temperature=1.0, top_k=5, seed=2, ignore_eos=True)
     answers = []

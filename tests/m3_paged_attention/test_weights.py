@@ -103,6 +103,7 @@ def same(one: DecoderWeights, other: DecoderWeights) -> bool:
 OPTIONS = {"qwen3": {"attention_bias": True}, "qwen2": {}, "llama": {"attention_bias": True, "mlp_bias": True}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_q_k_v_and_gate_up_stand_one_after_another(architecture: str, tmp_path: Path) -> None:
     directory = save_random_model(tmp_path, architecture, **OPTIONS[architecture])
@@ -285,7 +286,7 @@ def test_neither_file_nor_index_is_said(directory: Path) -> None:
 def test_an_index_that_names_an_absent_file_is_refused(directory: Path) -> None:
     split_up(directory)
     (directory / "model-00002-of-00003.safetensors").unlink()
-    assert "names model-00002-of-00003.safetensors, which is not there" in refusal(directory)
+    assert "names 'model-00002-of-00003.safetensors', which is not there" in refusal(directory)
 
 
 def test_an_index_that_leaves_a_file_out_lacks_its_tensors(directory: Path) -> None:
@@ -375,6 +376,7 @@ def test_every_weight_has_a_place_and_only_one(architecture: str, tmp_path: Path
 # --- weights that are no numbers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("backend", ["torch", "native"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])

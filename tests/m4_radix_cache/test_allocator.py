@@ -15,6 +15,7 @@ from m4_radix_cache.mem_cache.allocator import (
     TokenToKVPoolAllocator,
     make_allocator,
 )
+from tests.support.amounts import examples
 
 PAGE_SIZES = [1, 2, 4, 16]
 
@@ -113,7 +114,7 @@ def histories(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, int]]]]:
     return page_size, draw(st.lists(batch, min_size=1, max_size=8))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(history=histories(), num_pages=st.integers(1, 40), decodes=st.booleans())
 def test_whole_batches_get_what_a_slow_allocator_gives_token_by_token(
     history: tuple[int, list[list[tuple[int, int]]]], num_pages: int, decodes: bool

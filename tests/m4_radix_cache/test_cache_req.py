@@ -25,6 +25,7 @@ from tests.m4_radix_cache.caches import (
     owned_by,
     row_of,
 )
+from tests.support.amounts import examples
 
 SHARING = ["radix", "block_hash"]
 
@@ -292,7 +293,7 @@ VERBS = st.one_of(
 
 
 @pytest.mark.parametrize("kind", [*SHARING, "chunk"])
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     page_size=st.sampled_from([1, 2, 4]),
     num_pages=st.integers(4, 20),

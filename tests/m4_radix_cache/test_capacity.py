@@ -168,7 +168,7 @@ def test_a_pool_without_room_for_a_page_is_refused() -> None:
 
 def test_too_small_a_budget_names_what_works_and_it_works(tiny_directory: Path, loaded: Any) -> None:
     cache = CacheConfig(page_size=16, kv_cache_memory_bytes=(5 * 16 + 15) * loaded.kv_bytes_per_token)
-    with pytest.raises(ConfigError, match=rf"max_model_len={MAX_MODEL_LEN} .*max_model_len of at most 64 or"):
+    with pytest.raises(ConfigError, match=rf"of {MAX_MODEL_LEN} tokens.*max_model_len of at most 64 or"):
         LLMEngine(model_config=tiny(tiny_directory), cache_config=cache)
     limits = SchedulerConfig(max_num_seqs=2)
     with LLMEngine(model_config=tiny(tiny_directory, 64), cache_config=cache, scheduler_config=limits) as engine:
@@ -176,6 +176,7 @@ def test_too_small_a_budget_names_what_works_and_it_works(tiny_directory: Path, 
         assert len(engine.generate(ids(60), greedy(3)).token_ids) == 3
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_needed_for_running_is_of_use_for_the_cache(make_engine: MakeEngine) -> None:
     """A default pool is larger than all that may run: what ended stays."""
     engine = make_engine(scheduler_config=SchedulerConfig(max_num_seqs=1))

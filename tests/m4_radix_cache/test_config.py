@@ -128,13 +128,14 @@ def test_a_share_of_a_gpu_on_a_cpu_is_refused_before_anything_is_loaded() -> Non
 def test_too_little_memory_names_the_longest_request_that_would_fit(make_engine: MakeEngine) -> None:
     """The tiny model takes 1 KiB a token, and requests of up to 256."""
     with pytest.raises(
-        ConfigError, match=r"max_model_len=256 needs .*Use max_model_len of at most 60 or kv_cache_memory_bytes of at"
+        ConfigError,
+        match=r"256 tokens, the least .*, needs .*Use max_model_len of at most 60 or kv_cache_memory_bytes of at",
     ) as caught:
         make_engine(cache_config=CacheConfig(page_size=4, kv_cache_memory_bytes=64 * 2**10))
     enough = int(str(caught.value).rpartition(" ")[2].replace(",", ""))
     fits = make_engine(cache_config=CacheConfig(page_size=4, kv_cache_memory_bytes=enough))
     assert fits.stats().max_total_tokens == 256
-    with pytest.raises(ConfigError, match="max_model_len=256"):
+    with pytest.raises(ConfigError, match="256 tokens, the least"):
         make_engine(cache_config=CacheConfig(page_size=4, kv_cache_memory_bytes=enough - 1))
     short = make_engine(max_model_len=60, cache_config=CacheConfig(page_size=4, kv_cache_memory_bytes=64 * 2**10))
     assert short.stats().max_total_tokens == 60

@@ -43,6 +43,7 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the tour ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_the_tour_shares_converses_evicts_and_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     assert demo.main(["--trace-file", str(trace)]) == 0
@@ -453,7 +454,7 @@ def test_a_conversation_says_after_each_answer_what_was_reused(
         ("--num-blocks 0", "num_blocks=0"),
         ("--num-blocks 9 --max-total-tokens 9", "give one of them"),
         ("--num-blocks 9 --kv-cache-memory-bytes 9", "give one of them"),
-        ("--kv-cache-memory-bytes 100000", "max_model_len=4096"),
+        ("--kv-cache-memory-bytes 100000", "1,024 tokens, the least that is chosen without max_model_len, needs"),
         ("--num-blocks 1", "the KV memory has room for 16"),
         ("--max-total-tokens 8", "max_total_tokens=8"),
         ("--max-num-batched-tokens 2", "max_num_batched_tokens=2 is less than max_num_seqs=16"),

@@ -57,6 +57,7 @@ def next_turns(asks: Sequence[SharingAsk], outputs: Sequence[Any]) -> list[Shari
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("cache", "page_size"),
     [("radix", 1), ("radix", 4), ("radix", 16), ("hash", 4), ("chunk", 4)],
@@ -138,6 +139,7 @@ def noting(rows: list[Tensor]) -> type[Sampler]:
     return Noting
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_logits_behind_a_hit_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, cache: str, page_size: int) -> None:
     """Every row of logits: of a prompt that is new, one that is cached whole, one that parts from it, a next turn."""

@@ -83,6 +83,19 @@ def test_what_a_request_shared_before_its_decode_failed_stays(make_engine: MakeE
     check_drained(engine)
 
 
+@pytest.mark.parametrize("at", MOMENTS)
+def test_what_a_request_computed_before_its_decode_failed_is_not_shared(make_engine: MakeEngine, at: Moment) -> None:
+    """Its prompt of 12 tokens was shared when it was complete; the pages that its answer filled are freed."""
+    engine = make_engine({"model_runner": failing_runner(BOOM, rid="fails", position=21, at=at)}, **setting(3))
+    prompt = [*range(5, 17)]
+    failed = engine.generate(prompt, greedy(20), request_id="fails")
+    assert failed.error is BOOM and len(failed.token_ids) == 10
+    assert engine.stats().evictable_size == 12
+    again = engine.generate([*prompt, *failed.token_ids, 3], greedy(2))
+    assert again.metrics.cached_tokens == 12
+    check_flushed(engine)
+
+
 @pytest.mark.parametrize("at", ["before", "after"])
 def test_whoever_was_retracted_in_a_step_that_failed_is_computed_again(
     make_engine: MakeEngine, make_m1: Any, cache: str, at: Moment
@@ -331,6 +344,7 @@ def storages(engine: LLMEngine) -> list[Any]:
     return [weakref.ref(each) for each in held]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("state", ["idle", "in the middle", "after a failure"])
 def test_a_closed_engine_holds_neither_kv_nor_weights(tiny_directory: Path, state: str) -> None:
     parts = {"model_runner": failing_runner(BOOM, rid="a", position=0)} if state == "after a failure" else {}

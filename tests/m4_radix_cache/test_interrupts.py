@@ -97,6 +97,7 @@ def forget_denials(engine: LLMEngine) -> None:
     scheduler.short.num_denials = 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("modules", [SCHEDULER, ENGINE], ids=["scheduler", "engine"])
 def test_an_interrupt_anywhere_leaves_right_tokens_and_nothing_else(
     make_engine: MakeEngine, make_m1: Any, cache: str, modules: list[ModuleType]
@@ -138,6 +139,7 @@ def test_who_was_told_of_its_end_is_not_told_again_if_the_next_step_is_interrupt
 OUTSIDE: list[ModuleType] = [*SCHEDULER, engine_core, engine_core_base, llm_engine, parallel_sampling]
 
 
+@pytest.mark.sample(1)
 def test_a_flush_can_be_interrupted_anywhere(make_engine: MakeEngine, make_m1: Any, cache: str) -> None:
     """Then it is made again, or a request comes. Here and below every other line has its turn."""
     prompt = [*COMMON, 5, 6, 7]

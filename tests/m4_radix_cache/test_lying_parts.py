@@ -216,6 +216,18 @@ def test_an_adder_that_cannot_be_made_ends_those_who_wait(make_engine: MakeEngin
     assert isinstance(outputs["waits"].error, PartError) and len(outputs["runs"].token_ids) == 4
 
 
+@pytest.mark.parametrize("error", [StopIteration("a bug"), RuntimeError("a bug"), ValueError("a bug" * 10_000)])
+def test_whatever_a_policy_raises_names_the_part_in_a_short_message(make_engine: MakeEngine, error: Exception) -> None:
+    class Raises(SchedulePolicy):
+        def calc_priority(self, *given: Any, **named: Any) -> Any:
+            raise error
+
+    engine = make_engine({"schedule_policy": Raises}, **setting(4))
+    output = engine.generate([5, 6], greedy(4))
+    assert isinstance(output.error, PartError) and "a bug" in str(output.error) and len(str(output.error)) < 500
+    assert output.error.__cause__ is error and not engine.has_unfinished_requests()
+
+
 def test_a_stop_checker_that_raises_at_the_start_ends_those_who_start(make_engine: MakeEngine) -> None:
     class Raises(StopChecker):
         def stop_ids(self, sequence: Any) -> frozenset[int]:

@@ -152,6 +152,7 @@ def random_queue(rng: random.Random, page_size: int) -> tuple[BasePrefixCache, s
     return cache, cached, running, waiting
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_budget_counted_page_by_page_agrees_on_a_thousand_random_queues(page_size: int) -> None:
     rng = random.Random(page_size)

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from tests.m4_radix_cache.caches import allocator_of, make_cache
+from tests.support.amounts import examples
 
 Path = tuple[str | None, tuple[int, ...]]  # a namespace and tokens from the start
 
@@ -328,7 +329,11 @@ def machine(policy: str, page_size: int) -> type[RuleBasedStateMachine]:
     return Machine
 
 
+@pytest.mark.sample
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "slru", "priority"])
 def test_a_plain_list_of_sequences_and_the_caches_agree(policy: str, page_size: int) -> None:
-    run_state_machine_as_test(machine(policy, page_size), settings=settings(max_examples=12, stateful_step_count=50))
+    run_state_machine_as_test(
+        machine(policy, page_size), settings=settings(max_examples=examples(12), stateful_step_count=50)
+    )

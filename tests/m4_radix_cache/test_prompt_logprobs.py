@@ -118,6 +118,7 @@ def test_once_rated_a_retracted_prompt_may_come_from_the_cache(make_engine: Make
         assert_same_logprobs(outputs[rid].prompt_logprobs, wanted, exact_ranks=False)
 
 
+@pytest.mark.sample(1)
 def test_logprobs_of_prompt_and_output_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, cache: str) -> None:
     engine = make_engine({"scheduler": ForcedRetraction}, **setting(4, cache=cache))
     for _ in range(2):  # the second time everything is cached

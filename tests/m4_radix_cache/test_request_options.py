@@ -41,6 +41,7 @@ WRONG = [
 each_wrong = pytest.mark.parametrize(("options", "message"), WRONG, ids=shown)
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", CALLS)
 @each_wrong
 def test_a_wrong_option_is_refused_before_anything_changes(

@@ -14,6 +14,7 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_policy import Order, SchedulePolicy
 from tests.m4_radix_cache.caches import make_cache
 from tests.m4_radix_cache.reqs import fill, make_req
+from tests.support.amounts import examples
 from tests.support.engines import Recorder
 
 POLICIES = ["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
@@ -137,7 +138,7 @@ def scenes(draw: st.DrawFn) -> dict[str, Any]:
     return {"cached": cached, "waiting": waiting, "page_size": draw(st.sampled_from([1, 4, 16, 24, 64]))}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(scene=scenes())
 def test_the_order_is_what_the_rule_says(scene: dict[str, Any]) -> None:
     waiting = scene["waiting"]
@@ -154,7 +155,7 @@ def test_the_order_is_what_the_rule_says(scene: dict[str, Any]) -> None:
         cache.check_invariants()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(scene=scenes(), seed=st.integers(0, 3))
 def test_random_is_an_order_that_depends_on_its_seed_only(scene: dict[str, Any], seed: int) -> None:
     cache = make_cache(page_size=scene["page_size"], num_pages=2048)
@@ -232,6 +233,7 @@ def test_dfs_weight_goes_through_the_tree_branch_after_branch_the_busiest_first(
     assert numbers(order) == ([4, 7, 8, 6, 3, 2, 1, 5, 0], [])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", SHARING)
 def test_a_deep_tree_is_no_deep_recursion(kind: str) -> None:
     cache, depth = make_cache(kind, num_pages=4096), 1200
@@ -345,7 +347,7 @@ def test_whoever_wants_its_prompt_s_logprobs_uses_no_cache_and_does_not_wait_for
     assert numbers(make_policy("lpm", cache).calc_priority(waiting)) == ([4, 1, 2, 3], [])
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(scene=scenes(), policy=st.sampled_from(POLICIES))
 def test_everybody_goes_in_the_end(scene: dict[str, Any], policy: str) -> None:
     """Each round those who may go compute their tokens, and somebody may always go."""

@@ -83,6 +83,7 @@ def test_whoever_ended_with_its_first_token_joins_nobody() -> None:
     assert bed.step().counts == {"r1": 1} and not bed.scheduler.requests
 
 
+@pytest.mark.sample(3)
 @EVERY_CACHE
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
 def test_answers_depend_neither_on_the_page_size_nor_on_the_cache(page_size: int, prefix_cache: str) -> None:
@@ -331,6 +332,7 @@ def test_those_who_wait_join_in_the_order_of_the_policy(schedule_policy: str, or
     assert joined == ["r0", *order]
 
 
+@pytest.mark.exhaustive
 def test_150_requests_go_through_a_small_pool() -> None:
     bed = make_radix_bed(num_tokens=96, page_size=4, max_num_seqs=8, max_num_batched_tokens=48, conservativeness=0.3)
     for number in range(150):

@@ -320,17 +320,20 @@ def test_the_beds_are_as_they_say() -> None:
     assert outgrown_bed().step().ended == {"r0": "error"}
 
 
+@pytest.mark.sample(1)
 @EVERY_BED
 def test_schedule_can_be_interrupted_anywhere(make: Callable[[], RadixBed]) -> None:
     """Most lines have their turn in one of the first two beds, and in some other test."""
     check_each(make, lambda bed: bed.scheduler.schedule(), one_of=2, first=BEDS.index(make))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [extending_bed, decoding_bed, hash_bed], ids=lambda make: make.__name__)
 def test_schedule_can_be_interrupted_inside_its_parts(make: Callable[[], RadixBed]) -> None:
     check_each(make, lambda bed: bed.scheduler.schedule(), REST, one_of=6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", BEDS[:2], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("failed", [False, True], ids=["of a result", "of a failure"])
 def test_update_can_be_interrupted_anywhere(make: Callable[[], RadixBed], failed: bool) -> None:
@@ -350,6 +353,7 @@ def test_update_can_be_interrupted_anywhere(make: Callable[[], RadixBed], failed
     check_each(executed_bed, update, REST, one_of=8)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [False, True], ids=["a lost step", "interrupted books"])
 def test_the_step_after_an_interrupt_can_be_interrupted_anywhere(inside: bool) -> None:
     """That is, the recovery. Where the books were being written, it flushes; else it sends back."""
@@ -369,6 +373,7 @@ def test_the_step_after_an_interrupt_can_be_interrupted_anywhere(inside: bool) -
     check_each(interrupted_bed, lambda bed: bed.scheduler.schedule(), [scheduler_module, scheduler_base], one_of=3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_arrival_can_be_interrupted_anywhere_and_given_up(n: int) -> None:
     """The face gives up whatever it could not hand over, and may use the id again."""

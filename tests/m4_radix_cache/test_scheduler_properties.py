@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import given, settings, strategies as st
 
 from m3_paged_attention.errors import KVCapacityError
+from tests.support.amounts import examples
 from tests.testbed.radix import RadixBed, make_radix_bed
 from tests.testbed.radix_runner import answer_of
 from tests.testbed.radix_traffic import Limits, Traffic, names, plain_trace, play, scheduled_names, traffic
@@ -25,7 +26,7 @@ def bed_for(traffic: Traffic, **settings: Any) -> RadixBed:
 # --- whatever happens -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(traffic())
 def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
     bed = bed_for(traffic)
@@ -51,7 +52,7 @@ def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
     bed.flush()
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(traffic(), st.randoms(use_true_random=False))
 def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(traffic: Traffic, random: Any) -> None:
     def trace(names: list[str]) -> list[Any]:
@@ -67,7 +68,7 @@ def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(
     assert trace(others) == first
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(traffic(disturbed=False))
 def test_there_is_always_somebody_who_goes_on(traffic: Traffic) -> None:
     bed = bed_for(traffic)
@@ -75,7 +76,7 @@ def test_there_is_always_somebody_who_goes_on(traffic: Traffic) -> None:
         assert step.counts or "error" in step.ended.values() or not bed.scheduler.has_unfinished_requests()
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(traffic())
 def test_answers_are_the_same_in_another_cache_under_another_policy(traffic: Traffic) -> None:
     """Aborts and failures come at other tokens there, so only the wholly undisturbed are compared to the end."""
@@ -166,7 +167,7 @@ class Oracle:
         return joined, never
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(traffic(disturbed=False, largest_family=1))
 def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None:
     limits = replace(traffic.limits, prefix_cache="chunk", eviction_policy="lru", schedule_policy="fcfs")
@@ -191,7 +192,7 @@ def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None
         pass
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(traffic(disturbed=False, largest_family=1))
 def test_under_fcfs_those_who_never_ran_come_in_by_arrival(traffic: Traffic) -> None:
     bed = bed_for(replace(traffic, limits=replace(traffic.limits, schedule_policy="fcfs")))

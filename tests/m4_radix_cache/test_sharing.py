@@ -93,6 +93,7 @@ def test_a_chat_computes_only_what_is_new_in_each_turn(make_engine: MakeEngine, 
     check_drained(engine)
 
 
+@pytest.mark.sample(2)
 @SHARING
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_request_finds_the_longest_beginning_that_anybody_had(

@@ -166,6 +166,7 @@ def test_an_evicted_page_that_others_wrote_into_is_never_found_again(
 # --- what a request leaves behind -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @SHARING
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_the_second_turn_finds_prompt_and_answer_of_the_first(

@@ -38,6 +38,7 @@ EVERYTHING = CLEAR_SETTINGS["drawn with everything"] | {
 # --- too little memory ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_retracted_request_keeps_its_seed_its_penalties_and_what_it_said(
     make_engine: MakeEngine, m1: Any, cache: str, page_size: int
@@ -76,6 +77,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once(make_engine: MakeEngine
     assert engine.stats().num_prompt_tokens == 30
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_request_that_outgrows_all_memory_ends_with_an_error_and_alone(
     make_engine: MakeEngine, m1: Any, cache: str, page_size: int
@@ -96,6 +98,7 @@ def test_a_request_that_outgrows_all_memory_ends_with_an_error_and_alone(
 # --- giving up --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("cache", "steps"),
     [*(("radix", steps) for steps in (0, 1, 2, 3, 4, 6)), ("hash", 1), ("hash", 3), ("chunk", 1), ("chunk", 3)],
@@ -132,6 +135,7 @@ def test_an_abort_in_every_state_leaves_nothing_and_changes_nobody(
         assert "preempted" in {state for state, _ in states}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("kind", "nth"),
     [("policy_order", 1), ("admit", 1), ("admit", 2), ("batch", 1), ("batch", 3), ("retract", 1), ("result", 4)],

@@ -16,6 +16,7 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_policy import Order, SchedulePolicy
 from m5_chunked_prefill_spec.admission import MAX_PASSED_OVER
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
+from tests.m5_chunked_prefill_spec.engines import MakeEngine, Recorder, greedy, ids, run, setting
 from tests.testbed.pieces import PiecesBed, make_pieces_bed
 
 POLICIES = get_args(SchedulePolicyName)
@@ -54,6 +55,7 @@ def test_nobody_is_overtaken_in_more_steps_than_that(schedule: Any) -> None:
     bed.drain()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_under_every_policy_whoever_it_likes_least_comes_to_run(policy: Any) -> None:
     """Newcomers are what each policy likes best: longer answers, more in the cache, a higher priority."""
@@ -150,6 +152,18 @@ def test_all_places_taken_keep_nobody_in_pieces_from_going_on() -> None:
     bed.add(20, max_tokens=2), bed.add(3, max_tokens=2)
     assert [bed.step().output.prompts for _ in range(3)] == [{"r1": 7}, {"r1": 7}, {"r1": 6}]
     bed.drain()
+
+
+def test_nobody_is_let_in_beside_a_prompt_that_is_cut_again(make_engine: MakeEngine) -> None:
+    """Prompts go first and are cut at a page: of a step of 10 tokens a piece of 8 leaves 2, and r1 has no more. But it
+    would wait for r0's last piece to get its second token; until then its place and its memory are nobody's."""
+    engine = make_engine(**setting(4, 10, page_size=4, schedule="prefill_first", policy="fcfs"))
+    recorder = Recorder(engine.tracer)
+    engine.add_request(ids(28), greedy(2), request_id="r0")
+    engine.add_request([7, 8], greedy(2), request_id="r1")
+    run(engine)
+    steps = [dict(zip(batch.rids, batch.extend_lens, strict=True)) for batch in recorder.events("batch")]
+    assert steps == [{"r0": 8}, {"r0": 8}, {"r0": 8}, {"r0": 4, "r1": 2}, {"r0": 1, "r1": 1}]
 
 
 # --- parts that fail --------------------------------------------------------------------------------------------------

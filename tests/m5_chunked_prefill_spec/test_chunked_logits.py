@@ -69,6 +69,7 @@ def listened(make_engine: MakeEngine, asked: Mapping[str, tuple[list[int], int]]
     return listening
 
 
+@pytest.mark.sample(8)
 @SCHEDULES
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("cut", [16, 17, 29, 64])
@@ -94,6 +95,7 @@ def test_the_logits_behind_a_hit_are_the_same_too(make_engine: MakeEngine, page_
         torch.testing.assert_close(pieces.logits[key], logits, atol=ALMOST, rtol=0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("method", [None, "ngram"])
 def test_the_logits_of_a_decode_in_a_mixed_step_are_those_of_a_step_of_decodes(

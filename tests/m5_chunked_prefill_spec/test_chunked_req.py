@@ -26,6 +26,7 @@ def in_pieces(num_pieces: int, **limits: Any) -> PiecesBed:
     return bed
 
 
+@pytest.mark.sample(15)
 @STATES
 @SCHEDULES
 @pytest.mark.parametrize("prefix_cache", ["radix", "hash", "chunk"])
@@ -56,6 +57,7 @@ def test_an_error_ends_it_and_nothing_of_the_failed_piece_is_shared(num_pieces: 
     assert first.hits["r3"] == 16 * num_pieces, "what was sound is still there"
 
 
+@pytest.mark.sample(8)
 @STATES
 @SCHEDULES
 @pytest.mark.parametrize("executed", [False, True])

@@ -32,6 +32,7 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guesses, "ROUNDS", 1)
 
 
+@pytest.mark.exhaustive
 def test_the_tour_cuts_guesses_and_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     assert demo.main(["--trace-file", str(trace)]) == 0
@@ -78,6 +79,7 @@ def test_one_prompt_with_guesses_is_answered_and_explained(capsys: pytest.Captur
     assert "lamp river goat lamp river" in said and "ngram guessed" in said and "Target verify batch" in said
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "argv",
     [

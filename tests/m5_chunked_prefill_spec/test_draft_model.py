@@ -141,6 +141,7 @@ def check_answers(outputs: Any, asked: Any, m1: Remembered) -> None:
         assert outputs[rid].error is None and outputs[rid].token_ids == m1.generate(prompt, params).token_ids
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize(
     "limits",
@@ -178,6 +179,7 @@ def test_it_is_where_the_targets_is_when_requests_lose_their_place(
     check_flushed(engine)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 def test_it_catches_up_when_all_guesses_were_right(
@@ -227,6 +229,7 @@ def test_backing_off_leaves_it_in_step(make_engine: MakeEngine, m1: Remembered, 
     assert 0 < engine.stats().num_verifications < 40
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_behind_a_hit_the_guesses_are_as_good_as_without(make_engine: MakeEngine, page_size: int) -> None:
     prompt, params = prompt_of(45), greedy(40)

@@ -61,6 +61,7 @@ def guessing_engine(
     return make_engine({"proposer": proposer}, **setting(8, method="ngram", drafts=drafts, **more))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("drafts", "wrong_every"), [(1, 0), (7, 0), (4, 3)])
 def test_whatever_is_asked_for_comes_as_without_guesses(
@@ -115,6 +116,7 @@ def test_without_a_seed_the_engines_seed_and_the_number_decide(make_engine: Make
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("drafts", "wrong_every"), [(1, 0), (7, 0), (4, 3)])
 @pytest.mark.parametrize("stop", [(), ("e",), ("never said",)])
 def test_the_deltas_of_a_stream_are_the_text(

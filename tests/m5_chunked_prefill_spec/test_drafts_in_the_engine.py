@@ -127,6 +127,7 @@ def test_a_stop_string_ends_a_run_within_a_token_or_across_several(
     check_flushed(engine)
 
 
+@pytest.mark.sample(6)
 @each_quality
 @pytest.mark.parametrize("place", [1, 4, 8])
 def test_the_end_of_sequence_ends_a_run_unless_it_is_ignored(

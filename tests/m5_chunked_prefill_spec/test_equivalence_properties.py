@@ -73,6 +73,7 @@ def next_turns(asks: Sequence[SharingAsk], outputs: Sequence[Any]) -> list[Shari
     ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("speculator", SPECULATORS)
 @pytest.mark.parametrize(("cache", "page_size"), [("radix", 1), ("radix", 4), ("radix", 16), ("chunk", 4)])
 def test_any_traffic_gets_the_tokens_of_m1(

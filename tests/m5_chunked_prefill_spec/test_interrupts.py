@@ -97,6 +97,7 @@ def forget_denials(engine: LLMEngine) -> None:
     scheduler.short.num_denials = 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("modules", [SCHEDULER, ENGINE], ids=["scheduler", "engine"])
 @pytest.mark.parametrize("guesses", ["random", "draft_model", "pieces of whole pages"])
 def test_an_interrupt_anywhere_leaves_right_tokens_and_nothing_else(

@@ -1,10 +1,14 @@
-"""A proposer that breaks its word: those it guesses for end with its name, the others go on, and nothing leaks.
+"""A proposer that fails, or returns invalid drafts: requests end with its name, the others go on, and nothing leaks.
+
+If it raises, or returns another number of rows, all requests that use speculation end. An invalid row ends its own
+request only.
 
 Wrong guesses are no lie, they only cost time. More guesses than were asked for would have no memory, guesses for
 somebody else's row would be verified there, and an id outside the vocabulary is nothing that the model could read.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -36,16 +40,18 @@ def honest(limits: Sequence[int]) -> list[list[int]]:
     return [[7] * limit for limit in limits]
 
 
-LIES: dict[str, Says] = {
+WITHOUT_ROWS: dict[str, Says] = {
     "raises": lambda reqs, limits: {}["guess"],
     "nothing": lambda reqs, limits: None,
     "a number": lambda reqs, limits: 7,
     "one row too few": lambda reqs, limits: honest(limits)[1:],
     "one row too many": lambda reqs, limits: [*honest(limits), []],
     "no rows": lambda reqs, limits: [],
+    "fails on the way": lambda reqs, limits: (honest(limits)[i] if i == 0 else {}[i] for i in range(len(reqs))),
+}
+ROWS: dict[str, Says] = {
     "one more than it may": lambda reqs, limits: [[*own, 7] for own in honest(limits)],
     "very many": lambda reqs, limits: [[7] * 5000 for _ in reqs],
-    "one for who asked for none": lambda reqs, limits: [own or [7] for own in honest(limits)],
     "ids beyond the vocabulary": lambda reqs, limits: [[VOCAB_SIZE] * limit for limit in limits],
     "negative ids": lambda reqs, limits: [[-5] * limit for limit in limits],
     "unknown ids where nobody makes them": lambda reqs, limits: [[UNKNOWN] * limit for limit in limits],
@@ -54,8 +60,9 @@ LIES: dict[str, Says] = {
     "texts": lambda reqs, limits: ["7" * limit for limit in limits],
     "rows of nothing": lambda reqs, limits: [None for _ in reqs],
     "lists in lists": lambda reqs, limits: [[[7]] * limit for limit in limits],
-    "fails on the way": lambda reqs, limits: (honest(limits)[i] if i == 0 else {}[i] for i in range(len(reqs))),
+    "rows that fail on the way": lambda reqs, limits: [map({}.__getitem__, own) for own in honest(limits)],
 }
+LIES = WITHOUT_ROWS | ROWS
 
 METHODS = ("ngram", "draft_model")
 TRUE = {("draft_model", "unknown ids where nobody makes them")}  # there the draft model makes them
@@ -87,6 +94,7 @@ def check_plain(outputs: dict[str, RequestOutput], m1: Remembered, rids: Sequenc
         assert outputs[rid].token_ids == m1.generate(PROMPTS[rid], greedy(NUM_TOKENS)).token_ids, rid
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize(("method", "lie"), [(m, lie) for m in METHODS for lie in LIES if (m, lie) not in TRUE])
 def test_a_proposer_that_breaks_its_word_ends_those_it_guesses_for(
@@ -106,8 +114,53 @@ def test_a_proposer_that_breaks_its_word_ends_those_it_guesses_for(
     check_flushed(engine)
 
 
+@pytest.mark.parametrize(("method", "lie"), [(m, lie) for m in METHODS for lie in ROWS if (m, lie) not in TRUE])
+def test_an_invalid_draft_ends_its_own_request_only(
+    make_engine: MakeEngine, m1: Remembered, lie: str, method: str
+) -> None:
+    def says(reqs: Sequence[Req], limits: Sequence[int]) -> Any:
+        lies = ROWS[lie](reqs, limits)
+        return [
+            lies[i] if req.rid == "a" else own for i, (req, own) in enumerate(zip(reqs, honest(limits), strict=True))
+        ]
+
+    engine = make_engine({"proposer": proposer_that(says, after=1)}, **setting(method=method))
+    submit(engine)
+    outputs = run(engine)
+    check_plain(outputs, m1, ["b", "plain"])
+    output = outputs["a"]
+    assert output.finish_reason == "error" and isinstance(output.error, PartError)
+    assert "the part 'proposer' (Liar)" in str(output.error) and len(str(output.error)) < 300
+    assert output.token_ids == m1.generate(PROMPTS["a"], greedy(NUM_TOKENS)).token_ids[: len(output.token_ids)]
+    assert engine.stats().num_finished == {"length": 2, "error": 1}
+    check_flushed(engine)
+
+
+def test_several_invalid_drafts_of_a_step_end_each_its_own_request(make_engine: MakeEngine, m1: Remembered) -> None:
+    bad = {"a": [VOCAB_SIZE], "b": [7] * 9}
+    engine = make_engine(
+        {"proposer": proposer_that(lambda reqs, limits: [bad.get(req.rid, [7]) for req in reqs])},
+        **setting(method="ngram"),
+    )
+    submit(engine)
+    engine.add_request([61, 62, 63], greedy(NUM_TOKENS), request_id="c")
+    outputs = run(engine)
+    check_plain(outputs, m1, ["plain"])
+    assert outputs["c"].token_ids == m1.generate([61, 62, 63], greedy(NUM_TOKENS)).token_ids
+    assert f"guessed {VOCAB_SIZE} for 'a'" in str(outputs["a"].error)
+    assert "may guess 4 tokens for request 'b'; it guessed more" in str(outputs["b"].error)
+
+
+def test_a_row_that_has_no_end_is_cut_off_and_ends_its_request(make_engine: MakeEngine) -> None:
+    says: Says = lambda reqs, limits: [repeat(7) for _ in reqs]  # noqa: E731
+    engine = make_engine({"proposer": proposer_that(says)}, **setting(method="ngram"))
+    submit(engine)
+    assert "it guessed more" in str(run(engine)["a"].error)
+
+
 FINE: dict[str, Says] = {
     "as many as it may": lambda reqs, limits: honest(limits),
+    "something for who asked for none": lambda reqs, limits: [own or [7] for own in honest(limits)],
     "fewer": lambda reqs, limits: [own[:1] for own in honest(limits)],
     "none": lambda reqs, limits: [[] for _ in reqs],
     "numbers of numpy": lambda reqs, limits: [np.full(limit, 7) for limit in limits],

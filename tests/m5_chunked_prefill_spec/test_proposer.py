@@ -1,6 +1,7 @@
 """Who guesses: what followed the last tokens where they stood first, against a search that compares token by token."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given, strategies as st
@@ -92,6 +93,33 @@ def test_the_namespace_of_a_request_changes_no_guess() -> None:
     tokens = [1, 2, 3, 1, 2]
     proposer = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2)
     assert proposer.propose([make_req(0, tokens, extra_key="tenant")], [1]) == [[3]]
+
+
+class Pictures:
+    """One image, on the placeholders (token 9) of a prompt: in the cache's key it is 4096."""
+
+    def padded(self, token_ids: Sequence[int]) -> list[int]:
+        return [4096 if token_id == 9 else token_id for token_id in token_ids]
+
+    def trace_arrival(self, rid: str, tracer: Any) -> None:
+        """Not read here."""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ([1, 2, 3, 8, 9, 9, 8, 4, 1, 2], [3, 8]),  # up to the image
+        ([1, 2, 9, 9, 3, 1, 2], []),  # it comes at once
+        ([9, 9, 1, 2, 3, 4, 5, 1, 2], [3, 4, 5, 1]),  # it stood before
+        ([1, 2, 9, 1, 2, 3, 1, 2], []),  # the first place counts here, too
+    ],
+)
+def test_a_draft_ends_before_an_image(prompt: list[int], expected: list[int]) -> None:
+    """What stands for its content in the key is no token."""
+    proposer = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2)
+    req = make_req(0, prompt[:-1], outputs=prompt[-1:])
+    req.multimodal_inputs = Pictures()
+    assert proposer.propose([req], [4]) == [expected]
 
 
 def test_the_draft_model_is_asked_for_as_many_as_may_be() -> None:

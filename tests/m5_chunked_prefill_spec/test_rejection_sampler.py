@@ -117,6 +117,7 @@ def test_drawn_guesses_leave_the_distribution_as_it_is() -> None:
     assert variation(completed(runs, probs, seed=1), probs) < 0.01
 
 
+@pytest.mark.exhaustive
 def test_certain_guesses_leave_the_distribution_as_it_is() -> None:
     info, probs = copies_of(kind("all"), MANY), TARGET.probs(kind("all"))
     guesses, _ = drafts_from(DRAFT, info)
@@ -125,6 +126,7 @@ def test_certain_guesses_leave_the_distribution_as_it_is() -> None:
     assert variation(completed(runs, probs, seed=1), probs) < 0.01
 
 
+@pytest.mark.exhaustive
 def test_greedy_and_drawn_rows_share_a_step() -> None:
     drawn, greedy = kind("all"), row_of(prompt=[1, 3], output=[0, 0], **KINDS["penalties"])
     info = copies_of(drawn, MANY)
@@ -138,6 +140,7 @@ def test_greedy_and_drawn_rows_share_a_step() -> None:
         assert variation(completed(own, probs, seed=1), probs) < (0.01 if req is drawn else 1e-9)
 
 
+@pytest.mark.exhaustive
 def test_a_guess_is_kept_as_often_as_the_two_distributions_allow() -> None:
     info, probs = copies_of(kind("plain"), MANY), TARGET.probs(kind("plain"))
     guesses, drawn_from = drafts_from(DRAFT, info)
@@ -151,6 +154,7 @@ def test_a_guess_is_kept_as_often_as_the_two_distributions_allow() -> None:
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_certain_guesses_change_no_draw(name: str) -> None:
     """What a request would draw alone, token after token, is what it gets, however good the guesses are."""

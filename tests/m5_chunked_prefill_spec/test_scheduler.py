@@ -102,6 +102,7 @@ def test_without_chunks_whoever_has_grown_past_the_budget_runs_in_a_step_of_its_
     bed.drain()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("prefix_cache", ["radix", "hash", "chunk"])
 def test_answers_do_not_depend_on_how_prompts_are_cut(page_size: int, prefix_cache: str) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import SchedulePolicyName
 from m5_chunked_prefill_spec import admission
+from tests.support.amounts import examples
 from tests.testbed.pieces import Guesses, PiecesBed, make_pieces_bed
 from tests.testbed.radix_runner import answer_of
 from tests.testbed.radix_traffic import Traffic, names, plain_trace, play, scheduled_names, traffic
@@ -66,7 +67,7 @@ def any_traffic(**settings: Any) -> Any:
     return traffic(longest_prompt=LONGEST_PROMPT, **settings)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(any_traffic(), CUTS)
 def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic, cuts: Cuts) -> None:
     bed = cuts.bed(traffic, tensors=True)
@@ -102,7 +103,7 @@ def check_rated(req: Any) -> None:
     assert rated == [(token_id, place) for place, token_id in enumerate(req.origin_input_ids[1:])]
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(any_traffic(), CUTS, st.randoms(use_true_random=False))
 def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(
     traffic: Traffic, cuts: Cuts, random: Any
@@ -120,6 +121,7 @@ def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(
     assert trace(others) == first
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_chunked", [True, False])
 @pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
 def test_no_step_holds_more_tokens_than_its_budget(schedule: str, is_chunked: bool) -> None:
@@ -142,7 +144,7 @@ def test_no_step_holds_more_tokens_than_its_budget(schedule: str, is_chunked: bo
     assert all(seen.values()), seen
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(any_traffic(disturbed=False), CUTS)
 def test_there_is_always_somebody_who_goes_on(traffic: Traffic, cuts: Cuts) -> None:
     bed = cuts.bed(traffic)
@@ -150,7 +152,7 @@ def test_there_is_always_somebody_who_goes_on(traffic: Traffic, cuts: Cuts) -> N
         assert step.counts or "error" in step.ended.values() or not bed.scheduler.has_unfinished_requests()
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(any_traffic(), CUTS, CUTS)
 def test_answers_are_the_same_however_steps_are_filled(traffic: Traffic, cuts: Cuts, others: Cuts) -> None:
     """Aborts and failures come at other tokens there, so only the wholly undisturbed are compared."""
@@ -244,11 +246,12 @@ CROWDS = st.integers(1, 3).flatmap(
 )
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("policy", get_args(SchedulePolicyName))
 def test_nobody_waits_or_stands_in_pieces_longer_than_the_bound(policy: str) -> None:
     seen = {"waits": 0, "overtaken": 0}
 
-    @settings(max_examples=8)
+    @settings(max_examples=examples(8))
     @given(CROWDS, st.randoms(use_true_random=False))
     def holds(crowd: Crowd, random: Any) -> None:
         bed = crowd.bed(policy)

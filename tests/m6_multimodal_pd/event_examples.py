@@ -62,7 +62,7 @@ SENT = ChunkSent(
 CAME = ChunkReceived(rid="a", room=7, number=0, origin="prefill-0", pages=(9, 4), num_bytes=2**20, seconds=0.0005)
 TAKEN = RoomTaken(rid="a", room=7, num_tokens=100, num_cached=48, num_pages=4, origin="prefill-0")
 ROUTED = RequestRouted(rid="a", room=7, prefill="prefill-0", decode="decode-1", attempt=1, num_output_tokens=0)
-JOINED = EngineJoined(name="decode-1", role="decode", total_tokens=131_072, page_size=16)
+JOINED = EngineJoined(name="decode-1", role="decode", total_tokens=131_072, page_size=16, max_model_len=4096)
 REFUSED = EngineRefused(name="decode-2", role="decode", why="its page_size is 8, and that of prefill-0 is 16")
 LOST = EngineLost(name="decode-1", why="its process was killed by signal 9", rids=("a", "b"))
 REPORTED = Reported(
@@ -81,7 +81,9 @@ EXAMPLES: dict[Event, list[str]] = {
     replace(TAKEN, num_cached=0): ["4 pages may come from prefill-0."],
     ROUTED: ["a goes to prefill-0 for its prompt, and to decode-1 for its answer."],
     replace(ROUTED, attempt=2, num_output_tokens=5): ["for its answer (attempt 2, behind 5 tokens)."],
-    JOINED: ["Engine decode-1 joins, for decode: KV memory for 131,072 tokens in pages of 16."],
+    JOINED: [
+        "Engine decode-1 joins, for decode: KV memory for 131,072 tokens in pages of 16, and requests of at most 4,096."
+    ],
     REFUSED: ["Engine decode-2 may not join, for decode: its page_size is 8, and that of prefill-0 is 16."],
     LOST: ["Engine decode-1 is lost: its process was killed by signal 9; it had a, b."],
     replace(LOST, rids=()): ["it had no requests."],

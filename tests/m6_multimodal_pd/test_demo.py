@@ -169,6 +169,7 @@ def test_the_second_turn_s_line_is_what_the_trace_says(tour: tuple[str, list[dic
     assert "1 encoder hit and 0 encoder runs: its embeddings were there already. - Other picture:" in said
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_reads_only_takes_the_part_without_pictures(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--model", str(TEXT_MODEL), "--max-tokens", "3", "--num-prompts", "3", "--threads", "1"]) == 0
     out, err = capsys.readouterr()
@@ -249,6 +250,7 @@ def test_a_picture_and_a_clip_go_with_the_prompt(
     assert [e["modality"] for e in received if e["event"] == "item_received"] == ["image", "video"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("flags", "question"),
     [
@@ -301,6 +303,7 @@ def test_a_question_that_failed_takes_its_pictures_with_it(
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -413,6 +416,7 @@ def test_the_flags_of_engines_that_share_the_work(flags: str, expected: Disaggre
     assert demo.disaggregation_config(demo.make_parser().parse_args(flags.split())) == expected
 
 
+@pytest.mark.exhaustive
 def test_an_answer_of_engines_that_share_the_work(seeing_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [
         "--model",

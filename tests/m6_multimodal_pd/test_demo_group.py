@@ -172,6 +172,7 @@ def test_who_guesses(flags: str, expected: str | None) -> None:
 # --- how it is watched ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_on_a_terminal_engines_and_transfers_are_watched_and_shown_again(seeing_directory: Path) -> None:
     file = io.StringIO()
     given: dict[str, Any] = {"width": 80, "height": 60, "color_system": None, "force_terminal": True}
@@ -247,7 +248,9 @@ def test_a_chunk_of_which_only_the_end_was_told_is_no_error() -> None:
 def test_an_engine_s_line_says_how_it_stands_and_what_it_did_in_what_is_left_of_the_screen() -> None:
     post = Post()
     for name in ("decode-0", "prefill-0"):
-        post.engines[name] = EngineJoined(name=name, role=name[:-2], total_tokens=8192, page_size=16)
+        post.engines[name] = EngineJoined(
+            name=name, role=name[:-2], total_tokens=8192, page_size=16, max_model_len=4096
+        )
     did = Reported(engine="prefill-0", its_step=12, what="batch", rids=(), said="Extend batch: " + "x" * 200, facts=())
     board = board_of(Word(0.0, "prefill-0", Heartbeat(12, 3, 4, 7000)), Word(0.0, "prefill-0", did))
     lines = drawn(post, board).splitlines()

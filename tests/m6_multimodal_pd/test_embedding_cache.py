@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
+from tests.support.amounts import examples
 from tests.support.engines import Recorder
 
 WIDTH = 4
@@ -123,4 +124,4 @@ class AgainstAList(RuleBasedStateMachine):
 
 
 TestAgainstAList = AgainstAList.TestCase
-TestAgainstAList.settings = settings(max_examples=50, stateful_step_count=30)
+TestAgainstAList.settings = settings(max_examples=examples(50), stateful_step_count=30)

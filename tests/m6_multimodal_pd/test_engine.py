@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from m6_multimodal_pd import SamplingParams
+from m6_multimodal_pd.multimodal.prompt import ChatPrompt
 from tests.equivalence.harness import check_answer, check_cuts
-from tests.m6_multimodal_pd.engines import MakeEngine, counts, setting
+from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, setting
 from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking
 
 PARAMS = SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True)
@@ -23,6 +24,7 @@ QUESTIONS: dict[str, tuple[str | int, ...]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_greedy_answers_and_prompt_logits_are_those_of_transformers(
     engine: Any, their_model: Theirs, name: str
@@ -40,6 +42,21 @@ def test_greedy_answers_and_prompt_logits_are_those_of_transformers(
     first = output.outputs[0].logprobs[0]
     for token_id, entry in first.items():
         assert entry.logprob == pytest.approx(expected[-1, token_id].item(), abs=1e-4)
+
+
+def test_text_behind_an_image_is_where_the_image_has_put_it(engine: Any, their_model: Theirs) -> None:
+    """An image of 5 x 4 tokens takes 5 positions, so all tokens behind it sit 15 positions before their places. That
+    holds for tokens that are decoded, and for the same tokens behind the image in a prompt."""
+    recorder = Recorder(engine.tracer)
+    prompt = engine.chat_prompt(asking("c", 1))
+    said = engine.generate(prompt, SamplingParams(max_tokens=5, ignore_eos=True, logprobs=0)).outputs[0]
+    whole = ChatPrompt([*prompt, *said.token_ids], prompt.multimodal_inputs)
+    read = engine.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=0)).prompt_logprobs[len(prompt) :]
+    assert [event.delta for event in recorder.events("positions_assigned")] == [-15, -15]
+    expected = their_model.logits(whole).log_softmax(-1)[len(prompt) - 1 : -1]
+    for token_id, decoded, prefilled, row in zip(said.token_ids, said.logprobs, read, expected, strict=True):
+        assert decoded[token_id].logprob == pytest.approx(row[token_id].item(), abs=1e-4)
+        assert prefilled[token_id].logprob == pytest.approx(row[token_id].item(), abs=1e-4)
 
 
 def test_all_ways_of_asking_give_the_same_answer(engine: Any, their_model: Theirs) -> None:

@@ -68,6 +68,7 @@ SPECULATORS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("speculator", SPECULATORS)
 @pytest.mark.parametrize(("cache", "page_size"), [("radix", 1), ("radix", 16), ("hash", 4), ("chunk", 4)])
 def test_any_traffic_gets_the_tokens_of_transformers(

@@ -106,6 +106,7 @@ def check_the_rest(engine: Any, last: dict[str, Any], theirs: Theirs, failed: se
 # --- the tower --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("call", [1, 2, 3])
 @pytest.mark.parametrize("error", [BOOM, torch.OutOfMemoryError("out of memory"), MemoryError()], ids=repr)
 def test_a_tower_that_breaks_fails_the_requests_of_its_step_and_no_others(
@@ -206,6 +207,7 @@ def test_a_device_that_is_lost_in_the_tower_fails_every_request_and_then_every_c
     assert engine.engine_core.companion.cache.used_bytes == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("state", ["idle", "inside a picture"])
 def test_a_closed_engine_holds_neither_tower_nor_embeddings(seeing_directory: Path, state: str) -> None:
     config = ModelConfig(model=seeing_directory, device="cpu", dtype="float32")

@@ -39,6 +39,7 @@ def check_end(engine: Any) -> None:
     check_flushed(engine)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("modules", [OWN, [*ENGINE, *OWN]], ids=["pictures", "engine"])
 @pytest.mark.parametrize("guesses", ["none", "random"])
 def test_an_interrupt_anywhere_leaves_right_tokens_and_nothing_else(

@@ -154,16 +154,19 @@ def check(directory: Path, names: tuple[str, ...] = (), size: int | None = None,
         torch.testing.assert_close(ours, wanted, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_those_of_transformers(directory: Any, shape: str) -> None:
     check(directory(shape))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [1, 3, 7, 16])
 def test_a_cut_inside_a_picture_changes_nothing(directory: Any, size: int) -> None:
     check(directory(), size=size)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", ["heads of 64", "heads of 128"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_sees(directory: Any, backend: str, shape: str) -> None:
@@ -247,6 +250,7 @@ def test_the_id_of_a_picture_may_be_anything(directory: Any) -> None:
     assert torch.equal(named.advance({"a": len(prompt.tokens)})["a"], usual)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_as_close_as_transformers(directory: Any, dtype: str, backend: str) -> None:

@@ -237,7 +237,7 @@ NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
     ("text_config", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ("text_config", {"head_dim": 63}, "head_dim=63 is odd|its config cannot be loaded"),
     ("text_config", {"num_attention_heads": 3, "num_key_value_heads": 2}, "3 attention heads cannot be shared out"),
-    ("text_config", {"num_hidden_layers": 0}, "num_layers=0"),
+    ("text_config", {"num_hidden_layers": 0}, "num_hidden_layers=0"),
     ("text_config", {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
     ("text_config", {"num_hidden_layers": 1}, "deepstack_visual_indexes=[0, 2] are more than the 1 layers"),
     ("text_config", {"hidden_size": 32}, "out_hidden_size=64 is not the language model's hidden_size=32"),
@@ -267,6 +267,7 @@ NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("part", "values", "message"), NONSENSE, ids=str)
 def test_a_config_that_makes_no_sense_is_named(
     directory: Path, part: str | None, values: dict[str, Any], message: str
@@ -318,6 +319,7 @@ TENSORS: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("change", "message"), TENSORS, ids=[message for _, message in TENSORS])
 def test_tensors_that_do_not_fit_are_named(
     directory: Path, change: Callable[[dict[str, Tensor]], Any], message: str
@@ -340,5 +342,5 @@ def test_files_that_are_broken_are_an_error_of_the_loader(directory: Path) -> No
 
 def test_a_tower_that_no_memory_holds_is_an_error_of_ours(directory: Path) -> None:
     edit_config(directory, "vision_config", intermediate_size=2**47)
-    assert "its weights cannot be loaded" in refusal(directory, load_format="dummy")
-    assert "the weights have other shapes for model.visual.blocks.0.mlp" in refusal(directory)
+    for load_format in ("dummy", "auto"):
+        assert "its weights cannot be loaded: they need" in refusal(directory, load_format=load_format)

@@ -22,6 +22,8 @@ from m6_multimodal_pd import (
     ModelLoadError,
     SamplingParams,
 )
+from m6_multimodal_pd.errors import RemoteError
+from m6_multimodal_pd.wiring import PARTS
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 PARAMS = SamplingParams(max_tokens=12)
@@ -59,6 +61,7 @@ def answers(other_model: Path) -> tuple[str, str]:
     return said[0], said[1]
 
 
+@pytest.mark.sample(1)
 @each_group
 def test_new_weights_answer_from_the_next_request_on_and_no_old_kv_is_used(
     group: Any, other_model: Path, answers: tuple[str, str]
@@ -86,6 +89,7 @@ def test_weights_are_not_exchanged_under_load(group: Any, other_model: Path, ans
         assert outputs["a"].text == answers[0]
 
 
+@pytest.mark.sample(1)
 @each_group
 @pytest.mark.parametrize("model", [TEXT_MODEL, "/nowhere"], ids=["of another shape", "that are not there"])
 def test_weights_that_do_not_fit_change_nothing(group: Any, model: Any, answers: tuple[str, str]) -> None:
@@ -114,6 +118,41 @@ def test_if_one_engine_of_a_group_cannot_change_its_weights_none_does(
         assert engine.chat(QUESTION, PARAMS).text == answers[0]
 
 
+def test_an_interrupt_while_weights_are_exchanged_leaves_the_old_ones_on_all_engines(
+    other_model: Path, answers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(DisaggregationConfig(transport="in_process")) as engine:
+        core: Any = engine.engine_core
+        router, usual = core.router, core.router.listen
+
+        def interrupted(timeout_s: float) -> None:
+            monkeypatch.setattr(router, "listen", usual)
+            usual(timeout_s)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(router, "listen", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(other_model)
+        assert router.weights is None and not router.answers
+        assert engine.chat(QUESTION, PARAMS).text == answers[0]
+
+
+@each_group
+def test_weights_may_be_exchanged_at_once_after_the_last_request_was_aborted(
+    group: Any, other_model: Path, answers: tuple[str, str]
+) -> None:
+    with made(group) as engine:
+        for num_steps, model, answer in ((1, other_model, 1), (2, DEFAULT_MODEL, 0), (4, other_model, 1)):
+            rid = engine.add_request(engine.chat_prompt(QUESTION), PARAMS)
+            for _ in range(num_steps):
+                engine.step()
+            engine.abort_request(rid)
+            while engine.has_unfinished_requests():
+                engine.step()
+            engine.update_weights(model)
+            assert engine.chat(QUESTION, PARAMS).text == answers[answer]
+
+
 def test_before_m6_weights_stay() -> None:
     with SingleRequestEngine() as engine, pytest.raises(EngineUsageError, match="comes with m6"):
         engine.update_weights(TEXT_MODEL)
@@ -132,6 +171,50 @@ def test_a_profile_shows_the_operators_of_the_steps(group: Any, tmp_path: Path) 
         assert any(event.get("name", "").startswith("aten::") for event in events)
         with pytest.raises(EngineUsageError, match="no profile"):
             engine.stop_profile()
+
+
+@each_group
+def test_a_profile_that_cannot_be_written_is_an_error_and_no_name(group: Any, tmp_path: Path) -> None:
+    with made(group) as engine:
+        engine.start_profile(tmp_path / "profiles")
+        (tmp_path / "profiles").rmdir()
+        with pytest.raises(ConfigError, match=r"steps-.*cannot be written"):
+            engine.stop_profile()
+        engine.start_profile(tmp_path)
+        (path,) = engine.stop_profile()
+        assert path.is_file()
+
+
+def test_a_profile_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group's engines go on in the directory in which they were started."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with made(None) as engine:
+        engine.start_profile("profiles")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        (path,) = engine.stop_profile()
+    assert path.is_file() and path.parent == tmp_path / "profiles"
+
+
+@pytest.mark.parametrize("error", [KeyError("no such file"), RuntimeError("out of memory"), TypeError("no model")])
+def test_whatever_an_operation_of_a_group_raises_is_its_answer_and_the_group_goes_on(
+    error: Exception, answers: tuple[str, str]
+) -> None:
+    class Loader:
+        """Loads the model that ships, and no other."""
+
+        def __call__(self, config: Any) -> Any:
+            if config.model != DEFAULT_MODEL:
+                raise error
+            return PARTS["model_loader"](config)
+
+    group = DisaggregationConfig(transport="in_process")
+    memory = CacheConfig(page_size=4, max_total_tokens=512)
+    with LLMEngine(cache_config=memory, disaggregation_config=group, parts={"model_loader": Loader()}) as engine:
+        for _ in range(4):
+            with pytest.raises(RemoteError, match=f"{type(error).__name__}.*prefill-0"):
+                engine.update_weights("/another")
+        assert engine.chat(QUESTION, PARAMS).text == answers[0]
 
 
 def test_a_closed_engine_records_nothing(tmp_path: Path) -> None:
@@ -155,11 +238,12 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_a_path_that_no_message_holds_is_refused_at_once_and_the_group_goes_on() -> None:
     with made(DisaggregationConfig(transport="in_process")) as engine:
-        with pytest.raises(ConfigError, match="is longer than 4,096 characters"):
+        with pytest.raises(ConfigError, match="at most 4,096 characters"):
             engine.update_weights("x" * 5000)
         assert engine.chat(QUESTION, PARAMS).error is None
 
 
+@pytest.mark.exhaustive
 def test_a_parameter_that_is_numpys_means_to_a_group_what_it_means_to_one_engine() -> None:
     params = SamplingParams(temperature=np.float64(0.5), seed=3, stop=np.str_("x"), max_tokens=6)
     said = []

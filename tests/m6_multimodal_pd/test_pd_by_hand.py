@@ -5,7 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,17 @@ def test_keys_are_made_by_a_command(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 @contextmanager
-def by_hand(role: str, address: str, keys: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+def by_hand(
+    role: str, address: str, keys: Path, *more: str, sizes: Sequence[str] = ("--max-total-tokens", "1024")
+) -> Iterator[subprocess.Popen[str]]:
     """An engine in a process of its own, as somebody would start it."""
     command = [sys.executable, "-m", "m6_multimodal_pd.pd", role, "--join", address, "--keys", str(keys), *more]
-    sizes = ["--max-total-tokens", "1024", "--device", "cpu", "--threads", "1"]
-    process = subprocess.Popen([*command, *sizes], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        [*command, *sizes, "--device", "cpu", "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         yield process
     finally:
@@ -129,6 +136,7 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.mark.exhaustive
 def test_engines_join_answer_and_end_when_they_are_told_or_their_router_does(keys: Path) -> None:
     shown = {"type": "image", "image": drawn(Shape("big", "red", "circle", "center"))}
     about = [{"role": "user", "content": [shown, {"type": "text", "text": "Describe the picture."}]}]
@@ -160,3 +168,40 @@ def test_engines_join_answer_and_end_when_they_are_told_or_their_router_does(key
                 assert another.wait(20) == 0
         assert prefill.wait(20) == 0
     assert {path.name for path in segment_directory().glob("stepwise-hand*")} == before
+
+
+@pytest.mark.exhaustive
+def test_engines_that_are_killed_or_stopped_are_replaced_and_one_that_goes_on_ends(keys: Path) -> None:
+    """Stopped for longer than `heartbeat_timeout_s`: it finds no connection then, and is not half a member."""
+    address = free_address()
+    group = DisaggregationConfig(address=address, key_file=keys, start_timeout_s=60, heartbeat_timeout_s=3.0)
+    with (
+        by_hand("prefill", address, keys) as prefill,
+        by_hand("decode", address, keys) as killed,
+        LLMEngine(cache_config=MEMORY, disaggregation_config=group) as engine,
+    ):
+        core: Any = engine.engine_core
+
+        def lost_within(limit_s: float) -> bool:
+            """Whether the decode engine is missed so soon, by who waits for its answer."""
+            began = time.monotonic()
+            output = engine.chat(QUESTION, SamplingParams(max_tokens=200, ignore_eos=True))
+            return isinstance(output.error, EngineLostError) and time.monotonic() - began < limit_s
+
+        expected = engine.chat(QUESTION, PARAMS).text
+        killed.kill()
+        assert lost_within(3.0)
+        with by_hand("decode", address, keys) as stopped:
+            while not core.router.of_role("decode"):
+                core.router.listen(0.1)
+            assert engine.chat(QUESTION, PARAMS).text == expected
+            stopped.send_signal(signal.SIGSTOP)
+            assert lost_within(8.0)
+            stopped.send_signal(signal.SIGCONT)
+            with by_hand("decode", address, keys):
+                while not core.router.of_role("decode"):
+                    core.router.listen(0.1)
+                assert stopped.wait(20) == 0
+                assert len(core.router.of_role("decode")) == 1
+                assert engine.chat(QUESTION, PARAMS).text == expected
+        assert prefill.poll() is None

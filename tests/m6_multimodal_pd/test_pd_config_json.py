@@ -23,11 +23,11 @@ from m6_multimodal_pd.disaggregation.config_json import from_json, to_json
 
 CONFIG = EngineConfig(
     model=ModelConfig(
-        model=Path("a") / "mödel\ud800",
+        model=Path("a") / "mödel",
         device="cpu",
         dtype="bfloat16",
         max_model_len=77,
-        seed=2**70,
+        seed=2**63 - 1,
         load_format="dummy",
         attention_backend="torch",
     ),

@@ -91,6 +91,7 @@ GRID = [
 """A budget of 8 cuts inside pictures."""
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("page_size", "budget", "cache", "shape"), GRID, ids=str)
 def test_everybody_gets_the_answer_of_one_engine_that_does_everything(
     seeing_directory: Path,
@@ -161,6 +162,7 @@ def test_guesses_on_the_side_that_answers_change_no_answer(
         group.check_flushed()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_the_draft_models_kv_comes_along(seeing_directory: Path, loaded_reader: Any, page_size: int) -> None:
     """Without it the tokens would be the same, and hardly any guess right."""
@@ -188,6 +190,7 @@ def test_the_draft_models_kv_comes_along(seeing_directory: Path, loaded_reader: 
 # --- little memory ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cache", CACHES)
 def test_who_loses_its_place_on_the_decode_side_is_computed_there_again(
     seeing_directory: Path, monkeypatch: pytest.MonkeyPatch, cache: str
@@ -208,6 +211,7 @@ def test_who_loses_its_place_on_the_decode_side_is_computed_there_again(
         group.check_flushed()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "cache"), [((1, 1), "radix"), ((2, 2), "chunk")], ids=str)
 def test_answers_survive_retraction_every_three_steps(
     seeing_directory: Path,
@@ -229,6 +233,7 @@ def test_answers_survive_retraction_every_three_steps(
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("page_size", "cache"), [(1, "radix"), (4, "hash"), (16, "radix"), (4, "chunk")])
 def test_pages_that_the_decode_side_has_are_not_sent_again(seeing_directory: Path, page_size: int, cache: str) -> None:
     first, second = messages((("a", 1),)), messages((("a", 1), ("b", 2)))
@@ -397,6 +402,7 @@ def test_the_cache_is_flushed_on_both_sides_if_nobody_is_there(seeing_directory:
         group.check_flushed()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_a_flush_right_after_the_last_output_reaches_everybody(

@@ -65,12 +65,19 @@ def check_aborted(group: Group, wanted: Mapping[str, RequestOutput], rid: str) -
 ON_THE_WAY = {"bootstrap queue", "in pieces", "inflight", "transfer queue", "running", "finished"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("shape", "rid", "stride", "states"),
     [
-        ((1, 1), "c", 1, ON_THE_WAY | {"at the router", "prealloc queue", "arrivals, aborted"}),
+        pytest.param(
+            (1, 1),
+            "c",
+            1,
+            ON_THE_WAY | {"at the router", "prealloc queue", "arrivals, aborted"},
+            marks=pytest.mark.exhaustive,
+        ),
         ((1, 1), "b", 2, {"waiting on prefill"}),
-        ((2, 2), "c", 5, {"transfer queue"}),
+        pytest.param((2, 2), "c", 5, {"transfer queue"}, marks=pytest.mark.exhaustive),
     ],
     ids=["the last", "the second", "with four engines"],
 )
@@ -135,6 +142,7 @@ def test_a_stream_that_is_closed_at_any_step_leaves_nothing(
             group.check_flushed()
 
 
+@pytest.mark.exhaustive
 def test_who_aborts_may_ask_again_under_the_same_id_at_once(
     seeing_directory: Path, wanted: dict[str, RequestOutput]
 ) -> None:
@@ -153,6 +161,7 @@ def test_who_aborts_may_ask_again_under_the_same_id_at_once(
             check_alike(group.last, wanted)
 
 
+@pytest.mark.exhaustive
 def test_all_may_be_aborted_at_once(seeing_directory: Path) -> None:
     for number in (0, 1, 4, 8):
         with Group(seeing_directory, 2, 2, **LIMITS) as group:
@@ -182,6 +191,7 @@ def test_children_of_one_prompt_are_aborted_together(seeing_directory: Path) -> 
 # --- engines that are lost --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
 def test_an_engine_lost_at_any_step_costs_nobody_a_token(
     seeing_directory: Path, wanted: dict[str, RequestOutput], name: str
@@ -224,6 +234,7 @@ def test_a_request_goes_on_behind_what_it_has_said(seeing_directory: Path, wante
         assert (lost.name, lost.rids) == ("decode-0", ("b",)) and "pulled out" in lost.why
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["stop string", "stop id", "min_tokens", "penalties", "logprobs", "family"])
 def test_a_second_attempt_ends_where_the_first_would_have(seeing_directory: Path, kind: str) -> None:
     plain = aggregated(seeing_directory, {"r": (asking("a", 9), greedy(12), {})})["r"]
@@ -252,6 +263,7 @@ def test_a_second_attempt_ends_where_the_first_would_have(seeing_directory: Path
                 check_alike(wanted, group.last)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("number", [0, 2, 5, 9])
 def test_without_an_engine_of_a_role_requests_end_with_an_error_and_so_do_later_ones(
@@ -278,6 +290,7 @@ def test_without_an_engine_of_a_role_requests_end_with_an_error_and_so_do_later_
         group.engine.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("max_retries", [0, 1, 2])
 def test_a_request_is_tried_as_often_as_it_may_be(seeing_directory: Path, max_retries: int) -> None:
     """One decode engine after the other is lost while it answers."""
@@ -300,6 +313,7 @@ def decode_of(group: Group, rid: str) -> str:
     return next(attempt.decode for attempt in group.router.attempts.values() if attempt.req.rid == rid)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_who_waits_for_another_attempt_may_be_aborted(
     seeing_directory: Path, wanted: dict[str, RequestOutput], name: str
@@ -342,6 +356,7 @@ def test_engines_may_go_one_after_the_other_while_requests_come(
 # --- scarcity ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_one_frame_between_two_engines_is_enough(
@@ -384,6 +399,7 @@ def test_a_request_that_never_fits_is_refused_and_the_others_are_answered(
         check_alike(group.last, wanted)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("page_size", "prompt_len"), [(1, 62), (4, 60), (4, 62), (16, 50), (16, 62)])
 def test_a_prompt_that_fills_the_memory_is_answered_as_far_as_it_goes(
     tiny_directory: Path, page_size: int, prompt_len: int
@@ -430,6 +446,7 @@ def name_runners(group: Group) -> None:
         engine.core.executor.worker.model_runner.role = engine.role
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("call", [1, 2, 4])
 @pytest.mark.parametrize(
@@ -457,6 +474,7 @@ def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(
         group.check_flushed()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("call", [1, 2, 3, 5])
 def test_a_forward_that_is_interrupted_costs_time_and_nothing_else(
@@ -472,6 +490,7 @@ def test_a_forward_that_is_interrupted_costs_time_and_nothing_else(
         group.check_flushed()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_engine_whose_device_is_gone_is_lost_and_the_others_go_on(
     seeing_directory: Path, wanted: dict[str, RequestOutput], role: str
@@ -486,6 +505,7 @@ def test_an_engine_whose_device_is_gone_is_lost_and_the_others_go_on(
             group.check_flushed()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_memory_that_runs_out_while_a_step_is_decided_costs_its_requests_at_most(
     seeing_directory: Path, wanted: dict[str, RequestOutput], role: str, monkeypatch: pytest.MonkeyPatch
@@ -512,6 +532,7 @@ def test_memory_that_runs_out_while_a_step_is_decided_costs_its_requests_at_most
             group.check_flushed()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_interrupt_while_a_step_is_decided_costs_no_token(
     seeing_directory: Path, wanted: dict[str, RequestOutput], role: str
@@ -557,6 +578,7 @@ def corrupting(monkeypatch: pytest.MonkeyPatch, *, chunks: Callable[[int], bool]
     return flipped
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_a_chunk_that_was_spoilt_on_its_way_is_noticed_and_the_request_is_tried_anew(
     seeing_directory: Path, wanted: dict[str, RequestOutput], monkeypatch: pytest.MonkeyPatch, number: int
@@ -595,6 +617,7 @@ def test_without_checksums_nobody_would_notice(
 # --- messages that come late, twice, or not in their turn -------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Chunk, FirstToken, Received])
 def test_a_message_that_comes_twice_changes_nothing(
     seeing_directory: Path, wanted: dict[str, RequestOutput], kind: type, monkeypatch: pytest.MonkeyPatch

@@ -77,6 +77,7 @@ def places(model: Path) -> list[tuple[str, int, int]]:
     raise AssertionError("unreachable")
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_before_any_line_between_engines_and_user_loses_nothing(
     tiny_directory: Path, wanted: dict[str, RequestOutput]
 ) -> None:

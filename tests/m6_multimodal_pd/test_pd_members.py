@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from m6_multimodal_pd import ConfigError, DisaggregationConfig, EngineConfig, ModelConfig
+from m6_multimodal_pd import ConfigError, DisaggregationConfig, EngineConfig, EngineLostError, ModelConfig
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.links import Lost
 from m6_multimodal_pd.disaggregation.members import Member, misfit, vocabulary_of
-from m6_multimodal_pd.disaggregation.messages import Fault, Joined
+from m6_multimodal_pd.disaggregation.messages import Fault, Joined, LengthFixed
 from m6_multimodal_pd.disaggregation.processes import started
-from m6_multimodal_pd.wiring import PARTS, build_engine_core
+from m6_multimodal_pd.wiring import PARTS, prepare
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Group, setting
 
@@ -77,9 +78,7 @@ def test_a_vocabulary_is_known_by_what_its_ids_mean(seeing_directory: Path, tmp_
 
 def engine_of(role: Any, config: Any, shared: Any, send: Any) -> Engine:
     """An engine of this process that comes late."""
-    return Engine(
-        role=role, config=config, parts=PARTS, build=build_engine_core, segments=shared, send=send, is_traced=False
-    )
+    return Engine(role=role, config=config, parts=PARTS, prepare=prepare, segments=shared, send=send, is_traced=False)
 
 
 def other_page_size(config: EngineConfig, directory: Path) -> EngineConfig:
@@ -92,6 +91,7 @@ def other_tokenizer(config: EngineConfig, directory: Path) -> EngineConfig:
     return replace(config, model=replace(config.model, model=directory))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [(other_page_size, "its page_size is 8, and that of"), (other_tokenizer, "it has another tokenizer")],
@@ -129,13 +129,61 @@ def test_engines_that_do_not_fit_do_not_start(seeing_directory: Path, monkeypatc
         Group(seeing_directory)
 
 
-def test_a_process_that_is_refused_is_not_started_anew(seeing_directory: Path) -> None:
-    """It would be the same again."""
+def test_weights_wait_for_no_engine_that_has_the_name_of_one_that_was_lost(seeing_directory: Path) -> None:
+    """A supervisor starts it again under its name, while another engine still loads: the new one never got the call."""
+    with Group(seeing_directory, **setting(page_size=4)) as group:
+        links, members = group.links, group.router.members
+        prefill, decode = (group.engines[name] for name in ("prefill-0", "decode-0"))
+        first, usual, held, num_ticks = members["prefill-0"], decode.tick, list[Any](), count()
+        again = partial(engine_of, "prefill", group.engine.config, decode.transport.segments)
+
+        def die(messages: Any) -> None:
+            links.lose("prefill-0", "it was killed")
+
+        def load_slowly(messages: Any) -> None:
+            held.extend(messages)
+            assert next(num_ticks) < 99, "somebody waits for ever"
+            if "prefill-0" not in links.engines and "prefill-0" not in members:
+                links.add("prefill-0", again)
+            elif members.get("prefill-0") not in (None, first):
+                usual(held)
+                held.clear()
+
+        prefill.tick, decode.tick = die, load_slowly  # type: ignore[method-assign, assignment]
+        with pytest.raises(EngineLostError, match="'prefill-0' was lost while it loaded"):
+            group.engine.update_weights(seeing_directory)
+        assert group.engine.generate(PROMPT, greedy(3)).error is None
+
+
+def test_the_length_may_be_told_twice_and_the_engine_goes_on(seeing_directory: Path) -> None:
+    """A router that is interrupted while it tells it tells it again."""
+    with Group(seeing_directory, **setting(page_size=4)) as group:
+        for engine in group.engines.values():
+            engine.tick([LengthFixed(512)])
+        assert group.engine.generate(PROMPT, greedy(3)).error is None
+
+
+def test_an_engine_that_fails_while_it_starts_leaves_nothing_open(
+    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Any] = []
+    with Group(seeing_directory, **setting(page_size=4)) as group:
+        shared = group.engines["decode-0"].transport.segments
+        engine = engine_of("decode", group.engine.config, shared, lambda message: None)
+        core_type = type(group.engines["decode-0"].core)
+        monkeypatch.setattr(core_type, "close", lambda core: closed.append(core))
+        monkeypatch.setattr("m6_multimodal_pd.disaggregation.engine.PageStore", lambda kv: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.start(512)
+        assert [type(core) for core in closed] == [core_type]
+        monkeypatch.undo()
+
+
+def test_a_process_that_is_refused_is_lost_for_that_reason(seeing_directory: Path) -> None:
     model = ModelConfig(model=seeing_directory, device="cpu")
     links = started(EngineConfig(model=model, disaggregation=DisaggregationConfig()), ["prefill-0"], is_traced=False)
     try:
         links.refuse("prefill-0", "it does not fit")
         assert list(links.lost()) == [Lost("prefill-0", "it does not fit", Fault("ConfigError", "it does not fit"))]
-        assert not links.coming("prefill")
     finally:
         links.close()

@@ -24,6 +24,7 @@ from m6_multimodal_pd.disaggregation.messages import (
 from m6_multimodal_pd.disaggregation.poll import TRANSITIONS, KVPoll, KVReceiver, KVSender, Transfer
 from m6_multimodal_pd.disaggregation.transport import Ticket
 from m6_multimodal_pd.errors import TransferError
+from tests.support.amounts import examples
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = KVPoll
 PAGE_SIZE = 4
@@ -557,7 +558,7 @@ class TwoEnds(RuleBasedStateMachine):
 
 
 TestTwoEnds = TwoEnds.TestCase
-TestTwoEnds.settings = settings(max_examples=150, stateful_step_count=40)
+TestTwoEnds.settings = settings(max_examples=examples(150), stateful_step_count=40)
 
 
 @given(

@@ -22,7 +22,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from m6_multimodal_pd import CacheConfig, ConfigError, EngineConfig, EngineError, LLMEngine, ModelConfig, ModelLoadError
+from m6_multimodal_pd import (
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    EngineError,
+    EngineUsageError,
+    LLMEngine,
+    ModelConfig,
+    ModelLoadError,
+)
 from m6_multimodal_pd.disaggregation import child as child_module
 from m6_multimodal_pd.disaggregation.assembly import await_engines
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
@@ -31,9 +40,10 @@ from m6_multimodal_pd.disaggregation.links import LocalLinks, Lost
 from m6_multimodal_pd.disaggregation.messages import Fault
 from m6_multimodal_pd.disaggregation.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit, started
 from m6_multimodal_pd.errors import EngineLostError
-from m6_multimodal_pd.wiring import PARTS, build_engine_core
+from m6_multimodal_pd.wiring import PARTS, prepare
 from tests.m6_multimodal_pd.engines import greedy, setting
 from tests.m6_multimodal_pd.seeing import asking
+from tests.support.forks import in_a_fork
 
 SILENT_S = 3.0
 LIMIT_S = 60.0
@@ -56,6 +66,20 @@ def configs(model: Path) -> dict[str, Any]:
 def group_of(model: Path, **settings: Any) -> Any:
     """Engines that are processes."""
     return LLMEngine(**configs(model), disaggregation_config=DisaggregationConfig(**settings))
+
+
+@pytest.fixture
+def make_group(seeing_directory: Path) -> Iterator[Callable[..., Any]]:
+    """`make_group(max_restarts=..., ...)`: a group, closed here if its test has failed to do so."""
+    made: list[Any] = []
+
+    def make(model: Path = seeing_directory, **settings: Any) -> Any:
+        made.append(group_of(model, **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
 
 
 def links_of(engine: Any) -> Any:
@@ -198,6 +222,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.exhaustive
 def test_an_engine_without_requests_sleeps_and_wakes_at_once(group: Any, expected: list[Any]) -> None:
     check_is_whole(group)
     pids = [pid_of(group, "prefill"), pid_of(group, "decode")]
@@ -216,9 +241,60 @@ def test_an_engine_without_requests_sleeps_and_wakes_at_once(group: Any, expecte
     assert min(seconds) < 0.3, "it does not sleep to the end of its second"
 
 
+# --- calls that fail, and calls from elsewhere ------------------------------------------------------------------------
+
+
+def test_what_a_call_raises_in_an_engine_is_its_answer_and_no_engine_is_lost(
+    group: Any, seeing_directory: Path, tmp_path: Path
+) -> None:
+    """Four times: as often as an engine is started anew by default, and once more."""
+    check_is_whole(group)
+    other = shutil.copytree(seeing_directory, tmp_path / "other")
+    settings = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(json.dumps(settings | {"model_type": "bert"}), encoding="utf-8")
+    pids = {pid_of(group, "prefill"), pid_of(group, "decode")}
+    for _ in range(4):
+        with pytest.raises(EngineError):
+            group.update_weights(other)
+        with pytest.raises(EngineError):
+            group.start_profile("a\0b")
+    check_is_whole(group)
+    assert {pid_of(group, "prefill"), pid_of(group, "decode")} == pids
+
+
+def test_a_forked_process_gets_an_error_at_once_and_leaves_the_group_as_it_was(group: Any) -> None:
+    check_is_whole(group)
+    calls: list[Callable[[], Any]] = [
+        lambda: group.generate([5, 6, 7], greedy(3)),
+        lambda: group.add_request([5, 6, 7], greedy(3)),
+        group.step,
+        group.has_unfinished_requests,
+        group.stats,
+        group.flush_cache,
+        group.close,
+    ]
+
+    def ask() -> list[str]:
+        raised = []
+        for call in calls:
+            try:
+                call()
+            except EngineUsageError as error:
+                raised.append(str(error))
+        return raised
+
+    pids = {pid_of(group, "prefill"), pid_of(group, "decode")}
+    told = in_a_fork(ask)
+    assert len(told) == len(calls) and all("process that built it" in text for text in told)
+    assert group.generate([5, 6, 7], greedy(3)).error is None
+    check_is_whole(group)
+    assert {pid_of(group, "prefill"), pid_of(group, "decode")} == pids
+
+
 # --- one that dies ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_when_the_prefill_process_is_killed_its_prompts_are_computed_by_another(
     group: Any, expected: list[Any]
 ) -> None:
@@ -233,6 +309,7 @@ def test_when_the_prefill_process_is_killed_its_prompts_are_computed_by_another(
     check_is_whole(group)
 
 
+@pytest.mark.exhaustive
 def test_when_the_decode_process_is_killed_answers_go_on_where_they_were(group: Any, expected: list[Any]) -> None:
     check_is_whole(group)
     names = names_of(group)
@@ -245,6 +322,7 @@ def test_when_the_decode_process_is_killed_answers_go_on_where_they_were(group: 
     check_is_whole(group)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_stands_still_is_lost_killed_and_replaced(group: Any, expected: list[Any]) -> None:
     check_is_whole(group)
     pid = pid_of(group, "decode")
@@ -257,23 +335,52 @@ def test_a_process_that_stands_still_is_lost_killed_and_replaced(group: Any, exp
     check_is_whole(group)
 
 
-def test_where_nobody_is_left_all_callers_are_told_and_nothing_is_left(seeing_directory: Path) -> None:
+@pytest.mark.exhaustive
+def test_one_that_stands_still_without_requests_is_replaced_too(group: Any, expected: list[Any]) -> None:
+    check_is_whole(group)
+    pid = pid_of(group, "decode")
+    before = group.stats()
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    stats = group.stats()
+    assert time.monotonic() - began < 2.0
+    assert (stats.num_steps, stats.num_prompt_tokens) == (before.num_steps, before.num_prompt_tokens)
+    assert group.flush_cache()
+    assert time.monotonic() - began < SILENT_S + 5.0
+    assert eventually(lambda: group.stats() and not is_alive(pid))
+    check_is_whole(group)
+    assert told_of(Callers(group, ASKED[:1]).answers()[0]) == told_of(expected[0])
+
+
+@pytest.mark.exhaustive
+def test_a_group_whose_processes_stand_still_is_closed_within_seconds(make_group: Callable[..., Any]) -> None:
+    """Though nobody has missed them yet."""
+    engine = make_group()
+    pids = [pid_of(engine, role) for role in ("prefill", "decode")]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < 5.0
+    assert not any(map(is_alive, pids)) and not segments(links_of(engine)._group)
+
+
+@pytest.mark.exhaustive
+def test_where_nobody_is_left_all_callers_are_told_and_nothing_is_left(make_group: Callable[..., Any]) -> None:
     descriptors = num_sockets()
-    engine = group_of(seeing_directory, max_restarts=0)
-    try:
-        links = links_of(engine)
-        prefill, decode = links.children.values()
-        callers = Callers(engine, ASKED)
-        callers.step_until(lambda: callers.num_tokens() > 5)
-        decode.process.send_signal(signal.SIGTERM)
-        answers = callers.answers()
-        assert decode.process.wait(LIMIT_S) == 0, "told to end, it ends in good order"
-        assert [type(answer.error) for answer in answers] == [EngineLostError] * len(ASKED)
-        assert engine.generate([5, 6, 7], greedy(3)).finish_reason == "error"
-        assert is_alive(prefill.process.pid)
-        host, _, port = links.socket.address.removeprefix("tcp://").rpartition(":")
-    finally:
-        engine.close()
+    engine = make_group(max_restarts=0)
+    links = links_of(engine)
+    prefill, decode = links.children.values()
+    callers = Callers(engine, ASKED)
+    callers.step_until(lambda: callers.num_tokens() > 5)
+    decode.process.send_signal(signal.SIGTERM)
+    answers = callers.answers()
+    assert decode.process.wait(LIMIT_S) == 0, "told to end, it ends in good order"
+    assert [type(answer.error) for answer in answers] == [EngineLostError] * len(ASKED)
+    assert engine.generate([5, 6, 7], greedy(3)).finish_reason == "error"
+    assert is_alive(prefill.process.pid)
+    host, _, port = links.socket.address.removeprefix("tcp://").rpartition(":")
+    engine.close()
     assert prefill.process.returncode == 0
     assert not own_engines_of(engine) and not segments(links._group)
     assert num_sockets() == descriptors
@@ -300,13 +407,16 @@ def num_sockets() -> int:
 # --- one that does not start ------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_cannot_be_built_says_why_and_leaves_nothing(seeing_directory: Path, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_an_engine_that_cannot_be_built_says_why_and_leaves_nothing(
+    make_group: Callable[..., Any], seeing_directory: Path, tmp_path: Path
+) -> None:
     model = shutil.copytree(seeing_directory, tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])  # what the parent reads of it is fine
     before = own_engines()
     with pytest.raises(ModelLoadError, match=r"safetensors.*\(on (prefill|decode)-0\)"):
-        group_of(model)
+        make_group(model)
     assert own_engines() == before
 
 
@@ -324,25 +434,26 @@ def while_it_starts(monkeypatch: pytest.MonkeyPatch, act: Callable[[ProcessLinks
 
 
 def test_an_engine_that_dies_while_it_starts_is_missed_at_once(
-    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     while_it_starts(monkeypatch, lambda links: links.children["decode-0"].process.kill())
     before = own_engines()
     with pytest.raises(EngineLostError, match=r"decode-0.*killed by signal 9"):
-        group_of(seeing_directory)
+        make_group()
     assert own_engines() == before
 
 
 def test_ctrl_c_while_engines_start_leaves_none_of_them(
-    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     while_it_starts(monkeypatch, lambda links: signal.raise_signal(signal.SIGINT))
     before = own_engines()
     with pytest.raises(KeyboardInterrupt):
-        group_of(seeing_directory)
+        make_group()
     assert own_engines() == before
 
 
+@pytest.mark.exhaustive
 def test_one_that_was_started_anew_and_does_not_join_is_given_up(seeing_directory: Path) -> None:
     settings = DisaggregationConfig(start_timeout_s=0.1, max_restarts=1)
     config = EngineConfig(model=configs(seeing_directory)["model_config"], disaggregation=settings)
@@ -353,6 +464,22 @@ def test_one_that_was_started_anew_and_does_not_join_is_given_up(seeing_director
         assert eventually(lambda: lost.extend(links.lost()) or not links.coming("prefill"), 15.0)
         assert [one.name for one in lost] == ["prefill-0", "prefill-0_1"]
         assert all("did not start within start_timeout_s=0.1" in one.why for one in lost)
+    finally:
+        links.close()
+
+
+def test_one_that_has_no_room_is_started_anew_as_often_as_one_that_died(seeing_directory: Path) -> None:
+    settings = DisaggregationConfig(max_restarts=1)
+    links = started(
+        EngineConfig(model=configs(seeing_directory)["model_config"], disaggregation=settings),
+        ["prefill-0"],
+        is_traced=False,
+    )
+    try:
+        for name, others in (("prefill-0", ["prefill-0_1"]), ("prefill-0_1", [])):
+            links.refuse(name, "it has no room")
+            assert [(one.name, one.why) for one in links.lost()] == [(name, "it has no room")]
+            assert list(links.children) == others
     finally:
         links.close()
 
@@ -396,9 +523,9 @@ class Unbuilt(LocalLinks):
 def test_the_error_of_an_engine_that_cannot_be_built_keeps_its_type(
     fault: Fault | None, error: type[EngineError]
 ) -> None:
-    nobody: Any = SimpleNamespace(members={}, hear=lambda timeout_s: None)
+    nobody: Any = SimpleNamespace(hear=lambda timeout_s: None)
     with pytest.raises(error, match="prefill-0"):
-        await_engines(nobody, Unbuilt(fault), ["prefill-0"], timeout_s=1.0)
+        await_engines(nobody, Unbuilt(fault), ["prefill-0"], {}, timeout_s=1.0, deadline=time.monotonic() + 1.0)
 
 
 def test_parts_of_one_s_own_stay_in_this_process(seeing_directory: Path) -> None:
@@ -453,7 +580,7 @@ def made(role: Any, config: Any, shared: Any, send: Any) -> Engine:
         role=role,
         config=config,
         parts=PARTS,
-        build=build_engine_core,
+        prepare=prepare,
         segments=shared,
         send=send,
         is_traced=False,
@@ -463,6 +590,7 @@ def made(role: Any, config: Any, shared: Any, send: Any) -> Engine:
 # --- a parent that ends -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_engine_ends_when_its_standard_input_does_though_its_router_is_there(group: Any, role: str) -> None:
     """It has nothing to do and sleeps in its socket, which is as it was."""
@@ -539,6 +667,7 @@ def programs(seeing_directory: Path) -> Iterator[list[Program]]:
             program.end()
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_the_program_as_ever_and_no_engine_outlives_it(programs: list[Program]) -> None:
     program = programs[0]
     for pid in program.pids:
@@ -550,6 +679,7 @@ def test_ctrl_c_ends_the_program_as_ever_and_no_engine_outlives_it(programs: lis
     assert program.is_gone(), "when the program has ended, they have"
 
 
+@pytest.mark.exhaustive
 def test_engines_end_with_a_program_that_was_killed(programs: list[Program]) -> None:
     """Also if they have nothing to say, and so would not miss it."""
     program = programs[1]

@@ -1,6 +1,6 @@
 """The router among engines that are nothing but sockets: what it says to whom, and to whom it says nothing more."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from m6_multimodal_pd.disaggregation.messages import (
     Decode,
     Heartbeat,
     Joined,
+    LengthFitted,
     PeerLost,
     Prefill,
     Role,
@@ -70,6 +71,16 @@ class Site:
 
     def join(self, name: str, role: Role, max_queued: int = 100_000) -> None:
         """An engine joins. `max_queued`: so much comes to it before it reads."""
+        engine = self.connect(name, max_queued)
+        engine.send(Joined(role, 16, 2**20, 2**20, "float32[2, 16]", "tiny", VOCABULARY))
+        for _ in range(1000):
+            self.router.hear(0.01)
+            if name in self.router.members:
+                return
+        raise AssertionError(f"{name} did not join")
+
+    def connect(self, name: str, max_queued: int = 100_000) -> EngineSocket[Any]:
+        """An engine that has said nothing yet."""
         engine: EngineSocket[Any] = EngineSocket(
             self.links.socket.address,
             name=name,
@@ -79,12 +90,14 @@ class Site:
             max_queued=max_queued,
         )
         self.engines[name], self.heard[name] = engine, []
-        engine.send(Joined(role, 16, 2**20, 2**20, "float32[2, 16]", "tiny", VOCABULARY))
-        for _ in range(1000):
-            self.router.hear(0.01)
-            if name in self.router.members:
+        return engine
+
+    def listen_until(self, happens: Callable[[], object]) -> None:
+        for _ in range(300):
+            if happens():
                 return
-        raise AssertionError(f"{name} did not join")
+            self.router.listen(0.01)
+        raise AssertionError("it did not happen")
 
     def ask(self, number: int, prompt: Sequence[int] = (5, 6, 7)) -> int:
         """A request comes; returns its room, or the one that it would have had."""
@@ -141,6 +154,7 @@ def test_an_engine_that_reads_nothing_is_lost_when_no_more_can_wait_for_it(site:
         assert PeerLost("decode-0") in site.heard[name]
 
 
+@pytest.mark.exhaustive
 def test_an_engine_with_thousands_of_requests_may_be_lost_and_the_others_stay(site: Site) -> None:
     """All that is said at once then, to cancel and to begin anew, waits for them to read it."""
     site.join("decode-0", "decode")
@@ -190,6 +204,22 @@ def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monk
     (lost,) = site.listener.own("engine_lost")
     assert lost.name == "prefill-0" and "a bug of ours" in lost.why
     assert site.router.members["decode-0"].heartbeat == Heartbeat(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("told", [(), (LengthFitted("decode", 2**20, False),)], ids=["it loads", "it waits"])
+def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for_and_leaves_its_name(
+    site: Site, told: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_hand, "PROBE_EVERY_S", 0.0)
+    first = site.connect("decode-0")
+    for message in told:
+        first.send(message)
+    site.listen_until(lambda: first.joined or first.receive())
+    site.listen_until(lambda: len(site.router.length.waiting) == len(told))
+    first.close()
+    site.listen_until(lambda: not site.links.socket.names)
+    assert not site.router.length.waiting, "its length counts no more"
+    site.join("decode-0", "decode")
 
 
 def test_an_interrupt_before_any_line_that_hears_loses_no_token(site: Site) -> None:

@@ -307,6 +307,7 @@ def other(owner: str) -> Iterator[Other]:
     other.kill()
 
 
+@pytest.mark.exhaustive
 def test_pages_go_to_another_process_and_come_from_it_and_its_death_leaves_what_a_sweep_finds(other: Other) -> None:
     """One story, because a process takes seconds to start."""
     theirs, ours = other.process.args[-1], f"ours{secrets.token_hex(8)}"  # type: ignore[index]

@@ -1,7 +1,10 @@
 """Strangers at the door get nothing through and stop nobody; engines that belong are served all the while."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -385,6 +388,37 @@ def test_an_engine_that_never_reads_blocks_nobody(site: Site) -> None:
     assert "stuck" in router.names  # it may come to itself
     received: list[Any] = []
     until(lambda: received.extend(stuck.receive(0.01)) or len(received) == sent)
+
+
+STOPPED = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.linger = 0
+socket.setsockopt(zmq.ROUTING_ID, bytes.fromhex(sys.argv[2]))
+socket.connect(sys.argv[1])
+socket.send_multipart([bytes.fromhex(frame) for frame in sys.argv[3:]])
+sys.stdin.read()
+"""
+
+
+def test_a_stopped_engine_is_missed_while_a_large_message_is_on_its_way(site: Site) -> None:
+    """No ping can leave behind that message."""
+    codec = Codec(Text | Picture, 2**26)
+    router = RouterSocket(codec=codec, secret=SECRET, heartbeat_timeout_s=1.0)
+    site.opened.append(router)
+    frames = [STRANGE, HELLO, proof(SECRET, ENGINE, STRANGE)]
+    command = [sys.executable, "-c", STOPPED, router.address, *[frame.hex() for frame in frames]]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as stopped:
+        try:
+            until(lambda: router.receive(0.01) or router.names)
+            stopped.send_signal(signal.SIGSTOP)
+            router.send("decode-0", Picture(np.zeros(2**25, np.uint8)))
+            began = monotonic()
+            with pytest.raises(PeerLostError, match="is gone"):
+                until(lambda: router.send("decode-0", Text("are you there?")) or router.wait(0.01).watched)
+            assert monotonic() - began < 5.0
+        finally:
+            stopped.kill()
 
 
 def test_a_router_that_never_reads_blocks_no_engine(site: Site) -> None:

@@ -23,6 +23,7 @@ from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
 from m6_multimodal_pd.disaggregation.transport import KVSource, KVTarget, Offer, Ticket
 from m6_multimodal_pd.errors import TransferError
 from tests.m6_multimodal_pd.transfers import BF16, DRAFT, FP32, MODELS, Memory, Pair, segments_of
+from tests.support.amounts import examples
 
 TRANSPORTS = ("in_process", "shared_memory")
 
@@ -299,7 +300,7 @@ class AgainstPlainCopies(RuleBasedStateMachine):
 
 
 TestAgainstPlainCopies = AgainstPlainCopies.TestCase
-TestAgainstPlainCopies.settings = settings(max_examples=40, stateful_step_count=30)
+TestAgainstPlainCopies.settings = settings(max_examples=examples(40), stateful_step_count=30)
 
 
 # --- what is wrong is refused -----------------------------------------------------------------------------------------
@@ -494,7 +495,7 @@ def test_a_source_needs_a_frame(num_frames: Any) -> None:
 
 
 def test_memory_that_is_not_there_cannot_be_offered(transport: str) -> None:
-    for num_frames in (2**50, 2**70):  # more than any machine, more than a number has bits
+    for num_frames in (2**50, 2**63 - 1):  # more than any machine has, in bytes more than a number has bits
         source = StagedSource(Memory(num_pages=3, seed=1).store, segments_of(transport), num_frames=num_frames)
         with pytest.raises(TransferError, match="cannot be had"):
             source.offer("d")

@@ -65,6 +65,7 @@ def strict(make_engine: MakeEngine) -> Any:
     return make_engine(**setting(multimodal=LIMITS))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_what_cannot_be_seen_is_refused_in_every_way_of_asking(strict: Any, their_model: Theirs, name: str) -> None:
     messages, error, message = CONVERSATIONS[name]

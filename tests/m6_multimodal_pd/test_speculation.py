@@ -114,6 +114,7 @@ TEXTS: dict[str, Sequence[int]] = {"t0": (1, 2), "t1": (3, 4, 5), "t2": (6,)}
 SEEN: dict[str, Sequence[str | int]] = {"s0": ("a", 1), "s1": ("v", "b", 2)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("budget", [96, 13], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_texts_are_guessed_for_in_one_batch_with_pictures(

@@ -179,6 +179,8 @@ def test_long_and_narrow_pictures_are_refused(tmp_path: Path, width: int, height
         (118, 57, 1610, 131072, 786432, (32, 416)),
         (297, 755, 972, 131072, 786432, (32, 32)),
         (262, 253, 1626, 131072, 786432, (32, 128)),
+        (25, 60, 520, 4096, 787456, (64, 512)),  # 12 pairs of frames: half a pair is rounded to even
+        (27, 60, 520, 4096, 900000, (32, 512)),  # 14 pairs
     ],
 )
 def test_all_frames_of_a_video_together_are_brought_into_the_range(

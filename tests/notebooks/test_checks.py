@@ -202,6 +202,7 @@ WRONG_POLICIES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("answer", "hint"), WRONG_POLICIES)
 def test_a_wrong_policy_is_met_with_what_it_does(answer, hint):
     assert_refused("m1.shortest_first", answer, hint)
@@ -343,6 +344,7 @@ WRONG_OUTPUT_PROCESSORS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("answer", "hint"), WRONG_OUTPUT_PROCESSORS)
 def test_a_half_repaired_output_processor_is_met_with_a_hint(answer, hint):
     assert_refused("m1.output_processor", answer, hint)

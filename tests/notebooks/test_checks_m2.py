@@ -80,6 +80,7 @@ WRONG_PADDING = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_the_padding_that_the_wrong_ones_vary_is_right():
     assert check("m2.padding", padded())
 
@@ -187,6 +188,7 @@ WRONG_QUEUES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("answer", "hint"), WRONG_QUEUES)
 def test_a_wrong_order_of_the_queue_is_met_with_what_it_does(answer, hint):
     assert_refused("m2.shortest_first", answer, hint)
@@ -250,6 +252,7 @@ WRONG_SCHEDULERS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("decide", "hint"), WRONG_SCHEDULERS)
 def test_a_half_repaired_scheduler_is_met_with_whom_it_starves(decide, hint):
     assert_refused("m2.starved_decode", scheduling(decide), hint)

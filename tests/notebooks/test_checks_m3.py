@@ -178,6 +178,7 @@ WRONG_POLICIES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("answer", "hint"), WRONG_POLICIES)
 def test_a_wrong_victim_is_met_with_whom_it_takes(answer, hint):
     assert_refused("m3.newest_first", answer, hint)
@@ -230,6 +231,7 @@ WRONG_POOLS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("free", "hint"), WRONG_POOLS)
 def test_a_half_repaired_pool_is_met_with_what_it_does(free, hint):
     assert_refused("m3.freed_block", pool(free), hint)

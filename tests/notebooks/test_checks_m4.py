@@ -249,6 +249,7 @@ WRONG_STRATEGIES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("answer", "hint"), WRONG_STRATEGIES)
 def test_a_strategy_that_is_no_better_is_met_with_what_it_keeps(answer, hint):
     assert_refused("m4.strategy", answer, hint)
@@ -333,6 +334,7 @@ def test_the_cache_that_the_wrong_ones_vary_is_right():
     assert check("m4.freed_while_mapped", caching())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("answer", "hint"), WRONG_CACHES)
 def test_a_half_repaired_cache_is_met_with_what_it_does(answer, hint):
     assert_refused("m4.freed_while_mapped", answer, hint)
@@ -358,6 +360,7 @@ WRONG_LIMITS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("answer", "hint"), WRONG_LIMITS)
 def test_a_wrong_limit_is_met_with_what_may_be_found(answer, hint):
     assert_refused("m4.whole_hit", answer, hint)

@@ -257,6 +257,7 @@ WRONG_SAMPLINGS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("answer", "hint"), WRONG_SAMPLINGS)
 def test_a_half_repaired_sampling_is_met_with_whose_answer_changes(answer, hint):
     assert_refused("m5.sampled_piece", answer, hint)
@@ -346,6 +347,7 @@ WRONG_COMPOSERS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("answer", "hint"), WRONG_COMPOSERS)
 def test_a_composer_that_is_no_better_is_met_with_who_waits(answer, hint):
     assert_refused("m5.starved", answer, hint)

@@ -45,6 +45,7 @@ def test_answers_are_one_line_of_ascii():
     assert all(q.answer.isascii() and "\n" not in q.answer for q in questions())
 
 
+@pytest.mark.exhaustive
 def test_common_words_digits_and_keys_are_one_token_each(tokenizer):
     for word in all_words():
         assert len(tokenizer.encode(word)) == len(tokenizer.encode(f" {word}")) == 1, word
@@ -57,6 +58,7 @@ def test_the_vocabulary_has_its_size_and_qwens_special_tokens_last(tokenizer):
     assert ids == list(range(VOCAB_SIZE - len(SPECIAL_TOKENS), VOCAB_SIZE))
 
 
+@pytest.mark.exhaustive
 def test_training_the_tokenizer_again_gives_the_same_one(tokenizer):
     assert train_tokenizer().get_vocab() == tokenizer.get_vocab()
 
@@ -70,6 +72,7 @@ def test_a_dialogue_is_rendered_as_the_chat_template_renders_it(tokenizer):
     assert rendered == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("progress", [0.0, 0.2, 0.4, 0.99])
 def test_pieces_tokenise_like_the_whole_text(tokenizer, progress):
     """The model is trained on pieces and used on whole texts: the tokens must be the same."""
@@ -108,6 +111,7 @@ def test_facts_have_different_keys_and_four_digits():
     assert all(re.fullmatch(r"\d{4}", code) for code in codes.values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("length", [1, 5, 30, 60])
 def test_a_text_to_repeat_is_about_as_long_as_asked(tokenizer, length):
     """A single word may be longer than a very short text should be, and a capital may cost one token more."""

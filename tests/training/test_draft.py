@@ -57,6 +57,7 @@ def distil(path, make_batches, steps: int) -> tuple[list[float], dict[str, torch
 # --- recipe and loss --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_the_batches_that_trained_the_target_are_still_the_same():
     """Of the whole recipe, by its digest from before it could be told another plan."""
     recipe, digest = Recipe(AutoTokenizer.from_pretrained(TARGET), steps=3200), hashlib.sha256()
@@ -100,6 +101,7 @@ def test_where_there_are_only_spans_the_target_is_not_asked():
     assert Distillation(nobody, FIRST_SPECIAL)(logits, batch).equal(cross_entropy(logits, batch))
 
 
+@pytest.mark.exhaustive
 def test_distillation_brings_the_draft_closer_to_the_target(tmp_path):
     losses, _ = distil(tmp_path, lambda step: dialogues(0), steps=50)
     assert losses[-1] < 0.75 * losses[0]

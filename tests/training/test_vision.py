@@ -129,6 +129,7 @@ def read_cell(part: np.ndarray, cover: np.ndarray, cell: str, side: float) -> Th
     return Thing("big" if max(high, wide) > 0.7 * side else "small", color, shape, cell)
 
 
+@pytest.mark.exhaustive
 def test_pictures_show_what_the_generator_says_that_it_drew():
     for seed in range(150):
         scene = scenes.random_scene(Random(seed))
@@ -183,6 +184,7 @@ def test_the_frames_of_a_clip_come_in_pairs_two_a_second():
         assert np.diff(clip.seconds).mean() == pytest.approx(0.5, abs=0.17)
 
 
+@pytest.mark.exhaustive
 def test_what_changed_between_two_pictures_is_what_the_generator_says():
     for seed in range(60):
         before, after, what = scenes.random_change(Random(seed))
@@ -288,6 +290,7 @@ def test_every_answer_about_a_clip_is_true():
 VALUES = (*SIZES, *COLORS, *SHAPES, *CELLS, "left", "right", "up", "down", "still", "first", "second", *"01234")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", DIALOGUES)
 def test_no_question_holds_what_its_answer_adds(make):
     """What an answer says is either what was asked about, and then it is in the question, or it has to be seen."""
@@ -548,6 +551,7 @@ def cases() -> list[Case]:
     return evaluate_vision.cases()
 
 
+@pytest.mark.exhaustive
 def test_every_skill_is_asked_at_least_two_hundred_times_and_always_the_same(cases):
     counts = {skill: sum(case.skill == skill for case in cases) for skill in evaluate_vision.REQUIRED}
     assert min(counts.values()) >= 200 and sum(counts.values()) == len(cases)
@@ -560,6 +564,7 @@ def test_what_is_asked_for_are_the_shares_that_the_course_needs():
     assert needed == evaluate_vision.REQUIRED
 
 
+@pytest.mark.exhaustive
 def test_no_picture_of_the_evaluation_is_one_that_training_draws(cases, tokenizer):
     """Of the first steps; the seeds are of different kinds, so that none can ever be the same."""
     asked = {pixels(item).tobytes() for case in cases for item in evaluate_vision.shown_in(case)}
@@ -694,6 +699,7 @@ def test_the_squares_of_a_step_are_those_of_its_pictures():
     assert len(squares.grids.unique(dim=0)) > 2, "pictures of several sizes"
 
 
+@pytest.mark.exhaustive
 def test_a_tower_that_is_taught_its_squares_gets_better_and_goes_on_where_it_stopped(tmp_path, random_model, tokenizer):
     embedding = random_model.model.language_model.embed_tokens.weight.float()
 
@@ -717,6 +723,7 @@ def test_a_tower_that_is_taught_its_squares_gets_better_and_goes_on_where_it_sto
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_run_saves_measures_and_describes_and_a_finished_one_goes_straight_on_to_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tiny_qwen3_vl, "evaluate", fake_scores)
     monkeypatch.setattr(tiny_qwen3_vl, "TOWER_STEPS", 1)

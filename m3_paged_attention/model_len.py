@@ -1,0 +1,111 @@
+"""The length of the longest request, where the user has not named it: the model's, or as much as there is room for.
+
+m2 reserves a slot of the model's whole length. A real model is made for more tokens than a laptop has KV memory for. So
+the length is fitted here, once the memory is known, and before any part that depends on it is made for good. vLLM:
+`max_model_len=-1` (`get_kv_cache_configs`); SGLang limits a request by `max_total_num_tokens`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from m1_single_request.errors import ConfigError
+from m3_paged_attention.kv_cache_config import (
+    Budget,
+    KVMemorySettings,
+    check_longest,
+    kv_budget,
+    longest_request,
+    needs_profile,
+)
+
+LEAST_MODEL_LEN = 1024
+"""A shorter length is taken only if it is named, or the model's own."""
+
+
+class Limits(Protocol):
+    """Limits of a batch, every number of them settled."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int | None: ...
+
+
+class Runs(Protocol):
+    """The parts that run a model of some length: cheap to make, for nothing is reserved yet."""
+
+    @property
+    def limits(self) -> Any: ...
+    @property
+    def executor(self) -> Any: ...
+
+
+R = TypeVar("R", bound=Runs)
+
+
+class Runner(NamedTuple):
+    """`Runs`, for m3."""
+
+    limits: Any
+    executor: Any
+
+
+def fit_model_len(
+    loaded: Any,
+    make: Callable[[Any], R],
+    *,
+    named: int | None,
+    cache_config: KVMemorySettings,
+    block_size: int,
+    device: torch.device,
+    size_setting: str = "num_blocks",
+    num_shares: int = 1,
+) -> tuple[Any, R, Budget]:
+    """Measure the memory and fit the length. Returns `loaded` with that length, what `make` makes of it, the budget.
+
+    `named`: the user's length, which is never changed. A number of blocks is taken as it is, and the model's length
+    with it. `num_shares`: as for `kv_budget`. Raises `ConfigError` if less than `LEAST_MODEL_LEN`
+    fits, or not even the largest step.
+    """
+    least = min(LEAST_MODEL_LEN, loaded.max_model_len)
+    while True:
+        runs = make(loaded)
+        spec, limits = runs.executor.kv_cache_spec(block_size), runs.limits
+        try:
+            measured = needs_profile(cache_config, device)
+            profile = runs.executor.measure_memory(limits.max_num_batched_tokens) if measured else None
+            break
+        except ConfigError:  # a prompt of the model's length may be a larger step than the device can run
+            if (
+                named is not None
+                or limits.max_num_batched_tokens < loaded.max_model_len
+                or loaded.max_model_len == least
+            ):
+                raise
+        loaded = replace(loaded, max_model_len=max(loaded.max_model_len // 2, least))
+    budget = kv_budget(
+        spec,
+        cache_config=cache_config,
+        device=device,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        size_setting=size_setting,
+        profile=profile,
+        num_shares=num_shares,
+    )
+    longest = longest_request(spec, budget)
+    if named is not None or longest is None or longest >= loaded.max_model_len:
+        return loaded, runs, budget
+    check_longest(spec, budget, least, is_named=False)
+    return *shortened(loaded, runs, make, longest), budget
+
+
+def shortened(loaded: Any, runs: R, make: Callable[[Any], R], max_model_len: int) -> tuple[Any, R]:
+    """The same for requests of at most `max_model_len` tokens."""
+    if max_model_len == loaded.max_model_len:
+        return loaded, runs
+    loaded = replace(loaded, max_model_len=max_model_len)
+    return loaded, make(loaded)

@@ -1,0 +1,168 @@
+"""A group that is dropped instead of closed: its processes and sockets end at once, whatever they do and wait for.
+
+What hangs, hangs in the garbage collector; so it is tried in a thread or a process that can be left behind.
+"""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m6_multimodal_pd import CacheConfig, EngineConfig, LLMEngine, ModelConfig
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.disaggregation.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.processes import started
+from m6_multimodal_pd.disaggregation.sockets import EngineSocket, RouterSocket
+from tests.m6_multimodal_pd.engines import greedy
+from tests.m6_multimodal_pd.test_pd_processes import (
+    configs,
+    eventually,
+    group_of,
+    num_sockets,
+    own_engines,
+    pid_of,
+    segments,
+)
+from tests.m6_multimodal_pd.test_pd_sockets import CODEC, SECRET, Text, greeted
+
+END_S = 5.0
+"""A dropped group may take so long to end."""
+START_S, PROGRAM_S = 300.0, 900.0
+"""Nothing takes so long, on a busy machine either: to start a group, and a program that starts ten."""
+
+
+def in_a_thread(work: Callable[[], None], timeout_s: float) -> None:
+    """Do it, so long at most; what it raises is raised here."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    assert not thread.is_alive(), f"it takes longer than {timeout_s:g} s"
+    for error in errors:
+        raise error
+
+
+class Loop:
+    """What refers to itself, and so ends when the garbage collector finds it."""
+
+    def __init__(self, held: Any) -> None:
+        self.held, self.own = held, self
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["plain", "keys"])
+def test_sockets_that_the_collector_finds_leave_nothing_and_wait_for_nobody(tmp_path: Path, keyed: bool) -> None:
+    before = num_sockets()
+    address = f"ipc://{tmp_path / 'router'}"
+
+    def drop() -> None:
+        keys = CurveKeys.generate() if keyed else (None, None)
+        router: Any = RouterSocket(address, codec=CODEC, secret=SECRET, keys=keys[0])
+        engine: Any = EngineSocket(address, name="decode-0", codec=CODEC, secret=SECRET, keys=keys[1])
+        greeted(router, engine)
+        for number in range(100):
+            router.send("decode-0", Text(f"{number} is never read"))
+        Loop([router]), Loop([engine])
+        del router, engine
+        gc.collect()
+
+    in_a_thread(drop, END_S)
+    assert num_sockets() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_have_not_joined_end_when_the_collector_finds_their_group(seeing_directory: Path) -> None:
+    before = own_engines()
+    config = EngineConfig(model=configs(seeing_directory)["model_config"], disaggregation=DisaggregationConfig())
+
+    def drop() -> None:
+        Loop(started(config, ["prefill-0", "decode-0"], is_traced=False))
+        assert len(own_engines()) == len(before) + 2
+        gc.collect()
+
+    in_a_thread(drop, 2 * END_S)
+    assert own_engines() == before
+
+
+def test_a_group_that_is_dropped_at_work_ends_where_its_last_user_drops_it(seeing_directory: Path) -> None:
+    before = own_engines(), num_sockets()
+
+    def drop() -> None:
+        engine: Any = group_of(seeing_directory)
+        group = engine.engine_core.router.links._group
+        stream = engine.stream([5, 6, 7], greedy(200))
+        next(stream)
+        os.kill(pid_of(engine, "decode"), signal.SIGSTOP)
+        del stream
+        began = time.monotonic()
+        del engine
+        assert (own_engines(), num_sockets(), segments(group)) == (*before, [])
+        assert time.monotonic() - began < END_S
+
+    try:
+        in_a_thread(drop, START_S)
+    finally:
+        gc.collect()
+
+
+def test_a_group_of_this_process_is_gone_with_its_last_user_and_needs_no_collector(tiny_directory: Path) -> None:
+    engine: Any = LLMEngine(
+        model_config=ModelConfig(model=tiny_directory, device="cpu"),
+        cache_config=CacheConfig(page_size=4, max_total_tokens=512),
+        disaggregation_config=DisaggregationConfig(transport="in_process"),
+    )
+    assert engine.generate([5, 6, 7], greedy(3)).error is None
+    links = engine.engine_core.router.links
+    held = [links, *links.engines.values(), *(own.core.scheduler for own in links.engines.values())]
+    alive = [weakref.ref(each) for each in held]
+    del links, held
+    gc.disable()
+    try:
+        del engine
+        assert [each() for each in alive] == [None] * 5
+    finally:
+        gc.enable()
+
+
+PROGRAM = "tests.m6_multimodal_pd.dropping_process"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("work", ["ten", "interrupted", "exit", "thread", "fork"])
+def test_a_program_drops_groups_and_ends_at_once(seeing_directory: Path, work: str) -> None:
+    """`dropping_process.py` has what each of them does."""
+    command = [sys.executable, "-m", PROGRAM, str(seeing_directory), work]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    timer = threading.Timer(PROGRAM_S, program.kill)
+    timer.start()
+    try:
+        assert program.stdout is not None and program.stderr is not None
+        lines = [json.loads(line) for line in program.stdout]  # to the end of the last process that holds it
+        ended = time.time()
+        stderr = program.stderr.read()
+        assert program.wait(END_S) == 0 and stderr == "", stderr
+    finally:
+        timer.cancel()
+        program.kill()
+        program.communicate()
+    *told, last = lines
+    assert all(own["left"] == 0 and own["seconds"] < END_S for own in told), told
+    assert ended - last["end"] < END_S
+    assert not eventually(lambda: [pid for pid in last["pids"] if Path(f"/proc/{pid}").exists()], 0.0)
+    assert not segments(last["group"])
