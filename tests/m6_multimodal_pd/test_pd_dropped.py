@@ -102,6 +102,7 @@ def test_processes_that_have_not_joined_end_when_the_collector_finds_their_group
     assert own_engines() == before
 
 
+@pytest.mark.exhaustive
 def test_a_group_that_is_dropped_at_work_ends_where_its_last_user_drops_it(seeing_directory: Path) -> None:
     before = own_engines(), num_sockets()
 

@@ -122,6 +122,7 @@ def watch_arrivals(group: Group, seen: set[str]) -> None:
         exchange.arrived = noted
 
 
+@pytest.mark.exhaustive
 def test_a_stream_that_is_closed_at_any_step_leaves_nothing(
     seeing_directory: Path, wanted: dict[str, RequestOutput]
 ) -> None:

@@ -34,8 +34,8 @@ from tests.m6_multimodal_pd.test_pd_by_hand import free_address
 ROLES = get_args(Role)
 SILENT_S = 1.0
 """`heartbeat_timeout_s` where that is what is waited for."""
-AT_ONCE_S = 3.0
-"""A second, and what a slow machine takes."""
+AT_ONCE_S = 5.0
+"""A second, and what a slow machine takes. Nothing else ends a wait as soon."""
 MINUTE_S = 60.0
 TOKENS = 1024
 """Each engine's memory."""
@@ -127,6 +127,7 @@ def seconds(call: Callable[[], Any]) -> float:
 # --- a connection that is closed --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("role", ROLES)
 def test_an_engine_whose_connection_is_closed_is_lost_at_once(made: MakeGroup, role: Role) -> None:
     engine, engines = made(MINUTE_S, SilentEngine)
@@ -147,7 +148,7 @@ def test_nothing_waits_for_engines_whose_connections_are_closed(made: MakeGroup,
         engine.flush_cache,
         lambda: engine.generate([5, 6, 7]),
     ):
-        assert seconds(call) < 1.0
+        assert seconds(call) < AT_ONCE_S
     for call in (
         lambda: engine.start_profile(tmp_path / "profile"),
         engine.stop_profile,
@@ -156,8 +157,8 @@ def test_nothing_waits_for_engines_whose_connections_are_closed(made: MakeGroup,
         began = time.monotonic()
         with pytest.raises(EngineLostError, match="no engine left"):
             call()
-        assert time.monotonic() - began < 1.0
-    assert seconds(engine.close) < 1.0
+        assert time.monotonic() - began < AT_ONCE_S
+    assert seconds(engine.close) < AT_ONCE_S
 
 
 # --- a process that is stopped ----------------------------------------------------------------------------------------
@@ -215,6 +216,7 @@ def test_operations_beside_stopped_engines_wait_no_longer_than_for_the_silence(
 # --- a step that takes long -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_long_step_is_not_silence(made: MakeGroup) -> None:
     engine, _ = made(SILENT_S, SilentEngine)
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=3))

@@ -578,6 +578,7 @@ def test_no_picture_of_the_evaluation_is_one_that_training_draws(cases, tokenize
     assert len(drawn) > 90 and not asked & drawn
 
 
+@pytest.mark.exhaustive
 def test_many_cases_at_once_are_answered_like_each_alone(seeing, cases):
     """Padding on the left, pictures of different sizes, two pictures, clips: none may leak into another's answer."""
     mixed = Random(0).sample(cases, 10) + evaluate.cases(seeing.tokenizer)[:2]
