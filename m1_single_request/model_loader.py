@@ -26,10 +26,11 @@ from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
 from m1_single_request.config import DEFAULT_MODEL, ModelConfig
-from m1_single_request.errors import ConfigError, ModelLoadError, shown
+from m1_single_request.errors import ConfigError, ModelLoadError, shown, shown_path
 from m1_single_request.precision import choose_dtype, count_weights, named_dtype
 
 LONGEST_REASON = 300  # characters of what a library says
+LONGEST_ID = 96  # characters of a hub id; the hub has none longer
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 LARGEST_SIZE = 2**48  # of a field; what is larger overflows somewhere in C before it is refused for its memory
 LARGEST_NUM_LAYERS = 10_000  # each is a list of tensors before any of them takes memory
@@ -245,7 +246,8 @@ def _check_directory(name: str, needs_weights: bool) -> None:
     try:
         is_directory, is_there = path.is_dir(), path.exists()
     except (OSError, ValueError) as error:  # too long for a file name, or not a name at all
-        raise ModelLoadError(f"{name[:80]!r} is neither a directory nor a hub id: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelLoadError(f"{shown_path(name)} is neither a directory nor a hub id: {why}") from error
     if is_directory:
         if not (path / "config.json").exists():
             raise ModelLoadError(f"{name} has no config.json: is it a Hugging Face model directory?")
@@ -259,8 +261,9 @@ def _check_directory(name: str, needs_weights: bool) -> None:
             raise ModelLoadError(f"{name} has no tokenizer.json: the tokenizer's files are missing")
     elif is_there:
         raise ModelLoadError(f"{name} is a file: give the directory that holds config.json and model.safetensors")
-    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ModelLoadError(f"{name} does not exist: give a model directory, or a hub id such as Qwen/Qwen3-0.6B")
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or len(name) > LONGEST_ID:
+        given = name if len(name) <= LONGEST_ID else shown_path(name)
+        raise ModelLoadError(f"{given} does not exist: give a model directory, or a hub id such as Qwen/Qwen3-0.6B")
 
 
 def _read_config(name: str) -> PreTrainedConfig:

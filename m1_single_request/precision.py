@@ -1,7 +1,8 @@
-"""Choose the precision of `dtype="auto"`, once config.json is read.
+"""Choose the precision of `dtype="auto"`, after config.json is read.
 
-A decode step reads every weight once, so half as many bytes are nearly twice the speed, if the processor multiplies
-them as they are. The loaders of all milestones choose here. vLLM: `_get_and_verify_dtype` in `config/model.py`.
+A decode step reads every weight once. Weights of half the bytes are nearly twice as fast if the processor multiplies
+them without conversion. The loaders of all milestones call `choose_dtype`. vLLM: `_get_and_verify_dtype` in
+`config/model.py`.
 """
 
 import functools
@@ -13,14 +14,14 @@ from transformers import PreTrainedConfig
 from m1_single_request.config import DTYPES
 
 SMALL_BYTES = 256 * 2**20
-"""Weights of up to so many bytes are converted to float32 on a CPU: they are read fast enough, and rounded less."""
+"""Smaller weights, in bytes, are converted to float32 on a CPU: they are read fast enough, and rounded less."""
 
 
 def choose_dtype(asked: str, named: torch.dtype, num_weights: int, device: torch.device) -> torch.dtype:
-    """The precision of weights and KV: the one that is `asked` for, else by the device and what config.json `named`.
+    """Return the precision of weights and KV. `asked`: the user's `dtype`; `named`: that of config.json.
 
     `auto` on CUDA: the named one, bfloat16 where that is float32. On a CPU: bfloat16 if it is named, the processor
-    multiplies it, and the weights have more than `SMALL_BYTES`; else float32, for float16 too.
+    multiplies it, and the weights have more than `SMALL_BYTES`; else float32, also for float16.
     """
     if asked != "auto":
         return DTYPES[asked]
@@ -32,13 +33,13 @@ def choose_dtype(asked: str, named: torch.dtype, num_weights: int, device: torch
 
 
 def named_dtype(*configs: PreTrainedConfig) -> torch.dtype:
-    """The precision that the first of these names; float32 if none does, or it names another than `DTYPES` has."""
+    """Return the first precision that these configurations name; float32 if there is none, or `DTYPES` lacks it."""
     named: list[Any] = [config.dtype for config in configs if config.dtype is not None]
     return named[0] if named and named[0] in DTYPES.values() else torch.float32
 
 
 def count_weights(config: Any) -> int:
-    """About how many weights the language model has: the matrices that its configuration describes."""
+    """Estimate the number of weights of the language model: the matrices that its configuration describes."""
     text = config.get_text_config()  # the config itself if text is all there is
     hidden, heads = text.hidden_size, text.num_attention_heads
     dim = getattr(text, "head_dim", None) or hidden // heads
@@ -49,10 +50,10 @@ def count_weights(config: Any) -> int:
 
 @functools.cache
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN multiplies weights of this precision here, in a layout of its own (m2 packs them).
+    """Return whether oneDNN multiplies packed weights of this precision on `device` (m2 packs them).
 
-    The operations are no public part of torch, and a build without oneDNN lacks them; half precision needs a processor
-    that multiplies it.
+    The operations are private to torch, and a build without oneDNN lacks them. Half precision needs a processor that
+    supports it.
     """
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False

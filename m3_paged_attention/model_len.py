@@ -1,8 +1,8 @@
-"""The length of the longest request, where the user has not named it: the model's, or as much as there is room for.
+"""Fit `max_model_len` to the KV memory, where the user has not named it: the model's own length, or less.
 
-m2 reserves a slot of the model's whole length. A real model is made for more tokens than a laptop has KV memory for. So
-the length is fitted here, once the memory is known, and before any part that depends on it is made for good. vLLM:
-`max_model_len=-1` (`get_kv_cache_configs`); SGLang limits a request by `max_total_num_tokens`.
+m2 reserves a slot of the model's whole length. A real model supports more tokens than a laptop has KV memory for. So
+the length is fitted when the memory is known, before the scheduler and the KV pool are built from it. New in this
+milestone. vLLM: `max_model_len=-1` (`get_kv_cache_configs`); SGLang limits a request by `max_total_num_tokens`.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from m3_paged_attention.kv_cache_config import (
 )
 
 LEAST_MODEL_LEN = 1024
-"""A shorter length is taken only if it is named, or the model's own."""
+"""Shortest fitted length in tokens. A shorter one is used only if the user named it, or if it is the model's own."""
 
 
 class Limits(Protocol):
-    """Limits of a batch, every number of them settled."""
+    """Limits of a batch, with every default resolved."""
 
     @property
     def max_num_seqs(self) -> int: ...
@@ -35,7 +35,7 @@ class Limits(Protocol):
 
 
 class Runs(Protocol):
-    """The parts that run a model of some length: cheap to make, for nothing is reserved yet."""
+    """The parts that run a model of one length. Building them reserves no KV memory."""
 
     @property
     def limits(self) -> Any: ...
@@ -47,7 +47,7 @@ R = TypeVar("R", bound=Runs)
 
 
 class Runner(NamedTuple):
-    """`Runs`, for m3."""
+    """The `Runs` of m3."""
 
     limits: Any
     executor: Any
@@ -64,11 +64,12 @@ def fit_model_len(
     size_setting: str = "num_blocks",
     num_shares: int = 1,
 ) -> tuple[Any, R, Budget]:
-    """Measure the memory and fit the length. Returns `loaded` with that length, what `make` makes of it, the budget.
+    """Measure the memory and fit the length. Returns `loaded` with that length, the parts that `make` builds for it,
+    and the memory budget.
 
-    `named`: the user's length, which is never changed. A number of blocks is taken as it is, and the model's length
-    with it. `num_shares`: as for `kv_budget`. Raises `ConfigError` if less than `LEAST_MODEL_LEN`
-    fits, or not even the largest step.
+    `named`: the user's length, which is never changed. If the user named a number of blocks, the model's own length is
+    kept. `num_shares`: as for `kv_budget`. Raises `ConfigError` if fewer than `LEAST_MODEL_LEN` tokens fit, or if the
+    largest step does not fit.
     """
     least = min(LEAST_MODEL_LEN, loaded.max_model_len)
     while True:
@@ -104,7 +105,7 @@ def fit_model_len(
 
 
 def shortened(loaded: Any, runs: R, make: Callable[[Any], R], max_model_len: int) -> tuple[Any, R]:
-    """The same for requests of at most `max_model_len` tokens."""
+    """Return `loaded` and its parts, rebuilt for requests of at most `max_model_len` tokens if that is shorter."""
     if max_model_len == loaded.max_model_len:
         return loaded, runs
     loaded = replace(loaded, max_model_len=max_model_len)

@@ -1,9 +1,9 @@
-"""The length of a group's requests: every engine takes the same, so it is fixed before the first of them joins.
+"""Fix one `max_model_len` for all engines of a group, before the first of them joins.
 
-An engine fits its length to its own memory (`m3_paged_attention/model_len.py`), reports it and waits. When as many have
-reported as the group is to have, the shortest is fixed, unless the user has named one. Engines that come later hear it
-at once, and are refused if they have no room for such requests. New in this milestone. vLLM takes the minimum over its
-workers (`get_kv_cache_configs`).
+An engine fits its length to its own memory (`m3_paged_attention/model_len.py`), reports it and waits. When all engines
+of the group have reported, the router fixes the shortest length, unless the user has named one. An engine that starts
+later receives the length at once, and is rejected if it has no room for such requests. New in this milestone. vLLM
+takes the minimum over its workers (`get_kv_cache_configs`).
 """
 
 from typing import TYPE_CHECKING
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 
 class GroupLength:
-    """Belongs to the router."""
+    """The router's record of the lengths that engines have reported, and of the fixed one."""
 
     def __init__(self, router: "Router") -> None:
         """`router`: sends to engines, or refuses them."""
         self._router = router
         self.waiting: dict[str, LengthFitted] = {}
-        """Engines that wait for the length to be fixed, by name."""
+        """Reports of engines that wait for the length, by engine name."""
         self.max_model_len: int | None = None
-        """None: not fixed yet."""
+        """In tokens; None until it is fixed."""
 
     def report(self, name: str, fitted: LengthFitted) -> None:
-        """An engine has fitted its length."""
+        """Store the length that an engine has fitted; answer at once if the group's length is fixed."""
         self.waiting[name] = fitted
         self._answer()
 
     def of_role(self, role: str) -> list[str]:
-        """The engines of a role that wait."""
+        """Return the names of waiting engines of a role."""
         return [name for name, fitted in self.waiting.items() if fitted.role == role]
 
     def fix(self, max_model_len: int) -> None:
-        """Requests have at most so many tokens from now on."""
+        """Fix the group's `max_model_len` and answer all waiting engines."""
         self.max_model_len = max_model_len
         self._answer()
 
@@ -51,7 +51,7 @@ class GroupLength:
 
 
 def misfit(fitted: LengthFitted, max_model_len: int) -> str | None:
-    """Why an engine cannot take requests of this length; None if it can."""
+    """Return why an engine cannot serve requests of `max_model_len` tokens, or None if it can."""
     own = fitted.max_model_len
     if own < max_model_len:
         return f"it has room for requests of {own:,} tokens, and max_model_len is {max_model_len:,} here"
