@@ -149,7 +149,7 @@ def test_engines_join_answer_and_end_when_they_are_told_or_their_router_does(key
             assert engine.chat(QUESTION, PARAMS).text == expected
             assert engine.chat(about, PARAMS).text == described, "by the model that sees"
             decode.send_signal(signal.SIGINT)
-            assert decode.wait(20) == 0
+            assert decode.wait(60) == 0
             assert isinstance(engine.chat(QUESTION, PARAMS).error, EngineLostError)
             with (
                 by_hand("decode", address, keys, "--page-size", "8") as misfit,
@@ -165,8 +165,8 @@ def test_engines_join_answer_and_end_when_they_are_told_or_their_router_does(key
                 assert "does not take it, its page_size is 8, and that of prefill-" in said and "Traceback" not in said
                 assert engine.chat(QUESTION, PARAMS).text == expected
                 engine.close()
-                assert another.wait(20) == 0
-        assert prefill.wait(20) == 0
+                assert another.wait(60) == 0
+        assert prefill.wait(60) == 0
     assert {path.name for path in segment_directory().glob("stepwise-hand*")} == before
 
 
@@ -190,18 +190,18 @@ def test_engines_that_are_killed_or_stopped_are_replaced_and_one_that_goes_on_en
 
         expected = engine.chat(QUESTION, PARAMS).text
         killed.kill()
-        assert lost_within(3.0)
+        assert lost_within(10.0)
         with by_hand("decode", address, keys) as stopped:
             while not core.router.of_role("decode"):
                 core.router.listen(0.1)
             assert engine.chat(QUESTION, PARAMS).text == expected
             stopped.send_signal(signal.SIGSTOP)
-            assert lost_within(8.0)
+            assert lost_within(15.0)
             stopped.send_signal(signal.SIGCONT)
             with by_hand("decode", address, keys):
                 while not core.router.of_role("decode"):
                     core.router.listen(0.1)
-                assert stopped.wait(20) == 0
+                assert stopped.wait(60) == 0
                 assert len(core.router.of_role("decode")) == 1
                 assert engine.chat(QUESTION, PARAMS).text == expected
         assert prefill.poll() is None

@@ -343,10 +343,10 @@ def test_one_that_stands_still_without_requests_is_replaced_too(group: Any, expe
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
     stats = group.stats()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < SILENT_S
     assert (stats.num_steps, stats.num_prompt_tokens) == (before.num_steps, before.num_prompt_tokens)
     assert group.flush_cache()
-    assert time.monotonic() - began < SILENT_S + 5.0
+    assert time.monotonic() - began < SILENT_S + 10.0
     assert eventually(lambda: group.stats() and not is_alive(pid))
     check_is_whole(group)
     assert told_of(Callers(group, ASKED[:1]).answers()[0]) == told_of(expected[0])
@@ -361,7 +361,7 @@ def test_a_group_whose_processes_stand_still_is_closed_within_seconds(make_group
         os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
     engine.close()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 8.0
     assert not any(map(is_alive, pids)) and not segments(links_of(engine)._group)
 
 
