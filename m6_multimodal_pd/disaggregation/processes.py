@@ -6,6 +6,7 @@ that was done too often of late; it joins when it is ready, and gets new request
 `CoreEngineProcManager`; SGLang: `launch_subprocesses` in `entrypoints/engine.py`.
 """
 
+import os
 import secrets
 import signal
 import subprocess
@@ -65,6 +66,8 @@ class Child:
         self.dropped: str | None = None
         """Why it was given up."""
         self.kill_at = 0.0
+        self.stopped_at: float | None = None
+        """When its process was first seen to be stopped while it started, in monotonic seconds."""
         command = [sys.executable, "-m", "m6_multimodal_pd.disaggregation.child"]
         # a process group of its own: a Ctrl-C in the terminal is the parent's alone, from the first moment on
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
@@ -130,6 +133,7 @@ class ProcessLinks:
         self.config, self.is_traced = config, is_traced
         self.restarts = RestartLimit(config.disaggregation.max_restarts)
         self.start_timeout_s: float = config.disaggregation.start_timeout_s
+        self.heartbeat_timeout_s: float = config.disaggregation.heartbeat_timeout_s
         self._group = secrets.token_hex(6)
         self._secret = secrets.token_bytes(32)
         router_keys, self._engine_keys = CurveKeys.generate()
@@ -138,7 +142,7 @@ class ProcessLinks:
             secret=self._secret,
             keys=router_keys,
             on_refused=on_refused,
-            heartbeat_timeout_s=config.disaggregation.heartbeat_timeout_s,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
         )
         self._router_key = router_keys.public
         self.children: dict[str, Child] = {}
@@ -188,8 +192,8 @@ class ProcessLinks:
         """Processes that have ended; each is started anew, also one that had no room: there may be some later."""
         now = time.monotonic()
         for name, child in list(self.children.items()):
-            if not child.joined and now > child.deadline:
-                child.drop(f"it did not start within start_timeout_s={self.start_timeout_s:g}")
+            if not child.joined:
+                self._drop_if_late(child, now)
             why = child.ended()
             if why is None:
                 continue
@@ -207,6 +211,18 @@ class ProcessLinks:
     def refuse(self, name: str, why: str) -> None:
         if name in self.children:
             self.children[name].fault = fault_of(ConfigError(why))
+
+    def _drop_if_late(self, child: Child, now: float) -> None:
+        """Drop an engine that has not joined in time, or whose process is stopped (SIGSTOP): it has no connection yet
+        that could be silent."""
+        if now > child.deadline:
+            child.drop(f"it did not start within start_timeout_s={self.start_timeout_s:g}")
+        if not is_stopped(child.process.pid):
+            child.stopped_at = None
+        elif child.stopped_at is None:
+            child.stopped_at = now
+        elif now > child.stopped_at + self.heartbeat_timeout_s:
+            child.drop(f"its process was stopped for {self.heartbeat_timeout_s:g} s while it started")
 
     def _start_anew(self, name: str, role: Role) -> None:
         first = name.partition("_")[0]
@@ -227,6 +243,15 @@ class ProcessLinks:
             child.end(max(deadline - time.monotonic(), 0.1) if may_end else 0.0)
             del self.children[name]
         self.socket.close()
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a child process is stopped by a signal. False on a system that does not report it (macOS)."""
+    if not hasattr(os, "waitid"):
+        return False
+    with suppress(ChildProcessError):  # it has ended
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _kill(children: dict[str, Child], restarts: "RestartLimit") -> None:

@@ -443,6 +443,17 @@ def test_an_engine_that_dies_while_it_starts_is_missed_at_once(
     assert own_engines() == before
 
 
+def test_an_engine_that_is_stopped_while_it_starts_is_missed_as_soon_as_any(
+    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not only after `start_timeout_s`."""
+    while_it_starts(monkeypatch, lambda links: links.children["decode-0"].process.send_signal(signal.SIGSTOP))
+    before = own_engines()
+    with pytest.raises(EngineLostError, match=r"decode-0.*was stopped for 0.5 s while it started"):
+        make_group(heartbeat_timeout_s=0.5, start_timeout_s=LIMIT_S)
+    assert own_engines() == before
+
+
 def test_ctrl_c_while_engines_start_leaves_none_of_them(
     make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,1 @@
+"""Deliberate faults, and the program that tries whether the tests find them: `python -m tests.faults`."""
