@@ -63,6 +63,13 @@ BESIDE_STOPPED_S = 17.0
 """Longest time of a call beside a stopped process: 15 s until it counts as lost, and a margin."""
 ANSWER_S = 90.0
 """Longest time until a request ends: 15 s to notice a stopped process, then a new one, up to twice."""
+
+
+def stop_profile(engine: Any) -> None:
+    """Invalid where no profile is recorded."""
+    engine.stop_profile()
+
+
 INVALID: tuple[Callable[[Any], Any], ...] = (
     lambda engine: engine.generate("", SamplingParams(max_tokens=2)),
     lambda engine: engine.generate([10**9]),
@@ -76,7 +83,7 @@ INVALID: tuple[Callable[[Any], Any], ...] = (
     lambda engine: engine.update_weights(object()),
     lambda engine: engine.update_weights(str(TEXT_MODEL)),
     lambda engine: engine.start_profile("a\0b"),
-    lambda engine: engine.stop_profile(),
+    stop_profile,
 )
 
 
@@ -114,6 +121,7 @@ class Episode:
         self.asked: list[tuple[Any, SamplingParams, tuple[int, ...]]] = []
         self.running: dict[str, tuple[int, float]] = {}
         self.by_hand: list[subprocess.Popen[bytes]] = []
+        self.may_record = False  # a call that ended in an error may have left some engines recording a profile
 
     def run(self, kind: str) -> None:
         """Live; leaves an open engine only if that is how the episode ends."""
@@ -125,6 +133,7 @@ class Episode:
                 prompt = alone.chat_prompt(messages)
                 self.asked.append((prompt, params, tuple(alone.generate(prompt, params).token_ids)))
         for _ in range(self.random.randint(1, 3)):
+            self.may_record = False
             with self.timed("build"):
                 engine = self._built(kind, shared)
             self._use(engine, self.random.uniform(5, 25), kind)
@@ -280,6 +289,8 @@ class Episode:
 
     def _invalid(self, engine: Any) -> None:
         call = self.random.choice(INVALID)
+        if self.may_record and call is stop_profile:
+            return
         with self.timed("invalid"):
             call(engine)
             self.violations.append(f"{inspect.getsource(call).strip()} was accepted")
@@ -298,6 +309,7 @@ class Episode:
 
     def _profile(self, engine: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
+            self.may_record = True
             with self.timed("start_profile"):
                 engine.start_profile(folder)
             for _ in range(5):
@@ -306,6 +318,7 @@ class Episode:
                 for path in engine.stop_profile():
                     if not path.is_file():
                         self.violations.append("stop_profile names a file that is not there")
+                self.may_record = False
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
