@@ -4,6 +4,7 @@ The user sees outputs; none may shrink, change, or come after its end. The audit
 and reads every message on its way, so that a page that goes twice is seen even if it does no harm.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from m6_multimodal_pd.disaggregation.messages import (
 )
 from m6_multimodal_pd.disaggregation.router import Router
 from m6_multimodal_pd.disaggregation.staging import StagedSource
+from m6_multimodal_pd.wiring import PARTS
 from tests.m6_multimodal_pd.engines import setting as m6_setting
 
 MANY_STEPS = 2000
@@ -87,6 +89,12 @@ class Wire:
         return [message for _, message in self.sent if isinstance(message, kind)]
 
 
+@functools.cache
+def loaded_once(model_config: ModelConfig) -> Any:
+    """Load a model for all groups of this process. No engine changes it; other weights come in another one."""
+    return PARTS["model_loader"](model_config)
+
+
 class Group:
     """A disaggregated engine in one process. Every step is looked at."""
 
@@ -105,7 +113,7 @@ class Group:
         self.listener = Listener()
         self.engine: Any = LLMEngine(
             model_config=ModelConfig(model=model, device="cpu", dtype="float32"),
-            parts=parts,
+            parts={"model_loader": loaded_once, **(parts or {})},
             disaggregation_config=DisaggregationConfig(
                 prefill=prefill, decode=decode, transport="in_process", **(group or {})
             ),
