@@ -234,7 +234,7 @@ class Episode:
             self.violations.append(f"{name}: {error!r}"[:1000])
         took = time.monotonic() - began
         calm = not was_stopped and not self.stopped and began > self.calm_from
-        limit = LOADING_S.get(name, CALM_S.get(name, 5.0) if calm else BESIDE_STOPPED_S)
+        limit = LOADING_S.get(name, CALM_S.get(name, 5.0)) if calm else LOADING_S.get(name, 0.0) + BESIDE_STOPPED_S
         if name in ("stats", "step", "submit", "abort"):
             limit = CALM_S[name]
         self.seconds[name + ("" if calm else ", beside a fault")].append(took)

@@ -91,7 +91,7 @@ class RouterCore(EngineCoreBase):
     def call_all(self, verb: Any, argument: str = "") -> dict[str, Any]:
         """Have all engines do something; returns what each answered, without those that were lost meanwhile. Raises
         the first error that one of them told; `EngineLostError` if one is silent, went while it loaded weights, or
-        none is there."""
+        none is left to answer."""
         asked: dict[int, Member] = {}
         try:
             self._ask(asked, verb, argument)
@@ -115,6 +115,8 @@ class RouterCore(EngineCoreBase):
                 raise EngineLostError(f"engine {name!r} does not answer {verb} within {CALL_TIMEOUT_S:g} s")
             elif verb == "update_weights":  # perhaps because of them
                 raise EngineLostError(f"engine {name!r} was lost while it loaded {shown(argument)}")
+        if not found and verb != "flush_cache":
+            raise EngineLostError(f"{verb}: all engines were lost before they answered")
         return found
 
     def _ask(self, asked: dict[int, Member], verb: Any, argument: str = "") -> None:

@@ -207,7 +207,8 @@ def test_operations_beside_stopped_engines_wait_no_longer_than_for_the_silence(
         with pytest.raises(EngineLostError, match="was lost while it loaded"):
             engine.update_weights(DEFAULT_MODEL)
     else:
-        engine.start_profile(tmp_path / "profile")
+        with pytest.raises(EngineLostError, match="start_profile: all engines were lost before they answered"):
+            engine.start_profile(tmp_path / "profile")
         with pytest.raises(EngineLostError, match="no engine left"):
             engine.stop_profile()
     assert time.monotonic() - began < SILENT_S + AT_ONCE_S
