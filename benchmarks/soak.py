@@ -48,6 +48,7 @@ from m6_multimodal_pd import (
     SpeculativeConfig,
 )
 from m6_multimodal_pd.demo_parts.drawing import Shape, picture
+from m6_multimodal_pd.disaggregation.shared_memory import remove_abandoned
 
 NAME = "soak"
 SEED = 1
@@ -430,6 +431,7 @@ def outside(seed: int) -> dict[str, Any]:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+    remove_abandoned()  # as the next engine that is started by hand does
     if names := segments() - before:
         found["violations"].append(f"shared memory left: {sorted(names)}")
     return found | {"seconds_in_all": round(time.monotonic() - began, 1)}

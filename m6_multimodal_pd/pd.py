@@ -12,7 +12,6 @@ config` and a proxy.
 
 import argparse
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from m6_multimodal_pd.disaggregation.child import Process
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.config_json import to_json
 from m6_multimodal_pd.disaggregation.messages import Order
-from m6_multimodal_pd.disaggregation.shared_memory import remove_leftovers
+from m6_multimodal_pd.disaggregation.shared_memory import owner_by_hand, remove_abandoned, remove_leftovers
 
 PROG = "python -m m6_multimodal_pd.pd"
 OF_REQUESTS = ("prompt", "chat", "image", "video", "n", "trace_file", "chrome_trace")
@@ -117,7 +116,7 @@ def _work(role: Any, args: argparse.Namespace, console: Console) -> None:
         public_key=keys.engines.public,
         secret_key=keys.engines.secret,
         trusted_key=trusted,
-        owner=f"hand{secrets.token_hex(8)}",
+        owner=owner_by_hand(),
         is_traced=True,
         num_threads=args.threads or 1,
         config=to_json(config),
@@ -125,6 +124,7 @@ def _work(role: Any, args: argparse.Namespace, console: Console) -> None:
     process = Process(order)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: process.stop())
+    remove_abandoned()
     console.print(f"{name} joins {args.join} with {model.model}", highlight=False)
     try:
         status = process.run()

@@ -2,7 +2,8 @@
 
 A process that is killed cleans nothing up, so a segment has a name only from the offer until both sides have mapped it.
 From then on it is the kernel's to free, when the last of the two unmaps it or dies. What dies inside that window leaves
-a name that begins with its owner's, and whoever started the owner removes it (`remove_leftovers`). Python's
+a name that begins with its owner's, and whoever started the owner removes it (`remove_leftovers`). What an engine that
+was started by hand leaves is removed by the next such engine on this host (`remove_abandoned`). Python's
 `multiprocessing.shared_memory` keeps the name to the end, and its resource tracker unlinks what others still use. New
 in this milestone. vLLM has such memory for messages between its workers (`distributed/device_communicators/
 shm_broadcast.py`), SGLang for pictures; both move KV through the network card, on one host as well.
@@ -15,6 +16,7 @@ import secrets
 import stat
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,6 +27,8 @@ from m6_multimodal_pd.errors import TransferError
 
 OWNER = re.compile(r"[A-Za-z0-9]{1,32}")
 SEGMENT = re.compile(rf"stepwise-({OWNER.pattern})-[0-9a-f]{{32}}")
+BY_HAND = re.compile(r"hand([0-9a-f]+)p([0-9]+)x[0-9a-f]{6}")
+"""The owner's name of an engine that was started by hand: its namespace of processes, and its process there."""
 
 
 class SharedMemorySegments:
@@ -93,6 +97,44 @@ def remove_leftovers(owner: str) -> list[str]:
     for name in names:
         (segment_directory() / name).unlink(missing_ok=True)
     return names
+
+
+def owner_by_hand() -> str:
+    """Return a new owner's name for this process, from which others on this host see whether it is dead."""
+    return f"hand{_process_namespace():x}p{os.getpid()}x{secrets.token_hex(3)}"
+
+
+def remove_abandoned() -> list[str]:
+    """Unlink the segments of dead engines that were started by hand; return their names.
+
+    A process of another namespace (another container) cannot be seen from here, so what is its own stays.
+    """
+    names = []
+    for path in segment_directory().glob("stepwise-hand*"):
+        segment = SEGMENT.fullmatch(path.name)
+        owner = BY_HAND.fullmatch(segment[1]) if segment else None
+        if owner and int(owner[1], 16) == _process_namespace() and not _is_alive(int(owner[2])):
+            with suppress(OSError):  # another user's
+                path.unlink()
+                names.append(path.name)
+    return names
+
+
+def _process_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # a system without namespaces
+        return 0
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def check_owner(owner: object) -> None:

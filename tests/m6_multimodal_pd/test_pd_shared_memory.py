@@ -17,6 +17,8 @@ from m6_multimodal_pd.disaggregation import shared_memory
 from m6_multimodal_pd.disaggregation.shared_memory import (
     SharedMemorySegments,
     leftovers,
+    owner_by_hand,
+    remove_abandoned,
     remove_leftovers,
     segment_directory,
 )
@@ -166,6 +168,31 @@ def test_an_owner_is_letters_and_digits(name: Any) -> None:
     for use in (SharedMemorySegments, leftovers, remove_leftovers):
         with pytest.raises(ConfigError, match="must be 1 to 32 letters and digits"):
             use(name)
+
+
+KILLED = """
+import os, signal, sys
+from m6_multimodal_pd.disaggregation.shared_memory import SharedMemorySegments, owner_by_hand
+print(SharedMemorySegments(owner_by_hand()).create(100)[0], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_engine_without_a_parent_leaves_is_removed_by_the_next_one() -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
+    killed = segment_directory() / done.stdout.strip()
+    alive = segment_directory() / SharedMemorySegments(owner_by_hand()).create(100)[0]
+    number = killed.name.partition("hand")[2].partition("p")[2].partition("x")[0]
+    elsewhere = segment_directory() / f"stepwise-hand123p{number}x000000-{32 * '0'}"  # another container's
+    elsewhere.touch()
+    try:
+        assert killed.exists()
+        removed = remove_abandoned()
+        assert killed.name in removed and not killed.exists()
+        assert alive.exists() and elsewhere.exists()
+    finally:
+        alive.unlink()
+        elsewhere.unlink()
 
 
 def test_where_there_is_no_shared_memory_files_do(
