@@ -67,7 +67,6 @@ class RequestInterface(Protocol):
     def __init__(
         self, request_id: str, prompt: str | None, sequence: Sequence, seed: int, arrival_time: float
     ) -> None: ...
-    def set_status(self, status: Any) -> None: ...
 
 
 class DetokenizerInterface(Protocol):

@@ -22,14 +22,14 @@ class OutputProcessor:
 
     def make_output(self, request: Request) -> RequestOutput:
         """The output of `request` as of now."""
-        data, reason = request.sequence.data, request.finish_reason
+        sequence, reason = request.sequence, request.finish_reason
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=tuple(data.prompt_token_ids),
+            prompt_token_ids=tuple(sequence.prompt_token_ids),
             prompt_logprobs=None
-            if data.prompt_logprobs is None
-            else tuple(row and dict(row) for row in data.prompt_logprobs),
+            if sequence.prompt_logprobs is None
+            else tuple(row and dict(row) for row in sequence.prompt_logprobs),
             outputs=self.completions(request),
             finished=request.is_finished,
             metrics=make_metrics(request),
@@ -42,17 +42,17 @@ class OutputProcessor:
 
     def completion(self, request: Request, *, index: int = 0) -> CompletionOutput:
         """The continuation that a request's one sequence holds; `index` is its number among those of its prompt."""
-        data, reason = request.sequence.data, request.finish_reason
+        sequence, reason = request.sequence, request.finish_reason
         logprobs = None
         if request.sampling_params.logprobs is not None:
-            logprobs = tuple(dict(row) for row in data.output_logprobs if row is not None)
+            logprobs = tuple(dict(row) for row in sequence.output_logprobs if row is not None)
         return CompletionOutput(
             index=index,
             text=self.visible_text(request),
-            token_ids=tuple(data.output_token_ids),
+            token_ids=tuple(sequence.output_token_ids),
             cumulative_logprob=None
             if logprobs is None
-            else sum(row[t].logprob for row, t in zip(logprobs, data.output_token_ids, strict=True)),
+            else sum(row[t].logprob for row, t in zip(logprobs, sequence.output_token_ids, strict=True)),
             logprobs=logprobs,
             finish_reason=None if reason is None else reason.reason,
             stop_reason=None if reason is None else reason.stop_reason,
@@ -81,7 +81,7 @@ def failed_output(request: Request, error: Exception) -> RequestOutput:
     completion = CompletionOutput(
         index=0,
         text="",
-        token_ids=tuple(request.sequence.data.output_token_ids),
+        token_ids=tuple(request.sequence.output_token_ids),
         cumulative_logprob=None,
         logprobs=None,
         finish_reason=FinishError.reason,

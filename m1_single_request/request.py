@@ -5,7 +5,7 @@ same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the fa
 """
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,15 +22,6 @@ class RequestStatus(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     """It ran and lost its KV memory to others, so it waits again (from m3 on)."""
-    FINISHED = "finished"
-
-
-class SequenceStatus(Enum):
-    """Where a sequence is in its life: as its request."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    PREEMPTED = "preempted"
     FINISHED = "finished"
 
 
@@ -114,17 +105,6 @@ class FinishError(BaseFinishReason):
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class SequenceData:
-    """The tokens of one sequence, and what is known of each."""
-
-    prompt_token_ids: list[int]
-    output_token_ids: list[int] = field(default_factory=list)
-    output_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_computed_tokens: int = 0  # tokens whose KV exists; while decoding this is prompt + output - 1
-
-
 class SimpleStops(NamedTuple):
     """What is left to ask about a sequence's next token, if nobody looks at its text."""
 
@@ -157,9 +137,12 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.request_id = request_id
-        self.data = SequenceData(prompt_token_ids)
+        self.prompt_token_ids = prompt_token_ids
+        self.output_token_ids: list[int] = []
+        self.output_logprobs: list[TokenLogprobs | None] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.num_computed_tokens = 0  # tokens whose KV exists; while decoding this is prompt + output - 1
         self.sampling_params = sampling_params
-        self.status = SequenceStatus.WAITING
         self.text_end: int | None = None  # where a stop string cuts the text
         self.simple_stops: SimpleStops | None = None  # the stop checker's word for the next tokens, if there is one
         self._detokenizer = detokenizer
@@ -168,7 +151,7 @@ class Sequence:
     @property
     def detokenizer(self) -> IncrementalDetokenizer:
         """The text of this sequence, as of its newest output token."""
-        output = self.data.output_token_ids
+        output = self.output_token_ids
         if self._num_read < len(output):
             before = self._detokenizer.mark()
             try:
@@ -183,21 +166,19 @@ class Sequence:
     def add_token_id(self, token_id: int, logprobs: LogprobRow | None = None) -> None:
         """Append one output token, which the detokenizer has. Its KV does not exist yet: the next step computes it."""
         named = self._named(logprobs)
-        self.data.output_logprobs.append(named)
+        self.output_logprobs.append(named)
         self._num_read += 1
-        self.data.output_token_ids.append(token_id)
+        self.output_token_ids.append(token_id)
 
     def mark(self) -> SequenceMark:
         """A point to `rewind` to."""
-        data = self.data
-        return SequenceMark(
-            len(data.output_token_ids), data.num_computed_tokens, data.prompt_logprobs, self.detokenizer.mark()
-        )
+        num_output = len(self.output_token_ids)
+        return SequenceMark(num_output, self.num_computed_tokens, self.prompt_logprobs, self.detokenizer.mark())
 
     def rewind(self, mark: SequenceMark) -> None:
         """Forget every token, and its text, since `mark`."""
-        num_output, self.data.num_computed_tokens, self.data.prompt_logprobs, text = mark
-        del self.data.output_token_ids[num_output:], self.data.output_logprobs[num_output:]
+        num_output, self.num_computed_tokens, self.prompt_logprobs, text = mark
+        del self.output_token_ids[num_output:], self.output_logprobs[num_output:]
         self._num_read = num_output
         self._detokenizer.rewind(text)
         self.text_end = None
@@ -205,13 +186,13 @@ class Sequence:
     def add_prompt_logprobs(self, rows: SequenceOf[LogprobRow]) -> None:
         """Record the log-probabilities of the prompt's tokens after the first, which has none; or of some of them, in
         their order (from m5 on). Once all are there, the next ones begin anew."""
-        known = [None] if self.has_prompt_logprobs else self.data.prompt_logprobs or [None]
-        self.data.prompt_logprobs = [*known, *(self._named(row) for row in rows)]
+        known = [None] if self.has_prompt_logprobs else self.prompt_logprobs or [None]
+        self.prompt_logprobs = [*known, *(self._named(row) for row in rows)]
 
     @property
     def has_prompt_logprobs(self) -> bool:
         """Whether all of the prompt's tokens have their log-probabilities."""
-        return self.data.prompt_logprobs is not None and len(self.data.prompt_logprobs) >= self.get_prompt_len()
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) >= self.get_prompt_len()
 
     def _named(self, row: LogprobRow | None) -> TokenLogprobs | None:
         if row is None:
@@ -221,16 +202,13 @@ class Sequence:
         return {token: Logprob(logprob, rank, text(token)) for token, logprob, rank in columns}
 
     def get_prompt_len(self) -> int:
-        return len(self.data.prompt_token_ids)
+        return len(self.prompt_token_ids)
 
     def get_output_len(self) -> int:
-        return len(self.data.output_token_ids)
+        return len(self.output_token_ids)
 
     def get_len(self) -> int:
-        return len(self.data.prompt_token_ids) + len(self.data.output_token_ids)
-
-    def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 class Request:
@@ -275,13 +253,8 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self.sequence.data.prompt_token_ids
+        return self.sequence.prompt_token_ids
 
     @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
-
-    def set_status(self, status: RequestStatus) -> None:
-        """Change the status of the request and of its sequence."""
-        self.status = status
-        self.sequence.status = SequenceStatus(status.value)

@@ -72,7 +72,7 @@ class RequestUpdater:
             if sampled.prompt_logprobs is not None:
                 sequence.add_prompt_logprobs(sampled.prompt_logprobs)
             sequence.text_end = verdict.text_end
-            sequence.data.num_computed_tokens += num_new_kv + verdict.num_accepted - 1
+            sequence.num_computed_tokens += num_new_kv + verdict.num_accepted - 1
             new_text = sequence.detokenizer.text[shown:] if self.tracer else ""
             if request.to_finish is None:  # an abort may have come meanwhile
                 request.to_finish = verdict.finish_reason
@@ -106,24 +106,23 @@ class RequestUpdater:
         others = []
         for index, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
             sequence = request.sequence
-            stops, data = sequence.simple_stops, sequence.data
-            output = data.output_token_ids
+            stops, output = sequence.simple_stops, sequence.output_token_ids
             if stops is None or token_id in stops.stop_ids or len(output) + 1 >= stops.num_output or request.to_finish:
                 others.append(index)
             else:
-                data.num_computed_tokens += num_new_kv
+                sequence.num_computed_tokens += num_new_kv
                 output.append(token_id)  # last: an interrupt before it leaves one token too many computed, none missing
         return others
 
     def commit_run_simply(self, request: Request, token_ids: Sequence[int], *, num_new_kv: int = 1) -> bool:
         """`commit_simply` for one request and several tokens (from m5 on); False, and no change, if that is not all."""
-        stops, data = request.sequence.simple_stops, request.sequence.data
-        output = data.output_token_ids
+        sequence = request.sequence
+        stops, output = sequence.simple_stops, sequence.output_token_ids
         if stops is None or len(output) + len(token_ids) >= stops.num_output or request.to_finish:
             return False
         if not stops.stop_ids.isdisjoint(token_ids):
             return False
-        data.num_computed_tokens += num_new_kv + len(token_ids) - 1
+        sequence.num_computed_tokens += num_new_kv + len(token_ids) - 1
         output.extend(token_ids)  # last, as there
         return True
 
@@ -131,7 +130,7 @@ class RequestUpdater:
         """Give the request its end; the scheduler takes it out of its queues."""
         request.finish_reason = reason
         request.finished_time = time.monotonic()
-        request.set_status(RequestStatus.FINISHED)
+        request.status = RequestStatus.FINISHED
 
     def trace_end(self, request: Request) -> None:
         """Tell the trace why the request ended, once it is in no queue any more."""

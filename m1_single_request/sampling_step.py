@@ -80,8 +80,8 @@ class SamplingStep:
         return SamplingRow(
             params=request.sampling_params,
             seed=request.seed,
-            prompt_token_ids=sequence.data.prompt_token_ids,
-            output_token_ids=sequence.data.output_token_ids,
+            prompt_token_ids=sequence.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids,
             stop_ids=self.stop_checker.stop_ids(sequence),
         )
 

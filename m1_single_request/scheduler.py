@@ -65,9 +65,9 @@ class Scheduler:
         if not self.running or self.running[0].to_finish is not None:
             return None
         request = self.running[0]
-        data = request.sequence.data
-        start = data.num_computed_tokens
-        new = tuple(data.prompt_token_ids if start == 0 else data.output_token_ids[-1:])
+        sequence = request.sequence
+        start = sequence.num_computed_tokens
+        new = tuple(sequence.prompt_token_ids if start == 0 else sequence.output_token_ids[-1:])
         if self.tracer:
             self.tracer.emit(
                 Batch(
@@ -111,11 +111,11 @@ class Scheduler:
         assert len(self.running) <= 1
         assert {r.request_id: r for r in queued} == self.requests and len(queued) == len(self.requests)
         for request in queued:
-            data = request.sequence.data
+            sequence = request.sequence
             state = RequestStatus.RUNNING if request in self.running else RequestStatus.WAITING
             assert request.status is state
-            done = request.sequence.get_len() - 1 if data.output_token_ids else 0
-            assert data.num_computed_tokens == done, "a decoding request has KV for all tokens but the newest"
+            done = sequence.get_len() - 1 if sequence.output_token_ids else 0
+            assert sequence.num_computed_tokens == done, "a decoding request has KV for all tokens but the newest"
 
     def _admit(self) -> None:
         """Let the oldest waiting request run. One that is marked to finish stays: the update will end it."""
@@ -123,7 +123,7 @@ class Scheduler:
         if request is None:
             return
         self.running.append(request)  # first, so that an interrupt never leaves it in no queue
-        request.set_status(RequestStatus.RUNNING)
+        request.status = RequestStatus.RUNNING
         self.waiting.remove(request)
         if self.tracer:
             self.tracer.emit(

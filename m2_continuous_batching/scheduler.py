@@ -73,7 +73,7 @@ class Scheduler:
         self._release()  # an interrupted update may not have come so far
         plan = StepPlan(budget=self.max_num_batched_tokens)
         running = [request for request in self.running if request.to_finish is None]
-        first = [r for r in running if r.request_id in self._left_out or r.sequence.data.num_computed_tokens == 0]
+        first = [r for r in running if r.request_id in self._left_out or r.sequence.num_computed_tokens == 0]
         for request in first:
             self._continue(request, plan)
         if all(request.request_id in plan.num_scheduled_tokens for request in first):
@@ -134,8 +134,8 @@ class Scheduler:
         assert sorted(self.kv_manager.owned()) == sorted(running), "whoever runs owns memory, and nobody else"
         assert set(self._left_out) <= set(running)
         for request in self.running:
-            data = request.sequence.data
-            assert data.num_computed_tokens == (request.sequence.get_len() - 1 if data.output_token_ids else 0)
+            sequence = request.sequence
+            assert sequence.num_computed_tokens == (sequence.get_len() - 1 if sequence.output_token_ids else 0)
         self.kv_manager.check_invariants()
 
     def _continue(self, request: Request, plan: StepPlan) -> None:
@@ -144,12 +144,12 @@ class Scheduler:
         With its newest token; or with its prompt again, if the step that should have read it was interrupted.
         """
         sequence = request.sequence
-        needed = 1 if sequence.data.num_computed_tokens else sequence.get_prompt_len()
-        total = sequence.data.num_computed_tokens + needed
+        needed = 1 if sequence.num_computed_tokens else sequence.get_prompt_len()
+        total = sequence.num_computed_tokens + needed
         if needed > plan.budget_left or not self.kv_manager.can_hold(request.request_id, total):
             return
         new_ids = self.kv_manager.reserve(request.request_id, total)
-        if sequence.data.num_computed_tokens:
+        if sequence.num_computed_tokens:
             plan.add_decode(request, new_ids)
         else:
             plan.add_prefill(request, self.kv_manager.block_ids(request.request_id))
@@ -177,7 +177,7 @@ class Scheduler:
                 return
             self.kv_manager.reserve(request.request_id, num_tokens)
             block_ids = self.kv_manager.block_ids(request.request_id)
-            request.set_status(RequestStatus.RUNNING)
+            request.status = RequestStatus.RUNNING
             self.running.append(request)  # and only then out of the queue: an interrupt leaves it in one of them
             self.waiting.pop_request()
             plan.add_prefill(request, block_ids)

@@ -25,12 +25,12 @@ class StepPlan:
 
     def add_decode(self, request: Request, new_block_ids: list[int]) -> None:
         """Schedule the newest token of a request that has run before."""
-        data, decodes = request.sequence.data, self._decodes
+        sequence, decodes = request.sequence, self._decodes
         decodes.req_ids.append(request.request_id)
-        decodes.new_token_ids.append(data.output_token_ids[-1:])
+        decodes.new_token_ids.append(sequence.output_token_ids[-1:])
         decodes.new_block_ids.append(new_block_ids)
-        decodes.num_computed_tokens.append(data.num_computed_tokens)
-        decodes.num_output_tokens.append(len(data.output_token_ids))
+        decodes.num_computed_tokens.append(sequence.num_computed_tokens)
+        decodes.num_output_tokens.append(len(sequence.output_token_ids))
         self._take(request, 1)
 
     def output(self, *, finished_req_ids: frozenset[str]) -> SchedulerOutput:

@@ -52,7 +52,7 @@ class Admission:
             for sibling in running:
                 if sibling.parent_id != request.parent_id or sibling.to_finish is not None:
                     continue
-                if sibling.sequence.data.num_computed_tokens >= sequence.get_prompt_len() - 1:
+                if sibling.sequence.num_computed_tokens >= sequence.get_prompt_len() - 1:
                     return WayIn("fork", 1, 1, sibling)
                 if sibling.request_id in plan.num_scheduled_tokens:
                     return WayIn("fork", 0, 0, sibling, is_ready=False)
@@ -97,7 +97,7 @@ class Admission:
                     rid=request.request_id,
                     how=way.how,
                     source=way.source.request_id if way.source else None,
-                    prefix=request.sequence.data.num_computed_tokens,
+                    prefix=request.sequence.num_computed_tokens,
                     extend=way.num_tokens,
                     num_output_tokens=request.sequence.get_output_len(),
                     num_blocks=way.num_blocks,

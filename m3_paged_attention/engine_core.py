@@ -147,5 +147,5 @@ class KVView:
 
     def num_kv_tokens(self) -> int:
         """Slots of the device's blocks that hold a token's KV; a shared one counts once."""
-        lengths = {r.request_id: r.sequence.data.num_computed_tokens for r in self.scheduler.running}
+        lengths = {r.request_id: r.sequence.num_computed_tokens for r in self.scheduler.running}
         return self.scheduler.kv_manager.num_tokens_held(lengths)

@@ -71,11 +71,11 @@ def take_blocks(request: Request, kv_manager: PagedKVManager, *, swap: bool, nee
     """
     request_id, sequence = request.request_id, request.sequence
     num_blocks, available = len(kv_manager.block_ids(request_id)), kv_manager.num_free
-    num_tokens = sequence.data.num_computed_tokens
+    num_tokens = sequence.num_computed_tokens
     is_swapped = swap and kv_manager.swap_out(request_id)
     if not is_swapped:
         kv_manager.release(request_id)
-        sequence.data.num_computed_tokens = 0
+        sequence.num_computed_tokens = 0
     if tracer:
         tracer.emit(
             Preempted(

@@ -23,7 +23,7 @@ def recover(
     Whoever lacks the KV of its newest token only, and was not moved in memory, goes on where it is, on the device or on
     the host; everybody else starts over. All are sent in full again. Interrupted itself, it can be called again.
     """
-    whole = [r for r in requests if 0 < r.sequence.data.num_computed_tokens == r.sequence.get_len() - 1]
+    whole = [r for r in requests if 0 < r.sequence.num_computed_tokens == r.sequence.get_len() - 1]
     kv_manager.recover([r.request_id for r in whole if r.to_finish is None])  # drops whoever was moved
     owned, swapped = kv_manager.owned(), kv_manager.swapped()
     waiting, reset = PreemptedFirstQueue(), []
@@ -32,11 +32,11 @@ def recover(
         if request.request_id in owned:
             continue
         if request.request_id not in swapped:
-            if request.status is RequestStatus.RUNNING or request.sequence.data.num_computed_tokens:
+            if request.status is RequestStatus.RUNNING or request.sequence.num_computed_tokens:
                 reset.append(request.request_id)
-            request.sequence.data.num_computed_tokens = 0
+            request.sequence.num_computed_tokens = 0
         if request.status is RequestStatus.RUNNING:
-            request.set_status(RequestStatus.PREEMPTED)
+            request.status = RequestStatus.PREEMPTED
         waiting.add_request(request)
     if tracer:
         tracer.emit(StepLost(reset=tuple(reset)))
@@ -59,7 +59,7 @@ def check_memory(running: Sequence[Request], waiting: Iterable[Request], kv_mana
     assert sorted(kv_manager.owned()) == sorted(request.request_id for request in running)
     assert sorted(kv_manager.swapped()) == sorted(swapped)
     for request in running:
-        done = request.sequence.data.num_computed_tokens
+        done = request.sequence.num_computed_tokens
         assert done == request.sequence.get_len() - 1, (request.request_id, done)
         num_blocks = len(kv_manager.block_ids(request.request_id))
         spare = num_blocks - kv_manager.blocks_for(done)  # for its next token, after a step that was lost

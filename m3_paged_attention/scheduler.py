@@ -154,7 +154,7 @@ class Scheduler:
 
     def _in_need(self, running: list[Request]) -> dict[str, int]:
         """Those of the running requests whose next token may take a block, with their length after it."""
-        return dict(self.kv_manager.in_need([(r.request_id, r.sequence.data.num_computed_tokens + 1) for r in running]))
+        return dict(self.kv_manager.in_need([(r.request_id, r.sequence.num_computed_tokens + 1) for r in running]))
 
     def _make_room(self, running: list[Request]) -> dict[str, int]:
         """Preempt until the next tokens of all `running` requests have room; takes the preempted out of it.
@@ -215,14 +215,14 @@ class Scheduler:
         """Move a request from waiting to running, and give it its blocks."""
         request_id, sequence, kv_manager = request.request_id, request.sequence, self.kv_manager
         self.waiting.pop_request()
-        request.set_status(RequestStatus.RUNNING)
+        request.status = RequestStatus.RUNNING
         self.running.append(request)
         if way.how == "swap_in":
             kv_manager.swap_in(request_id)
         elif way.source is not None:
             kv_manager.fork(way.source.request_id, request_id, sequence.get_prompt_len() - 1)
             if way.is_ready:
-                sequence.data.num_computed_tokens = sequence.get_prompt_len() - 1
+                sequence.num_computed_tokens = sequence.get_prompt_len() - 1
             else:
                 self._forks.setdefault(way.source.request_id, []).append(request)
         if way.num_tokens:
@@ -269,9 +269,9 @@ class Scheduler:
         """The prompts that others wait for have their KV now, or will never have it."""
         for source_id, requests in self._forks.items():
             source = self.requests[source_id]
-            if source.sequence.data.num_computed_tokens:
+            if source.sequence.num_computed_tokens:
                 for request in requests:
-                    request.sequence.data.num_computed_tokens = request.sequence.get_prompt_len() - 1
+                    request.sequence.num_computed_tokens = request.sequence.get_prompt_len() - 1
             else:
                 self._reset(requests)
         self._forks = {}
@@ -308,7 +308,7 @@ class Scheduler:
 
     def _send_back(self, request: Request) -> None:
         """Let a request that ran wait before all others; among its like the oldest arrival comes first."""
-        request.set_status(RequestStatus.PREEMPTED)
+        request.status = RequestStatus.PREEMPTED
         request.is_sent = False
         if request in self.running:
             self.running.remove(request)
@@ -320,7 +320,7 @@ class Scheduler:
         for request in requests:
             if request.to_finish is None:
                 self.kv_manager.release(request.request_id)
-                request.sequence.data.num_computed_tokens = 0
+                request.sequence.num_computed_tokens = 0
                 self._send_back(request)
 
     def _recover(self) -> None:

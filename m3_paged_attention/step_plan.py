@@ -31,7 +31,7 @@ class StepPlan:
         """Schedule every token without KV of a request that the runner does not know, or no longer."""
         self._full.append((request, block_ids))
         request.is_sent = True
-        num_tokens = request.sequence.get_len() - request.sequence.data.num_computed_tokens
+        num_tokens = request.sequence.get_len() - request.sequence.num_computed_tokens
         self.num_scheduled_tokens[request.request_id] = num_tokens
         self.budget_left -= num_tokens
 
@@ -47,7 +47,7 @@ class StepPlan:
         self, *, finished_req_ids: frozenset[str], moves: BlockMoves, stop_checker: StopChecker
     ) -> SchedulerOutput:
         """The decision, complete."""
-        data = [request.sequence.data for request in self._decodes]
+        sequences = [request.sequence for request in self._decodes]
         return SchedulerOutput(
             scheduled_new_reqs=[
                 NewRequestData(
@@ -57,27 +57,27 @@ class StepPlan:
                     seed=request.seed,
                     stop_token_ids=stop_checker.stop_ids(request.sequence),
                     block_ids=block_ids,
-                    num_computed_tokens=request.sequence.data.num_computed_tokens,
+                    num_computed_tokens=request.sequence.num_computed_tokens,
                 )
                 for request, block_ids in self._full
-                if not request.sequence.data.output_token_ids
+                if not request.sequence.output_token_ids
             ],
             scheduled_resumed_reqs=[
                 ResumedReqData(
                     req_id=request.request_id,
-                    output_token_ids=list(request.sequence.data.output_token_ids),
+                    output_token_ids=list(request.sequence.output_token_ids),
                     block_ids=block_ids,
-                    num_computed_tokens=request.sequence.data.num_computed_tokens,
+                    num_computed_tokens=request.sequence.num_computed_tokens,
                 )
                 for request, block_ids in self._full
-                if request.sequence.data.output_token_ids
+                if request.sequence.output_token_ids
             ],
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=[request.request_id for request in self._decodes],
-                new_token_ids=[tokens.output_token_ids[-1:] for tokens in data],
+                new_token_ids=[sequence.output_token_ids[-1:] for sequence in sequences],
                 new_block_ids=self._new_block_ids,
-                num_computed_tokens=[tokens.num_computed_tokens for tokens in data],
-                num_output_tokens=[len(tokens.output_token_ids) for tokens in data],
+                num_computed_tokens=[sequence.num_computed_tokens for sequence in sequences],
+                num_output_tokens=[len(sequence.output_token_ids) for sequence in sequences],
             ),
             num_scheduled_tokens=self.num_scheduled_tokens,
             total_num_scheduled_tokens=self.budget - self.budget_left,
@@ -94,7 +94,7 @@ class StepPlan:
     def event(self, *, left: Iterable[str]) -> Batch:
         """The decision for the trace; built only for a reader."""
         rows = list(self.requests())
-        prefix = [request.sequence.data.num_computed_tokens for request in rows]
+        prefix = [request.sequence.num_computed_tokens for request in rows]
         extend = [self.num_scheduled_tokens[request.request_id] for request in rows]
         has_prefill, has_decode = bool(self._full), bool(self._decodes)
         return Batch(

@@ -55,7 +55,7 @@ def recover(scheduler: "SchedulerBase") -> None:
     for req in lost:
         if req.to_finish is None:
             req.num_retractions += 1
-            req.set_status(RequestStatus.PREEMPTED)
+            req.status = RequestStatus.PREEMPTED
     elsewhere = {id(req) for req in scheduler.requests.values() if req.req_pool_idx is not None}
     elsewhere |= {id(req) for req in scheduler.exchange.held()}
     scheduler.waiting_queue = [req for req in scheduler.requests.values() if id(req) not in elsewhere]

@@ -64,11 +64,11 @@ class Req(Request):
 
     @property
     def origin_input_ids(self) -> list[int]:
-        return self.sequence.data.prompt_token_ids
+        return self.sequence.prompt_token_ids
 
     @property
     def output_ids(self) -> list[int]:
-        return self.sequence.data.output_token_ids
+        return self.sequence.output_token_ids
 
     @property
     def seqlen(self) -> int:
@@ -77,11 +77,11 @@ class Req(Request):
     @property
     def kv_committed_len(self) -> int:
         """Tokens whose KV exists; between two steps this is prompt + output - 1, for the newest token has none yet."""
-        return self.sequence.data.num_computed_tokens
+        return self.sequence.num_computed_tokens
 
     @kv_committed_len.setter
     def kv_committed_len(self, num_tokens: int) -> None:
-        self.sequence.data.num_computed_tokens = num_tokens
+        self.sequence.num_computed_tokens = num_tokens
 
     @property
     def kv_allocated_len(self) -> int:
@@ -139,4 +139,4 @@ class Req(Request):
         self.cache_protected_len = self.extend_input_len = self.kv_committed_len = 0
         self.req_pool_idx = self.req_to_token_pool = None
         if not self.sequence.has_prompt_logprobs:
-            self.sequence.data.prompt_logprobs = None  # those of a part of the prompt are no use (from m5 on)
+            self.sequence.prompt_logprobs = None  # those of a part of the prompt are no use (from m5 on)

@@ -71,8 +71,8 @@ class SamplingBatchInfo:
             SamplingRow(
                 params=req.sampling_params,
                 seed=req.seed,
-                prompt_token_ids=req.sequence.data.prompt_token_ids,
-                output_token_ids=req.sequence.data.output_token_ids,
+                prompt_token_ids=req.sequence.prompt_token_ids,
+                output_token_ids=req.sequence.output_token_ids,
                 stop_ids=stop_ids(req.sequence),
             )
             for req in reqs

@@ -232,7 +232,7 @@ class SchedulerBase(ABC):
         started = {id(req) for req in new}
         self.waiting_queue = [req for req in self.waiting_queue if id(req) not in started]
         for req in new:
-            req.set_status(RequestStatus.RUNNING)
+            req.status = RequestStatus.RUNNING
             self.tree_cache.record_hit(req.last_node)
             self.num_cached_tokens += len(req.prefix_indices)
             if not req.num_retractions:
@@ -269,7 +269,7 @@ class SchedulerBase(ABC):
                 self.tree_cache.cache_finished_req(req, is_insert=False)
             req.num_retractions += 1
             self.num_retractions += 1
-            req.set_status(RequestStatus.PREEMPTED)
+            req.status = RequestStatus.PREEMPTED
             self.waiting_queue.append(req)
             self.batch_is_full = False
 

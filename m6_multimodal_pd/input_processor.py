@@ -81,7 +81,7 @@ class InputProcessor:
             request_id, prompt, params, number=number, arrival_time=arrival_time, **options
         )
         children = request.children if isinstance(request, ParentRequest) else [request]
-        token_ids = children[0].sequence.data.prompt_token_ids
+        token_ids = children[0].sequence.prompt_token_ids
         if self.prompts is not None:
             self.prompts.check(token_ids, inputs)
         elif inputs is not None:

@@ -122,7 +122,7 @@ class DecodeExchange:
         self._place(req, match)
         if self.tracer:
             self.tracer.emit(matched_event(req))
-        req.set_status(RequestStatus.RUNNING)
+        req.status = RequestStatus.RUNNING
         del self.prealloc_queue[req.rid]
         self.transfer_queue[req.rid] = req
         return True

@@ -163,7 +163,7 @@ class DecodeSide(EngineSide[KVReceiver]):
         came = self.of_prompts.pop(room, None)
         logprobs: tuple[Row | None, ...] = (None,) * len(new)
         if req.sampling_params.logprobs is not None:
-            logprobs = tuple(row_of(named) for named in req.sequence.data.output_logprobs[first:])
+            logprobs = tuple(row_of(named) for named in req.sequence.output_logprobs[first:])
         tokens = Tokens(
             room=room,
             first=first,

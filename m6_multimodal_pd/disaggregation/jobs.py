@@ -97,10 +97,10 @@ def prompt_of(job: Job, tokens: MediaTokens | None) -> list[int]:
 def resume(req: Req, output_token_ids: tuple[int, ...]) -> None:
     """Let a new request have said these tokens already, elsewhere. What was told of their log-probabilities is told: an
     entry stands in for each, where the request asks for them."""
-    data = req.sequence.data
+    sequence = req.sequence
     asked = req.sampling_params.logprobs is not None
-    data.output_token_ids.extend(output_token_ids)
-    data.output_logprobs.extend({token: TOLD} if asked else None for token in output_token_ids)
+    sequence.output_token_ids.extend(output_token_ids)
+    sequence.output_logprobs.extend({token: TOLD} if asked else None for token in output_token_ids)
 
 
 def row_of(named: TokenLogprobs | None) -> Row | None:

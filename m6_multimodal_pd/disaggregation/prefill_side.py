@@ -158,15 +158,15 @@ class PrefillSide(EngineSide[KVSender]):
         return True
 
     def _first_token(self, occupied: Occupied[KVSender]) -> FirstToken:
-        data = occupied.req.sequence.data
+        sequence = occupied.req.sequence
         of_prompt: tuple[Row, ...] | None = None
-        if data.prompt_logprobs is not None:
-            of_prompt = tuple(row for named in data.prompt_logprobs if (row := row_of(named)) is not None)
+        if sequence.prompt_logprobs is not None:
+            of_prompt = tuple(row for named in sequence.prompt_logprobs if (row := row_of(named)) is not None)
         return FirstToken(
             room=occupied.room,
             num_chunks=occupied.transfer.num_chunks,
-            token_id=data.output_token_ids[-1],
-            logprobs=row_of(data.output_logprobs[-1]),
+            token_id=sequence.output_token_ids[-1],
+            logprobs=row_of(sequence.output_logprobs[-1]),
             prompt_logprobs=of_prompt,
             cached_tokens=occupied.req.cached_tokens,
         )

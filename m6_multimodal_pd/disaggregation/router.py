@@ -343,7 +343,7 @@ class Router:
             if not member.rooms:  # without requests it had nothing to say
                 member.last_heard = time.monotonic()
             member.rooms.add(room)
-        req.set_status(RequestStatus.RUNNING)
+        req.status = RequestStatus.RUNNING
         if self.tracer:
             self.tracer.emit(
                 RequestRouted(
@@ -373,7 +373,7 @@ class Router:
             self.finish_requests([attempt.req.rid], FinishError(error))
             return
         self.num_retries += 1
-        attempt.req.set_status(RequestStatus.PREEMPTED)
+        attempt.req.status = RequestStatus.PREEMPTED
 
     def _give_up(self, attempt: Attempt) -> None:
         """Nothing more is wanted of this room."""

@@ -216,7 +216,7 @@ def test_an_interrupted_step_can_be_repeated(
             interrupts += 1
         else:  # what an interrupted step left in the cache is gone after its repetition
             running = engine.engine_core.scheduler.running
-            assert held(engine) == sum(request.sequence.data.num_computed_tokens for request in running)
+            assert held(engine) == sum(request.sequence.num_computed_tokens for request in running)
         engine.engine_core.scheduler.check_invariants()
     assert interrupts == 1
     assert [last[rid].token_ids for rid in ("a", "b", "c")] == [expected] * 3

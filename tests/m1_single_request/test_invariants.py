@@ -117,7 +117,7 @@ class Traffic(RuleBasedStateMachine):
             return
         self.core.scheduler.check_invariants()
         running = self.core.scheduler.running
-        assert held(self.engine) == sum(request.sequence.data.num_computed_tokens for request in running)
+        assert held(self.engine) == sum(request.sequence.num_computed_tokens for request in running)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -184,8 +184,8 @@ def test_the_invariants_notice_a_lost_request(engine: LLMEngine) -> None:
 def test_the_invariants_notice_a_wrong_token_count(engine: LLMEngine) -> None:
     engine.add_request("a")
     engine.step()
-    data = engine.engine_core.scheduler.running[0].sequence.data
-    data.num_computed_tokens += 1
+    sequence = engine.engine_core.scheduler.running[0].sequence
+    sequence.num_computed_tokens += 1
     with pytest.raises(AssertionError):
         engine.engine_core.scheduler.check_invariants()
-    data.num_computed_tokens -= 1
+    sequence.num_computed_tokens -= 1

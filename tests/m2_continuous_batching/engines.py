@@ -54,7 +54,7 @@ def check_step(engine: LLMEngine) -> None:
     core = engine.engine_core
     scheduler, executor = core.scheduler, core.executor
     scheduler.check_invariants()
-    computed = {request.request_id: request.sequence.data.num_computed_tokens for request in scheduler.running}
+    computed = {request.request_id: request.sequence.num_computed_tokens for request in scheduler.running}
     assert sum(computed.values()) == held(engine), "KV is held for exactly the computed tokens of the running requests"
     assert set(executor.held_request_ids()) <= computed.keys()
     execution = executor.worker.model_runner.execution

@@ -576,7 +576,7 @@ def free_too_early(bed: SchedulerBed) -> None:
 
 
 def count_a_token_twice(bed: SchedulerBed) -> None:
-    bed.requests["r0"].sequence.data.num_computed_tokens += 1
+    bed.requests["r0"].sequence.num_computed_tokens += 1
 
 
 def let_too_many_run(bed: SchedulerBed) -> None:

@@ -75,7 +75,7 @@ def check_step(engine: LLMEngine) -> None:
     slots = set()
     for request in scheduler.running:
         block_ids = kv_manager.block_ids(request.request_id)
-        done = request.sequence.data.num_computed_tokens
+        done = request.sequence.num_computed_tokens
         slots |= {(block_ids[n // kv_manager.block_size], n % kv_manager.block_size) for n in range(done)}
         if request.is_sent:
             row = batch.block_tables[batch.states[request.request_id].table_row]

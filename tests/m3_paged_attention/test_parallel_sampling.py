@@ -84,7 +84,7 @@ def test_whoever_wants_prompt_logprobs_computes_the_prompt() -> None:
     bed = make_paged_bed()
     rid = bed.add(6, max_tokens=3, n=3, prompt_logprobs=1)
     bed.drain()
-    found = [bed.requests[child].sequence.data.prompt_logprobs for child in children(rid, 3)]
+    found = [bed.requests[child].sequence.prompt_logprobs for child in children(rid, 3)]
     assert len(found[0] or []) == 6 and found[1:] == [None, None]
 
 
@@ -96,7 +96,7 @@ def test_siblings_that_all_want_prompt_logprobs_share_nothing() -> None:
     bed.requests = {child.request_id: child for child in own}
     assert bed.step().counts == {"r/0": 3, "r/1": 3}
     bed.drain()
-    assert all(child.sequence.data.prompt_logprobs is not None for child in own)
+    assert all(child.sequence.prompt_logprobs is not None for child in own)
 
 
 # --- when something happens to the first one --------------------------------------------------------------------------
@@ -222,6 +222,6 @@ def test_the_number_of_output_tokens_never_falls(make_engine: MakeEngine) -> Non
             assert engine.abort_request("p/1")
         engine.step()
         seen.append(engine.stats().num_output_tokens)
-        said = sum(len(r.sequence.data.output_token_ids) for r in engine.engine_core.scheduler.requests.values())
+        said = sum(len(r.sequence.output_token_ids) for r in engine.engine_core.scheduler.requests.values())
         assert seen[-1] >= said
     assert seen == sorted(seen) and seen[-1] > 3 * 9

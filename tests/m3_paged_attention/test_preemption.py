@@ -41,7 +41,7 @@ def running(*lens: tuple[int, int]) -> list[Request]:
         request = make_request(f"r{number}", [1] * num_prompt, SamplingParams(), request_class=Request)
         assert isinstance(request, Request)
         request.number = number + 1
-        request.sequence.data.output_token_ids = [1] * num_output
+        request.sequence.output_token_ids = [1] * num_output
         requests.append(request)
     return requests
 

@@ -17,7 +17,7 @@ def request(number: int, *, preempted: bool = False) -> Request:
     assert isinstance(made, Request)
     made.number = number
     if preempted:
-        made.set_status(RequestStatus.PREEMPTED)
+        made.status = RequestStatus.PREEMPTED
     return made
 
 
@@ -81,7 +81,7 @@ def test_it_behaves_as_a_sorted_list_does(verbs: list[str], random: Random) -> N
             queue.add_request(model[-1])
         elif verb == "preempt" and ran:  # somebody who left before
             back = ran.pop(random.randrange(len(ran)))
-            back.set_status(RequestStatus.PREEMPTED)
+            back.status = RequestStatus.PREEMPTED
             queue.add_request(back)
             model.append(back)
         elif verb == "pop" and model:

@@ -257,7 +257,7 @@ def give_too_much(bed: PagedBed) -> None:
 
 
 def count_a_token_twice(bed: PagedBed) -> None:
-    bed.requests["r0"].sequence.data.num_computed_tokens += 1
+    bed.requests["r0"].sequence.num_computed_tokens += 1
 
 
 def let_too_many_run(bed: PagedBed) -> None:

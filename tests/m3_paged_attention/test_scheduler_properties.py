@@ -193,7 +193,7 @@ def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
         else:
             assert bed.said(rid) == whole
             asked = params.prompt_logprobs is not None
-            assert (request.sequence.data.prompt_logprobs is not None) == asked
+            assert (request.sequence.prompt_logprobs is not None) == asked
 
 
 @settings(max_examples=examples(25))

@@ -231,7 +231,7 @@ def test_whatever_a_policy_raises_names_the_part_in_a_short_message(make_engine:
 def test_a_stop_checker_that_raises_at_the_start_ends_those_who_start(make_engine: MakeEngine) -> None:
     class Raises(StopChecker):
         def stop_ids(self, sequence: Any) -> frozenset[int]:
-            if sequence.data.prompt_token_ids[0] == 9:
+            if sequence.prompt_token_ids[0] == 9:
                 raise RuntimeError("a bug")
             return super().stop_ids(sequence)
 

@@ -57,13 +57,13 @@ class Req:
 
     @property
     def output(self) -> list[int]:
-        return self.sequence.data.output_token_ids
+        return self.sequence.output_token_ids
 
     @property
     def row(self) -> SamplingRow:
-        data = self.sequence.data
+        sequence = self.sequence
         stops = stop_ids_of(self.sequence)
-        return SamplingRow(self.sampling_params, self.seed, data.prompt_token_ids, list(self.output), stops)
+        return SamplingRow(self.sampling_params, self.seed, sequence.prompt_token_ids, list(self.output), stops)
 
 
 def stop_ids_of(sequence: Any) -> frozenset[int]:
@@ -342,7 +342,7 @@ def test_it_holds_plain_data_and_nothing_of_its_requests() -> None:
     expected = SamplingMetadata.from_rows([req.row for req in reqs], vocab_size=VOCAB, device=CPU)
     for req in reqs:
         req.output.append(6)
-        req.sequence.data.prompt_token_ids.append(6)
+        req.sequence.prompt_token_ids.append(6)
     check_same(info.metadata(), expected)
     for name, value in vars(info).items():
         for item in value if isinstance(value, list) else [value]:

@@ -235,7 +235,7 @@ def running(pools: Pools, names: str, first: int = 0) -> ScheduleBatch:
     batch = extend(pools, reqs)
     say(batch, *range(90, 90 + len(names)))
     for req in reqs:
-        req.set_status(RequestStatus.RUNNING)
+        req.status = RequestStatus.RUNNING
     return batch
 
 
@@ -283,7 +283,7 @@ def test_a_filter_without_indices_keeps_whoever_goes_on() -> None:
     check_columns(batch, "a", "b", "c")
     assert not batch.is_empty(), "nobody has left"
     batch.reqs[0].to_finish = FinishAbort()
-    batch.reqs[1].set_status(RequestStatus.FINISHED)
+    batch.reqs[1].status = RequestStatus.FINISHED
     batch.filter_batch()
     check_columns(batch, "c")
 

@@ -180,7 +180,7 @@ def test_whoever_wants_logprobs_of_its_prompt_computes_all_of_it() -> None:
     bed.add(9), bed.drain()
     bed.add(9, same_as="r0", prompt_logprobs=1)
     assert bed.step().counts == {"r1": 9}
-    assert bed.reqs["r1"].sequence.data.prompt_logprobs is not None
+    assert bed.reqs["r1"].sequence.prompt_logprobs is not None
     bed.drain()
 
 

@@ -48,7 +48,7 @@ def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
         else:
             assert bed.said(rid) == whole
             asked = req.sampling_params.prompt_logprobs is not None
-            assert (req.sequence.data.prompt_logprobs is not None) == asked
+            assert (req.sequence.prompt_logprobs is not None) == asked
     bed.flush()
 
 

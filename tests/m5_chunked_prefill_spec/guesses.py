@@ -36,7 +36,7 @@ def row_of(
 ) -> Request:
     """A request in the middle of its answer, as far as the sampler is concerned."""
     req = make_request(f"r{seed}", prompt, SamplingParams(temperature=temperature, **settings), seed=seed)
-    req.sequence.data.output_token_ids.extend(output)
+    req.sequence.output_token_ids.extend(output)
     return req
 
 
@@ -56,13 +56,13 @@ def copies_of(req: Request, num_rows: int, *, first_seed: int = 0) -> SamplingBa
 
 def m1_rows(req: Request, said: Sequence[Sequence[int]], stop_ids: Collection[int] = ()) -> list[SamplingRow]:
     """What m1 would know of a request that has also said these tokens: one row for each of `said`."""
-    data = req.sequence.data
+    sequence = req.sequence
     return [
         SamplingRow(
             req.sampling_params,
             req.seed,
-            data.prompt_token_ids,
-            [*data.output_token_ids, *more],
+            sequence.prompt_token_ids,
+            [*sequence.output_token_ids, *more],
             frozenset(stop_ids),
         )
         for more in said

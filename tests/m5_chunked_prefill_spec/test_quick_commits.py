@@ -35,8 +35,8 @@ def begun(tokenizer: Any, **settings: Any) -> tuple[RequestUpdater, Request]:
 
 
 def state(request: Request) -> tuple[Any, ...]:
-    data = request.sequence.data
-    return data.output_token_ids, data.num_computed_tokens, request.to_finish
+    sequence = request.sequence
+    return sequence.output_token_ids, sequence.num_computed_tokens, request.to_finish
 
 
 @pytest.mark.parametrize("run", [[11], [11, 12], [11, 12, 13, 14, 15]])
@@ -73,7 +73,7 @@ def test_a_run_for_a_request_that_is_about_to_end_is_not_appended(tokenizer: Any
     updater, request = begun(tokenizer, max_tokens=20)
     request.to_finish = FinishLength("max_tokens", 20)
     assert not updater.commit_run_simply(request, [11])
-    assert request.sequence.data.output_token_ids == [8]
+    assert request.sequence.output_token_ids == [8]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def extend(pools: Pools, *reqs: tuple[Req, int] | Req) -> ScheduleBatch:
     )
     batch.prepare_for_extend(info)
     for req in batch.reqs:
-        req.set_status(RequestStatus.RUNNING)
+        req.status = RequestStatus.RUNNING
     return batch
 
 

@@ -94,7 +94,7 @@ def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic, cuts: Cu
 
 def check_rated(req: Any) -> None:
     """All of its prompt has log-probabilities, each in its place, if they were asked for."""
-    rows = req.sequence.data.prompt_logprobs
+    rows = req.sequence.prompt_logprobs
     if req.sampling_params.prompt_logprobs is None:
         assert rows is None
         return

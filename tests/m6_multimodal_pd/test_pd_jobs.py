@@ -146,7 +146,7 @@ def test_a_request_goes_on_behind_what_was_said() -> None:
     req = make_req(4, [1, 2, 3])
     resume(req, (8, 9))
     assert req.output_ids == [8, 9] and req.seqlen == 5
-    assert req.sequence.data.output_logprobs == [None, None], "they were told already"
+    assert req.sequence.output_logprobs == [None, None], "they were told already"
     assert len(req.key) == 5, "the cache knows them, too"
     resume(req, ())
     assert req.output_ids == [8, 9]

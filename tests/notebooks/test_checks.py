@@ -228,7 +228,7 @@ def test_a_count_of_computed_tokens_that_stands_still_is_caught():
         def update_from_output(self, scheduler_output, sampled):
             changed = super().update_from_output(scheduler_output, sampled)
             for request in changed:
-                request.sequence.data.num_computed_tokens = request.sequence.get_prompt_len()
+                request.sequence.num_computed_tokens = request.sequence.get_prompt_len()
             return changed
 
     assert_refused("m1.off_by_one", StandsStill, "check_invariants() fails after step 2")

@@ -182,7 +182,7 @@ class SchedulerBed:
 
     def said(self, request_id: str) -> tuple[int, ...]:
         """The output of a request so far."""
-        return tuple(self.requests[request_id].sequence.data.output_token_ids)
+        return tuple(self.requests[request_id].sequence.output_token_ids)
 
     def running(self) -> list[str]:
         return [request.request_id for request in self.scheduler.running]

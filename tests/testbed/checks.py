@@ -135,7 +135,7 @@ class MessageChecks:
             if len(life.said) == len(life.expected):
                 ends.add(rid)
         for rid, life in self.running.items():
-            assert life.request.sequence.data.output_token_ids == life.said
+            assert life.request.sequence.output_token_ids == life.said
             assert life.request.is_finished == (rid in ends)
         for rid in ends:
             (self.waiting if rid in self.waiting else self.running).pop(rid)

@@ -234,7 +234,7 @@ class PagedChecks:
             if len(life.said) == len(life.expected):
                 ends.add(rid)
         for rid, life in self.lives.items():
-            assert life.request.sequence.data.output_token_ids == life.said
+            assert life.request.sequence.output_token_ids == life.said
             assert life.request.is_finished == (rid in ends)
         reasons = {request.request_id: request.finish_reason for request in changed if request.is_finished}
         assert reasons.keys() == ends

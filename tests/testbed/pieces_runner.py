@@ -93,7 +93,7 @@ class PiecesRunner(RadixRunner):
         prompt, num_best = batch.prompts_to_rate[request.rid]
         assert num_best == request.sampling_params.prompt_logprobs
         assert prompt == request.origin_input_ids[row.start : end + 1], "this piece, and the next token"
-        assert len(request.sequence.data.prompt_logprobs or [None]) == max(row.start, 0) + 1, "no piece is left out"
+        assert len(request.sequence.prompt_logprobs or [None]) == max(row.start, 0) + 1, "no piece is left out"
         return tuple(
             LogprobRow((token_id,), (-float(row.start + number),), (1,)) for number, token_id in enumerate(prompt[1:])
         )
