@@ -23,6 +23,7 @@ from m1_single_request.errors import (
     InvalidPromptError,
     InvalidRequestError,
     ModelLoadError,
+    PartError,
     PromptTooLongError,
 )
 from m1_single_request.interfaces import ROLES
@@ -58,6 +59,7 @@ __all__ = [
     "Logprob",
     "ModelConfig",
     "ModelLoadError",
+    "PartError",
     "PromptTooLongError",
     "RequestMetrics",
     "RequestOutput",

@@ -90,6 +90,10 @@ class ForwardError(EngineError, RuntimeError):
     """The model ran but what it computed is unusable. The requests of that step fail with it."""
 
 
+class PartError(EngineError, RuntimeError):
+    """A part broke its contract, and the message names it. The requests that this concerns end with the error."""
+
+
 class EngineUsageError(EngineError, RuntimeError):
     """The engine was used in an unsupported way: from a second thread, in a forked process, or from inside a step."""
 
@@ -99,4 +103,4 @@ class EngineClosedError(EngineUsageError):
 
 
 class EngineDeadError(EngineError, RuntimeError):
-    """The device failed beyond recovery. All requests have failed; only `close()` is left to call."""
+    """The device failed beyond recovery, or an interrupt stopped a step in the middle. Only `close()` can be called."""

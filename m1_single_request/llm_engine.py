@@ -8,12 +8,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
-from m1_single_request.config import DEFAULT_MODEL, EngineConfig, assemble_config, check_path
+from m1_single_request.config import DEFAULT_MODEL, EngineConfig, assemble_config
 from m1_single_request.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -26,7 +27,7 @@ from m1_single_request.input_processor import Message, Prompt, RequestOptions, c
 from m1_single_request.interfaces import ROLES, check_parts
 from m1_single_request.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from m1_single_request.progress import BatchProgress
-from m1_single_request.request_stream import RequestStream
+from m1_single_request.request_stream import Mailbox, RequestStream
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import readers_of
 from m1_single_request.tracer import Tracer
@@ -68,9 +69,9 @@ class LLMEngine:
         self._stepping = False
         self._closed = False
         self._number = 0
-        self._mailboxes: dict[str, deque[RequestOutput]] = {}  # of requests that somebody here waits for
-        self._undelivered: dict[str, RequestOutput] = {}  # of requests that only `step()` reports
-        self._dropped: deque[str] = deque()  # streams that were let go of: the next call aborts their requests
+        self._mailboxes: dict[str, Mailbox] = {}  # of streams, by request id; without room if nobody reads them
+        self._undelivered: dict[str, RequestOutput] = {}  # of other requests: the next `step()` returns them
+        self._dropped: deque[tuple[str, Mailbox]] = deque()  # of collected streams: the next call aborts their requests
         try:
             self.engine_core = table["wiring"](self.config, table, self.tracer)
         except BaseException:
@@ -182,7 +183,10 @@ class LLMEngine:
         Takes exact ids. Returns False if there is no such unfinished request.
         """
         self._begin_call()
-        return isinstance(request_id, str) and not self._closed and self.engine_core.abort_request(request_id)
+        if self._closed or not isinstance(request_id, str):
+            return False
+        with self._changing():
+            return self.engine_core.abort_request(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to compute or to report."""
@@ -194,28 +198,6 @@ class LLMEngine:
         self._begin_call()
         return self.engine_core.stats()
 
-    def flush_cache(self) -> bool:
-        """Forget the KV that is kept for later requests. False, and nothing is forgotten, while any is unfinished."""
-        self._check_usable()
-        return self.engine_core.flush_cache()
-
-    def update_weights(self, model: str | Path) -> None:
-        """Go on with the weights of another model of the same shape (m6). Raises `EngineUsageError` under load."""
-        self._check_usable()
-        check_path("model", model, "a directory or a hub id")
-        self.engine_core.update_weights(str(model))
-
-    def start_profile(self, folder: str | Path) -> None:
-        """Let torch's profiler record the steps from now on; `stop_profile` writes what it saw into this folder."""
-        self._check_usable()
-        check_path("folder", folder)
-        self.engine_core.operations.start_profile(str(folder))
-
-    def stop_profile(self) -> list[Path]:
-        """Stop recording; the files that were written, for chrome://tracing or Perfetto."""
-        self._check_usable()
-        return [Path(name) for name in self.engine_core.operations.stop_profile()]
-
     def close(self) -> None:
         """Release everything. Open requests end without a further output; the engine cannot be used any more."""
         if self._closed:
@@ -226,7 +208,7 @@ class LLMEngine:
         except Exception:
             self._end()
             raise
-        self._end()  # an interrupt before this line leaves an engine that can be closed again
+        self._end()
 
     def _end(self) -> None:
         self._mailboxes.clear()
@@ -251,8 +233,11 @@ class LLMEngine:
         *,
         final_only: bool = False,
     ) -> RequestStream:
-        mailbox: deque[RequestOutput] = deque()
-        return RequestStream(self, self._submit(prompt, params, request_id, options, mailbox, final_only=final_only))
+        mailbox: Mailbox = deque()
+        request_id = self._submit(prompt, params, request_id, options, mailbox, final_only=final_only)
+        return RequestStream(
+            request_id, mailbox, read=self._next_output, close=self._close_stream, drop=self._dropped.append
+        )
 
     def _submit(
         self,
@@ -260,7 +245,7 @@ class LLMEngine:
         params: Params,
         request_id: str | None,
         options: RequestOptions,
-        mailbox: deque[RequestOutput] | None = None,
+        mailbox: Mailbox | None = None,
         *,
         final_only: bool = False,
     ) -> str:
@@ -280,60 +265,63 @@ class LLMEngine:
             **options,
         )
         request.final_only = final_only
-        self._mailboxes.pop(request_id, None)  # at most a closed stream's, which would swallow the outputs
-        if mailbox is not None:
-            self._mailboxes[request_id] = mailbox
-        self._stepping = True
         try:
-            self.engine_core.add_request(request)
-        except BaseException:  # interrupted, perhaps: nobody will wait for it
-            self._mailboxes.pop(request_id, None)
-            self.engine_core.abort_request(request_id)
+            with self._changing():
+                self.engine_core.add_request(request)
+                self._number += 1
+                if mailbox is not None:
+                    self._mailboxes[request_id] = mailbox
+        except BaseException:  # Ctrl-C, for example: the caller gets no id, so the request is aborted
+            if self.engine_core.abort_request(request_id):
+                self._mailboxes[request_id] = deque(maxlen=0)
             raise
-        finally:
-            self._stepping = False
-        self._number += 1
         return request_id
 
     def _new_id(self) -> str:
-        """An id for a request that named none; the user may have taken the obvious one."""
+        """Return a free id for a request that names none; the user may have taken the obvious one."""
         while self._is_taken(f"req-{self._number}"):
             self._number += 1
         return f"req-{self._number}"
 
     def _is_taken(self, request_id: str) -> bool:
-        """Whether a request of this id is unfinished, or has outputs that nobody fetched yet."""
-        if self.engine_core.is_unfinished(request_id) or request_id in self._undelivered:
-            return True
-        mailbox = self._mailboxes.get(request_id)
-        return mailbox is not None and mailbox.maxlen != 0  # a closed stream's may be left over from an interrupt
+        """Whether a request with this id is unfinished, or its last output was not fetched yet."""
+        is_unfinished = self.engine_core.is_unfinished(request_id)
+        return is_unfinished or request_id in self._undelivered or request_id in self._mailboxes
 
-    def _abandon(self, request_id: str) -> None:
-        """Abort a request whose stream was closed or dropped, unless it has ended."""
-        if self._mailboxes.pop(request_id, None) is None:
+    def _next_output(self, request_id: str, mailbox: Mailbox) -> RequestOutput | None:
+        """Run steps until the mailbox of a stream has an output, and take it. None if its last one was taken before."""
+        self._check_usable()
+        while not mailbox:
+            if self._mailboxes.get(request_id) is not mailbox:
+                return None
+            self._advance()
+        if mailbox[0].finished:
+            del self._mailboxes[request_id]
+        return mailbox.popleft()
+
+    def _close_stream(self, request_id: str, mailbox: Mailbox) -> None:
+        self._begin_call()
+        self._abandon(request_id, mailbox)
+
+    def _abandon(self, request_id: str, mailbox: Mailbox) -> None:
+        """Abort the request of a stream that nobody reads any more, unless the request has ended."""
+        if self._mailboxes.get(request_id) is not mailbox:
             return
-        if self._stepping or self.engine_core.is_unfinished(request_id):
+        if mailbox and mailbox[-1].finished:
+            del self._mailboxes[request_id]
+            return
+        with self._changing():
+            self._mailboxes[request_id] = deque(maxlen=0)
             self.engine_core.abort_request(request_id)
-            self._mailboxes[request_id] = deque(maxlen=0)  # takes its last output and keeps nothing
 
     def _advance(self) -> list[str]:
-        """Run one step and put every output where it belongs; returns the ids of the requests that have one."""
+        """Run one step and deliver its outputs; return the ids of the requests that have one."""
         self._check_usable()
-        self.engine_core.forget_told()  # only the coming step's outputs can be lost
-        outputs: dict[str, RequestOutput] | None = None
-        delivered: list[str] = []
-        self._stepping = True  # whoever is called from inside the step (a trace reader) must not call back
-        try:
-            outputs = self.engine_core.step()
+        with self._changing():
+            outputs = self.engine_core.run_step()
             for request_id, output in outputs.items():
                 self._deliver(request_id, output)
-                delivered.append(request_id)
-        except BaseException:  # Ctrl-C, perhaps: what nobody received comes again
-            self.engine_core.take_back(None if outputs is None else outputs.keys() - set(delivered))
-            raise
-        finally:
-            self._stepping = False
-        return delivered
+        return list(outputs)
 
     def _deliver(self, request_id: str, output: RequestOutput) -> None:
         mailbox = self._mailboxes.get(request_id)
@@ -343,6 +331,21 @@ class LLMEngine:
             del self._mailboxes[request_id]
         else:
             mailbox.append(output)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold Ctrl-C in the block, and reject calls from inside it, of a trace reader for example."""
+        with self.engine_core.changing():
+            before, self._stepping = self._stepping, True
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException:  # the engine is dead now
+                self._undelivered.clear()
+                raise
+            finally:
+                self._stepping = before
 
     def _check_options(self, options: RequestOptions) -> None:
         for name in options:
@@ -357,7 +360,7 @@ class LLMEngine:
         if threading.get_ident() != self._thread:
             raise EngineUsageError("an engine belongs to the thread that built it; this call came from another thread")
         while self._dropped and not self._stepping:
-            self._abandon(self._dropped[0])
+            self._abandon(*self._dropped[0])
             self._dropped.popleft()
 
     def _check_usable(self) -> None:

@@ -6,7 +6,6 @@ model and a KV cache in blocks. vLLM: `v1/worker/gpu_model_runner.py`; SGLang: `
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +56,9 @@ class ModelRunner:
         Returns the logits of the last `num_logits` new tokens by request id: float32 `[num_logits, vocab]`. Whatever
         it raises fails this step alone, except `torch.AcceleratorError`: that device is lost.
         """
-        cache = self._cache_at(inputs.request_id, inputs.num_computed_tokens)
+        if inputs.num_computed_tokens == 0:  # keeps every token, also in layers with a sliding window
+            self.request_caches[inputs.request_id] = DynamicCache()
+        cache = self.request_caches[inputs.request_id]
         output = self.model(
             input_ids=inputs.input_ids,
             position_ids=inputs.positions,
@@ -87,30 +88,8 @@ class ModelRunner:
 
     def clear_kv_caches(self) -> None:
         """Release the KV of all requests."""
-        for request_id in list(self.request_caches):
-            self.free_request_cache(request_id)
-
-    def held_request_ids(self) -> list[str]:
-        """The requests whose KV is held, oldest first."""
-        return list(self.request_caches)
+        self.request_caches.clear()
 
     def num_kv_tokens(self) -> int:
         """Tokens whose KV is held now."""
         return sum(cache.get_seq_length() for cache in self.request_caches.values())
-
-    def _cache_at(self, request_id: str, start: int) -> DynamicCache:
-        """The request's cache with exactly `start` tokens in it.
-
-        It can hold more: the tokens of an interrupted step were never committed. The interrupt may have come between
-        two layers, or between the keys and the values of one, so each of these tensors is cut for itself.
-        """
-        if start == 0:
-            self.request_caches[request_id] = DynamicCache()  # keeps every token, also in layers with a sliding window
-        cache = self.request_caches[request_id]
-        layers: list[Any] = cache.layers  # keys, values: [1, kv_heads, tokens, head_dim]
-        for layer in layers:
-            if layer.keys.shape[-2] > start:
-                layer.keys = layer.keys[..., :start, :]
-            if layer.values.shape[-2] > start:
-                layer.values = layer.values[..., :start, :]
-        return cache

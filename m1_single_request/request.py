@@ -105,15 +105,6 @@ class FinishError(BaseFinishReason):
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
-class SimpleStops(NamedTuple):
-    """What is left to ask about a sequence's next token, if nobody looks at its text."""
-
-    stop_ids: frozenset[int]
-    """Only these ids can end it"""
-    num_output: int
-    """before it has so many output tokens."""
-
-
 class SequenceMark(NamedTuple):
     """How far a sequence had come."""
 
@@ -144,31 +135,22 @@ class Sequence:
         self.num_computed_tokens = 0  # tokens whose KV exists; while decoding this is prompt + output - 1
         self.sampling_params = sampling_params
         self.text_end: int | None = None  # where a stop string cuts the text
-        self.simple_stops: SimpleStops | None = None  # the stop checker's word for the next tokens, if there is one
         self._detokenizer = detokenizer
         self._num_read = 0  # how many output tokens the detokenizer has heard of
 
     @property
     def detokenizer(self) -> IncrementalDetokenizer:
         """The text of this sequence, as of its newest output token."""
-        output = self.output_token_ids
-        if self._num_read < len(output):
-            before = self._detokenizer.mark()
-            try:
-                for token_id in output[self._num_read :]:
-                    self._detokenizer.push(token_id)
-                self._num_read = len(output)
-            except BaseException:  # Ctrl-C: each token is read once
-                self._detokenizer.rewind(before)
-                raise
+        while self._num_read < len(self.output_token_ids):
+            self._detokenizer.push(self.output_token_ids[self._num_read])
+            self._num_read += 1
         return self._detokenizer
 
     def add_token_id(self, token_id: int, logprobs: LogprobRow | None = None) -> None:
         """Append one output token, which the detokenizer has. Its KV does not exist yet: the next step computes it."""
-        named = self._named(logprobs)
-        self.output_logprobs.append(named)
-        self._num_read += 1
+        self.output_logprobs.append(self._named(logprobs))
         self.output_token_ids.append(token_id)
+        self._num_read += 1
 
     def mark(self) -> SequenceMark:
         """A point to `rewind` to."""

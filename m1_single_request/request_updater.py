@@ -6,7 +6,6 @@ rules in `Scheduler.update_from_output` and `check_stop`; SGLang in `Req` and it
 """
 
 import time
-from collections.abc import Sequence
 
 from m1_single_request.events import Abort, Finish, RequestAdded, Result
 from m1_single_request.request import (
@@ -30,7 +29,7 @@ class RequestUpdater:
     def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None:
         self.stop_checker = stop_checker
         self.tracer = tracer
-        self._is_usual = type(stop_checker).check is StopChecker.check  # somebody's own may have other rules
+        self.num_output_tokens = 0  # of all requests since the start
 
     def trace_arrival(self, request: Request, *, num_waiting: int) -> None:
         """Tell the trace that a request joins the queue behind `num_waiting` others."""
@@ -76,16 +75,13 @@ class RequestUpdater:
             new_text = sequence.detokenizer.text[shown:] if self.tracer else ""
             if request.to_finish is None:  # an abort may have come meanwhile
                 request.to_finish = verdict.finish_reason
-        except BaseException as error:  # a part that failed, or Ctrl-C: the step counts whole or not at all
+        except Exception as error:
             sequence.rewind(before)
-            if not isinstance(error, Exception):
-                raise
             request.to_finish = FinishError(error)
             return
+        self.num_output_tokens += verdict.num_accepted
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
-        if sequence.simple_stops is None and self._is_usual and not self.tracer:
-            sequence.simple_stops = self.stop_checker.simple_stops(sequence)
         if self.tracer:
             self.tracer.emit(
                 Result(
@@ -97,50 +93,18 @@ class RequestUpdater:
                 )
             )
 
-    def commit_simply(self, requests: Sequence[Request], token_ids: Sequence[int], *, num_new_kv: int = 1) -> list[int]:
-        """Give each request one token, with which `num_new_kv` KV came, where that is all there is to do.
-
-        Returns the places of the others, which are unchanged: those that end or may end with this token, or whose text
-        or log-probabilities are asked for. For these there is `commit`. While the trace is read, that is everybody.
-        """
-        others = []
-        for index, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
-            sequence = request.sequence
-            stops, output = sequence.simple_stops, sequence.output_token_ids
-            if stops is None or token_id in stops.stop_ids or len(output) + 1 >= stops.num_output or request.to_finish:
-                others.append(index)
-            else:
-                sequence.num_computed_tokens += num_new_kv
-                output.append(token_id)  # last: an interrupt before it leaves one token too many computed, none missing
-        return others
-
-    def commit_run_simply(self, request: Request, token_ids: Sequence[int], *, num_new_kv: int = 1) -> bool:
-        """`commit_simply` for one request and several tokens (from m5 on); False, and no change, if that is not all."""
-        sequence = request.sequence
-        stops, output = sequence.simple_stops, sequence.output_token_ids
-        if stops is None or len(output) + len(token_ids) >= stops.num_output or request.to_finish:
-            return False
-        if not stops.stop_ids.isdisjoint(token_ids):
-            return False
-        sequence.num_computed_tokens += num_new_kv + len(token_ids) - 1
-        output.extend(token_ids)  # last, as there
-        return True
-
     def end(self, request: Request, reason: BaseFinishReason) -> None:
-        """Give the request its end; the scheduler takes it out of its queues."""
+        """Give the request its end; the scheduler has taken it out of its queues."""
         request.finish_reason = reason
         request.finished_time = time.monotonic()
         request.status = RequestStatus.FINISHED
-
-    def trace_end(self, request: Request) -> None:
-        """Tell the trace why the request ended, once it is in no queue any more."""
-        if self.tracer and request.finish_reason is not None:
+        if self.tracer:
             self.tracer.emit(
                 Finish(
                     rid=request.request_id,
-                    reason=request.finish_reason.reason,
-                    matched=request.finish_reason.matched,
-                    why=describe(request.finish_reason, request),
+                    reason=reason.reason,
+                    matched=reason.matched,
+                    why=describe(reason, request),
                     out_len=request.sequence.get_output_len(),
                 )
             )

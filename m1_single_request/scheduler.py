@@ -105,6 +105,19 @@ class Scheduler:
             if request_id in self.requests and self.updater.mark(self.requests[request_id], reason)
         ]
 
+    def reset(self, reason: BaseFinishReason) -> None:
+        """End all requests with `reason`, outside a step; all queues are empty afterwards."""
+        requests, self.requests = self.requests, {}
+        self.waiting.clear()
+        self.running.clear()
+        for request in requests.values():
+            self.updater.end(request, reason)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens since the start, of all requests."""
+        return self.updater.num_output_tokens
+
     def check_invariants(self) -> None:
         """Raise AssertionError if the queues contradict each other; tests call this after every step."""
         queued = [*self.running, *self.waiting]
@@ -122,9 +135,9 @@ class Scheduler:
         request = next((r for r in self.waiting if r.to_finish is None), None)
         if request is None:
             return
-        self.running.append(request)  # first, so that an interrupt never leaves it in no queue
-        request.status = RequestStatus.RUNNING
         self.waiting.remove(request)
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
         if self.tracer:
             self.tracer.emit(
                 Admit(
@@ -137,9 +150,8 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: BaseFinishReason) -> None:
         """Take a request out of all queues. The step releases what the runner holds for it."""
-        self.updater.end(request, reason)
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
-        del self.requests[request.request_id]  # last: as long as it is here, an interrupted update is made again
-        self.updater.trace_end(request)
+        del self.requests[request.request_id]
+        self.updater.end(request, reason)

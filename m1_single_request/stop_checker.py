@@ -15,7 +15,6 @@ from m1_single_request.request import (
     FinishMatchedStr,
     FinishMatchedToken,
     Sequence,
-    SimpleStops,
 )
 
 NO_IDS: frozenset[int] = frozenset()
@@ -73,14 +72,6 @@ class StopChecker:
             if sequence.get_prompt_len() + num_output >= self.max_model_len:
                 return StopVerdict(accepted, FinishLength("max_model_len", self.max_model_len))
         return StopVerdict(len(new_token_ids))
-
-    def simple_stops(self, sequence: Sequence) -> SimpleStops | None:
-        """What `check` would ask about the next tokens of this sequence, if that is no more than an id and a length."""
-        params = sequence.sampling_params
-        if params.stop or params.logprobs is not None or sequence.get_output_len() < params.min_tokens:
-            return None
-        longest = min(params.max_tokens, self.max_model_len - sequence.get_prompt_len())
-        return SimpleStops(self.stop_ids(sequence), longest)
 
     def _is_eos(self, sequence: Sequence, token_id: int) -> bool:
         return token_id in self.eos_token_ids and token_id not in sequence.sampling_params.stop_token_ids

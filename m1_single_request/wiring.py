@@ -42,6 +42,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         model_runner=parts["model_runner"](loaded_model=loaded, tracer=tracer),
         sampling_step=SamplingStep(sampler=parts["sampler"](), stop_checker=stop_checker, tracer=tracer),
         output_processor=parts["output_processor"](tracer=tracer),
+        parts=parts,
         tracer=tracer,
     )
 

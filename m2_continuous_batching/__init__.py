@@ -24,6 +24,7 @@ from m1_single_request.errors import (
     InvalidPromptError,
     InvalidRequestError,
     ModelLoadError,
+    PartError,
     PromptTooLongError,
 )
 from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -61,6 +62,7 @@ __all__ = [
     "Logprob",
     "ModelConfig",
     "ModelLoadError",
+    "PartError",
     "PromptTooLongError",
     "RequestMetrics",
     "RequestOutput",

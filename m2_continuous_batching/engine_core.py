@@ -7,22 +7,27 @@ changed: the scheduler answers with a batch, an executor runs it. vLLM: `v1/engi
 `Scheduler.event_loop_normal`.
 """
 
-import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
 
 from m1_single_request.engine_core_base import EngineCoreBase
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
+from m1_single_request.request import Request
 from m1_single_request.sampling_step import SampledTokens, SamplingStep
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.executor import GPUExecutor
 from m2_continuous_batching.input_batch import prepare_inputs_from_scheduler_output
 from m2_continuous_batching.outputs import EngineStats
 from m2_continuous_batching.scheduler import Scheduler
+from m2_continuous_batching.scheduler_output import SchedulerOutput
 
 
 class EngineCore(EngineCoreBase):
-    """Turns the crank."""
+    """Runs a batch of requests per step."""
 
     def __init__(
         self,
@@ -32,13 +37,15 @@ class EngineCore(EngineCoreBase):
         executor: GPUExecutor,
         sampling_step: SamplingStep,
         output_processor: OutputProcessor,
+        parts: Mapping[str, Any],
         tracer: Tracer,
     ) -> None:
         super().__init__(
             input_processor=input_processor,
-            unfinished=scheduler,
+            holder=scheduler,
             kv_holder=executor,
             output_processor=output_processor,
+            parts=parts,
             tracer=tracer,
         )
         self.scheduler = scheduler
@@ -47,51 +54,19 @@ class EngineCore(EngineCoreBase):
         self._num_useful = self._num_padded = 0
 
     def step(self) -> dict[str, RequestOutput]:
-        """Run one step; returns the new state of every request that changed. `{}` on an idle engine.
+        """Run one step; return the new output of every request that changed.
 
-        An exception in the model fails the requests of this step, and only them; a row of logits that cannot be used
-        fails its own request; a lost device (`EngineDeadError`) fails all, and the engine with them.
+        An exception in the model or the sampler ends the requests of this step, and only them; a row of logits that
+        cannot be used ends its own request; a lost device (`EngineDeadError`) ends all, and the engine with them.
         """
-        if not self._begin_step():
-            return {}
-        times = [time.perf_counter()]
-        scheduler_output = self.scheduler.schedule()  # 1 schedule
-        times.append(time.perf_counter())
-        sampled: dict[str, SampledTokens] = {}
-        if not scheduler_output.is_empty:
-            try:
-                input_batch = prepare_inputs_from_scheduler_output(scheduler_output)  # 2 prepare inputs
-                logits = self.executor.execute_model_batch(input_batch)  # 3 execute
-                times.append(time.perf_counter())
-                requests = [self.scheduler.requests[request_id] for request_id in logits]
-                sampled, errors = self.sampling_step(requests, logits)  # 4 sample
-                self._fail_each(errors)
-            except Exception as error:
-                self._fail(scheduler_output.num_scheduled_tokens, error)
-        times += [time.perf_counter()] * (4 - len(times))  # a step that ran nothing, or failed, has empty phases
-        updated = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
-        changed = self._and_unreported(updated)
+        scheduler_output = self._schedule()  # 1 schedule
+        input_batch = self._attempt(prepare_inputs_from_scheduler_output, scheduler_output)  # 2 prepare inputs
+        logits = self._attempt(self.executor.execute_model_batch, input_batch)  # 3 execute
+        sampled = self._attempt(self._sample, logits) or {}  # 4 sample
+        changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
         outputs = self._make_outputs(changed)  # 6 make outputs
-        self._release()  # 7 release
-        prefilled = [new.req_id for new in scheduler_output.scheduled_new_reqs if new.req_id in sampled]
-        if sampled:
-            usage = self.executor.usage()
-            self._num_useful += usage.useful_tokens
-            self._num_padded += usage.padded_tokens
-        self._end_step(
-            times,
-            num_tokens=scheduler_output.total_num_scheduled_tokens,
-            num_prompt_tokens=sum(scheduler_output.num_scheduled_tokens[request_id] for request_id in prefilled),
-            changed=changed,
-        )
+        self._release(changed)  # 7 release
         return outputs
-
-    def close(self) -> None:
-        """Release the KV of all requests, and the slots it lay in."""
-        super().close()
-        kv_manager = self.scheduler.kv_manager
-        for request_id in list(kv_manager.owned()):
-            kv_manager.release(request_id)
 
     def stats(self) -> EngineStats:
         """Totals so far, what is held now, and the waste of both."""
@@ -101,3 +76,31 @@ class EngineCore(EngineCoreBase):
             padded_tokens=self._num_padded,
             kv_bytes_reserved=self.executor.usage().kv_bytes_reserved,
         )
+
+    def _schedule(self) -> SchedulerOutput | None:
+        """Ask the scheduler; note what runs, for the totals."""
+        scheduler_output = self.scheduler.schedule()
+        if scheduler_output is not None:
+            self._record.request_ids = scheduler_output.num_scheduled_tokens
+            self._record.num_tokens = scheduler_output.total_num_scheduled_tokens
+            prompts = [new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs]
+            self._record.num_prompt_tokens = sum(map(len, prompts))
+        self._record.lap("schedule")
+        return scheduler_output
+
+    def _sample(self, logits: Mapping[str, Tensor]) -> dict[str, SampledTokens]:
+        """Sample a token for every request of this step; a row of logits that cannot be used ends its request."""
+        usage = self.executor.usage()
+        self._num_useful += usage.useful_tokens
+        self._num_padded += usage.padded_tokens
+        requests = [self.scheduler.requests[request_id] for request_id in logits]
+        sampled, errors = self.sampling_step(requests, logits)
+        self._fail_each(errors)
+        self._record.lap("sample")
+        return sampled
+
+    def _release(self, changed: Iterable[Request]) -> None:
+        """Free the KV of the requests that have ended."""
+        for request in changed:
+            if request.is_finished:
+                self.executor.free_request_cache(request.request_id)

@@ -27,6 +27,7 @@ class BatchExecution(Protocol):
 
     def execute(self, batch: InputBatch) -> dict[str, Tensor]: ...
     def free(self, request_id: str) -> None: ...
+    def clear(self) -> None: ...
     def lengths(self) -> dict[str, int]: ...
     def reserved_bytes(self) -> int: ...
 
@@ -73,8 +74,7 @@ class ModelRunner:
 
     def clear_kv_caches(self) -> None:
         """Release the KV of all requests."""
-        for request_id in self.held_request_ids():
-            self.free_request_cache(request_id)
+        self.execution.clear()
 
     def held_request_ids(self) -> list[str]:
         """The requests whose KV is held."""

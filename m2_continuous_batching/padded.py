@@ -57,13 +57,19 @@ class PaddedExecution:
         if slot is None:
             return
         tokens = self.lens[slot]
-        try:
-            self.cache.clear(slot, self.written[slot])
-        finally:  # on a lost device there is nothing to wipe, but its owner goes all the same
-            self.lens[slot] = self.written[slot] = 0
-            del self.slots[request_id]
+        self.cache.clear(slot, self.written[slot])
+        self.lens[slot] = self.written[slot] = 0
+        del self.slots[request_id]
         if self.tracer:
             self.tracer.emit(Free(owner=request_id, tokens=tokens, bytes=tokens * self.kv_bytes_per_token))
+
+    def clear(self) -> None:
+        """Wipe all slots."""
+        written, self.written = self.written, [0] * len(self.written)
+        self.lens = [0] * len(self.lens)
+        self.slots.clear()
+        for slot, length in enumerate(written):
+            self.cache.clear(slot, length)
 
     def lengths(self) -> dict[str, int]:
         """Tokens held, by request id."""

@@ -39,6 +39,10 @@ class PerRequestExecution:
         """Release the KV of a request."""
         self.runner.free_request_cache(request_id)
 
+    def clear(self) -> None:
+        """Release the KV of all requests."""
+        self.runner.clear_kv_caches()
+
     def lengths(self) -> dict[str, int]:
         """Tokens held, by request id."""
         return {request_id: cache.get_seq_length() for request_id, cache in self.runner.request_caches.items()}

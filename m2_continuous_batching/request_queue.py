@@ -67,9 +67,9 @@ class FCFSRequestQueue(deque[Request], RequestQueue):
     def remove_requests(self, requests: Collection[Request]) -> None:
         if requests:  # one pass, however many there are
             gone = {id(request) for request in requests}
-            deque.__init__(
-                self, [request for request in self if id(request) not in gone]
-            )  # at once: no interrupt within
+            kept = [request for request in self if id(request) not in gone]
+            self.clear()
+            self.extend(kept)
 
 
 def create_request_queue(policy: SchedulingPolicy) -> RequestQueue:

@@ -43,9 +43,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.finished_req_ids: set[str] = set()  # not announced yet
         self._left_out: list[str] = []  # running requests for which the last step had no token
-        self._unsettled = False  # whether somebody in `requests` may be about to end, wherever it stands
-        self._num_marks = 0
-        self._untold: set[str] = set()  # who ended since the last batch that the trace has heard of
+        self._marked: dict[str, Request] = {}  # these end at the next update
 
     def add_request(self, request: Request) -> None:
         """Queue a request that has passed the checks of intake."""
@@ -59,21 +57,19 @@ class Scheduler:
         """Whether any request waits or runs, aborted ones included until their end was reported."""
         return bool(self.requests)
 
-    def schedule(self) -> SchedulerOutput:
-        """Decide what goes through the model now.
+    def schedule(self) -> SchedulerOutput | None:
+        """Decide what goes through the model now; None if there is nothing to compute.
 
         1. Whole prompts of waiting requests, oldest first, as long as both limits and the KV memory allow. The first
            that does not fit ends the phase: nobody overtakes.
         2. One token for every other running request, as far as the budget reaches.
 
-        Phase 1 alone would starve phase 2 while prompts keep coming. So whom the budget left out goes first in the next
-        step, before anybody is admitted; and so does a prompt whose step was interrupted. If one of these does not fit,
-        nobody is admitted.
+        Phase 1 alone would starve phase 2 while prompts keep coming. So the requests that the budget left out go first
+        in the next step, before any request is admitted. If one of them does not fit, none is admitted.
         """
-        self._release()  # an interrupted update may not have come so far
         plan = StepPlan(budget=self.max_num_batched_tokens)
         running = [request for request in self.running if request.to_finish is None]
-        first = [r for r in running if r.request_id in self._left_out or r.sequence.num_computed_tokens == 0]
+        first = [request for request in running if request.request_id in self._left_out]
         for request in first:
             self._continue(request, plan)
         if all(request.request_id in plan.num_scheduled_tokens for request in first):
@@ -84,45 +80,55 @@ class Scheduler:
         self._left_out = [r.request_id for r in running if r.request_id not in plan.num_scheduled_tokens]
         if self.tracer and self._left_out:
             self.tracer.emit(LeftOut(rids=tuple(self._left_out), max_num_batched_tokens=self.max_num_batched_tokens))
-        announced, self.finished_req_ids = frozenset(self.finished_req_ids), set()
+        if not plan.num_scheduled_tokens:
+            return None
+        finished_req_ids, self.finished_req_ids = frozenset(self.finished_req_ids), set()
         if self.tracer:
-            self._untold |= announced
-            if plan.num_scheduled_tokens:
-                self.tracer.emit(plan.event(left=self._untold))
-                self._untold = set()
-        return plan.output(finished_req_ids=announced)
+            self.tracer.emit(plan.event(left=finished_req_ids))
+        return plan.output(finished_req_ids=finished_req_ids)
 
     def update_from_output(
-        self, scheduler_output: SchedulerOutput, sampled: Mapping[str, SampledTokens]
+        self, scheduler_output: SchedulerOutput | None, sampled: Mapping[str, SampledTokens]
     ) -> list[Request]:
         """Commit a step: append tokens, end what is to end, release its KV memory. Returns the requests that changed.
 
         `sampled` holds the new tokens by request id; a request that failed has none. A request that was marked to
         finish (abort, error) ends now and its tokens of this step are dropped.
         """
-        candidates = list(self.requests.values()) if self._unsettled else self.running
-        self._unsettled = True  # until all is done: an interrupted update is made again, and looks at everybody
-        num_marks = self._num_marks
-        changed = [request for request in candidates if request.to_finish or request.request_id in sampled]
-        self.waiting.remove_requests([r for r in changed if r.to_finish])
+        changed = [request for request in self.running if request.request_id in sampled]
         for request in changed:
-            request_id = request.request_id
-            if request.to_finish is None:
-                self.updater.commit(
-                    request, sampled[request_id], num_new_kv=scheduler_output.num_scheduled_tokens[request_id]
-                )
+            if request.to_finish is None and scheduler_output is not None:
+                num_new_kv = scheduler_output.num_scheduled_tokens[request.request_id]
+                self.updater.commit(request, sampled[request.request_id], num_new_kv=num_new_kv)
+        changed += [request for request in self._marked.values() if request not in changed]
+        self.waiting.remove_requests(self._marked.values())
+        self._marked.clear()
+        for request in changed:
             if request.to_finish is not None:
                 self._finish(request, request.to_finish)
-        self._unsettled = self._num_marks > num_marks  # somebody was given up meanwhile
         return changed
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
-        known = [request_id for request_id in request_ids if request_id in self.requests]
-        if known:
-            self._unsettled = True
-            self._num_marks += 1
-        return [request_id for request_id in known if self.updater.mark(self.requests[request_id], reason)]
+        known = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        marked = {request.request_id: request for request in known if self.updater.mark(request, reason)}
+        self._marked |= marked
+        return list(marked)
+
+    def reset(self, reason: BaseFinishReason) -> None:
+        """End all requests with `reason`, outside a step; queues are empty afterwards, and all KV memory is free."""
+        requests, self.requests = self.requests, {}
+        self.waiting.remove_requests(requests.values())
+        self.running.clear()
+        self.kv_manager.reset()
+        self.finished_req_ids, self._left_out, self._marked = set(), [], {}
+        for request in requests.values():
+            self.updater.end(request, reason)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens since the start, of all requests."""
+        return self.updater.num_output_tokens
 
     def check_invariants(self) -> None:
         """Raise AssertionError if queues and memory contradict each other; tests call this after every step."""
@@ -139,26 +145,16 @@ class Scheduler:
         self.kv_manager.check_invariants()
 
     def _continue(self, request: Request, plan: StepPlan) -> None:
-        """Let a running request go on, if the budget allows.
-
-        With its newest token; or with its prompt again, if the step that should have read it was interrupted.
-        """
-        sequence = request.sequence
-        needed = 1 if sequence.num_computed_tokens else sequence.get_prompt_len()
-        total = sequence.num_computed_tokens + needed
-        if needed > plan.budget_left or not self.kv_manager.can_hold(request.request_id, total):
-            return
-        new_ids = self.kv_manager.reserve(request.request_id, total)
-        if sequence.num_computed_tokens:
-            plan.add_decode(request, new_ids)
-        else:
-            plan.add_prefill(request, self.kv_manager.block_ids(request.request_id))
+        """Schedule the newest token of a running request, if budget and memory allow."""
+        total = request.sequence.num_computed_tokens + 1
+        if plan.budget_left and self.kv_manager.can_hold(request.request_id, total):
+            plan.add_decode(request, self.kv_manager.reserve(request.request_id, total))
 
     def _admit(self, plan: StepPlan) -> None:
-        """Phase 1. A request in the queue that is marked to finish, or was admitted already, is only taken out."""
+        """Phase 1. A waiting request that is marked to finish is only taken out: the update ends it."""
         while self.waiting:
             request = self.waiting.peek_request()
-            if request.to_finish is not None or request in self.running:
+            if request.to_finish is not None:
                 self.waiting.pop_request()
                 continue
             num_tokens = request.sequence.get_prompt_len()
@@ -175,11 +171,10 @@ class Scheduler:
                         )
                     )
                 return
-            self.kv_manager.reserve(request.request_id, num_tokens)
-            block_ids = self.kv_manager.block_ids(request.request_id)
-            request.status = RequestStatus.RUNNING
-            self.running.append(request)  # and only then out of the queue: an interrupt leaves it in one of them
             self.waiting.pop_request()
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+            block_ids = self.kv_manager.reserve(request.request_id, num_tokens)
             plan.add_prefill(request, block_ids)
             if self.tracer:
                 self.tracer.emit(
@@ -208,18 +203,12 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: BaseFinishReason) -> None:
         """Take a request out of all queues and release its memory. The step releases what the runner holds for it."""
-        self.updater.end(request, reason)
+        request_id = request.request_id
         if request in self.running:
             self.running.remove(request)
-        if request.request_id in self._left_out:
-            self._left_out.remove(request.request_id)
-        self.finished_req_ids.add(request.request_id)
-        del self.requests[request.request_id]  # last: as long as it is here, an interrupted update is made again
-        self._release()
-        self.updater.trace_end(request)
-
-    def _release(self) -> None:
-        """Take back the memory of everybody who is not here any more."""
-        for request_id in list(self.kv_manager.owned()):
-            if request_id not in self.requests:
-                self.kv_manager.release(request_id)
+            self.kv_manager.release(request_id)
+        if request_id in self._left_out:
+            self._left_out.remove(request_id)
+        self.finished_req_ids.add(request_id)
+        del self.requests[request_id]
+        self.updater.end(request, reason)

@@ -60,7 +60,3 @@ class SchedulerOutput:
     finished_req_ids: frozenset[str]
     """Requests that ended since the last decision, each named exactly once; their memory is free already. An id that is
     used again at once stands here and among the new ones: the end came first."""
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.num_scheduled_tokens

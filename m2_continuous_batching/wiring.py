@@ -41,6 +41,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         executor=parts["executor"](worker=parts["worker"](model_runner=runner)),
         sampling_step=SamplingStep(sampler=parts["sampler"](), stop_checker=stop_checker, tracer=tracer),
         output_processor=parts["output_processor"](tracer=tracer),
+        parts=parts,
         tracer=tracer,
     )
 

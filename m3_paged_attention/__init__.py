@@ -26,6 +26,7 @@ from m1_single_request.errors import (
     InvalidPromptError,
     InvalidRequestError,
     ModelLoadError,
+    PartError,
     PromptTooLongError,
 )
 from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -34,7 +35,7 @@ from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
 from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
 from m3_paged_attention.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from m3_paged_attention.errors import KVCapacityError, PartError
+from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.interfaces import ROLES
 from m3_paged_attention.llm_engine import LLMEngine
 from m3_paged_attention.outputs import EngineStats

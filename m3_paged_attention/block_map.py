@@ -23,14 +23,14 @@ from m3_paged_attention.events import (
     KVSized,
     KVUsage,
 )
-from m3_paged_attention.scheduler_events import Admit, NotAdmitted, ParallelSampling, Preempted, StepLost
+from m3_paged_attention.scheduler_events import Admit, NotAdmitted, ParallelSampling, Preempted
 
 E = TypeVar("E", bound=Event)
 Tables = Mapping[str, tuple[int, ...]]
 """Block tables by request id."""
 
 DECISIONS = (
-    Preempted, StepLost, BlockCopied, BlocksForked, BlocksSwapped, NotAdmitted, Admit, ParallelSampling, Finish,
+    Preempted, BlockCopied, BlocksForked, BlocksSwapped, NotAdmitted, Admit, ParallelSampling, Finish,
     BlocksFreed, BlocksAllocated,
 )  # fmt: skip
 """The events that change the map or say why it does not change, the most remarkable kind first."""
@@ -226,11 +226,6 @@ class BlockMap:
     def _preempt(self, event: Preempted) -> None:
         self._send_back(event.rid)
 
-    def _lose(self, event: StepLost) -> None:
-        for request_id in event.reset:
-            self._leave(request_id)
-            self._send_back(request_id)
-
     def _free(self, event: BlocksFreed) -> None:
         self._leave(event.owner)
 
@@ -268,7 +263,6 @@ CHANGES: dict[type[Event], Callable[[BlockMap, Any], None]] = {
     BlocksSwapped: BlockMap._swap,
     Batch: BlockMap._compute,
     Preempted: BlockMap._preempt,
-    StepLost: BlockMap._lose,
     BlocksFreed: BlockMap._free,
     Finish: BlockMap._finish,
 }

@@ -5,7 +5,7 @@ common; it is free again when the last of them lets go. Block 0 is never handed 
 knows numbers only, neither requests nor tensors. vLLM: `v1/core/block_pool.py`; SGLang: `PagedTokenToKVPoolAllocator`.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 from m3_paged_attention.errors import OutOfBlocksError
@@ -71,11 +71,6 @@ class BlockPool:
             self._free.append(block_id)
             freed.append(block_id)
         return freed
-
-    def rebuild(self, tables: Iterable[Iterable[int]]) -> None:
-        """Count anew: the holders of a block are the tables that it stands in, and whatever stands in none is free."""
-        self._ref_counts = dict(Counter(block_id for table in tables for block_id in table))
-        self._free = deque(block_id for block_id in self._all if block_id not in self._ref_counts)
 
     def check_invariants(self, holders: Mapping[int, int]) -> None:
         """Raise AssertionError unless exactly the blocks of `holders` are in use, and by so many; all others free."""

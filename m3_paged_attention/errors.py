@@ -1,4 +1,4 @@
-"""What can go wrong once KV memory comes in blocks, and parts report in words; the rest is in m1's `errors.py`."""
+"""Errors of a KV memory in blocks; the others are in m1's `errors.py`."""
 
 from m1_single_request.errors import EngineError, InvalidRequestError
 
@@ -9,7 +9,3 @@ class OutOfBlocksError(EngineError, RuntimeError):
 
 class KVCapacityError(InvalidRequestError):
     """A request that cannot fit into the KV memory even alone: refused at intake, or ended when it outgrew it."""
-
-
-class PartError(EngineError, RuntimeError):
-    """A part broke its word, and the message names it. The requests that this concerns end with the error."""

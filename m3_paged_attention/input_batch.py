@@ -69,7 +69,7 @@ class InputBatch:
         long: list[BatchRow] = []
         short: list[BatchRow] = []
         for new in scheduler_output.scheduled_new_reqs:
-            self.remove(new.req_id)  # it may have been sent before, in a step whose result was lost
+            self.remove(new.req_id)  # sent before, if the step failed in which its blocks were to be moved
             state = self.states[new.req_id] = CachedRequestState(new, self._take_row())
             self._set_blocks(state, new.block_ids)
             row = BatchRow(state, new.num_computed_tokens, counts[new.req_id], new.num_computed_tokens == 0)
@@ -98,11 +98,10 @@ class InputBatch:
 
     def _take_row(self) -> int:
         """A row for one request. Preempted requests keep theirs, so there may be more rows than requests that run."""
-        if not self._free_rows:  # all are taken, or an interrupt came between a row and its list
-            taken = {state.table_row for state in self.states.values()}
-            if len(taken) == len(self.block_tables):
-                self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])
-            self._free_rows = [row for row in range(len(self.block_tables)) if row not in taken][::-1]
+        if not self._free_rows:
+            num_rows = len(self.block_tables)
+            self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])
+            self._free_rows = list(range(num_rows, 2 * num_rows))[::-1]
         return self._free_rows.pop()
 
     def _set_blocks(self, state: CachedRequestState, block_ids: list[int]) -> None:

@@ -10,13 +10,12 @@ Indirection buys three things. Two requests may share blocks (`fork`), until one
 its own (copy on write). A request may leave for host memory and come back to other blocks (`swap_out`, `swap_in`). And
 who has no room left takes any free block. Moves of data are only noted here; the worker makes them before the forward.
 
-The tables are the only record of ownership, and each change of one is a single assignment. The pools only count what
-the tables say, so that after an interrupt they can be counted anew (`recover`). vLLM: `v1/core/kv_cache_manager.py`,
-and for fork, swap and copy the `BlockSpaceManager` of its first engine; SGLang: `mem_cache/allocator.py`.
+vLLM: `v1/core/kv_cache_manager.py`, and for fork, swap and copy the `BlockSpaceManager` of its first engine; SGLang:
+`mem_cache/allocator.py`.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.block_pool import BlockPool, blocks_for
@@ -44,14 +43,16 @@ class KVCacheManager(PagedKVManager):
     def __init__(self, *, kv_cache_config: KVCacheConfig, tracer: Tracer) -> None:
         self.block_size = kv_cache_config.spec.block_size
         self.num_blocks = kv_cache_config.num_blocks
-        self.pool = BlockPool(kv_cache_config.num_blocks)
-        self.host_pool = BlockPool(kv_cache_config.num_host_blocks, first_id=0)
+        self.num_host_blocks = kv_cache_config.num_host_blocks
         self.tracer = tracer
+        self.reset()
+
+    def reset(self) -> None:
+        self.pool = BlockPool(self.num_blocks)
+        self.host_pool = BlockPool(self.num_host_blocks, first_id=0)
         self._tables: dict[str, BlockTable] = {}  # the only record: what stands here is owned, all else is free
-        self._swap_ins: dict[int, int] = {}  # noted moves, {target: source}: a target has one source only
-        self._swap_outs: dict[int, int] = {}
-        self._copies: dict[int, int] = {}
         self._taken: frozenset[str] = frozenset()  # owners of the moves taken last, which may not have been made
+        self._forget_moves()
 
     @property
     def num_free(self) -> int:
@@ -254,16 +255,6 @@ class KVCacheManager(PagedKVManager):
     def touched(self) -> frozenset[str]:
         return self._taken | self._owners_of_moves()
 
-    def recover(self, keep: Collection[str]) -> None:
-        touched = self.touched()
-        for request_id in list(self._tables):
-            if request_id not in keep or request_id in touched:
-                del self._tables[request_id]
-        self.pool.rebuild(table.block_ids for table in self._tables.values() if not table.on_host)
-        self.host_pool.rebuild(table.block_ids for table in self._tables.values() if table.on_host)
-        self._forget_moves()  # last: until here, whoever was touched is known to be
-        self._taken = frozenset()
-
     def _owners_of_moves(self) -> frozenset[str]:
         """Whoever owns the target of a noted move: forked children may, too."""
         on_device, on_host = self._swap_ins.keys() | self._copies.keys(), self._swap_outs.keys()
@@ -276,7 +267,9 @@ class KVCacheManager(PagedKVManager):
         )
 
     def _forget_moves(self) -> None:
-        self._swap_ins, self._swap_outs, self._copies = {}, {}, {}
+        self._swap_ins: dict[int, int] = {}  # noted moves, {target: source}: a target has one source only
+        self._swap_outs: dict[int, int] = {}
+        self._copies: dict[int, int] = {}
 
     # --- what can be asked --------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ answers all this, in `kv_cache_manager.py`; another can take its place (`parts={
 `v1/core/kv_cache_manager.py`; SGLang: `mem_cache/allocator.py`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from m1_single_request.tracer import Tracer
@@ -98,10 +98,3 @@ class PagedKVManager(KVManager, Protocol):
 
     def num_tokens_held(self, lengths: Mapping[str, int]) -> int:
         """Slots that hold a token if each request of `lengths` has so many computed; shared ones count once."""
-
-    def recover(self, keep: Collection[str]) -> None:
-        """After an interrupted step: drop everybody who is not in `keep`, or is `touched`, and forget noted moves.
-
-        Who is in neither `owned` nor `swapped` afterwards must be computed again. If this is interrupted itself, call
-        it again.
-        """

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from m1_single_request.errors import shown
+from m1_single_request.errors import PartError, shown
 from m1_single_request.outputs import EngineStats as SingleRequestStats
 from m1_single_request.sampler import LogprobRow
-from m3_paged_attention.errors import PartError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ because children of one prompt pay only if they share its KV. vLLM: `v1/engine/p
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
-from m1_single_request.engine_core_base import UnfinishedRequests
 from m1_single_request.errors import DuplicateRequestError, shown
 from m1_single_request.request import BaseFinishReason, FinishAbort, Request
 from m1_single_request.tracer import Tracer
@@ -17,7 +16,7 @@ from m3_paged_attention.request import ParentRequest
 from m3_paged_attention.scheduler_events import ParallelSampling
 
 
-class RequestFamilies(UnfinishedRequests):
+class RequestFamilies:
     """A scheduler whose callers may hand in parents and hear of parents only."""
 
     def __init__(self, *, scheduler: Any, tracer: Tracer) -> None:
@@ -62,38 +61,21 @@ class RequestFamilies(UnfinishedRequests):
         for child in children:
             self.scheduler.add_request(child)
 
-    def is_unfinished(self, request_id: str) -> bool:
-        """Whether this is the id of a parent, some of whose children have not ended."""
-        return request_id in self._parents
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether anything waits or runs."""
-        return self.scheduler.has_unfinished_requests()
-
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark requests to end; a parent's id means all its children. Returns the ids that were marked, as given."""
         marked = []
         for request_id in request_ids:
-            ids = [request_id]
-            if request_id in self._parents:
-                ids = self._children_that_came(request_id)
+            parent = self._parents.get(request_id)
+            ids = [request_id] if parent is None else [c.request_id for c in parent.children if not c.is_finished]
             if self.scheduler.finish_requests(ids, reason):
                 marked.append(request_id)
-                parent = self._parent_of(self.requests[ids[0]])
+                parent = parent or self._parent_of(self.requests[ids[0]])
                 if parent is not None and isinstance(reason, FinishAbort):
                     parent.hand_on_prompt_logprobs()
         return marked
 
     def _parent_of(self, request: Request) -> ParentRequest | None:
         return self._parents.get(getattr(request, "parent_id", None) or "")
-
-    def _children_that_came(self, parent_id: str) -> list[str]:
-        """The ids of a parent's children; after an interrupted arrival, of those who came in, and it has no others."""
-        parent, queued = self._parents[parent_id], self.scheduler.requests
-        parent.children = [c for c in parent.children if c.is_finished or queued.get(c.request_id) is c]
-        if not parent.children:
-            del self._parents[parent_id]
-        return [child.request_id for child in parent.children if not child.is_finished]  # others' ids are free again
 
     def reported(self, changed: Iterable[Request]) -> list[Request]:
         """The requests that callers know, for the scheduled ones that changed: each once, in the same order."""
@@ -102,9 +84,20 @@ class RequestFamilies(UnfinishedRequests):
             parent = self._parent_of(request)
             reported = request if parent is None else parent
             found[reported.request_id] = reported
-        for parent in list(self._parents.values()):  # all: a step that was interrupted may have left one behind
-            parent.take_stock()
-            if parent.is_finished:
-                found[parent.request_id] = parent
-                del self._parents[parent.request_id]
+        for request_id in self._parents.keys() & found.keys():
+            self._parents[request_id].take_stock()
+            if self._parents[request_id].is_finished:
+                del self._parents[request_id]
         return list(found.values())
+
+    def reset(self, reason: BaseFinishReason) -> None:
+        """End all requests with `reason`, outside a step."""
+        self.scheduler.reset(reason)
+        for parent in self._parents.values():
+            parent.take_stock()
+        self._parents.clear()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens since the start, of all requests."""
+        return self.scheduler.num_output_tokens

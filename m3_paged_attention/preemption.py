@@ -8,10 +8,9 @@ its place (`parts={"preemption": ...}`). vLLM preempts the last of the running; 
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, TypeVar
 
-from m1_single_request.errors import LONGEST_REASON, shown
+from m1_single_request.errors import PartError
 from m1_single_request.request import Sequence
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.errors import PartError
 from m3_paged_attention.kv_manager_interface import PagedKVManager
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_events import Preempted
@@ -52,15 +51,13 @@ def _loss(request: Runs) -> tuple[int, int, int]:
 
 
 def victim_of(policy: PreemptionPolicy, running: SequenceOf[RunsT]) -> RunsT:
-    """Whom the policy chooses. Raises `PartError` if it fails, or chooses nobody who runs."""
-    part = f"the part 'preemption' ({type(policy).__name__})"
-    try:
-        victim = policy.choose_victim(tuple(running))
-    except Exception as error:
-        raise PartError(f"{part} failed: {shown(error, LONGEST_REASON)}") from error
+    """Ask the policy. Raises `PartError` if it chooses a request that does not run."""
+    victim = policy.choose_victim(tuple(running))
     if not any(victim is request for request in running):
-        chosen = getattr(victim, "request_id", victim)
-        raise PartError(f"{part} chose {chosen!r}, which is none of the {len(running)} running requests")
+        part, chosen = type(policy).__name__, getattr(victim, "request_id", victim)
+        raise PartError(
+            f"the part 'preemption' ({part}) chose {chosen!r}, which is none of the {len(running)} running requests"
+        )
     return victim
 
 

@@ -6,9 +6,18 @@ knows: it is never scheduled, it only reports. New in m3; vLLM: `ParentRequest` 
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from m1_single_request.request import FinishError, Request as SingleRequest, RequestStatus, Sequence
+
+
+class SimpleStops(NamedTuple):
+    """The whole stop condition of a request without stop strings, log-probabilities and a minimum length ahead."""
+
+    stop_ids: frozenset[int]
+    """The ids that end it."""
+    num_output: int
+    """Number of output tokens at which it ends."""
 
 
 class Request(SingleRequest):
@@ -20,6 +29,8 @@ class Request(SingleRequest):
     """Whether the runner knows its tokens and blocks, so that differences are enough."""
     number: int = 0
     """Its place in the order of arrival."""
+    simple_stops: SimpleStops | None = None
+    """Its whole stop condition, if that is no more than ids and a length."""
 
 
 class ParentRequest(SingleRequest):

@@ -1,29 +1,28 @@
 """Who runs now, when memory is handed out in blocks as it is needed.
 
 m2 admitted a request only if its whole life had a place. Here it is admitted if its prompt has one: blocks follow as it
-grows. So more requests run at once, and the memory can run out under them; then somebody is preempted and waits again,
-in front. Siblings (`n > 1`) start on the blocks of the first one. Everything is decided anew at every step; whatever a
-step moved in memory is settled when its result comes back. vLLM: `v1/core/sched/scheduler.py`; SGLang:
-`Scheduler.get_next_batch_to_run` and `retract_decode`.
+grows. So more requests run at once, and the memory can run out under them; then one is preempted and waits again, in
+front. Siblings (`n > 1`) start on the blocks of the first one. Everything is decided anew at every step. vLLM:
+`v1/core/sched/scheduler.py`; SGLang: `Scheduler.get_next_batch_to_run` and `retract_decode`.
 """
 
 from collections.abc import Iterable, Mapping
 
 from m1_single_request.errors import DuplicateRequestError, shown
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
-from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.sampling_step import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.admission import Admission, WayIn
 from m3_paged_attention.config import SchedulerConfig
-from m3_paged_attention.errors import KVCapacityError, PartError
+from m3_paged_attention.errors import KVCapacityError
+from m3_paged_attention.invariants import check_memory, check_queues
 from m3_paged_attention.kv_manager_interface import PagedKVManager
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import PreemptionPolicy, take_blocks, victim_of
-from m3_paged_attention.recovery import check_memory, check_queues, recover
 from m3_paged_attention.request import Request
 from m3_paged_attention.request_queue import PreemptedFirstQueue
+from m3_paged_attention.request_updater import RequestUpdater
 from m3_paged_attention.scheduler_events import LeftOut
 from m3_paged_attention.scheduler_output import SchedulerOutput
 from m3_paged_attention.step_plan import StepPlan
@@ -60,11 +59,9 @@ class Scheduler:
         self.finished_req_ids: set[str] = set()  # not announced yet
         self.num_preemptions = 0
         self._num_arrivals = 0
-        self._left_out: set[str] = set()  # who ran in the last step and got no token
-        self._forks: dict[str, list[Request]] = {}  # by a request whose prompt is computed now: who starts on it then
-        self._in_flight = False  # whether a step was begun whose result has not come yet
-        self._marked: dict[str, Request] = {}  # who ends at the next update, wherever it stands
-        self._untold: set[str] = set()  # who ended since the last batch that the trace has heard of
+        self._left_out: set[str] = set()  # running requests that got no token in the last step
+        self._forks: dict[str, list[Request]] = {}  # siblings that start after this step, by the request they share
+        self._marked: dict[str, Request] = {}  # these end at the next update
 
     def add_request(self, request: Request) -> None:
         """Queue a request that has passed the checks of intake."""
@@ -80,19 +77,17 @@ class Scheduler:
         """Whether any request waits or runs, aborted ones included until their end was reported."""
         return bool(self.requests)
 
-    def schedule(self) -> SchedulerOutput:
-        """Decide what goes through the model now.
+    def schedule(self) -> SchedulerOutput | None:
+        """Decide what goes through the model now; None if there is nothing to compute or to move.
 
         1. If the running requests' next tokens need more blocks than are free, some are preempted.
         2. Otherwise waiting requests join, preempted ones first, as long as tokens, places and blocks allow. The first
            that does not fit ends the phase: nobody overtakes. One block per running request stays free.
         3. One token for every other running request, as far as the token budget reaches.
 
-        Whom the budget left out in the last step goes before phase 2; if one of these does not fit, nobody is admitted.
+        The requests that the budget left out in the last step go before phase 2; if one of them does not fit, none is
+        admitted.
         """
-        if self._in_flight:
-            self._recover()
-        self._in_flight = True
         plan = StepPlan(budget=self.max_num_batched_tokens)
         running = [request for request in self.running if request.to_finish is None]
         num_running = len(running)
@@ -103,46 +98,62 @@ class Scheduler:
             if all(request.request_id in plan.num_scheduled_tokens for request in first):
                 self._admit(plan)
             running = [request for request in running if request.request_id not in plan.num_scheduled_tokens]
-            in_need = self._in_need(running)  # whose blocks are shared since then must copy before it writes
+            in_need = self._in_need(running)  # a request whose blocks are shared now must copy before it writes
         self._continue(running, plan, in_need)
         self._note_left_out(plan)
-        announced = frozenset(self.finished_req_ids)
         moves = self.kv_manager.take_moves()
-        if self.tracer:
-            self._untold |= announced
-            if plan.num_scheduled_tokens:
-                self.tracer.emit(plan.event(left=self._untold))
-                self._untold = set()
-        return plan.output(finished_req_ids=announced, moves=moves, stop_checker=self.updater.stop_checker)
+        if not plan.num_scheduled_tokens and not moves.swap_in and not moves.swap_out:
+            return None
+        finished_req_ids, self.finished_req_ids = frozenset(self.finished_req_ids), set()
+        if self.tracer and plan.num_scheduled_tokens:
+            self.tracer.emit(plan.event(left=finished_req_ids))
+        return plan.output(finished_req_ids=finished_req_ids, moves=moves, stop_checker=self.updater.stop_checker)
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput | None) -> list[Request]:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput | None, output: ModelRunnerOutput | None
+    ) -> list[Request]:
         """Commit a step: append tokens, end what is to end, release its blocks. Returns the requests that changed.
 
-        `output` is None if the step ran nothing or failed; then nobody knows whether its blocks were moved, and whom
-        that concerns starts over. A request that was marked to finish (abort, error) ends now, without a token.
+        `output` is None if the step ran nothing or failed. After a failure it is unknown whether blocks were moved, and
+        the requests that own them start over. A request that was marked to finish (abort, error) ends now, without a
+        token.
         """
-        self.finished_req_ids -= scheduler_output.finished_req_ids
-        marked = [request for request in self._marked.values() if request.to_finish is not None]
         changed: list[Request] = []
-        if output is not None:
-            self._commit(scheduler_output, output, changed)
+        if scheduler_output is not None and output is not None:
+            changed = self._commit(scheduler_output, output)
         else:
             moved = self.kv_manager.touched()
             self._reset([request for request in self.requests.values() if request.request_id in moved])
         self._start_forks()
-        if marked:  # those who are marked from now on end with the next update
+        if self._marked:
             settled = {request.request_id for request in changed}
-            changed += [request for request in marked if request.request_id not in settled]
-        for request in [request for request in changed if request.to_finish is not None]:
-            self._finish(request)
-        self._in_flight = False
+            changed += [request for request in self._marked.values() if request.request_id not in settled]
+            self._marked.clear()
+        for request in changed:
+            if request.to_finish is not None:
+                self._finish(request)
         return changed
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
-        known = {request_id: self.requests[request_id] for request_id in request_ids if request_id in self.requests}
-        self._marked |= known  # first: an interrupt may leave one here that is not marked, but none unseen that is
-        return [request_id for request_id, request in known.items() if self.updater.mark(request, reason)]
+        known = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        marked = {request.request_id: request for request in known if self.updater.mark(request, reason)}
+        self._marked |= marked
+        return list(marked)
+
+    def reset(self, reason: BaseFinishReason) -> None:
+        """End all requests with `reason`, outside a step; queues are empty afterwards, and all blocks are free."""
+        requests, self.requests = self.requests, {}
+        self.waiting, self.running = PreemptedFirstQueue(), []
+        self.finished_req_ids, self._left_out, self._forks, self._marked = set(), set(), {}, {}
+        self.kv_manager.reset()
+        for request in requests.values():
+            self.updater.end(request, reason)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens since the start, of all requests."""
+        return self.updater.num_output_tokens
 
     def check_invariants(self) -> None:
         """Raise AssertionError if queues and memory contradict each other; tests call this after every step."""
@@ -171,12 +182,7 @@ class Scheduler:
                 if len(self.running) == 1:  # all blocks are its own; otherwise others leave theirs at the update
                     self._give_up(running.pop())
                 return in_need
-            try:
-                victim = victim_of(self.preemption, running)
-            except PartError as error:  # nobody can run on, and to ask again would not help
-                self.finish_requests([request.request_id for request in running], FinishError(error))
-                running.clear()
-                return {}
+            victim = victim_of(self.preemption, running)
             running.remove(victim)
             take_blocks(victim, kv_manager, swap=self.swaps, needed=needed, tracer=self.tracer)
             self._send_back(victim)
@@ -247,10 +253,9 @@ class Scheduler:
 
     # --- parts of update ----------------------------------------------------------------------------------------------
 
-    def _commit(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, changed: list[Request]) -> None:
-        """Give every request its new tokens."""
+    def _commit(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
+        """Append the new tokens; return the requests that have any."""
         requests = [self.requests[request_id] for request_id in output.req_ids]
-        changed += requests
         others: Iterable[int] = range(len(requests))
         num_cached, counts = scheduler_output.scheduled_cached_reqs.num_reqs, scheduler_output.num_scheduled_tokens
         if num_cached == len(counts) and not self.tracer:  # one new KV for each
@@ -264,6 +269,7 @@ class Scheduler:
                     output.prompt_logprobs.get(request.request_id),
                 )
                 self.updater.commit(request, sampled, num_new_kv=counts[request.request_id])
+        return requests
 
     def _start_forks(self) -> None:
         """The prompts that others wait for have their KV now, or will never have it."""
@@ -279,16 +285,14 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """Take a request out of its queue and release its blocks. The step releases what the runner holds for it."""
         assert request.to_finish is not None
-        self.updater.end(request, request.to_finish)
         if request in self.running:
             self.running.remove(request)
         else:
             self.waiting.remove_requests([request])
         self.kv_manager.release(request.request_id)
         self.finished_req_ids.add(request.request_id)
-        self._marked.pop(request.request_id, None)
-        del self.requests[request.request_id]  # last: as long as it is here, an interrupted update is made again
-        self.updater.trace_end(request)
+        del self.requests[request.request_id]
+        self.updater.end(request, request.to_finish)
 
     # --- back to the queue --------------------------------------------------------------------------------------------
 
@@ -322,9 +326,3 @@ class Scheduler:
                 self.kv_manager.release(request.request_id)
                 request.sequence.num_computed_tokens = 0
                 self._send_back(request)
-
-    def _recover(self) -> None:
-        """A step was interrupted, anywhere from `schedule` to the end of its update: make the queues sound again."""
-        self.running, self.waiting = recover(self.requests.values(), self.running, self.kv_manager, self.tracer)
-        self._forks, self._left_out = {}, set()
-        self._marked = {r.request_id: r for r in self.requests.values() if r.to_finish is not None}

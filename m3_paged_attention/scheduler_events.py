@@ -171,19 +171,3 @@ class Preempted(Event):
             f"{self.num_freed} of its {some(self.num_blocks, 'block')} come free; {fate}. It waits in front of all "
             f"others."
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepLost(Event):
-    """The result of a step never came: it was interrupted. What it decided is undone."""
-
-    style: ClassVar[str] = "yellow"
-    reset: tuple[str, ...]
-    """Requests that start over, because nobody knows what became of their blocks."""
-
-    def request_ids(self) -> tuple[str, ...]:
-        return self.reset
-
-    def explain(self) -> str:
-        who = f" {', '.join(self.reset)} will be computed again." if self.reset else ""
-        return f"The last step was interrupted before its result came; it is decided anew.{who}"

@@ -7,20 +7,20 @@ release; `flush_cache` forgets it. `n > 1` stands outside, as in m3. SGLang: `Sc
 `v1/engine/core.py`.
 """
 
-import time
-from typing import Protocol
-
-import torch
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from m1_single_request.engine_core_base import EngineCoreBase
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
+from m1_single_request.request import FinishAbort
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput, checked
 from m3_paged_attention.parallel_sampling import RequestFamilies
-from m4_radix_cache.recovery import Phase, forget_everything
+from m4_radix_cache.model_worker_batch import ModelWorkerBatch
+from m4_radix_cache.schedule_batch import ScheduleBatch
 from m4_radix_cache.scheduler import Scheduler
 
 
@@ -55,7 +55,7 @@ class NoCompanion:
 
 
 class EngineCore(EngineCoreBase):
-    """Turns the crank."""
+    """Runs a living batch of requests per step."""
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class EngineCore(EngineCoreBase):
         executor: GPUExecutor,
         output_processor: OutputProcessor,
         kv_bytes_per_token: int,
+        parts: Mapping[str, Any],
         tracer: Tracer,
         companion: Companion | None = None,
     ) -> None:
@@ -72,48 +73,33 @@ class EngineCore(EngineCoreBase):
         self.families = RequestFamilies(scheduler=scheduler, tracer=tracer)
         super().__init__(
             input_processor=input_processor,
-            unfinished=self.families,
+            holder=self.families,
             kv_holder=KVView(scheduler, kv_bytes_per_token, self.companion),
             output_processor=output_processor,
+            parts=parts,
             tracer=tracer,
         )
         self.scheduler = scheduler
         self.executor = executor
 
     def step(self) -> dict[str, RequestOutput]:
-        """Run one step; returns the new state of every request that changed. `{}` on an idle engine.
+        """Run one step; return the new output of every request that changed.
 
-        An exception in the model fails the requests of this step, and only them; a row of logits that cannot be used
-        fails its own request; a lost device (`EngineDeadError`) fails all, and the engine with them.
+        An exception in the model ends the requests of this step, and only them; a row of logits that cannot be used
+        ends its own request; a lost device (`EngineDeadError`) ends all, and the engine with them.
         """
-        if not self._begin_step():
-            return {}
-        times = [time.perf_counter()]
-        try:
-            batch = self.scheduler.schedule()  # 1 schedule
-        except (torch.AcceleratorError, torch.OutOfMemoryError) as error:  # the tensors of sampling are made there
-            batch = None
-            self._fail(self.scheduler.give_up(), error)
-        times.append(time.perf_counter())
-        output: ModelRunnerOutput | None = None
-        num_tokens = num_prompt_tokens = 0
-        if batch is not None:
-            worker_batch = batch.get_model_worker_batch()
-            num_tokens = len(worker_batch.input_ids)
-            try:
-                said = self.executor.execute_model(worker_batch)  # 2 execute
-                output = checked(said, worker_batch.num_samples)
-                num_prompt_tokens = worker_batch.num_prompt_tokens
-                self._fail_each(output.errors)
-            except Exception as error:
-                self._fail(worker_batch.rids, error)
-        executed = time.perf_counter()
-        times += [executed - (output.sample_seconds if output else 0.0), executed]
-        updated = self.scheduler.update_from_output(batch, output)  # 3 update
-        changed = self._and_unreported(self.families.reported(updated))
-        outputs = self._make_outputs(changed)  # 4 make outputs
-        self._end_step(times, num_tokens=num_tokens, num_prompt_tokens=num_prompt_tokens, changed=changed)
-        return outputs
+        batch = self._schedule()  # 1 schedule
+        output = self._attempt(self._execute, batch)  # 2 execute
+        changed = self.scheduler.update_from_output(batch, output)  # 3 update
+        return self._make_outputs(self.families.reported(changed))  # 4 make outputs
+
+    def flush_cache(self) -> bool:
+        """Forget the cached KV. False, and nothing is forgotten, while requests are unfinished."""
+        if self.has_unfinished_requests():
+            return False
+        with self.changing():
+            self._forget_all(FinishAbort())
+        return True
 
     def close(self) -> None:
         """Forget all KV, then let go of the KV memory and the model: the engine object may live on."""
@@ -121,15 +107,26 @@ class EngineCore(EngineCoreBase):
         self.executor.shutdown()
         self.companion.close()
 
-    def is_unfinished(self, request_id: str) -> bool:
-        """As m1's. If a parent's arrival was interrupted, only its family knows it, until its children have ended."""
-        return super().is_unfinished(request_id) or self.families.is_unfinished(request_id)
-
     def stats(self) -> SingleRequestStats:
         """Totals so far, and the state of the cache."""
-        totals, uncounted = vars(super().stats()), [r for rid, r in self._open.items() if rid not in self._counted]
-        totals["num_output_tokens"] = self._num_output_tokens + sum(r.num_output_tokens for r in uncounted)
-        return self.companion.add_to(self.scheduler.stats(totals))
+        return self.companion.add_to(self.scheduler.stats(vars(super().stats())))
+
+    def _schedule(self) -> ScheduleBatch | None:
+        batch = self.scheduler.schedule()
+        self._record.lap("schedule")
+        return batch
+
+    def _execute(self, batch: ScheduleBatch) -> ModelRunnerOutput:
+        """Run a batch; a request without a token in the output ends with its error."""
+        self._record.request_ids = [req.rid for req in batch.reqs]
+        worker_batch: ModelWorkerBatch = batch.get_model_worker_batch()
+        self._record.num_tokens = len(worker_batch.input_ids)
+        self._record.num_prompt_tokens = worker_batch.num_prompt_tokens
+        output = checked(self.executor.execute_model(worker_batch), worker_batch.num_samples)
+        self._fail_each(output.errors)
+        self._record.lap("execute")
+        self._record.move("execute", "sample", output.sample_seconds)
+        return output
 
 
 class KVView:
@@ -139,23 +136,9 @@ class KVView:
         self.scheduler, self.companion = scheduler, companion
         self.kv_bytes_per_token = kv_bytes_per_token
 
-    def free_request_cache(self, request_id: str) -> None:
-        """Release the KV of a request; nothing happens if it holds none."""
-        req = self.scheduler.requests.get(request_id)
-        if req is not None and req.req_pool_idx is not None:
-            self.scheduler.tree_cache.cache_finished_req(req, is_insert=False)
-
     def clear_kv_caches(self) -> None:
-        """Forget all KV, cached or in use."""
-        self.scheduler.phase = Phase.DECIDING  # interrupted, it leaves books that the next step makes anew
-        forget_everything(self.scheduler)
+        """Forget what outlives requests; the scheduler has freed the KV."""
         self.companion.clear()
-        if not self.scheduler.requests:
-            self.scheduler.phase = Phase.IDLE
-
-    def held_request_ids(self) -> list[str]:
-        """The requests that hold KV: none but those that the scheduler knows."""
-        return [req.rid for req in self.scheduler.requests.values() if req.req_pool_idx is not None]
 
     def num_kv_tokens(self) -> int:
         """Slots that requests hold, shared ones once."""

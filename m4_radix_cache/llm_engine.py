@@ -1,4 +1,7 @@
-"""m4's engine: m1's face over m4's parts."""
+"""m4's engine: the face over m4's parts. New call: the cache can be emptied."""
+
+from collections.abc import Sequence
+from typing import ClassVar
 
 from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
 from m4_radix_cache.config import EngineConfig
@@ -11,5 +14,10 @@ class LLMEngine(SingleRequestEngine):
 
     parts = PARTS
     roles = ROLES
-    config_type = EngineConfig
-    request_options = ("priority", "cache_salt")
+    config_type: ClassVar[type] = EngineConfig
+    request_options: ClassVar[Sequence[str]] = ("priority", "cache_salt")
+
+    def flush_cache(self) -> bool:
+        """Forget the KV that is kept for later requests. False, and nothing is forgotten, while any is unfinished."""
+        self._check_usable()
+        return bool(self.engine_core.flush_cache())

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from m1_single_request.request import Request, RequestStatus, Sequence
+from m1_single_request.request import RequestStatus, Sequence
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.request import Request
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
@@ -37,14 +38,12 @@ class Media(Protocol):
 
 
 class Req(Request):
-    """m1's request under SGLang's names, with its place in the pools and in the tree."""
+    """m3's request under SGLang's names, with its place in the pools and in the tree."""
 
     def __init__(self, request_id: str, prompt: str | None, sequence: Sequence, seed: int, arrival_time: float) -> None:
         super().__init__(request_id, prompt, sequence, seed, arrival_time)
         self.priority = 0
         self.extra_key: str | None = None  # its namespace: it shares KV with requests of the same one only
-        self.parent_id: str | None = None  # the request that this one is a continuation of
-        self.number = 0  # its place in the order of arrival
         self.num_retractions = 0
         self.max_new_tokens = self.sampling_params.max_tokens  # what it may still say; intake clips it to the memory
         self.fill_ids: list[int] = []  # prompt and outputs: all that must have KV after its next extend

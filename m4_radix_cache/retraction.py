@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from m1_single_request.errors import shown
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.errors import KVCapacityError, PartError
+from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.preemption import PreemptionPolicy, victim_of
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.request import Req
@@ -24,20 +24,16 @@ def retract(
     tracer: Tracer,
     *,
     prefilling: Sequence[Req] = (),
-) -> tuple[list[Req], PartError | None]:
-    """Take requests out of a batch until the others' next tokens have room, or one is left; returns who went.
+) -> list[Req]:
+    """Take requests out of a batch until the others' next tokens have room, or one is left; return the requests taken
+    out.
 
-    And the error, if the policy failed or chose nobody: then there may be no room. `prefilling`: others that hold
-    memory and may have to go as well (from m5 on).
+    `prefilling`: other requests that hold memory and may be taken out as well (from m5 on).
     """
     retracted: list[Req] = []
-    events, failure, others = [], None, list(prefilling)
+    events, others = [], list(prefilling)
     while len(batch.reqs) + len(others) > 1 and not batch.check_decode_mem():
-        try:
-            victim = victim_of(preemption, [*batch.reqs, *others])
-        except PartError as error:
-            failure = error
-            break
+        victim = victim_of(preemption, [*batch.reqs, *others])
         if tracer:
             events.append((victim.rid, victim.kv_committed_len, len(victim.output_ids), *batch.room()))
         batch.retract_decode(victim)
@@ -56,7 +52,7 @@ def retract(
                     new_token_ratio=ratio.value,
                 )
             )
-    return retracted, failure
+    return retracted
 
 
 def outgrown(req: Req, pools: Pools) -> KVCapacityError:

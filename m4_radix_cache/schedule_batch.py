@@ -11,8 +11,8 @@ from typing import Self
 
 import numpy as np
 
+from m1_single_request.errors import PartError
 from m1_single_request.request import RequestStatus
-from m3_paged_attention.errors import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache

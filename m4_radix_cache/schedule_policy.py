@@ -13,11 +13,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
-from m1_single_request.errors import ConfigError
+from m1_single_request.errors import ConfigError, PartError
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.errors import PartError
 from m4_radix_cache.config import SchedulePolicyName
-from m4_radix_cache.errors import blamed_on
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
 from m4_radix_cache.request import Req
@@ -177,10 +175,9 @@ class _Coming:
 
 
 def order_of(policy: SchedulePolicy, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
-    """What the policy decides. Raises `PartError` if it fails, or does not name each of `waiting` exactly once."""
-    with blamed_on("schedule_policy", policy):
-        order = Order(*map(list, policy.calc_priority(list(waiting), *([prefilling] if prefilling else []))))
-        named = sorted(id(req) for reqs in order for req in reqs)
+    """Ask the policy. Raises `PartError` if it does not name each of `waiting` exactly once."""
+    order = Order(*map(list, policy.calc_priority(list(waiting), *([prefilling] if prefilling else []))))
+    named = sorted(id(req) for reqs in order for req in reqs)
     if named != sorted(map(id, waiting)):
         part = f"the part 'schedule_policy' ({type(policy).__name__})"
         raise PartError(f"{part} must name each of the {len(waiting)} waiting requests once; it named {len(named)}")

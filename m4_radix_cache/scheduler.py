@@ -10,11 +10,8 @@ from collections.abc import Iterable
 
 from m1_single_request.request import FinishError
 from m1_single_request.sampling_step import SampledTokens
-from m3_paged_attention.errors import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m4_radix_cache.errors import blamed_on
 from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
-from m4_radix_cache.recovery import recover
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown
 from m4_radix_cache.schedule_batch import ScheduleBatch
@@ -44,23 +41,12 @@ class Scheduler(SchedulerBase):
         waiting = [req for req in self.waiting_queue if req.to_finish is None]
         if self.batch_is_full or not waiting or not num_places:
             return None
-        try:
-            adder = self._new_adder(num_places)
-            order = order_of(self.policy, waiting)
-        except PartError as error:  # nobody can be let in, and to ask again would not help
-            self.finish_requests([req.rid for req in waiting], FinishError(error))
-            return None
-        for req in order.ready:
+        adder = self._new_adder(num_places)
+        for req in order_of(self.policy, waiting).ready:
             req.init_next_round_input(self.tree_cache)
             if self.tracer:
                 self.tracer.emit(matched_event(req))
-            try:
-                with blamed_on("prefill_adder", self.prefill_adder):
-                    result = adder.add_one_req(req)
-            except PartError as error:  # what it has locked nobody knows: the books are made anew
-                recover(self)
-                self.finish_requests([req.rid], FinishError(error))
-                return None
+            result = adder.add_one_req(req)
             if result is AddReqResult.NO_TOKEN and not self.running and not adder.can_run_list:
                 self.finish_requests([req.rid], FinishError(outgrown(req, self.pools)))  # alone, and no room: never
             elif result is not AddReqResult.CONTINUE:
@@ -100,19 +86,18 @@ class Scheduler(SchedulerBase):
     def trace_batch(self, batch: ScheduleBatch) -> None:
         """Tell the trace whose prompts run, or who decodes."""
         if self.tracer:
-            self.tracer.emit(batch_event(batch, self.untold, len(self.running), self.max_num_batched_tokens))
+            self.tracer.emit(batch_event(batch, self.unreported, len(self.running), self.max_num_batched_tokens))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _new_adder(self, num_places: int) -> PrefillAdder:
-        """What counts whether another prompt fits. Raises `PartError` if the part cannot be made."""
-        with blamed_on("prefill_adder", self.prefill_adder):
-            return self.prefill_adder(
-                tree_cache=self.tree_cache,
-                token_to_kv_pool_allocator=self.pools.token_to_kv_pool_allocator,
-                running=self.running_batch.reqs,
-                new_token_ratio=self.new_token_ratio.value,
-                max_prefill_tokens=self.max_num_batched_tokens,
-                max_new_reqs=num_places,
-                tracer=self.tracer,
-            )
+        """The part that decides whether another prompt fits into this step."""
+        return self.prefill_adder(
+            tree_cache=self.tree_cache,
+            token_to_kv_pool_allocator=self.pools.token_to_kv_pool_allocator,
+            running=self.running_batch.reqs,
+            new_token_ratio=self.new_token_ratio.value,
+            max_prefill_tokens=self.max_num_batched_tokens,
+            max_new_reqs=num_places,
+            tracer=self.tracer,
+        )

@@ -11,20 +11,18 @@ from typing import Any, Protocol
 
 import torch
 
-from m1_single_request.errors import DuplicateRequestError, shown
+from m1_single_request.errors import DuplicateRequestError, PartError, shown
 from m1_single_request.outputs import EngineStats as SingleRequestStats
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
-from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.errors import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import PreemptionPolicy
-from m4_radix_cache.errors import blamed_on
+from m3_paged_attention.request_updater import RequestUpdater
 from m4_radix_cache.exchange import Exchange, NoExchange
+from m4_radix_cache.invariants import audit, check_scheduler
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.outputs import EngineStats
-from m4_radix_cache.recovery import Phase, audit, check_scheduler, recover
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown, retract
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
@@ -90,25 +88,20 @@ class SchedulerBase(ABC):
         self.last_batch: ScheduleBatch | None = None  # of the step before, if that was an extend
         self.cur_batch: ScheduleBatch | None = None  # of the step that was decided last
         self.num_retractions = self.num_cached_tokens = 0
-        self.phase = Phase.IDLE
-        self.marked: dict[str, Req] = {}  # who ends at the next update, wherever it stands
-        self.untold: list[str] = []  # who ended since the last batch that the trace has heard of
+        self.unreported: list[str] = []  # ended since the last `Batch` event
+        self.marked: dict[str, Req] = {}  # these end at the next update
         self._num_arrivals = 0
 
     # --- the two verbs ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduleBatch | None:
         """Decide what goes through the model now; None: nothing."""
-        if self.phase is not Phase.IDLE:
-            recover(self)
-        self.phase = Phase.DECIDING
         self.cur_batch = self.get_next_batch_to_run()
         if self.cur_batch is None and self._is_stuck():
-            self.finish_requests(list(self.requests), FinishError(PartError(self.nobody_runs)))
-        self.phase = Phase.IN_FLIGHT
+            raise PartError(self.nobody_runs)
         if self.tracer and self.cur_batch is not None:
             self.trace_batch(self.cur_batch)
-            self.untold = []
+            self.unreported = []
         return self.cur_batch
 
     def update_from_output(self, batch: ScheduleBatch | None, output: ModelRunnerOutput | None) -> list[Req]:
@@ -117,22 +110,20 @@ class SchedulerBase(ABC):
         `output` is None if the step ran nothing or failed; whoever was in it and is not marked starts over. A request
         that was marked to finish (abort, error) ends now, without a token.
         """
-        self.phase = Phase.UPDATING
-        marked = [req for req in self.marked.values() if req.to_finish is not None]
         changed: list[Req] = []
         if batch is not None and output is not None:
             changed = list(self.process_batch_result(batch, output))
         elif batch is not None:
             self._send_back([req for req in batch.reqs if req.to_finish is None])
             batch.filter_batch([])
-        if marked:  # those who are marked from now on end with the next update
+        if self.marked:
             settled = {req.rid for req in changed}
-            changed += [req for req in marked if req.rid not in settled]
-        for req in [req for req in changed if req.to_finish is not None]:
-            if not self.exchange.keeps(req):
+            changed += [req for req in self.marked.values() if req.rid not in settled]
+            self.marked.clear()
+        for req in changed:
+            if req.to_finish is not None and not self.exchange.keeps(req):
                 self._finish(req)
         self.last_batch = batch if batch is not self.running_batch else None  # it joins those who run
-        self.phase = Phase.IDLE
         if not self.requests:
             self.new_token_ratio.reset()
         if self.pools.debug:
@@ -182,16 +173,31 @@ class SchedulerBase(ABC):
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
-        known = {request_id: self.requests[request_id] for request_id in request_ids if request_id in self.requests}
-        self.marked |= known  # first: an interrupt may leave one here that is not marked, but none unseen that is
-        return [request_id for request_id, request in known.items() if self.updater.mark(request, reason)]
+        known = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
+        marked = {req.rid: req for req in known if self.updater.mark(req, reason)}
+        self.marked |= marked
+        return list(marked)
 
-    def give_up(self) -> list[str]:
-        """After `schedule` raised: nothing runs in this step, and nobody's KV is trusted. Returns those who ran."""
-        running = [req.rid for req in self.running]
-        recover(self)
-        self.phase = Phase.IN_FLIGHT
-        return running or list(self.requests)
+    def reset(self, reason: BaseFinishReason) -> None:
+        """End all requests with `reason`, outside a step. Queues and cache are empty afterwards, all memory is free."""
+        requests, self.requests = self.requests, {}
+        for req in list(self.exchange.held()):
+            self.exchange.let_go(req)
+        self.pools.tree_cache.reset()
+        self.pools.token_to_kv_pool_allocator.clear()
+        self.pools.req_to_token_pool.clear()
+        self.waiting_queue, self.running_batch = [], self.batch_class([], self.pools)
+        self.last_batch = self.cur_batch = None
+        self.batch_is_full = False
+        self.new_token_ratio.reset()
+        self.marked.clear()
+        for req in requests.values():
+            self.updater.end(req, reason)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens since the start, of all requests."""
+        return self.updater.num_output_tokens
 
     def stats(self, totals: Mapping[str, Any]) -> SingleRequestStats:
         """The engine's totals (the fields of m1's `EngineStats`), and the state of the cache."""
@@ -217,18 +223,11 @@ class SchedulerBase(ABC):
         """Whether nobody ends and nobody is elsewhere: if nobody runs either, the next step would be the same."""
         return all(req.to_finish is None for req in self.requests.values()) and not any(self.exchange.held())
 
-    def _start(self, reqs: list[Req]) -> ScheduleBatch | None:
+    def _start(self, reqs: list[Req]) -> ScheduleBatch:
         """A batch of requests that were admitted, their prefixes locked; whoever has a row already goes on."""
         new = [req for req in reqs if req.req_pool_idx is None]
         batch = self.batch_class.init_new(reqs, self.pools)
-        try:
-            batch.prepare_for_extend(self.sampling_info_of(batch.reqs))
-        except (PartError, torch.OutOfMemoryError) as error:  # nothing was taken
-            for req in new:
-                self.tree_cache.dec_lock_ref(req.last_node)
-            self.batch_is_full = False
-            self.finish_requests([req.rid for req in reqs], FinishError(error))
-            return None
+        batch.prepare_for_extend(self.sampling_info_of(batch.reqs))
         started = {id(req) for req in new}
         self.waiting_queue = [req for req in self.waiting_queue if id(req) not in started]
         for req in new:
@@ -241,11 +240,7 @@ class SchedulerBase(ABC):
 
     def _retract(self, batch: ScheduleBatch, prefilling: Sequence[Req] = ()) -> bool:
         """Take requests out until the others' next tokens have room; whether they have. `prefilling`: see `retract`."""
-        retracted, failure = retract(batch, self.preemption, self.new_token_ratio, self.tracer, prefilling=prefilling)
-        self._send_back(retracted)
-        if failure is not None:  # nobody can run on, and to ask again would not help
-            self.finish_requests([req.rid for req in batch.reqs], FinishError(failure))
-            return False
+        self._send_back(retract(batch, self.preemption, self.new_token_ratio, self.tracer, prefilling=prefilling))
         if not batch.reqs:
             return False
         if batch.check_decode_mem():
@@ -255,12 +250,9 @@ class SchedulerBase(ABC):
         return False
 
     def sampling_info_of(self, reqs: list[Req]) -> SamplingBatchInfo:
-        """How the next tokens of these requests are chosen. Raises `PartError` if the stop checker fails."""
-        stop_checker = self.updater.stop_checker
-        with blamed_on("stop_checker", stop_checker):
-            return SamplingBatchInfo.from_reqs(
-                reqs, vocab_size=self.vocab_size, stop_ids=stop_checker.stop_ids, device=self.device
-            )
+        """The sampling parameters of these requests as tensors."""
+        stop_ids = self.updater.stop_checker.stop_ids
+        return SamplingBatchInfo.from_reqs(reqs, vocab_size=self.vocab_size, stop_ids=stop_ids, device=self.device)
 
     def _send_back(self, reqs: Iterable[Req]) -> None:
         """Let requests that ran wait again. The policy puts them before all others."""
@@ -277,7 +269,6 @@ class SchedulerBase(ABC):
         """End a request, and leave its KV to others unless something went wrong with it."""
         assert req.to_finish is not None
         self.exchange.let_go(req)
-        self.updater.end(req, req.to_finish)
         if req.req_pool_idx is not None:
             self.tree_cache.cache_finished_req(req, is_insert=not isinstance(req.to_finish, FinishError))
             self.batch_is_full = False
@@ -285,7 +276,6 @@ class SchedulerBase(ABC):
             self.waiting_queue.remove(req)
             self.batch_is_full = False  # perhaps it was the one that stood in the others' way
         if self.tracer:
-            self.untold.append(req.rid)
-        self.marked.pop(req.rid, None)
-        del self.requests[req.rid]  # last: as long as it is here, an interrupted update is made again
-        self.updater.trace_end(req)
+            self.unreported.append(req.rid)
+        del self.requests[req.rid]
+        self.updater.end(req, req.to_finish)

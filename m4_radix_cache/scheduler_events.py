@@ -1,6 +1,6 @@
 """What the trace can say about requests that share KV: who goes first, who got in and at what price, who had to leave.
 
-What happens in the cache stands in `events.py`. m3's `ParallelSampling` and `StepLost` are used as they are. Its
+What happens in the cache stands in `events.py`. m3's `ParallelSampling` is used as it is. Its
 `Admit` and `NotAdmitted` spoke of free blocks, its `Preempted` of swapping, and m2's `Batch` took every request with a
 prefix for a decode; so these are said anew, in tokens.
 """

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.errors import PartError
-from m4_radix_cache.errors import blamed_on
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
@@ -25,14 +23,6 @@ MAX_PASSED_OVER = 32
 """Whoever was overtaken by newcomers in so many steps is not overtaken any more, whatever the policy."""
 
 
-class BooksLostError(Exception):
-    """A part failed in the middle of admission: what it has locked nobody knows."""
-
-    def __init__(self, rid: str, error: PartError) -> None:
-        super().__init__(rid, error)
-        self.rid, self.error = rid, error
-
-
 class Admitted(NamedTuple):
     """What came of a round."""
 
@@ -40,8 +30,8 @@ class Admitted(NamedTuple):
     """Those who run, the one that was in pieces first; of the last one perhaps a piece only."""
     is_full: bool
     """Somebody lacked memory."""
-    failures: list[tuple[list[str], Exception]]
-    """Requests that can never run, by their ids, and why."""
+    failures: Mapping[str, Exception]
+    """The errors of requests that can never run, by request id."""
 
 
 class Admission:
@@ -77,26 +67,20 @@ class Admission:
         """Fill at most `num_tokens` and `num_places` with the rest of `chunked` and with `waiting` requests.
 
         `is_alone`: nobody else holds memory, not even somebody who is about to end and does not run on.
-        `has_whole_step`: nobody decodes in this step.
-
-        Raises `BooksLostError` if the adder fails on the way.
+        `has_whole_step`: no request decodes in this step.
         """
-        try:
-            adder = self._new_adder(
-                running=running,
-                max_prefill_tokens=num_tokens,
-                max_new_reqs=num_places + (chunked is not None),
-                has_whole_step=has_whole_step,
-                bound_by=bound_by,
-            )
-        except PartError as error:  # nobody's prompt can go on, and to ask again would not help
-            everybody = [*waiting, *([chunked] if chunked else [])]
-            return Admitted([], False, [([req.rid for req in everybody], error)])
-        failures: list[tuple[list[str], Exception]] = []
+        adder = self._new_adder(
+            running=running,
+            max_prefill_tokens=num_tokens,
+            max_new_reqs=num_places + (chunked is not None),
+            has_whole_step=has_whole_step,
+            bound_by=bound_by,
+        )
+        failures: dict[str, Exception] = {}
         if chunked is not None:
             result = self._add_chunked(adder, chunked)
             if result is AddReqResult.NO_TOKEN and is_alone and not adder.can_run_list:  # no room: never
-                failures.append(([chunked.rid], outgrown(chunked, self.pools)))
+                failures[chunked.rid] = outgrown(chunked, self.pools)
             if result is not AddReqResult.CONTINUE:
                 return Admitted(adder.can_run_list, False, failures)
         is_full = bool(waiting) and self._add_newcomers(adder, waiting, is_alone, failures)
@@ -118,47 +102,34 @@ class Admission:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _new_adder(self, **limits: Any) -> PrefillAdder:
-        """What counts whether another prompt fits. Raises `PartError` if the part cannot be made."""
-        with blamed_on("prefill_adder", self.prefill_adder):
-            adder: PrefillAdder = self.prefill_adder(
-                tree_cache=self.pools.tree_cache,
-                token_to_kv_pool_allocator=self.pools.token_to_kv_pool_allocator,
-                new_token_ratio=self.new_token_ratio.value,
-                tracer=self.tracer,
-                **limits,
-                **self.cuts,
-            )
+        """The part that decides whether another prompt fits into this step."""
+        adder: PrefillAdder = self.prefill_adder(
+            tree_cache=self.pools.tree_cache,
+            token_to_kv_pool_allocator=self.pools.token_to_kv_pool_allocator,
+            new_token_ratio=self.new_token_ratio.value,
+            tracer=self.tracer,
+            **limits,
+            **self.cuts,
+        )
         return adder
 
     def _add_chunked(self, adder: PrefillAdder, chunked: Req) -> AddReqResult:
         """Ask for its next piece."""
         chunked.extend_input_len = len(chunked.fill_ids) - len(chunked.prefix_indices)
-        try:
-            with blamed_on("prefill_adder", adder):
-                return adder.add_chunked_req(chunked)
-        except PartError as error:
-            raise BooksLostError(chunked.rid, error) from error
+        return adder.add_chunked_req(chunked)
 
     def _add_newcomers(
-        self, adder: PrefillAdder, waiting: Sequence[Req], is_alone: bool, failures: list[tuple[list[str], Exception]]
+        self, adder: PrefillAdder, waiting: Sequence[Req], is_alone: bool, failures: dict[str, Exception]
     ) -> bool:
         """Let waiting requests in, in the order of the policy, until one does not fit; whether it lacked memory."""
-        try:
-            order = order_of(self.policy, waiting, adder.can_run_list)
-        except PartError as error:  # nobody can be let in, and to ask again would not help
-            failures.append(([req.rid for req in waiting], error))
-            return False
+        order = order_of(self.policy, waiting, adder.can_run_list)
         for req in self._fairly(order.ready):
             req.init_next_round_input(self.pools.tree_cache)
             if self.tracer:
                 self.tracer.emit(matched_event(req))
-            try:
-                with blamed_on("prefill_adder", adder):
-                    result = adder.add_one_req(req)
-            except PartError as error:
-                raise BooksLostError(req.rid, error) from error
+            result = adder.add_one_req(req)
             if result is AddReqResult.NO_TOKEN and is_alone and not adder.can_run_list:
-                failures.append(([req.rid], outgrown(req, self.pools)))  # no room: never
+                failures[req.rid] = outgrown(req, self.pools)  # no room: never
             elif result is not AddReqResult.CONTINUE:
                 return result is AddReqResult.NO_TOKEN
         return False

@@ -1,12 +1,12 @@
-"""m5's engine: m1's face over m5's parts."""
+"""m5's engine: the face over m5's parts."""
 
-from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
+from m4_radix_cache.llm_engine import LLMEngine as RadixEngine
 from m5_chunked_prefill_spec.config import EngineConfig
 from m5_chunked_prefill_spec.interfaces import ROLES
 from m5_chunked_prefill_spec.wiring import PARTS
 
 
-class LLMEngine(SingleRequestEngine):
+class LLMEngine(RadixEngine):
     """Many tokens in one step: prompts in pieces beside decodes, and guesses that are verified together. A request may
     come with `priority=`, `cache_salt=` and `speculate=`."""
 

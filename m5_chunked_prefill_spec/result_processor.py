@@ -5,10 +5,10 @@ with guesses gets several. All of it goes through m1's updater, which asks the s
 stop is never appended, never committed, and so never in a cache. SGLang: `SchedulerOutputProcessorMixin`.
 """
 
-from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.sampling_step import SampledTokens
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.request_updater import RequestUpdater
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.events import RolledBack, Verified
@@ -68,7 +68,7 @@ class ResultProcessor:
             if self.tracer:
                 self.tracer.emit(self._verified_event(run, output))
         is_prompt = run.place < batch.num_prompts
-        if not (is_prompt or self.tracer) and self.updater.commit_run_simply(req, run.token_ids):
+        if not (is_prompt or self.tracer) and commit_run_simply(self.updater, req, run.token_ids):
             return
         sampled = SampledTokens(tuple(run.token_ids), tuple(run.logprobs), output.prompt_logprobs.get(req.rid))
         num_new_kv = req.extend_input_len if is_prompt else 1
@@ -96,3 +96,20 @@ class ResultProcessor:
             own=text(run.token_ids[-1]),
             rate=round(run.req.spec_state.rate, 3) if run.req.spec_state is not None else 0.0,
         )
+
+
+def commit_run_simply(updater: RequestUpdater, req: Req, token_ids: list[int]) -> bool:
+    """Append several tokens, of which all but the last have their KV, to a request that they cannot end.
+
+    Return False, and change nothing, if they may end it: then `updater.commit` is needed.
+    """
+    sequence, stops = req.sequence, req.simple_stops or updater.simple_stops(req)
+    output = sequence.output_token_ids
+    if stops is None or len(output) + len(token_ids) >= stops.num_output or req.to_finish:
+        return False
+    if not stops.stop_ids.isdisjoint(token_ids):
+        return False
+    output.extend(token_ids)
+    sequence.num_computed_tokens += len(token_ids)
+    updater.num_output_tokens += len(token_ids)
+    return True

@@ -11,15 +11,13 @@ a request gets may be several tokens; the slots of wrong guesses go back. SGLang
 from collections.abc import Mapping
 from typing import Any
 
-from m1_single_request.request import FinishError, RequestStatus
-from m3_paged_attention.errors import PartError
+from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m4_radix_cache.errors import blamed_on
-from m4_radix_cache.recovery import check_scheduler, recover
+from m4_radix_cache.invariants import check_scheduler
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import ScheduleBatch as PlainScheduleBatch
 from m4_radix_cache.scheduler_base import SchedulerBase
-from m5_chunked_prefill_spec.admission import Admission, BooksLostError
+from m5_chunked_prefill_spec.admission import Admission
 from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.events import batch_event
 from m5_chunked_prefill_spec.outputs import EngineStats
@@ -87,12 +85,7 @@ class Scheduler(SchedulerBase):
         arrived: ScheduleBatch | None = self.exchange.arrived()
         if arrived is not None:
             return arrived
-        try:
-            batch: ScheduleBatch | None = self.composer.compose(self)
-        except BooksLostError as lost:  # the books are made anew
-            recover(self)
-            self.finish_requests([lost.rid], FinishError(lost.error))
-            return None
+        batch: ScheduleBatch | None = self.composer.compose(self)
         return batch
 
     def process_batch_result(self, batch: PlainScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
@@ -104,7 +97,7 @@ class Scheduler(SchedulerBase):
         """Tell the trace what the step is filled with."""
         assert isinstance(batch, ScheduleBatch)
         if self.tracer:
-            self.tracer.emit(batch_event(batch, self.untold, len(self.running), self.max_num_batched_tokens))
+            self.tracer.emit(batch_event(batch, self.unreported, len(self.running), self.max_num_batched_tokens))
 
     # --- what a composer asks for -------------------------------------------------------------------------------------
 
@@ -164,8 +157,8 @@ class Scheduler(SchedulerBase):
             bound_by=bound_by,
         )
         self.batch_is_full = self.batch_is_full or admitted.is_full
-        for rids, error in admitted.failures:
-            self.finish_requests(rids, FinishError(error))
+        for rid, error in admitted.failures.items():
+            self.finish_requests([rid], FinishError(error))
         batch = self._start(list(admitted.reqs)) if admitted.reqs else None
         if batch is not None:
             assert isinstance(batch, ScheduleBatch)
@@ -196,6 +189,12 @@ class Scheduler(SchedulerBase):
         chunked = self.chunked_req
         check_scheduler(self, chunked if chunked is not None and chunked.req_pool_idx is not None else None)
 
+    def reset(self, reason: BaseFinishReason) -> None:
+        """As m4's; no request is in pieces, and none was overtaken."""
+        super().reset(reason)
+        self.chunked_req = None
+        self.admission.passed_over.clear()
+
     def _finish(self, req: Req) -> None:
         """As m4's; it overtakes nobody, and nobody overtakes it any more."""
         self.admission.forget([req.rid])
@@ -204,21 +203,14 @@ class Scheduler(SchedulerBase):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _drafts(self, reqs: list[Req], most: int) -> list[list[int]]:
-        """The guesses of this step. If the part that makes them fails, those it guesses for end, and no others.
-
-        A request that gets an invalid draft ends alone; the others go on without guesses in this step.
-        """
+        """The drafts of this step. A request with an invalid draft ends; the others go on without drafts for a step."""
         try:
-            with blamed_on("speculation", self.speculation):
-                try:
-                    return self.speculation.propose(reqs, most)
-                except InvalidDraftsError as invalid:
-                    errors = invalid.errors
-        except PartError as error:
-            errors = {req.rid: error for req in reqs if req.spec_state is not None}
-        for rid, own in errors.items():
-            self.finish_requests([rid], FinishError(own))
-        return []
+            drafts: list[list[int]] = self.speculation.propose(reqs, most)
+        except InvalidDraftsError as invalid:
+            for rid, error in invalid.errors.items():
+                self.finish_requests([rid], FinishError(error))
+            return []
+        return drafts
 
     def _has_room_after_retraction(self, batch: ScheduleBatch) -> bool:
         """Retract; whoever is in the middle of its prompt may have to go, too."""

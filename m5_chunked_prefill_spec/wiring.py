@@ -77,6 +77,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         executor=executor,
         output_processor=parts["output_processor"](tracer=tracer),
         kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
+        parts=parts,
         tracer=tracer,
     )
 

@@ -30,6 +30,7 @@ from m1_single_request.errors import (
     InvalidPromptError,
     InvalidRequestError,
     ModelLoadError,
+    PartError,
     PromptTooLongError,
 )
 from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -38,7 +39,7 @@ from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
 from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
 from m3_paged_attention.config import ModelConfig
-from m3_paged_attention.errors import KVCapacityError, PartError
+from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.errors import PoolError
 from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig

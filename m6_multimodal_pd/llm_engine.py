@@ -1,12 +1,18 @@
-"""m6's engine: m1's face over m6's parts. A prompt may be messages with images and video, in every call."""
+"""m6's engine: the face over m6's parts. A prompt may be messages with images and video, in every call.
 
-from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
+New calls: the weights of an engine can be exchanged between requests, and its steps profiled.
+"""
+
+from pathlib import Path
+
+from m1_single_request.config import check_path
+from m4_radix_cache.llm_engine import LLMEngine as RadixEngine
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
 from m6_multimodal_pd.interfaces import ROLES
 from m6_multimodal_pd.wiring import PARTS
 
 
-class LLMEngine(SingleRequestEngine):
+class LLMEngine(RadixEngine):
     """The full engine. `generate`, `stream`, `add_request` and `chat` take messages whose contents may be lists of
     texts, images and videos; `chat_prompt` makes a prompt of them that keeps its pictures. A request may come with
     `priority=`, `cache_salt=` and `speculate=`."""
@@ -16,3 +22,20 @@ class LLMEngine(SingleRequestEngine):
     config_type = EngineConfig
     default_model = DEFAULT_MODEL
     request_options = ("priority", "cache_salt", "speculate")
+
+    def update_weights(self, model: str | Path) -> None:
+        """Load the weights of another model of the same shape. Raises `EngineUsageError` with unfinished requests."""
+        self._check_usable()
+        check_path("model", model, "a directory or a hub id")
+        self.engine_core.update_weights(str(model))
+
+    def start_profile(self, folder: str | Path) -> None:
+        """Record the steps from now on with torch's profiler; `stop_profile` writes them into this folder."""
+        self._check_usable()
+        check_path("folder", folder)
+        self.engine_core.operations.start_profile(str(folder))
+
+    def stop_profile(self) -> list[Path]:
+        """Stop recording; return the files that were written, for chrome://tracing or Perfetto."""
+        self._check_usable()
+        return [Path(name) for name in self.engine_core.operations.stop_profile()]

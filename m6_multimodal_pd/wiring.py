@@ -11,13 +11,11 @@ from typing import Any
 
 from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
 from m1_single_request.errors import ConfigError, shown
-from m1_single_request.operations import Operations
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import Budget, check_memory_share
 from m3_paged_attention.model_len import shortened
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import trace_start
-from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.exchange import Exchange
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.wiring import build_pools, fit_to_memory, prefix_cache_class, reserve_kv_memory
@@ -33,6 +31,7 @@ from m5_chunked_prefill_spec.wiring import (
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
 from m6_multimodal_pd.disaggregation.assembly import build_disaggregated
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
+from m6_multimodal_pd.engine_core import EngineCore
 from m6_multimodal_pd.input_processor import InputProcessor, Sight
 from m6_multimodal_pd.model_loader import DescribedModel, LoadedModel, describe_model, load_model
 from m6_multimodal_pd.model_runner import ModelRunner
@@ -40,6 +39,7 @@ from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
+from m6_multimodal_pd.operations import Operations
 from m6_multimodal_pd.weight_loader import WeightLoader
 
 
@@ -126,6 +126,7 @@ class PreparedEngine:
             executor=executor,
             output_processor=parts["output_processor"](tracer=tracer),
             kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
+            parts=parts,
             tracer=tracer,
             companion=encoder,
         )
@@ -194,6 +195,7 @@ def adder_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel
 
 # --8<-- [start:parts]
 PARTS: dict[str, Any] = M5_PARTS | {
+    "engine_core": EngineCore,
     "wiring": build,
     "model_loader": load_model,
     "input_processor": InputProcessor,

@@ -16,9 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from m1_single_request.errors import shown
-from m3_paged_attention.errors import PartError
-from m4_radix_cache.errors import blamed_on
+from m1_single_request.errors import LONGEST_REASON, PartError, shown
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey, decode
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.config import SpeculativeConfig
@@ -108,11 +106,10 @@ def drafts_of(
     A wrong guess costs a little time. But more guesses than were asked for have no memory, and what is no token the
     model cannot read. `lowest`: the least id; `UNKNOWN` where a draft model replaces them all.
 
-    Raises `PartError` if the proposer fails, or does not answer with one row for each request; `InvalidDraftsError` if
-    some rows are anything but lists of at most so many token ids.
+    Raises `PartError` unless the proposer returns one row for each request; `InvalidDraftsError` if some rows are
+    anything but lists of at most so many token ids.
     """
-    with blamed_on("proposer", proposer):
-        rows = list(islice(proposer.propose(list(reqs), list(limits)), len(reqs) + 1))  # one that has no end has one
+    rows = list(islice(proposer.propose(list(reqs), list(limits)), len(reqs) + 1))  # one that has no end has one
     part = f"the part 'proposer' ({type(proposer).__name__})"
     if len(rows) != len(reqs):
         number = len(rows) if len(rows) < len(reqs) else "more"
@@ -143,9 +140,9 @@ def _token_ids(proposer: Proposer, row: Iterable[Any], limit: int) -> list[int]:
     """The first `limit + 1` token ids of a row. Raises `PartError`."""
     try:
         return [operator.index(token_id) for token_id in islice(row, limit + 1)]
-    except Exception:
-        with blamed_on("proposer", proposer):
-            raise
+    except Exception as error:
+        part = f"the part 'proposer' ({type(proposer).__name__})"
+        raise PartError(f"{part} failed: {shown(error, LONGEST_REASON)}") from error
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer | None:

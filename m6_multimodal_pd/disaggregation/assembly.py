@@ -60,6 +60,7 @@ def build_disaggregated(
             input_processor=intake_of(config, limits, parts, described, router, sight),
             router=router,
             output_processor=parts["output_processor"](tracer=tracer),
+            parts=parts,
             tracer=tracer,
             close_links=links.close,
             model=str(config.model.model),

@@ -150,7 +150,7 @@ class Engine:
                 self.side.handle(message)
         has_stepped = self.has_work()
         if has_stepped:
-            self.core.step()
+            self.core.run_step()
         self.side.after_step()
         self.reporter.tell()
         if self.is_traced and (now := self.heartbeat()) != self._last_told:
@@ -188,7 +188,7 @@ class Engine:
                 value = self.core.flush_cache()
             elif call.verb == "update_weights":
                 if self.core.scheduler.marked:  # what the router has aborted before ends first
-                    self.core.step()
+                    self.core.run_step()
                 self.core.update_weights(call.argument)
             elif call.verb == "start_profile":
                 self.core.operations.start_profile(call.argument)

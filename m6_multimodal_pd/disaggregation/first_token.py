@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 
-from m1_single_request.request import FinishLength, Sequence, SimpleStops
+from m1_single_request.request import FinishLength, Sequence
 from m1_single_request.stop_checker import StopChecker, StopVerdict
 
 HANDED_ON = FinishLength("first_token", 1)
@@ -27,7 +27,3 @@ class FirstTokenOnly:
         """One token, and that is all."""
         sequence.detokenizer.push(new_token_ids[0])
         return StopVerdict(1, HANDED_ON)
-
-    def simple_stops(self, sequence: Sequence) -> SimpleStops | None:
-        """There is no next token to ask about."""
-        return None

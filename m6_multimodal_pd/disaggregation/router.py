@@ -98,8 +98,6 @@ class Router:
         self.num_retries = 0
         self._next_room = 0
         self._room_of: dict[str, int] = {}  # by request id; there are those among them that are over
-        self._begun: Attempt | None = None  # whose engines may not both have heard of it
-        self._parting: dict[str, tuple[Member, str]] = {}  # lost, and not everybody may have heard of it
         self._next_probe = 0.0
 
     # --- what an engine core asks of a scheduler ----------------------------------------------------------------------
@@ -132,16 +130,25 @@ class Router:
         known = {rid: self.requests[rid] for rid in request_ids if rid in self.requests}
         return [rid for rid, req in known.items() if self.updater.mark(req, reason)]
 
+    def reset(self, reason: BaseFinishReason) -> None:
+        """End all requests with `reason`, outside a step; their rooms are cancelled."""
+        requests, self.requests = self.requests, {}
+        for attempt in list(self.attempts.values()):
+            self._give_up(attempt)
+        self._room_of.clear()
+        self.num_attempts.clear()
+        for req in requests.values():
+            self.updater.end(req, reason)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens since the start, of all requests."""
+        return self.updater.num_output_tokens
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def update(self, timeout_s: float) -> list[Req]:
-        """Route who waits, hear what has come, end who is to end. Returns the requests that changed.
-
-        What a Ctrl-C leaves undone, the next one does: whoever is handled here may have been, in part or as a whole.
-        """
-        if self._begun is not None:
-            self._give_up(self._begun)
-            self._begun = None
+        """Route waiting requests, receive messages, end marked requests. Returns the requests that changed."""
         for req in self.waiting:
             if req.to_finish is None:
                 self._route(req)
@@ -155,10 +162,8 @@ class Router:
     def listen(self, timeout_s: float) -> list[Req]:
         """Hear what has come, and who is lost. Returns the requests that got something."""
         changed = self.hear(timeout_s)
-        for name in list(self._parting):
-            self._part(name)
         for lost in self.links.lost():
-            self._lose(lost.name, lost.why)
+            self.lose(lost.name, lost.why)
         if self.config.transport != "in_process":
             self._probe(time.monotonic())
         return changed
@@ -170,7 +175,7 @@ class Router:
             try:
                 req = self._hear(name, message)
             except Exception as error:  # not a second time: it would be the same, for all messages behind it, too
-                self._lose(name, f"the router failed at what it said: {error!r}")
+                self.lose(name, f"the router failed at what it said: {error!r}")
                 continue
             if req is not None:
                 changed[req.rid] = req
@@ -205,7 +210,7 @@ class Router:
                 if number in self.answers:
                     self.answers[number] = message
                 elif number == ON_JOINING and message.fault is not None:
-                    self._lose(name, f"it cannot load {self.weights}: {message.fault.text}")
+                    self.lose(name, f"it cannot load {self.weights}: {message.fault.text}")
             case Tokens():
                 return self._take_tokens(name, message)
             case Ended():
@@ -283,18 +288,16 @@ class Router:
         if self.weights is not None:  # no request overtakes this
             self.send(name, Call(ON_JOINING, "update_weights", self.weights))
 
-    def _lose(self, name: str, why: str) -> None:
+    def lose(self, name: str, why: str) -> None:
         """An engine is gone."""
         self.length.waiting.pop(name, None)
         self.links.drop(name, why)
         if name in self.members:
-            self._parting[name] = self.members[name], why
-            self._part(name)
+            self._part(self.members.pop(name), why)
 
-    def _part(self, name: str) -> None:
-        """The requests of an engine that is gone go elsewhere, and the others are told."""
-        member, why = self._parting[name]
-        self.members.pop(name, None)
+    def _part(self, member: Member, why: str) -> None:
+        """Retry the requests of a lost engine on others, and inform the others."""
+        name = member.name
         lost = [a for a in self.attempts.values() if name in (a.prefill, a.decode) and a.room in member.rooms]
         if self.tracer:
             self.tracer.emit(EngineLost(name=name, why=why, rids=tuple(a.req.rid for a in lost)))
@@ -302,7 +305,6 @@ class Router:
             self.send(other, PeerLost(name))
         for attempt in lost:
             self._retry(attempt, EngineLostError(f"engine {name!r} is lost: {why}"))
-        self._parting.pop(name, None)
 
     def _probe(self, now: float) -> None:
         """Lose engines whose connection is over, and those that hang in a step and could not end themselves."""
@@ -312,14 +314,14 @@ class Router:
                 self.send(name, Probe())
         limit_s = self.config.step_timeout_s + WATCHDOG_GRACE_S
         for member in [m for m in self.members.values() if m.rooms and now - m.last_heard > limit_s]:
-            self._lose(member.name, f"it has said nothing for {limit_s:g} s")
+            self.lose(member.name, f"it has said nothing for {limit_s:g} s")
 
     def send(self, name: str, message: ToEngine) -> None:
         """To an engine; one that is gone is lost then."""
         try:
             self.links.send(name, message)
         except PeerLostError as error:
-            self._lose(name, str(error))
+            self.lose(name, str(error))
 
     # --- inside: requests ---------------------------------------------------------------------------------------------
 
@@ -336,7 +338,6 @@ class Router:
         room, self._next_room = self._next_room, self._next_room + 1
         job = job_of(req, speculate=self.speculates and req.spec_state is not None)
         attempt = Attempt(room, req, prefill.name, decode.name, self.num_attempts.get(req.rid, 0) + 1)
-        self._begun = attempt
         self.attempts[room] = attempt
         self._room_of[req.rid] = room
         for member in (prefill, decode):
@@ -361,7 +362,6 @@ class Router:
                 self.send(prefill.name, Prefill(room, job, decode.name))
         except WireError as error:
             self.finish_requests([req.rid], FinishError(error))
-        self._begun = None
 
     def _retry(self, attempt: Attempt, error: EngineError) -> None:
         """The attempt has failed. Another one, or the request's end."""
@@ -393,8 +393,7 @@ class Router:
         attempt = self.attempts.get(self._room_of.get(req.rid, -1))
         if attempt is not None:
             self._give_up(attempt)
-        self.updater.end(req, req.to_finish)
         self._room_of.pop(req.rid, None)
         self.num_attempts.pop(req.rid, None)
         del self.requests[req.rid]
-        self.updater.trace_end(req)
+        self.updater.end(req, req.to_finish)

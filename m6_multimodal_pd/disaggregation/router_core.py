@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from m1_single_request.engine_core_base import EngineCoreBase
-from m1_single_request.errors import ConfigError, shown
-from m1_single_request.operations import Operations
+from m1_single_request.errors import ConfigError, EngineUsageError, shown
+from m1_single_request.held_interrupt import HeldInterrupt
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.parallel_sampling import RequestFamilies
@@ -25,6 +25,7 @@ from m6_multimodal_pd.disaggregation.messages import Answer, Call, Joined
 from m6_multimodal_pd.disaggregation.router import Router
 from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.outputs import EngineStats
+from m6_multimodal_pd.step_profiler import StepProfiler
 
 LONGEST_WAIT_S = 0.05
 """A step in which nothing comes takes so long: then the caller may look around."""
@@ -43,6 +44,7 @@ class RouterCore(EngineCoreBase):
         input_processor: Any,
         router: Router,
         output_processor: Any,
+        parts: Mapping[str, Any],
         tracer: Tracer,
         close_links: Callable[[], None],
         model: str,
@@ -53,9 +55,10 @@ class RouterCore(EngineCoreBase):
         own: RouterCore = weakref.proxy(self)  # without cycles a group ends where its last user drops it
         super().__init__(
             input_processor=input_processor,
-            unfinished=self.families,
-            kv_holder=GroupView(own),
+            holder=self.families,
+            kv_holder=GroupView(),
             output_processor=output_processor,
+            parts=parts,
             tracer=tracer,
         )
         self._num_calls = 0
@@ -66,20 +69,34 @@ class RouterCore(EngineCoreBase):
         )
 
     def step(self) -> dict[str, RequestOutput]:
-        """Hear what the engines have said; returns the new state of every request that changed. `{}` if none did."""
-        if not self._begin_step():
-            return {}
-        began = time.perf_counter()
-        heard = self.router.update(LONGEST_WAIT_S)
-        times = [began, began, time.perf_counter(), time.perf_counter()]
-        changed = self._and_unreported(self.families.reported(heard))
-        outputs = self._make_outputs(changed)
-        self._end_step(times, num_tokens=0, num_prompt_tokens=0, changed=changed)
-        return outputs
+        """Receive the messages of the engines, for 50 ms at most; return the output of every request that changed."""
+        changed = self.router.update(LONGEST_WAIT_S)
+        self._record.lap("execute")
+        return self._make_outputs(self.families.reported(changed))
 
-    def is_unfinished(self, request_id: str) -> bool:
-        """As m1's. If a parent's arrival was interrupted, only its family knows it, until its children have ended."""
-        return super().is_unfinished(request_id) or self.families.is_unfinished(request_id)
+    def flush_cache(self) -> bool:
+        """Forget the cached KV of all engines. False, and nothing is forgotten, while requests are unfinished.
+
+        An engine that has not processed the end of its last request yet is asked again.
+        """
+        if self.has_unfinished_requests():
+            return False
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while not all(self.call_all("flush_cache").values()):
+            if time.monotonic() > deadline:
+                raise EngineLostError(f"not all engines are done with their requests within {CALL_TIMEOUT_S:g} s")
+        return True
+
+    def update_weights(self, model: str) -> None:
+        """Load other weights on all engines. Raises `EngineUsageError` while requests are unfinished."""
+        if self.has_unfinished_requests():
+            raise EngineUsageError("weights are exchanged between requests, and some are unfinished")
+        self.operations.update_weights(model)
+
+    def close(self) -> None:
+        """Stop a profile that is being recorded, and end all engines."""
+        self.operations.close()
+        super().close()
 
     def stats(self) -> SingleRequestStats:
         """Totals of all engines, of one in a long step as they last were; requests are counted once, here."""
@@ -144,7 +161,8 @@ class RouterCore(EngineCoreBase):
         while any(self._is_due(number, member) for number, member in asked.items()):
             if time.monotonic() > deadline:
                 return
-            self.router.listen(LONGEST_WAIT_S)
+            with HeldInterrupt():
+                self.router.listen(LONGEST_WAIT_S)
 
     def _stats_of_engines(self) -> list[Mapping[str, Any]]:
         """What each engine says of itself now, or has said last."""
@@ -189,22 +207,8 @@ class GroupView:
 
     kv_bytes_per_token = 0
 
-    def __init__(self, core: RouterCore) -> None:
-        self.core = core
-
-    def free_request_cache(self, request_id: str) -> None:
-        """Engines free what they hold."""
-
     def clear_kv_caches(self) -> None:
-        """Forget all KV, on all engines. Those that have not heard yet that nobody is left are asked again."""
-        deadline = time.monotonic() + CALL_TIMEOUT_S
-        while not all(self.core.call_all("flush_cache").values()):
-            if time.monotonic() > deadline:
-                raise EngineLostError(f"not all engines are done with their requests within {CALL_TIMEOUT_S:g} s")
-
-    def held_request_ids(self) -> list[str]:
-        """Nothing is held here."""
-        return []
+        """Nothing to do: an engine frees the KV of a request when its room is cancelled."""
 
     def num_kv_tokens(self) -> int:
         """Not counted here."""
@@ -218,7 +222,7 @@ class GroupOperations:
         """`model`: what the engines have loaded. `in_this_process`: so that one profiler sees all of them."""
         self.core, self.model, self.in_this_process = core, model, in_this_process
         self.close_links = close_links
-        self.own = Operations()
+        self.profiler = StepProfiler()
 
     def update_weights(self, model: str) -> None:
         """On all engines; if one cannot, those that could go back."""
@@ -228,27 +232,37 @@ class GroupOperations:
             router.weights = model
             self.core.call_all("update_weights", model)
             self.model = model
-        except BaseException:  # a Ctrl-C, perhaps
+        except BaseException:  # Ctrl-C, for example
             router.weights, self.model = before
-            with suppress(EngineLostError):  # whoever is lost has no weights to go back to
+            self._go_back()
+            raise
+
+    def _go_back(self) -> None:
+        """Load the previous weights on all engines; if that is interrupted, drop the engines."""
+        router = self.core.router
+        try:
+            with suppress(EngineLostError):  # a lost engine has no weights to go back to
                 self.core.call_all("update_weights", self.model)
+        except BaseException:
+            for name in list(router.members):
+                router.lose(name, "an update of its weights was interrupted")
             raise
 
     def start_profile(self, folder: str) -> None:
         """In each process that has an engine."""
         if self.in_this_process:
-            self.own.start_profile(folder)
+            self.profiler.start(folder)
         else:
             self.core.call_all("start_profile", folder)
 
     def stop_profile(self) -> list[str]:
         """The files of all processes."""
         if self.in_this_process:
-            return self.own.stop_profile()
+            return self.profiler.stop()
         return [name for names in self.core.call_all("stop_profile").values() for name in names]
 
     def close(self) -> None:
         """Record nothing more, and end all engines."""
-        self.own.close()
+        self.profiler.drop()
         self.close_links()
         self.core.router.members.clear()  # totals are those of here from now on

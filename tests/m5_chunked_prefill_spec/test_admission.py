@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from m3_paged_attention.errors import PartError
+from m1_single_request.errors import PartError
 from m4_radix_cache.config import SchedulePolicyName
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req

@@ -1,82 +1,20 @@
-"""What must hold of queues, batches and memory between two steps, and how to get there again after an interrupt.
+"""Conditions that must hold of queues, batches and memory between two steps; the tests check them after every step.
 
-Ctrl-C may come between any two lines. m3 knew of every block whose it was and could sort out the rest. A tree that is
-being split, or slots on their way from a request to the cache, cannot be sorted out; so there are two ways back. If
-the interrupt came while the model ran, the books are in order and only the KV of that step is doubtful: its requests
-are sent back. If it came while the books were being written, nobody's KV is trusted: the cache is flushed and everybody
-starts over. Either way no token changes, only time is lost. Neither vLLM nor SGLang recovers a step.
+m3's hold for blocks of requests. Here pages may belong to the cache, and requests lock what they read of it. SGLang:
+`Scheduler.self_check_during_idle`.
 """
 
-from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from m1_single_request.request import RequestStatus
-from m3_paged_attention.scheduler_events import StepLost
 from m4_radix_cache.events import Audit
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools
 
-if TYPE_CHECKING:
-    from m4_radix_cache.scheduler_base import SchedulerBase
 
-
-class Phase(Enum):
-    """How far the step has come."""
-
-    IDLE = "idle"
-    """No step is under way."""
-    DECIDING = "deciding"
-    """`schedule` has begun: the books are being written."""
-    IN_FLIGHT = "in flight"
-    """`schedule` is done, and its result has not come."""
-    UPDATING = "updating"
-    """The result is being booked."""
-
-
-def recover(scheduler: "SchedulerBase") -> None:
-    """The last step's result never came: send its requests back, or everybody. Interrupted itself, it starts over."""
-    is_sound, scheduler.phase = scheduler.phase is Phase.IN_FLIGHT, Phase.DECIDING
-    batch = scheduler.cur_batch
-    if is_sound and batch is not None:
-        lost = [req for req in batch.reqs if req.req_pool_idx is not None]
-        if batch is scheduler.running_batch:
-            scheduler.running_batch = scheduler.batch_class([], scheduler.pools)
-        for req in lost:
-            scheduler.tree_cache.cache_finished_req(req, is_insert=False)
-    elif not is_sound:
-        lost = [req for req in scheduler.requests.values() if req.status is not RequestStatus.WAITING]
-        forget_everything(scheduler)
-        for req in list(scheduler.exchange.held()):
-            scheduler.exchange.let_go(req)
-    else:
-        lost = []
-    for req in lost:
-        if req.to_finish is None:
-            req.num_retractions += 1
-            req.status = RequestStatus.PREEMPTED
-    elsewhere = {id(req) for req in scheduler.requests.values() if req.req_pool_idx is not None}
-    elsewhere |= {id(req) for req in scheduler.exchange.held()}
-    scheduler.waiting_queue = [req for req in scheduler.requests.values() if id(req) not in elsewhere]
-    scheduler.marked = {req.rid: req for req in scheduler.requests.values() if req.to_finish is not None}
-    scheduler.cur_batch, scheduler.batch_is_full = None, False
-    if scheduler.tracer:
-        scheduler.tracer.emit(StepLost(reset=tuple(req.rid for req in lost)))
-
-
-def forget_everything(scheduler: "SchedulerBase") -> None:
-    """Nobody has KV any more: all slots and rows are free, the cache is empty, no batch holds anybody."""
-    pools = scheduler.pools
-    pools.tree_cache.reset()
-    pools.token_to_kv_pool_allocator.clear()
-    pools.req_to_token_pool.clear()
-    for req in scheduler.requests.values():
-        req.forget_kv()
-    scheduler.running_batch, scheduler.last_batch = scheduler.batch_class([], pools), None
-
-
-def check_scheduler(scheduler: "SchedulerBase", prefilling: Req | None = None) -> None:
+def check_scheduler(scheduler: Any, prefilling: Req | None = None) -> None:
     """Raise AssertionError if queues, batches and memory contradict each other. Between two steps only.
 
     `prefilling`: a request of whose prompt only a part is computed (from m5 on).
@@ -134,7 +72,7 @@ def pages_of(running: list[Req], pools: Pools) -> tuple[set[int], list[int]]:
     return shared, own
 
 
-def audit(scheduler: "SchedulerBase") -> None:
+def audit(scheduler: Any) -> None:
     """Tell the trace the equation - what is free, cached and owned is all there is - and check everything."""
     if scheduler.tracer:
         _, own = pages_of(scheduler.running, scheduler.pools)

@@ -1,0 +1,51 @@
+"""Ctrl-C waits until a step is whole.
+
+A signal's exception can be raised between any two lines of Python: between the two lists that a request moves through,
+or between a layer's keys and values. The calls that change the engine hold SIGINT instead, so that a step runs to its
+end or not at all, and no line inside has to be ordered for an interrupt. vLLM and SGLang run the engine in a process of
+its own, which ignores SIGINT.
+"""
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+NOTICE = b"\nstopping after this step; press Ctrl-C again to stop now\n"
+
+
+class HeldInterrupt:
+    """Holds SIGINT inside its `with` block, in the main thread, unless the program ignores SIGINT.
+
+    The first SIGINT is delivered when the block ends. A second one inside the block goes to the previous handler at
+    once, which raises `KeyboardInterrupt` by default.
+    """
+
+    def __init__(self) -> None:
+        self._previous: Any = None  # None: nothing is held
+        self._has_come = False
+
+    def __enter__(self) -> None:
+        self._has_come = False
+        previous = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN):
+            self._previous = previous
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        previous, self._previous = self._previous, None
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)
+            if self._has_come and kind is None:
+                signal.raise_signal(signal.SIGINT)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._has_come:
+            self._has_come = True
+            if os.isatty(2):
+                os.write(2, NOTICE)
+            return
+        self._has_come = False
+        signal.signal(signal.SIGINT, self._previous)
+        signal.raise_signal(signal.SIGINT)
