@@ -33,7 +33,7 @@ class Step:
     """What happened in one step."""
 
     output: Any
-    """The scheduler's decision."""
+    """The scheduler's decision; None: there was nothing to compute."""
     changed: list[str]
     """The requests that the update named, in its order."""
     ended: dict[str, str]
@@ -42,11 +42,11 @@ class Step:
     @property
     def counts(self) -> dict[str, int]:
         """Scheduled tokens by request id."""
-        return dict(self.output.num_scheduled_tokens)
+        return dict(self.output.num_scheduled_tokens) if self.output is not None else {}
 
     @property
     def joined(self) -> list[str]:
-        return [data.req_id for data in self.output.scheduled_new_reqs]
+        return [data.req_id for data in self.output.scheduled_new_reqs] if self.output is not None else []
 
 
 class SchedulerBed:
@@ -62,7 +62,7 @@ class SchedulerBed:
         request_class: type[Request] = Request,
         recorder: Recorder | None = None,
     ) -> None:
-        """Without `checks` nothing is judged: for a scheduler that was interrupted somewhere inside."""
+        """Without `checks` nothing is judged: for requests of which the fake model knows too little."""
         self.scheduler = scheduler
         self.checks = checks
         self.runner = runner or FakeRunner()
@@ -144,11 +144,10 @@ class SchedulerBed:
 
         `failing` requests get no token but an error; with `crash` the model raises and all of the step fail.
         """
-        self.release()  # an interrupted step may not have come so far
         if self.recorder:
             self.scheduler.tracer.step += 1
         output = self.schedule()
-        sampled = None if crash or output.is_empty else self.execute(output)
+        sampled = None if crash or output is None else self.execute(output)
         if crash:
             self.fail(output.num_scheduled_tokens, RuntimeError("the model crashed"))
         failed = [rid for rid in failing if sampled and sampled.pop(rid, None)]
@@ -156,15 +155,6 @@ class SchedulerBed:
         if between:
             between(output)
         return self.update(output, sampled)
-
-    def interrupt(self, *, executed: bool = False) -> Any:
-        """A decision that is thrown away, as Ctrl-C does: before the model has run, or after."""
-        output = self.schedule()
-        if executed:
-            self.execute(output)
-        if self.checks:
-            self.checks.lost(output)
-        return output
 
     def drain(self, *, limit: int = MANY_STEPS) -> dict[str, str]:
         """Step until nothing is left; returns why each request ended, in the order of the ends."""

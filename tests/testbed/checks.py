@@ -73,20 +73,23 @@ class MessageChecks:
     # --- what goes out ------------------------------------------------------------------------------------------------
 
     def scheduled(self, output: Any) -> None:
-        """A decision was made."""
+        """A decision was made; None: there is nothing to compute."""
+        self.owned = self._owned()
+        self._memory_belongs_to_the_running()
+        if output is None:
+            return
         new, cached, counts = output.scheduled_new_reqs, output.scheduled_cached_reqs, output.num_scheduled_tokens
         ids = [data.req_id for data in new] + cached.req_ids
         assert len(set(ids)) == len(ids) <= self.max_num_seqs
         assert sorted(ids) == sorted(counts)
         assert sum(counts.values()) == output.total_num_scheduled_tokens <= self.max_num_batched_tokens
-        assert output.is_empty == (not ids)
+        assert ids, "a decision without a token is None"
         assert output.finished_req_ids == self.unannounced, "each end is announced once, in the next decision"
         self.unannounced = set()
-        self.owned = self._owned()
         for data in new:
             self.new_request(data, counts[data.req_id])
         self.cached_requests(cached, counts)
-        self._memory_belongs_to_the_running()
+        assert [request.request_id for request in self.scheduler.running] == list(self.running), "in order of admission"
 
     def new_request(self, data: Any, num_scheduled: int) -> None:
         """The full data of a request, which must be the oldest that waits."""
@@ -117,11 +120,6 @@ class MessageChecks:
             assert counts[rid] == 1
             life.blocks += blocks
             assert life.blocks == self.owned[rid]
-
-    def lost(self, output: Any) -> None:
-        """A decision was thrown away: what it sent as new must be sent again."""
-        for data in output.scheduled_new_reqs:
-            self.running[data.req_id].sent = False
 
     def updated(self, sampled: Mapping[str, SampledTokens], changed: Sequence[Request]) -> dict[str, str]:
         """A step was committed. Returns why requests ended in it, by request id."""
@@ -166,7 +164,6 @@ class MessageChecks:
     def _memory_belongs_to_the_running(self) -> None:
         running = [request.request_id for request in self.scheduler.running]
         assert len(running) <= self.max_num_seqs
-        assert running == list(self.running), "in order of admission"
         owned = self._owned()
         assert owned.keys() == set(running), "whoever runs owns memory, and nobody else"
         blocks = [block for ids in owned.values() for block in ids]
