@@ -178,6 +178,7 @@ class EngineCoreBase(ABC):
             except BaseException as interrupt:
                 self.dead = EngineDeadError(f"a call was stopped in the middle by {type(interrupt).__name__}")
                 self._forget_all(FinishError(self.dead))
+                self._open.clear()
                 raise
 
     # --- parts of a step ----------------------------------------------------------------------------------------------

@@ -233,11 +233,9 @@ class LLMEngine:
         *,
         final_only: bool = False,
     ) -> RequestStream:
-        mailbox: Mailbox = deque()
-        request_id = self._submit(prompt, params, request_id, options, mailbox, final_only=final_only)
-        return RequestStream(
-            request_id, mailbox, read=self._next_output, close=self._close_stream, drop=self._dropped.append
-        )
+        stream = RequestStream(read=self._next_output, close=self._close_stream, drop=self._dropped.append)
+        self._submit(prompt, params, request_id, options, stream, final_only=final_only)
+        return stream
 
     def _submit(
         self,
@@ -245,7 +243,7 @@ class LLMEngine:
         params: Params,
         request_id: str | None,
         options: RequestOptions,
-        mailbox: Mailbox | None = None,
+        stream: RequestStream | None = None,
         *,
         final_only: bool = False,
     ) -> str:
@@ -269,8 +267,9 @@ class LLMEngine:
             with self._changing():
                 self.engine_core.add_request(request)
                 self._number += 1
-                if mailbox is not None:
-                    self._mailboxes[request_id] = mailbox
+                if stream is not None:
+                    self._mailboxes[request_id] = stream.mailbox
+                    stream.begin(request_id)
         except BaseException:  # Ctrl-C, for example: the caller gets no id, so the request is aborted
             if self.engine_core.abort_request(request_id):
                 self._mailboxes[request_id] = deque(maxlen=0)

@@ -19,10 +19,10 @@ class RequestStream(Iterator[RequestOutput]):
     Closing it before the end aborts the request. If it is garbage-collected, the next call of the engine does so.
     """
 
+    request_id: str
+
     def __init__(
         self,
-        request_id: str,
-        mailbox: Mailbox,
         *,
         read: Callable[[str, Mailbox], RequestOutput | None],
         close: Callable[[str, Mailbox], None],
@@ -30,13 +30,16 @@ class RequestStream(Iterator[RequestOutput]):
     ) -> None:
         """`read` runs steps until the mailbox has an output, and takes it; None if none will come. `close` and `drop`
         abort the request, now or at the engine's next call."""
-        self.request_id = request_id
-        self._mailbox = mailbox
+        self.mailbox: Mailbox = deque()
         self._read, self._close, self._drop = read, close, drop
-        self._finished = False
+        self._finished = True
+
+    def begin(self, request_id: str) -> None:
+        """The engine has queued the request."""
+        self.request_id, self._finished = request_id, False
 
     def __next__(self) -> RequestOutput:
-        output = None if self._finished else self._read(self.request_id, self._mailbox)
+        output = None if self._finished else self._read(self.request_id, self.mailbox)
         if output is None:
             raise StopIteration
         self._finished = output.finished
@@ -44,12 +47,12 @@ class RequestStream(Iterator[RequestOutput]):
 
     def is_ready(self) -> bool:
         """Whether `next()` has an output at once, without a step."""
-        return bool(self._mailbox)
+        return bool(self.mailbox)
 
     def close(self) -> None:
         """Abort the request if it has not finished; the next step releases what it holds."""
         if not self._finished:
-            self._close(self.request_id, self._mailbox)
+            self._close(self.request_id, self.mailbox)
             self._finished = True
 
     def __enter__(self) -> "RequestStream":
@@ -59,5 +62,5 @@ class RequestStream(Iterator[RequestOutput]):
         self.close()
 
     def __del__(self) -> None:
-        if not self._finished:  # the collector runs in any thread, and in the middle of a step
-            self._drop((self.request_id, self._mailbox))
+        if not getattr(self, "_finished", True):  # the collector runs in any thread, and in the middle of a step
+            self._drop((self.request_id, self.mailbox))

@@ -1,6 +1,6 @@
 """What the roles must offer that m4 adds or changes; all others are those of m1 to m3."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -198,6 +198,7 @@ class EngineCoreInterface(M1EngineCoreInterface, Protocol):
         executor: Any,
         output_processor: Any,
         kv_bytes_per_token: int,
+        parts: Mapping[str, Any],
         tracer: Tracer,
     ) -> None: ...
 

@@ -161,6 +161,7 @@ class EngineCoreInterface(M1EngineCoreInterface, Protocol):
         executor: Any,
         output_processor: Any,
         kv_bytes_per_token: int,
+        parts: Mapping[str, Any],
         tracer: Tracer,
         companion: Any,
     ) -> None: ...

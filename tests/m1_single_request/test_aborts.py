@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from m1_single_request import LLMEngine
-from tests.m1_single_request.engines import OnEvent, Recorder, drain, greedy, held
+from m1_single_request.detokenizer import IncrementalDetokenizer
+from tests.m1_single_request.engines import MakeEngine, OnEvent, Recorder, drain, greedy, held
 
 PROMPT = [21, 22, 23]
 
@@ -170,3 +171,23 @@ def test_everything_about_an_abort_is_in_the_trace(engine: LLMEngine) -> None:
     assert (abort.rid, abort.state) == (rid, "running")
     assert (finish.rid, finish.reason, finish.out_len) == (rid, "abort", 1)
     assert (free.owner, free.tokens) == (rid, len(PROMPT))
+
+
+class AbortsWhilePushing(IncrementalDetokenizer):
+    """Gives its request up while the token that ends it is being committed, as a signal handler may."""
+
+    engine: LLMEngine | None = None
+    pushes = 0
+
+    def push(self, token_id: int) -> None:
+        type(self).pushes += 1
+        if self.pushes == 2 and self.engine is not None:
+            assert self.engine.abort_request("x")
+        super().push(token_id)
+
+
+def test_an_abort_that_was_accepted_is_never_lost(make_engine: MakeEngine) -> None:
+    AbortsWhilePushing.pushes, AbortsWhilePushing.engine = 0, None
+    engine = AbortsWhilePushing.engine = make_engine({"detokenizer": AbortsWhilePushing})
+    assert engine.generate(PROMPT, greedy(2), request_id="x").finish_reason == "abort"
+    AbortsWhilePushing.engine = None

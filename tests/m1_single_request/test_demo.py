@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from torch import Tensor
 
 from m1_single_request import DEFAULT_MODEL, EngineError, LLMEngine, SamplingParams, demo
+from m1_single_request.model_runner import ModelInputs, ModelRunner
 from tests.m1_single_request.engines import MakeEngine, failing_runner, greedy, scripted
 
 ROOT = Path(__file__).parents[2]
@@ -283,7 +285,14 @@ def test_an_interrupted_answer_ends_and_the_conversation_goes_on(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     length = len(make_engine().chat_prompt([{"role": "user", "content": "one"}]))
-    engine = make_engine({"model_runner": failing_runner(KeyboardInterrupt(), rid="req-0", position=length + 1)})
+
+    class InterruptedRunner(ModelRunner):
+        def execute_model(self, inputs: ModelInputs) -> dict[str, Tensor]:
+            if inputs.request_id == "req-0" and inputs.num_computed_tokens == length:
+                signal.raise_signal(signal.SIGINT)
+            return super().execute_model(inputs)
+
+    engine = make_engine({"model_runner": InterruptedRunner})
     histories = converse(engine, ["one", "two"], monkeypatch)
     assert len(histories) == 2
     assert "interrupted" in capsys.readouterr().out

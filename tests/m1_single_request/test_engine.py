@@ -43,16 +43,6 @@ def test_an_option_of_a_later_milestone_is_refused(engine: LLMEngine, call: Call
     assert not engine.has_unfinished_requests()
 
 
-def test_there_is_nothing_to_flush_but_it_says_whether_it_could(engine: LLMEngine) -> None:
-    assert engine.flush_cache()
-    engine.add_request(PROMPT, greedy(2))
-    assert not engine.flush_cache()
-    engine.step()
-    assert not engine.flush_cache()
-    drain(engine)
-    assert engine.flush_cache()
-
-
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +308,6 @@ CALLS: dict[str, Callable[[LLMEngine], Any]] = {
     "chat_prompt": lambda engine: engine.chat_prompt([{"role": "user", "content": "a"}]),
     "add_request": lambda engine: engine.add_request("a", greedy(1)),
     "step": lambda engine: engine.step(),
-    "flush_cache": lambda engine: engine.flush_cache(),
 }
 
 
@@ -416,3 +405,10 @@ def test_a_trace_reader_cannot_run_the_engine(engine: LLMEngine, name: str, kind
     assert "inside a step" in str(reader.error)
     assert last[mine].token_ids == engine.generate("mine", greedy(4)).token_ids
     assert len(list(stream)) == 2
+
+
+def test_a_closed_engine_claims_no_work(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request(PROMPT, greedy(4), request_id="x")
+    engine.close()
+    assert not engine.has_unfinished_requests() and not engine.abort_request("x")

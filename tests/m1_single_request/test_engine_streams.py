@@ -1,13 +1,16 @@
 """Streams: an output after every step that added tokens, side by side, and given up in every way a caller has."""
 
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from m1_single_request import LLMEngine, RequestOutput, SamplingParams
+from m1_single_request import LLMEngine, RequestOutput, SamplingParams, TraceConfig, TraceRecord
+from m1_single_request.events import Finish
 from tests.m1_single_request.engines import MakeEngine, OnEvent, drain, greedy, held, scripted, unfinished
 from tests.support.amounts import examples
 
@@ -156,22 +159,6 @@ def test_a_stream_closed_after_an_abort_reports_to_nobody(engine: LLMEngine) -> 
     assert engine.stats().num_finished == {"abort": 1}
 
 
-def test_generate_that_is_interrupted_leaves_nothing_behind(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, calls = engine.engine_core.step, []
-
-    def interrupted() -> dict[str, RequestOutput]:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step()
-
-    monkeypatch.setattr(engine.engine_core, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate_batch(["a", "b"], greedy(5))
-    assert drain(engine) == {}
-    assert engine.stats().num_finished == {"abort": 2}
-
-
 # --- text -------------------------------------------------------------------------------------------------------------
 
 TEXTS = {
@@ -267,3 +254,59 @@ def test_held_back_text_is_shown_when_the_request_ends_otherwise(make_engine: Ma
     engine = make_engine({"sampler": scripted(token_ids)})
     outputs = list(engine.stream("a", SamplingParams(max_tokens=3, stop="STOP")))
     assert [output.text for output in outputs] == ["x", "x", "xST"]
+
+
+class ClosesAtFinish:
+    """Closes a stream in the very step that ends it."""
+
+    stream: Any = None
+
+    def read(self, record: TraceRecord) -> None:
+        if isinstance(record.event, Finish) and self.stream is not None:
+            self.stream.close()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_stream_that_is_closed_while_it_ends_leaves_nothing_behind(make_engine: MakeEngine) -> None:
+    reader = ClosesAtFinish()
+    engine = make_engine(trace_config=TraceConfig(readers=(reader,)))
+    reader.stream = engine.stream([5, 6, 7], greedy(2), request_id="x")
+    assert drain(engine) == {}
+    reader.stream = None
+    assert engine.generate([5, 6, 7], greedy(2), request_id="x").finish_reason == "length"
+
+
+def test_a_stream_that_had_ended_when_a_reader_closed_it_swallows_nothing_later(make_engine: MakeEngine) -> None:
+    """It waits, ended but unread, while another request's step runs; then its id is used again."""
+    reader = ClosesAtFinish()
+    engine = make_engine(trace_config=TraceConfig(readers=(reader,)))
+    ended = engine.stream([5, 6, 7], greedy(1), request_id="x")
+    engine.step()
+    reader.stream = ended
+    engine.generate([5, 6, 7], greedy(2), request_id="y")
+    reader.stream = None
+    engine.add_request([5, 6, 7], greedy(2), request_id="x")
+    assert drain(engine)["x"].finish_reason == "length"
+
+
+def test_a_stream_that_another_thread_lets_go_of_is_aborted(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    box = [engine.stream([5, 6, 7], greedy(50), request_id="x")]
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    assert drain(engine) == {}
+    assert engine.stats().num_finished == {"abort": 1} and engine.stats().num_steps == 1
+
+
+def test_what_a_reader_of_the_output_does_to_it_changes_no_later_output(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    expected = engine.generate([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1))
+    last: Any = None
+    for last in engine.stream([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)):
+        if not last.finished:
+            last.outputs[0].logprobs[0].clear()
+            last.prompt_logprobs[1].clear()
+    assert (last.outputs, last.prompt_logprobs) == (expected.outputs, expected.prompt_logprobs)

@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from m1_single_request import EngineDeadError, EngineError, ForwardError, LLMEngine, RequestOutput
+from m1_single_request import EngineDeadError, EngineError, ForwardError, LLMEngine
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.model_runner import ModelInputs, ModelRunner
-from m1_single_request.output_processor import OutputProcessor
-from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler, SamplerOutput
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.scheduler import SchedulerOutput
-from tests.m1_single_request.engines import MakeEngine, drain, failing_runner, greedy, held, unfinished
+from tests.m1_single_request.engines import MakeEngine, drain, failing_runner, greedy, held
 
 PROMPT = [31, 32, 33]
 BOOM = RuntimeError("the forward broke")
@@ -199,79 +197,6 @@ def test_a_lost_device_fails_every_request_and_then_every_call(make_engine: Make
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after_forward", [False, True], ids=["before its KV exists", "with its KV in place"])
-@pytest.mark.parametrize("position", [0, len(PROMPT), len(PROMPT) + 2])
-def test_an_interrupted_step_can_be_repeated(
-    make_engine: MakeEngine, expected: tuple[int, ...], position: int, after_forward: bool
-) -> None:
-    runner = failing_runner(KeyboardInterrupt(), rid="b", position=position, after_forward=after_forward)
-    engine = make_engine({"model_runner": runner})
-    for rid in ("a", "b", "c"):
-        engine.add_request(PROMPT, greedy(6), request_id=rid)
-    interrupts, last = 0, {}
-    for _ in unfinished(engine):
-        try:
-            last |= engine.step()
-        except KeyboardInterrupt:
-            interrupts += 1
-        else:  # what an interrupted step left in the cache is gone after its repetition
-            running = engine.engine_core.scheduler.running
-            assert held(engine) == sum(request.sequence.num_computed_tokens for request in running)
-        engine.engine_core.scheduler.check_invariants()
-    assert interrupts == 1
-    assert [last[rid].token_ids for rid in ("a", "b", "c")] == [expected] * 3
-    assert engine.stats().num_finished == {"length": 3}
-
-
-@pytest.mark.parametrize("after_forward", [False, True], ids=["before its KV exists", "with its KV in place"])
-def test_an_interrupted_stream_can_be_read_on(make_engine: MakeEngine, after_forward: bool) -> None:
-    runner = failing_runner(KeyboardInterrupt(), rid="s", position=4, after_forward=after_forward)
-    params = greedy(6, logprobs=1)
-    usual = make_engine().generate(PROMPT, params).outputs[0]
-    stream = make_engine({"model_runner": runner}).stream(PROMPT, params, request_id="s")
-    assert len([next(stream), next(stream)]) == 2
-    with pytest.raises(KeyboardInterrupt):
-        next(stream)
-    outputs = list(stream)
-    assert [len(output.token_ids) for output in outputs] == [3, 4, 5, 6]
-    assert outputs[-1].token_ids == usual.token_ids
-    assert outputs[-1].outputs[0].cumulative_logprob == pytest.approx(usual.cumulative_logprob, abs=1e-4)
-
-
-def test_an_interrupted_generate_leaves_a_usable_engine(make_engine: MakeEngine, expected: tuple[int, ...]) -> None:
-    runner = failing_runner(KeyboardInterrupt(), rid="req-0", position=4, after_forward=True)
-    engine = make_engine({"model_runner": runner})
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(PROMPT, greedy(6))
-    assert engine.generate(PROMPT, greedy(6)).token_ids == expected
-    assert held(engine) == 0
-    assert engine.stats().num_finished == {"abort": 1, "length": 1}
-
-
-@pytest.mark.parametrize("finishing", [False, True], ids=["on the way", "at the last token"])
-def test_an_interrupt_after_the_update_releases_everything(
-    make_engine: MakeEngine, expected: tuple[int, ...], finishing: bool
-) -> None:
-    class InterruptedProcessor(OutputProcessor):
-        left = 1
-
-        def make_output(self, request: Request) -> RequestOutput:
-            if request.is_finished == finishing and request.sequence.get_output_len() > 2 and self.left:
-                self.left = 0
-                raise KeyboardInterrupt
-            return super().make_output(request)
-
-    engine = make_engine({"output_processor": InterruptedProcessor})
-    stream = engine.stream(PROMPT, greedy(6))
-    with pytest.raises(KeyboardInterrupt):
-        list(stream)
-    lengths = (6,) if finishing else (4, 5, 6)  # an end that was not reported is reported by the next step
-    assert [output.token_ids for output in stream] == [expected[:length] for length in lengths]
-    engine.step()
-    assert held(engine) == 0
-    assert engine.generate(PROMPT, greedy(6)).token_ids == expected
-
-
 def test_errors_of_ours_have_one_root() -> None:
     assert issubclass(ForwardError, EngineError) and issubclass(EngineDeadError, EngineError)
 
@@ -317,3 +242,24 @@ def test_a_stream_whose_text_fails_ends_with_the_error(make_engine: MakeEngine) 
     assert seen[-1].finish_reason == "error" and isinstance(seen[-1].error, ValueError)
     assert held(engine) == 0
     assert engine.generate(PROMPT, greedy(2)).finish_reason == "length"
+
+
+class FailsToName(IncrementalDetokenizer):
+    """Cannot name a token, once."""
+
+    failed = False
+
+    def token_text(self, token_id: int) -> str:
+        if not type(self).failed:
+            type(self).failed = True
+            raise ValueError("no name")
+        return super().token_text(token_id)
+
+
+def test_a_part_that_fails_in_the_middle_of_a_commit_fails_only_its_request(make_engine: MakeEngine) -> None:
+    FailsToName.failed = False
+    engine = make_engine({"detokenizer": FailsToName})
+    outputs = engine.generate_batch([PROMPT, PROMPT], greedy(3, logprobs=1))
+    first, second = outputs.values()
+    assert (first.finish_reason, str(first.error), first.token_ids) == ("error", "no name", ())
+    assert (second.finish_reason, len(second.token_ids)) == ("length", 3)

@@ -216,14 +216,6 @@ def test_max_model_len_counts_prompt_and_output_together() -> None:
     assert judge(LETTERS, [1, 2], prompt_len=5, max_model_len=8)[0] == StopVerdict(2)
 
 
-@pytest.mark.parametrize(("prompt_len", "max_tokens"), [(3, 99), (3, 5), (3, 4), (7, 99), (1, 7), (1, 8)])
-def test_the_length_at_which_a_simple_sequence_may_end_is_the_lower_limit(prompt_len: int, max_tokens: int) -> None:
-    """`simple_stops` names the number of output tokens that `check` would end it with."""
-    sequence = sequence_of(LETTERS | SPECIAL, special=SPECIAL, prompt_len=prompt_len, max_tokens=max_tokens)
-    stops = checker(8).simple_stops(sequence)
-    assert stops is not None and stops.num_output == checker(8).check(sequence, [1] * 99).num_accepted
-
-
 def test_a_prompt_one_short_of_max_model_len_yields_one_token() -> None:
     assert judge(LETTERS, [1], prompt_len=7, max_model_len=8)[0] == StopVerdict(1, FinishLength("max_model_len", 8))
 

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 import timeit
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -628,3 +629,29 @@ def test_an_unread_trace_costs_less_than_a_thousandth_of_a_step(
     number = 20_000
     tests = timeit.repeat("if core.tracer: pass", globals={"core": loaded_engine.engine_core}, number=number, repeat=9)
     assert sites * statistics.median(tests) / number < statistics.median(seconds) / 1000
+
+
+class FailsAtOnce:
+    """Fails at its first record."""
+
+    def read(self, record: TraceRecord) -> None:
+        raise OSError("gone")
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_failing_reader_disturbs_nothing_even_where_warnings_are_errors(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    expected = engine.generate([5, 6, 7], greedy(3)).token_ids
+    engine.tracer.attach(FailsAtOnce())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.generate([5, 6, 7], greedy(3)).token_ids == expected
+    assert not engine.tracer
+
+
+@pytest.mark.parametrize("reader", [object(), 5, "text"])
+def test_a_reader_that_cannot_read_is_refused(make_engine: MakeEngine, reader: Any) -> None:
+    with pytest.raises(ConfigError, match=r"read\(record\) and close\(\)"):
+        make_engine().tracer.attach(reader)
