@@ -31,9 +31,6 @@ class KVManager(Protocol):
     def release(self, request_id: str) -> None:
         """Take back what this request owns; nothing happens if it owns nothing."""
 
-    def reset(self) -> None:
-        """Take back everything."""
-
     def owned(self) -> Mapping[str, list[int]]:
         """Every owner with its ids."""
 
@@ -64,9 +61,6 @@ class SlotManager(KVManager):
 
     def release(self, request_id: str) -> None:
         self._slots.pop(request_id, None)
-
-    def reset(self) -> None:
-        self._slots.clear()
 
     def owned(self) -> Mapping[str, list[int]]:
         return {request_id: [slot] for request_id, slot in self._slots.items()}

@@ -120,9 +120,9 @@ class Scheduler:
         requests, self.requests = self.requests, {}
         self.waiting.remove_requests(requests.values())
         self.running.clear()
-        self.kv_manager.reset()
         self.finished_req_ids, self._left_out, self._marked = set(), [], {}
         for request in requests.values():
+            self.kv_manager.release(request.request_id)
             self.updater.end(request, reason)
 
     @property

@@ -19,6 +19,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput, checked
 from m3_paged_attention.parallel_sampling import RequestFamilies
+from m4_radix_cache.invariants import audit
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 from m4_radix_cache.schedule_batch import ScheduleBatch
 from m4_radix_cache.scheduler import Scheduler
@@ -92,6 +93,13 @@ class EngineCore(EngineCoreBase):
         output = self._attempt(self._execute, batch)  # 2 execute
         changed = self.scheduler.update_from_output(batch, output)  # 3 update
         return self._make_outputs(self.families.reported(changed))  # 4 make outputs
+
+    def run_step(self) -> dict[str, RequestOutput]:
+        """Run one step; with `CacheConfig.debug` raise `AssertionError` if queues and memory contradict each other."""
+        outputs = super().run_step()
+        if self.scheduler.pools.debug:
+            audit(self.scheduler)
+        return outputs
 
     def flush_cache(self) -> bool:
         """Forget the cached KV. False, and nothing is forgotten, while requests are unfinished."""

@@ -20,7 +20,7 @@ from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import PreemptionPolicy
 from m3_paged_attention.request_updater import RequestUpdater
 from m4_radix_cache.exchange import Exchange, NoExchange
-from m4_radix_cache.invariants import audit, check_scheduler
+from m4_radix_cache.invariants import check_scheduler
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.outputs import EngineStats
 from m4_radix_cache.request import Req
@@ -126,8 +126,6 @@ class SchedulerBase(ABC):
         self.last_batch = batch if batch is not self.running_batch else None  # it joins those who run
         if not self.requests:
             self.new_token_ratio.reset()
-        if self.pools.debug:
-            audit(self)
         return changed
 
     @abstractmethod
