@@ -96,14 +96,12 @@ class Scheduler:
         finish (abort, error) ends now and its tokens of this step are dropped.
         """
         changed = [request for request in self.running if request.request_id in sampled]
+        changed += [request for request in self._marked.values() if request.request_id not in sampled]
+        self.waiting.remove_requests(self._marked.values())
         for request in changed:
             if request.to_finish is None and scheduler_output is not None:
                 num_new_kv = scheduler_output.num_scheduled_tokens[request.request_id]
                 self.updater.commit(request, sampled[request.request_id], num_new_kv=num_new_kv)
-        changed += [request for request in self._marked.values() if request not in changed]
-        self.waiting.remove_requests(self._marked.values())
-        self._marked.clear()
-        for request in changed:
             if request.to_finish is not None:
                 self._finish(request, request.to_finish)
         return changed
@@ -210,5 +208,6 @@ class Scheduler:
         if request_id in self._left_out:
             self._left_out.remove(request_id)
         self.finished_req_ids.add(request_id)
+        self._marked.pop(request_id, None)
         del self.requests[request_id]
         self.updater.end(request, reason)

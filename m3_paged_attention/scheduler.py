@@ -128,10 +128,8 @@ class Scheduler:
         if self._marked:
             settled = {request.request_id for request in changed}
             changed += [request for request in self._marked.values() if request.request_id not in settled]
-            self._marked.clear()
-        for request in changed:
-            if request.to_finish is not None:
-                self._finish(request)
+        for request in [request for request in changed if request.to_finish is not None]:
+            self._finish(request)
         return changed
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
@@ -291,6 +289,7 @@ class Scheduler:
             self.waiting.remove_requests([request])
         self.kv_manager.release(request.request_id)
         self.finished_req_ids.add(request.request_id)
+        self._marked.pop(request.request_id, None)
         del self.requests[request.request_id]
         self.updater.end(request, request.to_finish)
 

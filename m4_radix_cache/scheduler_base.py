@@ -119,9 +119,8 @@ class SchedulerBase(ABC):
         if self.marked:
             settled = {req.rid for req in changed}
             changed += [req for req in self.marked.values() if req.rid not in settled]
-            self.marked.clear()
-        for req in changed:
-            if req.to_finish is not None and not self.exchange.keeps(req):
+        for req in [req for req in changed if req.to_finish is not None]:
+            if not self.exchange.keeps(req):
                 self._finish(req)
         self.last_batch = batch if batch is not self.running_batch else None  # it joins those who run
         if not self.requests:
@@ -275,5 +274,6 @@ class SchedulerBase(ABC):
             self.batch_is_full = False  # perhaps it was the one that stood in the others' way
         if self.tracer:
             self.unreported.append(req.rid)
+        self.marked.pop(req.rid, None)
         del self.requests[req.rid]
         self.updater.end(req, req.to_finish)
