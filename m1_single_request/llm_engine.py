@@ -25,9 +25,10 @@ from m1_single_request.errors import (
 )
 from m1_single_request.input_processor import Message, Prompt, RequestOptions, check_name
 from m1_single_request.interfaces import ROLES, check_parts
+from m1_single_request.mailboxes import Mailbox, Mailboxes
 from m1_single_request.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
 from m1_single_request.progress import BatchProgress
-from m1_single_request.request_stream import Mailbox, RequestStream
+from m1_single_request.request_stream import RequestStream
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import readers_of
 from m1_single_request.tracer import Tracer
@@ -69,8 +70,7 @@ class LLMEngine:
         self._stepping = False
         self._closed = False
         self._number = 0
-        self._mailboxes: dict[str, Mailbox] = {}  # of streams, by request id; without room if nobody reads them
-        self._undelivered: dict[str, RequestOutput] = {}  # of other requests: the next `step()` returns them
+        self._mailboxes = Mailboxes()
         self._dropped: deque[tuple[str, Mailbox]] = deque()  # of collected streams: the next call aborts their requests
         try:
             self.engine_core = table["wiring"](self.config, table, self.tracer)
@@ -172,10 +172,9 @@ class LLMEngine:
         Outputs of streams go to their streams.
         """
         self._check_usable()
-        if self.engine_core.has_unfinished_requests() or not self._undelivered:
+        if self.engine_core.has_unfinished_requests() or not self._mailboxes.has_outputs_of_steps():
             self._advance()
-        outputs, self._undelivered = self._undelivered, {}
-        return outputs
+        return self._mailboxes.take()
 
     def abort_request(self, request_id: str) -> bool:
         """End a request, in whatever state it is: the next step reports `finish_reason="abort"`.
@@ -191,7 +190,8 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to compute or to report."""
         self._begin_call()
-        return not self._closed and (self.engine_core.has_unfinished_requests() or bool(self._undelivered))
+        has_work = self.engine_core.has_unfinished_requests() or self._mailboxes.has_outputs_of_steps()
+        return has_work and not self._closed
 
     def stats(self) -> EngineStats:
         """Totals since the engine was built, and what it holds now."""
@@ -212,7 +212,6 @@ class LLMEngine:
 
     def _end(self) -> None:
         self._mailboxes.clear()
-        self._undelivered.clear()
         self.tracer.close()
         self._closed = True
 
@@ -268,11 +267,11 @@ class LLMEngine:
                 self.engine_core.add_request(request)
                 self._number += 1
                 if stream is not None:
-                    self._mailboxes[request_id] = stream.mailbox
+                    self._mailboxes.open(request_id, stream.mailbox)
                     stream.begin(request_id)
         except BaseException:  # Ctrl-C, for example: the caller gets no id, so the request is aborted
             if self.engine_core.abort_request(request_id):
-                self._mailboxes[request_id] = deque(maxlen=0)
+                self._mailboxes.abandon(request_id, deque())
             raise
         return request_id
 
@@ -284,19 +283,16 @@ class LLMEngine:
 
     def _is_taken(self, request_id: str) -> bool:
         """Whether a request with this id is unfinished, or its last output was not fetched yet."""
-        is_unfinished = self.engine_core.is_unfinished(request_id)
-        return is_unfinished or request_id in self._undelivered or request_id in self._mailboxes
+        return self.engine_core.is_unfinished(request_id) or request_id in self._mailboxes
 
     def _next_output(self, request_id: str, mailbox: Mailbox) -> RequestOutput | None:
         """Run steps until the mailbox of a stream has an output, and take it. None if its last one was taken before."""
         self._check_usable()
         while not mailbox:
-            if self._mailboxes.get(request_id) is not mailbox:
+            if not self._mailboxes.is_open(request_id, mailbox):
                 return None
             self._advance()
-        if mailbox[0].finished:
-            del self._mailboxes[request_id]
-        return mailbox.popleft()
+        return self._mailboxes.take_next(request_id, mailbox)
 
     def _close_stream(self, request_id: str, mailbox: Mailbox) -> None:
         self._begin_call()
@@ -304,32 +300,18 @@ class LLMEngine:
 
     def _abandon(self, request_id: str, mailbox: Mailbox) -> None:
         """Abort the request of a stream that nobody reads any more, unless the request has ended."""
-        if self._mailboxes.get(request_id) is not mailbox:
-            return
-        if mailbox and mailbox[-1].finished:
-            del self._mailboxes[request_id]
-            return
-        with self._changing():
-            self._mailboxes[request_id] = deque(maxlen=0)
-            self.engine_core.abort_request(request_id)
+        if self._mailboxes.is_open(request_id, mailbox):
+            with self._changing():
+                self._mailboxes.abandon(request_id, mailbox)
+                self.engine_core.abort_request(request_id)
 
     def _advance(self) -> list[str]:
         """Run one step and deliver its outputs; return the ids of the requests that have one."""
         self._check_usable()
         with self._changing():
             outputs = self.engine_core.run_step()
-            for request_id, output in outputs.items():
-                self._deliver(request_id, output)
+            self._mailboxes.deliver(outputs)
         return list(outputs)
-
-    def _deliver(self, request_id: str, output: RequestOutput) -> None:
-        mailbox = self._mailboxes.get(request_id)
-        if mailbox is None:
-            self._undelivered[request_id] = output
-        elif output.finished and mailbox.maxlen == 0:
-            del self._mailboxes[request_id]
-        else:
-            mailbox.append(output)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -341,7 +323,7 @@ class LLMEngine:
             except Exception:
                 raise
             except BaseException:  # the engine is dead now
-                self._undelivered.clear()
+                self._mailboxes.clear()
                 raise
             finally:
                 self._stepping = before

@@ -59,7 +59,7 @@ class EngineCore(EngineCoreBase):
         """
         scheduler_output = self._schedule()  # 1 schedule
         output = self._attempt(self._execute, scheduler_output)  # 2 execute
-        changed = self.scheduler.update_from_output(scheduler_output, output)  # 3 update
+        changed = self._update(scheduler_output, output)  # 3 update
         outputs = self._make_outputs(self.families.reported(changed))  # 4 make outputs
         self._release(changed)  # 5 release
         return outputs
@@ -103,9 +103,15 @@ class EngineCore(EngineCoreBase):
         self._record.move("execute", "sample", output.sample_seconds)
         return output
 
+    def _update(self, scheduler_output: SchedulerOutput | None, output: ModelRunnerOutput | None) -> list[Request]:
+        """Let the scheduler commit the step; trace how full the blocks are."""
+        changed = self.scheduler.update_from_output(scheduler_output, output)
+        if self.tracer and output is not None:
+            self._trace_usage()
+        return list(changed)
+
     def _release(self, changed: Iterable[Request]) -> None:
         """Let the runner forget the requests that have ended; their blocks are free already."""
-        self._trace_usage()
         for request in changed:
             if request.is_finished:
                 self.executor.free_request(request.request_id)
