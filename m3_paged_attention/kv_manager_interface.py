@@ -98,3 +98,6 @@ class PagedKVManager(KVManager, Protocol):
 
     def num_tokens_held(self, lengths: Mapping[str, int]) -> int:
         """Slots that hold a token if each request of `lengths` has so many computed; shared ones count once."""
+
+    def reset(self) -> None:
+        """Take back all blocks, and forget noted moves."""

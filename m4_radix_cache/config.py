@@ -6,19 +6,13 @@ and computes the rest again. SGLang: `ServerArgs`; vLLM: `CacheConfig`, `Schedul
 """
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from m1_single_request.config import TraceConfig, check_whole_number
+from m1_single_request.config import EngineConfig as SingleRequestConfig, check_whole_number
 from m1_single_request.errors import ConfigError, shown
-from m3_paged_attention.config import (
-    LEAST_BATCHED_TOKENS,
-    ModelConfig,
-    check_choice,
-    check_one_given,
-    check_share,
-    check_token_budget,
-)
+from m2_continuous_batching.config import BatchLimits
+from m3_paged_attention.config import ModelConfig, check_choice, check_one_given, check_share
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 
 SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
@@ -26,14 +20,9 @@ PrefixCacheName = Literal["radix", "hash", "chunk"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """How large a batch may become, and who is the next to join it."""
+class SchedulerConfig(BatchLimits):
+    """The largest batch, and the order in which requests join it."""
 
-    max_num_seqs: int = 16
-    """At most so many requests run at a time."""
-    max_num_batched_tokens: int | None = None
-    """At most so many new tokens go through the model in one step. A prompt runs whole, so a longer one is refused.
-    None: the largest of `max_model_len`, 2,048 and `max_num_seqs`, so that no prompt is refused for it."""
     schedule_policy: SchedulePolicyName = "lpm"
     """Who of those that wait goes first. `fcfs`: first come, first served. `lpm`: whoever finds most of its prompt in
     the cache. `dfs-weight`: branch after branch of the tree, the busiest first. `lof`: the longest output. `random`.
@@ -43,14 +32,9 @@ class SchedulerConfig:
     goes by. Less admits more, and retracts more often."""
 
     def __post_init__(self) -> None:
-        check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        super().__post_init__()
         check_choice("schedule_policy", self.schedule_policy, SchedulePolicyName)
         check_number("schedule_conservativeness", self.schedule_conservativeness, at_least=0)
-
-    def resolved(self, max_model_len: int) -> "SchedulerConfig":
-        """The same with every None replaced, for a model of this length."""
-        budget = self.max_num_batched_tokens or max(max_model_len, LEAST_BATCHED_TOKENS, self.max_num_seqs)
-        return replace(self, max_num_batched_tokens=budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +90,12 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Everything an m4 engine can be told. The field `x` is the engine's keyword `x_config`."""
+class EngineConfig(SingleRequestConfig):
+    """All settings of an m4 engine. The field `x` is the engine's keyword `x_config`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
-    trace: TraceConfig = field(default_factory=TraceConfig)
 
 
 def check_flag(name: str, value: Any) -> None:

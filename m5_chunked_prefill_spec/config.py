@@ -8,12 +8,18 @@ any length may come. SGLang: `chunked_prefill_size`, `enable_mixed_chunk`, `spec
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from m1_single_request.config import TraceConfig, check_model, check_whole_number
+from m1_single_request.config import check_model, check_whole_number
 from m1_single_request.errors import ConfigError, shown
-from m3_paged_attention.config import LEAST_BATCHED_TOKENS, ModelConfig, check_choice, check_token_budget
-from m4_radix_cache.config import CacheConfig, SchedulePolicyName, check_flag, check_number
+from m2_continuous_batching.config import LEAST_BATCHED_TOKENS
+from m3_paged_attention.config import check_choice
+from m4_radix_cache.config import (
+    EngineConfig as RadixConfig,
+    SchedulerConfig as RadixSchedulerConfig,
+    check_flag,
+    check_number,
+)
 from m5_chunked_prefill_spec.cost_table import CostTable
 
 ScheduleName = Literal["decode_first", "prefill_first"]
@@ -26,11 +32,9 @@ enough to be worth it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """How large a step may become, what it is filled with first, and who is the next to join."""
+class SchedulerConfig(RadixSchedulerConfig):
+    """m4's settings, and the contents of a step: decodes, prompts, and pieces of prompts."""
 
-    max_num_seqs: int = 16
-    """At most so many requests run at a time."""
     max_num_batched_tokens: int | None = None
     """At most so many new tokens go through the model in one step. None: 128 on a CPU, 2,048 on CUDA, and at least
     `max_num_seqs`; with `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
@@ -46,21 +50,15 @@ class SchedulerConfig:
     target_gap_ms: float | None = None
     """With `decode_first`: pieces are so small that a step should take no longer, by the engine's own table of what
     steps cost. A step without prompts may take longer all the same. None: the budget alone decides."""
-    schedule_policy: SchedulePolicyName = "lpm"
-    """Who of those that wait goes first, as in m4."""
-    schedule_conservativeness: float = 1.0
-    """How much memory is kept for what running requests may still say, as in m4."""
     cost_table: CostTable | None = None
     """What steps cost, for `target_gap_ms` and for guesses. None: measured when the engine is built, and recorded in
     the trace. Given one, an engine decides as the one did that recorded it."""
 
     def __post_init__(self) -> None:
-        check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        super().__post_init__()
         check_choice("schedule", self.schedule, ScheduleName)
         check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
         check_whole_number("chunked_prefill_size", self.chunked_prefill_size, low=1, optional=True)
-        check_choice("schedule_policy", self.schedule_policy, SchedulePolicyName)
-        check_number("schedule_conservativeness", self.schedule_conservativeness, at_least=0)
         if self.target_gap_ms is not None:
             check_number("target_gap_ms", self.target_gap_ms, more_than=0)
         if self.cost_table is not None and not isinstance(self.cost_table, CostTable):
@@ -72,8 +70,8 @@ class SchedulerConfig:
         if self.schedule == "prefill_first" and self.target_gap_ms is not None:
             raise ConfigError("target_gap_ms has no effect with schedule='prefill_first': decodes wait for all prompts")
 
-    def resolved(self, max_model_len: int, device_type: str) -> "SchedulerConfig":
-        """The same with every None that stands for a number replaced, for a model of this length on such a device."""
+    def resolved(self, max_model_len: int, device_type: str = "cpu") -> Self:
+        """Return a copy with the token budget, for a model of this length on such a device."""
         chunked = CHUNKED_BATCHED_TOKENS.get(device_type, CHUNKED_BATCHED_TOKENS["cpu"])
         least = chunked if self.enable_chunked_prefill else max(max_model_len, LEAST_BATCHED_TOKENS)
         return replace(self, max_num_batched_tokens=self.max_num_batched_tokens or max(least, self.max_num_seqs))
@@ -131,11 +129,8 @@ READ_BY: dict[str, tuple[SpeculativeMethod, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Everything an m5 engine can be told. The field `x` is the engine's keyword `x_config`."""
+class EngineConfig(RadixConfig):
+    """All settings of an m5 engine. The field `x` is the engine's keyword `x_config`."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
-    trace: TraceConfig = field(default_factory=TraceConfig)

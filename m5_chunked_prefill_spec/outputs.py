@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from m1_single_request.outputs import EngineStats as SingleRequestStats
 from m3_paged_attention.outputs import ModelRunnerOutput as PlainModelRunnerOutput
+from m4_radix_cache.outputs import EngineStats as RadixStats
 
 
 @dataclass(frozen=True)
@@ -16,35 +16,15 @@ class ModelRunnerOutput(PlainModelRunnerOutput):
 
 
 @dataclass(frozen=True)
-class EngineStats(SingleRequestStats):
-    """m1's totals, the state of the cache as in m4 (sizes in tokens), and how the guesses fared."""
+class EngineStats(RadixStats):
+    """m4's totals, and those of speculation."""
 
-    max_total_tokens: int
-    """All that the KV memory has room for."""
-    available_size: int
-    """Free."""
-    evictable_size: int
-    """Cached, and nobody uses it now."""
-    protected_size: int
-    """Cached, and locked by requests that run."""
-    num_cached_tokens: int
-    """Tokens of admitted requests that were found in the cache, in all."""
-    num_evicted_tokens: int
-    """Tokens that had to leave the cache, in all."""
-    num_retractions: int
-    """How often a running request lost its place."""
     num_draft_tokens: int
     """Tokens that were guessed and verified, in all."""
     num_accepted_tokens: int
     """Those among them that were right."""
     num_verifications: int
     """How often a request's guesses were verified: each brings one token more than were right."""
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of all tokens to be prefilled that were found in the cache."""
-        total = self.num_cached_tokens + self.num_prompt_tokens
-        return self.num_cached_tokens / total if total else 0.0
 
     @property
     def accept_length(self) -> float:

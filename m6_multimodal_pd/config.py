@@ -9,11 +9,10 @@ tower from crowding out everybody else, the budget of a step and the memory for 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from m1_single_request.config import TraceConfig, check_whole_number
+from m1_single_request.config import check_whole_number
 from m1_single_request.errors import ConfigError, shown
-from m3_paged_attention.config import ModelConfig
-from m4_radix_cache.config import CacheConfig, check_number
-from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
+from m4_radix_cache.config import check_number
+from m5_chunked_prefill_spec.config import EngineConfig as ChunkedEngineConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 
 DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-vl"
@@ -81,14 +80,9 @@ def check_schemes(schemes: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Everything an m6 engine can be told. The field `x` is the engine's keyword `x_config`."""
+class EngineConfig(ChunkedEngineConfig):
+    """All settings of an m6 engine. The field `x` is the engine's keyword `x_config`."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
     disaggregation: DisaggregationConfig | None = None
     """Prefill and decode in engines of their own; None: one engine does both."""
-    trace: TraceConfig = field(default_factory=TraceConfig)
