@@ -76,4 +76,4 @@ def test_it_takes_keywords_only_and_is_frozen() -> None:
 def test_an_engine_is_told_of_model_scheduler_and_trace() -> None:
     config = EngineConfig()
     assert (config.model, config.scheduler, config.trace) == (ModelConfig(), SchedulerConfig(), TraceConfig())
-    assert [field.name for field in dataclasses.fields(config)] == ["model", "scheduler", "trace"]
+    assert [field.name for field in dataclasses.fields(config)] == ["model", "trace", "scheduler"]

@@ -47,12 +47,6 @@ def test_empty_data_names_nobody_and_every_column_is_its_own() -> None:
     assert len({id(column) for column in columns}) == 10
 
 
-def test_a_decision_counts_its_tokens() -> None:
-    assert (MIXED.total_num_scheduled_tokens, MIXED.is_empty) == (7, False)
-    nothing = decision([], finished=frozenset({"a"}))
-    assert (nothing.total_num_scheduled_tokens, nothing.is_empty) == (0, True)
-
-
 @pytest.mark.parametrize("message", [MIXED, MIXED.scheduled_new_reqs[0], MIXED.scheduled_cached_reqs])
 def test_messages_are_frozen(message: object) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -165,15 +165,6 @@ def test_a_row_that_waits_finds_its_kv_as_it_left_it(pair: SideBySide) -> None:
         pair.step({}, {"a": token, "b": token, "c": token})
 
 
-def test_a_step_that_is_made_again_overwrites_what_it_left(pair: SideBySide) -> None:
-    pair.step({"a": (0, tokens_of(4)), "b": (1, tokens_of(6))})
-    lens = dict(pair.lens)
-    pair.step({}, {"a": 1, "b": 2})
-    pair.lens = lens  # as after an interrupt: its tokens were never committed
-    pair.step({}, {"a": 3, "b": 4})
-    pair.step({}, {"a": 5, "b": 6})
-
-
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 

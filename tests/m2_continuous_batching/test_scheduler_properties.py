@@ -1,6 +1,6 @@
 """Random traffic against the scheduler: whatever comes when, every decision is the one that the rules name.
 
-Hypothesis draws arrivals, limits, aborts, failures and interrupts. The test-bed judges every message of every step;
+Hypothesis draws arrivals, limits, aborts and failures. The test-bed judges every message of every step;
 here the decisions are compared with an oracle of a few lines, and what follows from many of them is asserted: nobody is
 starved, nobody overtakes, everybody ends with exactly the right tokens, and the same arrivals give the same trace.
 """
@@ -47,8 +47,6 @@ class Traffic:
     """Step, request: it gets no token there if it runs."""
     crashes: tuple[int, ...] = ()
     """Steps in which the model raises."""
-    interrupts: tuple[tuple[int, bool], ...] = ()
-    """Steps before which a decision is thrown away, and whether the model ran it."""
 
 
 LIMITS = st.sampled_from([1, 2, 3, 7, 16])
@@ -56,7 +54,7 @@ LIMITS = st.sampled_from([1, 2, 3, 7, 16])
 
 @st.composite
 def traffic(draw: st.DrawFn, *, disturbed: bool = True) -> Traffic:
-    """Some requests and some limits; `disturbed`: with aborts, failures and interrupts."""
+    """Some requests and some limits; `disturbed`: with aborts and failures."""
     max_num_seqs = draw(LIMITS)
     budget = max_num_seqs + draw(st.sampled_from([0, 0, 1, 3, 8, 24]))
     steps = st.integers(0, 12)
@@ -82,7 +80,6 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True) -> Traffic:
         aborts=tuple(draw(st.lists(st.tuples(steps, st.booleans(), victims), max_size=8))),
         failures=tuple(draw(st.lists(st.tuples(steps, victims), max_size=4))),
         crashes=tuple(draw(st.lists(steps, max_size=2))),
-        interrupts=tuple(draw(st.lists(st.tuples(steps, st.booleans()), max_size=6))),
     )
 
 
@@ -108,9 +105,6 @@ def play(traffic: Traffic, bed: SchedulerBed, ids: list[str]) -> Iterator[tuple[
             bed.drain()
             return
         bed.abort(*(ids[who] for step, late, who in traffic.aborts if step == number and not late))
-        for step, executed in traffic.interrupts:
-            if step == number:
-                bed.interrupt(executed=executed)
         running, waiting = (
             [r.request_id for r in queue if not r.to_finish] for queue in (bed.scheduler.running, bed.scheduler.waiting)
         )
@@ -175,15 +169,10 @@ def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
 @given(traffic())
 def test_admission_is_in_order_of_arrival(traffic: Traffic) -> None:
     bed = bed_for(traffic)
-    lost: list[Any] = []
-    interrupt = bed.interrupt
-    bed.interrupt = lambda **how: lost.append(interrupt(**how))  # type: ignore[method-assign]
     ids = names(traffic)
     joined: dict[str, None] = {}
     for _, step in play(traffic, bed, ids):
-        for output in [*lost, step.output]:
-            joined |= dict.fromkeys(data.req_id for data in output.scheduled_new_reqs)
-        lost.clear()
+        joined |= dict.fromkeys(step.joined)
     assert list(joined) == [rid for rid in ids if rid in joined]
     never = set(ids) - joined.keys()
     assert {bed.ended[rid] for rid in never} <= {"abort"}, "only who gave up never ran"
@@ -237,7 +226,6 @@ def decision(traffic: Traffic, before: Before, left_out: list[str], lens: dict[s
 @settings(max_examples=examples(200))
 @given(traffic())
 def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None:
-    traffic = replace(traffic, interrupts=())
     bed = bed_for(traffic)
     ids = names(traffic)
     lens = {rid: arrival.prompt_len for rid, arrival in zip(ids, traffic.arrivals, strict=True)}
@@ -273,11 +261,11 @@ def test_the_trace_tells_every_decision(traffic: Traffic) -> None:
     seen = 0
     gone: set[str] = set()  # since the last batch: a step that runs nothing has none
     for before, step in play(traffic, bed, names(traffic)):
-        gone |= step.output.finished_req_ids
+        gone |= step.output.finished_req_ids if step.output is not None else set()
         events = [record.event for record in bed.recorder.records[seen:]]
         seen = len(bed.recorder.records)
         batches: list[Any] = [event for event in events if event.kind == "batch"]
-        assert len(batches) == (not step.output.is_empty)
+        assert len(batches) == (step.output is not None)
         if not batches:
             continue
         batch = batches[0]

@@ -120,7 +120,7 @@ def test_an_engine_is_told_of_model_scheduler_cache_and_trace() -> None:
     config = EngineConfig()
     assert (config.model, config.scheduler) == (ModelConfig(), SchedulerConfig())
     assert (config.cache, config.trace) == (CacheConfig(), TraceConfig())
-    assert [field.name for field in dataclasses.fields(config)] == ["model", "scheduler", "cache", "trace"]
+    assert [field.name for field in dataclasses.fields(config)] == ["model", "trace", "scheduler", "cache"]
 
 
 def test_triton_on_a_cpu_without_its_interpreter_is_refused_when_the_model_is_loaded(

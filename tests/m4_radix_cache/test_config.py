@@ -189,7 +189,7 @@ def test_an_engine_is_told_of_model_scheduler_cache_and_trace() -> None:
     config = EngineConfig()
     assert (config.model, config.scheduler) == (ModelConfig(), SchedulerConfig())
     assert (config.cache, config.trace) == (CacheConfig(), TraceConfig())
-    assert [field.name for field in dataclasses.fields(config)] == ["model", "scheduler", "cache", "trace"]
+    assert [field.name for field in dataclasses.fields(config)] == ["model", "trace", "scheduler", "cache"]
     assert (CacheConfig().page_size, CacheConfig().prefix_cache, CacheConfig().eviction_policy) == (16, "radix", "lru")
     assert SchedulerConfig().schedule_policy == "lpm"
 

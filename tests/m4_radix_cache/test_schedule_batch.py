@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from m1_single_request import SamplingParams
-from m1_single_request.request import FinishAbort, RequestStatus
 from m1_single_request.errors import PartError
+from m1_single_request.request import FinishAbort, RequestStatus
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req

@@ -141,7 +141,7 @@ def test_defaults() -> None:
     assert (config.model, config.scheduler, config.cache) == (ModelConfig(), SchedulerConfig(), CacheConfig())
     assert (config.speculative, config.trace) == (SpeculativeConfig(), TraceConfig())
     names = [field.name for field in dataclasses.fields(config)]
-    assert names == ["model", "scheduler", "cache", "speculative", "trace"]
+    assert names == ["model", "trace", "scheduler", "cache", "speculative"]
     scheduler = SchedulerConfig()
     assert (scheduler.schedule, scheduler.schedule_policy, scheduler.enable_chunked_prefill) == (
         "decode_first",

@@ -96,12 +96,12 @@ def test_defaults() -> None:
     config = EngineConfig()
     assert [field.name for field in dataclasses.fields(config)] == [
         "model",
+        "trace",
         "scheduler",
         "cache",
         "speculative",
         "multimodal",
         "disaggregation",
-        "trace",
     ]
     assert (config.model, config.scheduler, config.cache) == (ModelConfig(), SchedulerConfig(), CacheConfig())
     assert (config.speculative, config.disaggregation, config.trace) == (SpeculativeConfig(), None, TraceConfig())

@@ -144,15 +144,15 @@ def bounded(engine: Any) -> Any:
 
     `generate`, `generate_batch` and streams step until a request has ended: one that never does would hang its test.
     """
-    core, step, left = engine.engine_core, engine.engine_core.step, MOST_STEPS
+    core, run_step, left = engine.engine_core, engine.engine_core.run_step, MOST_STEPS
 
     def counted() -> Any:
         nonlocal left
         assert left > 0, f"{MOST_STEPS} steps and no end: some request neither runs nor ends"
         left -= 1
-        return step()
+        return run_step()
 
-    core.step = counted
+    core.run_step = counted
     return engine
 
 

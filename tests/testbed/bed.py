@@ -148,7 +148,7 @@ class SchedulerBed:
             self.scheduler.tracer.step += 1
         output = self.schedule()
         sampled = None if crash or output is None else self.execute(output)
-        if crash:
+        if crash and output is not None:
             self.fail(output.num_scheduled_tokens, RuntimeError("the model crashed"))
         failed = [rid for rid in failing if sampled and sampled.pop(rid, None)]
         self.fail(failed, ValueError("no token can be sampled"))
