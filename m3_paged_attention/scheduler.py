@@ -118,6 +118,7 @@ class Scheduler:
         the requests that own them start over. A request that was marked to finish (abort, error) ends now, without a
         token.
         """
+        marked = list(self._marked.values())  # a request that is marked from now on ends with the next update
         changed: list[Request] = []
         if scheduler_output is not None and output is not None:
             changed = self._commit(scheduler_output, output)
@@ -125,9 +126,9 @@ class Scheduler:
             moved = self.kv_manager.touched()
             self._reset([request for request in self.requests.values() if request.request_id in moved])
         self._start_forks()
-        if self._marked:
+        if marked:
             settled = {request.request_id for request in changed}
-            changed += [request for request in self._marked.values() if request.request_id not in settled]
+            changed += [request for request in marked if request.request_id not in settled]
         for request in [request for request in changed if request.to_finish is not None]:
             self._finish(request)
         return changed

@@ -64,8 +64,3 @@ class SchedulerOutput:
     """(device block, host block)."""
     blocks_to_copy: Pairs
     """(source, target), both on the device."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to do: no token, and no block to move."""
-        return not (self.num_scheduled_tokens or self.blocks_to_swap_in or self.blocks_to_swap_out)

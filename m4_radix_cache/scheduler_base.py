@@ -110,15 +110,16 @@ class SchedulerBase(ABC):
         `output` is None if the step ran nothing or failed; whoever was in it and is not marked starts over. A request
         that was marked to finish (abort, error) ends now, without a token.
         """
+        marked = list(self.marked.values())  # a request that is marked from now on ends with the next update
         changed: list[Req] = []
         if batch is not None and output is not None:
             changed = list(self.process_batch_result(batch, output))
         elif batch is not None:
             self._send_back([req for req in batch.reqs if req.to_finish is None])
             batch.filter_batch([])
-        if self.marked:
+        if marked:
             settled = {req.rid for req in changed}
-            changed += [req for req in self.marked.values() if req.rid not in settled]
+            changed += [req for req in marked if req.rid not in settled]
         for req in [req for req in changed if req.to_finish is not None]:
             if not self.exchange.keeps(req):
                 self._finish(req)

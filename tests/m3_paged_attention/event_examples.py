@@ -14,7 +14,7 @@ from m3_paged_attention.events import (
     KVUsage,
     ThreadsChanged,
 )
-from m3_paged_attention.scheduler_events import Admit, LeftOut, NotAdmitted, ParallelSampling, Preempted, StepLost
+from m3_paged_attention.scheduler_events import Admit, LeftOut, NotAdmitted, ParallelSampling, Preempted
 
 SIZED = KVSized(
     source="kv_cache_memory_bytes",
@@ -142,6 +142,4 @@ EXAMPLES: dict[Event, list[str]] = {
     LeftOut(rids=("a",), limit="blocks", available=0): ["too few blocks are free (0) before those that end"],
     PREEMPTED: ["2 new blocks", "1 is free", "3 of its 5 blocks come free", "70 tokens is dropped", "in front of all"],
     dataclasses.replace(PREEMPTED, mode="swap"): ["70 tokens moves to host memory"],
-    StepLost(reset=("a", "b")): ["interrupted", "a, b will be computed again"],
-    StepLost(reset=()): ["decided anew."],
 }

@@ -22,7 +22,7 @@ from m3_paged_attention.events import (
     KVSized,
     KVUsage,
 )
-from m3_paged_attention.scheduler_events import Admit, NotAdmitted, Preempted, StepLost
+from m3_paged_attention.scheduler_events import Admit, NotAdmitted, Preempted
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting, unfinished
 
 
@@ -179,11 +179,6 @@ def test_a_swapped_request_holds_blocks_on_the_host_and_comes_back_with_its_toke
     assert (back.tables, back.host_tables) == ({"a": (1, 2), "b": (7, 8)}, {})
     assert cells(back)[8] == (("b",), 2), "its tokens came with it"
     assert (gone.tables, gone.host_tables, gone.waiting, gone.preempted) == ({"a": (1, 2)}, {}, (), frozenset())
-
-
-def test_after_a_lost_step_those_who_start_over_hold_nothing() -> None:
-    (frame,) = heard((*START, StepLost(reset=("b",)))).frames
-    assert (frame.tables, frame.waiting, frame.preempted) == ({"a": (1, 2)}, ("b",), {"b"})
 
 
 def test_a_frame_keeps_the_decisions_of_its_step_the_most_remarkable_first() -> None:

@@ -63,15 +63,6 @@ def test_a_block_cannot_be_freed_twice() -> None:
         pool.free([2, 2])
 
 
-def test_rebuilding_counts_what_the_tables_hold() -> None:
-    pool = BlockPool(5)
-    pool.allocate(4)
-    pool.share([2])
-    pool.rebuild([[4, 1], [4]])
-    pool.check_invariants({1: 1, 4: 2})
-    assert pool.allocate(3) == [2, 3, 5]
-
-
 @pytest.mark.parametrize("holders", [{}, {1: 2}, {1: 1, 2: 1}, {2: 1}], ids=str)
 def test_the_invariants_notice_holders_that_were_not_counted(holders: dict[int, int]) -> None:
     pool = BlockPool(3)

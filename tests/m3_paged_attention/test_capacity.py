@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from m1_single_request.errors import PartError
 from m3_paged_attention import CacheConfig, ConfigError, KVCapacityError, LLMEngine, ModelConfig, SchedulerConfig
 from m3_paged_attention.errors import OutOfBlocksError
 from tests.m3_paged_attention.engines import (
@@ -134,7 +135,7 @@ def test_host_memory_that_is_short_falls_back_to_recompute(make_engine: MakeEngi
 
 
 def test_a_kv_manager_that_runs_dry_is_a_bug_that_the_engine_survives(make_engine: MakeEngine) -> None:
-    """A scheduler that overdraws hears of it in `step`; what it had decided is undone."""
+    """The requests end with an error that names the part, and the engine goes on with empty memory."""
     engine = make_engine(**setting(2, blocks=4))
     engine.add_request(ids(3), greedy(3), request_id="a")
     pool = engine.engine_core.scheduler.kv_manager.pool
@@ -147,9 +148,10 @@ def test_a_kv_manager_that_runs_dry_is_a_bug_that_the_engine_survives(make_engin
         return allocate(count)
 
     pool.allocate = dry
-    with pytest.raises(OutOfBlocksError):
-        engine.step()
-    assert run(engine)["a"].finish_reason == "length"
+    error = engine.step()["a"].error
+    assert isinstance(error, PartError) and isinstance(error.__cause__, OutOfBlocksError)
+    assert "the part 'kv_manager' (KVCacheManager)" in str(error) and "none left" in str(error)
+    assert engine.generate(ids(3), greedy(3)).finish_reason == "length"
 
 
 # --- sizing -----------------------------------------------------------------------------------------------------------

@@ -245,8 +245,8 @@ def test_a_closed_engine_holds_neither_kv_nor_weights(tiny_directory: Path, back
             call()
 
 
-def test_an_interrupted_close_can_be_repeated(make_engine: MakeEngine) -> None:
-    class Interrupted(GPUExecutor):
+def test_a_close_that_was_stopped_in_the_middle_can_be_repeated(make_engine: MakeEngine) -> None:
+    class Stopped(GPUExecutor):
         left = 1
 
         def shutdown(self) -> None:
@@ -255,7 +255,7 @@ def test_an_interrupted_close_can_be_repeated(make_engine: MakeEngine) -> None:
                 self.left = 0
                 raise KeyboardInterrupt
 
-    engine = make_engine({"executor": Interrupted}, **setting(3))
+    engine = make_engine({"executor": Stopped}, **setting(3))
     submit(engine)
     engine.step()
     with pytest.raises(KeyboardInterrupt):

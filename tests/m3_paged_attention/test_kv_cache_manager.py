@@ -367,28 +367,6 @@ def test_touched_are_the_owners_of_moves_that_may_not_have_been_made() -> None:
     assert kv.touched() == {"b"}, "host block 0 is not device block 0"
 
 
-def test_recovering_drops_whoever_is_not_kept_and_whose_moves_may_be_lost() -> None:
-    kv = forked(num_tokens=5, host=4)
-    kv.reserve("c", 4), kv.reserve("d", 4)
-    kv.swap_out("d"), kv.take_moves(), kv.take_moves()
-    kv.reserve("b", 6)
-    kv.recover(["a", "b", "d"])
-    assert kv.owned() == {"a": [1, 2]} and kv.swapped() == {"d": [0]} and kv.num_free == 6
-    assert kv.touched() == frozenset() and kv.take_moves() == ([], [], [], frozenset())
-    assert kv.reserve("a", 7) == []
-    kv.check_invariants()
-
-
-def test_after_a_recovery_nobody_is_touched() -> None:
-    kv = forked(num_tokens=5)
-    kv.reserve("b", 6), kv.take_moves()
-    kv.recover("ab")
-    assert kv.owned().keys() == {"a"} and kv.touched() == frozenset()
-    kv.fork("a", "b", 5)
-    kv.recover("ab")
-    assert kv.owned().keys() == {"a", "b"}
-
-
 # --- the trace --------------------------------------------------------------------------------------------------------
 
 

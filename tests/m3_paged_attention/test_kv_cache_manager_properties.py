@@ -6,7 +6,6 @@ every verb before every line, recovers, and looks again.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -21,7 +20,6 @@ from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.kv_storage import KVStorage
 from tests.support.amounts import examples
-from tests.testbed.interrupts import interrupted
 
 Tokens = list[int]
 MODULES = [kv_cache_manager, block_pool]
@@ -142,16 +140,6 @@ class World:
         self._end_step()
         self.check()
 
-    def lose_step(self, keep: set[str]) -> None:
-        """The step never came to its moves: nothing was moved or written."""
-        touched, known = self.kv.touched(), set(self.tokens)
-        self.kv.recover(keep)
-        self._end_step()
-        self.tokens = {name: tokens for name, tokens in self.tokens.items() if name in self.held()}
-        assert set(self.tokens) == (known & keep) - touched
-        assert self.kv.touched() == frozenset()
-        self.check()
-
     # --- what must hold -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -234,7 +222,6 @@ VERBS = st.one_of(
     st.tuples(st.just("release"), NAMES),
     st.tuples(st.just("step")),
     st.tuples(st.just("step")),
-    st.tuples(st.just("lose_step"), st.sets(NAMES, min_size=3)),
 )
 
 
@@ -262,102 +249,3 @@ def drain(world: World) -> None:
     world.step()
     assert world.kv.num_free == world.num_blocks and world.held() == set()
     assert len(world.kv.host_pool.allocate(world.num_host_blocks)) == world.num_host_blocks
-
-
-# --- interrupts -------------------------------------------------------------------------------------------------------
-
-
-def busy() -> World:
-    """A world in the midst of a step, with all kinds of requests and all kinds of noted moves.
-
-    `a` and its forks `b` and `c` share blocks, the last in part; `d` decodes, its next token needs a block; `e` is
-    on the host, `f` comes from there, `g` goes there; `h` has just got a copy of what it shared with `i`.
-    """
-    world = World(block_size=2, num_blocks=30, num_host_blocks=12)
-    for name, num_tokens in zip("adefgh", (5, 4, 3, 3, 3, 5), strict=True):
-        world.admit(name, num_tokens)
-    world.step()
-    for child in "bc":
-        world.fork("a", child, 5)
-    world.fork("h", "i", 5)
-    world.swap_out("e"), world.swap_out("f")
-    world.step(), world.step()
-    world.swap_in("f")
-    world.decode("h")
-    world.swap_out("g")
-    assert world.kv.touched() == {"f", "g", "h"}
-    return world
-
-
-ACTS: dict[str, Callable[[KVCacheManager], Any]] = {
-    "a new one": lambda kv: kv.reserve("n", 7),
-    "one more block": lambda kv: kv.reserve("d", 5),
-    "a copy": lambda kv: kv.reserve("b", 6),
-    "copies for all": lambda kv: [kv.reserve(name, 6) for name in "abc"],
-    "fork": lambda kv: kv.fork("a", "n", 4),
-    "fork of what is moved": lambda kv: kv.fork("f", "n", 3),
-    "release": lambda kv: kv.release("d"),
-    "release of what is shared": lambda kv: kv.release("a"),
-    "release of a copy": lambda kv: kv.release("h"),
-    "release on the host": lambda kv: kv.release("e"),
-    "release on the way to the host": lambda kv: kv.release("g"),
-    "swap out": lambda kv: kv.swap_out("d"),
-    "swap out of what is shared": lambda kv: kv.swap_out("c"),
-    "swap out of a copy": lambda kv: kv.swap_out("h"),
-    "swap in": lambda kv: kv.swap_in("e"),
-    "take the moves": lambda kv: kv.take_moves(),
-    "take the moves and go on": lambda kv: [kv.take_moves(), kv.reserve("b", 6)],
-    "recover": lambda kv: kv.recover(["a", "c", "e", "f"]),
-}
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", ACTS)
-def test_every_verb_can_be_interrupted_anywhere_and_recovered_from(name: str) -> None:
-    """Whoever is still there afterwards has all its tokens, though no move was made; nothing is lost or owned twice."""
-    for line in count(1):
-        world = busy()
-        known = dict(world.tokens)
-        with interrupted(line, MODULES) as interrupt:
-            ACTS[name](world.kv)
-        where = interrupt.where or "the end"
-        try:
-            look_after_recovery(world, known)
-        except AssertionError as error:
-            raise AssertionError(f"after an interrupt before {where}: {error}") from error
-        if interrupt.where is None:
-            assert line > 1, "no line was seen"
-            return
-
-
-@pytest.mark.parametrize("moves_taken", [False, True], ids=["moves noted", "moves taken"])
-def test_a_recovery_can_itself_be_interrupted_and_made_again(moves_taken: bool) -> None:
-    for line in count(1):
-        world = busy()
-        if moves_taken:
-            world.kv.take_moves()
-        known = dict(world.tokens)
-        with interrupted(line, MODULES) as interrupt:
-            world.kv.recover(set("abcdefghi"))
-        assert look_after_recovery(world, known) == set("abcdei"), interrupt.where
-        if interrupt.where is None:
-            return
-
-
-def look_after_recovery(world: World, known: dict[str, Tokens]) -> set[str]:
-    """Recover, and go on: steps are as ever, and at the end all blocks are free. Returns whom it found."""
-    world.kv.recover(set(known))
-    world._end_step()
-    world.tokens = {name: tokens for name, tokens in known.items() if name in world.held()}
-    assert not {"f", "g", "h"} & world.tokens.keys(), "their moves were not made"
-    world.check()
-    survivors = dict(world.tokens)
-    for name in "fgh":
-        world.admit(name, 3)
-    world.step()
-    for name in list(world.tokens):
-        world.decode(name)
-    world.step()
-    assert all(world.tokens[name][: len(tokens)] == tokens for name, tokens in survivors.items())
-    drain(world)
-    return set(survivors)

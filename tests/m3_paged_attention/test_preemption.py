@@ -303,3 +303,47 @@ def test_the_last_one_waits_for_whoever_is_about_to_end_before_it_gives_up(swap:
     [event] = bed.events("left_out")
     assert (event.rids, event.limit, event.available) == ((stays,), "blocks", 0)
     assert bed.drain() == {leaves: "abort", stays: "length"}
+
+
+# --- steps that fail --------------------------------------------------------------------------------------------------
+
+
+def swapping_bed(*, checked: bool = False) -> PagedBed:
+    """A bed before a step in which everything but a preemption happens.
+
+    family/0 decodes, `ends` decodes for the last time; family/1 comes back from host memory, family/2 starts on the
+    blocks of a sibling and copies one, the twins join, one of them on the other's prompt; `waits` waits.
+    """
+    bed = make_paged_bed(block_size=4, max_num_seqs=6, swap=True, checked=checked, kv_manager_class=Squeezed)
+    for number in range(3):
+        bed.add(2, max_tokens=3, request_id=f"first-{number}")
+    bed.add(2, max_tokens=4, request_id="ends")
+    bed.add(6, max_tokens=9, n=3, request_id="family")
+    bed.step()
+    bed.step()
+    bed.add(5, max_tokens=3, n=2, request_id="twins"), bed.add(3, max_tokens=2, request_id="waits")
+    bed.scheduler.kv_manager.due = 1  # type: ignore[attr-defined]
+    bed.step()
+    assert bed.preempted() == ["family/1"] and bed.running() == ["ends", "family/0"]
+    return bed
+
+
+def test_a_step_that_failed_with_blocks_on_their_way() -> None:
+    """Nobody knows whether they were moved. Who was in the step fails; who was swapped out in it starts over."""
+    bed = make_paged_bed(num_blocks=5, block_size=4, swap=True)
+    bed.add(4, max_tokens=8), bed.add(4, max_tokens=8)
+    for _ in range(5):
+        bed.step()
+    step = bed.step(crash=True)
+    assert step.output.blocks_to_swap_out and step.ended == {"r0": "error"}
+    assert not bed.scheduler.kv_manager.swapped() and bed.preempted() == ["r1"]
+    step = bed.step()
+    assert step.output.scheduled_resumed_reqs[0].num_computed_tokens == 0
+    assert bed.drain() == {"r0": "error", "r1": "length"}
+
+
+def test_a_failed_step_with_a_swap_in_and_forks() -> None:
+    bed = swapping_bed(checked=True)
+    step = bed.step(crash=True)
+    assert set(step.ended.values()) == {"error"} and step.ended.keys() == step.counts.keys()
+    bed.drain()

@@ -26,7 +26,6 @@ from m3_paged_attention import (
     scheduler_events,
 )
 from m3_paged_attention.events import BlocksForked
-from m3_paged_attention.scheduler_events import StepLost
 from tests.m3_paged_attention.engines import MakeEngine, Recorder, greedy, ids, run, setting, unfinished
 from tests.m3_paged_attention.event_examples import ADMIT, PREEMPTED, USAGE
 from tests.support.traces import chrome_bars, chrome_curves, fields, traced
@@ -35,7 +34,6 @@ from tests.support.traces import chrome_bars, chrome_curves, fields, traced
 def test_events_name_their_requests() -> None:
     forked = BlocksForked(owner="a/1", parent="a/0", block_ids=(3, 4), num_tokens=30)
     assert forked.request_ids() == ("a/0", "a/1")
-    assert StepLost(reset=("a", "b")).request_ids() == ("a", "b")
     assert PREEMPTED.request_ids() == ADMIT.request_ids() == ("req-7",)
 
 
@@ -249,21 +247,6 @@ def test_a_step_that_failed_says_so_and_shows_no_usage(make_engine: MakeEngine) 
     (finish,) = recorder.events("finish")
     assert finish.reason == "error" and "TypeError" in finish.why
     assert recorder.events("kv_usage") == recorder.events("sampled") == []
-
-
-def test_a_lost_step_says_who_starts_over(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, recorder = traced(make_engine, **setting(4))
-    for rid in ("a", "b"):
-        engine.add_request(ids(3), greedy(5), request_id=rid)
-    engine.step()
-    engine.add_request(ids(2), greedy(5), request_id="new")
-    runner = engine.engine_core.executor.worker.model_runner
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "forward", lambda model_input: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    run(engine)
-    assert fields(recorder.events("step_lost"), "reset") == [(("new",),)], "who decodes goes on where it was"
 
 
 # --- readers, and nobody who reads ------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ from typing import Any
 
 from m1_single_request.request import FinishError
 from m1_single_request.sampling_step import SampledTokens
+from m2_continuous_batching.scheduler_output import CachedRequestData
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.request import Request
+from m3_paged_attention.scheduler_output import SchedulerOutput
 from tests.testbed.fakes import answer
 
 
@@ -48,6 +50,9 @@ class Life:
         return self.num_tokens - 1 if self.said else 0
 
 
+NOTHING = SchedulerOutput([], [], CachedRequestData.make_empty(), {}, 0, frozenset(), [], [], [])
+
+
 class PagedChecks:
     """Raises AssertionError at the first message that does not say what it must."""
 
@@ -60,7 +65,6 @@ class PagedChecks:
         self.lives: dict[str, Life] = {}  # unfinished ones, in order of arrival
         self.running: dict[str, Life] = {}  # in order of admission
         self.unannounced: set[str] = set()
-        self.is_lost = False  # whether the last decision was thrown away
         self._num_arrivals = 0
         self._look()
 
@@ -81,25 +85,19 @@ class PagedChecks:
         for life in new.values():
             life.marked = True
 
-    def lost(self, output: Any) -> None:
-        """A decision was thrown away: its ends were not heard, and everybody is sent in full again."""
-        self.unannounced |= output.finished_req_ids
-        self.is_lost = True
-        for rid, life in self.lives.items():
-            life.is_known = False
-            life.ran |= rid in self._running_ids()
-
     # --- a decision ---------------------------------------------------------------------------------------------------
 
     def scheduled(self, output: Any) -> None:
-        """A decision was made."""
+        """A decision was made; None: there is nothing to compute, and no block to move."""
+        is_none, output = output is None, NOTHING if output is None else output
         owned, swapped = self.owned, self.swapped  # before it
         self._look()
         counts = output.num_scheduled_tokens
         full = [*output.scheduled_new_reqs, *output.scheduled_resumed_reqs]
         self._counts_are_right(output, [data.req_id for data in full])
-        assert output.finished_req_ids == self.unannounced, "each end is announced in the next decision, and once"
-        self.unannounced = set()
+        if not is_none:
+            assert output.finished_req_ids == self.unannounced, "each end is announced in the next decision, and once"
+            self.unannounced = set()
         self._note_who_was_given_up()
         joined = self._queues_moved_by_the_rules()
         for data in output.scheduled_new_reqs:
@@ -108,10 +106,8 @@ class PagedChecks:
             self._resumed(data, counts[data.req_id], was_swapped=data.req_id in swapped)
         self._cached(output.scheduled_cached_reqs, counts)
         self._who_runs_has_a_reason_to_wait(output, joined)
-        if not self.is_lost:
-            self._swaps_are_right(output, owned, swapped)
-            self._one_block_each_was_kept(owned, joined)
-        self.is_lost = False
+        self._swaps_are_right(output, owned, swapped)
+        self._one_block_each_was_kept(owned, joined)
         self._memory_is_sound()
 
     def nothing_is_freed(self) -> None:
@@ -126,7 +122,8 @@ class PagedChecks:
         assert sum(counts.values()) == output.total_num_scheduled_tokens
         alone = len(ids) == 1 and ids[0] in [data.req_id for data in output.scheduled_resumed_reqs]
         assert output.total_num_scheduled_tokens <= self.max_num_batched_tokens or alone
-        assert output.is_empty == (not ids and not output.blocks_to_swap_in and not output.blocks_to_swap_out)
+        has_moves = bool(output.blocks_to_swap_in or output.blocks_to_swap_out)
+        assert (output is NOTHING) == (not ids and not has_moves)
 
     def _note_who_was_given_up(self) -> None:
         for rid, life in self.lives.items():
@@ -146,11 +143,10 @@ class PagedChecks:
             life.ran = True
         for rid in gone:
             self.lives[rid].is_known = False
-        if not self.is_lost:  # else who was sent back may have come in again
-            assert now == [rid for rid in before if rid in now] + joined, "in order of admission"
-            assert not (gone and joined), "nobody is admitted in a step that preempted"
-            assert joined == queue[: len(joined)], f"{joined} joined, but the queue was {queue}"
-            assert not any(self.lives[rid].marked for rid in gone + joined)
+        assert now == [rid for rid in before if rid in now] + joined, "in order of admission"
+        assert not (gone and joined), "nobody is admitted in a step that preempted"
+        assert joined == queue[: len(joined)], f"{joined} joined, but the queue was {queue}"
+        assert not any(self.lives[rid].marked for rid in gone + joined)
         return joined
 
     def _new(self, data: Any, num_scheduled: int) -> None:
@@ -201,7 +197,7 @@ class PagedChecks:
             if rid in counts or life.marked:
                 continue
             siblings = [one for one in counts if self.lives[one].request.parent_id == life.request.parent_id]
-            if (rid in joined or self.is_lost) and life.request.parent_id is not None and not life.said and siblings:
+            if rid in joined and life.request.parent_id is not None and not life.said and siblings:
                 continue
             assert output.total_num_scheduled_tokens >= self.max_num_batched_tokens or others_end, f"{rid} is left out"
 
