@@ -19,8 +19,9 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput, checked
 from m3_paged_attention.parallel_sampling import RequestFamilies
-from m4_radix_cache.invariants import audit
+from m4_radix_cache.invariants import trace_audit
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
+from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import ScheduleBatch
 from m4_radix_cache.scheduler import Scheduler
 
@@ -91,14 +92,14 @@ class EngineCore(EngineCoreBase):
         """
         batch = self._schedule()  # 1 schedule
         output = self._attempt(self._execute, batch)  # 2 execute
-        changed = self.scheduler.update_from_output(batch, output)  # 3 update
+        changed = self._update(batch, output)  # 3 update
         return self._make_outputs(self.families.reported(changed))  # 4 make outputs
 
     def run_step(self) -> dict[str, RequestOutput]:
         """Run one step; with `CacheConfig.debug` raise `AssertionError` if queues and memory contradict each other."""
         outputs = super().run_step()
         if self.scheduler.pools.debug:
-            audit(self.scheduler)
+            self.scheduler.check_invariants()
         return outputs
 
     def flush_cache(self) -> bool:
@@ -135,6 +136,13 @@ class EngineCore(EngineCoreBase):
         self._record.lap("execute")
         self._record.move("execute", "sample", output.sample_seconds)
         return output
+
+    def _update(self, batch: ScheduleBatch | None, output: ModelRunnerOutput | None) -> list[Req]:
+        """Let the scheduler commit the step; with `CacheConfig.debug` trace the balance of the memory."""
+        changed = self.scheduler.update_from_output(batch, output)
+        if self.tracer and self.scheduler.pools.debug:
+            trace_audit(self.scheduler)
+        return changed
 
 
 class KVView:

@@ -72,19 +72,16 @@ def pages_of(running: list[Req], pools: Pools) -> tuple[set[int], list[int]]:
     return shared, own
 
 
-def audit(scheduler: Any) -> None:
-    """Tell the trace the equation - what is free, cached and owned is all there is - and check everything."""
-    if scheduler.tracer:
-        _, own = pages_of(scheduler.running, scheduler.pools)
-        allocator, cache = scheduler.pools.token_to_kv_pool_allocator, scheduler.tree_cache
-        available, evictable, protected = allocator.available_size(), cache.evictable_size(), cache.protected_size()
-        scheduler.tracer.emit(
-            Audit(
-                available=available,
-                evictable=evictable,
-                protected=protected,
-                owned=len(own) * allocator.page_size,
-                total=allocator.size,
-            )
+def trace_audit(scheduler: Any) -> None:
+    """Emit the balance of the memory: free, cached and owned tokens are all there are."""
+    _, own = pages_of(scheduler.running, scheduler.pools)
+    allocator, cache = scheduler.pools.token_to_kv_pool_allocator, scheduler.tree_cache
+    scheduler.tracer.emit(
+        Audit(
+            available=allocator.available_size(),
+            evictable=cache.evictable_size(),
+            protected=cache.protected_size(),
+            owned=len(own) * allocator.page_size,
+            total=allocator.size,
         )
-    scheduler.check_invariants()
+    )

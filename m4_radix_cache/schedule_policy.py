@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
-from m1_single_request.errors import ConfigError, PartError
+from m1_single_request.errors import ConfigError, PartError, shown
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.config import SchedulePolicyName
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
@@ -176,10 +176,13 @@ class _Coming:
 
 def order_of(policy: SchedulePolicy, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
     """Ask the policy. Raises `PartError` if it does not name each of `waiting` exactly once."""
-    order = Order(*map(list, policy.calc_priority(list(waiting), *([prefilling] if prefilling else []))))
+    part = f"the part 'schedule_policy' ({type(policy).__name__})"
+    answer = policy.calc_priority(list(waiting), *([prefilling] if prefilling else []))
+    if not isinstance(answer, Order):
+        raise PartError(f"{part} returned {shown(answer)}, which is no Order")
+    order = Order(*map(list, answer))
     named = sorted(id(req) for reqs in order for req in reqs)
     if named != sorted(map(id, waiting)):
-        part = f"the part 'schedule_policy' ({type(policy).__name__})"
         raise PartError(f"{part} must name each of the {len(waiting)} waiting requests once; it named {len(named)}")
     return order
 

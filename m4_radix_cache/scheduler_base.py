@@ -218,8 +218,9 @@ class SchedulerBase(ABC):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _is_stuck(self) -> bool:
-        """Whether nobody ends and nobody is elsewhere: if nobody runs either, the next step would be the same."""
-        return all(req.to_finish is None for req in self.requests.values()) and not any(self.exchange.held())
+        """Whether there are requests, of which none ends or is elsewhere: without a batch, every step is the same."""
+        ends = [req for req in self.requests.values() if req.to_finish is not None]
+        return bool(self.requests) and not ends and not any(self.exchange.held())
 
     def _start(self, reqs: list[Req]) -> ScheduleBatch:
         """A batch of requests that were admitted, their prefixes locked; whoever has a row already goes on."""

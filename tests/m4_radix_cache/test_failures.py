@@ -16,7 +16,15 @@ from torch import Tensor
 
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m4_radix_cache import EngineClosedError, EngineDeadError, ForwardError, LLMEngine, ModelConfig, sampling_batch_info
+from m4_radix_cache import (
+    EngineClosedError,
+    EngineDeadError,
+    ForwardError,
+    LLMEngine,
+    ModelConfig,
+    PartError,
+    sampling_batch_info,
+)
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from tests.engine_contract.crowd import NUM_TOKENS, PROMPTS, Answers, answers_of, calls_of, submit
@@ -279,7 +287,7 @@ def test_a_lost_device_fails_every_request_and_then_every_call(
 # --- a device that fails while the scheduler makes tensors ------------------------------------------------------------
 
 
-def test_no_memory_for_the_settings_of_a_prompt_fails_those_who_start(
+def test_no_memory_for_the_settings_of_a_prompt_ends_all_requests_and_the_engine_goes_on(
     make_engine: MakeEngine, make_m1: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = sampling_batch_info.seen_by
@@ -295,8 +303,10 @@ def test_no_memory_for_the_settings_of_a_prompt_fails_those_who_start(
     engine.step(), engine.step()
     engine.add_request([8, 9], greedy(5, repetition_penalty=1.2), request_id="starts")
     outputs = run(engine)
-    assert isinstance(outputs["starts"].error, torch.OutOfMemoryError)
-    assert outputs["runs"].token_ids == make_m1().generate([5, 6, 7], greedy(9)).token_ids
+    for rid in ("runs", "starts"):
+        error = outputs[rid].error
+        assert isinstance(error, PartError) and isinstance(error.__cause__, torch.OutOfMemoryError), rid
+    assert engine.generate([5, 6, 7], greedy(9)).token_ids == make_m1().generate([5, 6, 7], greedy(9)).token_ids
 
 
 @pytest.mark.parametrize(
@@ -305,7 +315,7 @@ def test_no_memory_for_the_settings_of_a_prompt_fails_those_who_start(
     ids=["memory", "device"],
 )
 @pytest.mark.parametrize("verb", ["merge_batch", "filter_batch", "advance"])
-def test_a_device_that_fails_in_the_books_ends_those_who_run(
+def test_a_device_that_fails_in_the_books_ends_all_requests(
     make_engine: MakeEngine, make_m1: Any, monkeypatch: pytest.MonkeyPatch, verb: str, error: Exception
 ) -> None:
     left, real = [error], getattr(SamplingBatchInfo, verb)
@@ -328,8 +338,9 @@ def test_a_device_that_fails_in_the_books_ends_those_who_run(
         assert all(isinstance(output.error, EngineDeadError) for output in outputs.values() if output.error)
         engine.close()
         return
-    assert any(output.error is error for output in outputs.values()) and outputs["waits"].error is None
-    assert outputs["waits"].token_ids == make_m1().generate([10], greedy(6)).token_ids
+    assert {output.error.__cause__ for output in outputs.values() if output.error is not None} == {error}
+    assert outputs["waits"].error is not None
+    assert engine.generate([10], greedy(6)).token_ids == make_m1().generate([10], greedy(6)).token_ids
     check_flushed(engine)
 
 

@@ -257,16 +257,3 @@ def test_the_last_one_waits_for_whoever_is_about_to_end_before_it_gives_up() -> 
     step = bed.step()
     assert step.counts == {} and step.ended == {leaves: "abort"}, "its slots are still taken: no token, and no error"
     assert bed.drain() == {leaves: "abort", stays: "length"}
-
-
-@EVERY_CACHE
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_whoever_lost_its_place_at_the_very_end_of_the_memory_may_fill_it_all_the_same(
-    prefix_cache: str, page_size: int
-) -> None:
-    """Its 8 tokens need KV for the last one, and so many slots there are; as if it had never lost its place."""
-    bed = make_radix_bed(num_tokens=8, page_size=page_size, prefix_cache=prefix_cache)
-    bed.add(6, max_tokens=3), bed.step(), bed.step()
-    bed.interrupt()
-    assert bed.step().output.rids == ("r0",) and bed.ended == {"r0": "length"}
-    bed.drain()

@@ -51,8 +51,7 @@ class Req:
         self.sampling_params = SamplingParams(**settings)
         self.seed = seed
         self.sequence: Any = SimpleNamespace(
-            data=SimpleNamespace(prompt_token_ids=list(prompt), output_token_ids=list(output)),
-            sampling_params=self.sampling_params,
+            prompt_token_ids=list(prompt), output_token_ids=list(output), sampling_params=self.sampling_params
         )
 
     @property

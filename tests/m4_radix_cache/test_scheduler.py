@@ -467,7 +467,7 @@ def test_a_step_without_a_result_sends_its_requests_back(mode: str) -> None:
 def test_nothing_is_kept_for_a_trace_that_nobody_reads() -> None:
     bed = make_radix_bed(trace=False)
     bed.add(4, max_tokens=1), bed.drain()
-    assert bed.scheduler.untold == []
+    assert bed.scheduler.unreported == []
 
 
 # --- what the invariants notice ---------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Random traffic against the scheduler of a living batch: tiny pools, shared prompts, and every accident.
 
-Hypothesis draws arrivals, limits, policies, aborts, failures, interrupts and forced retractions. The test-bed checks
+Hypothesis draws arrivals, limits, policies, aborts, failures and forced retractions. The test-bed checks
 every decision and every page, and reads every slot of KV; here the decisions are compared with an oracle of a few
 lines, and what follows from many of them is asserted.
 """
@@ -85,7 +85,7 @@ def test_answers_are_the_same_in_another_cache_under_another_policy(traffic: Tra
         limits = replace(
             traffic.limits, prefix_cache=prefix_cache, schedule_policy=schedule_policy, eviction_policy="lru"
         )
-        plain = Traffic(limits, traffic.arrivals, interrupts=traffic.interrupts, squeezes=traffic.squeezes)
+        plain = Traffic(limits, traffic.arrivals, squeezes=traffic.squeezes)
         bed = bed_for(plain, debug=True)
         for _ in play(plain, bed, names(plain)):
             pass

@@ -26,8 +26,8 @@ from m4_radix_cache import (
     events,
     scheduler_events,
 )
+from m4_radix_cache.invariants import pages_of
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
-from m4_radix_cache.recovery import pages_of
 from tests.m4_radix_cache.engines import (
     MakeEngine,
     Recorder,

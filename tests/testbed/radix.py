@@ -199,15 +199,6 @@ class RadixBed(SchedulerBed):
         self.reported_ends += [request.request_id for request in reported if request.is_finished]
         return self.steps[-1]
 
-    def interrupt(self, *, executed: bool = False) -> Decision:
-        """A decision that is thrown away, as Ctrl-C does: before the model has run, or after."""
-        batch = self.schedule()
-        if executed and batch is not None:
-            self.execute(batch)
-        if self.checks:
-            self.checks.lost()
-        return self.decision_class.of(batch)
-
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def mode(self) -> str:

@@ -58,7 +58,6 @@ class RadixChecks:
         self.honest_policy = honest_policy
         self.lives: dict[str, Life] = {}  # unfinished ones, in order of arrival
         self.running: list[str] = []  # as of the last update, in the order of the batch
-        self.is_lost = False  # whether the last decision was thrown away
         self._num_arrivals = 0
         self._free = 0
 
@@ -77,12 +76,6 @@ class RadixChecks:
         for life in new.values():
             life.marked = True
 
-    def lost(self) -> None:
-        """A decision was thrown away, perhaps after it was made; who is where is asked after the next one."""
-        self.is_lost = True
-        for rid in self.running:
-            self.lives[rid].ran = True
-
     # --- a decision ---------------------------------------------------------------------------------------------------
 
     def scheduled(self, batch: ScheduleBatch | None) -> None:
@@ -93,10 +86,9 @@ class RadixChecks:
         joined = [rid for rid in in_batch if rid not in self.running]
         gone = [rid for rid in self.running if rid not in now]
         self._lost_rows_are_retracted(gone)
-        if not self.is_lost:
-            assert not (gone and joined), "nobody is admitted in a step that retracted"
-            unmarked = [rid for rid in self.running if rid not in gone and not self.lives[rid].marked]
-            self._composed_by_the_rules(batch, in_batch, joined, unmarked)
+        assert not (gone and joined), "nobody is admitted in a step that retracted"
+        unmarked = [rid for rid in self.running if rid not in gone and not self.lives[rid].marked]
+        self._composed_by_the_rules(batch, in_batch, joined, unmarked)
         for rid in joined:
             self.lives[rid].ran = True
         self._row_lens(batch)
@@ -134,7 +126,7 @@ class RadixChecks:
         """Of those who ran, those went who lose least."""
         for rid in gone:
             assert self.lives[rid].request.is_retracted or self.lives[rid].marked, rid
-        if self.honest_policy and gone and not self.is_lost:
+        if self.honest_policy and gone:
             stayed = [life for rid, life in self.lives.items() if rid in self.running and rid not in gone]
             most = max(self.lives[rid].loss for rid in gone)
             assert all(life.marked or life.loss > most for life in stayed), "another one should have gone"
@@ -244,7 +236,6 @@ class RadixChecks:
         assert reasons.keys() == ends
         for rid in ends:
             del self.lives[rid]
-        self.is_lost = False
         self._queues_are_right(sampled)
         self.memory_is_sound()
         return {rid: reason.reason for rid, reason in reasons.items() if reason is not None}

@@ -66,8 +66,6 @@ class Traffic:
     """Step, request: it gets no token there if it runs."""
     crashes: tuple[int, ...] = ()
     """Steps in which the model raises."""
-    interrupts: tuple[tuple[int, bool], ...] = ()
-    """Steps before which a decision is thrown away, and whether the model ran it."""
     squeezes: tuple[int, ...] = ()
     """Steps in which somebody is retracted whatever is free; as many as there are of the same step."""
 
@@ -118,7 +116,6 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 3,
         aborts=tuple(draw(st.lists(st.tuples(steps, st.booleans(), victims), max_size=6))),
         failures=tuple(draw(st.lists(st.tuples(steps, victims), max_size=3))),
         crashes=tuple(draw(st.lists(steps, max_size=2))),
-        interrupts=tuple(draw(st.lists(st.tuples(steps, st.booleans()), max_size=4))),
         squeezes=tuple(draw(st.lists(steps, max_size=4))),
     )
 
@@ -142,9 +139,6 @@ def play(traffic: Traffic, bed: RadixBed, names: list[str]) -> Iterator[Step]:
             bed.drain()
             return
         bed.abort(*(ids[who] for step, late, who in traffic.aborts if step == number and not late))
-        for step, executed in traffic.interrupts:
-            if step == number:
-                bed.interrupt(executed=executed)
         bed.pools.due = traffic.squeezes.count(number)
         late = [ids[who] for step, late, who in traffic.aborts if step == number and late]
         yield bed.step(
