@@ -109,8 +109,11 @@ def drafts_of(
     Raises `PartError` unless the proposer returns one row for each request; `InvalidDraftsError` if some rows are
     anything but lists of at most so many token ids.
     """
-    rows = list(islice(proposer.propose(list(reqs), list(limits)), len(reqs) + 1))  # one that has no end has one
     part = f"the part 'proposer' ({type(proposer).__name__})"
+    answer = proposer.propose(list(reqs), list(limits))
+    if not isinstance(answer, Iterable):
+        raise PartError(f"{part} returned {shown(answer)}, which is no list of rows")
+    rows = list(islice(answer, len(reqs) + 1))  # an endless answer ends here
     if len(rows) != len(reqs):
         number = len(rows) if len(rows) < len(reqs) else "more"
         raise PartError(f"{part} must guess for {len(reqs)} requests; it did for {number}")

@@ -16,7 +16,7 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_policy import Order, SchedulePolicy
 from m5_chunked_prefill_spec.admission import MAX_PASSED_OVER
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
-from tests.m5_chunked_prefill_spec.engines import MakeEngine, Recorder, greedy, ids, run, setting
+from tests.m5_chunked_prefill_spec.engines import MakeEngine, Recorder, check_drained, greedy, ids, run, setting
 from tests.testbed.pieces import PiecesBed, make_pieces_bed
 
 POLICIES = get_args(SchedulePolicyName)
@@ -188,40 +188,36 @@ class Broken(PrefillAdder):
 
 
 @pytest.mark.parametrize(("verb", "rid"), [("one", "r1"), ("chunk", "r1"), ("one", "r2")])
-def test_an_adder_that_fails_ends_the_request_that_it_was_asked_about_and_nobody_else(verb: str, rid: str) -> None:
+def test_an_adder_that_fails_ends_all_requests_and_the_engine_goes_on(
+    make_engine: MakeEngine, verb: str, rid: str
+) -> None:
     part = type("Broken", (Broken,), {"verb": verb, "rid": rid})
-    bed = make_pieces_bed(adder_class=part, max_num_batched_tokens=16, checked=False)
-    bed.add(5, max_tokens=12), bed.step()
-    bed.add(30, max_tokens=3), bed.add(5, max_tokens=3)
-    ended = bed.drain()
-    assert ended == dict.fromkeys(["r0", "r1", "r2"], "length") | {rid: "error"}
-    assert isinstance(bed.error_of(rid), PartError) and "prefill_adder" in str(bed.error_of(rid))
-    assert len(bed.said("r0")) == 12
+    engine = make_engine({"prefill_adder": part}, **setting(4, 16))
+    engine.add_request(list(range(5, 10)), greedy(12), request_id="r0")
+    engine.step()
+    for name, length in (("r1", 30), ("r2", 5)):
+        engine.add_request(list(range(20, 20 + length)), greedy(3), request_id=name)
+    outputs = run(engine)
+    assert outputs.keys() == {"r0", "r1", "r2"}
+    for output in outputs.values():
+        assert isinstance(output.error, PartError) and "the part 'prefill_adder' (Broken)" in str(output.error)
+    assert engine.generate(list(range(5, 10)), greedy(12)).finish_reason == "length"
+    check_drained(engine)
 
 
-def test_an_adder_that_cannot_be_made_ends_whoever_needs_it_and_lets_decodes_go_on() -> None:
-    left = [PrefillAdder, PrefillAdder]
-
-    def make(**settings: Any) -> PrefillAdder:
-        return left.pop()(**settings)  # then IndexError
-
-    bed = make_pieces_bed(adder_class=make, max_num_batched_tokens=16, checked=False)
-    bed.add(5, max_tokens=6), bed.step()
-    bed.add(40, max_tokens=3), bed.step()
-    bed.add(3), bed.step()
-    assert bed.ended == {"r1": "error", "r2": "error"} and len(bed.said("r0")) == 3
-    assert bed.drain()["r0"] == "length"
-
-
-def test_a_policy_that_fails_ends_those_who_wait_and_lets_the_prompt_in_pieces_go_on() -> None:
+def test_a_policy_that_fails_ends_the_prompt_in_pieces_too(make_engine: MakeEngine) -> None:
     class Fails(SchedulePolicy):
         def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
             if prefilling:
                 raise RuntimeError("cannot decide")
             return super().calc_priority(waiting, prefilling)
 
-    bed = make_pieces_bed(policy_class=Fails, max_num_batched_tokens=16, checked=False)
-    bed.add(30, max_tokens=3), bed.step()
-    bed.add(5)
-    assert bed.step().ended == {"r1": "error"} and len(bed.said("r0")) == 1
-    assert bed.drain() == {"r1": "error", "r0": "length"}
+    engine = make_engine({"schedule_policy": Fails}, **setting(4, 16))
+    engine.add_request(list(range(5, 35)), greedy(3), request_id="r0")
+    engine.step()
+    engine.add_request(list(range(40, 45)), greedy(3), request_id="r1")
+    outputs = run(engine)
+    assert outputs.keys() == {"r0", "r1"}
+    for output in outputs.values():
+        assert isinstance(output.error, PartError) and "the part 'schedule_policy' (Fails)" in str(output.error)
+    check_drained(engine)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from m3_paged_attention.errors import KVCapacityError
-from tests.testbed.pieces import Guesses, MixedDecision, PiecesBed, make_pieces_bed
+from tests.testbed.pieces import Guesses, PiecesBed, make_pieces_bed
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
 STATES = pytest.mark.parametrize("num_pieces", [0, 1, 2, 3])
@@ -55,17 +55,6 @@ def test_an_error_ends_it_and_nothing_of_the_failed_piece_is_shared(num_pieces: 
     bed.drain()
     first = next(decision for decision in bed.decisions if "r3" in decision.prompts)
     assert first.hits["r3"] == 16 * num_pieces, "what was sound is still there"
-
-
-@pytest.mark.sample(8)
-@STATES
-@SCHEDULES
-@pytest.mark.parametrize("executed", [False, True])
-def test_a_lost_step_is_made_again(num_pieces: int, schedule: Any, executed: bool) -> None:
-    bed = in_pieces(num_pieces, schedule=schedule)
-    lost = bed.interrupt(executed=executed)
-    assert isinstance(lost, MixedDecision) and "r1" in lost.prompts
-    assert set(bed.drain().values()) == {"length"} and len(bed.said("r1")) == 3
 
 
 @STATES

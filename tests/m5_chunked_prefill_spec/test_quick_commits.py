@@ -6,13 +6,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
-from m1_single_request.request import FinishLength, Request, Sequence
-from m1_single_request.request_updater import RequestUpdater
+from m1_single_request.request import FinishLength, Sequence
 from m1_single_request.sampling_step import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.request_updater import RequestUpdater
 from m4_radix_cache.mem_cache.radix_key import RadixKey
+from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec import DEFAULT_MODEL, SamplingParams
+from m5_chunked_prefill_spec.result_processor import commit_run_simply
 from m5_chunked_prefill_spec.speculative.proposer import NgramProposer
 
 EOS, STOP = 0, 9
@@ -23,18 +25,18 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(DEFAULT_MODEL)
 
 
-def begun(tokenizer: Any, **settings: Any) -> tuple[RequestUpdater, Request]:
+def begun(tokenizer: Any, **settings: Any) -> tuple[RequestUpdater, Req]:
     """A request with a prompt of three tokens that has got one."""
     updater = RequestUpdater(
         stop_checker=StopChecker(eos_token_ids=frozenset({EOS}), max_model_len=40), tracer=Tracer()
     )
     sequence = Sequence("a/0", "a", [5, 6, 7], SamplingParams(**settings), IncrementalDetokenizer(tokenizer))
-    request = Request("a", None, sequence, seed=0, arrival_time=0.0)
+    request = Req("a", None, sequence, seed=0, arrival_time=0.0)
     updater.commit(request, SampledTokens((8,), (None,), None), num_new_kv=3)
     return updater, request
 
 
-def state(request: Request) -> tuple[Any, ...]:
+def state(request: Req) -> tuple[Any, ...]:
     sequence = request.sequence
     return sequence.output_token_ids, sequence.num_computed_tokens, request.to_finish
 
@@ -42,7 +44,7 @@ def state(request: Request) -> tuple[Any, ...]:
 @pytest.mark.parametrize("run", [[11], [11, 12], [11, 12, 13, 14, 15]])
 def test_a_run_that_ends_nothing_is_appended_at_once_as_it_would_be_one_by_one(tokenizer: Any, run: list[int]) -> None:
     updater, quick = begun(tokenizer, max_tokens=20)
-    assert updater.commit_run_simply(quick, run)
+    assert commit_run_simply(updater, quick, run)
     updater, careful = begun(tokenizer, max_tokens=20)
     updater.commit(careful, SampledTokens(tuple(run), (None,) * len(run), None), num_new_kv=1)
     assert state(quick) == state(careful) == ([8, *run], 3 + len(run), None)
@@ -65,14 +67,14 @@ def test_a_run_in_which_the_request_may_end_is_left_to_the_stop_checker(
 ) -> None:
     updater, request = begun(tokenizer, **settings)
     before = ([8], 3, None)
-    assert not updater.commit_run_simply(request, run)
+    assert not commit_run_simply(updater, request, run)
     assert state(request) == before
 
 
 def test_a_run_for_a_request_that_is_about_to_end_is_not_appended(tokenizer: Any) -> None:
     updater, request = begun(tokenizer, max_tokens=20)
     request.to_finish = FinishLength("max_tokens", 20)
-    assert not updater.commit_run_simply(request, [11])
+    assert not commit_run_simply(updater, request, [11])
     assert request.sequence.output_token_ids == [8]
 
 

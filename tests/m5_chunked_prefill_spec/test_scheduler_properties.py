@@ -1,7 +1,7 @@
 """Random traffic against the scheduler of pieces, decodes and guesses: tiny pools, shared prompts, and every accident.
 
-Hypothesis draws arrivals, limits, policies, schedules, sizes of pieces, guesses of every quality, aborts, failures,
-interrupts and forced retractions. The test-bed checks every decision and every page, and reads every slot of KV; here
+Hypothesis draws arrivals, limits, policies, schedules, sizes of pieces, guesses of every quality, aborts, failures
+and forced retractions. The test-bed checks every decision and every page, and reads every slot of KV; here
 it is asserted what follows from many decisions, above all that nobody waits for ever.
 """
 
@@ -160,7 +160,7 @@ def test_answers_are_the_same_however_steps_are_filled(traffic: Traffic, cuts: C
     whole = replace(cuts, chunked_prefill_size=None, max_num_batched_tokens=64, most_guesses=0)
     for one, prefix_cache in ((cuts, "radix"), (others, "hash"), (whole, "chunk")):
         limits = replace(traffic.limits, prefix_cache=prefix_cache, eviction_policy="lru")
-        plain = Traffic(limits, traffic.arrivals, interrupts=traffic.interrupts, squeezes=traffic.squeezes)
+        plain = Traffic(limits, traffic.arrivals, squeezes=traffic.squeezes)
         bed = one.bed(plain, debug=True)
         for _ in play(plain, bed, names(plain)):
             pass
