@@ -1,8 +1,7 @@
-"""What has come is not lost to a Ctrl-C: it stays in its queue until it is handled.
+"""A queue of messages from which each is removed once it is handled.
 
-A signal's exception may come between any two lines of whoever handles a message, and the next step goes on as if
-nothing had been. So the one message that was being handled then is handed out again, and whoever handles messages must
-not mind one that comes twice. New in this milestone: until now everything that a step works on was made in that step.
+If handling a message raises, the message is handed out again by the next call. So a handler must accept a message that
+comes twice. New in this milestone: until now everything that a step works on was made in that step.
 """
 
 from collections import deque
@@ -13,7 +12,7 @@ T = TypeVar("T")
 
 
 def handed_out(queue: deque[T]) -> Iterator[T]:
-    """What is in the queue, oldest first. Each leaves it when the next one is asked for, for then it is handled."""
+    """Yield the messages of the queue, oldest first; remove each when the next one is asked for."""
     while queue:
         yield queue[0]
         queue.popleft()

@@ -243,6 +243,8 @@ class GroupOperations:
         try:
             with suppress(EngineLostError):  # a lost engine has no weights to go back to
                 self.core.call_all("update_weights", self.model)
+        except Exception:
+            raise
         except BaseException:
             for name in list(router.members):
                 router.lose(name, "an update of its weights was interrupted")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from m1_single_request import LLMEngine as SingleRequestEngine
 from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
+from m5_chunked_prefill_spec import LLMEngine as SpeculativeEngine
 from m6_multimodal_pd import (
     DEFAULT_MODEL,
     CacheConfig,
@@ -22,7 +23,7 @@ from m6_multimodal_pd import (
     ModelLoadError,
     SamplingParams,
 )
-from m6_multimodal_pd.errors import RemoteError
+from m6_multimodal_pd.errors import EngineLostError, RemoteError
 from m6_multimodal_pd.wiring import PARTS
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
@@ -128,13 +129,33 @@ def test_an_interrupt_while_weights_are_exchanged_leaves_the_old_ones_on_all_eng
         def interrupted(timeout_s: float) -> None:
             monkeypatch.setattr(router, "listen", usual)
             usual(timeout_s)
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
         monkeypatch.setattr(router, "listen", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.update_weights(other_model)
         assert router.weights is None and not router.answers
         assert engine.chat(QUESTION, PARAMS).text == answers[0]
+
+
+def test_engines_that_an_interrupt_keeps_from_going_back_to_the_old_weights_are_dropped(
+    other_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One Ctrl-C in the update, one while it is undone."""
+    with made(DisaggregationConfig(transport="in_process")) as engine:
+        router: Any = engine.engine_core.router
+        usual = router.listen
+
+        def interrupted(timeout_s: float) -> None:
+            usual(timeout_s)
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(router, "listen", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(other_model)
+        monkeypatch.undo()
+        assert not router.members
+        assert isinstance(engine.chat(QUESTION, PARAMS).error, EngineLostError)
 
 
 @each_group
@@ -154,8 +175,7 @@ def test_weights_may_be_exchanged_at_once_after_the_last_request_was_aborted(
 
 
 def test_before_m6_weights_stay() -> None:
-    with SingleRequestEngine() as engine, pytest.raises(EngineUsageError, match="comes with m6"):
-        engine.update_weights(TEXT_MODEL)
+    assert not {"update_weights", "start_profile", "stop_profile"} & set(dir(SpeculativeEngine))
 
 
 @each_group

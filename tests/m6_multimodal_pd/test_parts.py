@@ -177,6 +177,6 @@ def test_an_engine_on_a_text_model_makes_no_part_that_sees(tiny_directory: Path,
 
 def test_the_roles_that_stay_m5_s_take_m5_s_parts(make_engine: MakeEngine) -> None:
     changed = {role for role, part in PARTS.items() if m5_chunked_prefill_spec.PARTS.get(role) is not part}
-    assert changed == NEW_ROLES | {"wiring", "model_loader", "input_processor", "model_runner"}
+    assert changed == NEW_ROLES | {"wiring", "model_loader", "input_processor", "model_runner", "engine_core"}
     engine = make_engine({role: m5_chunked_prefill_spec.PARTS[role] for role in PARTS.keys() - changed})
     assert engine.chat(asking("a", 1), SHORT).finish_reason == "length"

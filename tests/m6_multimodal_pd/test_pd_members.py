@@ -156,7 +156,7 @@ def test_weights_wait_for_no_engine_that_has_the_name_of_one_that_was_lost(seein
 
 
 def test_the_length_may_be_told_twice_and_the_engine_goes_on(seeing_directory: Path) -> None:
-    """A router that is interrupted while it tells it tells it again."""
+    """An engine accepts a message that comes twice."""
     with Group(seeing_directory, **setting(page_size=4)) as group:
         for engine in group.engines.values():
             engine.tick([LengthFixed(512)])

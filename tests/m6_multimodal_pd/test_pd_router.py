@@ -1,7 +1,6 @@
 """The router among engines that are nothing but sockets: what it says to whom, and to whom it says nothing more."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from m1_single_request.request import FinishAbort
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
-from m6_multimodal_pd.disaggregation import by_hand, endpoint, inbox, router, sockets
+from m6_multimodal_pd.disaggregation import by_hand
 from m6_multimodal_pd.disaggregation.by_hand import HandLinks, read_keys, write_keys
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.messages import (
@@ -32,7 +31,6 @@ from m6_multimodal_pd.disaggregation.sockets import EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.wire import Codec
 from tests.m4_radix_cache.reqs import make_req
 from tests.m6_multimodal_pd.pd_engines import Listener
-from tests.testbed.interrupts import interrupted
 
 MAX_BYTES = 2**24
 VOCABULARY = "0" * 64
@@ -163,7 +161,7 @@ def test_an_engine_with_thousands_of_requests_may_be_lost_and_the_others_stay(si
         site.router.add_request(make_req(number, [5, 6, 7]))
     site.router.update(0.0)
     site.join("decode-1", "decode")
-    site.router._lose("decode-0", "for a test")
+    site.router.lose("decode-0", "for a test")
     site.router.update(0.0)
     assert set(site.router.members) == {"decode-1", "prefill-0"}
     assert len(site.router.attempts) == 3000
@@ -220,29 +218,3 @@ def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for_and_leaves_i
     site.listen_until(lambda: not site.links.socket.names)
     assert not site.router.length.waiting, "its length counts no more"
     site.join("decode-0", "decode")
-
-
-def test_an_interrupt_before_any_line_that_hears_loses_no_token(site: Site) -> None:
-    """The socket has what came; a step that is interrupted leaves it there, and the next one finds it."""
-    site.join("decode-0", "decode")
-    site.join("prefill-0", "prefill")
-    modules = [by_hand, endpoint, inbox, router, sockets]
-    for line in count(1):
-        room = site.ask(line)
-        for first in range(0, 4, 2):
-            site.engines["decode-0"].send(Tokens(room, first, (7, 8), (None, None), None, 0, 0, 0))
-        assert site.links.socket.wait(10.0).arrived
-        with interrupted(line, modules) as interrupt:
-            site.router.update(0.0)
-        req = site.router.requests[f"r{line}"]
-        for _ in range(100):
-            if req.seqlen == 7:
-                break
-            site.router.update(0.01)
-        assert (req.output_ids, req.to_finish) == ([7, 8, 7, 8], None), f"before {interrupt.where}"
-        site.router.finish_requests([req.rid], FinishAbort())
-        site.router.update(0.0)
-        assert not site.router.requests and not site.router.attempts
-        if interrupt.where is None:
-            break
-    assert line > 60
