@@ -42,10 +42,7 @@ TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # tran
 
 
 class InputProcessor:
-    """Holds the tokenizer and the model's limits; changes nothing.
-
-    Seams for later milestones: `check_limits`, what this engine can run at all; `build_request`, what it makes of it.
-    """
+    """Holds the tokenizer and the model's limits; changes nothing."""
 
     def __init__(
         self,

@@ -12,10 +12,7 @@ from m1_single_request.tracer import Tracer
 
 
 class OutputProcessor:
-    """Makes outputs; changes nothing in the request.
-
-    Seam for later milestones: `completions`, where one request reports several continuations.
-    """
+    """Makes outputs; changes nothing in the request."""
 
     def __init__(self, *, tracer: Tracer) -> None:
         self.tracer = tracer

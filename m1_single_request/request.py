@@ -194,10 +194,7 @@ class Sequence:
 
 
 class Request:
-    """One request: its prompt, its parameters, its sequence and the times of its life (monotonic seconds).
-
-    Seam for later milestones: `sequences`, of which a request may report more than one.
-    """
+    """One request: its prompt, its parameters, its sequence and the times of its life (monotonic seconds)."""
 
     def __init__(
         self,

@@ -22,8 +22,7 @@ def volatile() -> Any:
 class Event:
     """The root of all events. Every event has its `explain`; of the rest it overrides what it has something to say to.
 
-    An event names its requests wherever it speaks: a step may have many. For the events of later milestones:
-    seams `explain`, `brief`, `request_ids`, `lanes`, `counters`.
+    Its sentences name the requests: a step may have many.
     """
 
     style: ClassVar[str] = "default"

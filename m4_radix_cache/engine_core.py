@@ -19,7 +19,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput, checked
 from m3_paged_attention.parallel_sampling import RequestFamilies
-from m4_radix_cache.invariants import trace_audit
+from m4_radix_cache.invariants import audit_event
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import ScheduleBatch
@@ -141,7 +141,7 @@ class EngineCore(EngineCoreBase):
         """Let the scheduler commit the step; with `CacheConfig.debug` trace the balance of the memory."""
         changed = self.scheduler.update_from_output(batch, output)
         if self.tracer and self.scheduler.pools.debug:
-            trace_audit(self.scheduler)
+            self.tracer.emit(audit_event(self.scheduler))
         return changed
 
 

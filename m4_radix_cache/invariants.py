@@ -72,16 +72,14 @@ def pages_of(running: list[Req], pools: Pools) -> tuple[set[int], list[int]]:
     return shared, own
 
 
-def trace_audit(scheduler: Any) -> None:
-    """Emit the balance of the memory: free, cached and owned tokens are all there are."""
+def audit_event(scheduler: Any) -> Audit:
+    """The balance of the memory: free, cached and owned tokens are all there are; built only for a reader."""
     _, own = pages_of(scheduler.running, scheduler.pools)
     allocator, cache = scheduler.pools.token_to_kv_pool_allocator, scheduler.tree_cache
-    scheduler.tracer.emit(
-        Audit(
-            available=allocator.available_size(),
-            evictable=cache.evictable_size(),
-            protected=cache.protected_size(),
-            owned=len(own) * allocator.page_size,
-            total=allocator.size,
-        )
+    return Audit(
+        available=allocator.available_size(),
+        evictable=cache.evictable_size(),
+        protected=cache.protected_size(),
+        owned=len(own) * allocator.page_size,
+        total=allocator.size,
     )

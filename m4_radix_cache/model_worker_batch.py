@@ -38,10 +38,7 @@ class ForwardMode(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWorkerBatch:
-    """One step; all arrays are of the host. Here requests with more than one new token come first.
-
-    Seams for m5, where a step does several things at once, in any order: `num_samples`, `num_prompt_tokens`.
-    """
+    """One step; all arrays are of the host. Here requests with more than one new token come first."""
 
     forward_mode: ForwardMode
     rids: list[str]

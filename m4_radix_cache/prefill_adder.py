@@ -44,8 +44,6 @@ class PrefillAdder:
     when what it has found is locked, and not evictable any more. So `cur_rem` never falls below 0: there are pages for
     all of `can_run_list`, and what is evictable really can be evicted, because whatever lies below an unlocked node of
     the cache is unlocked, too.
-
-    Seams for m5, which takes prompts in pieces: `_step_limit`, `_take`.
     """
 
     def __init__(

@@ -50,11 +50,7 @@ class Pools:
 
 
 class ScheduleBatch:
-    """Requests that go through the model together, and all that a step needs of them, as arrays of the host.
-
-    Where a request may have several new tokens in a step (from m5 on) there are the
-    seams `prepare_for_extend`, `prepare_for_decode`, `get_model_worker_batch`.
-    """
+    """Requests that go through the model together, and all that a step needs of them, as arrays of the host."""
 
     def __init__(self, reqs: list[Req], pools: Pools) -> None:
         self.reqs = reqs

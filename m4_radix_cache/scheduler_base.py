@@ -50,7 +50,6 @@ class SchedulerBase(ABC):
     elsewhere: see `Exchange`.)
 
     Each milestone says for itself: `get_next_batch_to_run`, `process_batch_result`, `trace_batch`, `nobody_runs`.
-    Seams for later milestones: `batch_class`; `stats`, `check_invariants` and `_finish`, which know more there.
     """
 
     batch_class: type[ScheduleBatch] = ScheduleBatch

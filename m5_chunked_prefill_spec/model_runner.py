@@ -36,10 +36,7 @@ MAX_VERIFIED = 16
 
 
 class ModelRunner:
-    """Runs what the scheduler decided: guess, prepare, forward, sample and verify.
-
-    Seams for m6, whose prompts hold pictures: `prepare`, `forward`, `profile_run`, and what is `released`.
-    """
+    """Runs what the scheduler decided: guess, prepare, forward, sample and verify."""
 
     released: ClassVar[tuple[str, ...]] = ("kv", "model")
     """What `shutdown` lets go of."""

@@ -172,7 +172,7 @@ class Scheduler(SchedulerBase):
         self.running_batch = self.batch_class([], self.pools)
         return prompts
 
-    # --- seams --------------------------------------------------------------------------------------------------------
+    # --- m4's, extended -----------------------------------------------------------------------------------------------
 
     def stats(self, totals: Mapping[str, Any]) -> EngineStats:
         """As m4's, and how the guesses fared."""

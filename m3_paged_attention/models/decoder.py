@@ -21,7 +21,7 @@ from m3_paged_attention.models.weights import DecoderWeights
 
 
 class Decoder:
-    """A decoder-only transformer over a paged KV cache. `forward` is a seam: what goes into the layers."""
+    """A decoder-only transformer over a paged KV cache."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, backend: Backend, *, max_model_len: int) -> None:
         """Take over `weights`: its layers are emptied one by one.

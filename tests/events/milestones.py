@@ -13,7 +13,7 @@ from types import ModuleType
 from m1_single_request.trace_event import Event
 
 ROOT = Path(__file__).parents[2]
-MILESTONES = sorted(path.parent.name for path in ROOT.glob("m[1-6]_*/__init__.py"))
+MILESTONES = sorted(path.parent.name for path in ROOT.glob("m[1-9]_*/__init__.py"))
 
 
 def event_modules(milestone: str) -> list[ModuleType]:
