@@ -1,7 +1,7 @@
-"""What an m3 engine is told: m2's limits, a KV memory in blocks, and which kernels compute.
+"""Configuration of an m3 engine: m2's limits, a KV memory in blocks, and the attention backend.
 
-The model's configuration says two things more than m1's, because from here on the engine owns the forward pass: how
-the weights come in, and which backend runs. `execution` of m2 is gone: a flat batch needs no choice. vLLM:
+The model's configuration has two more fields than m1's, because from here on the engine has its own forward pass: the
+source of the weights, and the backend. `execution` of m2 is removed: a flat batch has only one way to run. vLLM:
 `ModelConfig`, `CacheConfig`, `SchedulerConfig`; SGLang: `ServerArgs`.
 """
 
@@ -31,24 +31,26 @@ GPU_MEMORY_UTILIZATION = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model runs, where, in which precision, and on which kernels."""
+    """The model, its device, its precision and its kernels."""
 
     model: str | Path | None = None
-    """A local Hugging Face directory, or a hub id such as `Qwen/Qwen3-0.6B`. None: the checkpoint that ships."""
+    """A local Hugging Face directory, or a hub id such as `Qwen/Qwen3-0.6B`. None: the included checkpoint."""
     device: str = "auto"
-    """A torch device. `auto`: CUDA where there is a GPU, else CPU."""
+    """A torch device. `auto`: CUDA if there is a GPU, else CPU."""
     dtype: str = "auto"
-    """`float32`, `bfloat16` or `float16`. `auto` on CUDA: what config.json names, bfloat16 where it names float32. On a
-    CPU: float32, but bfloat16 for more than 256 MiB of weights that are named so, if the processor multiplies them."""
+    """`float32`, `bfloat16` or `float16`.
+
+    `auto` on CUDA: the precision of config.json, bfloat16 where that is float32. `auto` on a CPU: float32; bfloat16 if
+    config.json names it, the weights have more than 256 MiB, and the processor multiplies bfloat16.
+    """
     max_model_len: int | None = None
-    """Prompt plus output never exceed this many tokens. None: what the model was made for, or as many as the KV memory
-    has room for."""
+    """Maximum number of tokens of prompt plus output. None: the model's own limit, or as many as fit the KV memory."""
     seed: int = 0
-    """Requests without a seed of their own derive one from this and their number; `dummy` weights are drawn from it."""
+    """Seed of the engine. A request without a seed derives one from this and its number; `dummy` weights use it too."""
     load_format: LoadFormat = "auto"
     """`auto`: the directory's safetensors. `dummy`: random weights of the shapes in its config.json, for benchmarks."""
     attention_backend: AttentionBackend = "auto"
-    """What computes: `triton` on GPUs, `native` (C++, compiled at its first use) on CPUs, `torch` anywhere. `auto`: the
+    """The kernels: `triton` on GPUs, `native` (C++, compiled at its first use) on CPUs, `torch` anywhere. `auto`: the
     first of these that can run."""
 
     def __post_init__(self) -> None:
@@ -61,21 +63,21 @@ class ModelConfig:
         resolve_device(self.device)
 
     def torch_device(self) -> torch.device:
-        """The device that `device` names."""
+        """Return the torch device that `device` names."""
         return resolve_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """How large a batch may become, and what happens when the KV memory runs out."""
+    """The size limits of a batch, and the preemption mode."""
 
     max_num_seqs: int = 16
-    """At most so many requests run at a time."""
+    """Maximum number of running requests."""
     max_num_batched_tokens: int | None = None
-    """At most so many new tokens go through the model in one step. A prompt runs whole, so a longer one is refused.
-    None: the largest of `max_model_len`, 2,048 and `max_num_seqs`, so that no prompt is refused for it."""
+    """Maximum number of new tokens in one step. A prompt runs in one step, so a longer prompt is rejected. None: the
+    largest of `max_model_len`, 2,048 and `max_num_seqs`, so that this limit rejects no prompt."""
     preemption_mode: PreemptionMode = "recompute"
-    """What happens to a preempted request's KV. `recompute`: dropped, and computed again later. `swap`: moved to host
+    """Treatment of a preempted request's KV. `recompute`: freed, and computed again later. `swap`: copied to host
     memory and back (`CacheConfig.swap_space_bytes`)."""
 
     def __post_init__(self) -> None:
@@ -83,29 +85,32 @@ class SchedulerConfig:
         check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
 
     def resolved(self, max_model_len: int) -> "SchedulerConfig":
-        """The same with every None replaced, for a model of this length."""
+        """Return a copy with every None replaced, for a model of `max_model_len` tokens."""
         budget = self.max_num_batched_tokens or max(max_model_len, LEAST_BATCHED_TOKENS, self.max_num_seqs)
         return replace(self, max_num_batched_tokens=budget)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How much KV memory there is, and in pieces of which size. At most one of the three sizes may be given."""
+    """The size of the KV memory and of its blocks.
+
+    At most one of `kv_cache_memory_bytes`, `gpu_memory_utilization` and `num_blocks` may be given.
+    """
 
     block_size: int = 16
     """Tokens per block."""
     kv_cache_memory_bytes: int | None = None
     """A budget in bytes. The default on a CPU: 512 MiB, or more if `max_num_seqs` requests of the model's length need
-    it, up to 4 GiB or a quarter of the machine's memory; with `swap`, half of what exceeds 512 MiB. Memory is taken
-    only where tokens are written."""
+    it, up to 4 GiB or a quarter of the machine's memory; with `swap`, half of the part above 512 MiB. Memory is used
+    only for blocks with tokens."""
     gpu_memory_utilization: float | None = None
-    """On CUDA: the share of the device's memory that weights, activations and KV may take together; what a profiling
-    run leaves of it is KV memory. The default there: 0.9."""
+    """On CUDA: the fraction of the device's memory for weights, activations and KV together. A profiling run measures
+    the first two; the rest is KV memory. Default on CUDA: 0.9."""
     num_blocks: int | None = None
-    """Exactly so many blocks, whatever they take, even if the longest request does not fit (it then fails alone)."""
+    """Exact number of blocks, even if the longest request does not fit (then that request fails)."""
     swap_space_bytes: int | None = None
-    """Host memory for requests that are swapped out; only with `preemption_mode="swap"`. None: as many blocks as the
-    device has."""
+    """Host memory for swapped-out requests, in bytes; only with `preemption_mode="swap"`. None: as many blocks as on
+    the device."""
 
     def __post_init__(self) -> None:
         check_whole_number("block_size", self.block_size, low=1)
@@ -118,7 +123,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything an m3 engine can be told. The field `x` is the engine's keyword `x_config`."""
+    """The whole configuration of an m3 engine. The field `x` is the engine's keyword `x_config`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -127,10 +132,10 @@ class EngineConfig:
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`, or of a mapping's keys."""
-    known = tuple(choices) if isinstance(choices, Mapping) else get_args(choices)
-    if not isinstance(value, str) or value not in known:
-        raise ConfigError(f"{name}={shown(value)} is unknown: use {' or '.join(known)}")
+    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`, or a key of a mapping."""
+    valid = tuple(choices) if isinstance(choices, Mapping) else get_args(choices)
+    if not isinstance(value, str) or value not in valid:
+        raise ConfigError(f"{name}={shown(value)} is unknown: use {' or '.join(valid)}")
 
 
 def check_share(name: str, value: Any) -> None:
@@ -140,18 +145,18 @@ def check_share(name: str, value: Any) -> None:
 
 
 def check_one_given(config: Any, *names: str) -> None:
-    """Raise `ConfigError` if more than one of these settings, which all say the same thing, is given."""
+    """Raise `ConfigError` if more than one of these settings is given; each of them sets the size of the KV memory."""
     given = [name for name in names if getattr(config, name) is not None]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} both say how much KV memory there is: give one of them")
+        raise ConfigError(f"{' and '.join(given)} both set the size of the KV memory: give one of them")
 
 
 def check_token_budget(max_num_batched_tokens: int | None, max_num_seqs: int) -> None:
-    """Raise `ConfigError` if a step could not give every running request a token."""
+    """Raise `ConfigError` if a step could not run all running requests."""
     check_whole_number("max_num_seqs", max_num_seqs, low=1)
     check_whole_number("max_num_batched_tokens", max_num_batched_tokens, low=1, optional=True)
     if max_num_batched_tokens is not None and max_num_batched_tokens < max_num_seqs:
         raise ConfigError(
-            f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: not every "
-            f"running request could get a token in a step"
+            f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: "
+            f"a step could not run all running requests"
         )

@@ -1,9 +1,9 @@
-"""`n > 1`: one request outside, n requests inside.
+"""Parallel sampling (`n > 1`): one request for the caller, n requests for the scheduler.
 
-The engine core talks to this in place of the scheduler. On the way in a `ParentRequest` becomes its children, on the
-way out the children that changed become their parent again; a request with `n = 1` passes through as it is. New in m3,
-because children of one prompt pay only if they share its KV. vLLM: `v1/engine/parallel_sampling.py`; SGLang expands
-`n` in its tokenizer manager.
+The engine core calls this class instead of the scheduler. It queues the children of a `ParentRequest`, and reports the
+parent when children change; a request with `n = 1` is passed on unchanged. New in m3, because children of one prompt
+are worthwhile only if they share its KV. vLLM: `v1/engine/parallel_sampling.py`; SGLang expands `n` in its tokenizer
+manager.
 """
 
 from collections.abc import Iterable, Mapping, Sized
@@ -18,16 +18,16 @@ from m3_paged_attention.scheduler_events import ParallelSampling
 
 
 class RequestFamilies(UnfinishedRequests):
-    """A scheduler whose callers may hand in parents and hear of parents only."""
+    """A scheduler that accepts parent requests, and reports parents instead of children."""
 
     def __init__(self, *, scheduler: Any, tracer: Tracer) -> None:
         self.scheduler = scheduler
         self.tracer = tracer
-        self._parents: dict[str, ParentRequest] = {}  # unfinished ones, by their own ids
+        self._parents: dict[str, ParentRequest] = {}  # request id -> unfinished parent
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """The requests that are scheduled: children, not parents."""
+        """The scheduled requests: children, not parents."""
         return self.scheduler.requests
 
     @property
@@ -39,7 +39,10 @@ class RequestFamilies(UnfinishedRequests):
         return self.scheduler.waiting
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, or all children of a parent. Raises `DuplicateRequestError` before any of them is queued."""
+        """Queue a request, or all children of a parent.
+
+        Raises `DuplicateRequestError` if one of the ids is in use; then none is queued.
+        """
         children = request.children if isinstance(request, ParentRequest) else []
         for request_id in (request.request_id, *(child.request_id for child in children)):
             if request_id in self._parents or request_id in self.scheduler.requests:
@@ -63,32 +66,32 @@ class RequestFamilies(UnfinishedRequests):
             self.scheduler.add_request(child)
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether this is the id of a parent, some of whose children have not ended."""
+        """Return whether this is the id of an unfinished parent."""
         return request_id in self._parents
 
     def has_unfinished_requests(self) -> bool:
-        """Whether anything waits or runs."""
+        """Return whether any request is waiting or running."""
         return self.scheduler.has_unfinished_requests()
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
-        """Mark requests to end; a parent's id means all its children. Returns the ids that were marked, as given."""
+        """Mark requests to end; a parent's id means all its children. Returns the given ids that were marked."""
         marked = []
         for request_id in request_ids:
             ids = [request_id]
             if request_id in self._parents:
-                ids = self._children_that_came(request_id)
+                ids = self._unfinished_children(request_id)
             if self.scheduler.finish_requests(ids, reason):
                 marked.append(request_id)
                 parent = self._parent_of(self.requests[ids[0]])
                 if parent is not None and isinstance(reason, FinishAbort):
-                    parent.hand_on_prompt_logprobs()
+                    parent.reassign_prompt_logprobs()
         return marked
 
     def _parent_of(self, request: Request) -> ParentRequest | None:
         return self._parents.get(getattr(request, "parent_id", None) or "")
 
-    def _children_that_came(self, parent_id: str) -> list[str]:
-        """The ids of a parent's children; after an interrupted arrival, of those who came in, and it has no others."""
+    def _unfinished_children(self, parent_id: str) -> list[str]:
+        """Return the ids of a parent's unfinished children. Removes children that an interrupt left unqueued."""
         parent, queued = self._parents[parent_id], self.scheduler.requests
         parent.children = [c for c in parent.children if c.is_finished or queued.get(c.request_id) is c]
         if not parent.children:
@@ -96,14 +99,14 @@ class RequestFamilies(UnfinishedRequests):
         return [child.request_id for child in parent.children if not child.is_finished]  # others' ids are free again
 
     def reported(self, changed: Iterable[Request]) -> list[Request]:
-        """The requests that callers know, for the scheduled ones that changed: each once, in the same order."""
+        """Replace changed children by their parents: each request once, in the same order."""
         found: dict[str, Request] = {}
         for request in changed:
             parent = self._parent_of(request)
             reported = request if parent is None else parent
             found[reported.request_id] = reported
-        for parent in list(self._parents.values()):  # all: a step that was interrupted may have left one behind
-            parent.take_stock()
+        for parent in list(self._parents.values()):  # all, because an interrupted step may have missed one
+            parent.update_from_children()
             if parent.is_finished:
                 found[parent.request_id] = parent
                 del self._parents[parent.request_id]
