@@ -30,7 +30,7 @@ Prompt = str | SequenceOf[int] | SequenceOf[Message]
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of a request besides its parameters. Each is an error before the milestone that supports it."""
+    """Options of a request in addition to its parameters. Each is an error before the milestone that supports it."""
 
     priority: int  # m4
     cache_salt: str | None  # m4
@@ -44,7 +44,7 @@ TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # tran
 class InputProcessor:
     """Checks prompts and parameters, and builds requests. Holds the tokenizer and the model's limits.
 
-    Later milestones override `check_limits` (the limits of this engine) and `build_request` (the request object).
+    Seams that later milestones override: `check_limits`, the limits of this engine; `build_request`, the request object.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class LoadedModel:
     num_parameters: int = 0
     """Number of parameters as loaded; tied embeddings count once."""
     weight_bytes: int = 0
-    """The same in bytes."""
+    """Size of the parameters, in bytes."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -231,13 +231,13 @@ def check_stored_type(name: str, tensor: str, dtype: str) -> None:
         )
 
 
-def _check_stored_types(name: str, wanted: Collection[str]) -> None:
+def _check_stored_types(name: str, keys: Collection[str]) -> None:
     """Check the stored type of every tensor that the model uses: transformers converts all types silently."""
     directory = Path(str(cached_file(name, "config.json"))).parent
     for file in sorted(directory.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dictionary
-                if key in wanted:
+                if key in keys:
                     check_stored_type(name, key, tensors.get_slice(key).get_dtype())
 
 
@@ -300,15 +300,15 @@ def _text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
     return text
 
 
-def _max_model_len(name: str, wanted: int | None, config: PreTrainedConfig) -> int:
+def _max_model_len(name: str, requested: int | None, config: PreTrainedConfig) -> int:
     limit = config.max_position_embeddings
     if limit < 2:
         raise ModelLoadError(
             f"{name}: max_position_embeddings={shown(limit)} in config.json leaves no room for a token"
         )
-    if wanted is not None and wanted > limit:
-        raise ConfigError(f"max_model_len={wanted} is more than the {limit} positions of {name}")
-    return wanted or limit
+    if requested is not None and requested > limit:
+        raise ConfigError(f"max_model_len={requested} is more than the {limit} positions of {name}")
+    return requested or limit
 
 
 def _generation_config(name: str) -> GenerationConfig | None:

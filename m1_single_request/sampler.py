@@ -51,11 +51,11 @@ class Sampler:
         if impossible:
             tokens = tokens.clamp(max=logits.shape[-1] - 1)
         logprobs: list[LogprobRow | None] = [None] * len(tokens)
-        asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
-        if asked:
+        chosen = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
+        if chosen:
             counts = [k for k in metadata.num_logprobs if k is not None]
-            rows = gather_logprobs(logits[asked], tokens[asked], max(counts))
-            for i, k, row in zip(asked, counts, rows, strict=True):
+            rows = gather_logprobs(logits[chosen], tokens[chosen], max(counts))
+            for i, k, row in zip(chosen, counts, rows, strict=True):
                 logprobs[i] = _best(row, k)
         return SamplerOutput(token_ids, tuple(logprobs), impossible)
 

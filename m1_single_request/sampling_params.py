@@ -60,7 +60,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Return log-probabilities of this many most likely tokens per output position, and of the sampled token."""
     prompt_logprobs: int | None = None
-    """The same for the prompt tokens; the first has none."""
+    """Number of most likely tokens per prompt token, as for `logprobs`; the first prompt token has none."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the output text."""
     n: int = 1

@@ -317,11 +317,11 @@ def _check_memory(
     A share of a CUDA device was already measured. Blocks on the host and blocks on a CPU use the same memory.
     `optional_bytes`: bytes that need not be free now. They are a default, and take memory only when tokens are written.
     """
-    wanted = {device: config.num_bytes} if budget.profile is None else {}
+    required = {device: config.num_bytes} if budget.profile is None else {}
     host = torch.device("cpu")
     if config.num_host_blocks:
-        wanted[host] = wanted.get(host, 0) + config.num_host_bytes
-    for place, num_bytes in wanted.items():
+        required[host] = required.get(host, 0) + config.num_host_bytes
+    for place, num_bytes in required.items():
         available = available_memory(place)
         if available is None or num_bytes - optional_bytes <= available:
             continue

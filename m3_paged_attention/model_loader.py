@@ -46,7 +46,7 @@ class LoadedModel:
     num_parameters: int = 0
     """Number of parameters as loaded; tied embeddings count once."""
     weight_bytes: int = 0
-    """The same in bytes."""
+    """Size of the parameters, in bytes."""
 
     @property
     def kv_bytes_per_token(self) -> int:

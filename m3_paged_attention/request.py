@@ -39,7 +39,7 @@ class ParentRequest(SingleRequest):
         return {child.sequence.seq_id: child.sequence for child in self.children}
 
     def reassign_prompt_logprobs(self) -> None:
-        """If the child that computes the prompt's log-probabilities is aborted before it has them, select another."""
+        """Select another child to compute the prompt's log-probabilities if the first one was aborted before that."""
         num_best = self.sampling_params.prompt_logprobs  # of the first child
         alive = [child for child in self.children if child.to_finish is None and not child.is_finished]
         if num_best is None or self._with_prompt_logprobs() is not None:

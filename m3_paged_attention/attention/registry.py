@@ -132,7 +132,7 @@ def _obstacle_to_triton(device: torch.device) -> str | None:
 
 BEST = {"cpu": "native", "cuda": "triton"}
 OBSTACLES = {"native": _obstacle_to_native, "triton": _obstacle_to_triton}
-"""For each backend but torch, a function that returns the reason why it cannot run on a device, or None."""
+"""Backend -> function that returns the reason why it cannot run on a device, or None; torch can always run."""
 
 
 def _triton_compiles() -> bool:

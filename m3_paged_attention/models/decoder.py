@@ -21,7 +21,7 @@ from m3_paged_attention.models.weights import DecoderWeights
 
 
 class Decoder:
-    """A decoder-only transformer with a paged KV cache. Later milestones override `forward` to change its inputs."""
+    """A decoder-only transformer with a paged KV cache. `forward` is a seam: m6 overrides the input of the layers."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, backend: Backend, *, max_model_len: int) -> None:
         """Build the layers one by one, and remove each layer from `weights`.

@@ -235,22 +235,22 @@ def read_headers(name: str, directory: Path) -> dict[str, Header]:
     return headers
 
 
-def check_headers(name: str, headers: Mapping[str, Header], wanted: Mapping[str, Tensor]) -> None:
-    """Raise `ModelLoadError` unless the files have exactly the `wanted` tensors, with the same shapes.
+def check_headers(name: str, headers: Mapping[str, Header], expected: Mapping[str, Tensor]) -> None:
+    """Raise `ModelLoadError` unless the files have exactly the `expected` tensors, with the same shapes.
 
     Two kinds of additional tensors are allowed: old checkpoints store the rotary frequencies, which follow from
     config.json, and some tied ones store the output layer a second time.
     """
     unexpected = [
-        key for key in headers.keys() - wanted.keys() if not key.endswith("rotary_emb.inv_freq") and key != HEAD
+        key for key in headers.keys() - expected.keys() if not key.endswith("rotary_emb.inv_freq") and key != HEAD
     ]
     misshapen = [
-        f"{key} {list(headers[key].shape)} instead of {list(place.shape)}"
-        for key, place in wanted.items()
-        if key in headers and headers[key].shape != tuple(place.shape)
+        f"{key} {list(headers[key].shape)} instead of {list(tensor.shape)}"
+        for key, tensor in expected.items()
+        if key in headers and headers[key].shape != tuple(tensor.shape)
     ]
-    check_tensors(name, missing=wanted.keys() - headers.keys(), unexpected=unexpected, misshapen=misshapen)
-    for key in wanted:
+    check_tensors(name, missing=expected.keys() - headers.keys(), unexpected=unexpected, misshapen=misshapen)
+    for key in expected:
         check_stored_type(name, key, headers[key].dtype)
 
 

@@ -132,4 +132,4 @@ def test_the_difference_is_put_in_words() -> None:
     assert "same answers" in said
     other = replace(continuous, token_ids=[(1, 2), (4,)])
     assert "1 answer of 2 differ" in what_it_shows({"static": static, "continuous": other})
-    assert "the same steps" in what_it_shows({"static": static, "continuous": static})
+    assert "the same number of steps" in what_it_shows({"static": static, "continuous": static})
