@@ -44,7 +44,7 @@ TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # tran
 class InputProcessor:
     """Checks prompts and parameters, and builds requests. Holds the tokenizer and the model's limits.
 
-    Seams that later milestones override: `check_limits`, the limits of this engine; `build_request`, the request object.
+    Seams for later milestones: `check_limits`, the limits of this engine; `build_request`, the request object.
     """
 
     def __init__(
