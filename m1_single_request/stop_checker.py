@@ -75,7 +75,7 @@ class StopChecker:
         return StopVerdict(len(new_token_ids))
 
     def simple_stops(self, sequence: Sequence) -> SimpleStops | None:
-        """Return the stop ids and the output limit if they are all that the next tokens need checked, else None."""
+        """Return the stop ids and the output limit that replace `check` for the next tokens; None: call `check`."""
         params = sequence.sampling_params
         if params.stop or params.logprobs is not None or sequence.get_output_len() < params.min_tokens:
             return None

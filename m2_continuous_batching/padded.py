@@ -96,7 +96,7 @@ class PaddedExecution:
         return dict(zip(batch.req_ids, logits.split(batch.num_logits), strict=True))
 
     def _decode(self, batch: InputBatch) -> dict[str, Tensor]:
-        """Run one token per row. An idle row writes after its slot's last token; its next token overwrites that."""
+        """Run one token per row. An idle row writes after its slot's last token, where the next token overwrites it."""
         slots = [self.slots[request_id] for request_id in batch.req_ids]
         together = 2 * len(slots) >= max(slots) + 1
         rows = list(range(max(slots) + 1)) if together else slots  # the slot of each row of the forward

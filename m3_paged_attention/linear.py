@@ -3,8 +3,7 @@
 A decode step mostly reads weights, and its speed depends on their layout. So a decoder layer does not call `F.linear`:
 it passes its weight to the backend and stores the layer that the backend returns. This file has the two layouts of
 plain torch: the weight as in the files, and oneDNN's packed layout for small batches on a CPU. m2 packed the large
-float32 layers of transformers' model after loading; here every precision that the processor supports is packed. vLLM
-selects a layer's kernel in `UnquantizedLinearMethod` (`layers/linear.py`).
+float32 layers of transformers' model after loading; here every precision that the processor supports is packed.
 """
 
 from typing import Protocol

@@ -3,7 +3,7 @@
 It removes three costs that torch has in a decode step. First, torch has no product that reads KV in blocks, so it
 copies them; these kernels read the blocks in place. Second, a small model is dominated by calls of a few microseconds;
 a norm is one call here and five in torch. Third, a product with few rows mostly reads weights; here they are stored in
-the order in which they are read. The C++ is in `native/`. New in m3: before, transformers called torch.
+the order in which they are read. The C++ is in `native/`.
 
 vLLM: `v1/attention/backends/cpu_attn.py` over `csrc/cpu`; SGLang: `sgl-kernel/csrc/cpu`; llama.cpp's ggml packs weights
 the same way.

@@ -7,8 +7,7 @@ side by side, up to `TILE_BYTES`.
     lengths 30 35 38 | 210 240 | 900          three tiles
 
 After the end of a shorter sequence, the copied blocks contain unrelated data. There the scratch memory is set to zero
-and the scores are masked, so that the data has no effect, not even a NaN. New in m3; a CPU kernel that reads blocks in
-place, such as vLLM's, needs no tiles.
+and the scores are masked, so that the data has no effect, not even a NaN.
 """
 
 from collections.abc import Iterator, Sequence

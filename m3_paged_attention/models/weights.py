@@ -2,8 +2,8 @@
 
 The files store Q, K and V separately; the decoder uses one tensor for all three. `places` maps every name in the files
 to a part of one of our tensors. One loop then copies each tensor from the mapped file to its place and converts its
-type, without a second copy in memory. Names and shapes are compared before any allocation. New in m3: in m1 and m2
-transformers loads the weights. vLLM: `weight_loader` and `stacked_params_mapping`; SGLang the same.
+type, without a second copy in memory. Names and shapes are compared before any allocation. vLLM: `weight_loader` and
+`stacked_params_mapping`; SGLang the same.
 """
 
 import json
@@ -115,13 +115,13 @@ def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX)
         config.num_kv_heads * config.head_dim,
         config.intermediate_size,
     )
-    found = {f"{prefix}embed_tokens.weight": weights.embedding, f"{prefix}norm.weight": weights.norm}
+    targets = {f"{prefix}embed_tokens.weight": weights.embedding, f"{prefix}norm.weight": weights.norm}
     if weights.head is not weights.embedding:
-        found[HEAD] = weights.head
+        targets[HEAD] = weights.head
 
     def put(name: str, tensor: Tensor | None) -> None:
         if tensor is not None:
-            found[name] = tensor
+            targets[name] = tensor
 
     def put_parts(module: str, parts: dict[str, int], weight: Tensor, bias: Tensor | None) -> None:
         """Add the parts of one tensor; `parts` maps each part to its number of rows, in their order in our tensor."""
@@ -142,7 +142,7 @@ def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX)
         put_parts(f"{module}.self_attn", {"o_proj": config.hidden_size}, layer.o, layer.o_bias)
         put_parts(f"{module}.mlp", {"gate_proj": inner, "up_proj": inner}, layer.gate_up, layer.gate_up_bias)
         put_parts(f"{module}.mlp", {"down_proj": config.hidden_size}, layer.down, layer.down_bias)
-    return found
+    return targets
 
 
 def load_weights(
@@ -163,20 +163,20 @@ def load_weights(
     headers = {key: header for key, header in read_headers(name, directory).items() if not key.startswith(not_ours)}
     check_headers(name, headers, places(config, allocate(config, dtype, torch.device("meta")), prefix))
     weights = allocate(config, dtype, device)
-    found = places(config, weights, prefix)
-    fill(found, headers)
+    targets = places(config, weights, prefix)
+    fill(targets, headers)
     if config.tie_word_embeddings and HEAD in headers:
         _check_tied_head(name, headers[HEAD], f"{prefix}embed_tokens.weight", weights.embedding)
     return weights
 
 
-def fill(found: Mapping[str, Tensor], headers: Mapping[str, Header]) -> None:
-    """Copy the files' tensors to the tensors of the same name in `found`, converted to their type."""
+def fill(targets: Mapping[str, Tensor], headers: Mapping[str, Header]) -> None:
+    """Copy the files' tensors to the tensors of the same name in `targets`, converted to the target's type."""
     for file in dict.fromkeys(header.file for header in headers.values()):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dictionary
-                if key in found:
-                    found[key].copy_(tensors.get_tensor(key))
+                if key in targets:
+                    targets[key].copy_(tensors.get_tensor(key))
 
 
 def dummy_weights(config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int) -> DecoderWeights:
@@ -186,9 +186,9 @@ def dummy_weights(config: DecoderConfig, dtype: torch.dtype, device: torch.devic
     return weights
 
 
-def draw(found: Mapping[str, Tensor], spread: float, generator: torch.Generator) -> None:
+def draw(tensors: Mapping[str, Tensor], spread: float, generator: torch.Generator) -> None:
     """Initialise every tensor as before training; `spread` is the standard deviation of the random values."""
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if name.endswith(".bias"):
             tensor.zero_()
         elif tensor.dim() == 1:
