@@ -1,7 +1,7 @@
-"""What an engine is told when it is built: frozen dataclasses, validated on construction.
+"""Engine configuration: frozen dataclasses, validated by their constructors.
 
-m1 knows two: which model, and what to trace. Later milestones add a scheduler, a cache and so on; each milestone
-exports exactly the configurations that it honours. vLLM has the same split (`ModelConfig`, `SchedulerConfig`, ...).
+m1 has two: the model and the trace. Later milestones add a scheduler, a cache and so on; each milestone exports exactly
+the configurations that it supports. vLLM has the same split (`ModelConfig`, `SchedulerConfig`, ...).
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -23,19 +23,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model runs, where, and in which precision."""
+    """The model, its device and its precision."""
 
     model: str | Path | None = None
-    """A local Hugging Face directory, or a hub id such as `Qwen/Qwen3-0.6B`. None: the checkpoint that ships."""
+    """A local Hugging Face directory, or a hub id such as `Qwen/Qwen3-0.6B`. None: the included checkpoint."""
     device: str = "auto"
-    """A torch device. `auto`: CUDA where there is a GPU, else CPU."""
+    """A torch device. `auto`: CUDA if there is a GPU, else CPU."""
     dtype: str = "auto"
-    """`float32`, `bfloat16` or `float16`. `auto` on CUDA: what config.json names, bfloat16 where it names float32. On a
-    CPU: float32, but bfloat16 for more than 256 MiB of weights that are named so, if the processor multiplies them."""
+    """`float32`, `bfloat16` or `float16`.
+
+    `auto` on CUDA: the precision of config.json, bfloat16 where that is float32. `auto` on a CPU: float32; bfloat16 if
+    config.json names it, the weights have more than 256 MiB, and the processor multiplies bfloat16.
+    """
     max_model_len: int | None = None
-    """Prompt plus output never exceed this many tokens. None: what the model was made for."""
+    """Maximum number of tokens of prompt plus output. None: the model's own limit."""
     seed: int = 0
-    """Requests without a seed of their own derive one from this and their number."""
+    """Seed of the engine. A request without a seed derives one from this and its number."""
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -45,23 +48,23 @@ class ModelConfig:
         resolve_device(self.device)
 
     def torch_device(self) -> torch.device:
-        """The device that `device` names; a `ConfigError` where this machine has none such."""
+        """Return the torch device that `device` names. Raises `ConfigError` if this machine lacks it."""
         return resolve_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
-    """Which readers are attached to the trace from the start; `engine.tracer.attach` adds others at any time."""
+    """The readers attached to the trace from the start; `engine.tracer.attach` adds others at any time."""
 
     console: Literal["off", "summary", "verbose"] = "off"
-    """A line per step, or every decision in sentences."""
+    """`summary`: one line per step. `verbose`: every decision in sentences."""
     jsonl: str | Path | None = None
-    """Write one event a line to this file."""
+    """Write one event per line to this file."""
     chrome: str | Path | None = None
     """Write a trace for Perfetto or chrome://tracing to this file when the engine is closed."""
 
     readers: tuple[TraceReader, ...] = ()
-    """Readers of your own; they hear the engine start, too."""
+    """Your own readers; they also receive the events of the engine's start."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.console, str) or self.console not in ("off", "summary", "verbose"):
@@ -76,20 +79,20 @@ class TraceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything an m1 engine can be told. The field `x` is the engine's keyword `x_config`."""
+    """The whole configuration of an m1 engine. The field `x` is the engine's keyword `x_config`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
 
 
 def check_model(model: Any) -> None:
-    """Raise `ConfigError` for what cannot name a model."""
+    """Raise `ConfigError` for a value that cannot name a model."""
     if model is not None:
         check_path("model", model, "a directory or a hub id")
 
 
 def check_path(name: str, value: Any, what: str = "a path") -> None:
-    """Raise `ConfigError` for a value that is neither a string nor a `Path`, or that no file can be called."""
+    """Raise `ConfigError` for a value that is neither a string nor a `Path`, or that is no valid file name."""
     if not isinstance(value, str | Path) or not str(value):
         raise ConfigError(f"{name}={shown(value)} must be {what}")
     text = str(value)
@@ -101,7 +104,7 @@ def check_path(name: str, value: Any, what: str = "a path") -> None:
 
 
 def check_whole_number(name: str, value: Any, *, low: int | None = None, optional: bool = False) -> None:
-    """Raise `ConfigError` if `value` is no whole number of 64 bits and at least `low`; None passes if `optional`."""
+    """Raise `ConfigError` unless `value` is a 64-bit whole number and at least `low`; None is valid if `optional`."""
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
@@ -112,22 +115,22 @@ def check_whole_number(name: str, value: Any, *, low: int | None = None, optiona
 
 
 def resolve_device(name: Any) -> torch.device:
-    """The torch device of that name; `auto` is CUDA where there is a GPU. `ConfigError` where there is none such."""
+    """Return the torch device `name`; `auto` is CUDA if there is a GPU. Raises `ConfigError` if there is none."""
     if not isinstance(name, str):
         raise ConfigError(f"device={shown(name)} must be the name of a torch device: use auto, cpu or cuda")
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except (RuntimeError, ValueError) as error:  # a name of none, text that is no Unicode
+    except (RuntimeError, ValueError) as error:  # an unknown name, or text that is not valid Unicode
         raise ConfigError(f"device={shown(name)} is not a torch device: use auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={shown(name)} is not supported: use auto, cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={shown(name)}: torch sees {torch.cuda.device_count()} CUDA devices here")
+        raise ConfigError(f"device={shown(name)}: torch finds {torch.cuda.device_count()} CUDA devices here")
     return device
 
 
 def check_dtype(name: Any) -> None:
-    """Raise `ConfigError` for what names no precision. `auto` is chosen with the model (`precision.py`)."""
+    """Raise `ConfigError` for an unknown precision. `auto` is resolved when the model is read (`precision.py`)."""
     if not isinstance(name, str) or name not in ("auto", *DTYPES):
         raise ConfigError(f"dtype={shown(name)} is unknown: use auto, {', '.join(DTYPES)}")
 
@@ -142,9 +145,9 @@ def assemble_config(config_type: type, default_model: str | Path, model: Any, co
     for keyword, value in configs.items():
         if keyword not in known:
             raise ConfigError(f"{keyword}= is unknown here: this milestone takes {', '.join(known)}")
-        wanted = hints[known[keyword].name]
-        if not isinstance(value, wanted):
-            raise ConfigError(f"{keyword}= must be a {getattr(wanted, '__name__', wanted)}, not {shown(value)}")
+        expected = hints[known[keyword].name]
+        if not isinstance(value, expected):
+            raise ConfigError(f"{keyword}= must be a {getattr(expected, '__name__', expected)}, not {shown(value)}")
     if model is not None and "model_config" in configs:
         raise ConfigError(f"the model is named twice: {shown(model)}, and in model_config")
     model_config = configs.get("model_config") or hints["model"](model=model)

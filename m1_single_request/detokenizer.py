@@ -1,9 +1,9 @@
-"""Token ids to text, when somebody asks for it, never showing half a character.
+"""Detokenizer: convert token ids to text on demand, without incomplete characters.
 
-A token is a piece of bytes, and a character may need several. So the text of the newest tokens is decoded together with
-a few before them, and what ends in U+FFFD (the mark of broken bytes) waits until it is complete or the request ends.
-The text and its tail are exactly `tokenizer.decode(all ids)`, however often they are asked for. vLLM:
-`v1/engine/detokenizer.py`; SGLang: `detokenizer_manager.py`.
+A token is a sequence of bytes, and a character may need several tokens. So the newest tokens are decoded together with
+a few before them. Text at the end that is U+FFFD (the mark of broken bytes) is held back until it is complete or the
+request ends. The text and its tail together are exactly `tokenizer.decode(all ids)`, no matter when they are read.
+vLLM: `v1/engine/detokenizer.py`; SGLang: `detokenizer_manager.py`.
 """
 
 from typing import Any, NamedTuple
@@ -14,26 +14,26 @@ INCOMPLETE = "\ufffd"
 
 
 class Reading(NamedTuple):
-    """How far the tokens have been read. A step forward is a new `Reading`, so an interrupt leaves no half a step."""
+    """Decoding progress. Every advance makes a new `Reading`, so an error never leaves a partial update."""
 
     text: str = ""
     tail: str = ""
-    """What the decoded tokens have behind `text`: broken bytes that wait."""
+    """Decoded text after `text`: incomplete characters, held back."""
     start: int = 0
     newest: int = 0
     end: int = 0
     emitted: int = 0
-    """How many characters of the decoded window are in `text` already."""
+    """Number of characters of the decoded window that are already in `text`."""
 
 
 class IncrementalDetokenizer:
     """The growing text of one sequence.
 
-    ids   [ ........ settled ........ | context | newest | noted ]
+    ids   [ ........ decoded ........ | context | newest | pending ]
                                        ^start    ^newest  ^end
-    A token is only noted when it comes. To read what was noted, `ids[start:]` is decoded. Once the newest tokens are
-    complete they become the context, from `start` to `newest`: some tokenizers treat the first token of a text
-    differently (they drop its leading space), and with a context before it no new token is the first.
+    `push` only stores a token. Reading the text decodes `ids[start:]`. Once the newest tokens are complete, they become
+    the context, from `start` to `newest`. The context is needed because some tokenizers treat the first token of a text
+    differently (they drop its leading space).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
@@ -43,55 +43,55 @@ class IncrementalDetokenizer:
         self._reading = Reading()
 
     def push(self, token_id: int) -> None:
-        """Note one token. It is decoded when somebody asks for the text."""
+        """Store one token. It is decoded when the text is read."""
         self._ids.append(token_id)
 
     @property
     def text(self) -> str:
-        """All characters that are complete."""
+        """Text of all complete characters."""
         return self._read().text
 
     def tail(self) -> str:
-        """The broken bytes that are still held back, as U+FFFD: what to append when nothing more will come."""
+        """Return the incomplete characters that are held back, as U+FFFD, to append when the sequence ends."""
         return self._read().tail
 
     def mark(self) -> tuple[int, Reading]:
-        """A point to `rewind` to."""
+        """Return the current state, for `rewind`."""
         return len(self._ids), self._reading
 
     def rewind(self, mark: tuple[int, Reading]) -> None:
-        """Forget every token pushed since `mark`, read or not."""
+        """Remove every token pushed since `mark`, decoded or not."""
         num_ids, self._reading = mark
         del self._ids[num_ids:]
 
     def token_text(self, token_id: int) -> str:
-        """One token alone as text, special tokens included."""
+        """Return the text of one token alone, special tokens included."""
         return self._decode([token_id], skip_special_tokens=False)
 
     def _read(self) -> Reading:
-        """Read what was noted: in one go if no character is broken, otherwise token by token.
+        """Decode the pending tokens: all at once if no character is broken, otherwise one by one.
 
-        There are tokenizers that make U+FFFD of a whole run of bytes because of a broken one at its end. Read so, a
-        request that is asked once at its end has the text of one that is asked at every token.
+        Some tokenizers turn a whole run of bytes into U+FFFD because of one broken byte at its end. One by one, a
+        request whose text is read once at its end gets the same text as one whose text is read at every token.
         """
-        noted = len(self._ids) - self._reading.end
-        if noted > 1:
+        pending = len(self._ids) - self._reading.end
+        if pending > 1:
             whole = self._read_to(len(self._ids))
             if INCOMPLETE not in whole.text[len(self._reading.text) :] + whole.tail:
-                self._reading, noted = whole, 0
-        for _ in range(noted):
+                self._reading, pending = whole, 0
+        for _ in range(pending):
             self._reading = self._read_to(self._reading.end + 1)
         return self._reading
 
     def _read_to(self, end: int) -> Reading:
-        """The reading after the tokens before `end`."""
+        """Return the `Reading` after decoding the tokens before index `end`."""
         text, _, start, newest, _, emitted = self._reading
         window = self._decode(self._ids[start:end])
         complete = window.rstrip(INCOMPLETE)
         new = complete[emitted:]
         emitted = max(emitted, len(complete))
         tail = window[emitted:]
-        if new and complete == window:  # a special token that is skipped has no text and cannot serve as context
+        if new and complete == window:  # a skipped special token has no text, so it cannot be the context
             start, newest = newest, end
             emitted = len(self._decode(self._ids[start:end]))
         return Reading(text + new, tail, start, newest, end, emitted)
@@ -102,10 +102,12 @@ class IncrementalDetokenizer:
 
 
 def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, dict[str, Any]]:
-    """Whose `decode` to call, and with what besides: that of the tokenizers library, where it is all that transformers'
-    own comes to, and takes a third of the time."""
-    library = PreTrainedTokenizerFast
-    ways = ((getattr(tokenizer, name, None), getattr(library, name)) for name in ("decode", "_decode"))
-    if all(getattr(way, "__func__", None) is theirs for way, theirs in ways):
+    """Return the object whose `decode` to call, and its keyword arguments.
+
+    It is the tokenizers library's object if transformers adds nothing to its `decode`: it takes a third of the time.
+    """
+    base = PreTrainedTokenizerFast
+    methods = ((getattr(tokenizer, name, None), getattr(base, name)) for name in ("decode", "_decode"))
+    if all(getattr(method, "__func__", None) is inherited for method, inherited in methods):
         return tokenizer.backend_tokenizer, {}
     return tokenizer, {"clean_up_tokenization_spaces": False}

@@ -1,10 +1,10 @@
 """Random numbers without a generator: each draw is a pure function of (seed, position, stream).
 
-A generator carries state, and state depends on what else ran: a request batched with others, preempted, or retried
-would draw other numbers. Here the number for output position t depends on the request's seed and t alone, so none of
-that can change a sample. The mixing is the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
-number generators", 2014). vLLM keeps one torch.Generator per seeded request; SGLang hashes (seed, position) in its
-deterministic mode.
+A generator has state, and the state depends on the draws before: a request that is batched with others, preempted or
+retried would draw other numbers. Here the number for output position t depends only on the request's seed and t, so
+none of these changes a sample. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable
+pseudorandom number generators", 2014). vLLM keeps one torch.Generator per seeded request; SGLang hashes (seed,
+position) in its deterministic mode.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser: a bijection of 64-bit words in which every input bit reaches every output bit."""
+    """Apply SplitMix64's finaliser: a bijection of 64-bit words in which every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int], stream: int = 0) -> np.ndarray:
-    """One number in [0, 1) per (seed, position) pair: float64 `[n]`, 53 random bits each.
+    """Return one number in [0, 1) per (seed, position) pair: float64 `[n]`, 53 random bits each.
 
-    `stream` tells apart several draws at one position (a speculative verifier needs more than one).
+    `stream` separates several draws at one position (a speculative verifier needs more than one).
     """
     words: np.ndarray = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -35,7 +35,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], stream: int = 0) ->
 
 
 def derive_seed(engine_seed: int, request_number: int) -> int:
-    """The seed of a request that named none: fixed by the engine's seed and the request's place in line."""
+    """Return the seed of a request without one, from the engine's seed and the request's number."""
     words = np.array([engine_seed % 2**64], dtype=np.uint64)
     with np.errstate(over="ignore"):
         words = _mix(_mix(words + _GOLDEN) + np.uint64(request_number) * _GOLDEN)

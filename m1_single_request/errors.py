@@ -1,8 +1,8 @@
-"""What can go wrong, as types: every error a user can cause or meet is an `EngineError`.
+"""Error types: every error that a user can cause or receive is an `EngineError`.
 
-An error is raised before any state changes, and its message says what was wrong, with which value, and what to do.
-A request that fails after it was accepted raises nothing: it ends with `finish_reason="error"` and carries the error in
-its output, so that no other request is disturbed. vLLM has `EngineDeadError` and plain `ValueError`s for the same.
+An error is raised before any state changes. Its message names the problem, the value and the remedy. A request that
+fails after it was accepted does not raise: it ends with `finish_reason="error"` and its output contains the error, so
+that other requests continue. vLLM has `EngineDeadError` and plain `ValueError`s for the same.
 """
 
 import reprlib
@@ -16,14 +16,14 @@ LONGEST_PATH = 240
 
 
 def shown(value: object, longest: int = LONGEST_SHOWN) -> str:
-    """`value` as a message shows it: one line of at most `longest` characters. Arrays: dtype and shape."""
+    """Return `value` as text for a message: one line of at most `longest` characters. Arrays: dtype and shape."""
     try:
         text = _text_of(value, longest).replace("\n", " ")
     except RecursionError:
         text = f"a {type(value).__name__} of thousands of levels"
-    except ValueError:  # Python writes no number of more than some thousand digits
+    except ValueError:  # Python limits the number of digits (sys.set_int_max_str_digits)
         text = "a number of thousands of digits"
-    except Exception:  # a class of the user's own
+    except Exception:  # `__repr__` of a user's class failed
         text = f"a {type(value).__name__}"
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
@@ -34,19 +34,19 @@ def _text_of(value: object, longest: int) -> str:
         return f"{type(value).__name__} of {dtype} and shape {tuple(shape)}"
     if isinstance(value, str | bytes | bytearray) and len(value) > longest:
         value = value[:longest]  # the rest would be cut off
-    if isinstance(value, list | tuple | dict | set | frozenset):  # lists of lists that share lists grow without end
+    if isinstance(value, list | tuple | dict | set | frozenset):  # `repr` of nested shared lists can be huge
         return NESTED.repr(value)
     return repr(value)
 
 
 def shown_path(path: object) -> str:
-    """A path as a message shows it: at most its last 240 characters, because its end is what tells it from others."""
+    """Return `path` as text for a message: at most its last 240 characters, because paths differ at the end."""
     text = repr(str(path))
     return text if len(text) <= LONGEST_PATH else f"'...{text[3 - LONGEST_PATH :]}"
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode `text`: it contains no half of a surrogate pair."""
+    """Return whether UTF-8 can encode `text`: it contains no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -55,7 +55,7 @@ def is_unicode(text: str) -> bool:
 
 
 class EngineError(Exception):
-    """The root of all errors of this engine."""
+    """Base class of all errors of this engine."""
 
 
 class ConfigError(EngineError, ValueError):
@@ -67,15 +67,15 @@ class ModelLoadError(EngineError):
 
 
 class InvalidRequestError(EngineError, ValueError):
-    """A request that can never run. Nothing was queued."""
+    """A request that can never run. It was not queued."""
 
 
 class InvalidParamsError(InvalidRequestError):
-    """A sampling parameter out of its range, of the wrong type, or one that this milestone cannot honour."""
+    """A sampling parameter out of range, of the wrong type, or not supported by this milestone."""
 
 
 class InvalidPromptError(InvalidRequestError):
-    """An empty prompt, a token id outside the vocabulary, or messages that the chat template refuses."""
+    """An empty prompt, a token id outside the vocabulary, or messages that the chat template rejects."""
 
 
 class PromptTooLongError(InvalidRequestError):
@@ -87,7 +87,7 @@ class DuplicateRequestError(InvalidRequestError):
 
 
 class ForwardError(EngineError, RuntimeError):
-    """The model ran but what it computed is unusable. The requests of that step fail with it."""
+    """The model ran, but its output is unusable. The requests of that step fail."""
 
 
 class PartError(EngineError, RuntimeError):
@@ -103,4 +103,4 @@ class EngineClosedError(EngineUsageError):
 
 
 class EngineDeadError(EngineError, RuntimeError):
-    """The device failed beyond recovery, or an interrupt stopped a step in the middle. Only `close()` can be called."""
+    """The device failed permanently, or an interrupt stopped a step in the middle. `close()` is the only call left."""

@@ -1,7 +1,7 @@
-"""From what a user hands in to a `Request`: tokenise, check everything, then and only then build.
+"""Input processor: tokenize a user's prompt, check it and its parameters, and build the `Request`.
 
-Whatever can never run is refused here, before any state changes, with an error that names the value and the limit.
-vLLM: `v1/engine/input_processor.py`; SGLang: `tokenizer_manager.py`, a process of its own.
+A request that can never run is rejected here, before any state changes, with an error that names the value and the
+limit. vLLM: `v1/engine/input_processor.py`; SGLang: `tokenizer_manager.py`, a separate process.
 """
 
 from collections.abc import Mapping, Sequence as SequenceOf
@@ -26,23 +26,23 @@ from m1_single_request.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
-"""Text or token ids; from m6 on also messages, which go through `chat` before."""
+"""Text or token ids; from m6 on also messages, which pass through `chat` first."""
 
 
 class RequestOptions(TypedDict, total=False):
-    """What may come with a request besides its parameters. Each is an error before the milestone that honours it."""
+    """Options of a request in addition to its parameters. Each is an error before the milestone that supports it."""
 
     priority: int  # m4
     cache_salt: str | None  # m4
     speculate: bool  # m5
 
 
-LONGEST_NAME = 4096  # characters of a request id or a cache salt; they go with every message about a request
+LONGEST_NAME = 4096  # characters of a request id or a cache salt; every message about a request contains them
 TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # transformers' own
 
 
 class InputProcessor:
-    """Holds the tokenizer and the model's limits; changes nothing."""
+    """Checks prompts and parameters, and builds requests. Holds the tokenizer and the model's limits."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.seed = seed
-        self._length_bound: LengthBound | None = None  # made for the first long text: it reads the vocabulary
+        self._length_bound: LengthBound | None = None  # built at the first long text: it reads the vocabulary
 
     def process_request(
         self,
@@ -74,8 +74,8 @@ class InputProcessor:
     ) -> Request:
         """Check a prompt and its parameters against the model and build the request.
 
-        `number` is the request's place in line, from which its seed is derived if it names none; `options` are what a
-        later milestone takes with a request besides. Raises a child of `InvalidRequestError`.
+        `number` is the request's number in order of arrival; the seed is derived from it if `params` has none.
+        `options` are those that a later milestone supports. Raises a subclass of `InvalidRequestError`.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError(f"params must be SamplingParams, not {shown(params)}")
@@ -85,8 +85,8 @@ class InputProcessor:
         self.check_limits(token_ids, params, request_id)
         seed = derive_seed(self.seed, number) if params.seed is None else params.seed
         text = prompt if isinstance(prompt, str) else None
-        known: dict[str, Any] = {**options}  # to those who build requests from them
-        return self.build_request(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time, **known)
+        extra: dict[str, Any] = {**options}  # keyword arguments of a later milestone's `build_request`
+        return self.build_request(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time, **extra)
 
     def build_request(
         self,
@@ -98,15 +98,15 @@ class InputProcessor:
         seed: int,
         arrival_time: float,
     ) -> Request:
-        """A request of what passed all checks. `text` is the prompt where it came as text."""
+        """Build a request from checked values. `text` is the prompt if it was passed as text, or None."""
         detokenizer = self.detokenizer_class(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
         sequence = Sequence(f"{request_id}/0", request_id, token_ids, params, detokenizer)
         return self.request_class(request_id, text, sequence, seed, arrival_time)
 
     def apply_chat_template(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> list[int]:
-        """Render messages with the tokenizer's chat template, ready for the assistant's answer, as token ids.
+        """Return the token ids of messages rendered with the tokenizer's chat template, up to the assistant's answer.
 
-        `options` go to the template (`enable_thinking=False` for Qwen3, say). Raises `InvalidPromptError`.
+        `options` are passed to the template (such as `enable_thinking=False` for Qwen3). Raises `InvalidPromptError`.
         """
         check_messages(messages)
         for message in messages:
@@ -118,9 +118,9 @@ class InputProcessor:
         return self.encode(self.render_chat(messages, options), add_special_tokens=False)
 
     def render_chat(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> str:
-        """The text that the chat template makes of messages, for the assistant to go on with.
+        """Return the text that the chat template makes of messages, up to the assistant's answer.
 
-        What a content may be is the template's to say. Raises `InvalidPromptError`.
+        The template decides which types of content are valid. Raises `InvalidPromptError`.
         """
         if options is not None and not isinstance(options, Mapping):
             raise InvalidPromptError(f"chat_template_kwargs must map names to values, not {shown(options)}")
@@ -130,16 +130,19 @@ class InputProcessor:
         arguments = {"add_generation_prompt": True, **(options or {}), "tokenize": False}
         try:
             return str(self.tokenizer.apply_chat_template([dict(m) for m in messages], **arguments))
-        except Exception as error:  # a template is a program of its own
-            raise InvalidPromptError(f"the chat template refuses these messages: {str(error)[:200]}") from error
+        except Exception as error:  # a template is a program and can raise anything
+            raise InvalidPromptError(f"the chat template rejects these messages: {str(error)[:200]}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Raises `InvalidPromptError` for what is none, and `PromptTooLongError` without
-        tokenizing it if its length in characters alone leaves no room for an output token."""
+        """Return the token ids of a text.
+
+        Raises `InvalidPromptError` if `text` is not valid text. Raises `PromptTooLongError`, without tokenizing, if the
+        number of characters alone shows that no output token would fit.
+        """
         self._check_characters(text)
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is no text
+        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is not valid text
             raise InvalidPromptError(f"the prompt is not valid text: {shown(text)}") from error
 
     def _check_characters(self, text: str) -> None:
@@ -154,19 +157,19 @@ class InputProcessor:
             )
 
     def _check_template_options(self, options: Mapping[str, Any]) -> None:
-        """Refuse an option that the template never reads: Jinja would ignore it in silence."""
+        """Reject an option that the template never reads; Jinja would ignore it silently."""
         template = self.tokenizer.chat_template
         if not options or not isinstance(template, str):
             return
         try:
-            known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
-        except TemplateError:  # the template uses an extension of transformers' own: nothing is known of its variables
+            names = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+        except TemplateError:  # the template uses transformers' own Jinja extension, so its variables are unknown
             return
         for name in options:
-            if name not in known | TEMPLATE_ARGUMENTS:
-                reads = ", ".join(sorted(known))
+            if name not in names | TEMPLATE_ARGUMENTS:
+                reads = ", ".join(sorted(names))
                 raise InvalidPromptError(
-                    f"chat_template_kwargs: this model's template does not know {shown(name)}; it reads {reads}"
+                    f"chat_template_kwargs: this model's template has no variable {shown(name)}; it reads {reads}"
                 )
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -185,7 +188,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             return self.encode(prompt)
         if isinstance(prompt, SequenceOf) and not isinstance(prompt, bytes | bytearray | memoryview):
-            check_model_len(prompt, self.max_model_len, request_id)  # before it is copied: a range has any length
+            check_model_len(prompt, self.max_model_len, request_id)  # before the copy: a range can have any length
             ids = [i for i in prompt if isinstance(i, int) and not isinstance(i, bool)]
             if len(ids) == len(prompt):
                 return ids
@@ -204,7 +207,7 @@ class InputProcessor:
                 raise InvalidPromptError(f"token id {number} is outside the vocabulary (0 to {self.vocab_size - 1})")
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
-        """Refuse what this engine can never run (`InvalidRequestError`)."""
+        """Raise `InvalidRequestError` for a request that this engine can never run."""
         if params.n > 1:
             raise InvalidParamsError(
                 f"n={params.n}: several outputs of one prompt share its KV, which needs the blocks of "
@@ -214,7 +217,7 @@ class InputProcessor:
 
 
 def check_name(name: str, value: Any) -> None:
-    """Raise `InvalidRequestError` for a request id or a cache salt that no message between processes could hold."""
+    """Raise `InvalidRequestError` for a request id or a cache salt that cannot be sent between processes."""
     if not isinstance(value, str) or not value:
         raise InvalidRequestError(f"{name}={shown(value)} must be a string that is not empty")
     if len(value) > LONGEST_NAME:
@@ -226,7 +229,7 @@ def check_name(name: str, value: Any) -> None:
 
 
 def check_messages(messages: Any) -> None:
-    """Refuse what is no conversation: a list of mappings, each with a role (`InvalidPromptError`)."""
+    """Raise `InvalidPromptError` unless `messages` is a list of mappings, each with a role."""
     is_list = isinstance(messages, SequenceOf) and not isinstance(messages, str)
     if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
         raise InvalidPromptError(f"messages must be a list of {{'role': ..., 'content': ...}}, not {shown(messages)}")
@@ -236,7 +239,7 @@ def check_messages(messages: Any) -> None:
 
 
 def check_model_len(token_ids: SequenceOf[Any], max_model_len: int, request_id: str) -> None:
-    """Refuse a prompt that leaves no room for an output token (`PromptTooLongError`)."""
+    """Raise `PromptTooLongError` for a prompt that leaves no room for an output token."""
     if len(token_ids) >= max_model_len:
         raise PromptTooLongError(
             f"request {shown(request_id)} has {len(token_ids)} prompt tokens; max_model_len is {max_model_len} for "

@@ -1,9 +1,9 @@
-"""Loads a real model: any local Hugging Face directory or hub id of a supported architecture.
+"""Load a model: a local Hugging Face directory or a hub id of a supported architecture.
 
-transformers builds the network and reads the weights; this file decides what is acceptable and turns every way in which
-loading can fail into one clear sentence. Remote code is never run and only safetensors are read, because a pickle file
-can run any program when it is opened. `describe` reads everything but the weights, for loaders that bring a network of
-their own, of these or of further architectures. vLLM: `model_executor/model_loader`.
+transformers builds the network and reads the weights. This file checks the files, and turns every loading failure into
+a `ModelLoadError` of one clear sentence. Remote code is never run, and only safetensors are read: a pickle file can run
+any program when it is opened. `describe` reads everything but the weights, for loaders with their own network (m3, m6),
+also of other architectures. vLLM: `model_executor/model_loader`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -29,11 +29,11 @@ from m1_single_request.config import DEFAULT_MODEL, ModelConfig
 from m1_single_request.errors import ConfigError, ModelLoadError, shown, shown_path
 from m1_single_request.precision import choose_dtype, count_weights, named_dtype
 
-LONGEST_REASON = 300  # characters of what a library says
+LONGEST_REASON = 300  # characters of a library's error message
 LONGEST_ID = 96  # characters of a hub id; the hub has none longer
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
-LARGEST_SIZE = 2**48  # of a field; what is larger overflows somewhere in C before it is refused for its memory
-LARGEST_NUM_LAYERS = 10_000  # each is a list of tensors before any of them takes memory
+LARGEST_SIZE = 2**48  # of a field; larger sizes overflow in C code before the memory check rejects them
+LARGEST_NUM_LAYERS = 10_000  # each layer is a list of Python objects before any tensor takes memory
 LARGEST_SIZES: dict[str, int | None] = {
     "num_hidden_layers": LARGEST_NUM_LAYERS,
     "hidden_size": LARGEST_SIZE,
@@ -41,14 +41,14 @@ LARGEST_SIZES: dict[str, int | None] = {
     "num_key_value_heads": LARGEST_SIZE,
     "intermediate_size": LARGEST_SIZE,
     "vocab_size": LARGEST_SIZE,
-    "max_position_embeddings": None,  # how long a request may become is checked with the length that is asked for
+    "max_position_embeddings": None,  # checked in `_max_model_len`, together with the configured length
 }
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in place, with what the engine must know of it."""
+    """A loaded model and its properties that the engine needs."""
 
     name: str
     model: PreTrainedModel
@@ -56,32 +56,32 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
-    """The union of what config, generation config and tokenizer name."""
+    """The end-of-sequence ids of config, generation config and tokenizer together."""
     max_model_len: int
     vocab_size: int
-    """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    """Rows of the embedding; the tokenizer may have fewer tokens."""
     named_dtype: torch.dtype = torch.float32
     """The precision that config.json names."""
     num_parameters: int = 0
-    """As loaded; tied embeddings count once."""
+    """Number of parameters as loaded; tied embeddings count once."""
     weight_bytes: int = 0
-    """The same in bytes."""
+    """Size of the parameters, in bytes."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of one token over all layers."""
+        """Bytes of K and V of one token in all layers."""
         config = self.model.config
         values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
         return values * self.dtype.itemsize
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Length of one head's vectors; older configs leave it to be derived."""
+    """Return the size of one attention head's vectors; older configs do not name it, then it is derived."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class ModelChoice(Protocol):
-    """What every milestone's `ModelConfig` says of the model itself."""
+    """The model fields that every milestone's `ModelConfig` has."""
 
     @property
     def model(self) -> str | Path | None: ...
@@ -94,24 +94,24 @@ class ModelChoice(Protocol):
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model without its weights."""
+    """The description of a model, without its weights."""
 
     name: str
     architecture: str
-    """One of those that `describe` was told of."""
+    """One of the `architectures` passed to `describe`."""
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: frozenset[int]
-    """The union of what config, generation config and tokenizer name."""
+    """The end-of-sequence ids of config, generation config and tokenizer together."""
     max_model_len: int
     dtype: torch.dtype
-    """The precision that weights and KV are to have."""
+    """The precision of weights and KV when loaded."""
     named_dtype: torch.dtype
     """The precision that config.json names."""
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
-    """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
+    """Load the model and the tokenizer of `config`. Raises `ModelLoadError` or `ConfigError`, with a remedy."""
     described = describe(config)
     name, device, dtype = described.name, config.torch_device(), described.dtype
     model, report = load_part(
@@ -122,9 +122,9 @@ def load_model(config: ModelConfig) -> LoadedModel:
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=False,
-            attn_implementation="sdpa",  # not the config's choice: it may name code on the hub
+            attn_implementation="sdpa",  # never the config's choice, which may name code on the hub
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are reported; nothing is ignored below
+            ignore_mismatched_sizes=True,  # so that they are reported; `check_tensors` rejects them
         ),
     )
     check_tensors(
@@ -134,7 +134,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         misshapen=[key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]],
     )
     load_part(name, "its weights", lambda: _check_stored_types(name, model.state_dict().keys()))
-    model.config.return_dict = True  # the runner reads outputs by name, whatever the config says
+    model.config.return_dict = True  # the runner reads outputs by name; the config may disable that
     parameters = list(model.parameters())
     return LoadedModel(
         name=name,
@@ -154,10 +154,10 @@ def load_model(config: ModelConfig) -> LoadedModel:
 def describe(
     choice: ModelChoice, *, needs_weights: bool = True, architectures: Sequence[str] = SUPPORTED_ARCHITECTURES
 ) -> ModelDescription:
-    """Read and check everything but the weights; `needs_weights=False` for a directory that has none.
+    """Read and check everything but the weights; `needs_weights=False` for a directory without weights.
 
-    `architectures` are those that the caller can build. What is said here is about text: the config of a model that
-    also sees has a part for its language model, and positions, vocabulary and ends of text are named there.
+    `architectures` are those that the caller can build. A vision-language config has a part for its language model:
+    positions and vocabulary are read from that part, end-of-sequence ids from both.
     """
     name = str(DEFAULT_MODEL if choice.model is None else choice.model)
     _check_directory(name, needs_weights)
@@ -179,7 +179,7 @@ def describe(
         architecture=architecture,
         config=config,
         tokenizer=tokenizer,
-        eos_token_ids=frozenset(i for i in eos if 0 <= i < text.vocab_size),  # others can never come
+        eos_token_ids=frozenset(i for i in eos if 0 <= i < text.vocab_size),  # others are never sampled
         max_model_len=max_model_len,
         dtype=choose_dtype(choice.dtype, named, count_weights(config), choice.torch_device()),
         named_dtype=named,
@@ -187,13 +187,13 @@ def describe(
 
 
 def load_part(name: str, part: str, call: Callable[[], Any]) -> Any:
-    """Return `call()`; whatever a library raises in it becomes a `ModelLoadError` that names the model and the part."""
+    """Return `call()`; an exception of a library becomes a `ModelLoadError` that names the model and the part."""
     had_bars, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()  # the trace and our errors are what speaks here
+    hf_logging.disable_progress_bar()  # the trace and our errors report everything
     hf_logging.set_verbosity_error()
     try:
         return call()
-    except ModelLoadError:  # it says already what is wrong
+    except ModelLoadError:  # its message is already clear
         raise
     except Exception as error:  # transformers, tokenizers, safetensors and the hub each raise families of their own
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -211,8 +211,8 @@ def load_part(name: str, part: str, call: Callable[[], Any]) -> Any:
 
 
 def check_tensors(name: str, *, missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[str]) -> None:
-    """Raise `ModelLoadError` if the weight files and config.json do not fit together."""
-    for what, tensors in (
+    """Raise `ModelLoadError` if the tensors of the weight files do not match config.json."""
+    for problem, tensors in (
         ("lack", sorted(missing)),
         ("have unexpected", sorted(unexpected)),
         ("have other shapes for", sorted(misshapen)),
@@ -220,24 +220,24 @@ def check_tensors(name: str, *, missing: Iterable[str], unexpected: Iterable[str
         if tensors:
             more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
             listed = ", ".join(tensors[:3]) + more
-            raise ModelLoadError(f"{name}: the weights {what} {listed}; the files do not fit config.json")
+            raise ModelLoadError(f"{name}: the weights {problem} {listed}; the files do not fit config.json")
 
 
 def check_stored_type(name: str, tensor: str, dtype: str) -> None:
-    """Raise `ModelLoadError` for a tensor that is stored as codes or counts: converted, they would be other weights."""
+    """Raise `ModelLoadError` for a tensor of a quantized or integer type: converted, its values are wrong."""
     if dtype not in FLOAT_TYPES:
         raise ModelLoadError(
             f"{name}: {tensor} is stored as {dtype}; only {', '.join(FLOAT_TYPES)} are read: give the original weights"
         )
 
 
-def _check_stored_types(name: str, wanted: Collection[str]) -> None:
-    """transformers converts whatever is stored, without a word."""
+def _check_stored_types(name: str, keys: Collection[str]) -> None:
+    """Check the stored type of every tensor that the model uses: transformers converts all types silently."""
     directory = Path(str(cached_file(name, "config.json"))).parent
     for file in sorted(directory.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dictionary
-                if key in wanted:
+                if key in keys:
                     check_stored_type(name, key, tensors.get_slice(key).get_dtype())
 
 
@@ -267,7 +267,7 @@ def _check_directory(name: str, needs_weights: bool) -> None:
 
 
 def _read_config(name: str) -> PreTrainedConfig:
-    """A number of layers is checked first: transformers makes a list of so many before it checks anything."""
+    """Read config.json. Checks the number of layers first: transformers makes a list that long before any check."""
     stored, _ = PreTrainedConfig.get_config_dict(name)
     for part in (stored, stored.get("text_config")):
         num_layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
@@ -281,7 +281,7 @@ def _read_config(name: str) -> PreTrainedConfig:
 
 
 def _text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of a config that describes the language model; the config itself if text is all there is."""
+    """Return the part of a config that describes the language model; the whole config if the model is text-only."""
     text = config.get_text_config()
     if not isinstance(text, PreTrainedConfig):
         raise ModelLoadError(
@@ -300,24 +300,24 @@ def _text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
     return text
 
 
-def _max_model_len(name: str, wanted: int | None, config: PreTrainedConfig) -> int:
+def _max_model_len(name: str, requested: int | None, config: PreTrainedConfig) -> int:
     limit = config.max_position_embeddings
     if limit < 2:
         raise ModelLoadError(
             f"{name}: max_position_embeddings={shown(limit)} in config.json leaves no room for a token"
         )
-    if wanted is not None and wanted > limit:
-        raise ConfigError(f"max_model_len={wanted} is more than the {limit} positions of {name}")
-    return wanted or limit
+    if requested is not None and requested > limit:
+        raise ConfigError(f"max_model_len={requested} is more than the {limit} positions of {name}")
+    return requested or limit
 
 
 def _generation_config(name: str) -> GenerationConfig | None:
-    """Read apart from the model: a broken one would be passed over there, and its EOS ids with it."""
+    """Read generation_config.json, or return None. The model's loader would ignore a broken file and its EOS ids."""
 
     def read() -> GenerationConfig | None:
         try:
             cached_file(name, "generation_config.json")
-        except OSError:  # many models have none; were it the connection, config.json would have failed before
+        except OSError:  # many models have none; a connection error would have failed at config.json
             return None
         return GenerationConfig.from_pretrained(name)
 

@@ -1,7 +1,7 @@
-"""Tensors in, logits out: the only place that touches the model and the KV cache.
+"""Model runner: run the model on one step's tokens and return logits. Only this part uses the model and the KV cache.
 
 The model is transformers' own, with one `past_key_values` per request: after the prefill it holds the keys and values
-of the whole prompt, and each decode step appends those of one token. m2 batches requests, m3 brings the project's own
+of the whole prompt, and each decode step appends those of one token. m2 batches requests; m3 adds the project's own
 model and a KV cache in blocks. vLLM: `v1/worker/gpu_model_runner.py`; SGLang: `model_executor/model_runner.py`.
 """
 
@@ -19,7 +19,7 @@ from m1_single_request.tracer import Tracer
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """One step's tensors, and what the runner must know to use them."""
+    """One step's tensors, with the request and the counts to run them."""
 
     request_id: str
     input_ids: Tensor  # int64 [1, new tokens]
@@ -29,7 +29,7 @@ class ModelInputs:
 
 
 class ModelRunner:
-    """Runs what the scheduler decided, and owns the KV of every request that has started."""
+    """Runs the scheduler's output, and owns the KV cache of every started request."""
 
     def __init__(self, *, loaded_model: LoadedModel, tracer: Tracer) -> None:
         self.model = loaded_model.model
@@ -39,7 +39,7 @@ class ModelRunner:
         self.request_caches: dict[str, DynamicCache] = {}
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> ModelInputs:
-        """The decision as tensors on the model's device."""
+        """Convert the scheduler's output to tensors on the model's device."""
         start, new = scheduler_output.start_position, scheduler_output.token_ids
         return ModelInputs(
             request_id=scheduler_output.request_id,
@@ -51,10 +51,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, inputs: ModelInputs) -> dict[str, Tensor]:
-        """Run the new tokens through the model; their keys and values stay in the request's cache.
+        """Run the new tokens through the model, and append their keys and values to the request's cache.
 
-        Returns the logits of the last `num_logits` new tokens by request id: float32 `[num_logits, vocab]`. Whatever
-        it raises fails this step alone, except `torch.AcceleratorError`: that device is lost.
+        Returns the logits of the last `num_logits` new tokens by request id: float32 `[num_logits, vocab]`. An
+        exception fails only this step, except `torch.AcceleratorError`: then the device is lost.
         """
         if inputs.num_computed_tokens == 0:  # keeps every token, also in layers with a sliding window
             self.request_caches[inputs.request_id] = DynamicCache()
@@ -80,16 +80,16 @@ class ModelRunner:
         return {inputs.request_id: logits}
 
     def free_request_cache(self, request_id: str) -> None:
-        """Release the KV of a request; one that never started holds none."""
+        """Free the KV of a request; does nothing for a request that never started."""
         cache = self.request_caches.pop(request_id, None)
         if cache is not None and self.tracer:
             tokens = cache.get_seq_length()
             self.tracer.emit(Free(owner=request_id, tokens=tokens, bytes=tokens * self.kv_bytes_per_token))
 
     def clear_kv_caches(self) -> None:
-        """Release the KV of all requests."""
+        """Free the KV of all requests."""
         self.request_caches.clear()
 
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV is held now."""
+        """Return the number of tokens in all KV caches."""
         return sum(cache.get_seq_length() for cache in self.request_caches.values())

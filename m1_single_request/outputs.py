@@ -1,6 +1,6 @@
-"""What a user gets back: a `RequestOutput` so far after every step, complete when `finished`.
+"""Outputs for the user: one `RequestOutput` per request and step with the result so far, complete when `finished`.
 
-The names are vLLM's. Outputs are frozen: each step makes a new one, and nobody's copy changes behind their back.
+The names are vLLM's. Outputs are frozen: each step makes a new one, so an output that the user holds never changes.
 """
 
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's log-probability under the model itself, before penalties and temperature."""
+    """One token's log-probability according to the model, before penalties and temperature."""
 
     logprob: float
     rank: int
-    """1 for the most likely token. Of a token outside the asked-for best: how many are at least as likely."""
+    """1 for the most likely token. For a token outside the requested best: the number of tokens at least as likely."""
     decoded_token: str
-    """The token alone as text (U+FFFD where it is half a character)."""
+    """The token alone as text (U+FFFD for an incomplete character)."""
 
 
 TokenLogprobs = dict[int, Logprob]
-"""Token id -> `Logprob` at one position: the requested best ones, and always the token that is there."""
+"""Token id -> `Logprob` at one position: the requested best tokens, and always the token at that position."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class CompletionOutput:
 
     index: int
     text: str
-    """Text so far. While unfinished it leaves out what may be half a character or the beginning of a stop string."""
+    """Text so far. Until the end it excludes an incomplete character and a possible beginning of a stop string."""
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None
-    """Sum of the sampled tokens' logprobs, where logprobs were asked for."""
+    """Sum of the sampled tokens' logprobs; None if logprobs were not requested."""
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: str | None = None
     """`stop`, `length`, `abort`, `error`, or None while unfinished."""
@@ -40,19 +40,19 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened (monotonic seconds) and how many tokens they took."""
+    """Times (monotonic seconds) and token counts of one request."""
 
     arrival_time: float
     first_token_time: float | None
     finished_time: float | None
     num_prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens whose KV was there already (from m4 on)."""
+    """Prompt tokens whose KV was in the prefix cache (from m4 on)."""
     num_output_tokens: int
     num_draft_tokens: int = 0
-    """Output tokens that were guessed and then verified by the model (from m5 on)."""
+    """Draft tokens that the model verified (from m5 on)."""
     num_accepted_tokens: int = 0
-    """Those among them that were right, those included before which the answer ended."""
+    """Draft tokens that the model accepted, including accepted ones after the end of the output."""
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -68,25 +68,25 @@ class RequestMetrics:
 
     @property
     def latency(self) -> float | None:
-        """Seconds from arrival to the end."""
+        """Seconds from arrival to the end of the request."""
         return None if self.finished_time is None else self.finished_time - self.arrival_time
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request's state after a step."""
+    """A request's result so far, after a step."""
 
     request_id: str
     prompt: str | None
-    """The prompt as text; None where it came as token ids."""
+    """The prompt as text; None if it was passed as token ids."""
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
-    """One entry a prompt token, where asked for; the first is None."""
+    """One entry per prompt token, the first is None; None if not requested."""
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics
     error: BaseException | None = None
-    """What went wrong, where the `finish_reason` of a completion is `error`."""
+    """The error, if the `finish_reason` of a completion is `error`."""
 
     @property
     def text(self) -> str:
@@ -106,7 +106,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine was built, and what it holds now."""
+    """Totals since the engine was built, and current values."""
 
     num_steps: int
     num_waiting: int
@@ -117,7 +117,7 @@ class EngineStats:
     """Prompt tokens that were prefilled."""
     num_output_tokens: int
     kv_tokens: int
-    """Tokens whose KV is held now."""
+    """Tokens whose KV is in memory now."""
     kv_bytes: int
     max_model_len: int
-    """Prompt plus output never exceed this many tokens."""
+    """Maximum number of tokens of prompt plus output."""

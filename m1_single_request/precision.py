@@ -17,14 +17,14 @@ SMALL_BYTES = 256 * 2**20
 """Smaller weights, in bytes, are converted to float32 on a CPU: they are read fast enough, and rounded less."""
 
 
-def choose_dtype(asked: str, named: torch.dtype, num_weights: int, device: torch.device) -> torch.dtype:
-    """Return the precision of weights and KV. `asked`: the user's `dtype`; `named`: that of config.json.
+def choose_dtype(requested: str, named: torch.dtype, num_weights: int, device: torch.device) -> torch.dtype:
+    """Return the precision of weights and KV. `requested`: the user's `dtype`; `named`: that of config.json.
 
     `auto` on CUDA: the named one, bfloat16 where that is float32. On a CPU: bfloat16 if it is named, the processor
     multiplies it, and the weights have more than `SMALL_BYTES`; else float32, also for float16.
     """
-    if asked != "auto":
-        return DTYPES[asked]
+    if requested != "auto":
+        return DTYPES[requested]
     if device.type == "cuda":
         return torch.bfloat16 if named == torch.float32 else named
     is_large = num_weights * named.itemsize > SMALL_BYTES

@@ -1,23 +1,23 @@
-"""A progress bar for long batches, for people who wait at a terminal."""
+"""A progress bar for long batches in a terminal (vLLM: `use_tqdm` of `LLM.generate`)."""
 
 import time
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-PATIENCE = 1.0  # seconds: what is over sooner needs no bar
+PATIENCE = 1.0  # seconds; a shorter batch shows no bar
 
 
 class BatchProgress:
-    """Counts finished requests on stderr, and leaves nothing behind there.
+    """Progress bar of finished requests on stderr, removed at the end.
 
-    `show`: True or False, or None for "on a terminal, if it takes longer than a second".
+    `show`: True or False; None shows it on a terminal if the batch takes longer than one second.
     """
 
     def __init__(self, total: int, *, show: bool | None) -> None:
         self._total = total
         console = Console(stderr=True)
-        self._wanted = console.is_terminal if show is None else show
+        self._enabled = console.is_terminal if show is None else show
         self._begin = time.monotonic() + (PATIENCE if show is None else 0.0)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -32,8 +32,8 @@ class BatchProgress:
         self._started = False
 
     def update(self, num_finished: int) -> None:
-        """So many requests have ended."""
-        if not self._wanted:
+        """Set the number of finished requests."""
+        if not self._enabled:
             return
         if not self._started and time.monotonic() >= self._begin:
             self._bar.start()

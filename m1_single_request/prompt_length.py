@@ -1,9 +1,10 @@
 """A lower bound on the number of tokens of a text, from its length in characters.
 
-A tokenizer needs many seconds for ten megabytes, and the prompt is then rejected for its length. No token covers more
-bytes than the longest token of the vocabulary, and a character has at least one byte. So a text has at least characters
-divided by bytes of the longest token. NFC may compose up to 4 characters into one first; then a quarter of them counts.
-This holds for byte-level BPE, which drops nothing; the texts of any other tokenizer are always tokenized.
+It rejects a prompt that is too long without tokenizing it: a tokenizer takes many seconds for ten megabytes. No token
+covers more bytes than the longest token of the vocabulary, and a character has at least one byte. So the number of
+tokens is at least the number of characters divided by the bytes of the longest token. NFC may first compose up to 4
+characters into one; then only a quarter of them counts. The bound holds for byte-level BPE, which drops no byte; other
+tokenizers always tokenize.
 """
 
 import json
@@ -12,11 +13,11 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 
 NFC_SHRINKS_BY = 4
-"""Characters that NFC composes into one, at most (UAX #15)."""
+"""Maximum number of characters that NFC composes into one (UAX #15)."""
 
 
 class LengthBound:
-    """The least number of tokens that a text can have. Reads the whole vocabulary when it is built."""
+    """Lower bound on the number of tokens of a text. The constructor reads the whole vocabulary."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.longest = _longest_token(tokenizer)
@@ -24,7 +25,7 @@ class LengthBound:
         self.shrinks = bool(self.longest) and tokenizer.backend_tokenizer.normalizer is not None
 
     def __call__(self, text: str) -> int:
-        """The bound for `text`; 0 without one."""
+        """Return the minimum number of tokens of `text`; 0 if there is no bound."""
         if self.longest is None:
             return 0
         length = len(text)
@@ -39,13 +40,13 @@ def _longest_token(tokenizer: Any) -> int | None:
         return None
     vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder.values()
     if any(token.lstrip or token.rstrip for token in added) or not vocabulary.keys() >= set(ByteLevel.alphabet()):
-        return None  # such a token swallows any number of spaces; a byte without a token is dropped
-    written = {token.content for token in added}  # the others are written in an alphabet with a character per byte
-    return max([len(token.encode()) if token in written else len(token) for token in vocabulary])
+        return None  # such a token covers any number of spaces; a byte without a token is dropped
+    added_texts = {token.content for token in added}  # other tokens are stored with one character per byte
+    return max([len(token.encode()) if token in added_texts else len(token) for token in vocabulary])
 
 
 def _keeps_every_byte(backend: Any) -> bool:
-    """Whether this is byte-level BPE, and nothing in front of it removes characters but NFC."""
+    """Return whether this is byte-level BPE whose input keeps all characters, except that NFC may compose them."""
     if type(backend.model).__name__ != "BPE" or backend.model.continuing_subword_prefix:
         return False
     if backend.model.end_of_word_suffix or _steps(backend.normalizer, "normalizers") not in ([], [{"type": "NFC"}]):
@@ -59,7 +60,7 @@ def _keeps_every_byte(backend: Any) -> bool:
 
 
 def _steps(component: Any, parts: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as in tokenizer.json."""
+    """Return the steps of a normalizer or pre-tokenizer, as in tokenizer.json."""
     if component is None:
         return []
     state: dict[str, Any] = json.loads(component.__getstate__())

@@ -1,12 +1,12 @@
-"""Logits to tokens, for any number of rows at once.
+"""Sampler: choose one token per row of logits, for any number of rows at once.
 
-The order is fixed (vLLM's, one filter after the other on what is left):
+The order is fixed, as in vLLM; each filter acts on the tokens that the filter before it kept:
 
     logits -> min_tokens, logit_bias -> penalties -> greedy? take the best
                                                   -> temperature -> min_p -> top_k -> top_p -> draw
 
-Log-probabilities are those of the untouched logits. A draw inverts the cumulative distribution, in token-id order, at
-the row's own random number (`draws.py`), so a row's token does not depend on the rows beside it. vLLM:
+Log-probabilities are those of the unmodified logits. A draw inverts the cumulative distribution, in token-id order, at
+the row's own random number (`draws.py`), so a row's token does not depend on the other rows. vLLM:
 `v1/sample/sampler.py`.
 """
 
@@ -22,7 +22,7 @@ LARGEST = torch.finfo(torch.float32).max  # two infinite logits would make the s
 
 @dataclass(frozen=True)
 class LogprobRow:
-    """Log-probabilities at one position: parallel lists, the token that is there first, then the best ones."""
+    """Log-probabilities at one position, as parallel tuples: first the token at that position, then the best tokens."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -31,19 +31,19 @@ class LogprobRow:
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """One token per row, and its log-probabilities where they were asked for."""
+    """One token per row, and its log-probabilities where the request asks for them."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[LogprobRow | None, ...]
     impossible_rows: tuple[int, ...] = ()
-    """Rows whose settings leave every token at probability zero: their entries above mean nothing."""
+    """Rows in which every token has probability zero: their entries above are invalid."""
 
 
 class Sampler:
-    """Stateless: everything it needs comes in the metadata."""
+    """Stateless sampler: all parameters come in the metadata."""
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        """Choose one token per row. `logits` `[rows, vocab]`, any float type; it is not modified."""
+        """Choose one token per row of `logits` `[rows, vocab]`, of any float type. Does not modify `logits`."""
         logits = logits.float()
         tokens = self.choose(logits, metadata)
         token_ids = tuple(tokens.tolist())
@@ -51,16 +51,16 @@ class Sampler:
         if impossible:
             tokens = tokens.clamp(max=logits.shape[-1] - 1)
         logprobs: list[LogprobRow | None] = [None] * len(tokens)
-        asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
-        if asked:
+        chosen = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
+        if chosen:
             counts = [k for k in metadata.num_logprobs if k is not None]
-            rows = gather_logprobs(logits[asked], tokens[asked], max(counts))
-            for i, k, row in zip(asked, counts, rows, strict=True):
+            rows = gather_logprobs(logits[chosen], tokens[chosen], max(counts))
+            for i, k, row in zip(chosen, counts, rows, strict=True):
                 logprobs[i] = _best(row, k)
         return SamplerOutput(token_ids, tuple(logprobs), impossible)
 
     def choose(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """The chosen token ids `[rows]` for float32 `logits` `[rows, vocab]`; `vocab` where no token is possible."""
+        """Return one token id per row of float32 `logits` `[rows, vocab]`; `vocab` where no token is possible."""
         logits = adjusted(logits, metadata)
         best = best_tokens(logits)
         if metadata.bias is not None:  # only a bias can forbid every token
@@ -77,24 +77,26 @@ class Sampler:
 
 
 def best_tokens(logits: Tensor) -> Tensor:
-    """`argmax` of the rows of `logits` `[rows, vocab]`. NumPy's search uses vectors, and torch's on a CPU does not: it
-    takes ten times as long."""
+    """Return the `argmax` of each row of `logits` `[rows, vocab]`.
+
+    On a CPU NumPy computes it: it uses vector instructions, and torch, which does not, takes ten times as long.
+    """
     if logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.numel():
         return torch.from_numpy(logits.detach().numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
 
 
 def adjusted(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """What greedy rows take the best of: logits with bias and penalties. `[rows, vocab]` in and out."""
+    """Return the logits with bias and penalties, from which greedy rows choose. `[rows, vocab]` in and out."""
     if metadata.bias is not None:
         logits = logits + metadata.bias
     return logits if metadata.penalties is None else apply_penalties(logits, metadata)
 
 
 def distribution(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """What a row that draws is drawn from, float64 `[rows, vocab]`, each row's sum 1. `logits` is float32.
+    """Return the distribution that non-greedy rows draw from, float64 `[rows, vocab]`, each row's sum 1.
 
-    Undefined for rows in which no token is possible.
+    `logits` is float32. The result is undefined for rows in which no token is possible.
     """
     scaled = (adjusted(logits, metadata) / metadata.temperature[:, None]).clamp(max=LARGEST)
     probs = filtered_probs(scaled, metadata)
@@ -102,7 +104,7 @@ def distribution(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def apply_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Repetition over prompt and output, then frequency and presence over the output. `[rows, vocab]` in and out."""
+    """Apply repetition (prompt and output), then frequency and presence (output). `[rows, vocab]` in and out."""
     assert metadata.penalties is not None and metadata.seen is not None and metadata.output_counts is not None
     repetition, frequency, presence = (penalty[:, None] for penalty in metadata.penalties)
     scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -112,7 +114,7 @@ def apply_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """The distribution to draw from, float64 `[rows, vocab]`: softmax, then min_p, top_k, top_p on what each leaves."""
+    """Return the probabilities to draw from, float64 `[rows, vocab]`: softmax, then min_p, top_k, top_p in turn."""
     probs = torch.softmax(logits, dim=-1, dtype=torch.float64)
     if metadata.min_p is not None:
         floor = metadata.min_p[:, None] * probs.amax(dim=-1, keepdim=True)
@@ -134,7 +136,7 @@ def filtered_probs(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert the cumulative distribution: the first token whose cumulative mass exceeds the share `uniforms` `[rows]`.
+    """Return the first token per row whose cumulative probability exceeds the fraction `uniforms` `[rows]`.
 
     `probs` `[rows, vocab]` need not sum to one. A token of probability zero is never drawn.
     """
@@ -144,7 +146,7 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor, num_best: int) -> list[LogprobRow]:
-    """Log-probabilities of `token_ids` `[rows]` and of the `num_best` best tokens under `logits` `[rows, vocab]`."""
+    """Return log-probabilities of `token_ids` `[rows]` and of the `num_best` best tokens. `logits` `[rows, vocab]`."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     own = logprobs.gather(-1, token_ids[:, None])
     ranks = (logprobs >= own).sum(dim=-1)

@@ -1,7 +1,8 @@
 """The sampling parameters of a batch as tensors: one row per request that gets a token in this step.
 
-Built anew for every step in m1. What no row uses is None, so that the sampler skips it without asking the device.
-vLLM: `SamplingMetadata`; SGLang: `SamplingBatchInfo`, which lives across steps (m4, from the same pieces).
+m1 builds them again for every step. A tensor that no row uses is None, so the sampler skips it without a device
+synchronisation. vLLM: `SamplingMetadata`; SGLang: `SamplingBatchInfo`, which is kept across steps (m4, with the same
+functions).
 """
 
 from collections.abc import Sequence
@@ -24,19 +25,19 @@ NUMBERS = np.dtype(
         ("greedy", np.bool_),
         ("temperature", np.float32),  # 1 in greedy rows, whose filters keep every token
         ("min_p", np.float32),
-        ("top_k", np.int64),  # the vocabulary size where all are kept
+        ("top_k", np.int64),  # the vocabulary size where all tokens are kept
         ("top_p", np.float32),
-        ("penalised", np.bool_),  # whether any of the next three changes a logit
+        ("penalised", np.bool_),  # True if any of the next three changes a logit
         ("repetition_penalty", np.float32),
         ("frequency_penalty", np.float32),
         ("presence_penalty", np.float32),
     ]
 )
-"""What the tensors hold of one row's settings."""
+"""The numeric sampling parameters of one row."""
 
 
 def numbers_of(params: Sequence[SamplingParams], vocab_size: int) -> np.ndarray:
-    """The settings as `NUMBERS`, one record per row."""
+    """Return the parameters as `NUMBERS`, one record per row."""
     return np.array([(*_choice(p, vocab_size), *_penalties(p)) for p in params], dtype=NUMBERS)
 
 
@@ -54,46 +55,46 @@ def _penalties(params: SamplingParams) -> tuple[bool, float, float, float]:
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """What the sampler must know of one row."""
+    """The sampler's input for one row."""
 
     params: SamplingParams
     seed: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     stop_ids: frozenset[int] = frozenset()
-    """Ids that may not be sampled while fewer than `min_tokens` tokens are out."""
+    """Ids that cannot be sampled while the output has fewer than `min_tokens` tokens."""
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the best token is taken from the untouched logits, and nothing else is asked for."""
+        """True for a greedy row with unmodified logits and without logprobs."""
         params = self.params
-        touched = params.has_penalties or params.logit_bias or params.min_tokens
-        return params.is_greedy and not touched and params.logprobs is None
+        modified = params.has_penalties or params.logit_bias or params.min_tokens
+        return params.is_greedy and not modified and params.logprobs is None
 
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """Per-row parameters of one batch; all tensors on the logits' device, `[rows]` unless a comment says otherwise."""
+    """Per-row parameters of one batch. All tensors are on the logits' device, `[rows]` unless a comment differs."""
 
     greedy: Tensor  # bool
     all_greedy: bool
     temperature: Tensor  # float32; 1 in greedy rows
     uniforms: Tensor | None  # float64: the row's random number; None if all rows are greedy
     min_p: Tensor | None
-    top_k: Tensor | None  # int64; the vocabulary size where a row keeps all
+    top_k: Tensor | None  # int64; the vocabulary size where a row keeps all tokens
     top_p: Tensor | None
     bias: Tensor | None  # float32 [rows, vocab]: logit_bias, and -inf on stop ids before min_tokens
     penalties: tuple[Tensor, Tensor, Tensor] | None  # repetition, frequency, presence
-    seen: Tensor | None  # bool [rows, vocab]: in prompt or output; of rows with penalties only
-    output_counts: Tensor | None  # float32 [rows, vocab]: times in the output; of rows with penalties only
+    seen: Tensor | None  # bool [rows, vocab]: in prompt or output; only rows with penalties
+    output_counts: Tensor | None  # float32 [rows, vocab]: occurrences in the output; only rows with penalties
     num_logprobs: tuple[int | None, ...]
 
     @classmethod
     @lru_cache
     def plain(cls, num_rows: int, device: torch.device) -> "SamplingMetadata":
-        """For rows that all take the best token of the untouched logits and ask for nothing else.
+        """Return the metadata of `num_rows` plain rows (`SamplingRow.is_plain`).
 
-        Such rows differ in nothing, so there is one for each number of them.
+        Plain rows have equal parameters, so one object per number of rows is enough (a cache).
         """
         return cls(
             greedy=torch.ones(num_rows, dtype=torch.bool, device=device),
@@ -112,7 +113,7 @@ class SamplingMetadata:
 
     @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], *, vocab_size: int, device: torch.device) -> "SamplingMetadata":
-        """Gather the rows' parameters into tensors."""
+        """Build the tensors from the parameters of all rows."""
         params = [row.params for row in rows]
         numbers = numbers_of(params, vocab_size)
         return cls.from_numbers(
@@ -139,7 +140,7 @@ class SamplingMetadata:
         seen: Tensor | None,
         output_counts: Tensor | None,
     ) -> "SamplingMetadata":
-        """Make tensors of what the settings say (`NUMBERS` `[rows]`), beside those that depend on the tokens so far."""
+        """Build the tensors from `NUMBERS` `[rows]`; the caller passes those that depend on the tokens so far."""
 
         def column(name: str) -> Tensor:
             return torch.from_numpy(numbers[name].copy()).to(device)
@@ -169,9 +170,9 @@ def _draws(rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
 
 
 def bias_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
-    """What is added to the logits, float32 `[rows, vocab]`: `logit_bias`, and -inf where `min_tokens` forbids a stop.
+    """Return the bias to add to the logits, float32 `[rows, vocab]`; None if no row has one.
 
-    None if nothing is.
+    It is `logit_bias`, and -inf for stop ids before `min_tokens`.
     """
     blocked = [row.stop_ids if len(row.output_token_ids) < row.params.min_tokens else frozenset() for row in rows]
     if not any(blocked) and not any(row.params.logit_bias for row in rows):
@@ -185,9 +186,9 @@ def bias_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) 
 
 
 def seen_by(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
-    """Which tokens are in prompt or output, bool `[rows, vocab]`; nothing in rows without penalties.
+    """Return a mask of the tokens in prompt or output, bool `[rows, vocab]`; None if no row has penalties.
 
-    None if all rows are without.
+    It is False in rows without penalties.
     """
     if not any(row.params.has_penalties for row in rows):
         return None
@@ -199,7 +200,7 @@ def seen_by(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) 
 
 
 def output_counts_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
-    """How often each token is in the output, float32 `[rows, vocab]`; zeros and None as in `seen_by`."""
+    """Return the count of each token in the output, float32 `[rows, vocab]`; zeros and None as in `seen_by`."""
     if not any(row.params.has_penalties for row in rows):
         return None
     counts = torch.zeros(len(rows), vocab_size)

@@ -1,8 +1,8 @@
-"""How one request wants its tokens chosen, and when it wants to stop.
+"""Sampling parameters of one request: token selection and stop conditions.
 
-The fields and their meaning are those of vLLM's `SamplingParams`; the defaults are not: greedy, 128 tokens. All values
-are checked when the object is made, so that a bad one never reaches the engine; what only the model can judge (token
-ids within the vocabulary) `InputProcessor` checks.
+The fields and their meaning are those of vLLM's `SamplingParams`. The defaults differ: greedy, 128 tokens. The
+constructor checks all values, so an invalid one never reaches the engine. Only limits that depend on the model (token
+ids within the vocabulary) are checked later, by `InputProcessor`.
 """
 
 import sys
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from m1_single_request.errors import InvalidParamsError, is_unicode, shown
 
 MAX_BIAS = 100  # enough to force or to ban a token; the OpenAI API has the same range
-LARGEST = 2**63 - 1  # of a whole number: more than any request needs, and every message between processes holds it
-MAX_TOKEN_IDS = 2**20  # in stop_token_ids and in logit_bias: more than a vocabulary has
+LARGEST = 2**63 - 1  # of a whole number: no request needs more, and messages between processes hold 64 bits
+MAX_TOKEN_IDS = 2**20  # entries of stop_token_ids and of logit_bias; no vocabulary is larger
 MAX_STOP_CHARACTERS = 2**16  # of all stop strings together
 GREEDY_EPSILON = 1e-5  # a temperature below this means greedy
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling and stop rules of one request; immutable, and validated on construction (`InvalidParamsError`).
+    """Sampling parameters and stop conditions of one request. Immutable; the constructor raises `InvalidParamsError`.
 
     The order in which the values act on the logits is fixed (see `Sampler`): min_tokens and logit_bias, penalties,
     greedy choice, temperature, min_p, top_k, top_p. A whole number is at most 2**63 - 1, stop strings have at most
@@ -28,43 +28,43 @@ class SamplingParams:
     """
 
     max_tokens: int = 128
-    """At most this many output tokens."""
+    """Maximum number of output tokens."""
     min_tokens: int = 0
-    """Nothing but a length limit ends the request before it has this many output tokens; stop ids cannot be sampled."""
+    """Minimum number of output tokens. Before it, stop ids cannot be sampled, and only a length limit stops."""
     temperature: float = 0.0
-    """Logits are divided by this. Below 1e-5 the choice is greedy, whatever top_k, top_p and min_p say."""
+    """Divisor of the logits. Below 1e-5 the choice is greedy, and top_k, top_p and min_p are ignored."""
     top_k: int = -1
-    """Sample among the k best tokens; -1 means all."""
+    """Sample from the k most likely tokens; -1 means all."""
     top_p: float = 1.0
-    """Sample among the fewest best tokens whose probabilities reach p together."""
+    """Sample from the smallest set of most likely tokens whose total probability reaches p."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the most likely token."""
+    """Exclude tokens whose probability is below this fraction of the highest probability."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token that the output holds already."""
+    """Subtracted once from the logit of every token in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted once for every time that the output holds the token."""
+    """Subtracted from a token's logit once per occurrence of the token in the output."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids; from -100 to 100."""
+    """Values to add to the logits of these token ids; from -100 to 100."""
     stop: str | Sequence[str] = ()
-    """Strings that end the output where they first appear; cut off unless `include_stop_str_in_output`."""
+    """Strings that end the output at their first occurrence; cut off unless `include_stop_str_in_output`."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end the output, besides the model's end-of-sequence ids."""
     include_stop_str_in_output: bool = False
     """Keep the stop string, or the text of the stop token, in the output text."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence ids (`stop_token_ids` still stop)."""
+    """Continue after the model's end-of-sequence ids (`stop_token_ids` still stop)."""
     seed: int | None = None
-    """Makes draws reproducible. None: derived from the engine's seed and the request's number."""
+    """Seed of the random draws. None: derived from the engine's seed and the request's number."""
     logprobs: int | None = None
-    """Report the log-probabilities of this many best tokens per output position, and always that of the sampled one."""
+    """Return log-probabilities of this many most likely tokens per output position, and of the sampled token."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's own tokens; the first has none."""
+    """Number of most likely tokens per prompt token, as for `logprobs`; the first prompt token has none."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Leave special tokens out of the output text."""
     n: int = 1
-    """How many independent outputs. More than one needs shared KV blocks: m3."""
+    """Number of independent outputs. More than one needs shared KV blocks (m3)."""
 
     def __post_init__(self) -> None:
         _integer(self, "max_tokens", low=1)
@@ -91,17 +91,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the best token is taken instead of drawing one."""
+        """True if the most likely token is taken, without a random draw."""
         return self.temperature < GREEDY_EPSILON
 
     @property
     def has_penalties(self) -> bool:
-        """Whether any penalty changes the logits."""
+        """True if any penalty changes the logits."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     def describe(self) -> str:
-        """The settings that act on the logits, in the order in which they act; empty for plain greedy."""
-        acting = [
+        """Return the settings that act on the logits, in the order in which they act; empty for plain greedy."""
+        settings = [
             ("min_tokens", self.min_tokens > 0),
             ("logit_bias", self.logit_bias is not None),
             ("repetition_penalty", self.repetition_penalty != 1),
@@ -112,7 +112,7 @@ class SamplingParams:
             ("top_k", not self.is_greedy and self.top_k > 0),
             ("top_p", not self.is_greedy and self.top_p < 1),
         ]
-        return ", ".join(f"{name} {getattr(self, name)}" for name, acts in acting if acts)
+        return ", ".join(f"{name} {getattr(self, name)}" for name, acts in settings if acts)
 
 
 def _integer(

@@ -1,9 +1,9 @@
-"""One place decides whether a request ends: stop strings, stop ids, length limits.
+"""Stop conditions of a request in one place: stop strings, stop ids, length limits.
 
-The scheduler asks before it commits anything, because what comes after a stop must enter neither the output nor a
-cache. Several tokens may arrive at once (from m5 on); the earliest stop among them wins, and at one token a string wins
-over an id, an id over a length. vLLM splits this between `check_stop` and the detokenizer; SGLang has
-`Req.check_finished`.
+The scheduler calls the checker before it commits new tokens: tokens after a stop must enter neither the output nor a
+cache. A step may give a request several tokens (from m5 on); the earliest stop among them applies. At the same token a
+string has priority over an id, and an id over a length. vLLM splits this between `check_stop` and the detokenizer;
+SGLang has `Req.check_finished`.
 """
 
 from collections.abc import Iterable, Sequence as SequenceOf
@@ -22,33 +22,33 @@ NO_IDS: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class StopVerdict:
-    """What the checker found in a run of new tokens."""
+    """Result of `StopChecker.check` for the new tokens of a sequence."""
 
     num_accepted: int
-    """How many of the new tokens belong to the output; the rest lies behind the stop."""
+    """Number of new tokens that belong to the output; the others come after the stop."""
     finish_reason: BaseFinishReason | None = None
     text_end: int | None = None
-    """Where a stop string cuts the text; None: nowhere."""
+    """Index in the text at which a stop string cuts it, or None."""
 
 
 class StopChecker:
-    """Knows the model's end-of-sequence ids and its length limit; keeps no state of its own."""
+    """Checks sequences against their own limits and the model's. Stores no state about any request."""
 
     def __init__(self, *, eos_token_ids: Iterable[int], max_model_len: int) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
 
     def stop_ids(self, sequence: Sequence) -> frozenset[int]:
-        """Every id that ends this sequence: its own, and the model's unless they are ignored."""
+        """Return all ids that end this sequence: its own, and the model's unless `ignore_eos`."""
         params = sequence.sampling_params
         models = NO_IDS if params.ignore_eos else self.eos_token_ids
         return models.union(params.stop_token_ids) if params.stop_token_ids else models
 
     def check(self, sequence: Sequence, new_token_ids: SequenceOf[int]) -> StopVerdict:
-        """Judge `new_token_ids`, which the sequence does not hold yet.
+        """Check `new_token_ids`, which are not in the sequence yet.
 
-        Afterwards the sequence's detokenizer holds exactly the accepted tokens, less a stop token whose text is not to
-        be shown. Text is asked for only where there are stop strings to look for.
+        Afterwards the sequence's detokenizer holds exactly the accepted tokens, except a stop token that the output
+        text excludes. Text is decoded only for requests with stop strings.
         """
         params, detokenizer = sequence.sampling_params, sequence.detokenizer
         stop_ids, num_output = self.stop_ids(sequence), sequence.get_output_len()
@@ -78,10 +78,10 @@ class StopChecker:
 
 
 def _first_match(text: str, already: int, stops: SequenceOf[str]) -> tuple[str, int] | None:
-    """The stop string that is complete first in `text`, given that none ended within the first `already` characters.
+    """Return the stop string that ends first in `text`, and the index after it; None if there is no match.
 
-    Returns it with the position behind it. Earliest end first, so that the answer does not depend on how the text was
-    cut into tokens; of two that end together the longer wins.
+    No stop string ends within the first `already` characters. The earliest end is chosen, so the result does not depend
+    on how the text is split into tokens; of two with the same end, the longer.
     """
     found = []
     for stop in stops:
@@ -95,7 +95,7 @@ def _first_match(text: str, already: int, stops: SequenceOf[str]) -> tuple[str, 
 
 
 def held_back(text: str, stops: SequenceOf[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of a stop string."""
+    """Return the number of characters at the end of `text` that may be the beginning of a stop string."""
     longest = max((len(stop) for stop in stops), default=0)
     for size in range(min(longest - 1, len(text)), 0, -1):
         if any(len(stop) > size and stop.startswith(text[-size:]) for stop in stops):

@@ -1,7 +1,8 @@
 """Readers of the trace: the console for people, JSONL for programs, Chrome trace for Perfetto.
 
-A reader only listens. Attach your own with `engine.tracer.attach(reader)`: anything with `read(record)` and `close()`.
-These here know no event but the root `Event`, so they serve every milestone: an event says itself how it is shown.
+A reader receives records and never changes the engine. Attach your own with `engine.tracer.attach(reader)`: any object
+with `read(record)` and `close()`. The readers in this file use only the base class `Event`, whose methods return the
+text to show, so every milestone can use them.
 """
 
 import json
@@ -22,36 +23,36 @@ class TraceConsole(Console):
     """A console that does not end the program when its output is closed (`| head`): the tracer detaches its reader."""
 
     def on_broken_pipe(self) -> None:
-        """Let the reader fail, which is what the tracer expects."""
+        """Raise `BrokenPipeError` in the reader, so that the tracer detaches it."""
         raise BrokenPipeError("the console's output was closed")
 
 
-MOST_BRIEFS = 4  # how many events of a kind a summary line names; the others it counts
+MOST_BRIEFS = 4  # events of one kind that a summary line lists; it counts the others
 
 
 class ConsoleReader:
-    """Prints the trace: `verbose` says every decision in sentences, `summary` one line per step."""
+    """Prints the trace: with `verbose` every decision in a sentence, otherwise one line per step."""
 
     def __init__(self, *, verbose: bool = True, console: Console | None = None) -> None:
         self.verbose = verbose
         self.console = console or TraceConsole(highlight=False)
         self._step = 0
-        self._briefs: dict[str, list[str]] = {}  # by kind of event: what the coming summary line says
+        self._briefs: dict[str, list[str]] = {}  # kind of event -> texts of the next summary line
         self._line = 0  # the step of that line
 
     def read(self, record: TraceRecord) -> None:
-        """Print a record, or keep it for the step's line."""
+        """Print a record, or store it for the step's summary line."""
         if self.verbose:
-            self._say(record)
+            self._print_event(record)
         elif record.event.headline:
             self.console.print(Text(record.event.explain(), style=record.event.style))
         else:
             self._summarise(record.event, record.step)
 
     def close(self) -> None:
-        """Nothing is buffered beyond a step."""
+        """Do nothing: no text is kept after the end of a step."""
 
-    def _say(self, record: TraceRecord) -> None:
+    def _print_event(self, record: TraceRecord) -> None:
         event = record.event
         if record.step != self._step:
             self._step = record.step
@@ -62,26 +63,26 @@ class ConsoleReader:
     def _summarise(self, event: Event, step: int) -> None:
         if step > self._line:
             self._line = step
-            self._briefs.clear()  # of a step that was interrupted before its end
+            self._briefs.clear()  # from a step that did not end
         brief = event.brief()
         if brief is not None:
             self._briefs.setdefault(event.kind, []).append(brief)
         if event.ends_step:
-            said = [text for briefs in self._briefs.values() for text in at_most(MOST_BRIEFS, briefs)]
-            self.console.print(Text("  ".join([f"step {step:>4}", *said])))
-            self._line = step + 1  # what is said before the next step begins stands in the line of that step
+            texts = [text for briefs in self._briefs.values() for text in at_most(MOST_BRIEFS, briefs)]
+            self.console.print(Text("  ".join([f"step {step:>4}", *texts])))
+            self._line = step + 1  # events before the next step begins are part of that step's line
             self._briefs.clear()
 
 
 def at_most(limit: int, texts: list[str]) -> list[str]:
-    """The first `limit` texts, and how many more there are."""
+    """Return the first `limit` texts, then one text with the number of the others."""
     return texts if len(texts) <= limit else [*texts[:limit], f"and {len(texts) - limit} more"]
 
 
 class JsonlReader:
-    """Writes one event a line: `{"step": 1, "time": 12.3, "event": "admit", ...}`.
+    """Writes one event per line: `{"step": 1, "time": 12.3, "event": "admit", ...}`.
 
-    `stable=True` leaves out times and floats computed by the model, so that two machines write the same file.
+    `stable=True` omits times and floats computed by the model, so that two machines write the same file.
     """
 
     def __init__(self, path: str | Path, *, stable: bool = False) -> None:
@@ -89,7 +90,7 @@ class JsonlReader:
         self._file = open_for_writing(path)
 
     def read(self, record: TraceRecord) -> None:
-        """Write a line; it is in the file at once, so that a killed run leaves its trace behind."""
+        """Write a line and flush it, so that the trace of a killed run is complete up to that line."""
         stamp = {"step": record.step} if self.stable else {"step": record.step, "time": record.time}
         line = stamp | {"event": record.event.kind} | record.event.data(stable=self.stable)
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -101,21 +102,21 @@ class JsonlReader:
 
 
 class ChromeTraceReader:
-    """Writes a trace for https://ui.perfetto.dev: a lane per request with its steps, the engine's lane, curves.
+    """Writes a trace for https://ui.perfetto.dev: a lane of steps per request, a lane of the engine, and counters.
 
-    An event about one request is a mark in the lane of that request, any other a mark in the engine's. The file is
-    written by `close()`: the format is one JSON document.
+    An event about one request is a mark in that request's lane, any other event a mark in the engine's lane. `close()`
+    writes the file, because the format is one JSON document.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._file = open_for_writing(path)
         self._events: list[dict[str, Any]] = []
-        self._lanes: dict[str | None, int] = {None: 0}  # by request; None: the engine's
+        self._lanes: dict[str | None, int] = {None: 0}  # request id -> lane; None: the engine's lane
         self._step = 0
         self._bars: list[tuple[str, str]] = []
 
     def read(self, record: TraceRecord) -> None:
-        """Keep a record as trace events."""
+        """Convert a record to trace events and store them."""
         event, now = record.event, record.time * 1e6
         if record.step != self._step:
             self._step = record.step
@@ -131,7 +132,7 @@ class ChromeTraceReader:
             self._add(lane, ph="i", s="t", name=event.kind, ts=now, args=event.data())
 
     def close(self) -> None:
-        """Write the document."""
+        """Write the JSON document and close the file."""
         names = [
             {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": lane or "engine"}}
             for lane, tid in self._lanes.items()
@@ -140,7 +141,7 @@ class ChromeTraceReader:
         self._file.close()
 
     def _draw_step(self, phases: dict[str, float], now: float) -> None:
-        """The step that ends now: a bar for each of its requests, and its phases end to end."""
+        """Draw the step that ends at `now` (microseconds): one bar per request, and its phases one after the other."""
         whole, args = sum(phases.values()) * 1e3, {"step": self._step}
         begin = now - whole
         for rid, label in self._bars:
@@ -154,7 +155,7 @@ class ChromeTraceReader:
 
 
 def open_for_writing(path: str | Path) -> Any:
-    """Open a trace file, or say clearly why not (`ConfigError`)."""
+    """Open a trace file for writing. Raises `ConfigError` with the reason if that fails."""
     try:
         return open(path, "w", encoding="utf-8", errors="backslashreplace")
     except (OSError, ValueError) as error:
@@ -163,7 +164,7 @@ def open_for_writing(path: str | Path) -> Any:
 
 
 def readers_of(config: TraceConfig) -> list[TraceReader]:
-    """The readers that a `TraceConfig` asks for."""
+    """Return the readers that a `TraceConfig` configures."""
     readers: list[TraceReader] = list(config.readers)
     if config.console != "off":
         readers.append(ConsoleReader(verbose=config.console == "verbose"))

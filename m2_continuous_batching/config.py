@@ -1,4 +1,4 @@
-"""What an m2 engine is told: m1's model and trace, and now how many requests may run together.
+"""Configuration of an m2 engine: m1's model and trace, and the new limits of a batch.
 
 vLLM: `SchedulerConfig` with the same two limits; SGLang: `max_running_requests` and `max_prefill_tokens`.
 """
@@ -15,13 +15,13 @@ LEAST_BATCHED_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """The largest batch. Each milestone's `SchedulerConfig` adds its own settings."""
+    """The size limits of a batch. Each milestone's `SchedulerConfig` adds its own settings."""
 
     max_num_seqs: int = 16
-    """At most so many requests run at a time."""
+    """Maximum number of running requests."""
     max_num_batched_tokens: int | None = None
-    """At most so many new tokens go through the model in one step. A prompt runs whole, so a longer one is refused.
-    None: the largest of `max_model_len`, 2,048 and `max_num_seqs`, so that no prompt is refused for it."""
+    """Maximum number of new tokens in one step. A prompt runs in one step, so a longer prompt is rejected. None: the
+    largest of `max_model_len`, 2,048 and `max_num_seqs`, so that this limit rejects no prompt."""
 
     def __post_init__(self) -> None:
         check_whole_number("max_num_seqs", self.max_num_seqs, low=1)
@@ -29,22 +29,22 @@ class BatchLimits:
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
-                f"not every running request could get a token in a step"
+                f"a step could not run all running requests"
             )
 
     def resolved(self, max_model_len: int) -> Self:
-        """Return a copy with every None replaced, for a model of this length."""
+        """Return a copy with every None replaced, for a model of `max_model_len` tokens."""
         budget = self.max_num_batched_tokens or max(max_model_len, LEAST_BATCHED_TOKENS, self.max_num_seqs)
         return replace(self, max_num_batched_tokens=budget)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(BatchLimits):
-    """The largest batch, and its execution."""
+    """The size limits of a batch, and its execution."""
 
     execution: Execution = "padded"
-    """`padded`: one forward for all prefills of a step and one for all decodes, over a dense cache with a slot per
-    request. `per_request`: a forward for each request, as in m1."""
+    """`padded`: one forward for all prefills of a step and one for all decodes, with a dense cache of one slot per
+    request. `per_request`: one forward per request, as in m1."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.execution, str) or self.execution not in get_args(Execution):
@@ -54,6 +54,6 @@ class SchedulerConfig(BatchLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(SingleRequestConfig):
-    """All settings of an m2 engine. The field `x` is the engine's keyword `x_config`."""
+    """The whole configuration of an m2 engine. The field `x` is the engine's keyword `x_config`."""
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -1,7 +1,7 @@
-"""Where a batch runs: the one thing below the engine core that it knows.
+"""Executor: runs a batch for the engine core, on one or more workers.
 
-New in m2. An executor hides how many workers there are and in which processes: here one, in this one. With tensor
-parallelism it would send the same batch to several and take the logits from the first. vLLM: `v1/executor`
+New in m2. An executor hides the number of workers and their processes: here one worker, in this process. With tensor
+parallelism it would send the same batch to several workers and take the logits of the first. vLLM: `v1/executor`
 (`UniProcExecutor` is this one); SGLang has no such layer, its scheduler holds a `TpModelWorker`.
 """
 
@@ -13,36 +13,35 @@ from m2_continuous_batching.worker import GPUWorker
 
 
 class GPUExecutor:
-    """One worker, called directly."""
+    """Executor of one worker in the same process."""
 
     def __init__(self, *, worker: GPUWorker) -> None:
         self.worker = worker
         self.kv_bytes_per_token = worker.kv_bytes_per_token
 
     def execute_model_batch(self, input_batch: InputBatch) -> dict[str, Tensor]:
-        """Logits of every row by request id: float32 `[num_logits, vocab]`.
+        """Run all rows, and return the logits by request id: float32 `[num_logits, vocab]`.
 
-        Whatever it raises fails the requests of this batch, and no other; `torch.AcceleratorError` means that the
-        device is lost.
+        An exception fails only the requests of this batch; `torch.AcceleratorError` means that the device is lost.
         """
         return self.worker.execute_model_batch(input_batch)
 
     def free_request_cache(self, request_id: str) -> None:
-        """Release the KV of a request; one that never ran holds none."""
+        """Free the KV of a request; does nothing for a request that never ran."""
         self.worker.free_request_cache(request_id)
 
     def clear_kv_caches(self) -> None:
-        """Release the KV of all requests."""
+        """Free the KV of all requests."""
         self.worker.clear_kv_caches()
 
     def held_request_ids(self) -> list[str]:
-        """The requests whose KV is held."""
+        """Return the ids of the requests that hold KV."""
         return self.worker.held_request_ids()
 
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV is held now."""
+        """Return the number of tokens with KV."""
         return self.worker.num_kv_tokens()
 
     def usage(self) -> BatchUsage:
-        """What the last batch did, and what stands in the KV memory now."""
+        """Return the tokens of the last batch and the current KV memory."""
         return self.worker.usage()

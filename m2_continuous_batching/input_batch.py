@@ -1,8 +1,8 @@
-"""From the scheduler's decision to rows of numbers, ready to become tensors.
+"""Input batch: the scheduler's output as rows of token ids and positions, ready to become tensors.
 
-Each row is one request: a whole prompt, or a single new token. Rows have different lengths, and a tensor has not:
-`to_tensors` pads them. What the padding costs is counted by the runner and is the reason for m3. vLLM: `InputBatch` in
-`v1/worker/gpu_input_batch.py` (it lives across steps there).
+Each row is one request: a whole prompt, or one new token. Rows differ in length, and a tensor has one width, so
+`to_tensors` pads them. The runner counts the padding, which is the reason for m3. vLLM: `InputBatch` in
+`v1/worker/gpu_input_batch.py`, which is kept across steps there.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from m2_continuous_batching.scheduler_output import SchedulerOutput
 
 @dataclass(frozen=True)
 class InputBatch:
-    """One step's rows as parallel lists. Nobody changes them."""
+    """One step's rows as parallel lists, which are never modified."""
 
     req_ids: list[str]
     token_ids: list[list[int]]
     """The new tokens of each row."""
     start_positions: list[int]
-    """Position of each row's first new token: how many tokens it has KV for."""
+    """Position of each row's first new token, which is the number of its tokens with KV."""
     is_prefill: list[bool]
     prompt_lens: list[int]
     """Length of the prompt in a prefill row; 0 in a decode row."""
     block_ids: list[list[int]]
-    """KV memory that is new to the row's request: its slot in a prefill row, nothing in a decode row."""
+    """KV memory newly allocated to the row's request: its slot in a prefill row, empty in a decode row."""
     num_logits: list[int]
-    """How many of the row's last tokens need logits: 1, or all where the prompt's logprobs were asked for."""
+    """Number of the row's last tokens that need logits: 1, or all if prompt logprobs are requested."""
 
     @property
     def batch_size(self) -> int:
@@ -37,11 +37,11 @@ class InputBatch:
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all rows."""
+        """Number of new tokens in all rows."""
         return sum(map(len, self.token_ids))
 
     def select(self, rows: Sequence[int]) -> "InputBatch":
-        """Some of the rows, in the given order."""
+        """Return the given rows, in the given order."""
         return InputBatch(
             req_ids=[self.req_ids[i] for i in rows],
             token_ids=[self.token_ids[i] for i in rows],
@@ -53,9 +53,9 @@ class InputBatch:
         )
 
     def to_tensors(self, device: torch.device, pad_token_id: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """`(token_ids, attention_mask, positions)`, each int64 `[batch_size, longest row]`, padded on the right.
+        """Return `(token_ids, attention_mask, positions)`, each int64 `[batch_size, longest row]`, right-padded.
 
-        The mask is 1 on real tokens and 0 on padding; the position of padding is 0.
+        The mask is 1 for tokens and 0 for padding; the position of padding is 0.
         """
         shape = (self.batch_size, max(map(len, self.token_ids), default=0))
         token_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
@@ -69,10 +69,10 @@ class InputBatch:
 
 
 def prepare_inputs_from_scheduler_output(scheduler_output: SchedulerOutput) -> InputBatch:
-    """The rows of a step: its prefills in the order of admission, then its decodes."""
+    """Return the rows of a step: its prefills in the order of admission, then its decodes."""
     new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
     prompts = [request.prompt_token_ids for request in new]
-    wants_all = [request.sampling_params.prompt_logprobs is not None for request in new]
+    needs_all = [request.sampling_params.prompt_logprobs is not None for request in new]
     return InputBatch(
         req_ids=[request.req_id for request in new] + cached.req_ids,
         token_ids=prompts + cached.new_token_ids,
@@ -80,6 +80,6 @@ def prepare_inputs_from_scheduler_output(scheduler_output: SchedulerOutput) -> I
         is_prefill=[True] * len(new) + [False] * cached.num_reqs,
         prompt_lens=[len(prompt) for prompt in prompts] + [0] * cached.num_reqs,
         block_ids=[request.block_ids for request in new] + cached.new_block_ids,
-        num_logits=[len(prompt) if every else 1 for prompt, every in zip(prompts, wants_all, strict=True)]
+        num_logits=[len(prompt) if every else 1 for prompt, every in zip(prompts, needs_all, strict=True)]
         + [1] * cached.num_reqs,
     )

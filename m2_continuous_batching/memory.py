@@ -1,8 +1,8 @@
-"""How much memory a cache may take, asked before anything is reserved: too much is an error then, and no dead process.
+"""Available memory for a cache, measured before the cache is allocated.
 
-New in m2, whose dense cache is reserved at once; m3's blocks ask the same question. On Linux a process that takes more
-than there is gets killed, and the limit of a container counts as much as the machine's memory. vLLM measures free CUDA
-memory in `v1/worker/gpu_worker.py`, SGLang in `get_available_gpu_memory`.
+New in m2, whose dense cache is allocated at once; m3's blocks use the same function. On Linux the kernel kills a
+process that exceeds the machine's memory or its container's limit. The check turns that into an error message. vLLM
+measures free CUDA memory in `v1/worker/gpu_worker.py`, SGLang in `get_available_gpu_memory`.
 """
 
 from pathlib import Path
@@ -11,16 +11,16 @@ import torch
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that can be reserved on `device`, a tenth of what is free left over; None if the system does not say."""
+    """Return nine tenths of the free bytes on `device`; None if the system does not report them."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, of what was freed
-        return (int(torch.cuda.mem_get_info(device)[0]) + kept) * 9 // 10
-    found = [found for found in (_free_in_system(), _free_in_cgroup()) if found is not None]
-    return min(found) * 9 // 10 if found else None
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # in torch's own cache
+        return (int(torch.cuda.mem_get_info(device)[0]) + unused) * 9 // 10
+    limits = [limit for limit in (_free_in_system(), _free_in_cgroup()) if limit is not None]
+    return min(limits) * 9 // 10 if limits else None
 
 
 def _free_in_system() -> int | None:
-    """Linux's own estimate of what can be taken without swapping."""
+    """Return Linux's estimate of the bytes that can be allocated without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -29,7 +29,7 @@ def _free_in_system() -> int | None:
 
 
 def _free_in_cgroup() -> int | None:
-    """What the limit of a container leaves."""
+    """Return the free bytes within the container's memory limit; None without a limit."""
     try:
         limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
     except OSError:

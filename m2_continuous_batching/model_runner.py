@@ -1,8 +1,8 @@
-"""Tensors in, logits out, for a whole batch.
+"""Model runner: run the model on all rows of a step and return logits.
 
-m1's runner took one request. This one takes all rows of a step and has two ways to run them, because the difference
-between the two is the lesson: `per_request.py` runs them one after the other, `padded.py` all together. It counts what
-each way wastes. m3 brings the project's own model, which needs no padding. vLLM: `v1/worker/gpu_model_runner.py`.
+m1's runner ran one request. This one runs all rows of a step, in one of two ways, which the lesson compares:
+`per_request.py` runs them one after the other, `padded.py` all together. It counts the padding and the unused KV memory
+of each. m3 adds the project's own model, which needs no padding. vLLM: `v1/worker/gpu_model_runner.py`.
 """
 
 from typing import Protocol
@@ -20,10 +20,10 @@ from m2_continuous_batching.per_request import PerRequestExecution
 
 
 class BatchExecution(Protocol):
-    """A way to run the rows of a batch, with the KV memory that goes with it."""
+    """A way to run the rows of a batch, with its own KV memory."""
 
     num_padded: int
-    """Padding in the last batch."""
+    """Number of padding positions in the last batch."""
 
     def execute(self, batch: InputBatch) -> dict[str, Tensor]: ...
     def free(self, request_id: str) -> None: ...
@@ -33,7 +33,7 @@ class BatchExecution(Protocol):
 
 
 class ModelRunner:
-    """Runs what the scheduler decided, and owns the KV of every request that has started."""
+    """Runs the scheduler's output, and owns the KV cache of every started request."""
 
     def __init__(self, *, loaded_model: LoadedModel, scheduler_config: SchedulerConfig, tracer: Tracer) -> None:
         self.model = loaded_model.model
@@ -49,7 +49,7 @@ class ModelRunner:
         self._num_tokens = 0
 
     def execute_model_batch(self, input_batch: InputBatch) -> dict[str, Tensor]:
-        """Run the new tokens of all rows; their keys and values stay in the requests' memory.
+        """Run the new tokens of all rows, and store their keys and values in the requests' KV memory.
 
         Returns the logits of each row's last `num_logits` tokens by request id: float32 `[num_logits, vocab]`.
         """
@@ -69,23 +69,23 @@ class ModelRunner:
         return logits
 
     def free_request_cache(self, request_id: str) -> None:
-        """Release the KV of a request; one that never ran holds none."""
+        """Free the KV of a request; does nothing for a request that never ran."""
         self.execution.free(request_id)
 
     def clear_kv_caches(self) -> None:
-        """Release the KV of all requests."""
+        """Free the KV of all requests."""
         self.execution.clear()
 
     def held_request_ids(self) -> list[str]:
-        """The requests whose KV is held."""
+        """Return the ids of the requests that hold KV."""
         return list(self.execution.lengths())
 
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV is held now."""
+        """Return the number of tokens with KV."""
         return sum(self.execution.lengths().values())
 
     def usage(self) -> BatchUsage:
-        """What the last batch did, and what stands in the KV memory now."""
+        """Return the tokens of the last batch and the current KV memory."""
         return BatchUsage(
             useful_tokens=self._num_tokens,
             padded_tokens=self.execution.num_padded,

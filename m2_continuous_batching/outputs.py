@@ -1,4 +1,4 @@
-"""Numbers that only a batch has: how much of a step was work, and how much of the KV memory holds anything."""
+"""Statistics of a batch: useful and padded tokens of a step, used and reserved KV memory. New in m2."""
 
 from dataclasses import dataclass
 
@@ -7,25 +7,25 @@ from m1_single_request.outputs import EngineStats as SingleRequestStats
 
 @dataclass(frozen=True)
 class BatchUsage:
-    """What one step's forwards did, and what stands in the KV memory after it."""
+    """Tokens of one step's forwards, and the KV memory after the step."""
 
     useful_tokens: int
     """New tokens that went through the model."""
     padded_tokens: int
-    """Places in the same tensors that held no token: they were computed and thrown away."""
+    """Tensor positions without a token: computed and discarded."""
     kv_bytes_reserved: int
-    """KV memory that is taken, whether anything stands in it or not."""
+    """Reserved KV memory, used or not."""
     kv_bytes_used: int
-    """The part of it that holds keys and values of a request."""
+    """Part of it that holds keys and values of requests."""
 
 
 @dataclass(frozen=True)
 class EngineStats(SingleRequestStats):
-    """m1's totals, and the waste."""
+    """m1's totals, with padding and reserved memory."""
 
     useful_tokens: int
     """Tokens that went through the model since the engine was built."""
     padded_tokens: int
-    """Padding that went with them."""
+    """Padding positions computed with them."""
     kv_bytes_reserved: int
-    """KV memory that is taken now; `kv_bytes` of it hold something."""
+    """Reserved KV memory; `kv_bytes` of it are in use."""

@@ -1,13 +1,13 @@
-"""A batch run in two forwards: one for all prefills of the step, one for all decodes.
+"""Padded execution: run a batch in two forwards, one for all prefills of the step, one for all decodes.
 
-Each of them reads every weight once for all of its rows, which is what makes batching pay. The price is padding, and
-this file counts it:
+Each forward reads every weight once for all of its rows, which is the gain of batching. The cost is padding, and this
+file counts it:
 
 - a prefill batch is as wide as its longest prompt, `[rows, longest]`;
-- a decode batch is one column, but its rows are the slots from 0 to the highest that decodes. A slot below it that does
-  not decode now goes along idle, because leaving it out would mean to copy the KV of all others (which is done if fewer
-  than half of them run);
-- attention reads every row as far as the longest one goes.
+- a decode batch has one column, and its rows are the slots from 0 to the highest that decodes. A slot below it that
+  does not decode is an idle row: without it the KV of all other slots would be copied. If fewer than half of the slots
+  decode, the KV is copied, without idle rows;
+- attention reads every row up to the length of the longest one.
 """
 
 import torch
@@ -23,7 +23,7 @@ from m2_continuous_batching.slot_cache import SlotCache
 
 
 class PaddedExecution:
-    """transformers' own model over a `SlotCache`."""
+    """Runs transformers' own model with a `SlotCache`."""
 
     def __init__(self, *, loaded_model: LoadedModel, max_num_seqs: int, tracer: Tracer) -> None:
         self.model = loaded_model.model
@@ -33,15 +33,15 @@ class PaddedExecution:
         self.kv_bytes_per_token = loaded_model.kv_bytes_per_token
         self.tracer = tracer
         self.cache = SlotCache(loaded_model=loaded_model, max_num_seqs=max_num_seqs)
-        self.slots: dict[str, int] = {}  # the slot of each request that has started
-        self.lens = [0] * max_num_seqs  # tokens of the slot's owner that have KV
-        self.written = [0] * max_num_seqs  # positions of the slot that are not zero, padding included
+        self.slots: dict[str, int] = {}  # request id -> slot, for each started request
+        self.lens = [0] * max_num_seqs  # tokens with KV of the request in each slot
+        self.written = [0] * max_num_seqs  # positions of each slot that may be non-zero, padding included
         self.num_padded = 0
 
     def execute(self, batch: InputBatch) -> dict[str, Tensor]:
-        """Logits by request id."""
+        """Run all rows, and return the logits by request id: float32 `[num_logits, vocab]`."""
         for request_id, block_ids in zip(batch.req_ids, batch.block_ids, strict=True):
-            if block_ids:  # full data once: from here on the runner knows the request's slot
+            if block_ids:  # sent once, at the request's first step; the runner stores the slot
                 (slot,) = block_ids
                 assert self.slots.get(request_id, slot) == slot and slot not in self._slots_of_others(request_id)
                 self.slots[request_id] = slot
@@ -52,7 +52,7 @@ class PaddedExecution:
         return logits | (self._decode(batch.select(decodes)) if decodes else {})
 
     def free(self, request_id: str) -> None:
-        """Wipe the slot of a request. The slot itself belongs to the scheduler's KV manager."""
+        """Clear the slot of a request. Slots are allocated by the scheduler's KV manager, not here."""
         slot = self.slots.get(request_id)
         if slot is None:
             return
@@ -72,18 +72,18 @@ class PaddedExecution:
             self.cache.clear(slot, length)
 
     def lengths(self) -> dict[str, int]:
-        """Tokens held, by request id."""
+        """Return the number of tokens with KV by request id."""
         return {request_id: self.lens[slot] for request_id, slot in self.slots.items()}
 
     def reserved_bytes(self) -> int:
-        """Every slot is reserved from the start, in its full length."""
+        """Return the bytes of all slots; they are reserved from the start, in full length."""
         return self.cache.num_bytes
 
     def _slots_of_others(self, request_id: str) -> list[int]:
         return [slot for owner, slot in self.slots.items() if owner != request_id]
 
     def _prefill(self, batch: InputBatch) -> dict[str, Tensor]:
-        """Whole prompts, padded on the right: no token sees the padding behind it, and nobody looks at its logits."""
+        """Run whole prompts, padded on the right: no token attends to padding, and its logits are not computed."""
         token_ids, _, positions = batch.to_tensors(self.device)
         longest = token_ids.shape[1]
         slots = [self.slots[request_id] for request_id in batch.req_ids]
@@ -93,16 +93,16 @@ class PaddedExecution:
         hidden = self._forward(token_ids, positions, None)  # [rows, longest, hidden_size]
         rows: list[int] = []
         columns: list[int] = []
-        for row, (length, wanted) in enumerate(zip(batch.prompt_lens, batch.num_logits, strict=True)):
-            rows += [row] * wanted
-            columns += range(length - wanted, length)
+        for row, (length, num_logits) in enumerate(zip(batch.prompt_lens, batch.num_logits, strict=True)):
+            rows += [row] * num_logits
+            columns += range(length - num_logits, length)
             self.lens[slots[row]] = length
         logits = self.lm_head(hidden[rows, columns]).float()  # [sum of num_logits, vocab]
         self._count("prefill", batch, num_rows=len(slots), width=longest, kv_width=longest)
         return dict(zip(batch.req_ids, logits.split(batch.num_logits), strict=True))
 
     def _decode(self, batch: InputBatch) -> dict[str, Tensor]:
-        """One token a row. An idle row writes behind its slot's last token, where nobody reads in between."""
+        """Run one token per row. An idle row writes after its slot's last token, where the next token overwrites it."""
         slots = [self.slots[request_id] for request_id in batch.req_ids]
         together = 2 * len(slots) >= max(slots) + 1
         rows = list(range(max(slots) + 1)) if together else slots  # the slot of each row of the forward
@@ -124,9 +124,9 @@ class PaddedExecution:
         return {request_id: logits[place : place + 1] for request_id, place in zip(batch.req_ids, places, strict=True)}
 
     def _decode_mask(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
-        """What each row may see: its own positions and none behind. `[rows, 1, 1, width]`, 0 or minus infinity.
+        """Return the attention mask `[rows, 1, 1, width]`: 0 up to each row's position, minus infinity after it.
 
-        Where layers with a sliding window exist, one mask for each kind of layer.
+        A model with sliding-window layers gets one mask per type of layer.
         """
         columns = torch.arange(width, device=self.device)
         hidden = columns > positions[:, None]
@@ -142,7 +142,7 @@ class PaddedExecution:
         return {"full_attention": mask(hidden), "sliding_attention": mask(hidden | out_of_window)}
 
     def _forward(self, token_ids: Tensor, positions: Tensor, mask: Tensor | dict[str, Tensor] | None) -> Tensor:
-        """The last hidden states `[rows, new, hidden_size]`. Without a mask the model makes the causal one itself."""
+        """Return the last hidden states `[rows, new, hidden_size]`. If `mask` is None, the model uses a causal mask."""
         output = self.decoder(
             input_ids=token_ids,
             position_ids=positions,
@@ -153,7 +153,7 @@ class PaddedExecution:
         return output.last_hidden_state
 
     def _count(self, mode: str, batch: InputBatch, *, num_rows: int, width: int, kv_width: int) -> None:
-        """Note the padding of one forward: places in its tensors that belong to no token."""
+        """Count and trace the padding of one forward: tensor positions without a token."""
         padded = num_rows * width - batch.num_tokens
         self.num_padded += padded
         if self.tracer:

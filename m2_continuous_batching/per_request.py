@@ -1,7 +1,7 @@
-"""A batch run one request at a time: correct, simple, and no faster than m1.
+"""Per-request execution: run the rows of a batch one after the other. Correct, simple, and no faster than m1.
 
-Each request has its own `past_key_values`, exactly as in m1, whose runner does the work. Nothing is padded and no KV is
-reserved in vain; but each row launches all operations and reads all weights for itself.
+Each request has its own `past_key_values`, as in m1, whose runner is used. There is no padding, and no KV memory is
+reserved without use. But every row launches all operations and reads all weights again.
 """
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from m2_continuous_batching.input_batch import InputBatch
 
 
 class PerRequestExecution:
-    """A forward for each row."""
+    """Runs one forward per row."""
 
     num_padded = 0
 
@@ -21,7 +21,7 @@ class PerRequestExecution:
         self.runner = SingleRequestRunner(loaded_model=loaded_model, tracer=tracer)
 
     def execute(self, batch: InputBatch) -> dict[str, Tensor]:
-        """Logits by request id."""
+        """Run all rows, and return the logits by request id: float32 `[num_logits, vocab]`."""
         logits: dict[str, Tensor] = {}
         for row, request_id in enumerate(batch.req_ids):
             token_ids, _, positions = batch.select([row]).to_tensors(self.runner.device)
@@ -36,7 +36,7 @@ class PerRequestExecution:
         return logits
 
     def free(self, request_id: str) -> None:
-        """Release the KV of a request."""
+        """Free the KV of a request."""
         self.runner.free_request_cache(request_id)
 
     def clear(self) -> None:
@@ -44,9 +44,9 @@ class PerRequestExecution:
         self.runner.clear_kv_caches()
 
     def lengths(self) -> dict[str, int]:
-        """Tokens held, by request id."""
+        """Return the number of tokens with KV by request id."""
         return {request_id: cache.get_seq_length() for request_id, cache in self.runner.request_caches.items()}
 
     def reserved_bytes(self) -> int:
-        """A cache of its own grows with its request: what is taken is what is used."""
+        """Return the bytes of all requests' KV; each cache grows with its request, so all of it is in use."""
         return sum(self.lengths().values()) * self.runner.kv_bytes_per_token

@@ -1,9 +1,8 @@
-"""What the scheduler tells the rest of the engine: full data once, differences afterwards.
+"""The scheduler's output: one step's decision, sent to the workers.
 
-In m1 the decision was one request and its tokens. Now it is a batch, and it may have to travel to a worker in another
-process. So a request is described in full when it joins (`NewRequestData`), and from then on only by what changed
-(`CachedRequestData`); whoever runs it remembers the rest. vLLM: `v1/core/sched/output.py`. SGLang sends a living
-`ScheduleBatch` instead (m4).
+In m1 the decision was one request and its tokens. Now it is a batch, which may be sent to a worker in another process.
+So a request is sent in full when it joins (`NewRequestData`), and later only its changes (`CachedRequestData`); the
+worker stores the rest. vLLM: `v1/core/sched/output.py`. SGLang passes a mutable `ScheduleBatch` instead (m4).
 """
 
 from dataclasses import dataclass
@@ -13,34 +12,34 @@ from m1_single_request.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class NewRequestData:
-    """A request that runs for the first time: its whole prompt goes through the model."""
+    """A request in its first step: its whole prompt goes through the model."""
 
     req_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     block_ids: list[int]
-    """Its KV memory. In m2 one id, the slot."""
+    """KV memory of the request. In m2 one id, the slot."""
     num_computed_tokens: int = 0
     """Tokens whose KV exists already; always 0 before m4."""
 
 
 @dataclass(frozen=True)
 class CachedRequestData:
-    """The requests that ran before, as parallel lists: whoever runs them has the rest cached."""
+    """The requests that ran before, as parallel lists of their changes."""
 
     req_ids: list[str]
     new_token_ids: list[list[int]]
-    """The tokens to feed in now: the newest one of each."""
+    """Input tokens of this step: the newest token of each request."""
     new_block_ids: list[list[int]]
-    """KV memory that each got in addition. A slot never grows, so these are empty here; m3's blocks do."""
+    """KV memory newly allocated to each request. Empty in m2, where a slot never grows; used from m3 on."""
     num_computed_tokens: list[int]
-    """Tokens of each whose KV exists: the position of the first new token, prompt + output - 1."""
+    """Tokens of each request with KV. This is the position of its new token: prompt + output - 1."""
     num_output_tokens: list[int]
-    """Output tokens of each so far, the one that is fed in now included."""
+    """Output tokens of each request so far, including the input token of this step."""
 
     @classmethod
     def make_empty(cls) -> "CachedRequestData":
-        """For a step in which nobody goes on."""
+        """Return the data of a step without running requests."""
         return cls([], [], [], [], [])
 
     @property
@@ -50,7 +49,7 @@ class CachedRequestData:
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """One step's decision, complete. Nobody changes it."""
+    """One step's complete decision, which is never modified."""
 
     scheduled_new_reqs: list[NewRequestData]
     scheduled_cached_reqs: CachedRequestData
@@ -58,5 +57,5 @@ class SchedulerOutput:
     """New tokens by request id, in the order of the batch."""
     total_num_scheduled_tokens: int
     finished_req_ids: frozenset[str]
-    """Requests that ended since the last decision, each named exactly once; their memory is free already. An id that is
-    used again at once stands here and among the new ones: the end came first."""
+    """Requests that ended since the last decision, each listed exactly once; their memory is already free. An id reused
+    at once is both here and in `scheduled_new_reqs`: the end came first."""

@@ -1,9 +1,9 @@
-"""Static batching, for comparison: what serving was before iteration-level scheduling, made of the engine's own parts.
+"""Static batching, for comparison: request-level scheduling as before Orca, run on the same engine.
 
-A group of requests is formed, runs until the last of them has ended, and only then comes the next. To the engine that
-is a caller who waits: `run_in_groups` hands a group in, waits for all of it, and hands in the next. With one group of
-everything the same lines are continuous batching, and on an engine with `max_num_seqs=1` they are one request after
-the other. Nothing else differs, so the difference in the numbers comes from the scheduling.
+Static batching runs a group of requests until the last of them has ended, and only then starts the next group. Here the
+caller does that: `run_in_groups` submits a group, waits for all of it, and submits the next. With all requests in one
+group, the same code is continuous batching; on an engine with `max_num_seqs=1`, it runs one request after the other.
+The code is the same, so the difference in the numbers comes from the scheduling.
 """
 
 import time
@@ -20,13 +20,13 @@ from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.llm_engine import LLMEngine
 
-SHORTEST_SHARE = 16  # the longest answer of a workload is so many times as long as the shortest
+ANSWER_RATIO = 16  # length of the longest answer of a workload, divided by the shortest
 LONGEST_PROMPT, LONGEST_ANSWER = 32, 64  # tokens; so that the comparison takes seconds
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that are all there at the start."""
+    """Requests that all arrive at the start."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
@@ -34,15 +34,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One way to run a workload, measured."""
+    """Measurement of one run of a workload."""
 
     max_num_seqs: int
     num_steps: int
     seconds: float
     latencies: list[float]
-    """Seconds from the start, when all requests are there, to the end of each."""
+    """Seconds from the start, when all requests arrive, to the end of each request."""
     token_ids: list[tuple[int, ...]]
-    """The answers, in the order of the workload."""
+    """The output tokens of each request, in the order of the workload."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,24 +58,24 @@ class Measurement:
 
     @property
     def p95_latency(self) -> float:
-        """The latency that 95 % of the requests do not exceed."""
+        """95th percentile of the latencies, in seconds."""
         return sorted(self.latencies)[ceil(0.95 * len(self.latencies)) - 1]
 
     @property
     def utilisation(self) -> float:
-        """The share of places, steps x max_num_seqs, in which a request got a token."""
+        """Fraction of the slots (steps x max_num_seqs) in which a request got a token."""
         return self.num_tokens / (self.num_steps * self.max_num_seqs)
 
 
 def make_workload(num_prompts: int, text: Sequence[int], params: SamplingParams, *, longest_prompt: int) -> Workload:
-    """Requests of very different length, always the same: pieces of `text` as prompts, answers up to 64 tokens.
+    """Make requests of very different lengths: pieces of `text` as prompts, answers of at most 64 tokens.
 
-    The answers go on past the end of sequence, so that their length is the drawn one. Short ones are more frequent
-    than long ones, as in real traffic.
+    The random seed is fixed, so the workload is always the same. Answers continue after the end of sequence, so that
+    their length is the drawn one. Short answers are more frequent than long ones, as in real traffic.
     """
     rng = Random(0)
     longest_prompt, longest = min(longest_prompt, LONGEST_PROMPT), min(params.max_tokens, LONGEST_ANSWER)
-    shortest = max(1, longest // SHORTEST_SHARE)
+    shortest = max(1, longest // ANSWER_RATIO)
     workload = Workload([], [])
     for _ in range(num_prompts):
         begin, length = rng.randrange(len(text)), rng.randint(min(4, longest_prompt), longest_prompt)
@@ -86,7 +86,10 @@ def make_workload(num_prompts: int, text: Sequence[int], params: SamplingParams,
 
 
 def run_in_groups(engine: LLMEngine, workload: Workload, group_size: int) -> Measurement:
-    """Run a workload, each group when the one before it has ended altogether. The engine must be idle."""
+    """Run a workload in groups; each group starts when all requests of the group before have ended.
+
+    The engine must be idle.
+    """
     outputs: list[RequestOutput] = []
     num_steps, begin = engine.stats().num_steps, time.monotonic()
     for first in range(0, len(workload.prompts), group_size):
@@ -106,27 +109,27 @@ def run_in_groups(engine: LLMEngine, workload: Workload, group_size: int) -> Mea
 
 
 def compare(engine: LLMEngine, single: LLMEngine, workload: Workload, *, rounds: int = 2) -> dict[str, Measurement]:
-    """The workload run in each of the three ways, by name; of several rounds, the fastest of each.
+    """Run the workload in each of the three ways; return the fastest measurement of each, by name.
 
-    `single` is an engine with `max_num_seqs=1` on the same model.
+    `single` is an engine with `max_num_seqs=1` on the same model. Each way is run `rounds` times.
     """
-    everything = len(workload.prompts)
+    num_requests = len(workload.prompts)
     ways: dict[str, Callable[[], Measurement]] = {
-        "one by one": lambda: run_in_groups(single, workload, everything),
+        "one by one": lambda: run_in_groups(single, workload, num_requests),
         "static": lambda: run_in_groups(engine, workload, engine.config.scheduler.max_num_seqs),
-        "continuous": lambda: run_in_groups(engine, workload, everything),
+        "continuous": lambda: run_in_groups(engine, workload, num_requests),
     }
     for warm in (single, engine):
         run_in_groups(warm, Workload(workload.prompts[:1], workload.params[:1]), 1)
     measured: dict[str, list[Measurement]] = {name: [] for name in ways}
-    for _ in range(rounds):  # in turn, so that a slow moment of the machine meets all of them
+    for _ in range(rounds):  # alternating, so that a slow period of the machine affects all of them
         for name, run in ways.items():
             measured[name].append(run())
     return {name: min(runs, key=lambda run: run.seconds) for name, runs in measured.items()}
 
 
 def comparison_table(measured: dict[str, Measurement]) -> Table:
-    """All numbers, a column for each way. The caption says how each was run."""
+    """Return a table of all numbers, one column per way. The caption describes the three ways."""
     runs = list(measured.values())
     slowest, most = runs[0], max(run.max_num_seqs for run in runs)
     table = Table(caption=CAPTION.format(most=most), caption_justify="left", title_justify="left")
@@ -150,29 +153,29 @@ def comparison_table(measured: dict[str, Measurement]) -> Table:
 
 CAPTION = (
     "one by one: an engine with max_num_seqs = 1.\n"
-    "static: an engine with max_num_seqs = {most}; requests are handed in {most} at a time, the next {most} when all "
-    "of these have ended. A row that has ended costs nothing any more here; where static batching goes on computing it "
-    "as padding, it is slower still.\n"
-    "continuous: the same engine, all requests handed in at once.\n"
-    "Latency counts from the start, when all requests are there; p95: 95 % are not slower. Times are the faster of two "
+    "static: an engine with max_num_seqs = {most}; {most} requests are submitted at a time, the next {most} when all "
+    "of these have ended. Here a row that has ended is no longer computed; static batching that computes it as padding "
+    "is slower still.\n"
+    "continuous: the same engine, all requests submitted at once.\n"
+    "Latency counts from the start, when all requests arrive; p95: 95 % are not slower. Times are the faster of two "
     "runs."
 )
 
 
 def what_it_shows(measured: dict[str, Measurement]) -> str:
-    """The difference between static and continuous batching in a few sentences."""
+    """Describe the difference between static and continuous batching in a few sentences."""
     static, continuous = measured["static"], measured["continuous"]
     if static.num_steps == continuous.num_steps:
         return (
-            "Static and continuous batching took the same steps: no request had to wait for a place that another one "
-            "had left. Try more requests (--num-prompts) or another max_num_seqs."
+            "Static and continuous batching took the same number of steps: no request waited for a slot that another "
+            "request had left. Try more requests (--num-prompts) or another max_num_seqs."
         )
-    places = static.num_steps * static.max_num_seqs
+    slots = static.num_steps * static.max_num_seqs
     differing = sum(a != b for a, b in zip(static.token_ids, continuous.token_ids, strict=True))
     answers = f"{some(differing, 'answer')} of {len(static.token_ids)} differ: other batches round differently"
     return (
-        f"In static batching {places - static.num_tokens:,} of {places:,} places stayed empty while short answers "
-        f"waited for the longest of their group. Continuous batching hands such a place to the next request at once: "
+        f"In static batching {slots - static.num_tokens:,} of {slots:,} slots stayed empty while short answers "
+        f"waited for the longest of their group. Continuous batching gives such a slot to the next request at once: "
         f"{continuous.num_steps / static.num_steps:.0%} of the steps, "
         f"{continuous.tokens_per_second / static.tokens_per_second:.2f} times the tokens per second. "
         f"{answers if differing else 'Both gave the same answers, token for token'}."

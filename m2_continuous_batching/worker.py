@@ -1,9 +1,9 @@
-"""One device and the model runner on it.
+"""Worker: one device and the model runner on it.
 
-New in m2: the engine does not call its runner any more, it calls an executor, and that calls a worker for each device.
-In this course there is one of each, in this process. The cut is right all the same: what crosses it downwards is plain
-data, what comes back are logits, and nothing below it knows a queue. The name is the field's; the device may as well be
-a CPU. vLLM: `v1/worker/gpu_worker.py`; SGLang: `managers/tp_worker.py`.
+New in m2: the engine calls an executor instead of its runner, and the executor calls one worker per device. Here there
+is one of each, in this process. The interface would also fit several processes: it passes plain data down and logits
+up, and no code below it uses the queues. The name is the field's; the device may also be a CPU. vLLM:
+`v1/worker/gpu_worker.py`; SGLang: `managers/tp_worker.py`.
 """
 
 import torch
@@ -15,7 +15,7 @@ from m2_continuous_batching.outputs import BatchUsage
 
 
 class GPUWorker:
-    """Runs on its device whatever it is handed; decides nothing."""
+    """Runs batches on its device; makes no scheduling decision."""
 
     def __init__(self, *, model_runner: ModelRunner) -> None:
         self.model_runner = model_runner
@@ -23,27 +23,27 @@ class GPUWorker:
 
     @torch.inference_mode()
     def execute_model_batch(self, input_batch: InputBatch) -> dict[str, Tensor]:
-        """Logits of every row by request id: float32 `[num_logits, vocab]`."""
+        """Run all rows, and return the logits by request id: float32 `[num_logits, vocab]`."""
         return self.model_runner.execute_model_batch(input_batch)
 
     @torch.inference_mode()
     def free_request_cache(self, request_id: str) -> None:
-        """Release the KV of a request; one that never ran holds none."""
+        """Free the KV of a request; does nothing for a request that never ran."""
         self.model_runner.free_request_cache(request_id)
 
     @torch.inference_mode()
     def clear_kv_caches(self) -> None:
-        """Release the KV of all requests."""
+        """Free the KV of all requests."""
         self.model_runner.clear_kv_caches()
 
     def held_request_ids(self) -> list[str]:
-        """The requests whose KV is held."""
+        """Return the ids of the requests that hold KV."""
         return self.model_runner.held_request_ids()
 
     def num_kv_tokens(self) -> int:
-        """Tokens whose KV is held now."""
+        """Return the number of tokens with KV."""
         return self.model_runner.num_kv_tokens()
 
     def usage(self) -> BatchUsage:
-        """What the last batch did, and what stands in the KV memory now."""
+        """Return the tokens of the last batch and the current KV memory."""
         return self.model_runner.usage()

@@ -1,7 +1,7 @@
-"""What an m3 engine is told: m2's limits, a KV memory in blocks, and which kernels compute.
+"""Configuration of an m3 engine: m2's limits, a KV memory in blocks, and the attention backend.
 
-The model's configuration says two things more than m1's, because from here on the engine owns the forward pass: how
-the weights come in, and which backend runs. `execution` of m2 is gone: a flat batch needs no choice. vLLM:
+The model's configuration has two more fields than m1's, because from here on the engine has its own forward pass: the
+source of the weights, and the backend. `execution` of m2 is removed: a flat batch has only one way to run. vLLM:
 `ModelConfig`, `CacheConfig`, `SchedulerConfig`; SGLang: `ServerArgs`.
 """
 
@@ -29,14 +29,13 @@ class ModelConfig(SingleRequestModelConfig):
     """m1's settings of the model, and the kernels that compute it."""
 
     max_model_len: int | None = None
-    """Prompt plus output never exceed this many tokens. None: what the model was made for, or as many as the KV memory
-    has room for."""
+    """Maximum number of tokens of prompt plus output. None: the model's own limit, or as many as fit the KV memory."""
     seed: int = 0
-    """Requests without a seed of their own derive one from this and their number; `dummy` weights are drawn from it."""
+    """Seed of the engine. A request without a seed derives one from this and its number; `dummy` weights use it too."""
     load_format: LoadFormat = "auto"
     """`auto`: the directory's safetensors. `dummy`: random weights of the shapes in its config.json, for benchmarks."""
     attention_backend: AttentionBackend = "auto"
-    """What computes: `triton` on GPUs, `native` (C++, compiled at its first use) on CPUs, `torch` anywhere. `auto`: the
+    """The kernels: `triton` on GPUs, `native` (C++, compiled at its first use) on CPUs, `torch` anywhere. `auto`: the
     first of these that can run."""
 
     def __post_init__(self) -> None:
@@ -47,10 +46,10 @@ class ModelConfig(SingleRequestModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(BatchLimits):
-    """The largest batch, and the way to free KV memory when it runs out."""
+    """The size limits of a batch, and the preemption mode."""
 
     preemption_mode: PreemptionMode = "recompute"
-    """What happens to a preempted request's KV. `recompute`: dropped, and computed again later. `swap`: moved to host
+    """Treatment of a preempted request's KV. `recompute`: freed, and computed again later. `swap`: copied to host
     memory and back (`CacheConfig.swap_space_bytes`)."""
 
     def __post_init__(self) -> None:
@@ -60,22 +59,25 @@ class SchedulerConfig(BatchLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How much KV memory there is, and in pieces of which size. At most one of the three sizes may be given."""
+    """The size of the KV memory and of its blocks.
+
+    At most one of `kv_cache_memory_bytes`, `gpu_memory_utilization` and `num_blocks` may be given.
+    """
 
     block_size: int = 16
     """Tokens per block."""
     kv_cache_memory_bytes: int | None = None
     """A budget in bytes. The default on a CPU: 512 MiB, or more if `max_num_seqs` requests of the model's length need
-    it, up to 4 GiB or a quarter of the machine's memory; with `swap`, half of what exceeds 512 MiB. Memory is taken
-    only where tokens are written."""
+    it, up to 4 GiB or a quarter of the machine's memory; with `swap`, half of the part above 512 MiB. Memory is used
+    only for blocks with tokens."""
     gpu_memory_utilization: float | None = None
-    """On CUDA: the share of the device's memory that weights, activations and KV may take together; what a profiling
-    run leaves of it is KV memory. The default there: 0.9."""
+    """On CUDA: the fraction of the device's memory for weights, activations and KV together. A profiling run measures
+    the first two; the rest is KV memory. Default on CUDA: 0.9."""
     num_blocks: int | None = None
-    """Exactly so many blocks, whatever they take, even if the longest request does not fit (it then fails alone)."""
+    """Exact number of blocks, even if the longest request does not fit (then that request fails)."""
     swap_space_bytes: int | None = None
-    """Host memory for requests that are swapped out; only with `preemption_mode="swap"`. None: as many blocks as the
-    device has."""
+    """Host memory for swapped-out requests, in bytes; only with `preemption_mode="swap"`. None: as many blocks as on
+    the device."""
 
     def __post_init__(self) -> None:
         check_whole_number("block_size", self.block_size, low=1)
@@ -88,7 +90,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(SingleRequestConfig):
-    """All settings of an m3 engine. The field `x` is the engine's keyword `x_config`."""
+    """The whole configuration of an m3 engine. The field `x` is the engine's keyword `x_config`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -96,10 +98,10 @@ class EngineConfig(SingleRequestConfig):
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`, or of a mapping's keys."""
-    known = tuple(choices) if isinstance(choices, Mapping) else get_args(choices)
-    if not isinstance(value, str) or value not in known:
-        raise ConfigError(f"{name}={shown(value)} is unknown: use {' or '.join(known)}")
+    """Raise `ConfigError` unless `value` is one of the strings of a `Literal`, or a key of a mapping."""
+    valid = tuple(choices) if isinstance(choices, Mapping) else get_args(choices)
+    if not isinstance(value, str) or value not in valid:
+        raise ConfigError(f"{name}={shown(value)} is unknown: use {' or '.join(valid)}")
 
 
 def check_share(name: str, value: Any) -> None:
@@ -109,7 +111,7 @@ def check_share(name: str, value: Any) -> None:
 
 
 def check_one_given(config: Any, *names: str) -> None:
-    """Raise `ConfigError` if more than one of these settings, which all say the same thing, is given."""
+    """Raise `ConfigError` if more than one of these settings is given; each of them sets the size of the KV memory."""
     given = [name for name in names if getattr(config, name) is not None]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} both say how much KV memory there is: give one of them")
+        raise ConfigError(f"{' and '.join(given)} both set the size of the KV memory: give one of them")

@@ -1,8 +1,8 @@
-"""What the runner remembers of each request between steps: its tokens, its sampling settings, its block table.
+"""Input batch: the runner's state of each request between steps (tokens, sampling parameters, block table).
 
-The scheduler describes a request in full once and sends differences afterwards (m2 threw them away after each step; it
-could, because a slot never changes). Here they are applied: the newest token is appended, new blocks join the table, a
-copied block takes its source's place. `update` returns the rows of the step, those with several new tokens first. vLLM:
+The scheduler sends a request in full once, and later only changes. m2's runner stored no state of a request but its
+slot, which never changes. Here `update` applies the changes: it appends the newest token, appends new blocks to the
+block table, and replaces a copied block. It returns the rows of the step, those with several new tokens first. vLLM:
 `v1/worker/gpu_input_batch.py` and `_update_states` in `gpu_model_runner.py`.
 """
 
@@ -15,7 +15,7 @@ from m3_paged_attention.scheduler_output import NewRequestData, SchedulerOutput
 
 
 class CachedRequestState:
-    """One request as the runner knows it."""
+    """The runner's state of one request."""
 
     def __init__(self, data: NewRequestData, table_row: int) -> None:
         self.req_id = data.req_id
@@ -32,7 +32,7 @@ class CachedRequestState:
         )
 
     def token_ids(self, start: int, end: int) -> list[int]:
-        """Its tokens at these positions, prompt and output together."""
+        """Return the tokens at positions `start` to `end` of prompt and output together."""
         num_prompt = len(self.prompt_token_ids)
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : end - num_prompt]
@@ -40,36 +40,36 @@ class CachedRequestState:
 
 
 class BatchRow(NamedTuple):
-    """One request's share of a step."""
+    """The new tokens of one request in a step."""
 
     state: CachedRequestState
-    start: int  # position of its first new token
+    start: int  # position of the first new token
     num_tokens: int
-    is_prompt: bool  # whether its prompt goes through the model now, from its first token on
+    is_prompt: bool  # True if the prompt runs in this step, from its first token on
 
 
-FIRST_ROWS = 64  # of the block tables; they grow with the requests that come
+FIRST_ROWS = 64  # initial rows of the block tables, which grow with the number of requests
 
 
 class InputBatch:
-    """All requests that the runner knows, and their block tables as one array."""
+    """The state of all requests of the runner, and their block tables as one array."""
 
     def __init__(self, *, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
         self.states: dict[str, CachedRequestState] = {}
         self.block_size = block_size
         num_rows = min(max_num_seqs, FIRST_ROWS)
-        self.block_tables = np.zeros((num_rows, max_blocks_per_seq), dtype=np.int32)  # a row per request
+        self.block_tables = np.zeros((num_rows, max_blocks_per_seq), dtype=np.int32)  # one row per request
         self._free_rows = list(range(num_rows))[::-1]
 
     def update(self, scheduler_output: SchedulerOutput) -> list[BatchRow]:
-        """Apply a decision; returns its rows: those with more than one new token first."""
+        """Apply the scheduler's output; return the rows of the step, those with more than one new token first."""
         for request_id in scheduler_output.finished_req_ids:
             self.remove(request_id)
         counts = scheduler_output.num_scheduled_tokens
         long: list[BatchRow] = []
         short: list[BatchRow] = []
         for new in scheduler_output.scheduled_new_reqs:
-            self.remove(new.req_id)  # sent before, if the step failed in which its blocks were to be moved
+            self.remove(new.req_id)  # a failed step in which its blocks were moved may have sent it before
             state = self.states[new.req_id] = CachedRequestState(new, self._take_row())
             self._set_blocks(state, new.block_ids)
             row = BatchRow(state, new.num_computed_tokens, counts[new.req_id], new.num_computed_tokens == 0)
@@ -91,13 +91,13 @@ class InputBatch:
         return long + short
 
     def remove(self, request_id: str) -> None:
-        """Forget a request; nothing happens if it is unknown."""
+        """Remove a request; does nothing for an unknown id."""
         state = self.states.pop(request_id, None)
         if state is not None:
             self._free_rows.append(state.table_row)
 
     def _take_row(self) -> int:
-        """A row for one request. Preempted requests keep theirs, so there may be more rows than requests that run."""
+        """Return a free row. Preempted requests keep theirs, so there may be more rows than running requests."""
         if not self._free_rows:
             num_rows = len(self.block_tables)
             self.block_tables = np.concatenate([self.block_tables, np.zeros_like(self.block_tables)])
@@ -110,6 +110,6 @@ class InputBatch:
         table[: len(block_ids)] = block_ids
 
     def _add_blocks(self, state: CachedRequestState, block_ids: list[int], position: int) -> None:
-        """New blocks, the last of which holds the token at `position`: appended, or a copy in the place of the last."""
+        """Append new blocks to the table, or replace its last block by a copy; the last new block holds `position`."""
         end = position // self.block_size + 1
         self.block_tables[state.table_row, end - len(block_ids) : end] = block_ids

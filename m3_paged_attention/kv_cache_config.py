@@ -1,9 +1,9 @@
-"""How large a block of KV memory is, and how many of them there are: the arithmetic, without a tensor.
+"""Size of the KV memory: the bytes of a block and the number of blocks, computed without tensors.
 
-m2 reserved `max_num_seqs` slots of `max_model_len` tokens, needed or not. Here the number of blocks comes from what
-there is: it was given, or a budget in bytes was, or on CUDA a share of the device, of which a profiling run has shown
-what all else takes. More blocks than the requests can ever fill are not made. What cannot work is an error that says
-what would. A length that is not named is fitted to the memory (`model_len.py`). vLLM: `v1/core/kv_cache_utils.py`;
+m2 reserved `max_num_seqs` slots of `max_model_len` tokens, used or not. Here the number of blocks has one of three
+sources: the number itself, a budget in bytes, or on CUDA a share of the device's memory, less the peak of a profiling
+run. It never exceeds the number that the requests can fill. A size that does not work is an error that names one that
+does. A length that the user did not set is fitted to the memory (`model_len.py`). vLLM: `v1/core/kv_cache_utils.py`;
 SGLang: `profile_max_num_token` in `model_executor/model_runner_kv_cache_mixin.py`.
 """
 
@@ -41,16 +41,16 @@ class KVCacheSpec:
     head_dim: int
     dtype: torch.dtype
     companion_bytes_per_token: int = 0
-    """What a second model's KV of the same tokens takes (from m5 on)."""
+    """Bytes of a second model's KV per token (the draft model, from m5 on)."""
 
     @property
     def page_size_bytes(self) -> int:
-        """K and V of a block in one layer."""
+        """Bytes of K and V of a block in one layer."""
         return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """K and V of a block in all layers, and its companion's."""
+        """Bytes of K and V of a block in all layers, including the second model's."""
         return self.num_layers * self.page_size_bytes + self.block_size * self.companion_bytes_per_token
 
     @property
@@ -58,21 +58,21 @@ class KVCacheSpec:
         return self.block_bytes // self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill; the last one perhaps in part."""
+        """Return the number of blocks for `num_tokens` tokens, rounded up."""
         return blocks_for(num_tokens, self.block_size)
 
     def max_bytes(self, max_model_len: int) -> int:
-        """What the longest request takes."""
+        """Return the bytes of the longest request."""
         return self.blocks_for(max_model_len) * self.block_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig:
-    """How many blocks of which shape."""
+    """The shape and the number of blocks."""
 
     spec: KVCacheSpec
     num_blocks: int
-    """Blocks that can be handed out; block 0 comes on top."""
+    """Blocks that can be allocated; block 0 is additional."""
     num_host_blocks: int = 0
     """Blocks in host memory."""
 
@@ -86,7 +86,7 @@ class KVCacheConfig:
 
     @property
     def num_bytes(self) -> int:
-        """What the device holds, block 0 included."""
+        """Bytes on the device, including block 0."""
         return self.num_blocks_total * self.spec.block_bytes
 
     @property
@@ -96,16 +96,16 @@ class KVCacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """What a profiling run saw on a CUDA device."""
+    """Result of a profiling run on a CUDA device."""
 
     total_bytes: int
     """The device's memory."""
     peak_bytes: int
-    """The most of it that was taken by all else: weights, activations of the largest step, other processes."""
+    """Peak memory without KV: weights, activations of the largest step, other processes."""
 
 
 class KVMemorySettings(Protocol):
-    """What a cache configuration says about the device's memory. At most one of the three is given."""
+    """The settings of a cache configuration for the device's memory. At most one of the three is given."""
 
     @property
     def num_blocks(self) -> int | None: ...
@@ -117,20 +117,20 @@ class KVMemorySettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Where the number of blocks comes from. Exactly one of `num_blocks` and `num_bytes` is given."""
+    """Budget of the KV memory. Exactly one of `num_blocks` and `num_bytes` is given."""
 
     source: str
-    """The name of the setting."""
+    """The name of the setting that it comes from."""
     num_blocks: int | None = None
     num_bytes: int | None = None
     share: float | None = None
     profile: MemoryProfile | None = None
     is_default: bool = False
-    """Whether nobody has named it."""
+    """True if the user has not set it."""
 
 
 def check_cache_config(cache_config: CacheConfig, *, preemption_mode: PreemptionMode, device: torch.device) -> None:
-    """Raise `ConfigError` for a setting that would have no effect here. Needs no model."""
+    """Raise `ConfigError` for a setting without effect in this configuration. Needs no model."""
     check_memory_share(cache_config, device)
     if cache_config.swap_space_bytes is not None and preemption_mode != "swap":
         raise ConfigError(
@@ -140,10 +140,10 @@ def check_cache_config(cache_config: CacheConfig, *, preemption_mode: Preemption
 
 
 def check_memory_share(cache_config: KVMemorySettings, device: torch.device) -> None:
-    """Raise `ConfigError` if a share of a GPU was given, and the device is none."""
+    """Raise `ConfigError` if `gpu_memory_utilization` is given and the device is not a GPU."""
     if cache_config.gpu_memory_utilization is not None and device.type != "cuda":
         raise ConfigError(
-            f"gpu_memory_utilization={cache_config.gpu_memory_utilization} is about a GPU, and the device is {device}: "
+            f"gpu_memory_utilization={cache_config.gpu_memory_utilization} needs a GPU, and the device is {device}: "
             f"use kv_cache_memory_bytes, or give the size itself"
         )
 
@@ -159,18 +159,18 @@ def size_kv_cache(
     size_setting: tuple[str, int] = ("num_blocks", 1),
     tracer: Tracer,
 ) -> KVCacheConfig:
-    """Decide how many blocks there are, and tell the trace how.
+    """Compute the number of blocks, and emit it with its derivation to the trace.
 
-    `budget`: as `kv_budget` returns it. `max_num_seqs`: no more than these requests can fill; None: whoever keeps
-    blocks of ended requests can use them all. `swap_space_bytes`: for blocks on the host; None: as many as on the
-    device. `size_setting`: what the caller calls the setting behind `num_blocks`, and how many of its units a block is.
-    Raises `ConfigError` if the longest request has no room, naming the longest that has, or if the machine has not so
-    much memory.
+    `budget`: from `kv_budget`. `max_num_seqs`: limits the blocks to those that so many requests can fill; None: no such
+    limit, for a cache that keeps blocks of ended requests. `swap_space_bytes`: for blocks on the host; None: as many as
+    on the device. `size_setting`: the user's name of the setting `num_blocks`, and its units per block. Raises
+    `ConfigError` if the longest request does not fit (the message names the longest that does), or if the machine has
+    too little memory.
     """
     if budget.num_bytes is None:
         assert budget.num_blocks is not None
         fitting = budget.num_blocks + 1
-        num_blocks = budget.num_blocks  # taken as it is: who does not fit fails alone
+        num_blocks = budget.num_blocks  # not checked: a request that does not fit fails alone
     else:
         fitting = budget.num_bytes // spec.block_bytes
         check_longest(spec, budget, max_model_len)
@@ -179,8 +179,8 @@ def size_kv_cache(
             num_blocks = min(num_blocks, max_num_seqs * spec.blocks_for(max_model_len))
     num_host_blocks = num_blocks if swap_space_bytes is None else _num_host_blocks(spec, swap_space_bytes)
     config = KVCacheConfig(spec=spec, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-    unnamed = (config.num_bytes + config.num_host_bytes * (swap_space_bytes is None)) * budget.is_default
-    _check_memory(config, budget, device, size_setting, max(unnamed - CPU_KV_BYTES, 0))
+    default_bytes = (config.num_bytes + config.num_host_bytes * (swap_space_bytes is None)) * budget.is_default
+    _check_memory(config, budget, device, size_setting, max(default_bytes - CPU_KV_BYTES, 0))
     if tracer:
         tracer.emit(
             KVSized(
@@ -205,13 +205,13 @@ def size_kv_cache(
 
 
 def needs_profile(cache_config: KVMemorySettings, device: torch.device) -> bool:
-    """Whether the number of blocks depends on what a profiling run shows."""
+    """Return whether the number of blocks depends on a profiling run."""
     given = cache_config.num_blocks is not None or cache_config.kv_cache_memory_bytes is not None
     return device.type == "cuda" and not given
 
 
 def gpu_budget_bytes(profile: MemoryProfile, share: float) -> int:
-    """What is left for KV if everything together may take `share` of the device."""
+    """Return the bytes left for KV if weights, activations and KV together may use `share` of the device."""
     return int(profile.total_bytes * share) - profile.peak_bytes
 
 
@@ -226,10 +226,10 @@ def kv_budget(
     profile: MemoryProfile | None = None,
     num_shares: int = 1,
 ) -> Budget:
-    """One function, three sources: the number itself, bytes, a share of the device.
+    """Return the budget, from one of three sources: a number of blocks, bytes, or a share of the device.
 
-    `profile` is needed where `needs_profile` says so; the length and number of requests matter for the default on a
-    CPU alone, and so does `num_shares`: how many KV memories of this size the machine is to hold.
+    `profile` is required if `needs_profile` returns True. `max_model_len`, `max_num_seqs` and `num_shares` affect only
+    the default on a CPU; `num_shares` is the number of KV memories of this size on the machine.
     """
     if cache_config.num_blocks is not None:
         return Budget(source=size_setting, num_blocks=cache_config.num_blocks)
@@ -237,17 +237,18 @@ def kv_budget(
         named = cache_config.kv_cache_memory_bytes
         num_bytes = named or _cpu_bytes(spec, max_num_seqs * spec.max_bytes(max_model_len), num_shares)
         return Budget(source="kv_cache_memory_bytes", num_bytes=num_bytes, is_default=named is None)
-    assert profile is not None, "a share of the device says nothing before the profiling run"
+    assert profile is not None, "a share of the device needs a profiling run"
     share = cache_config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
     num_bytes = gpu_budget_bytes(profile, share)
     return Budget(source="gpu_memory_utilization", num_bytes=num_bytes, share=share, profile=profile)
 
 
 def _cpu_bytes(spec: KVCacheSpec, needed: int, num_shares: int) -> int:
-    """The default on a CPU: more than `CPU_KV_BYTES` if the requests need more, block 0 on top, and there is more.
+    """Return the default on a CPU in bytes: `needed` and block 0, at least `CPU_KV_BYTES`, at most a limit.
 
-    It is the same at every start on this machine, whatever else runs there: an engine of a group that is started anew
-    must have room for the length of the others. What goes beyond `CPU_KV_BYTES` is divided by `num_shares`.
+    The limit is `MAX_CPU_KV_BYTES` or a quarter of the physical memory; its part above `CPU_KV_BYTES` is divided by
+    `num_shares`. Free memory has no influence, so the result is the same at every start on this machine: a restarted
+    engine of a group must have room for the group's `max_model_len`.
     """
     physical = physical_memory()
     limit = MAX_CPU_KV_BYTES if physical is None else min(MAX_CPU_KV_BYTES, physical // 4)
@@ -257,7 +258,7 @@ def _cpu_bytes(spec: KVCacheSpec, needed: int, num_shares: int) -> int:
 
 
 def physical_memory() -> int | None:
-    """Bytes of memory that this machine has, or the container's limit; None if the system does not say."""
+    """Return the memory of this machine in bytes, or its container's limit; None if the system does not report it."""
     try:
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not on Windows
@@ -270,16 +271,16 @@ def physical_memory() -> int | None:
 
 
 def longest_request(spec: KVCacheSpec, budget: Budget) -> int | None:
-    """Tokens that a budget in bytes has room for, block 0 taken off; None for a number of blocks."""
+    """Return the tokens that fit a budget in bytes, without block 0; None for a budget in blocks."""
     if budget.num_bytes is None:
         return None
     return max(budget.num_bytes // spec.block_bytes - 1, 0) * spec.block_size
 
 
 def check_longest(spec: KVCacheSpec, budget: Budget, max_model_len: int, *, is_named: bool = True) -> None:
-    """Raise `ConfigError` unless a budget in bytes holds at least one request of this length.
+    """Raise `ConfigError` unless a budget in bytes has room for one request of `max_model_len` tokens.
 
-    `is_named`: False for the least length that is chosen where the user has named none.
+    `is_named`: False if the user did not set the length, and it is the minimum that the engine chooses.
     """
     assert budget.num_bytes is not None
     needed, num_blocks = spec.blocks_for(max_model_len), budget.num_bytes // spec.block_bytes - 1
@@ -287,18 +288,18 @@ def check_longest(spec: KVCacheSpec, budget: Budget, max_model_len: int, *, is_n
         return
     needed_bytes = (needed + 1) * spec.block_bytes
     if budget.profile is None:
-        way = f"{budget.source} of at least {needed_bytes:,}"
+        remedy = f"{budget.source} of at least {needed_bytes:,}"
     else:
         share = math.ceil(1000 * (needed_bytes + budget.profile.peak_bytes) / budget.profile.total_bytes) / 1000
-        way = f"gpu_memory_utilization of at least {share}" if share <= 1 else "a smaller model"
+        remedy = f"gpu_memory_utilization of at least {share}" if share <= 1 else "a smaller model"
     longest = max(num_blocks, 0) * spec.block_size
-    ways = [f"max_model_len of at most {longest:,}", way] if longest >= 2 else [way]
+    remedies = [f"max_model_len of at most {longest:,}", remedy] if longest >= 2 else [remedy]
     least = f"a request of {max_model_len:,} tokens, the least that is chosen without max_model_len,"
     raise ConfigError(
         f"{f'max_model_len={max_model_len}' if is_named else least} needs {some(needed, 'block')} of "
         f"{some(spec.block_size, 'token')}, with block 0 {size(needed_bytes)}; {budget.source} leaves "
         f"{size(max(budget.num_bytes, 0))}, which is room for {max(num_blocks, 0):,} besides block 0. Use "
-        f"{' or '.join(ways)}"
+        f"{' or '.join(remedies)}"
     )
 
 
@@ -309,29 +310,29 @@ def _num_host_blocks(spec: KVCacheSpec, swap_space_bytes: int) -> int:
 
 
 def _check_memory(
-    config: KVCacheConfig, budget: Budget, device: torch.device, size_setting: tuple[str, int], spared: int
+    config: KVCacheConfig, budget: Budget, device: torch.device, size_setting: tuple[str, int], optional_bytes: int
 ) -> None:
-    """Refuse what the machine has not got, before it is asked for.
+    """Raise `ConfigError` if the machine has too little memory, before the allocation.
 
-    A share of a CUDA device was measured already. Blocks on the host share the machine's memory with those of a CPU.
-    `spared`: bytes that need not be free, because nobody has named them, and only tokens take them.
+    A share of a CUDA device was already measured. Blocks on the host and blocks on a CPU use the same memory.
+    `optional_bytes`: bytes that need not be free now. They are a default, and take memory only when tokens are written.
     """
-    wanted = {device: config.num_bytes} if budget.profile is None else {}
+    required = {device: config.num_bytes} if budget.profile is None else {}
     host = torch.device("cpu")
     if config.num_host_blocks:
-        wanted[host] = wanted.get(host, 0) + config.num_host_bytes
-    for place, num_bytes in wanted.items():
+        required[host] = required.get(host, 0) + config.num_host_bytes
+    for place, num_bytes in required.items():
         available = available_memory(place)
-        if available is None or num_bytes - spared <= available:
+        if available is None or num_bytes - optional_bytes <= available:
             continue
-        blocks, way = f"{config.num_blocks_total:,} blocks on {device}", f"a smaller {budget.source}"
+        blocks, remedy = f"{config.num_blocks_total:,} blocks on {device}", f"a smaller {budget.source}"
         if config.num_host_blocks:
             blocks += f" and {config.num_host_blocks:,} on the host"
-            way += " or swap_space_bytes"
+            remedy += " or swap_space_bytes"
         elif (num_blocks := available // config.spec.block_bytes - 1) >= 1:
             name, units = size_setting
-            way = f"{name} of at most {num_blocks * units:,}"
+            remedy = f"{name} of at most {num_blocks * units:,}"
         raise ConfigError(
-            f"KV memory of {blocks} takes {size(num_bytes)} of {place} memory, of which {size(available)} may be "
-            f"taken. Use {way}"
+            f"KV memory of {blocks} takes {size(num_bytes)} of {place} memory, of which {size(available)} is "
+            f"available. Use {remedy}"
         )

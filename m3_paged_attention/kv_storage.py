@@ -1,8 +1,8 @@
-"""The KV tensors: per layer a K and a V of blocks, and the moves of whole blocks.
+"""The KV tensors: K and V of all blocks per layer, and copies of whole blocks.
 
-m2's tensors had a row per request, as long as the longest may become. Here a row is a block of a few tokens, and what
-belongs to whom stands in the block tables (`kv_cache_manager.py`) alone: the device never learns that blocks are
-shared. Slot of a token = block id * block_size + offset. Block 0 belongs to nobody, and padding is written there. vLLM:
+m2's tensors had one row of `max_model_len` tokens per request. Here a row is a block of a few tokens. Only the block
+tables (`kv_cache_manager.py`) store the owners of a block, so shared blocks make no difference on the device. Slot of a
+token = block id * block_size + offset. Block 0 has no owner; padding is written there. vLLM:
 `v1/worker/gpu_model_runner.py` and `csrc/cache_kernels.cu`; SGLang: `mem_cache/memory_pool.py`.
 """
 
@@ -27,12 +27,12 @@ class KVLayer(NamedTuple):
 
 
 class KVStorage:
-    """All KV memory of a model on one device, and the host memory it may be swapped to."""
+    """All KV memory of a model on one device, and the host memory for swapping."""
 
     def __init__(self, config: KVCacheConfig, *, device: torch.device) -> None:
-        """Reserve the memory, all of it, at once. Raises `ConfigError` where there is not so much.
+        """Allocate all blocks. Raises `ConfigError` if the machine has less memory.
 
-        Only block 0, which padding reads, is written. On a CPU the others take memory with their first token.
+        Only block 0, which padding reads, is written. On a CPU another block takes memory only when it is written.
         """
         spec = config.spec
         self.config = config
@@ -41,40 +41,40 @@ class KVStorage:
             self._blocks = torch.empty(
                 (spec.num_layers * 2, config.num_blocks_total, *block), dtype=spec.dtype, device=device
             )
-            self._host_blocks = torch.empty(  # a block of all layers lies in one piece, so that it moves as one
+            self._host_blocks = torch.empty(  # a block of all layers is contiguous, so it is one copy
                 (config.num_host_blocks, spec.num_layers * 2, *block),
                 dtype=spec.dtype,
                 pin_memory=device.type == "cuda" and config.num_host_blocks > 0,
             )
-        except (RuntimeError, TypeError) as error:  # out of memory; a number that is none for C
+        except (RuntimeError, TypeError) as error:  # out of memory, or a number too large for C
             raise ConfigError(
                 f"KV memory of {config.num_blocks_total:,} blocks takes {size(config.num_bytes)} on {device}"
                 f"{f' and {size(config.num_host_bytes)} on the host' if config.num_host_blocks else ''}, which cannot "
-                f"be had: {error}"
+                f"be allocated: {error}"
             ) from error
         self._blocks[:, 0] = 0
         self._layers = [KVLayer(*layer) for layer in self._blocks.view(spec.num_layers, 2, *self._blocks.shape[1:])]
 
     @property
     def num_bytes(self) -> int:
-        """What the device holds, block 0 included."""
+        """Bytes on the device, including block 0."""
         return self._blocks.nbytes
 
     @property
     def num_host_bytes(self) -> int:
-        """What the host holds for swapping."""
+        """Bytes on the host, for swapping."""
         return self._host_blocks.nbytes
 
     def layer(self, index: int) -> KVLayer:
-        """The KV of one layer, to be read and written in place."""
+        """Return the KV tensors of one layer, to read and write in place."""
         return self._layers[index]
 
     @property
     def blocks(self) -> Tensor:
-        """The whole memory, for whoever moves blocks: `blocks[:, i]` is block i, K and V of all layers.
+        """The tensor of all blocks: `blocks[:, i]` is block i, K and V of all layers.
 
         `[num_layers * 2, num_blocks_total, block_size, num_kv_heads, head_dim]`; keys of layer 0, values of layer 0,
-        keys of layer 1, and so on: the same tensors as `layer` returns.
+        keys of layer 1, and so on. It shares its memory with the tensors of `layer`.
         """
         return self._blocks
 
@@ -91,6 +91,6 @@ class KVStorage:
             self._host_blocks[host_id].copy_(self._blocks[:, block_id], non_blocking=True)
 
     def swap_in(self, pairs: Pairs) -> None:
-        """Copy blocks `(host block, device block)` back."""
+        """Copy blocks `(host block, device block)` to the device."""
         for host_id, block_id in pairs:
             self._blocks[:, block_id].copy_(self._host_blocks[host_id], non_blocking=True)

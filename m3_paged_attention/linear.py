@@ -1,10 +1,9 @@
-"""Linear layers: one weight, in whichever form the backend multiplies fastest, and in no other.
+"""Linear layers: each weight is stored only in the layout that the backend multiplies fastest.
 
-A decode step is little more than reading weights, and the order in which they lie decides how fast that goes. So a
-layer does not call `F.linear`: it asks its backend for the layer, hands over the weight, and keeps what it gets. Here
-are the two forms that plain torch has: the weight as it stands in the files, and oneDNN's own layout, the CPU's answer
-to small batches. m2 brought large float32 layers of transformers' model into that layout afterwards; the model is ours
-now, and every precision that this processor packs is packed.
+A decode step mostly reads weights, and its speed depends on their layout. So a decoder layer does not call `F.linear`:
+it passes its weight to the backend and stores the layer that the backend returns. This file has the two layouts of
+plain torch: the weight as in the files, and oneDNN's packed layout for small batches on a CPU. m2 packed the large
+float32 layers of transformers' model after loading; here every precision that the processor supports is packed.
 """
 
 from typing import Protocol
@@ -15,19 +14,19 @@ from torch.nn import functional
 from m1_single_request.precision import can_pack
 from m2_continuous_batching.packed_linear import linear_of_packed, pack_weight
 
-MIN_WEIGHTS = 2**16  # below, the call itself costs more than the layout saves
-NUM_ROWS = 16  # the batch for which oneDNN chooses the layout
+MIN_WEIGHTS = 2**16  # for fewer weights, the call costs more than the layout saves
+NUM_ROWS = 16  # the batch size for which oneDNN chooses the layout
 
 
 class Linear(Protocol):
-    """`y = x W^T + b` of one layer."""
+    """A linear layer `y = x W^T + b`."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[tokens, in_features]` to `[tokens, out_features]`."""
+        """Return `y` `[tokens, out_features]` for `hidden` `[tokens, in_features]`."""
 
 
 class PlainLinear:
-    """The weight as it stands in the files."""
+    """Linear layer with the weight as in the files."""
 
     __slots__ = ("bias", "weight")
 
@@ -36,28 +35,28 @@ class PlainLinear:
         self.bias = bias  # [out_features]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[tokens, in_features]` to `[tokens, out_features]`."""
+        """Return `y` `[tokens, out_features]` for `hidden` `[tokens, in_features]`."""
         return functional.linear(hidden, self.weight, self.bias)
 
 
 class PackedLinear:
-    """The weight in oneDNN's layout."""
+    """Linear layer with the weight in oneDNN's layout."""
 
     __slots__ = ("bias", "packed")
 
     def __init__(self, packed: Tensor, bias: Tensor | None = None) -> None:
-        self.packed = packed  # [out_features, in_features], opaque: only the product can read it
+        self.packed = packed  # [out_features, in_features], opaque: only the matrix product can read it
         self.bias = bias  # [out_features]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[tokens, in_features]` to `[tokens, out_features]`."""
+        """Return `y` `[tokens, out_features]` for `hidden` `[tokens, in_features]`."""
         return linear_of_packed(hidden, self.packed, self.bias)
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | None:
-    """The layer in packed form, or None where `F.linear` is the better or the only choice.
+    """Return the layer in packed form, or None if `F.linear` is faster or packing is not supported.
 
-    The packed form is a copy: drop `weight` afterwards, and its memory is free again.
+    The packed form is a copy: delete `weight` afterwards to free its memory.
     """
     if weight.numel() < MIN_WEIGHTS or not can_pack(weight.dtype, weight.device):
         return None

@@ -1,7 +1,7 @@
-"""Fit `max_model_len` to the KV memory, where the user has not named it: the model's own length, or less.
+"""Fit `max_model_len` to the KV memory if the user has not set it: the model's own length, or less.
 
-m2 reserves a slot of the model's whole length. A real model supports more tokens than a laptop has KV memory for. So
-the length is fitted when the memory is known, before the scheduler and the KV pool are built from it. New in this
+m2 reserves a slot of the model's whole length. A real model supports more tokens than the KV memory of a laptop holds.
+So the length is fitted when the memory is measured, before the scheduler and the KV pool are built. New in this
 milestone. vLLM: `max_model_len=-1` (`get_kv_cache_configs`); SGLang limits a request by `max_total_num_tokens`.
 """
 
@@ -22,7 +22,7 @@ from m3_paged_attention.kv_cache_config import (
 )
 
 LEAST_MODEL_LEN = 1024
-"""Shortest fitted length in tokens. A shorter one is used only if the user named it, or if it is the model's own."""
+"""Shortest fitted length in tokens. A shorter one is used only if the user set it, or if it is the model's own."""
 
 
 class Limits(Protocol):
@@ -35,7 +35,7 @@ class Limits(Protocol):
 
 
 class Runs(Protocol):
-    """The parts that run a model of one length. Building them reserves no KV memory."""
+    """The parts that run a model with one `max_model_len`. Building them reserves no KV memory."""
 
     @property
     def limits(self) -> Any: ...
@@ -64,12 +64,11 @@ def fit_model_len(
     size_setting: str = "num_blocks",
     num_shares: int = 1,
 ) -> tuple[Any, R, Budget]:
-    """Measure the memory and fit the length. Returns `loaded` with that length, the parts that `make` builds for it,
-    and the memory budget.
+    """Measure the memory and fit the length.
 
-    `named`: the user's length, which is never changed. If the user named a number of blocks, the model's own length is
-    kept. `num_shares`: as for `kv_budget`. Raises `ConfigError` if fewer than `LEAST_MODEL_LEN` tokens fit, or if the
-    largest step does not fit.
+    Returns `loaded` with that length, the parts that `make` builds for it, and the memory budget. `named`: the user's
+    length, which is never changed. If the user set a number of blocks, the model's own length is kept. `num_shares`: as
+    for `kv_budget`. Raises `ConfigError` if fewer than `LEAST_MODEL_LEN` tokens fit, or if the largest step does not.
     """
     least = min(LEAST_MODEL_LEN, loaded.max_model_len)
     while True:
@@ -79,7 +78,7 @@ def fit_model_len(
             measured = needs_profile(cache_config, device)
             profile = runs.executor.measure_memory(limits.max_num_batched_tokens) if measured else None
             break
-        except ConfigError:  # a prompt of the model's length may be a larger step than the device can run
+        except ConfigError:  # the device may be too small for a step with a prompt of the model's length
             if (
                 named is not None
                 or limits.max_num_batched_tokens < loaded.max_model_len

@@ -1,9 +1,8 @@
-"""Loads a real model into the engine's own decoder: any local Hugging Face directory or hub id of its families.
+"""Load a model into the engine's own decoder: a local Hugging Face directory or hub id of a supported architecture.
 
-m1's loader let transformers build the network. Here transformers still reads config and tokenizer, through m1's
-`describe` with all its checks; the network is ours, and its weights come straight from the safetensors files or, for
-benchmarks without files, from a seed. vLLM: `model_executor/model_loader` (`DefaultModelLoader`, `DummyModelLoader`);
-SGLang the same.
+In m1 transformers built the network. Here transformers reads only config and tokenizer, through m1's `describe` with
+all its checks. The network is ours, and its weights come from the safetensors files or, for benchmarks without files,
+from a seed. vLLM: `model_executor/model_loader` (`DefaultModelLoader`, `DummyModelLoader`); SGLang the same.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ MAX_POSITIONS = 2**24
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in place, with what the engine must know of it."""
+    """A loaded model and its properties that the engine needs."""
 
     name: str
     architecture: str
@@ -38,32 +37,32 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
-    """The union of what config, generation config and tokenizer name."""
+    """The end-of-sequence ids of config, generation config and tokenizer together."""
     max_model_len: int
     vocab_size: int
-    """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    """Rows of the embedding; the tokenizer may have fewer tokens."""
     named_dtype: torch.dtype = torch.float32
     """The precision that config.json names."""
     num_parameters: int = 0
-    """As loaded; tied embeddings count once."""
+    """Number of parameters as loaded; tied embeddings count once."""
     weight_bytes: int = 0
-    """The same in bytes."""
+    """Size of the parameters, in bytes."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of one token over all layers."""
+        """Bytes of K and V of one token in all layers."""
         config = self.model.config
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
-    """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
+    """Load the model and the tokenizer of `config`. Raises `ModelLoadError` or `ConfigError`, with a remedy."""
     backend = resolve(config.attention_backend, config.torch_device())
     return load_described(config, describe(config, needs_weights=config.load_format != "dummy"), backend)
 
 
 def load_described(config: ModelConfig, described: ModelDescription, backend: Backend) -> LoadedModel:
-    """`load_model` for a model that was read but for its weights."""
+    """Load the weights of a model whose other files were read by `describe`."""
     device, dtype = config.torch_device(), described.dtype
     check_positions(described)
     shape = decoder_config(described.name, described.architecture, described.config)
@@ -88,7 +87,7 @@ def load_described(config: ModelConfig, described: ModelDescription, backend: Ba
 
 
 def check_positions(described: ModelDescription) -> None:
-    """Raise `ConfigError` if no table could hold the angles of all positions."""
+    """Raise `ConfigError` if a table of rotary angles for all positions would not fit in memory."""
     if described.max_model_len > MAX_POSITIONS:
         raise ConfigError(
             f"{described.name} names {described.max_model_len:,} positions, and a table of their angles would not fit: "
@@ -97,13 +96,13 @@ def check_positions(described: ModelDescription) -> None:
 
 
 def check_room(described: ModelDescription, num_weights: int, device: torch.device) -> None:
-    """Raise `ModelLoadError` if the weights need more memory than `device` has free. Nothing of them is read yet."""
+    """Raise `ModelLoadError` if the weights need more memory than `device` has free, before they are read."""
     needed, available = num_weights * described.dtype.itemsize, available_memory(device)
     if available is not None and needed > available:
         precision = str(described.dtype).removeprefix("torch.")
         raise ModelLoadError(
-            f"{described.name}: its weights cannot be loaded: they need {size(needed)} as {precision}, and of {device} "
-            f"memory {size(available)} may be taken; use a smaller model, or a machine with more memory"
+            f"{described.name}: its weights cannot be loaded: they need {size(needed)} as {precision}, and "
+            f"{size(available)} of {device} memory is available; use a smaller model, or a machine with more memory"
         )
 
 
@@ -115,6 +114,6 @@ def _weights(config: ModelConfig, described: ModelDescription, shape: DecoderCon
 
 
 def weights_directory(name: str) -> Path:
-    """Where the weights of a directory or hub id lie; of a hub id only what will be read is fetched."""
+    """Return the directory of a model's weights; for a hub id, download the needed files first."""
     directory = Path(name)
     return directory if directory.is_dir() else Path(snapshot_download(name, allow_patterns=list(WEIGHT_FILES)))

@@ -1,8 +1,8 @@
-"""Tensors in, tokens out: the only place that touches the model and the KV memory.
+"""Model runner: run the model on one step's tokens, and sample. Only this part uses the model and the KV memory.
 
-Two things moved here in m3. The forward is our own, over one flat row of tokens, so a step is one forward whatever it
-mixes. And the sampler runs here, next to the logits: what leaves are a few numbers per request, which may cross a
-process or wait on the device without anybody holding a matrix of logits. vLLM: `v1/worker/gpu_model_runner.py`; SGLang:
+Two things are new in m3. The forward is our own, over one flat row of tokens, so a step with prefills and decodes is
+one forward. And the sampler runs here, next to the logits: the result is a few numbers per request, which can be sent
+to another process or wait on the device, without a matrix of logits. vLLM: `v1/worker/gpu_model_runner.py`; SGLang:
 `model_executor/model_runner.py`.
 """
 
@@ -27,7 +27,7 @@ from m3_paged_attention.scheduler_output import SchedulerOutput
 
 
 class ModelRunner:
-    """Runs what the scheduler decided: prepare, forward, sample."""
+    """Runs the scheduler's output: prepare, forward, sample."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ModelRunner:
         self.sampler = RowSampler(sampler=sampler, token_text=token_text, tracer=tracer)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Reserve the KV memory. Raises `ConfigError` where there is not so much."""
+        """Allocate the KV memory. Raises `ConfigError` if the machine has less."""
         self.block_size = kv_cache_config.spec.block_size
         self.kv = KVStorage(kv_cache_config, device=self.device)
         self.input_batch = InputBatch(
@@ -55,23 +55,22 @@ class ModelRunner:
         )
 
     def profile_run(self, num_tokens: int) -> int:
-        """Run the largest step once, on nothing: `num_tokens` new tokens, and the logits of a full batch.
+        """Run the largest step once on dummy tokens: `num_tokens` new tokens, and the logits of a full batch.
 
-        Returns the bytes of the KV memory that it had for itself meanwhile.
+        Returns the bytes of the temporary KV memory of this run.
         """
         return run_largest_step(
             self.model, num_tokens, longest=self.max_model_len, max_num_seqs=self.max_num_seqs, device=self.device
         )
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """The shape of a block of this model."""
+        """Return the shape of this model's KV blocks."""
         return kv_cache_spec_of(self.model, block_size)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Move blocks, run the new tokens of all requests through the model, and choose the next ones.
+        """Copy blocks, run the new tokens of all requests through the model, and sample the next ones.
 
-        Whatever it raises fails the requests of this step, and no other; `torch.AcceleratorError` means that the device
-        is lost.
+        An exception fails only the requests of this step; `torch.AcceleratorError` means that the device is lost.
         """
         rows = self.input_batch.update(scheduler_output)
         self.kv.swap_in(scheduler_output.blocks_to_swap_in)  # in this order: a block that was
@@ -83,7 +82,7 @@ class ModelRunner:
         hidden = self.forward(model_input)
         last = hidden if model_input.logits_indices is None else hidden[model_input.logits_indices]
         logits = self.model.compute_logits(last)  # [num_seqs, vocab]
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         of_prompts, errors = self._prompt_logprobs(rows, hidden)
         batch = SamplingRows([row.state.sampling_row for row in rows], logits.shape[-1], logits.device)
         sampled = self.sampler([row.state.req_id for row in rows], batch, logits)
@@ -93,34 +92,34 @@ class ModelRunner:
             logprobs=sampled.logprobs,
             prompt_logprobs=of_prompts,
             errors=errors | sampled.errors,
-            sample_seconds=time.perf_counter() - began,
+            sample_seconds=time.perf_counter() - start_time,
         )
 
     def prepare_inputs(self, rows: Sequence[BatchRow]) -> ModelInput:
-        """The rows of a step as tensors on the model's device."""
+        """Convert the rows of a step to tensors on the model's device."""
         return make_model_input(rows, self.input_batch.block_tables, self.block_size, self.device)
 
     def forward(self, model_input: ModelInput) -> Tensor:
-        """Hidden states `[total_tokens, hidden_size]`. The one place where the model is called."""
+        """Run the model; return the hidden states `[total_tokens, hidden_size]`."""
         return self.model.forward(model_input.input_ids, model_input.positions, self.kv, model_input.attn_metadata)
 
     def free_request(self, request_id: str) -> None:
-        """Forget a request; nothing happens if it is unknown."""
+        """Remove the state of a request; does nothing for an unknown id."""
         self.input_batch.remove(request_id)
 
     def held_request_ids(self) -> list[str]:
-        """The requests that are remembered."""
+        """Return the ids of the requests whose state the runner stores."""
         return list(self.input_batch.states)
 
     def shutdown(self) -> None:
-        """Let go of the KV memory and the model. After that only the records of requests can be asked for."""
+        """Free the KV memory and the model. Afterwards only `free_request` and `held_request_ids` work."""
         for name in ("kv", "model"):
-            vars(self).pop(name, None)  # an interrupted `close` comes again
+            vars(self).pop(name, None)  # `close` may be called again
 
     def _prompt_logprobs(
         self, rows: Sequence[BatchRow], hidden: Tensor
     ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, ForwardError]]:
-        """For the rows whose prompt is in this step and that asked for it; and the errors of those that have none."""
+        """Return log-probabilities, or errors, by request id, of the prompts in this step that request them."""
         found: dict[str, tuple[LogprobRow, ...]] = {}
         errors: dict[str, ForwardError] = {}
         start = 0

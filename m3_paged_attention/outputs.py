@@ -1,7 +1,7 @@
-"""What comes back from a step, and the numbers that only a memory of blocks has.
+"""Output of a step, and statistics of the KV blocks.
 
-From m3 on the sampler runs next to the model, so what crosses the executor upwards are tokens, not logits. vLLM:
-`v1/outputs.py`. Executor, worker and runner may be somebody else's, so what they say is checked where it comes in.
+From m3 on the sampler runs next to the model, so the executor returns tokens, not logits. The user may replace
+executor, worker and runner by own classes, so their output is checked here. vLLM: `v1/outputs.py`.
 """
 
 import operator
@@ -17,73 +17,75 @@ from m1_single_request.sampler import LogprobRow
 
 @dataclass(frozen=True)
 class ModelRunnerOutput:
-    """What one step's forward and sampler made, as parallel lists: plain numbers, no tensors."""
+    """The sampled tokens of a step, as parallel lists of plain numbers, without tensors."""
 
     req_ids: list[str]
-    """Whoever got a token; a request whose row could not be used stands in `errors` instead."""
+    """Requests that got a token; a request with an unusable row is in `errors` instead."""
     sampled_token_ids: list[list[int]]
-    """The new tokens of each; here always one."""
+    """The new tokens of each request; in m3 always one."""
     logprobs: list[Sequence[LogprobRow | None]]
-    """Of each of these tokens, where asked for."""
+    """Log-probabilities of each of these tokens; None if not requested."""
     prompt_logprobs: dict[str, tuple[LogprobRow, ...]] = field(default_factory=dict)
-    """For the prompt's tokens after the first, by request id; with the prefill, where asked for."""
+    """Request id -> log-probabilities of the prompt's tokens after the first, if requested; in the prefill's step."""
     errors: Mapping[str, Exception] = field(default_factory=dict)
-    """By request id."""
+    """Request id -> error."""
     sample_seconds: float = 0.0
-    """How much of the step was sampling."""
+    """Duration of sampling, in seconds."""
 
 
 def checked(output: Any, expected: Mapping[str, int]) -> ModelRunnerOutput:
-    """What a step brought for its requests, each with tokens or an error.
+    """Check the output of a step, and return it with valid rows only.
 
-    `expected`: how many tokens each may bring at most; with 0, it brings none. A request that is missing, stands there
-    twice or has not its tokens gets a `PartError`, and no row. If nobody can say which row is whose, it is raised.
+    `expected`: maximum number of tokens by request id; 0: the request has no row. A request with a missing, duplicate
+    or invalid row gets a `PartError` instead of a row. Raises `PartError` if rows cannot be matched to requests.
     """
-    said = "the executor (or its worker, or its model runner)"
+    source = "the executor (or its worker, or its model runner)"
     if not isinstance(output, ModelRunnerOutput):
-        raise PartError(f"{said} returned {output!r:.80}, which is no ModelRunnerOutput")
+        raise PartError(f"{source} returned {output!r:.80}, which is not a ModelRunnerOutput")
     req_ids, token_ids, logprobs = output.req_ids, output.sampled_token_ids, output.logprobs
     if not len(req_ids) == len(token_ids) == len(logprobs):
         raise PartError(
-            f"{said} returned {len(req_ids)} ids, {len(token_ids)} rows of tokens and {len(logprobs)} log-probabilities"
+            f"{source} returned {len(req_ids)} ids, {len(token_ids)} rows of tokens and "
+            f"{len(logprobs)} log-probabilities"
         )
     if not isinstance(output.errors, Mapping) or not isinstance(output.prompt_logprobs, Mapping):
-        raise PartError(f"{said} returned errors or prompt_logprobs that are no mapping by request id")
-    known = set(req_ids)
-    if unknown := known.difference(expected):
-        raise PartError(f"{said} returned a row for {min(map(repr, unknown))}, which is not in this step")
+        raise PartError(f"{source} returned errors or prompt_logprobs that are not a mapping by request id")
+    returned = set(req_ids)
+    if unknown := returned.difference(expected):
+        raise PartError(f"{source} returned a row for {min(map(repr, unknown))}, which is not in this step")
     most = [expected[request_id] for request_id in req_ids]
-    everybody = len(known) == len(req_ids) and known.union(output.errors) >= {r for r, n in expected.items() if n}
-    if everybody and all(map(_is_sound, token_ids, logprobs, most)):
+    has_duplicates = len(returned) < len(req_ids)
+    is_complete = returned.union(output.errors) >= {r for r, n in expected.items() if n}
+    if is_complete and not has_duplicates and all(map(_is_valid, token_ids, logprobs, most)):
         return output
-    times = Counter(req_ids)
+    num_rows = Counter(req_ids)
     errors = dict(output.errors)
     for request_id in expected:
-        wanted = 1 if expected[request_id] else 0
-        if times[request_id] != wanted and not (times[request_id] == 0 and request_id in errors):
-            errors[request_id] = PartError(f"{said} returned {times[request_id]} rows for request {shown(request_id)}")
-    sound = []
+        count = num_rows[request_id]
+        if count != (1 if expected[request_id] else 0) and not (count == 0 and request_id in errors):
+            errors[request_id] = PartError(f"{source} returned {count} rows for request {shown(request_id)}")
+    valid = []
     for index, request_id in enumerate(req_ids):
-        if times[request_id] != 1 or not most[index]:
+        if num_rows[request_id] != 1 or not most[index]:
             continue
-        if _is_sound(token_ids[index], logprobs[index], most[index]):
-            sound.append(index)
+        if _is_valid(token_ids[index], logprobs[index], most[index]):
+            valid.append(index)
         else:
-            wanted_tokens = "one token" if most[index] == 1 else f"1 to {most[index]} tokens"
+            tokens = "one token" if most[index] == 1 else f"1 to {most[index]} tokens"
             errors[request_id] = PartError(
-                f"{said} returned {token_ids[index]!r:.80} for request {shown(request_id)} in place of {wanted_tokens}"
+                f"{source} returned {token_ids[index]!r:.80} for request {shown(request_id)} in place of {tokens}"
             )
     return replace(
         output,
-        req_ids=[req_ids[i] for i in sound],
-        sampled_token_ids=[token_ids[i] for i in sound],
-        logprobs=[logprobs[i] for i in sound],
+        req_ids=[req_ids[i] for i in valid],
+        sampled_token_ids=[token_ids[i] for i in valid],
+        logprobs=[logprobs[i] for i in valid],
         errors=errors,
     )
 
 
-def _is_sound(token_ids: Any, logprobs: Any, most: int) -> bool:
-    """Whether these are the tokens of one row: whole numbers, at least one, and as many log-probabilities."""
+def _is_valid(token_ids: Any, logprobs: Any, most: int) -> bool:
+    """Return whether these are the tokens of one row: 1 to `most` whole numbers, and as many log-probabilities."""
     try:
         count = len(token_ids)
         return 1 <= count <= most and len(logprobs) == count and all(operator.index(i) >= 0 for i in token_ids)
@@ -96,11 +98,11 @@ class EngineStats(SingleRequestStats):
     """m1's totals, and the state of the blocks."""
 
     num_blocks: int
-    """Blocks that can be handed out."""
+    """Blocks that can be allocated."""
     num_free_blocks: int
     num_shared_blocks: int
     """Blocks with more than one owner."""
     kv_bytes_reserved: int
-    """Memory of the blocks that somebody owns; `kv_bytes` of it hold something."""
+    """Memory of the allocated blocks; `kv_bytes` of it hold tokens."""
     num_preemptions: int
-    """How often a running request lost its blocks."""
+    """Number of preemptions of running requests."""

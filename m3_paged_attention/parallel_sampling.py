@@ -1,9 +1,9 @@
-"""`n > 1`: one request outside, n requests inside.
+"""Parallel sampling (`n > 1`): one request for the caller, n requests for the scheduler.
 
-The engine core talks to this in place of the scheduler. On the way in a `ParentRequest` becomes its children, on the
-way out the children that changed become their parent again; a request with `n = 1` passes through as it is. New in m3,
-because children of one prompt pay only if they share its KV. vLLM: `v1/engine/parallel_sampling.py`; SGLang expands
-`n` in its tokenizer manager.
+The engine core calls this class instead of the scheduler. It queues the children of a `ParentRequest`, and reports the
+parent when children change; a request with `n = 1` is passed on unchanged. New in m3, because children of one prompt
+are worthwhile only if they share its KV. vLLM: `v1/engine/parallel_sampling.py`; SGLang expands `n` in its tokenizer
+manager.
 """
 
 from collections.abc import Iterable, Mapping, Sized
@@ -17,16 +17,16 @@ from m3_paged_attention.scheduler_events import ParallelSampling
 
 
 class RequestFamilies:
-    """A scheduler whose callers may hand in parents and hear of parents only."""
+    """A scheduler that accepts parent requests, and reports parents instead of children."""
 
     def __init__(self, *, scheduler: Any, tracer: Tracer) -> None:
         self.scheduler = scheduler
         self.tracer = tracer
-        self._parents: dict[str, ParentRequest] = {}  # unfinished ones, by their own ids
+        self._parents: dict[str, ParentRequest] = {}  # request id -> unfinished parent
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """The requests that are scheduled: children, not parents."""
+        """The scheduled requests: children, not parents."""
         return self.scheduler.requests
 
     @property
@@ -38,7 +38,10 @@ class RequestFamilies:
         return self.scheduler.waiting
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, or all children of a parent. Raises `DuplicateRequestError` before any of them is queued."""
+        """Queue a request, or all children of a parent.
+
+        Raises `DuplicateRequestError` if one of the ids is in use; then none is queued.
+        """
         children = request.children if isinstance(request, ParentRequest) else []
         for request_id in (request.request_id, *(child.request_id for child in children)):
             if request_id in self._parents or request_id in self.scheduler.requests:
@@ -62,7 +65,7 @@ class RequestFamilies:
             self.scheduler.add_request(child)
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
-        """Mark requests to end; a parent's id means all its children. Returns the ids that were marked, as given."""
+        """Mark requests to end; a parent's id means all its children. Returns the given ids that were marked."""
         marked = []
         for request_id in request_ids:
             parent = self._parents.get(request_id)
@@ -71,21 +74,21 @@ class RequestFamilies:
                 marked.append(request_id)
                 parent = parent or self._parent_of(self.requests[ids[0]])
                 if parent is not None and isinstance(reason, FinishAbort):
-                    parent.hand_on_prompt_logprobs()
+                    parent.reassign_prompt_logprobs()
         return marked
 
     def _parent_of(self, request: Request) -> ParentRequest | None:
         return self._parents.get(getattr(request, "parent_id", None) or "")
 
     def reported(self, changed: Iterable[Request]) -> list[Request]:
-        """The requests that callers know, for the scheduled ones that changed: each once, in the same order."""
+        """Replace changed children by their parents: each request once, in the same order."""
         found: dict[str, Request] = {}
         for request in changed:
             parent = self._parent_of(request)
             reported = request if parent is None else parent
             found[reported.request_id] = reported
         for request_id in self._parents.keys() & found.keys():
-            self._parents[request_id].take_stock()
+            self._parents[request_id].update_from_children()
             if self._parents[request_id].is_finished:
                 del self._parents[request_id]
         return list(found.values())
@@ -94,7 +97,7 @@ class RequestFamilies:
         """End all requests with `reason`, outside a step."""
         self.scheduler.reset(reason)
         for parent in self._parents.values():
-            parent.take_stock()
+            parent.update_from_children()
         self._parents.clear()
 
     @property

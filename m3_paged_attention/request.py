@@ -1,8 +1,9 @@
-"""A request whose prompt may have siblings: `n > 1` asks for several continuations of one prompt.
+"""Requests with siblings: `n > 1` generates several continuations of one prompt.
 
-Each continuation is a request of its own, `rid/0`, `rid/1`, ..., with its own seed, text and end; the scheduler treats
-them like any others, except that a sibling may start on the KV blocks of another. `ParentRequest` is what the caller
-knows: it is never scheduled, it only reports. New in m3; vLLM: `ParentRequest` in `v1/engine/parallel_sampling.py`.
+Each continuation is a separate request, `rid/0`, `rid/1`, ..., with its own seed, text and end. The scheduler treats it
+like any other, except that it may start with the KV blocks of a sibling. `ParentRequest` is the caller's request: it is
+never scheduled, and only collects its children's results. New in m3; vLLM: `ParentRequest` in
+`v1/engine/parallel_sampling.py`.
 """
 
 from dataclasses import replace
@@ -21,20 +22,20 @@ class SimpleStops(NamedTuple):
 
 
 class Request(SingleRequest):
-    """m1's request, with what a scheduler of blocks keeps about it."""
+    """m1's request, with the fields of m3's scheduler."""
 
     parent_id: str | None = None
-    """The request that this one is a continuation of."""
+    """Id of the parent of a continuation."""
     is_sent: bool = False
-    """Whether the runner knows its tokens and blocks, so that differences are enough."""
+    """True if the runner has the request's tokens and blocks, so that only changes are sent."""
     number: int = 0
-    """Its place in the order of arrival."""
+    """Number of the request in the order of arrival."""
     simple_stops: SimpleStops | None = None
-    """Its whole stop condition, if that is no more than ids and a length."""
+    """The whole stop condition, if it consists of ids and a length only."""
 
 
 class ParentRequest(SingleRequest):
-    """Several continuations of one prompt, reported as one. Children may be of any class with a `parent_id`."""
+    """Several continuations of one prompt, reported as one request. Children: any class with a `parent_id`."""
 
     def __init__(self, children: list[Any], *, request_id: str) -> None:
         first = children[0]
@@ -45,27 +46,27 @@ class ParentRequest(SingleRequest):
 
     @property
     def sequences(self) -> dict[str, Sequence]:
-        """Those of all children, by their ids."""
+        """The sequences of all children, by sequence id."""
         return {child.sequence.seq_id: child.sequence for child in self.children}
 
-    def hand_on_prompt_logprobs(self) -> None:
-        """If the child that was to bring the prompt's log-probabilities is given up before, let another one do it."""
-        asked = self.sampling_params.prompt_logprobs  # the first one's
+    def reassign_prompt_logprobs(self) -> None:
+        """Select another child to compute the prompt's log-probabilities if the first one was aborted before that."""
+        num_best = self.sampling_params.prompt_logprobs  # of the first child
         alive = [child for child in self.children if child.to_finish is None and not child.is_finished]
-        if asked is None or self._with_prompt_logprobs() is not None:
+        if num_best is None or self._with_prompt_logprobs() is not None:
             return
-        heirs = [child for child in alive if not child.sequence.get_output_len()]
-        if heirs and all(child.sampling_params.prompt_logprobs is None for child in alive):
-            heirs[0].sampling_params = replace(heirs[0].sampling_params, prompt_logprobs=asked)
+        candidates = [child for child in alive if not child.sequence.get_output_len()]
+        if candidates and all(child.sampling_params.prompt_logprobs is None for child in alive):
+            candidates[0].sampling_params = replace(candidates[0].sampling_params, prompt_logprobs=num_best)
 
     def _with_prompt_logprobs(self) -> Sequence | None:
-        """The sequence that has the prompt's log-probabilities."""
+        """Return the sequence that has the prompt's log-probabilities, or None."""
         return next((s for s in self.sequences.values() if s.has_prompt_logprobs), None)
 
-    def take_stock(self) -> None:
-        """Note what has happened to the children: the parent's times, and its end with that of the last child."""
+    def update_from_children(self) -> None:
+        """Update times and token counts from the children; finish when the last child has finished."""
         if self.sampling_params.prompt_logprobs is not None:
-            self.sequence = self._with_prompt_logprobs() or self.sequence  # the one that is asked about the prompt
+            self.sequence = self._with_prompt_logprobs() or self.sequence  # the outputs read the prompt from it
         started = [child.first_token_time for child in self.children if child.first_token_time is not None]
         self.first_token_time = min(started, default=None)
         self.num_draft_tokens = sum(child.num_draft_tokens for child in self.children)

@@ -1,7 +1,7 @@
-"""Logits to tokens inside the runner: m1's sampling step for whoever knows rows of numbers, and no requests.
+"""Sampling inside the model runner: m1's sampling step on rows of numbers, without request objects.
 
-In m1 and m2 the engine core sampled, with the requests at hand. Now the logits stay where they were computed, and only
-tokens go back. vLLM: `_sample` in `v1/worker/gpu_model_runner.py`.
+In m1 and m2 the engine core sampled, with access to the requests. Now the logits stay where they were computed, and
+only tokens are returned. vLLM: `_sample` in `v1/worker/gpu_model_runner.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,23 +23,23 @@ ROWS_AT_A_TIME = 256  # of prompt logits: [rows, vocabulary] in float32 is the l
 
 
 class SamplingBatch(Protocol):
-    """What the sampler must know of a step's rows. Here they are looked up anew for every step (`SamplingRows`).
+    """The sampler's input for the rows of a step. m3 builds it for every step (`SamplingRows`).
 
-    m4 keeps them from step to step (`SamplingBatchInfo`).
+    m4 keeps it across steps (`SamplingBatchInfo`).
     """
 
     @property
     def params(self) -> Sequence[SamplingParams]:
-        """Each row's settings; for the trace."""
+        """Sampling parameters of each row, for the trace."""
         ...
 
     @property
     def positions(self) -> Sequence[int] | np.ndarray:
-        """How many output tokens each row has; for the trace."""
+        """Number of output tokens of each row, for the trace."""
         ...
 
     def metadata(self) -> SamplingMetadata:
-        """All rows as tensors, for this step."""
+        """Return all rows as tensors, for this step."""
         ...
 
 
@@ -60,14 +60,14 @@ class SamplingRows:
         return [len(row.output_token_ids) for row in self.rows]
 
     def metadata(self) -> SamplingMetadata:
-        """All rows as tensors; the shared ones if nothing but the best tokens are asked for."""
+        """Return all rows as tensors, cached ones if all rows are plain (`SamplingRow.is_plain`)."""
         if all([row.is_plain for row in self.rows]):
             return SamplingMetadata.plain(len(self.rows), self.device)
         return SamplingMetadata.from_rows(self.rows, vocab_size=self.vocab_size, device=self.device)
 
 
 class SampledRows(NamedTuple):
-    """What came of a step's rows: parallel lists for those that have a token, and the errors of the others."""
+    """Result of sampling a step: parallel lists of the rows with a token, and request id -> error for the others."""
 
     req_ids: list[str]
     token_ids: list[list[int]]
@@ -84,12 +84,12 @@ class RowSampler:
         self.tracer = tracer
 
     def __call__(self, req_ids: Sequence[str], batch: SamplingBatch, logits: Tensor) -> SampledRows:
-        """The next token of each row of float32 `logits` `[rows, vocab]`, of which each is some request's."""
+        """Sample the next token of each row of float32 `logits` `[rows, vocab]`; `req_ids` are the rows' requests."""
         errors: dict[str, ForwardError] = {}
         suspects = [i for i, suspect in enumerate(suspect_rows(logits)) if suspect]
         if broken := [i for i in suspects if not logits[i].isfinite().all()]:
             errors = {req_ids[i]: not_finite(req_ids[i]) for i in broken}
-            logits = logits.index_fill(0, torch.tensor(broken, device=logits.device), 0.0)  # any numbers will do
+            logits = logits.index_fill(0, torch.tensor(broken, device=logits.device), 0.0)  # any finite number works
         metadata = batch.metadata()
         chosen = self.sampler(logits, metadata)
         impossible = [req_ids[i] for i in chosen.impossible_rows if req_ids[i] not in errors]
@@ -112,10 +112,10 @@ class RowSampler:
 def prompt_logprobs(
     token_ids: Sequence[int], hidden: Tensor, num_best: int, compute_logits: Callable[[Tensor], Tensor]
 ) -> tuple[LogprobRow, ...]:
-    """The log-probabilities of a prompt's tokens after the first, from its `hidden` `[tokens, hidden_size]`.
+    """Return the log-probabilities of a prompt's tokens after the first, from its `hidden` `[tokens, hidden_size]`.
 
-    Some rows at a time, so that the logits of a long prompt never stand in memory together. Raises `ForwardError` at
-    NaN or infinity.
+    Computes `ROWS_AT_A_TIME` rows at a time, so that all logits of a long prompt are never in memory together. Raises
+    `ForwardError` for NaN or infinite logits.
     """
     targets = torch.tensor(token_ids[1:], device=hidden.device)
     found: list[LogprobRow] = []

@@ -1,8 +1,8 @@
-"""One device: the model runner on it, and how much of its memory the KV blocks may take.
+"""Worker: one device, the model runner on it, and the memory available for its KV blocks.
 
-m2's worker only passed batches on. Here it also measures: on CUDA the largest step runs once on empty input, and what
-the device then still has of its share becomes KV blocks. vLLM: `determine_available_memory` and
-`initialize_from_config` in `v1/worker/gpu_worker.py`; SGLang: `profile_max_num_token`.
+m2's worker only called its runner. Here it also measures memory: on CUDA the largest step runs once on dummy tokens,
+and the rest of the device's share becomes KV blocks. vLLM: `determine_available_memory` and `initialize_from_config` in
+`v1/worker/gpu_worker.py`; SGLang: `profile_max_num_token`.
 """
 
 from contextlib import nullcontext
@@ -17,10 +17,10 @@ from m3_paged_attention.step_threads import StepThreads
 
 
 class GPUWorker:
-    """Runs on its device whatever it is handed; decides nothing."""
+    """Runs steps on its device; makes no scheduling decision."""
 
     def __init__(self, *, model_runner: Any, step_threads: StepThreads | None = None) -> None:
-        """`step_threads`: limits the CPU threads of each step; None leaves them as they are."""
+        """`step_threads`: limits the CPU threads of each step; None does not change them."""
         self.model_runner = model_runner
         self._step_threads = step_threads or nullcontext()
         self.device = model_runner.device
@@ -28,7 +28,7 @@ class GPUWorker:
 
     @torch.inference_mode()
     def measure_memory(self, num_tokens: int) -> MemoryProfile:
-        """What a step of `num_tokens` new tokens leaves of a GPU. Raises `ConfigError` if not even that fits."""
+        """Measure the GPU memory of a step of `num_tokens` new tokens. Raises `ConfigError` if it does not fit."""
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
             with self._on_device:
@@ -40,32 +40,32 @@ class GPUWorker:
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - kv_bytes  # KV is what the rest is for
+        peak = torch.cuda.max_memory_allocated(self.device) - kv_bytes  # without the temporary KV of the run
         return MemoryProfile(total_bytes=total, peak_bytes=others + peak)
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """The shape of a block of this model."""
+        """Return the shape of this model's KV blocks."""
         return self.model_runner.kv_cache_spec(block_size)
 
     @torch.inference_mode()
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Reserve the KV memory. Raises `ConfigError` where there is not so much."""
+        """Allocate the KV memory. Raises `ConfigError` if the machine has less."""
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
     @torch.inference_mode()
     def execute_model(self, decision: Any) -> ModelRunnerOutput:
-        """Run a decision, in the form that the runner takes; returns the tokens."""
-        with self._on_device, self._step_threads:  # a kernel of triton runs on the current device, wherever its
-            return self.model_runner.execute_model(decision)  # arguments lie
+        """Run a step, described in the format of the model runner; return its tokens."""
+        with self._on_device, self._step_threads:  # triton runs a kernel on the current device, not on the
+            return self.model_runner.execute_model(decision)  # device of its arguments
 
     def free_request(self, request_id: str) -> None:
-        """Forget a request; nothing happens if it is unknown."""
+        """Remove the state of a request; does nothing for an unknown id."""
         self.model_runner.free_request(request_id)
 
     def held_request_ids(self) -> list[str]:
-        """The requests that are remembered."""
+        """Return the ids of the requests whose state the runner stores."""
         return self.model_runner.held_request_ids()
 
     def shutdown(self) -> None:
-        """Let go of the KV memory and the model. After that only the records of requests can be asked for."""
+        """Free the KV memory and the model. Afterwards only `free_request` and `held_request_ids` work."""
         self.model_runner.shutdown()

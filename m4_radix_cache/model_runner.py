@@ -97,7 +97,7 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Let go of the KV memory and the model."""
         for name in ("kv", "model"):
-            vars(self).pop(name, None)  # an interrupted `close` comes again
+            vars(self).pop(name, None)  # `close` may be called again
 
     def _prompt_logprobs(
         self, batch: ModelWorkerBatch, hidden: Tensor

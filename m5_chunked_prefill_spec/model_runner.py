@@ -147,7 +147,7 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Let go of the KV memory and the models."""
         for name in self.released:
-            vars(self).pop(name, None)  # an interrupted `close` comes again
+            vars(self).pop(name, None)  # `close` may be called again
         if self.draft_runner is not None:
             self.draft_runner.shutdown()
 

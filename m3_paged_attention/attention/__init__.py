@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: what it must be told, and the backends that compute it."""
+"""Attention over a paged KV cache: its metadata, and the backends that compute it."""

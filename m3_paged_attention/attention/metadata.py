@@ -1,16 +1,16 @@
-"""Where the tokens of a flat batch belong: which rows, which positions, which slots of the KV memory.
+"""Attention metadata: the rows, positions and KV slots of the tokens in a flat batch.
 
-m2's batch was a padded rectangle, and a mask said what was padding. Here the tokens of all requests stand one after
-another in a single row of `total_tokens`, and this object says where one request ends and the next begins:
+m2's batch was a padded rectangle with a mask. Here the tokens of all requests are one flat row of `total_tokens`, and
+this object stores where each request begins:
 
     tokens           | a a a a a | b b | c | d |      two prefills, two decodes
     query_start_loc    0           5     7   8   9
     context_lens       0           0     30  8        tokens with KV from earlier steps
     seq_lens           5           2     31  9        those and the new ones
 
-Rows with several new tokens come first, rows with exactly one after them, because attention treats the two kinds
-differently. (A single token among the first is right, too, and only slower.) vLLM: `CommonAttentionMetadata`
-(`v1/attention/backends/utils.py`); SGLang keeps the same numbers in `ForwardBatch`.
+Rows with several new tokens come first, then rows with exactly one, because attention computes the two kinds
+differently. (A row with one token among the first is also correct, only slower.) vLLM: `CommonAttentionMetadata`
+(`v1/attention/backends/utils.py`); SGLang has the same numbers in `ForwardBatch`.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One step's layout. Tensors are on the model's device; the tuples are the same numbers on the host.
+    """Layout of one step's batch. Tensors are on the model's device; the tuples are the same numbers on the host.
 
-    Made anew for every step and never changed: a backend may plan once for the object and go by it in every layer.
+    Every step makes a new object, which is never modified: a backend may plan once per object and reuse the plan in
+    every layer.
     """
 
     query_start_loc: Tensor  # int32 [num_seqs + 1]
@@ -39,7 +40,7 @@ class AttentionMetadata:
     """Rows with more than one new token; they come first."""
     num_prefill_tokens: int
     num_decodes: int
-    """Rows with exactly one."""
+    """Rows with exactly one new token."""
     num_decode_tokens: int
     max_query_len: int
     max_seq_len: int
@@ -55,16 +56,17 @@ class AttentionMetadata:
         slot_mapping: np.ndarray | Tensor,
         device: torch.device,
     ) -> "AttentionMetadata":
-        """The layout of rows with so many new tokens (the longer ones first) behind so many that have their KV.
+        """Build the metadata from each row's number of new tokens and number of tokens that already have KV.
 
-        `block_tables` (int32) and `slot_mapping` (int64) may lie on the device already; they are not copied if so.
+        Rows with several new tokens come first. `block_tables` (int32) and `slot_mapping` (int64) may already be on the
+        device; then they are not copied.
         """
         query_lens = tuple(query_lens)
         seq_lens = tuple([before + new for before, new in zip(context_lens, query_lens, strict=True)])
         num_decodes = query_lens.count(1)
         num_prefills = len(query_lens) - num_decodes
         starts, lens = _starts(query_lens, device) if num_prefills else _starts_of_decodes(num_decodes, device)
-        # What belongs together crosses to the device together: a transfer costs more than its bytes.
+        # One transfer for both: each transfer to the device has a fixed cost.
         per_row = torch.as_tensor(np.array([seq_lens, context_lens], dtype=np.int32), device=device)  # [2, num_seqs]
         return cls(
             query_start_loc=starts,
@@ -89,12 +91,12 @@ class AttentionMetadata:
 
 
 def _starts(query_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`query_start_loc` and `query_lens`."""
+    """Return `query_start_loc` and `query_lens`."""
     starts = torch.as_tensor(np.cumsum([0, *query_lens]), dtype=torch.int32, device=device)
     return starts, torch.tensor(query_lens, dtype=torch.int32, device=device)
 
 
 @lru_cache
 def _starts_of_decodes(num_seqs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The same for a step of decodes, which is most of them: nobody changes these tensors."""
+    """Return the same for a step of decodes only, cached because most steps are; the tensors are never modified."""
     return _starts((1,) * num_seqs, device)

@@ -1,9 +1,9 @@
-"""The backend of our own C++: the fast path on a CPU that has a compiler beside it.
+"""The `native` backend: our own C++ kernels, the fast path on a CPU with a compiler.
 
-Three things cost torch its time in a decode step, and each has its answer here. Torch has no product that reads KV in
-blocks, so it copies: these kernels read the blocks where they lie. A small model is all calls of a few microseconds: a
-norm is one call here and five there. And a product with few rows is nothing but reading weights: they lie in the order
-in which they are read. The C++ is in `native/`.
+It removes three costs that torch has in a decode step. First, torch has no product that reads KV in blocks, so it
+copies them; these kernels read the blocks in place. Second, a small model is dominated by calls of a few microseconds;
+a norm is one call here and five in torch. Third, a product with few rows mostly reads weights; here they are stored in
+the order in which they are read. The C++ is in `native/`.
 
 vLLM: `v1/attention/backends/cpu_attn.py` over `csrc/cpu`; SGLang: `sgl-kernel/csrc/cpu`; llama.cpp's ggml packs weights
 the same way.
@@ -21,17 +21,17 @@ from m3_paged_attention.kv_storage import KVLayer
 from m3_paged_attention.linear import Linear, PlainLinear
 from m3_paged_attention.models.architecture import DecoderConfig
 
-LANES = 16  # of a vector; widths must be multiples of it
-PANEL = 64  # output features that lie together
+LANES = 16  # elements of a vector; widths must be multiples of it
+PANEL = 64  # output features stored together
 
 
 class NativeBackend:
-    """C++ where it fits, the torch backend elsewhere: other precisions, widths that fill no vector."""
+    """C++ kernels, with the torch backend for other precisions and for widths that do not fill vectors."""
 
     name = "native"
 
     def __init__(self) -> None:
-        """Raises `NativeUnavailable`; ask `native_library.obstacle` before."""
+        """Load the kernels. Raises `NativeUnavailable`; check `native_library.obstacle` first."""
         library = load()
         self._kernels = {
             getattr(torch, precision): SimpleNamespace(
@@ -42,15 +42,15 @@ class NativeBackend:
         self._torch = TorchBackend()
 
     def check_head_dim(self, head_dim: int) -> None:
-        """Any will do."""
+        """Accept any width."""
 
     def computes(self, config: DecoderConfig, dtype: torch.dtype) -> bool:
-        """Return whether all products of such a model are computed here, and none by torch."""
+        """Return whether the C++ kernels compute all matrix products of such a model, and torch none."""
         widths = config.head_dim % (2 * LANES), config.hidden_size % 2, config.intermediate_size % 2
         return dtype in self._kernels and not any(widths)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """`y = x W^T + b` with a copy of the weight in panels."""
+        """Return a layer `y = x W^T + b` with a copy of the weight in panels."""
         kernels = self._kernels.get(weight.dtype)
         if kernels is None or weight.shape[1] % 2:
             return PlainLinear(weight, bias)
@@ -58,7 +58,7 @@ class NativeBackend:
         return NativeLinear(kernels, weight, bias)
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
-        """Write `key` and `value` `[tokens, kv_heads, head_dim]` to their slots."""
+        """Write `key` and `value` `[tokens, kv_heads, head_dim]` to the slots of `slot_mapping`."""
         kernels = self._kernels.get(key.dtype)
         if kernels is None:
             return self._torch.store_kv(key, value, layer, slot_mapping)
@@ -78,7 +78,7 @@ class NativeBackend:
         )
 
     def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
-        """`[tokens, heads, head_dim]` to the same."""
+        """Compute causal attention over the KV blocks. `[tokens, heads, head_dim]` in and out."""
         kernels, (_, heads, head_dim) = self._kernels.get(query.dtype), query.shape
         if kernels is None or head_dim % (2 * LANES):
             return self._torch.attention(query, layer, metadata, scale)
@@ -98,7 +98,7 @@ class NativeBackend:
         return output
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""
+        """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32."""
         kernels, width = self._kernels.get(x.dtype), x.shape[-1]
         if kernels is None or width % LANES or x.dim() not in (2, 3) or weight.dtype != x.dtype:
             return self._torch.rms_norm(x, weight, eps)
@@ -120,7 +120,7 @@ class NativeBackend:
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm of `x + residual`, and the sum, which `residual` now holds."""
+        """Return the norm of `x + residual`, and the sum, which overwrites `residual` where it is contiguous."""
         kernels, (rows, width) = self._kernels.get(x.dtype), x.shape
         if kernels is None or width % LANES or weight.dtype != x.dtype:
             return self._torch.add_rms_norm(x, residual, weight, eps)
@@ -139,7 +139,7 @@ class NativeBackend:
         return y, residual
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn each head's pairs `(i, i + head_dim / 2)` by the angle of its token, in place."""
+        """Rotate each head's pairs `(i, i + head_dim / 2)` by the angle of its token, in place."""
         kernels, (num_tokens, num_heads, head_dim) = self._kernels.get(heads.dtype), heads.shape
         if kernels is None or head_dim % (2 * LANES):
             return self._torch.rotary(heads, cos, sin)
@@ -157,7 +157,7 @@ class NativeBackend:
         return heads
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` for `[tokens, 2 * intermediate]`."""
+        """Compute `silu(gate) * up` of `[tokens, 2 * intermediate]`."""
         kernels, (rows, width) = self._kernels.get(gate_up.dtype), gate_up.shape
         width //= 2
         if kernels is None or width % LANES:
@@ -169,7 +169,7 @@ class NativeBackend:
 
 
 class NativeLinear:
-    """One linear layer, its weight in panels."""
+    """Linear layer of the C++ kernels, with its weight in panels."""
 
     __slots__ = ("_kernels", "bias", "in_features", "out_features", "packed")
 
@@ -184,7 +184,7 @@ class NativeLinear:
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[tokens, in_features]` to `[tokens, out_features]`."""
+        """Return the output `[tokens, out_features]` for `hidden` `[tokens, in_features]`."""
         assert hidden.shape[1] == self.in_features and hidden.dtype == self.packed.dtype
         hidden, rows = hidden.contiguous(), hidden.shape[0]
         y = hidden.new_empty(rows, self.out_features)
@@ -202,7 +202,7 @@ class NativeLinear:
 
 
 def _dense_tokens(x: Tensor) -> Tensor:
-    """`x` `[tokens, ...]` with each token's numbers in one piece; tokens may lie apart."""
+    """Return `x` `[tokens, ...]` with contiguous memory within each token; tokens may have any stride."""
     if x.dim() == 3:
         return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
     return x if x.stride(1) == 1 else x.contiguous()

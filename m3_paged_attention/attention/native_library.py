@@ -1,9 +1,9 @@
-"""Compiles the kernels of the `native` backend for this processor, once, and loads them.
+"""Compile the kernels of the `native` backend for this processor, once, and load them.
 
-The source travels with the package and the machine code does not: what a processor can do is known where it runs. The
-result is kept in the user's cache directory under a name made of everything it depends on, so a change of source,
-compiler or processor compiles anew, and two processes that start together do no harm. It takes about two seconds. What
-lies there is run as code, so it is used only if it is whole and nobody else could have put it there.
+The package contains only the source, because the machine code depends on the processor's instructions. The compiled
+library is stored in the user's cache directory. Its name is a hash of the source, the compiler and the processor, so a
+change of any of them compiles again, and processes that start at the same time do not conflict. Compiling takes about
+two seconds. The library runs as code, so it is loaded only if it is complete and no other user can write there.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from pathlib import Path
 
 SOURCES = Path(__file__).with_name("native")  # kernels.cpp and what it includes
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
-LINK = ("-fopenmp", "-shared", "-fPIC")  # torch brings the same OpenMP library: its threads are ours
+LINK = ("-fopenmp", "-shared", "-fPIC")  # torch loads the same OpenMP library, so both share its threads
 COMPILERS = ("c++", "g++", "clang++")
-SECONDS = 120  # for the compiler
-DRAFT = ".building-"  # how the names of directories begin in which somebody compiles
-ROOM = 2**20  # bytes that compiling takes; a linker without them fails and does not say why
+SECONDS = 120  # timeout of the compiler
+BUILD_PREFIX = ".building-"  # of the names of temporary build directories
+BUILD_BYTES = 2**20  # free disk space for a build; a linker that lacks it fails without a clear message
 DIGEST_SIZE = hashlib.sha256().digest_size
 
 P, N, INT, F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float  # pointer, size, flag, number
@@ -45,12 +45,12 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 class NativeUnavailable(Exception):
-    """These kernels cannot be had here; the message is one clause that says why."""
+    """The kernels cannot be used on this machine; the message is one clause with the reason."""
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The compiled kernels. Raises `NativeUnavailable`."""
+    """Return the compiled kernels. Raises `NativeUnavailable`."""
     compiler = find_compiler()
     identity = hashlib.sha256()
     sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*"))]
@@ -61,19 +61,19 @@ def load() -> ctypes.CDLL:
         directory = _cache_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(directory)
-        _remove_old_drafts(directory)
-        return _kept(directory / name) or _built(compiler, directory / name)
-    except (OSError, RuntimeError):  # no home, no place to keep it, or none from which code may run
+        _remove_stale_builds(directory)
+        return _load_cached(directory / name) or _build_and_load(compiler, directory / name)
+    except (OSError, RuntimeError):  # no home directory, not writable, or mounted without permission to run code
         try:
-            with tempfile.TemporaryDirectory(prefix="stepwise-") as instead:
-                return _built(compiler, Path(instead) / name)
+            with tempfile.TemporaryDirectory(prefix="stepwise-") as temporary:
+                return _build_and_load(compiler, Path(temporary) / name)
         except OSError as error:
             raise NativeUnavailable(f"its compiled kernels cannot be loaded ({error})") from error
 
 
 @functools.cache
 def obstacle() -> str | None:
-    """Why the kernels cannot be had here, or None. Compiles them if nobody did before."""
+    """Return the reason why the kernels cannot be used here, or None. Compiles them if they are not in the cache."""
     try:
         load()
     except NativeUnavailable as error:
@@ -82,7 +82,10 @@ def obstacle() -> str | None:
 
 
 def find_compiler() -> str:
-    """The C++ compiler: what the environment variable CXX names, or the first that is installed."""
+    """Return the C++ compiler: that of the environment variable CXX, or the first installed of `COMPILERS`.
+
+    Raises `NativeUnavailable` if there is none.
+    """
     named = os.environ.get("CXX")
     for candidate in (named,) if named else COMPILERS:
         if found := shutil.which(candidate):
@@ -93,30 +96,30 @@ def find_compiler() -> str:
 
 
 def build(compiler: str, target: Path, flags: tuple[str, ...] = FLAGS) -> None:
-    """Compile to `target`, which appears whole or not at all, and ends with the digest of what is before.
+    """Compile to `target`, atomically. The file ends with a digest of the bytes before it.
 
-    Raises `NativeUnavailable` if the compiler cannot, OSError if the directory cannot be written.
+    Raises `NativeUnavailable` if the compiler fails, OSError if the directory cannot be written.
     """
-    if shutil.disk_usage(target.parent).free < ROOM:
+    if shutil.disk_usage(target.parent).free < BUILD_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target.parent))
-    with tempfile.TemporaryDirectory(prefix=DRAFT, dir=target.parent) as directory:
-        draft = Path(directory) / target.name
-        command = [compiler, *flags, *LINK, str(SOURCES / "kernels.cpp"), "-o", str(draft)]
+    with tempfile.TemporaryDirectory(prefix=BUILD_PREFIX, dir=target.parent) as directory:
+        output = Path(directory) / target.name
+        command = [compiler, *flags, *LINK, str(SOURCES / "kernels.cpp"), "-o", str(output)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
         except subprocess.TimeoutExpired as error:
-            raise NativeUnavailable(f"{compiler} took more than {SECONDS} seconds over its kernels") from error
+            raise NativeUnavailable(f"{compiler} took more than {SECONDS} seconds to compile its kernels") from error
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            said = lines[0].strip() if lines else f"exit status {done.returncode}"
-            raise NativeUnavailable(f"{compiler} cannot compile its kernels ({said})")
-        with draft.open("rb+") as file:  # the system's loader does not mind what follows
+            reason = lines[0].strip() if lines else f"exit status {done.returncode}"
+            raise NativeUnavailable(f"{compiler} cannot compile its kernels ({reason})")
+        with output.open("rb+") as file:  # the system's loader ignores bytes after the library
             file.write(hashlib.sha256(file.read()).digest())
-        draft.replace(target)
+        output.replace(target)
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """The library with the types of its functions. Raises OSError if the system refuses to load it."""
+    """Load a library and set the argument types of its functions. Raises OSError if it cannot be loaded."""
     library = ctypes.CDLL(str(path))
     for name, arguments in SIGNATURES.items():
         for precision in PRECISIONS:
@@ -128,10 +131,11 @@ def open_library(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _kept(path: Path) -> ctypes.CDLL | None:
-    """What an earlier process compiled, unless there is nothing or it is damaged.
+def _load_cached(path: Path) -> ctypes.CDLL | None:
+    """Load the library that an earlier process compiled; None if it is missing or damaged.
 
-    It is looked at first: the system maps a file that was cut off as if it were whole, and the process dies later.
+    The digest is checked first: the system would map a truncated file without an error, and the process would crash
+    later.
     """
     try:
         content = path.read_bytes()
@@ -141,24 +145,24 @@ def _kept(path: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _built(compiler: str, path: Path) -> ctypes.CDLL:
+def _build_and_load(compiler: str, path: Path) -> ctypes.CDLL:
     build(compiler, path)
     return open_library(path)
 
 
 def _check_private(directory: Path) -> None:
-    """Raise OSError if somebody else may write there."""
-    found = directory.stat()
-    if os.name == "posix" and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+    """Raise OSError if another user can write to the directory."""
+    status = directory.stat()
+    if os.name == "posix" and (status.st_uid != os.getuid() or status.st_mode & 0o022):
         raise PermissionError(f"{directory} is not private")
 
 
-def _remove_old_drafts(directory: Path) -> None:
-    """What processes that were killed while they compiled have left behind."""
-    for draft in directory.glob(f"{DRAFT}*"):
+def _remove_stale_builds(directory: Path) -> None:
+    """Remove the build directories of processes that were killed while they compiled."""
+    for build_directory in directory.glob(f"{BUILD_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if time.time() - draft.stat().st_mtime > 2 * SECONDS:
-                shutil.rmtree(draft)
+            if time.time() - build_directory.stat().st_mtime > 2 * SECONDS:
+                shutil.rmtree(build_directory)
 
 
 def _cache_directory() -> Path:
@@ -174,11 +178,11 @@ def _version(compiler: str) -> bytes:
 
 
 def _processor() -> bytes:
-    """What the machine code may use. A home directory may be shared by machines of several kinds."""
-    known = [platform.machine(), platform.processor()]
+    """Return a description of the processor. Machines with different processors may share a home directory."""
+    description = [platform.machine(), platform.processor()]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    known += sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return "\n".join(known).encode()
+    description += sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return "\n".join(description).encode()

@@ -1,10 +1,10 @@
-"""Which kernels compute: one set of functions, several modules that offer it.
+"""Registry of attention backends: one interface, several implementations.
 
-`auto` takes triton on a GPU, and on a CPU our own C++ if there is a compiler; else torch, which is slower and runs
-everywhere. Each backend is imported when it is first asked for, so an engine on a CPU never loads triton. Triton's
-interpreter runs kernels in Python without a GPU; it is there for tests, and nobody gets it who did not ask for it by
-name. New in this milestone: before, transformers chose. vLLM: `AttentionBackendEnum` and the platforms'
-`get_attn_backend_cls`; SGLang: `ATTENTION_BACKENDS` in `attention_registry.py`.
+`auto` selects triton on a GPU, and on a CPU our own C++ if there is a compiler; otherwise torch, which is slower and
+runs everywhere. A backend is imported only when it is selected, so an engine on a CPU never loads triton. Triton's
+interpreter runs kernels in Python without a GPU; it is for tests, and `auto` never selects it. New in this milestone:
+before, transformers chose. vLLM: `AttentionBackendEnum` and the platforms' `get_attn_backend_cls`; SGLang:
+`ATTENTION_BACKENDS` in `attention_registry.py`.
 """
 
 import importlib.util
@@ -24,43 +24,49 @@ from m3_paged_attention.linear import Linear
 
 
 class Backend(Protocol):
-    """What a decoder layer computes with. Tensors are flat, `[tokens, ...]`, in the model's precision;
-    sums are formed in float32."""
+    """The operations of a decoder layer. Tensors are flat, `[tokens, ...]`, in the model's precision; sums are
+    computed in float32."""
 
     name: str
 
     def check_head_dim(self, head_dim: int) -> None:
-        """Raise `ConfigError` if `attention` cannot take heads of this width."""
+        """Raise `ConfigError` if `attention` does not support heads of this width."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A layer `y = x W^T + b` of `weight` `[out_features, in_features]`, which it may keep or copy."""
+        """Return a layer `y = x W^T + b` of `weight` `[out_features, in_features]`, which it may keep or copy."""
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
-        """Write `key` and `value` `[tokens, kv_heads, head_dim]` to their slots of a `KVLayer`."""
+        """Write `key` and `value` `[tokens, kv_heads, head_dim]` to the slots of `slot_mapping`."""
 
     def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
-        """Causal attention of `query` `[tokens, heads, head_dim]` over the KV of its requests; a tensor of the same
-        shape, good until the next call. `store_kv` comes first: a token sees itself."""
+        """Compute causal attention of `query` `[tokens, heads, head_dim]` over the KV of its requests.
+
+        The result has the same shape and is valid until the next call. Call `store_kv` first: a token attends to
+        itself.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+        """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
-        `weight` `[width]` is that of every row; `[heads, width]` has one for each head of `x` `[tokens, heads, width]`.
+        `weight` is `[width]`, the same for every row, or `[heads, width]`, one row per head of `x`
+        `[tokens, heads, width]`.
         """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm of `x + residual`, and the sum itself. `residual` may be overwritten with it."""
+        """Return the norm of `x + residual`, and the sum itself, which may overwrite `residual`."""
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn the pairs `(i, i + head_dim / 2)` of `heads` `[tokens, heads, head_dim]` by their angle; may work in
-        place. `cos` and `sin` are float32 `[tokens, head_dim / 2]`, the same tensors for all layers of a step."""
+        """Rotate the pairs `(i, i + head_dim / 2)` of `heads` `[tokens, heads, head_dim]`, possibly in place.
+
+        `cos` and `sin` are float32 `[tokens, head_dim / 2]`, the same tensors for all layers of a step.
+        """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` for `[tokens, 2 * intermediate]`, gate first."""
+        """Compute `silu(gate) * up` of `[tokens, 2 * intermediate]`, gate first."""
 
 
 def resolve(name: str, device: torch.device) -> Backend:
-    """The backend called `name`, see `choose`."""
+    """Build the backend that `choose` returns for `name`."""
     match choose(name, device):
         case "native":
             from m3_paged_attention.attention.native_backend import NativeBackend
@@ -77,9 +83,9 @@ def resolve(name: str, device: torch.device) -> Backend:
 
 
 def choose(name: str, device: torch.device) -> str:
-    """`native`, `torch` or `triton`, for `auto` or one of them. The first question about `native` compiles it.
+    """Return `native`, `torch` or `triton` for one of these names or `auto`. The first check of `native` compiles it.
 
-    Raises `ConfigError` if the one asked for cannot run on `device`.
+    Raises `ConfigError` if the requested backend cannot run on `device`.
     """
     if name not in ("auto", *OBSTACLES, "torch"):
         raise ConfigError(f"attention_backend={name!r} is unknown: use auto, native, torch or triton")
@@ -91,27 +97,27 @@ def choose(name: str, device: torch.device) -> str:
 
 
 def obstacle_to_best(device: torch.device) -> str | None:
-    """Why `auto` is not what is fastest on this kind of device but `torch`, or None."""
+    """Return the reason why `auto` selects `torch` and not the fastest backend of this device type, or None."""
     best = BEST.get(device.type)
     return None if best is None else OBSTACLES[best](device)
 
 
 def _obstacle_to_native(device: torch.device) -> str | None:
-    """Why our C++ kernels cannot run on `device`, or None."""
+    """Return the reason why our C++ kernels cannot run on `device`, or None."""
     if device.type != "cpu":
-        return f"it is made for CPUs, and device={str(device)!r} is none"
+        return f"it runs on CPUs, and device={str(device)!r} is not a CPU"
     return native_library.obstacle()
 
 
 def _obstacle_to_triton(device: torch.device) -> str | None:
-    """Why triton kernels cannot run on `device`, or None. Triton is not imported to find out."""
+    """Return the reason why triton kernels cannot run on `device`, or None. Does not import triton."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         if device.type == "cuda":
             return None
         return (
-            f"triton compiles for GPUs and device={str(device)!r} is none "
+            f"triton compiles for GPUs, and device={str(device)!r} is not a GPU "
             f"(for tests, TRITON_INTERPRET=1 set before the start runs its kernels in Python)"
         )
     if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
@@ -126,11 +132,11 @@ def _obstacle_to_triton(device: torch.device) -> str | None:
 
 BEST = {"cpu": "native", "cuda": "triton"}
 OBSTACLES = {"native": _obstacle_to_native, "triton": _obstacle_to_triton}
-"""What may be missing, for every backend that is more than torch: a question each, answered by a clause or by None."""
+"""Backend -> function that returns the reason why it cannot run on a device, or None; torch can always run."""
 
 
 def _triton_compiles() -> bool:
-    """Whether triton is loaded already and reads TRITON_INTERPRET no more: one of its own functions tells."""
+    """Return whether triton was already imported in compiling mode; it reads TRITON_INTERPRET only at its import."""
     return type(getattr(sys.modules.get("triton.language"), "cdiv", None)).__name__ == "JITFunction"
 
 

@@ -1,13 +1,13 @@
-"""How the torch backend goes through a batch: which sequences are attended to in one call.
+"""Tiles of the torch backend: groups of sequences whose attention is computed in one call.
 
-A call per sequence is too many calls when sequences are short. One call for all of them needs a rectangle as wide as
-the longest, and a copy of all their KV, too large for any cache. In between are tiles: sequences of similar length side
-by side, as many as `TILE_BYTES` hold.
+One call per sequence is too many calls for short sequences. One call for all needs a rectangle as wide as the longest
+sequence and a copy of all KV, too large for the processor's cache. A tile is in between: sequences of similar length
+side by side, up to `TILE_BYTES`.
 
     lengths 30 35 38 | 210 240 | 900          three tiles
 
-Behind the end of a shorter sequence lies what belongs to another or to nobody. There the scratch is zeroed and the
-scores are masked, so that nothing of it is seen, not even a NaN.
+After the end of a shorter sequence, the copied blocks contain unrelated data. There the scratch memory is set to zero
+and the scores are masked, so that the data has no effect, not even a NaN.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,20 +19,20 @@ from torch import Tensor
 from m3_paged_attention.attention.metadata import AttentionMetadata
 from m3_paged_attention.kv_storage import KVLayer
 
-TILE_BYTES = 2 * 2**20  # keys and values of a tile, padding included
-MAX_PADDING = 1.25  # a tile is at most so many times as large as what its sequences hold
-FEW_TOKENS = 16  # without a mask, torch's attention makes zeros of NaN for sequences shorter than its vectors
-IN_PLACE_BYTES = 2**19  # keys and values of a sequence that stay in the cache from one step to the next by themselves
+TILE_BYTES = 2 * 2**20  # maximum keys and values of a tile, padding included
+MAX_PADDING = 1.25  # maximum size of a tile, padding included, divided by its tokens
+FEW_TOKENS = 16  # without a mask, torch's attention turns NaN into zeros for sequences shorter than its vectors
+IN_PLACE_BYTES = 2**19  # maximum KV of a sequence that stays in the processor's cache between steps without a copy
 
 
 class Scratch:
-    """Memory that is written anew for every tile and grows to the largest."""
+    """Memory that every tile overwrites; it grows to the largest tile."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A tensor of this shape. The next call may return the same memory."""
+        """Return an uninitialised tensor of this shape. The next call may return the same memory."""
         size = torch.Size(shape).numel()
         if self._buffer is None or self._buffer.numel() < size or not _alike(self._buffer, like):
             self._buffer = like.new_empty(size)
@@ -40,16 +40,16 @@ class Scratch:
 
 
 class Gather(NamedTuple):
-    """Copies the blocks of a few sequences side by side."""
+    """Copies the blocks of a few sequences side by side into scratch memory."""
 
     block_ids: Tensor  # [num_seqs * blocks per sequence]
-    scratch: tuple[Tensor, ...]  # for keys and values, each [num_seqs * blocks, block_size, kv_heads, head_dim]
+    scratch: tuple[Tensor, ...]  # keys and values, each [num_seqs * blocks, block_size, kv_heads, head_dim]
     views: tuple[Tensor, ...]  # of the same memory, each [num_seqs, kv_heads, longest sequence, head_dim]
-    tokens: Tensor  # of the same memory, [2, tokens, kv_heads * head_dim]
-    padding: Tensor | None  # those of the tokens that belong to no sequence
+    tokens: Tensor  # view of the same memory, [2, tokens, kv_heads * head_dim]
+    padding: Tensor | None  # indices of the tokens after the end of their sequence
 
     def __call__(self, layer: KVLayer) -> tuple[Tensor, ...]:
-        """Keys and values `[num_seqs, kv_heads, longest sequence, head_dim]`, good until the next gather."""
+        """Return keys and values `[num_seqs, kv_heads, longest sequence, head_dim]`, valid until the next gather."""
         torch.index_select(layer.key_cache, 0, self.block_ids, out=self.scratch[0])
         torch.index_select(layer.value_cache, 0, self.block_ids, out=self.scratch[1])
         if self.padding is not None:
@@ -58,16 +58,16 @@ class Gather(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """Reads a sequence whose blocks happen to lie one after another, as those of a request that runs alone do."""
+    """Reads a sequence in place. Its blocks are adjacent in memory, as those of a request that runs alone can be."""
 
     shape: tuple[int, int, int, int]  # [1, kv_heads, sequence, head_dim]
     first_block: int
 
     def __call__(self, layer: KVLayer) -> tuple[Tensor, ...]:
-        """Keys and values of that shape."""
+        """Return keys and values as views of that shape."""
         _, num_kv_heads, _, head_dim = self.shape
         strides = (0, head_dim, num_kv_heads * head_dim, 1)
-        return tuple(  # one call instead of the four that cut, join and turn dimensions
+        return tuple(  # one call instead of four that slice, flatten and transpose
             cache.as_strided(self.shape, strides, cache.storage_offset() + self.first_block * cache.stride(0))
             for cache in layer
         )
@@ -78,20 +78,20 @@ class Prefill(NamedTuple):
 
     gather: Gather
     tokens: slice
-    mask: Tensor | None  # [new tokens, sequence], added to the scores; None: all of the sequence is new, and long
+    mask: Tensor | None  # [new tokens, sequence], added to the scores; None: the whole sequence is new, and not short
 
 
 class DecodeTile(NamedTuple):
-    """The last tokens of a few sequences of similar length."""
+    """The decode tokens of a few sequences of similar length."""
 
     gather: Gather | InPlace
-    mask: Tensor | None  # [num_seqs, 1, 1, longest sequence], added to the scores; None: equally long, and not short
-    queries: Tensor  # [num_seqs, kv_heads, heads per kv_head, head_dim], a view of the plan's
+    mask: Tensor | None  # [num_seqs, 1, 1, longest sequence], added to the scores; None: equal lengths, not short
+    queries: Tensor  # [num_seqs, kv_heads, heads per kv_head, head_dim], a view of `Plan.queries`
     attended: Tensor  # the same for the result
 
 
 class Plan:
-    """What attention does in every layer of one step. `layer` is any of them: they are all of one shape."""
+    """The attention calls of one step, the same in every layer. `layer` is any layer: all have one shape."""
 
     def __init__(self, metadata: AttentionMetadata, query: Tensor, layer: KVLayer, scratch: Scratch) -> None:
         self._metadata, self._model = metadata, _model_of(query, layer)
@@ -106,7 +106,7 @@ class Plan:
         self.is_single = metadata.num_prefills == 0 and len(lens) == len(self.decodes) == 1
 
     def is_for(self, metadata: AttentionMetadata, query: Tensor, layer: KVLayer) -> bool:
-        """Whether this is still the step, and the model, that the plan was made for."""
+        """Return whether the plan was made for this step and this model."""
         return self._metadata is metadata and self._model == _model_of(query, layer)
 
     def _prefills(self) -> Iterator[Prefill]:
@@ -121,7 +121,7 @@ class Plan:
             start += num_new
 
     def _decode_tiles(self, lens: list[int]) -> Iterator[DecodeTile]:
-        """`lens` and everything here is in the plan's order."""
+        """Yield the tiles of all decodes. `lens` and the tiles are in the order of `self.order`."""
         _, block_size, num_kv_heads, head_dim = self._cache.shape
         first = self._metadata.num_prefills
         heads = (-1, num_kv_heads, self.queries.shape[1] // num_kv_heads, head_dim)
@@ -145,18 +145,21 @@ class Plan:
             yield DecodeTile(gather, mask, self.queries[rows].view(heads), self.attended[rows].view(heads))
 
     def _masked(self, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For all decodes at once, in the plan's order: block tables with nothing but 0 behind the end, which tokens
-        are behind it (both `[decodes, ...]`), and the same as something to add to scores."""
+        """Return three tensors `[decodes, ...]` in the order of `self.order`.
+
+        They are block tables with block 0 after each sequence's end, a mask of the tokens after the end, and the same
+        mask as values to add to the scores.
+        """
         metadata, cache = self._metadata, self._cache
         block_size, width = cache.shape[1], self._num_blocks(longest)
         tables = metadata.block_tables[metadata.num_prefills :, :width].index_select(0, self.order)
         ends = metadata.seq_lens[metadata.num_prefills :].index_select(0, self.order)
         behind = torch.arange(width * block_size, device=cache.device) >= ends[:, None]  # [decodes, tokens]
-        tables.masked_fill_(behind[:, ::block_size], 0)  # block 0 is always there
+        tables.masked_fill_(behind[:, ::block_size], 0)  # block 0 always exists
         return tables, behind, cache.new_zeros(behind.shape).masked_fill_(behind, -torch.inf)
 
     def _in_place(self, block_ids: Tensor, longest: int) -> InPlace | None:
-        """If one sequence, and a short one, is the whole batch and lies in one piece."""
+        """Return an `InPlace` if the batch is one short sequence with adjacent blocks, else None."""
         _, _, num_kv_heads, head_dim = shape = self._cache.shape
         if (
             self.attended.shape[0] > 1
@@ -170,7 +173,7 @@ class Plan:
         return InPlace((1, num_kv_heads, longest, head_dim), ids[0])
 
     def _gather(self, block_ids: Tensor, longest: int, padding: Tensor | None = None) -> Gather:
-        """`block_ids` is `[num_seqs, blocks]`."""
+        """Return a `Gather` of `block_ids` `[num_seqs, blocks]`."""
         num_seqs, block_shape = block_ids.shape[0], self._cache.shape[1:]
         scratch = self._scratch.take((2, block_ids.numel(), *block_shape), self._cache)
         views = [kv.view(num_seqs, -1, *block_shape[1:])[:, :longest].transpose(1, 2) for kv in scratch]
@@ -182,7 +185,7 @@ class Plan:
 
 
 def _split(lens: Sequence[int], max_tokens: int) -> Iterator[slice]:
-    """Cut rising lengths into tiles of at most `max_tokens`, padding included; a sequence longer than that is alone."""
+    """Split ascending lengths into tiles of at most `max_tokens`, padding included; a longer sequence is a tile."""
     start, held = 0, 0
     for row, length in enumerate(lens):
         padded = (row + 1 - start) * length

@@ -1,20 +1,20 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# ruff: noqa: N803 - capitals mark what is known when the kernel is compiled
+# ruff: noqa: N803 - capitals mark values that are fixed when the kernel is compiled
 """Attention as Triton kernels: KV in pages, softmax in tiles, the score matrix never in memory.
 
-A kernel is a program that runs many times at once; `tl.program_id` says which part of the work is its own. It sees
-memory as bare pointers and works on tiles: small matrices in registers, with power-of-two sides, masked where the data
-end earlier. A page is what the rest of the engine calls a block: in a kernel, BLOCK is the side of a tile. Three rules
-make all of it work on pages:
+Many programs run a kernel at once; `tl.program_id` selects each program's part of the work. A program addresses memory
+with pointers and computes on tiles: small matrices in registers whose sides are powers of two, masked after the end of
+the data. A page is a block of the KV cache: the rest of the engine calls it a block, but in a kernel BLOCK is the side
+of a tile. Three rules hold in all kernels:
 
     position n of a sequence  ->  page  block_table[n // PAGE]  ->  slot  page * PAGE + n % PAGE
 
-- A tile of BLOCK_N positions looks up BLOCK_N pages at once, one per position. So the tile is as wide as the hardware
-  likes, whatever the page size is, and a page may begin or end anywhere inside it.
-- Past the end of a sequence nothing is read: neither its block table nor the memory behind it.
-- Arithmetic is fp32. Only the operands of a matrix product and what is stored are 16 bits wide.
+- A tile of BLOCK_N positions looks up BLOCK_N pages at once, one per position. So the width of a tile is chosen for the
+  hardware, independently of the page size, and a page may begin or end anywhere inside a tile.
+- Nothing is read after the end of a sequence: neither its block table nor the memory of its last page.
+- Arithmetic is fp32. Only the operands of a matrix product and the stored results are 16 bits wide.
 
-The recurrence of `online_softmax_step` is the same in both attention kernels; they differ in what one program owns.
+`online_softmax_step` is the same in both attention kernels; they differ in the part of the work of one program.
 New in this milestone: m2's attention was the one inside transformers. vLLM: `triton_unified_attention.py` (both kernels
 in one) and `triton_reshape_and_cache_flash.py` in `attention/ops`; SGLang: `decode_attention.py` (split KV) and
 `extend_attention.py` in `layers/attention/triton_ops`. The splits of decode are FlashDecoding's.
@@ -33,12 +33,12 @@ def store_kv_kernel(
     slot_mapping_ptr,  # [num_tokens]
     key_stride,
     value_stride,
-    WIDTH: tl.constexpr,  # NUM_KV_HEADS * HEAD_DIM: what one slot holds
+    WIDTH: tl.constexpr,  # elements of one slot: NUM_KV_HEADS * HEAD_DIM
     WIDTH_PAD: tl.constexpr,
 ):
-    """Scatter the new keys and values into their slots. One program moves one token, all heads of it.
+    """Scatter the new keys and values into their slots. One program copies one token, with all its heads.
 
-    Padding tokens carry a slot of block 0, which nobody reads, so there is no special case for them.
+    Padding tokens have a slot of block 0, which is never read, so they need no special case.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
@@ -63,7 +63,7 @@ def load_kv_tile(
     HEAD_PAD: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """The keys and values of BLOCK_N positions, each [BLOCK_N, HEAD_PAD], gathered from wherever their pages are."""
+    """Load the keys and values of BLOCK_N positions from their pages, each [BLOCK_N, HEAD_PAD]."""
     inside = positions < end
     page = tl.load(table_ptr + positions // PAGE, mask=inside, other=0).to(tl.int64)
     slot = page * PAGE + positions % PAGE
@@ -77,14 +77,14 @@ def load_kv_tile(
 
 @triton.jit
 def online_softmax_step(scores, value, row_max, row_sum, acc, PRECISION: tl.constexpr):
-    """Take one more tile of scores into account. The recurrence of the lesson, with base 2 instead of e.
+    """Add one tile of scores to the softmax. The recurrence of the lesson, with base 2 instead of e.
 
         scores  [M, N]        this tile's query-key products, in units of log2, -inf where masked
-        row_max [M]           the largest score so far; at least one score of every row is finite by now
+        row_max [M]           the largest score so far; with this tile, every row has at least one finite score
         row_sum [M]           sum of 2**(score - row_max) so far
-        acc     [M, HEAD_PAD] the values seen so far, weighted in the same way, not yet divided by row_sum
+        acc     [M, HEAD_PAD] sum of the values so far with the same weights, not yet divided by row_sum
 
-    When a larger maximum turns up, what was summed under the old one shrinks by 2**(old - new).
+    If the maximum grows, the sums so far are scaled by 2**(old - new).
     """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     shrink = tl.exp2(row_max - new_max)
@@ -118,11 +118,11 @@ def paged_decode_kernel(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One new token per sequence. A program owns one sequence, one KV head and one of SPLITS pieces of the positions.
+    """Decode: one new token per sequence. A program computes one sequence, one KV head and one of SPLITS splits.
 
-    The GROUP query heads that share the KV head are the rows of its tile, so every key and value is read once for all
-    of them. Each piece ends as a finished softmax of its own (`partial`) and its log2-sum-exp; the next kernel joins
-    the pieces. Where a piece begins depends on this sequence's length only: other rows of the batch change nothing.
+    The GROUP query heads of the KV head are the rows of its tile, so every key and value is read once for all of them.
+    The result of a split is its own softmax (`partial`) and its log2-sum-exp; the next kernel joins the splits. The
+    borders of the splits depend only on this sequence's length, never on other rows of the batch.
     """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -134,7 +134,7 @@ def paged_decode_kernel(
     piece = tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_N) * BLOCK_N
     start = split * piece
     end = tl.minimum(start + piece, seq_len)
-    if start >= end:  # a short sequence leaves its last pieces empty, a padding row (length 0) leaves all
+    if start >= end:  # the last splits of a short sequence are empty; all splits of a padding row (length 0) are
         tl.store(lse_ptr + out, tl.full([GROUP_PAD], float("-inf"), tl.float32), mask=group < GROUP)
         return
     dims = tl.arange(0, HEAD_PAD)
@@ -167,10 +167,10 @@ def join_splits_kernel(
     HEAD_PAD: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Join the pieces of `paged_decode_kernel`: one program per sequence and query head.
+    """Join the splits of `paged_decode_kernel`: one program per sequence and query head.
 
-    A piece counts in proportion to 2**lse, the weight of all its positions. An empty piece has lse = -inf, weight 0 and
-    nothing valid in `partial`. A row of empty pieces (padding in a CUDA graph) becomes zeros.
+    The weight of a split is proportional to 2**lse, the sum over its positions. An empty split has lse = -inf, weight
+    0 and an invalid `partial`. A row of empty splits (padding in a CUDA graph) becomes zeros.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -212,19 +212,19 @@ def paged_prefill_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Many new tokens per sequence. A program owns BLOCK_M of them, of one sequence, for one query head.
+    """Prefill: many new tokens per sequence. A program computes BLOCK_M of one sequence's tokens, for one query head.
 
-    It walks over the positions from the first (an earlier step's, if there is context) up to its own last query:
+    It reads the positions from 0 (of an earlier step, if there is context) to its last query:
 
         positions   0 ........ context | new tokens
-        queries                        | BLOCK_M |        the last tiles are cut by the causal mask
+        queries                        | BLOCK_M |        the causal mask applies to the last tiles
     """
     tile_m = tl.program_id(0)
     row = tl.program_id(1)
     head = tl.program_id(2)
     first_token = tl.load(query_start_ptr + row)
     query_len = tl.load(query_start_ptr + row + 1) - first_token
-    if tile_m * BLOCK_M >= query_len:  # the grid is made for the longest prompt of the batch
+    if tile_m * BLOCK_M >= query_len:  # the grid has the size for the longest prompt of the batch
         return
 
     seq_len = tl.load(seq_lens_ptr + row)

@@ -1,18 +1,17 @@
-"""The `triton` backend: shapes checked, tiles chosen, kernels launched. The kernels are next door.
+"""The `triton` backend: checks shapes, chooses tiles and launches the kernels of the modules beside it.
 
-A launch is `kernel[grid](...)`: the grid says how many programs run, the arguments that are known at compile time say
-which machine code they run. Everything here is a function of shapes and types, never of values on the device, so no
-call waits for the GPU. Nothing a program does depends on which other rows are in the batch, nor do the tiles and the
-number of splits: a request gets bitwise the same attention alone and in any batch.
+A launch is `kernel[grid](...)`: the grid is the number of programs; the compile-time arguments select the machine code.
+All decisions here depend on shapes and types, never on values on the device, so no call waits for the GPU. Tiles,
+splits and the work of a program do not depend on the other rows of the batch: the attention of a request is bitwise the
+same alone and in any batch.
 
-For CUDA graphs (a later milestone captures the decode step): the grid of decode is rows x KV heads x splits and knows
-nothing of lengths, rows of length 0 are legal and come out as zeros. Outputs come from torch's caching allocator; a
-captured graph holds the memory of its own.
+For CUDA graphs (a later milestone captures the decode step): the grid of decode is rows x KV heads x splits and does
+not depend on lengths. Rows of length 0 are valid, and their output is zeros. Outputs come from torch's caching
+allocator; a captured graph keeps its own memory.
 
 The tiles were chosen by compiling for Hopper (sm_90) and reading registers, spills and shared memory:
-`python -m tests.kernels.compile_for_sm90` prints the table. They were not tuned by running: no `@autotune`, whose
-choice would depend on the moment. vLLM: `v1/attention/backends/triton_attn.py`; SGLang:
-`layers/attention/triton_backend.py`.
+`python -m tests.kernels.compile_for_sm90` prints the table. There is no `@autotune`, because its measured choice could
+differ between runs. vLLM: `v1/attention/backends/triton_attn.py`; SGLang: `layers/attention/triton_backend.py`.
 """
 
 import functools
@@ -37,31 +36,31 @@ from m3_paged_attention.linear import Linear, PlainLinear
 LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
 PROGRAMS_TO_FILL_A_GPU = 128
-"""An H100 or H200 has 132 multiprocessors."""
+"""Number of programs that occupies all multiprocessors; an H100 or H200 has 132."""
 
 
 class Tile(NamedTuple):
-    """How one program of an attention kernel is cut: queries by keys, and the threads and buffers it gets."""
+    """Launch parameters of an attention kernel: tile size (queries by keys), warps and pipeline stages."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     precision: str
-    """How the compiler multiplies fp32 matrices; 16-bit ones are not concerned."""
+    """Precision of fp32 matrix products (`tl.dot`); no effect on 16-bit matrices."""
 
 
 class TritonBackend:
-    """The kernels behind the functions that every backend has. It holds no state, and runs on the current device."""
+    """The backend interface on Triton kernels. It has no state, and runs on the current device."""
 
     name = "triton"
 
     def check_head_dim(self, head_dim: int) -> None:
-        """Raise `ConfigError` for heads that no kernel can take."""
+        """Raise `ConfigError` if the heads are too wide for the kernels."""
         _padded_head(head_dim)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A layer with the weight as it is: cuBLAS has nothing to gain from another order."""
+        """Return a layer with the weight unchanged: another layout would not make cuBLAS faster."""
         return PlainLinear(weight, bias)
 
     def store_kv(self, key: Tensor, value: Tensor, layer: KVLayer, slot_mapping: Tensor) -> None:
@@ -83,10 +82,10 @@ class TritonBackend:
         )
 
     def attention(self, query: Tensor, layer: KVLayer, metadata: AttentionMetadata, scale: float) -> Tensor:
-        """Causal attention of the new tokens over all of their sequences' KV, theirs included.
+        """Compute causal attention of the new tokens over all KV of their sequences, including their own.
 
-        `query` and the result are `[num_tokens, num_heads, head_dim]`. A head_dim of up to 256 will do; one that is
-        not a power of two is padded to the next inside the kernels.
+        `query` and the result are `[num_tokens, num_heads, head_dim]`. head_dim is at most 256; the kernels pad it to
+        the next power of two.
         """
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if metadata.num_prefills:
@@ -165,11 +164,11 @@ class TritonBackend:
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dimension, with any leading ones; a weight for all rows, or one per head."""
+        """Compute RMSNorm over the last dimension, with one weight for all rows or one per head."""
         return self._norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`(rms_norm(x + residual), x + residual)`. The sum is written over `residual`, which must be contiguous."""
+        """Return `(rms_norm(x + residual), x + residual)`. The sum overwrites `residual`, which must be contiguous."""
         assert residual.is_contiguous() and residual.shape == x.shape and residual.dtype == x.dtype
         return self._norm(x, residual, weight, eps), residual
 
@@ -198,7 +197,7 @@ class TritonBackend:
         return out
 
     def rotary(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn `heads` `[num_tokens, heads, head_dim]` in place; cos and sin are fp32 `[num_tokens, head_dim / 2]`."""
+        """Rotate `heads` `[num_tokens, heads, head_dim]` in place; cos and sin: fp32 `[num_tokens, head_dim / 2]`."""
         num_tokens, num_heads, head_dim = heads.shape
         half = cos.shape[-1]
         assert cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == torch.float32
@@ -217,7 +216,7 @@ class TritonBackend:
         return heads
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of the two halves of `[num_tokens, 2 * intermediate]`."""
+        """Compute `silu(gate) * up` of the two halves of `[num_tokens, 2 * intermediate]`."""
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         assert gate_up.stride(1) == 1
         block = min(1024, _power_of_two(width))
@@ -228,7 +227,7 @@ class TritonBackend:
 
 @functools.cache
 def prefill_tile(head_dim: int, dtype: torch.dtype, device_type: str) -> Tile:
-    """How prefill is cut. On a CPU the interpreter runs it, and small tiles let short tests meet their edges."""
+    """Return the tile of prefill. On a CPU (interpreter) tiles are small, so that short tests use several."""
     head_pad = _padded_head(head_dim)
     if device_type == "cpu":
         return Tile(16, 32, 4, 1, "ieee")
@@ -241,7 +240,7 @@ def prefill_tile(head_dim: int, dtype: torch.dtype, device_type: str) -> Tile:
 
 @functools.cache
 def decode_tile(head_dim: int, group: int, dtype: torch.dtype, device_type: str) -> Tile:
-    """How decode is cut. Its queries are the `group` heads that share a KV head, at least the 16 rows of one mma."""
+    """Return the tile of decode. Its rows are the `group` query heads of a KV head, padded to 16 (one mma) or more."""
     head_pad, rows = _padded_head(head_dim), max(16, _power_of_two(group))
     if device_type == "cpu":
         return Tile(rows, 16, 4, 1, "ieee")
@@ -252,10 +251,10 @@ def decode_tile(head_dim: int, group: int, dtype: torch.dtype, device_type: str)
 
 @functools.cache
 def num_splits(num_kv_heads: int, device_type: str) -> int:
-    """Into how many pieces decode cuts every sequence: so many that one sequence alone fills a GPU.
+    """Return the number of splits of every sequence in decode: enough that one sequence alone fills a GPU.
 
-    A function of the model only. It decides the order of additions, and so the last bit of the result: a number that
-    followed the batch would make a request's tokens depend on its neighbours.
+    It depends only on the model. It determines the order of additions, and so the last bit of the result: if it
+    depended on the batch, a request's tokens would depend on the other requests.
     """
     if device_type == "cpu":
         return 4
@@ -268,20 +267,20 @@ def _padded_head(head_dim: int) -> int:
             f"the triton backend has kernels for a head_dim of at most {MAX_HEAD_DIM}, and this model's is {head_dim}: "
             f"use attention_backend='torch'"
         )
-    return max(16, _power_of_two(head_dim))  # a matrix product has at least 16 columns to sum over
+    return max(16, _power_of_two(head_dim))  # `tl.dot` needs an inner dimension of at least 16
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n: the sides of a tile are powers of two."""
+    """Return the smallest power of two that is at least n: the sides of a tile are powers of two."""
     return 1 << (n - 1).bit_length()
 
 
 def _num_warps(elements: int) -> int:
-    """Warps for a program that streams so many elements: 8 or more for each of its threads."""
+    """Return the number of warps, 1 to 8, of a program that streams `elements` elements: about 8 per thread or more."""
     return min(8, max(1, _power_of_two(elements) // 256))
 
 
 def _packed(x: Tensor) -> Tensor:
-    """`x` as it is: a kernel knows one stride, from token to token. Inside a token nothing may be left out."""
+    """Return `x` if each token is contiguous: the kernels take one stride, from token to token."""
     assert x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2]), x.stride()
     return x

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# ruff: noqa: N803 - capitals mark what is known when the kernel is compiled
-"""What stands between the matrix products, each as one Triton kernel: RMSNorm, rotary positions, SiLU times up.
+# ruff: noqa: N803 - capitals mark values that are fixed when the kernel is compiled
+"""The operations between the matrix products, each as one Triton kernel: RMSNorm, rotary embedding, SiLU times up.
 
-None of these computes much. Their cost is traffic: written as a chain of tensor operations, each link reads its input
-from memory and writes its output back. Fused, a program reads its rows once, does everything in fp32 registers and
-writes once. The matrix products themselves stay with torch (cuBLAS). New in this milestone: until m2 transformers did
-this. vLLM: `csrc/layernorm_kernels.cu`, `pos_encoding_kernels.cu`, `activation_kernels.cu`; SGLang:
+Their cost is memory traffic, not arithmetic: as a chain of tensor operations, each operation reads its input from
+memory and writes its output back. A fused kernel reads its rows once, computes in fp32 registers and writes once.
+torch (cuBLAS) computes the matrix products. New in this milestone: until m2 transformers did this. vLLM:
+`csrc/layernorm_kernels.cu`, `pos_encoding_kernels.cu`, `activation_kernels.cu`; SGLang:
 `fused_add_rms_norm_kernel.cu`, `rope.cu`, `activation.cu` in `sgl-kernel/csrc/elementwise`; Liger Kernel has them in
 Triton, with their gradients.
 """
@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-untyped, import-not-found, u
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,  # [num_tokens, HEADS, WIDTH], a token every `x_stride` elements
-    residual_ptr,  # [num_rows, WIDTH], updated in place; not touched without HAS_RESIDUAL
+    residual_ptr,  # [num_rows, WIDTH], updated in place; unused without HAS_RESIDUAL
     weight_ptr,  # [WIDTH], or [HEADS, WIDTH] if PER_HEAD
     out_ptr,  # out: [num_rows, WIDTH]
     eps,
@@ -30,13 +30,13 @@ def rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):
-    """x / sqrt(mean(x**2) + eps) * weight, row by row; with a residual, x + residual takes the place of x and is kept.
+    """Compute x / sqrt(mean(x**2) + eps) * weight per row; with a residual, x is x + residual, which is also stored.
 
-    A program holds a tile of BLOCK_ROWS whole rows. The hidden state is one long row per token (HEADS = 1, one row per
-    program); Qwen3's norm of queries and keys has a short row per head, and a program takes several. Queries have one
-    weight and keys another, so that each head brings its own (PER_HEAD) and both go through one launch.
+    A program computes a tile of BLOCK_ROWS whole rows. The hidden state is one long row per token (HEADS = 1, one row
+    per program). Qwen3's norm of queries and keys has a short row per head, so a program computes several. Queries and
+    keys have different weights: with one weight row per head (PER_HEAD), one launch computes both.
 
-    The sum is rounded to the type of the residual before it is squared: the norm must see what the next layer sees.
+    The sum is rounded to the residual's type before it is squared, so the norm uses the same values as the next layer.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, WIDTH_PAD)
@@ -71,10 +71,10 @@ def rotary_kernel(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """Rotary position embedding, in the half-split layout of Llama and Qwen. One program turns one token's heads.
+    """Apply rotary position embedding in the half-split layout of Llama and Qwen. A program rotates one token's heads.
 
-    Every pair (x[i], x[i + HALF]) of every head is turned by the token's angle i. The angles are gathered by position
-    before the first layer and serve all of them.
+    Every pair (x[i], x[i + HALF]) of every head is rotated by the token's angle i. The angles are gathered by position
+    once, before the first layer.
     """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS_PAD)
@@ -98,14 +98,14 @@ def silu_mul_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """silu(gate) * up, with silu(x) = x * sigmoid(x). A program owns BLOCK columns of one token."""
+    """Compute silu(gate) * up, with silu(x) = x * sigmoid(x). A program computes BLOCK columns of one token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < WIDTH
     gate_ptr = gate_up_ptr + token * gate_up_stride + columns
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    decay = tl.exp(-tl.abs(gate))  # at most 1: neither end overflows
+    decay = tl.exp(-tl.abs(gate))  # at most 1, so no value of gate overflows
     sigmoid = tl.where(gate >= 0.0, 1.0, decay) / (1.0 + decay)
     out = gate * sigmoid * up
     tl.store(out_ptr + token * WIDTH + columns, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,8 +1,8 @@
-"""From a config.json to a `DecoderConfig`: what the one decoder must know of Qwen3, Qwen2 and Llama.
+"""Convert a config.json to a `DecoderConfig`: the sizes and options of one decoder for Qwen3, Qwen2 and Llama.
 
-The three families are the same network with a few switches, and this file is the list of the switches. What the decoder
-cannot do is refused here, before anything is read: another activation, sliding windows, an unknown rope type. m1 and m2
-run more, because transformers runs their model. vLLM: a file per family in `model_executor/models`; SGLang: `models`.
+The three families are the same network with a few options, and this file lists the options. Unsupported models are
+rejected here, before the weights are read: other activations, sliding windows, unknown rope types. m1 and m2 run more
+models, because they use transformers' own. vLLM: a file per family in `model_executor/models`; SGLang: `models`.
 """
 
 from dataclasses import dataclass
@@ -29,25 +29,25 @@ LARGEST_SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The shape of a decoder and its switches."""
+    """The sizes and options of a decoder."""
 
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
-    """Fewer than `num_heads` is grouped-query attention: several query heads read one KV head."""
+    """Number of KV heads. Fewer than `num_heads` is grouped-query attention: several query heads read one KV head."""
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    """Rows of the embedding, which may be more than the tokenizer has tokens."""
+    """Rows of the embedding; the tokenizer may have fewer tokens."""
     rms_norm_eps: float
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Whether every head of Q and K is normalised before it is turned."""
+    """True if every head of Q and K is normalised before rotary embedding."""
     tie_word_embeddings: bool
-    """Whether the output layer is the embedding."""
+    """True if the output layer is the embedding."""
     rope: RopeConfig
     max_position_embeddings: int
     initializer_range: float = 0.02
@@ -57,9 +57,10 @@ class DecoderConfig:
 def decoder_config(
     name: str, architecture: str, config: PreTrainedConfig, *, model_type: str | None = None
 ) -> DecoderConfig:
-    """The decoder that `config` describes. Raises `ModelLoadError`, with the model's `name`, for what it cannot be.
+    """Return the configuration of the decoder that `config` describes.
 
-    `model_type` is what `config` must call itself; None: as a model of this architecture does that is nothing else.
+    Raises `ModelLoadError`, with the model's `name`, for an unsupported or invalid one. `model_type` is the required
+    `model_type` of `config`; None: that of a text-only model of this architecture.
     """
     _check_supported(name, architecture, config, model_type or MODEL_TYPES[architecture])
     attention_bias = bool(getattr(config, "attention_bias", False))
@@ -73,7 +74,7 @@ def decoder_config(
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
-        qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has them, and no switch for them
+        qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has them; its config has no option
         o_bias=not is_qwen2 and attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and bool(config.mlp_bias),
         qk_norm=architecture == "Qwen3ForCausalLM",
@@ -100,13 +101,13 @@ def _check_supported(name: str, architecture: str, config: PreTrainedConfig, mod
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if layer_types:
         raise ModelLoadError(
-            f"{name}: layers of type {', '.join(sorted(map(str, layer_types)))} are not supported here: blocks keep "
-            f"the whole context; run it with m1_single_request or m2_continuous_batching"
+            f"{name}: layers of type {', '.join(sorted(map(str, layer_types)))} are not supported here: blocks store "
+            f"the whole context; run the model with m1_single_request or m2_continuous_batching"
         )
 
 
 def check_not_quantized(name: str, config: PreTrainedConfig) -> None:
-    """Raise `ModelLoadError` if the weights are not numbers but codes for them."""
+    """Raise `ModelLoadError` if the weights are quantized."""
     if getattr(config, "quantization_config", None):
         raise ModelLoadError(f"{name} is quantized (quantization_config in config.json): give the original weights")
 
@@ -130,13 +131,13 @@ def _check_sizes(name: str, decoder: DecoderConfig) -> None:
             )
     if decoder.num_heads % decoder.num_kv_heads:
         raise ModelLoadError(
-            f"{name}: {decoder.num_heads} attention heads cannot be shared out over {decoder.num_kv_heads} KV heads"
+            f"{name}: {decoder.num_heads} attention heads are not a multiple of {decoder.num_kv_heads} KV heads"
         )
     if decoder.head_dim % 2:
-        raise ModelLoadError(f"{name}: head_dim={decoder.head_dim} is odd, but rotary embedding turns pairs of values")
+        raise ModelLoadError(f"{name}: head_dim={decoder.head_dim} is odd, but rotary embedding needs pairs of values")
 
 
-LARGEST_NUMBER = 1e18  # far beyond any real one; what is larger would leave the whole numbers of C, or float32
+LARGEST_NUMBER = 1e18  # far above any real value; larger ones overflow C integers or float32
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
@@ -144,22 +145,22 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
-    """transformers has already brought the older `rope_theta` and `rope_scaling` into `rope_parameters`."""
+    """Read `rope_parameters`. transformers has already converted the older `rope_theta` and `rope_scaling`."""
     parameters: dict[str, Any] = dict(config.rope_parameters or {})
     nested = [key for key, value in parameters.items() if isinstance(value, dict)]
     if nested:
-        raise ModelLoadError(f"{name}: rope_parameters of its own for {nested[0]} are not supported: give one for all")
+        raise ModelLoadError(f"{name}: separate rope_parameters for {nested[0]} are not supported: give one for all")
     rope_type = parameters.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in FREQUENCIES:
         supported = ", ".join(FREQUENCIES)
         raise ModelLoadError(f"{name}: rope type {shown(rope_type)} is not supported; supported are {supported}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelLoadError(f"{name}: partial_rotary_factor is not supported: these families turn whole heads")
+        raise ModelLoadError(f"{name}: partial_rotary_factor is not supported: these families rotate whole heads")
 
     def number(key: str, default: float | None = None) -> float:
         value = parameters.get(key)
         value = default if value is None else value
-        if not _is_number(value) or not 0 < value < LARGEST_NUMBER:  # nor is NaN
+        if not _is_number(value) or not 0 < value < LARGEST_NUMBER:  # also rejects NaN
             raise ModelLoadError(
                 f"{name}: {key}={shown(value)} in rope_parameters must be a positive number, and finite"
             )

@@ -1,7 +1,7 @@
-"""The decoder: tokens in, one vector a token out, and logits for those vectors that are asked for.
+"""The decoder: computes one hidden state per token, and logits for selected hidden states.
 
 m1 and m2 ran transformers' model on a padded batch. From here on the forward pass is ours: one flat row of tokens, KV
-in blocks, and a backend that computes all the rest. The same class is Qwen3, Qwen2 and Llama.
+in blocks, and a backend for the computation. The same class runs Qwen3, Qwen2 and Llama.
 vLLM: `model_executor/models/llama.py`; SGLang: `models/llama.py`.
 """
 
@@ -21,12 +21,12 @@ from m3_paged_attention.models.weights import DecoderWeights
 
 
 class Decoder:
-    """A decoder-only transformer over a paged KV cache."""
+    """A decoder-only transformer with a paged KV cache."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, backend: Backend, *, max_model_len: int) -> None:
-        """Take over `weights`: its layers are emptied one by one.
+        """Build the layers one by one, and remove each layer from `weights`.
 
-        A weight that is kept in another layout is thereby there twice for no longer than its own copying takes.
+        So a weight that is copied to another layout is in memory twice only during its own copy.
         """
         self.config, self.backend = config, backend
         self.embedding, self.norm = weights.embedding, weights.norm
@@ -38,9 +38,9 @@ class Decoder:
         self.head = backend.linear(weights.head)
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv: KVStorage, metadata: AttentionMetadata) -> Tensor:
-        """Run the tokens of a step, `input_ids` and `positions` int64 `[num_tokens]`; their KV is written to `kv`.
+        """Run the tokens of a step, `input_ids` and `positions` int64 `[num_tokens]`, and write their KV to `kv`.
 
-        Returns `[num_tokens, hidden_size]`, after the last norm.
+        Returns the hidden states `[num_tokens, hidden_size]` after the last norm.
         """
         hidden = functional.embedding(input_ids, self.embedding)
         return self.run_layers(hidden, self.rotary(positions), kv, metadata)
@@ -53,10 +53,10 @@ class Decoder:
         metadata: AttentionMetadata,
         after_layer: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """From embeddings to what `forward` returns, both `[num_tokens, hidden_size]`.
+        """Run all layers on embeddings, and return the result of `forward`; both `[num_tokens, hidden_size]`.
 
-        `angles` are cosine and sine, each `[num_tokens, head_dim / 2]` and the same for all layers. `after_layer` gets
-        the number of a layer and what its MLP adds to the hidden state, and may add more to that in place.
+        `angles` are cosine and sine, each `[num_tokens, head_dim / 2]` and the same for all layers. `after_layer`
+        receives the index of a layer and the output of its MLP, and may add to that output in place.
         """
         cos, sin = angles
         residual: Tensor | None = None
@@ -69,5 +69,8 @@ class Decoder:
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[num_rows, hidden_size]` to float32 `[num_rows, vocab_size]`. Large: give it only the rows you sample."""
+        """Compute float32 logits `[num_rows, vocab_size]` of `hidden` `[num_rows, hidden_size]`.
+
+        The result is large: pass only the rows to sample.
+        """
         return self.head(hidden).to(torch.float32)

@@ -1,10 +1,9 @@
-"""The decoder's layers: attention, MLP, and the two linear maps that each of them makes of three.
+"""The decoder's layers: attention and MLP, with fused linear layers.
 
-Q, K and V come out of one product and so do gate and up: three weights read one after another are slower than one of
-the same size, and on a CPU every call costs microseconds of its own. The products and what lies between them belong to
-the backend. These are plain classes: `nn.Module` looks up every attribute in dictionaries, and a decode step of a small
-model is nothing but such overhead. vLLM: `layers/linear.py` (`QKVParallelLinear`, `MergedColumnParallelLinear`); SGLang
-the same.
+Q, K and V are one matrix product, and so are gate and up: one large weight is read faster than several small ones, and
+on a CPU every call costs microseconds. The backend computes the products and all operations between them. The classes
+are plain, because `nn.Module` looks up every attribute in dictionaries, and such overhead dominates a decode step of a
+small model. vLLM: `layers/linear.py` (`QKVParallelLinear`, `MergedColumnParallelLinear`); SGLang the same.
 """
 
 import torch
@@ -18,7 +17,7 @@ from m3_paged_attention.models.weights import LayerWeights
 
 
 class Attention:
-    """Self-attention over the tokens of the step and the KV in the blocks of their requests."""
+    """Self-attention of the step's tokens over the KV in their requests' blocks."""
 
     def __init__(self, config: DecoderConfig, weights: LayerWeights, backend: Backend) -> None:
         self.backend = backend
@@ -31,7 +30,7 @@ class Attention:
         self.num_heads, self.out_features = sum(self.qk_and_v), config.num_heads * config.head_dim
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, layer: KVLayer, metadata: AttentionMetadata) -> Tensor:
-        """`[num_tokens, hidden_size]` to the same; the new keys and values are written to `layer` before it is read."""
+        """Write the new keys and values to `layer`, then attend. `[num_tokens, hidden_size]` in and out."""
         backend, num_tokens = self.backend, hidden.shape[0]
         qkv = self.qkv_proj(hidden).view(num_tokens, self.num_heads, self.head_dim)
         query_key, value = qkv.split_with_sizes(self.qk_and_v, 1)  # each [num_tokens, its heads, head_dim]
@@ -44,15 +43,17 @@ class Attention:
 
 
 def _norm_of_heads(config: DecoderConfig, weights: LayerWeights) -> Tensor | None:
-    """The norm weights of queries and keys, a row for each head `[num_heads + num_kv_heads, head_dim]`, so that one
-    call serves them all; None where the architecture has none."""
+    """Return the norm weights of queries and keys, one row per head `[num_heads + num_kv_heads, head_dim]`.
+
+    So one call normalises all heads. None if the architecture has no such norm.
+    """
     if weights.q_norm is None or weights.k_norm is None:
         return None
     return torch.stack([weights.q_norm] * config.num_heads + [weights.k_norm] * config.num_kv_heads)
 
 
 class MLP:
-    """`down(silu(gate(x)) * up(x))`."""
+    """The MLP of a layer: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, weights: LayerWeights, backend: Backend) -> None:
         self.backend = backend
@@ -60,15 +61,15 @@ class MLP:
         self.down_proj = backend.linear(weights.down, weights.down_bias)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[num_tokens, hidden_size]` to the same."""
+        """Run the MLP. `[num_tokens, hidden_size]` in and out."""
         return self.down_proj(self.backend.silu_mul(self.gate_up_proj(hidden)))
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm, with the residual carried beside them.
+    """Attention and MLP, each after a norm, with a separate residual.
 
-    The sum and the norm after it are one step of the backend: `residual` is the sum of all that was said so far, and
-    what goes into a part is its norm.
+    `residual` is the sum of the embedding and all outputs so far. Its norm is the input of attention and of the MLP.
+    The backend computes the addition and the norm in one call.
     """
 
     def __init__(self, config: DecoderConfig, weights: LayerWeights, backend: Backend) -> None:
@@ -87,9 +88,9 @@ class DecoderLayer:
         layer: KVLayer,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        """What its MLP adds, and the residual to add it to. Both `[num_tokens, hidden_size]`.
+        """Return the output of the MLP, and the residual to add it to. Both `[num_tokens, hidden_size]`.
 
-        `hidden` is what the MLP of the layer before it adds; the first layer gets the embedding and no residual.
+        `hidden` is the MLP output of the layer before; for the first layer it is the embedding, without a residual.
         """
         backend, eps = self.backend, self.eps
         if residual is None:

@@ -1,12 +1,12 @@
-"""Rotary position embedding: which angle each pair of a head's values turns by, at every position.
+"""Rotary position embedding: the rotation angle of each pair of a head's values, at every position.
 
-Pair `i` of a head turns by `position * frequency[i]`. The families differ only in how the frequencies are stretched for
-long texts, and in whether cosine and sine are scaled. Both tables are computed once, up to `max_model_len`, and a step
-gathers its rows once for all layers; m1 and m2 left this to transformers. vLLM: `layers/rotary_embedding`, a class for
-each type; SGLang the same.
+Pair `i` of a head is rotated by `position * frequency[i]`. The families differ only in how the frequencies are scaled
+for long texts, and in whether cosine and sine are scaled. Both tables are computed once, up to `max_model_len`. A step
+gathers its rows once for all layers. In m1 and m2 transformers did this. vLLM: `layers/rotary_embedding`, a class per
+type; SGLang the same.
 
-`dynamic` (NTK) needs no formula here. transformers raises the base once a sequence is longer than
-`max_position_embeddings`, and an engine serves none that is. vLLM instead stretches from the first token on.
+`dynamic` (NTK) needs no formula here: transformers raises the base only for a sequence longer than
+`max_position_embeddings`, and the engine rejects such sequences. vLLM instead scales from the first token on.
 """
 
 import math
@@ -19,27 +19,27 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """`rope_parameters` of a config.json, each value checked; what a type does not use keeps its default."""
+    """`rope_parameters` of a config.json, with checked values; a value that the type does not use has its default."""
 
     rope_type: str = "default"
     theta: float = 10_000.0
-    """The base: pair `i` of `n` turns with frequency `theta ** (-i / n)`."""
+    """The base: pair `i` of `n` has the frequency `theta ** (-i / n)`."""
     factor: float = 1.0
-    """How many times longer the context was made."""
+    """Extension factor of the context."""
     original_max_position_embeddings: int = 0
-    """llama3, yarn: the context before it was made longer."""
+    """llama3, yarn: length of the context before the extension, in tokens."""
     low_freq_factor: float = 1.0
-    """llama3: a wavelength longer than the original context divided by this is stretched."""
+    """llama3: a pair whose wavelength exceeds the original context divided by this is stretched."""
     high_freq_factor: float = 4.0
-    """llama3: one shorter than the original context divided by this is kept."""
+    """llama3: a pair whose wavelength is below the original context divided by this is unchanged."""
     beta_fast: float = 32.0
-    """yarn: a pair with more turns than this in the original context is kept."""
+    """yarn: a pair with more rotations than this in the original context is unchanged."""
     beta_slow: float = 1.0
-    """yarn: one with fewer turns than this is stretched."""
+    """yarn: a pair with fewer rotations than this in the original context is stretched."""
     truncate: bool = True
-    """yarn: whether the two borders are rounded outwards to whole pairs."""
+    """yarn: True if the two borders are rounded outwards to whole pairs."""
     attention_factor: float = 1.0
-    """yarn: cosine and sine are multiplied by this, so that attention stays as sharp over a longer context."""
+    """yarn: factor of cosine and sine, which keeps attention as sharp over a longer context."""
 
 
 class RotaryTable:
@@ -52,18 +52,18 @@ class RotaryTable:
         self.sin = (angles.sin() * rope.attention_factor).to(device)  # [num_positions, head_dim / 2]
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of these positions `[num_tokens]`: cosine and sine, each `[num_tokens, head_dim / 2]`."""
+        """Return cosine and sine of `positions` `[num_tokens]`, each `[num_tokens, head_dim / 2]`."""
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of every pair of a head's values: float32 `[head_dim / 2]`."""
+    """Return the frequency of every pair of a head's values, in radians per position: float32 `[head_dim / 2]`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return FREQUENCIES[rope.rope_type](rope, 1.0 / rope.theta**exponents)
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """yarn's factor for a config that names none (Peng et al. 2023, section 3.4)."""
+    """Return yarn's attention factor for a config without one (Peng et al. 2023, section 3.4)."""
 
     def sharpness(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
@@ -76,19 +76,19 @@ def _unchanged(rope: RopeConfig, base: Tensor) -> Tensor:
 
 
 def _linear(rope: RopeConfig, base: Tensor) -> Tensor:
-    """All positions are pressed into the original context."""
+    """Scale all positions into the original context."""
     return base / rope.factor
 
 
 def _llama3(rope: RopeConfig, base: Tensor) -> Tensor:
-    """Fast pairs are kept, slow ones stretched, and between the two the share changes smoothly (Llama 3.1)."""
+    """Keep fast pairs, stretch slow ones, and blend between the two by frequency (Llama 3.1)."""
     turns = rope.original_max_position_embeddings * base / (2 * math.pi)  # within the original context
     share_kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return _blend(base, base / rope.factor, share_kept.clamp(0.0, 1.0))
 
 
 def _yarn(rope: RopeConfig, base: Tensor) -> Tensor:
-    """The same idea, with the share linear in the number of the pair instead of in its frequency (Peng et al. 2023)."""
+    """Scale as `_llama3`, but blend linearly by the index of the pair, not by its frequency (Peng et al. 2023)."""
     pairs = len(base)
 
     def pair_with(turns: float) -> float:

@@ -1,9 +1,9 @@
-"""Weights: what the decoder keeps, and how it is filled from safetensors files or from a seed.
+"""The decoder's weights: allocate them, and fill them from safetensors files or from a seed.
 
-The files hold Q, K and V apart; the decoder wants them in one tensor. `places` says for every name in the files which
-part of which of our tensors it belongs to. Filling is then one loop that copies each tensor, straight from the mapped
-file, to its place: converted on the way, and never held a second time. Names and shapes are compared before anything is
-allocated. vLLM: `weight_loader` and `stacked_params_mapping`; SGLang the same.
+The files store Q, K and V separately; the decoder uses one tensor for all three. `places` maps every name in the files
+to a part of one of our tensors. One loop then copies each tensor from the mapped file to its place and converts its
+type, without a second copy in memory. Names and shapes are compared before any allocation. vLLM: `weight_loader` and
+`stacked_params_mapping`; SGLang the same.
 """
 
 import json
@@ -22,16 +22,16 @@ from m3_paged_attention.models.architecture import DecoderConfig
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "model-*.safetensors")
-"""Names under which a hub repository keeps what this file reads."""
+"""Patterns of the files in a hub repository that this module reads."""
 PREFIX, HEAD = "model.", "lm_head.weight"
-"""How the names in the files begin, and the one name that does not: a decoder that is a part of a larger model has a
-longer prefix."""
-ROWS = 4096  # compared at a time, so that no second embedding is needed
+"""The prefix of all tensor names in the files, and the one name without it. A decoder that is part of a larger model
+has a longer prefix."""
+ROWS = 4096  # compared at a time, so that no second copy of the embedding is needed
 
 
 @dataclass
 class LayerWeights:
-    """One layer. `[out_features, in_features]` as in the files; None where the architecture has no such tensor."""
+    """Weights of one layer, `[out_features, in_features]` as in the files; None for a tensor that the model lacks."""
 
     input_norm: Tensor  # [hidden_size]
     qkv: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
@@ -49,7 +49,7 @@ class LayerWeights:
 
 @dataclass
 class DecoderWeights:
-    """All of them."""
+    """All weights of a decoder."""
 
     embedding: Tensor  # [vocab_size, hidden_size]
     layers: list[LayerWeights]
@@ -57,7 +57,7 @@ class DecoderWeights:
     head: Tensor  # [vocab_size, hidden_size]; the embedding itself if they are tied
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor once."""
+        """Yield every tensor once."""
         yield self.embedding
         for layer in self.layers:
             yield from (tensor for tensor in vars(layer).values() if tensor is not None)
@@ -67,7 +67,7 @@ class DecoderWeights:
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor before the tensor is read."""
+    """Metadata of a tensor in a file, read without the tensor itself."""
 
     file: Path
     shape: tuple[int, ...]
@@ -75,9 +75,9 @@ class Header(NamedTuple):
 
 
 def allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
-    """Room for the weights, not filled; on the device `meta` it costs nothing and has only shapes."""
+    """Allocate uninitialised weights; on the device `meta` they have shapes but use no memory."""
 
-    def room(*shape: int) -> Tensor:
+    def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -85,46 +85,46 @@ def allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
 
     def layer() -> LayerWeights:
         return LayerWeights(
-            input_norm=room(hidden),
-            qkv=room(qkv_features, hidden),
-            qkv_bias=room(qkv_features) if config.qkv_bias else None,
-            q_norm=room(dim) if config.qk_norm else None,
-            k_norm=room(dim) if config.qk_norm else None,
-            o=room(hidden, query_features),
-            o_bias=room(hidden) if config.o_bias else None,
-            post_attention_norm=room(hidden),
-            gate_up=room(2 * inner, hidden),
-            gate_up_bias=room(2 * inner) if config.mlp_bias else None,
-            down=room(hidden, inner),
-            down_bias=room(hidden) if config.mlp_bias else None,
+            input_norm=empty(hidden),
+            qkv=empty(qkv_features, hidden),
+            qkv_bias=empty(qkv_features) if config.qkv_bias else None,
+            q_norm=empty(dim) if config.qk_norm else None,
+            k_norm=empty(dim) if config.qk_norm else None,
+            o=empty(hidden, query_features),
+            o_bias=empty(hidden) if config.o_bias else None,
+            post_attention_norm=empty(hidden),
+            gate_up=empty(2 * inner, hidden),
+            gate_up_bias=empty(2 * inner) if config.mlp_bias else None,
+            down=empty(hidden, inner),
+            down_bias=empty(hidden) if config.mlp_bias else None,
         )
 
-    embedding = room(config.vocab_size, hidden)
+    embedding = empty(config.vocab_size, hidden)
     return DecoderWeights(
         embedding=embedding,
         layers=[layer() for _ in range(config.num_layers)],
-        norm=room(hidden),
-        head=embedding if config.tie_word_embeddings else room(config.vocab_size, hidden),
+        norm=empty(hidden),
+        head=embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden),
     )
 
 
 def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX) -> dict[str, Tensor]:
-    """Where each tensor of the files belongs: its name there, and a view of ours of the same shape."""
+    """Return the destination of each tensor: its name in the files -> a view of our tensors of the same shape."""
     query, key_value, inner = (
         config.num_heads * config.head_dim,
         config.num_kv_heads * config.head_dim,
         config.intermediate_size,
     )
-    found = {f"{prefix}embed_tokens.weight": weights.embedding, f"{prefix}norm.weight": weights.norm}
+    targets = {f"{prefix}embed_tokens.weight": weights.embedding, f"{prefix}norm.weight": weights.norm}
     if weights.head is not weights.embedding:
-        found[HEAD] = weights.head
+        targets[HEAD] = weights.head
 
     def put(name: str, tensor: Tensor | None) -> None:
         if tensor is not None:
-            found[name] = tensor
+            targets[name] = tensor
 
     def put_parts(module: str, parts: dict[str, int], weight: Tensor, bias: Tensor | None) -> None:
-        """`parts`: the rows of each, in the order in which they stand in our tensor."""
+        """Add the parts of one tensor; `parts` maps each part to its number of rows, in their order in our tensor."""
         start = 0
         for part, rows in parts.items():
             put(f"{module}.{part}.weight", weight[start : start + rows])
@@ -142,7 +142,7 @@ def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX)
         put_parts(f"{module}.self_attn", {"o_proj": config.hidden_size}, layer.o, layer.o_bias)
         put_parts(f"{module}.mlp", {"gate_proj": inner, "up_proj": inner}, layer.gate_up, layer.gate_up_bias)
         put_parts(f"{module}.mlp", {"down_proj": config.hidden_size}, layer.down, layer.down_bias)
-    return found
+    return targets
 
 
 def load_weights(
@@ -155,40 +155,40 @@ def load_weights(
     prefix: str = PREFIX,
     not_ours: tuple[str, ...] = (),
 ) -> DecoderWeights:
-    """Fill the decoder from a directory's safetensors. Raises `ModelLoadError` for a tensor that does not fit.
+    """Load the decoder's weights from a directory's safetensors. Raises `ModelLoadError` for a tensor that mismatches.
 
-    In the files of a larger model the decoder's names begin with `prefix`, and those that begin with one of `not_ours`
-    belong to another part of it.
+    In the files of a larger model the decoder's names begin with `prefix`; names that begin with one of `not_ours`
+    belong to another part of the model.
     """
     headers = {key: header for key, header in read_headers(name, directory).items() if not key.startswith(not_ours)}
     check_headers(name, headers, places(config, allocate(config, dtype, torch.device("meta")), prefix))
     weights = allocate(config, dtype, device)
-    found = places(config, weights, prefix)
-    fill(found, headers)
+    targets = places(config, weights, prefix)
+    fill(targets, headers)
     if config.tie_word_embeddings and HEAD in headers:
         _check_tied_head(name, headers[HEAD], f"{prefix}embed_tokens.weight", weights.embedding)
     return weights
 
 
-def fill(found: Mapping[str, Tensor], headers: Mapping[str, Header]) -> None:
-    """Copy every tensor of the files that has a place to it, converted to the type that the place has."""
+def fill(targets: Mapping[str, Tensor], headers: Mapping[str, Header]) -> None:
+    """Copy the files' tensors to the tensors of the same name in `targets`, converted to the target's type."""
     for file in dict.fromkeys(header.file for header in headers.values()):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dictionary
-                if key in found:
-                    found[key].copy_(tensors.get_tensor(key))
+                if key in targets:
+                    targets[key].copy_(tensors.get_tensor(key))
 
 
 def dummy_weights(config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int) -> DecoderWeights:
-    """Random weights: as a model before its training, the same for the same seed on the same device."""
+    """Return random weights as before training; the same seed on the same device gives the same weights."""
     weights = allocate(config, dtype, device)
     draw(places(config, weights), config.initializer_range, torch.Generator(device).manual_seed(seed))
     return weights
 
 
-def draw(found: Mapping[str, Tensor], spread: float, generator: torch.Generator) -> None:
-    """Fill every place as before a training; `spread` is the standard deviation of what is drawn."""
-    for name, tensor in found.items():
+def draw(tensors: Mapping[str, Tensor], spread: float, generator: torch.Generator) -> None:
+    """Initialise every tensor as before training; `spread` is the standard deviation of the random values."""
+    for name, tensor in tensors.items():
         if name.endswith(".bias"):
             tensor.zero_()
         elif tensor.dim() == 1:
@@ -198,7 +198,7 @@ def draw(found: Mapping[str, Tensor], spread: float, generator: torch.Generator)
 
 
 def _weight_files(name: str, directory: Path) -> list[Path]:
-    """The files that hold the model. Others of the same ending may lie beside them, such as another format's copy."""
+    """Return the model's weight files. The directory may have other safetensors, such as a copy in another format."""
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
     index = directory / INDEX_FILE
@@ -213,19 +213,19 @@ def _weight_files(name: str, directory: Path) -> list[Path]:
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ModelLoadError(f"{name}: {INDEX_FILE} names {shown(shard)}, which is no .safetensors file beside it")
         if not (directory / shard).is_file():
-            raise ModelLoadError(f"{name}: {INDEX_FILE} names {shown(shard)}, which is not there; get the files again")
+            raise ModelLoadError(f"{name}: {INDEX_FILE} names {shown(shard)}, which is missing; get the files again")
     return [directory / shard for shard in shards]
 
 
 def read_headers(name: str, directory: Path) -> dict[str, Header]:
-    """What a directory's weight files hold, by the names there. Raises `ModelLoadError` for files that are broken."""
+    """Return the headers of all tensors in a directory, by name. Raises `ModelLoadError` for damaged files."""
     headers: dict[str, Header] = {}
     for file in _weight_files(name, directory):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - not a dictionary
                     if key in headers:
-                        raise ModelLoadError(f"{name}: {key} stands in both {headers[key].file.name} and {file.name}")
+                        raise ModelLoadError(f"{name}: {key} is in both {headers[key].file.name} and {file.name}")
                     stored = tensors.get_slice(key)
                     headers[key] = Header(file, tuple(stored.get_shape()), stored.get_dtype())
         except (SafetensorError, OSError) as error:
@@ -235,27 +235,27 @@ def read_headers(name: str, directory: Path) -> dict[str, Header]:
     return headers
 
 
-def check_headers(name: str, headers: Mapping[str, Header], wanted: Mapping[str, Tensor]) -> None:
-    """Every place is filled once, by a tensor of its shape, and nothing is left over; else `ModelLoadError`.
+def check_headers(name: str, headers: Mapping[str, Header], expected: Mapping[str, Tensor]) -> None:
+    """Raise `ModelLoadError` unless the files have exactly the `expected` tensors, with the same shapes.
 
-    Two kinds of tensors may be left over: old checkpoints store the rotary frequencies, which follow from config.json,
-    and some tied ones store the output layer a second time.
+    Two kinds of additional tensors are allowed: old checkpoints store the rotary frequencies, which follow from
+    config.json, and some tied ones store the output layer a second time.
     """
     unexpected = [
-        key for key in headers.keys() - wanted.keys() if not key.endswith("rotary_emb.inv_freq") and key != HEAD
+        key for key in headers.keys() - expected.keys() if not key.endswith("rotary_emb.inv_freq") and key != HEAD
     ]
     misshapen = [
-        f"{key} {list(headers[key].shape)} instead of {list(place.shape)}"
-        for key, place in wanted.items()
-        if key in headers and headers[key].shape != tuple(place.shape)
+        f"{key} {list(headers[key].shape)} instead of {list(tensor.shape)}"
+        for key, tensor in expected.items()
+        if key in headers and headers[key].shape != tuple(tensor.shape)
     ]
-    check_tensors(name, missing=wanted.keys() - headers.keys(), unexpected=unexpected, misshapen=misshapen)
-    for key in wanted:
+    check_tensors(name, missing=expected.keys() - headers.keys(), unexpected=unexpected, misshapen=misshapen)
+    for key in expected:
         check_stored_type(name, key, headers[key].dtype)
 
 
 def _check_tied_head(name: str, header: Header, embedding_name: str, embedding: Tensor) -> None:
-    """A tied checkpoint's own output layer must be the embedding, or dropping it would change the model."""
+    """Raise `ModelLoadError` if a tied checkpoint stores an output layer that differs from the embedding."""
     with safe_open(header.file, framework="pt") as tensors:
         stored = tensors.get_slice(HEAD)
         equal = header.shape == tuple(embedding.shape) and all(

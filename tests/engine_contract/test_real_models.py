@@ -295,7 +295,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(
     laptop(3)
     model = seeing_model(tmp_path) if name == "Qwen3-VL-2B" else text_model(tmp_path, name)
     with pytest.raises(
-        ModelLoadError, match=rf"they need {needed}\d? GiB as bfloat16, and of cpu memory 3.0 GiB may be taken"
+        ModelLoadError, match=rf"they need {needed}\d? GiB as bfloat16, and 3.0 GiB of cpu memory is available"
     ):
         started(milestone, model)
 

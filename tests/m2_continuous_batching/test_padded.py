@@ -359,5 +359,5 @@ def test_memory_that_the_system_refuses_is_a_configuration_error(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slot_cache, "available_memory", lambda device: None)  # nobody could say in advance
-    with pytest.raises(ConfigError, match="which cannot be had"):
+    with pytest.raises(ConfigError, match="which cannot be allocated"):
         make_engine(**limits(2**40))

@@ -119,8 +119,8 @@ def test_the_table_says_how_each_side_was_run_and_what_came_out() -> None:
         "mean latency 2.00 s 2.00 s 2.00 s",
         "p95 latency 3.00 s 3.00 s 3.00 s",
         "an engine with max_num_seqs = 1",
-        "handed in 2 at a time, the next 2 when all of these have ended",
-        "all requests handed in at once",
+        "2 requests are submitted at a time, the next 2 when all of these have ended",
+        "all requests submitted at once",
     ):
         assert row in said, row
 
@@ -128,8 +128,8 @@ def test_the_table_says_how_each_side_was_run_and_what_came_out() -> None:
 def test_the_difference_is_put_in_words() -> None:
     static, continuous = measurement(5, 4.0, [(1, 2), (3,)]), measurement(4, 2.0, [(1, 2), (3,)])
     said = what_it_shows({"static": static, "continuous": continuous})
-    assert "7 of 10 places stayed empty" in said and "80% of the steps" in said and "2.00 times" in said
+    assert "7 of 10 slots stayed empty" in said and "80% of the steps" in said and "2.00 times" in said
     assert "same answers" in said
     other = replace(continuous, token_ids=[(1, 2), (4,)])
     assert "1 answer of 2 differ" in what_it_shows({"static": static, "continuous": other})
-    assert "the same steps" in what_it_shows({"static": static, "continuous": static})
+    assert "the same number of steps" in what_it_shows({"static": static, "continuous": static})

@@ -202,7 +202,7 @@ def test_more_memory_than_the_machine_has_is_refused_before_it_is_asked_for(tiny
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
-        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization=0.5 is about a GPU, and the device is cpu"),
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization=0.5 needs a GPU, and the device is cpu"),
         ({"swap_space_bytes": 2**20}, "swap_space_bytes=1048576 has no effect with preemption_mode='recompute'"),
     ],
     ids=str,

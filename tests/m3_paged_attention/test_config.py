@@ -70,7 +70,7 @@ def test_a_wrong_value_is_refused_with_its_name(make: Any, values: dict[str, Any
     ids=str,
 )
 def test_only_one_setting_may_say_how_much_memory_there_is(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="say how much KV memory there is: give one of them"):
+    with pytest.raises(ConfigError, match="set the size of the KV memory: give one of them"):
         CacheConfig(**values)
 
 

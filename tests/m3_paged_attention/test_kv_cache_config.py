@@ -198,12 +198,12 @@ def test_on_a_cpu_the_default_is_the_same_and_starts_whatever_else_runs_at_the_m
     assert sized(**large) == whole
     assert sized(mode="swap", **large).num_host_blocks == whole.num_blocks
     for named in ({"kv_cache_memory_bytes": whole.num_bytes}, {"num_blocks": whole.num_blocks}):
-        with pytest.raises(ConfigError, match=r"of which 600.0 MiB may be taken"):
+        with pytest.raises(ConfigError, match=r"of which 600.0 MiB is available"):
             sized(**large, **named)
-    with pytest.raises(ConfigError, match=r"of which 600.0 MiB may be taken"):
+    with pytest.raises(ConfigError, match=r"of which 600.0 MiB is available"):
         sized(mode="swap", swap_space_bytes=GIB, **large)
     plenty(500 * MIB)
-    with pytest.raises(ConfigError, match=r"of which 500.0 MiB may be taken. Use num_blocks of at most 284$"):
+    with pytest.raises(ConfigError, match=r"of which 500.0 MiB is available. Use num_blocks of at most 284$"):
         sized(**large)
 
 
@@ -307,7 +307,7 @@ def test_too_small_a_share_names_the_one_that_suffices() -> None:
 
 
 def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.5 is about a GPU, and the device is cpu"):
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.5 needs a GPU, and the device is cpu"):
         check_cache_config(CacheConfig(gpu_memory_utilization=0.5), preemption_mode="recompute", device=CPU)
     check_cache_config(CacheConfig(gpu_memory_utilization=0.5), preemption_mode="recompute", device=CUDA)
 

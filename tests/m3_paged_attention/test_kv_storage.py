@@ -159,7 +159,7 @@ def test_moves_keep_every_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("num_blocks", [2**45, 2**62, 2**70], ids=lambda n: f"{n:.0e}")
 def test_memory_that_the_system_refuses_is_a_configuration_error(num_blocks: int) -> None:
-    with pytest.raises(ConfigError, match=r"KV memory of .* blocks takes .* on cpu, which cannot be had"):
+    with pytest.raises(ConfigError, match=r"KV memory of .* blocks takes .* on cpu, which cannot be allocated"):
         storage(num_blocks)
-    with pytest.raises(ConfigError, match="on the host, which cannot be had"):
+    with pytest.raises(ConfigError, match="on the host, which cannot be allocated"):
         storage(1, num_blocks)

@@ -172,7 +172,7 @@ def test_a_dummy_model_that_no_memory_holds_is_an_error_of_ours(directory: Path)
         ({"layer_types": ["full_attention", "sliding_attention"]}, "run it with m1_single_request"),
         ({"model_type": "llama"}, "model_type='llama'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized"),
-        ({"num_attention_heads": 5}, "5 attention heads cannot be shared out over 2 KV heads"),
+        ({"num_attention_heads": 5}, "5 attention heads are not a multiple of 2 KV heads"),
         ({"num_hidden_layers": 0, "layer_types": []}, "num_hidden_layers=0"),
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"intermediate_size": 0}, "intermediate_size=0"),
@@ -222,7 +222,7 @@ LONGROPE = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12, "original_max
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": -64}, "original_max_position"),
         ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta=-1.0"),
         # Older releases of transformers stumble over it themselves.
-        ({"full_attention": {"rope_type": "default", "rope_theta": 5.0}}, "of its own for full_attention|its config"),
+        ({"full_attention": {"rope_type": "default", "rope_theta": 5.0}}, "parameters for full_attention|its config"),
         (
             {
                 "rope_type": "llama3",

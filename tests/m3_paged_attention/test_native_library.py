@@ -273,7 +273,7 @@ def test_nobody_waits_forever_for_a_compiler(
     compiler = make_compiler(f"read answer < '{tmp_path / 'never'}'")
     monkeypatch.setattr(native_library, "SECONDS", 0.3)
     (tmp_path / "target").mkdir()
-    with pytest.raises(NativeUnavailable, match=r"took more than 0.3 seconds over its kernels"):
+    with pytest.raises(NativeUnavailable, match=r"took more than 0.3 seconds to compile its kernels"):
         native_library.build(str(compiler.path), tmp_path / "target" / "kernels.so")
     assert not names(tmp_path / "target")
     make_compiler(version=f"read answer < '{tmp_path / 'never'}'")

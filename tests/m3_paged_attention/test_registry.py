@@ -80,7 +80,7 @@ def test_only_a_cpu_may_have_something_compiled_for_it(monkeypatch: pytest.Monke
     for name in ("torch", "auto"):
         assert registry.choose(name, torch.device("meta")) == "torch"
     assert registry.choose("torch", CPU) == "torch"
-    assert "device='cuda' is none" in refusal("native", CUDA)
+    assert "device='cuda' is not a CPU" in refusal("native", CUDA)
 
 
 def test_native_without_a_compiler_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_native_without_a_compiler_is_refused_with_the_reason(monkeypatch: pytes
 
 def test_native_on_a_gpu_is_refused() -> None:
     assert refusal("native", torch.device("cuda:1")) == (
-        "attention_backend='native' cannot run here: it is made for CPUs, and device='cuda:1' is none"
+        "attention_backend='native' cannot run here: it runs on CPUs, and device='cuda:1' is not a CPU"
     )
 
 
@@ -111,11 +111,11 @@ def test_what_keeps_auto_from_the_fastest_can_be_asked(
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("triton", CPU) == (
-        "attention_backend='triton' cannot run here: triton compiles for GPUs and device='cpu' is none "
+        "attention_backend='triton' cannot run here: triton compiles for GPUs, and device='cpu' is not a GPU "
         "(for tests, TRITON_INTERPRET=1 set before the start runs its kernels in Python)"
     )
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert "device='cpu' is none" in refusal("triton", CPU)
+    assert "device='cpu' is not a GPU" in refusal("triton", CPU)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert registry.choose("triton", CPU) == "triton"
 

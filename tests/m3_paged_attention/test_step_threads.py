@@ -151,18 +151,6 @@ def test_the_caller_s_setting_is_back_after_a_step_even_one_that_fails() -> None
     assert torch.get_num_threads() == 2
 
 
-def test_a_step_that_was_interrupted_on_its_way_out_lowers_the_setting_no_longer_than_to_the_next_one() -> None:
-    machine = Machine()
-    threads = machine.threads()
-    torch.set_num_threads(2)
-    machine.run(1.0, own=1.0, others=1.0)
-    threads.__enter__()  # and no exit
-    machine.run(1.0, own=1.0, others=0.0)
-    with threads:
-        assert torch.get_num_threads() == 2
-    assert torch.get_num_threads() == 2
-
-
 def test_what_a_part_sets_inside_a_step_stays() -> None:
     machine = Machine()
     threads = machine.threads(num_cores=8)

@@ -286,7 +286,7 @@ def test_neither_file_nor_index_is_said(directory: Path) -> None:
 def test_an_index_that_names_an_absent_file_is_refused(directory: Path) -> None:
     split_up(directory)
     (directory / "model-00002-of-00003.safetensors").unlink()
-    assert "names 'model-00002-of-00003.safetensors', which is not there" in refusal(directory)
+    assert "names 'model-00002-of-00003.safetensors', which is missing" in refusal(directory)
 
 
 def test_an_index_that_leaves_a_file_out_lacks_its_tensors(directory: Path) -> None:
@@ -323,7 +323,7 @@ def test_a_tensor_in_two_files_is_refused(directory: Path) -> None:
     other = directory / next(file for file in weight_map.values() if file != weight_map[Q_PROJ])
     tensors = load_file(other)
     save_file(tensors | {Q_PROJ: torch.zeros(96, 64)}, other)
-    assert f"{Q_PROJ} stands in both" in refusal(directory)
+    assert f"{Q_PROJ} is in both" in refusal(directory)
 
 
 # --- weights without files --------------------------------------------------------------------------------------------

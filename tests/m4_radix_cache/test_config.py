@@ -102,7 +102,7 @@ def test_what_is_right_is_accepted() -> None:
     ids=str,
 )
 def test_only_one_setting_may_say_how_much_memory_there_is(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="both say how much KV memory there is: give one of them") as caught:
+    with pytest.raises(ConfigError, match="both set the size of the KV memory: give one of them") as caught:
         CacheConfig(**values)
     assert all(name in str(caught.value) for name in values)
 
@@ -121,7 +121,7 @@ def test_an_eviction_policy_that_would_have_no_effect_is_refused(prefix_cache: A
 
 def test_a_share_of_a_gpu_on_a_cpu_is_refused_before_anything_is_loaded() -> None:
     model = ModelConfig(model="/nowhere", device="cpu")
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.5 is about a GPU, and the device is cpu"):
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.5 needs a GPU, and the device is cpu"):
         LLMEngine(model_config=model, cache_config=CacheConfig(gpu_memory_utilization=0.5))
 
 
