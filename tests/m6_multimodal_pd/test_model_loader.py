@@ -236,7 +236,11 @@ def test_earlier_loaders_refuse_a_model_that_sees(saved: Path) -> None:
 NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
     ("text_config", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ("text_config", {"head_dim": 63}, "head_dim=63 is odd|its config cannot be loaded"),
-    ("text_config", {"num_attention_heads": 3, "num_key_value_heads": 2}, "3 attention heads are not a multiple"),
+    (
+        "text_config",
+        {"num_attention_heads": 3, "num_key_value_heads": 2},
+        "3 attention heads are not a multiple of 2 KV heads",
+    ),
     ("text_config", {"num_hidden_layers": 0}, "num_hidden_layers=0"),
     ("text_config", {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
     ("text_config", {"num_hidden_layers": 1}, "deepstack_visual_indexes=[0, 2] are more than the 1 layers"),
