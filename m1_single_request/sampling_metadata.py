@@ -94,7 +94,7 @@ class SamplingMetadata:
     def plain(cls, num_rows: int, device: torch.device) -> "SamplingMetadata":
         """Return the metadata of `num_rows` plain rows (`SamplingRow.is_plain`).
 
-        Plain rows have equal parameters, so one object per number of rows is enough (a cache).
+        Plain rows have equal parameters, so the result is cached per number of rows.
         """
         return cls(
             greedy=torch.ones(num_rows, dtype=torch.bool, device=device),

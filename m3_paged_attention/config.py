@@ -68,8 +68,8 @@ class CacheConfig:
     """Tokens per block."""
     kv_cache_memory_bytes: int | None = None
     """A budget in bytes. The default on a CPU: 512 MiB, or more if `max_num_seqs` requests of the model's length need
-    it, up to 4 GiB or a quarter of the machine's memory; with `swap`, half of the part above 512 MiB. Memory is used
-    only for blocks with tokens."""
+    it, up to 4 GiB or a quarter of the machine's memory, whichever is smaller; with `swap`, half of the part above
+    512 MiB. Memory is used only for blocks with tokens."""
     gpu_memory_utilization: float | None = None
     """On CUDA: the fraction of the device's memory for weights, activations and KV together. A profiling run measures
     the first two; the rest is KV memory. Default on CUDA: 0.9."""

@@ -1,8 +1,8 @@
 """Input batch: the runner's state of each request between steps (tokens, sampling parameters, block table).
 
-The scheduler sends a request in full once, and later only changes. m2's runner stored no state of a request but its
-slot, which never changes. Here `update` applies the changes: it appends the newest token, appends new blocks to the
-block table, and replaces a copied block. It returns the rows of the step, those with several new tokens first. vLLM:
+The scheduler sends a request in full once, and later only changes. m2's runner stored only the slot, which never
+changes. Here `update` applies the changes: it appends the newest token, appends new blocks to the block table, and
+replaces a copied block. It returns the rows of the step, those with several new tokens first. vLLM:
 `v1/worker/gpu_input_batch.py` and `_update_states` in `gpu_model_runner.py`.
 """
 

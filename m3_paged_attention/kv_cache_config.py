@@ -2,9 +2,9 @@
 
 m2 reserved `max_num_seqs` slots of `max_model_len` tokens, used or not. Here the number of blocks has one of three
 sources: the number itself, a budget in bytes, or on CUDA a share of the device's memory, less the peak of a profiling
-run. It never exceeds the number that the requests can fill. A size that does not work is an error that names one that
-does. A length that the user did not set is fitted to the memory (`model_len.py`). vLLM: `v1/core/kv_cache_utils.py`;
-SGLang: `profile_max_num_token` in `model_executor/model_runner_kv_cache_mixin.py`.
+run. A budget in bytes or a share gives at most the blocks that the requests can fill. A size that does not work is an
+error that names one that does. A length that the user did not set is fitted to the memory (`model_len.py`). vLLM:
+`v1/core/kv_cache_utils.py`; SGLang: `profile_max_num_token` in `model_executor/model_runner_kv_cache_mixin.py`.
 """
 
 import math
@@ -246,9 +246,9 @@ def kv_budget(
 def _cpu_bytes(spec: KVCacheSpec, needed: int, num_shares: int) -> int:
     """Return the default on a CPU in bytes: `needed` and block 0, at least `CPU_KV_BYTES`, at most a limit.
 
-    The limit is `MAX_CPU_KV_BYTES` or a quarter of the physical memory; its part above `CPU_KV_BYTES` is divided by
-    `num_shares`. Free memory has no influence, so the result is the same at every start on this machine: a restarted
-    engine of a group must have room for the group's `max_model_len`.
+    The limit is `MAX_CPU_KV_BYTES` or a quarter of the physical memory, whichever is smaller; its part above
+    `CPU_KV_BYTES` is divided by `num_shares`. Free memory has no influence, so the result is the same at every start on
+    this machine: a restarted engine of a group must have room for the group's `max_model_len`.
     """
     physical = physical_memory()
     limit = MAX_CPU_KV_BYTES if physical is None else min(MAX_CPU_KV_BYTES, physical // 4)
