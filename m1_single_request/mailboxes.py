@@ -53,9 +53,11 @@ class Mailboxes:
 
     def take_next(self, request_id: str, mailbox: Mailbox) -> RequestOutput:
         """Take the oldest output of a stream."""
-        if mailbox[0].finished:
+        output = mailbox[0]
+        if output.finished:
             del self._streams[request_id]
-        return mailbox.popleft()
+        del mailbox[0]
+        return output
 
     def abandon(self, request_id: str, mailbox: Mailbox) -> None:
         """Throw the outputs of this request away, those to come as well."""

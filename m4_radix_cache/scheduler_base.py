@@ -178,7 +178,7 @@ class SchedulerBase(ABC):
     def reset(self, reason: BaseFinishReason) -> None:
         """End all requests with `reason`, outside a step. Queues and cache are empty afterwards, all memory is free."""
         requests, self.requests = self.requests, {}
-        for req in list(self.exchange.held()):
+        for req in requests.values():
             self.exchange.let_go(req)
         self.pools.tree_cache.reset()
         self.pools.token_to_kv_pool_allocator.clear()

@@ -111,9 +111,11 @@ def drafts_of(
     """
     part = f"the part 'proposer' ({type(proposer).__name__})"
     answer = proposer.propose(list(reqs), list(limits))
-    if not isinstance(answer, Iterable):
-        raise PartError(f"{part} returned {shown(answer)}, which is no list of rows")
-    rows = list(islice(answer, len(reqs) + 1))  # an endless answer ends here
+    try:
+        rows = list(islice(answer, len(reqs) + 1))  # an endless answer ends here
+    except Exception as error:
+        reason = shown(str(error), LONGEST_REASON)
+        raise PartError(f"{part} returned {shown(answer)}, whose rows cannot be read: {reason}") from error
     if len(rows) != len(reqs):
         number = len(rows) if len(rows) < len(reqs) else "more"
         raise PartError(f"{part} must guess for {len(reqs)} requests; it did for {number}")

@@ -108,7 +108,7 @@ def calls_of(engine: Any) -> dict[str, Callable[[Any], Any]]:
         "progress": lambda value: engine.generate_batch([], progress=value),
         "abort": engine.abort_request,
         "reader": engine.tracer.detach,
-        "update_weights": exchanged,
+        **({"update_weights": exchanged} if hasattr(engine, "update_weights") else {}),
         **{f.name: drawn(f.name) for f in dataclasses.fields(SamplingParams)},
         **{
             name: (lambda value, name=name: ask(**{name: value}))  # type: ignore[misc]
@@ -122,7 +122,7 @@ def settle(engine: Any) -> None:
     """Step until nothing is left, here and on the engines of a group."""
     while engine.has_unfinished_requests():
         engine.step()
-    assert engine.flush_cache()
+    assert not hasattr(engine, "flush_cache") or engine.flush_cache()
 
 
 def is_short(value: Any) -> bool:

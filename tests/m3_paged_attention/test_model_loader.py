@@ -169,7 +169,7 @@ def test_a_dummy_model_that_no_memory_holds_is_an_error_of_ours(directory: Path)
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": 1}, "sliding"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "run it with m1_single_request"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "run the model with m1_single_request"),
         ({"model_type": "llama"}, "model_type='llama'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized"),
         ({"num_attention_heads": 5}, "5 attention heads are not a multiple of 2 KV heads"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from m1_single_request.errors import PartError
 from m6_multimodal_pd import (
     EngineDeadError,
     ForwardError,
@@ -539,7 +540,8 @@ def test_memory_that_runs_out_while_a_step_is_decided_costs_its_requests_at_most
             group.run(ASKED)
             failed = {rid for rid, output in group.last.items() if output.finish_reason == "error"}
             for rid in failed:
-                assert isinstance(group.last[rid].error, RemoteError | TransferError), repr(group.last[rid].error)
+                error = group.last[rid].error
+                assert isinstance(error, PartError | RemoteError | TransferError), repr(error)
             check_alike(group.last, without(wanted, *failed))
             group.check_flushed()
 
