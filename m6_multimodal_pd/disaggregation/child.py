@@ -37,7 +37,10 @@ PATIENCE_S = 5.0
 def main() -> int:
     """Work through an order; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the parent's
-    order = msgspec.json.decode(read_line(), type=Order)
+    line = read_line()
+    if not line.endswith(b"\n"):  # the parent was interrupted before it had written the order
+        return 0
+    order = msgspec.json.decode(line, type=Order)
     process = Process(order)
     signal.signal(signal.SIGTERM, lambda *_: process.stop())
     threading.Thread(target=process.outlive_nobody, name="parent", daemon=True).start()

@@ -143,6 +143,14 @@ def test_a_group_of_this_process_is_gone_with_its_last_user_and_needs_no_collect
         gc.enable()
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", [b"", b'{"name": "pre'])
+def test_a_process_whose_parent_stops_before_the_order_is_written_ends_without_a_word(order: bytes) -> None:
+    command = [sys.executable, "-m", "m6_multimodal_pd.disaggregation.child"]
+    process = subprocess.run(command, input=order, capture_output=True, timeout=PROGRAM_S, check=False)
+    assert (process.returncode, process.stdout, process.stderr) == (0, b"", b"")
+
+
 PROGRAM = "tests.m6_multimodal_pd.dropping_process"
 
 
