@@ -71,7 +71,8 @@ def interrupted(model: str) -> Any:
         try:
             signal.setitimer(signal.ITIMER_REAL, delay)
             made(model)
-            signal.pause()  # it was faster
+            while True:  # it was faster
+                time.sleep(0.01)
         except KeyboardInterrupt:
             pass
         gc.collect()
