@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from m1_single_request.errors import ConfigError
+from m1_single_request.held_interrupt import HeldInterrupt
 from m6_multimodal_pd.disaggregation.config_json import to_json
 from m6_multimodal_pd.disaggregation.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.dropped import when_dropped
@@ -154,22 +155,21 @@ class ProcessLinks:
         """Start an engine; it joins when it is ready."""
         self._num_started += 1
         (trusted,) = self._engine_keys.trusted
-        self.children[name] = Child(
-            Order(
-                name=name,
-                role=role,
-                address=self.socket.address,
-                secret=self._secret.hex(),
-                public_key=self._engine_keys.public,
-                secret_key=self._engine_keys.secret,
-                trusted_key=trusted,
-                owner=f"{self._group}x{self._num_started}",
-                is_traced=self.is_traced,
-                num_threads=torch.get_num_threads(),
-                config=to_json(self.config),
-            ),
-            deadline=time.monotonic() + self.start_timeout_s,
+        order = Order(
+            name=name,
+            role=role,
+            address=self.socket.address,
+            secret=self._secret.hex(),
+            public_key=self._engine_keys.public,
+            secret_key=self._engine_keys.secret,
+            trusted_key=trusted,
+            owner=f"{self._group}x{self._num_started}",
+            is_traced=self.is_traced,
+            num_threads=torch.get_num_threads(),
+            config=to_json(self.config),
         )
+        with HeldInterrupt():  # a process that has started is in `children`, so that it is ended
+            self.children[name] = Child(order, deadline=time.monotonic() + self.start_timeout_s)
 
     def coming(self, role: str) -> bool:
         """Whether an engine of this role runs, or is being started."""

@@ -66,10 +66,10 @@ def interrupted(model: str) -> Any:
         began = time.monotonic()
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGALRM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
     for delay in DELAYS_S:
         try:
-            signal.setitimer(signal.ITIMER_REAL, delay)
+            threading.Timer(delay, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
             made(model)
             while True:  # it was faster
                 time.sleep(0.01)
