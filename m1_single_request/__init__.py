@@ -26,7 +26,6 @@ from m1_single_request.errors import (
     PartError,
     PromptTooLongError,
 )
-from m1_single_request.interfaces import ROLES
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
 from m1_single_request.request_stream import RequestStream
@@ -38,7 +37,6 @@ from m1_single_request.wiring import PARTS, build_engine_core
 __all__ = [
     "DEFAULT_MODEL",
     "PARTS",
-    "ROLES",
     "ChromeTraceReader",
     "CompletionOutput",
     "ConfigError",

@@ -24,9 +24,9 @@ from m1_single_request.errors import (
     shown,
 )
 from m1_single_request.input_processor import Message, Prompt, RequestOptions, check_name
-from m1_single_request.interfaces import ROLES, check_parts
 from m1_single_request.mailboxes import Mailbox, Mailboxes
 from m1_single_request.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from m1_single_request.parts import check_built, check_parts
 from m1_single_request.progress import BatchProgress
 from m1_single_request.request_stream import RequestStream
 from m1_single_request.sampling_params import SamplingParams
@@ -48,7 +48,6 @@ class LLMEngine:
     """
 
     parts: ClassVar[Mapping[str, Any]] = PARTS
-    roles: ClassVar[Mapping[str, type]] = ROLES
     config_type: ClassVar[type] = EngineConfig
     default_model: ClassVar[str | Path] = DEFAULT_MODEL
     request_options: ClassVar[Sequence[str]] = ()
@@ -62,7 +61,7 @@ class LLMEngine:
         if parts is not None and not isinstance(parts, Mapping):
             raise ConfigError(f"parts must map roles to classes, not {shown(parts)}")
         table = {**self.parts, **(parts or {})}
-        check_parts(table, self.roles)
+        check_parts(table, self.parts)
         self.tracer = Tracer()
         for reader in readers_of(self.config.trace):
             self.tracer.attach(reader)
@@ -74,6 +73,7 @@ class LLMEngine:
         self._dropped: deque[tuple[str, Mailbox]] = deque()  # of collected streams: the next call aborts their requests
         try:
             self.engine_core = table["wiring"](self.config, table, self.tracer)
+            check_built(self.engine_core, self.parts)
         except BaseException:
             self.tracer.close()
             raise

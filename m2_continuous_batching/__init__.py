@@ -33,7 +33,6 @@ from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
 from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
 from m2_continuous_batching.config import EngineConfig, SchedulerConfig
-from m2_continuous_batching.interfaces import ROLES
 from m2_continuous_batching.llm_engine import LLMEngine
 from m2_continuous_batching.outputs import EngineStats
 from m2_continuous_batching.wiring import PARTS, build_engine_core
@@ -41,7 +40,6 @@ from m2_continuous_batching.wiring import PARTS, build_engine_core
 __all__ = [
     "DEFAULT_MODEL",
     "PARTS",
-    "ROLES",
     "ChromeTraceReader",
     "CompletionOutput",
     "ConfigError",

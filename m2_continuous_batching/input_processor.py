@@ -6,16 +6,35 @@ m5 cuts prompts into chunks and lifts this limit.
 
 from typing import Any
 
+from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import PromptTooLongError, shown
 from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor
+from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 
 
 class InputProcessor(SingleRequestInputProcessor):
     """m1's, and it knows the token budget."""
 
-    def __init__(self, *, max_num_batched_tokens: int, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self,
+        *,
+        request_class: type[Request],
+        detokenizer_class: type[IncrementalDetokenizer],
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        super().__init__(
+            request_class=request_class,
+            detokenizer_class=detokenizer_class,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            seed=seed,
+        )
         self.max_num_batched_tokens = max_num_batched_tokens
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:

@@ -2,7 +2,6 @@
 
 from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
 from m2_continuous_batching.config import EngineConfig
-from m2_continuous_batching.interfaces import ROLES
 from m2_continuous_batching.wiring import PARTS
 
 
@@ -10,5 +9,4 @@ class LLMEngine(SingleRequestEngine):
     """Runs many requests at a time. `scheduler_config=SchedulerConfig(...)` says how many, and how."""
 
     parts = PARTS
-    roles = ROLES
     config_type = EngineConfig

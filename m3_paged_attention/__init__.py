@@ -36,7 +36,6 @@ from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, Js
 from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
 from m3_paged_attention.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from m3_paged_attention.errors import KVCapacityError
-from m3_paged_attention.interfaces import ROLES
 from m3_paged_attention.llm_engine import LLMEngine
 from m3_paged_attention.outputs import EngineStats
 from m3_paged_attention.wiring import PARTS, build_engine_core
@@ -44,7 +43,6 @@ from m3_paged_attention.wiring import PARTS, build_engine_core
 __all__ = [
     "DEFAULT_MODEL",
     "PARTS",
-    "ROLES",
     "CacheConfig",
     "ChromeTraceReader",
     "CompletionOutput",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidParamsError, shown
 from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
 from m1_single_request.request import Request
@@ -23,8 +24,27 @@ MAX_N = 16_384  # each is a request of its own, with its own record; the number 
 class InputProcessor(SingleRequestInputProcessor):
     """m1's, and it knows the token budget and the size of the KV memory."""
 
-    def __init__(self, *, max_num_batched_tokens: int, num_blocks: int, block_size: int, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self,
+        *,
+        request_class: type[Request],
+        detokenizer_class: type[IncrementalDetokenizer],
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+        max_num_batched_tokens: int,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        super().__init__(
+            request_class=request_class,
+            detokenizer_class=detokenizer_class,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            seed=seed,
+        )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -2,7 +2,6 @@
 
 from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
 from m3_paged_attention.config import EngineConfig
-from m3_paged_attention.interfaces import ROLES
 from m3_paged_attention.wiring import PARTS
 
 
@@ -10,5 +9,4 @@ class LLMEngine(SingleRequestEngine):
     """Runs many requests on KV blocks. `cache_config=CacheConfig(...)` says how many blocks, and of which size."""
 
     parts = PARTS
-    roles = ROLES
     config_type = EngineConfig

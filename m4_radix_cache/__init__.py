@@ -38,7 +38,6 @@ from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig, EngineConfig, SchedulerConfig
 from m4_radix_cache.errors import PoolError
-from m4_radix_cache.interfaces import ROLES
 from m4_radix_cache.llm_engine import LLMEngine
 from m4_radix_cache.outputs import EngineStats
 from m4_radix_cache.wiring import PARTS, build_engine_core
@@ -46,7 +45,6 @@ from m4_radix_cache.wiring import PARTS, build_engine_core
 __all__ = [
     "DEFAULT_MODEL",
     "PARTS",
-    "ROLES",
     "CacheConfig",
     "ChromeTraceReader",
     "CompletionOutput",

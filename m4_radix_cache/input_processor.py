@@ -7,6 +7,7 @@ handle_generate_request`; vLLM: `cache_salt` and `priority` of a request.
 
 from typing import Any
 
+from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidRequestError, shown
 from m1_single_request.input_processor import (
     InputProcessor as SingleRequestInputProcessor,
@@ -26,8 +27,26 @@ MAX_PRIORITY = 2**63 - 1
 class InputProcessor(SingleRequestInputProcessor):
     """m1's, and it knows the token budget, the size of the KV memory, and the options of a request."""
 
-    def __init__(self, *, max_num_batched_tokens: int, max_total_tokens: int, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self,
+        *,
+        request_class: type[Req],
+        detokenizer_class: type[IncrementalDetokenizer],
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+        max_num_batched_tokens: int,
+        max_total_tokens: int,
+    ) -> None:
+        super().__init__(
+            request_class=request_class,
+            detokenizer_class=detokenizer_class,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            seed=seed,
+        )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_total_tokens = max_total_tokens
 

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
 from m4_radix_cache.config import EngineConfig
-from m4_radix_cache.interfaces import ROLES
 from m4_radix_cache.wiring import PARTS
 
 
@@ -13,7 +12,6 @@ class LLMEngine(SingleRequestEngine):
     """Runs many requests, each from what others computed. A request may come with `priority=` and `cache_salt=`."""
 
     parts = PARTS
-    roles = ROLES
     config_type: ClassVar[type] = EngineConfig
     request_options: ClassVar[Sequence[str]] = ("priority", "cache_salt")
 

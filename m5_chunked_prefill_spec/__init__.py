@@ -40,7 +40,6 @@ from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.errors import PoolError
 from m5_chunked_prefill_spec.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
-from m5_chunked_prefill_spec.interfaces import ROLES
 from m5_chunked_prefill_spec.llm_engine import LLMEngine
 from m5_chunked_prefill_spec.outputs import EngineStats
 from m5_chunked_prefill_spec.wiring import PARTS, build_engine_core
@@ -48,7 +47,6 @@ from m5_chunked_prefill_spec.wiring import PARTS, build_engine_core
 __all__ = [
     "DEFAULT_MODEL",
     "PARTS",
-    "ROLES",
     "CacheConfig",
     "ChromeTraceReader",
     "CompletionOutput",

@@ -70,12 +70,12 @@ class DecodeFirst:
             return work.get_new_batch_prefill(work.max_num_batched_tokens)
         used = int(decodes.new_lens.sum())
         left = work.max_num_batched_tokens - used
-        fitting = self.fitting(left, work.prefill_start, decodes)
+        fitting = self._fitting(left, work.prefill_start, decodes)
         bound_by = "max_num_batched_tokens" if fitting == left else "target_gap_ms"
         prompts = work.get_new_batch_prefill(fitting, bound_by)
         return decodes if prompts is None else work.mix(prompts, decodes)
 
-    def fitting(self, most: int, start: int, decodes: ScheduleBatch) -> int:
+    def _fitting(self, most: int, start: int, decodes: ScheduleBatch) -> int:
         """How many of `most` tokens of a prompt, `start` tokens into it, may go beside these decodes."""
         if self.target_gap_ms is None or self.cost_table is None:
             return most

@@ -6,6 +6,7 @@ remains are the model's length and the memory. A request may also say that nothi
 
 from typing import Any
 
+from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidRequestError, shown
 from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
 from m1_single_request.request import Request
@@ -13,6 +14,7 @@ from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
 from m3_paged_attention.input_processor import build_parent, check_n
 from m4_radix_cache.input_processor import check_cache_salt, check_kv_room, check_priority, set_options
+from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.speculative.speculation import SpecState
 
 
@@ -20,10 +22,27 @@ class InputProcessor(SingleRequestInputProcessor):
     """m1's, and it knows the size of the KV memory and the options of a request."""
 
     def __init__(
-        self, *, max_num_batched_tokens: int | None, max_total_tokens: int, speculates: bool, **settings: Any
+        self,
+        *,
+        request_class: type[Req],
+        detokenizer_class: type[IncrementalDetokenizer],
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+        max_num_batched_tokens: int | None,
+        max_total_tokens: int,
+        speculates: bool,
     ) -> None:
         """`max_num_batched_tokens`: None if prompts are cut. `speculates`: whether anything is guessed at all."""
-        super().__init__(**settings)
+        super().__init__(
+            request_class=request_class,
+            detokenizer_class=detokenizer_class,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            seed=seed,
+        )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_total_tokens = max_total_tokens
         self.speculates = speculates

@@ -2,7 +2,6 @@
 
 from m4_radix_cache.llm_engine import LLMEngine as RadixEngine
 from m5_chunked_prefill_spec.config import EngineConfig
-from m5_chunked_prefill_spec.interfaces import ROLES
 from m5_chunked_prefill_spec.wiring import PARTS
 
 
@@ -11,6 +10,5 @@ class LLMEngine(RadixEngine):
     come with `priority=`, `cache_salt=` and `speculate=`."""
 
     parts = PARTS
-    roles = ROLES
     config_type = EngineConfig
     request_options = ("priority", "cache_salt", "speculate")

@@ -6,9 +6,12 @@ at most one request is in pieces at any time. Memory is counted as before: whoev
 prompt and what it may say. SGLang: `PrefillAdder.add_chunked_req` and the truncation in `add_one_req`.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from m1_single_request.tracer import Tracer
+from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder as WholePrefillAdder
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.events import ChunkCut
@@ -47,20 +50,34 @@ class PrefillAdder(WholePrefillAdder):
     def __init__(
         self,
         *,
+        tree_cache: BasePrefixCache,
+        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator,
+        running: Sequence[Req],
+        new_token_ratio: float,
+        max_prefill_tokens: int,
+        max_new_reqs: int,
         rem_chunk_tokens: int | None,
         chunk_alignment: int = 1,
         is_chunked: bool = True,
         has_whole_step: bool = True,
         bound_by: str = "max_num_batched_tokens",
         new_piece_limit: Callable[[], PieceLimit] = NoPieceLimit,
-        **settings: Any,
+        tracer: Tracer,
     ) -> None:
         """`rem_chunk_tokens`: a limit on prompt tokens besides that of the step, which is called `bound_by`.
         `chunk_alignment`: a piece that is not the last ends at a multiple of so many tokens. Without `is_chunked`
         nothing is cut. `has_whole_step`: nobody decodes in this step. `new_piece_limit`: makes what else bounds the
         pieces of this step.
         """
-        super().__init__(**settings)
+        super().__init__(
+            tree_cache=tree_cache,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+            running=running,
+            new_token_ratio=new_token_ratio,
+            max_prefill_tokens=max_prefill_tokens,
+            max_new_reqs=max_new_reqs,
+            tracer=tracer,
+        )
         self.is_chunked, self.has_whole_step = is_chunked, has_whole_step
         self.chunk_alignment = chunk_alignment
         self.bound_by = bound_by

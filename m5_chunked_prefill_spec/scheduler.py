@@ -11,11 +11,18 @@ a request gets may be several tokens; the slots of wrong guesses go back. SGLang
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
+from m1_single_request.stop_checker import StopChecker
+from m1_single_request.tracer import Tracer
 from m3_paged_attention.outputs import ModelRunnerOutput
+from m3_paged_attention.preemption import PreemptionPolicy
+from m4_radix_cache.exchange import Exchange
 from m4_radix_cache.invariants import check_scheduler
 from m4_radix_cache.request import Req
-from m4_radix_cache.schedule_batch import ScheduleBatch as PlainScheduleBatch
+from m4_radix_cache.schedule_batch import Pools, ScheduleBatch as PlainScheduleBatch
+from m4_radix_cache.schedule_policy import SchedulePolicy
 from m4_radix_cache.scheduler_base import SchedulerBase
 from m5_chunked_prefill_spec.admission import Admission
 from m5_chunked_prefill_spec.config import SchedulerConfig
@@ -35,14 +42,33 @@ class Scheduler(SchedulerBase):
     def __init__(
         self,
         *,
+        scheduler_config: SchedulerConfig,
+        pools: Pools,
+        policy: SchedulePolicy,
+        prefill_adder: Any,
         composer: Any,
         speculation: Any,
         chunk_alignment: int,
-        scheduler_config: SchedulerConfig,
-        **settings: Any,
+        preemption: PreemptionPolicy,
+        stop_checker: StopChecker,
+        vocab_size: int,
+        device: torch.device,
+        tracer: Tracer,
+        exchange: Exchange | None = None,
     ) -> None:
         """`chunk_alignment`: where prompts may be cut (see `PrefillAdder`)."""
-        super().__init__(scheduler_config=scheduler_config, **settings)
+        super().__init__(
+            scheduler_config=scheduler_config,
+            pools=pools,
+            policy=policy,
+            prefill_adder=prefill_adder,
+            preemption=preemption,
+            stop_checker=stop_checker,
+            vocab_size=vocab_size,
+            device=device,
+            tracer=tracer,
+            exchange=exchange,
+        )
         self.composer, self.speculation = composer, speculation
         self.admission = Admission(
             pools=self.pools,

@@ -54,7 +54,6 @@ from m6_multimodal_pd.errors import (
     TransferError,
     WireError,
 )
-from m6_multimodal_pd.interfaces import ROLES
 from m6_multimodal_pd.llm_engine import LLMEngine
 from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.wiring import PARTS, build_engine_core
@@ -62,7 +61,6 @@ from m6_multimodal_pd.wiring import PARTS, build_engine_core
 __all__ = [
     "DEFAULT_MODEL",
     "PARTS",
-    "ROLES",
     "CacheConfig",
     "ChromeTraceReader",
     "CompletionOutput",

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidPromptError, InvalidRequestError
 from m1_single_request.input_processor import Message, Prompt, check_messages
 from m1_single_request.request import Request
@@ -40,9 +41,33 @@ class Sight:
 class InputProcessor:
     """m5's, with pictures."""
 
-    def __init__(self, *, sight: Sight | None, guesses_texts_only: bool, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        request_class: type[Req],
+        detokenizer_class: type[IncrementalDetokenizer],
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+        max_num_batched_tokens: int | None,
+        max_total_tokens: int,
+        speculates: bool,
+        sight: Sight | None,
+        guesses_texts_only: bool,
+    ) -> None:
         """`sight`: None for a model that takes texts only. `guesses_texts_only`: the draft model cannot see."""
-        self.text = TextInputProcessor(**settings)
+        self.text = TextInputProcessor(
+            request_class=request_class,
+            detokenizer_class=detokenizer_class,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            seed=seed,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_total_tokens=max_total_tokens,
+            speculates=speculates,
+        )
         self.tokenizer, self.max_model_len = self.text.tokenizer, self.text.max_model_len
         self.guesses_texts_only = guesses_texts_only
         self.pad_values = PadValues(self.text.vocab_size)

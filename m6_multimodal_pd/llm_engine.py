@@ -8,7 +8,6 @@ from pathlib import Path
 from m1_single_request.config import check_path
 from m4_radix_cache.llm_engine import LLMEngine as RadixEngine
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
-from m6_multimodal_pd.interfaces import ROLES
 from m6_multimodal_pd.wiring import PARTS
 
 
@@ -18,7 +17,6 @@ class LLMEngine(RadixEngine):
     `priority=`, `cache_salt=` and `speculate=`."""
 
     parts = PARTS
-    roles = ROLES
     config_type = EngineConfig
     default_model = DEFAULT_MODEL
     request_options = ("priority", "cache_salt", "speculate")

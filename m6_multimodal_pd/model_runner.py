@@ -16,10 +16,15 @@ from torch import Tensor
 
 from m1_single_request.errors import ConfigError
 from m3_paged_attention.step_threads import StepThreads
+from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch as TextForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner as TextModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
+from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunnerProtocol
+from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m6_multimodal_pd.forward_batch import ForwardBatch, PromptPiece, prompts_with_pictures, seen_in
+from m6_multimodal_pd.model_loader import LoadedModel
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from m6_multimodal_pd.models.vision import Grid, VisionTower
 from m6_multimodal_pd.multimodal.encoder import Encoder
@@ -30,8 +35,24 @@ class ModelRunner(TextModelRunner):
 
     released = ("kv", "model", "encoder")
 
-    def __init__(self, *, encoder: Encoder, step_threads: StepThreads | None = None, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(
+        self,
+        *,
+        loaded_model: LoadedModel,
+        scheduler_config: SchedulerConfig,
+        req_to_token_pool: ReqToTokenPool,
+        rejection_sampler: RejectionSampler,
+        draft_runner: DraftRunnerProtocol | None,
+        encoder: Encoder,
+        step_threads: StepThreads | None = None,
+    ) -> None:
+        super().__init__(
+            loaded_model=loaded_model,
+            scheduler_config=scheduler_config,
+            req_to_token_pool=req_to_token_pool,
+            rejection_sampler=rejection_sampler,
+            draft_runner=draft_runner,
+        )
         self.encoder, self.step_threads = encoder, step_threads
         self.sees = encoder.tower is not None
         self.mrope_deltas = np.zeros(0, dtype=np.int64)  # by row, as many as the pool has made so far

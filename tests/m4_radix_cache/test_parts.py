@@ -11,7 +11,7 @@ import m3_paged_attention
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.worker import GPUWorker
-from m4_radix_cache import PARTS, ROLES, CacheConfig, ConfigError, LLMEngine, PromptTooLongError
+from m4_radix_cache import PARTS, CacheConfig, ConfigError, LLMEngine, PromptTooLongError
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.input_processor import InputProcessor
 from m4_radix_cache.mem_cache.allocator import PagedTokenToKVPoolAllocator, make_allocator
@@ -52,7 +52,7 @@ def tokens_of(engine: LLMEngine) -> list[tuple[int, ...]]:
 
 
 def test_every_role_has_a_part_and_every_part_a_role() -> None:
-    assert PARTS.keys() == ROLES.keys() == LLMEngine.parts.keys() == LLMEngine.roles.keys()
+    assert LLMEngine.parts is PARTS
     assert PARTS.keys() - m3_paged_attention.PARTS.keys() == NEW_ROLES
     assert m3_paged_attention.PARTS.keys() - PARTS.keys() == {"kv_manager"}
 
@@ -92,14 +92,23 @@ class AllocatorWithoutDecode(PagedTokenToKVPoolAllocator):
         ({"prefix_cache": "hash"}, "'prefix_cache' must be a class or a function, not 'hash'"),
         ({"schedule_policy": PolicyWithoutOrder}, r"PolicyWithoutOrder has no calc_priority\(\)"),
         ({"schedule_policy": "lpm"}, "'schedule_policy' must be a class or a function, not 'lpm'"),
-        ({"prefill_adder": AdderThatInsists}, "needs the argument chunk_size, which nobody gives it"),
+        ({"prefill_adder": AdderThatInsists}, "cannot be called as the default part is: .* 'chunk_size'"),
         ({"req_to_token_pool": RowsWithoutTables}, r"RowsWithoutTables has no page_tables\(\)"),
         ({"token_to_kv_pool_allocator": AllocatorWithoutDecode}, r"AllocatorWithoutDecode has no alloc_decode\(\)"),
         ({"token_to_kv_pool_allocator": 16}, "must be a class or a function, not 16"),
         ({"kv_manager": m3_paged_attention.PARTS["kv_manager"]}, "no role 'kv_manager'.*prefix_cache"),
-        ({"scheduler": m3_paged_attention.PARTS["scheduler"]}, "Scheduler does not take the argument pools, policy"),
-        ({"model_runner": m3_paged_attention.PARTS["model_runner"]}, "ModelRunner does not take the argument req_to"),
-        ({"input_processor": m3_paged_attention.PARTS["input_processor"]}, "needs the argument num_blocks, block_size"),
+        (
+            {"scheduler": m3_paged_attention.PARTS["scheduler"]},
+            "Scheduler has no get_next_batch_to_run",
+        ),
+        (
+            {"model_runner": m3_paged_attention.PARTS["model_runner"]},
+            "cannot be called as the default part is: .* 'req_to_token_pool'",
+        ),
+        (
+            {"input_processor": m3_paged_attention.PARTS["input_processor"]},
+            "has a build_request.* cannot be called as that",
+        ),
     ],
     ids=str,
 )
@@ -226,7 +235,7 @@ def admitted(engine: LLMEngine) -> list[str]:
 class NewestFirst(SchedulePolicy):
     """Last come, first served."""
 
-    def calc_priority(self, waiting: Sequence[Req]) -> Order:
+    def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
         return Order(sorted(waiting, key=lambda req: -req.number), [])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import m5_chunked_prefill_spec
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
-from m6_multimodal_pd import PARTS, ROLES, ConfigError, LLMEngine, ModelConfig, SamplingParams
+from m6_multimodal_pd import PARTS, ConfigError, LLMEngine, ModelConfig, SamplingParams
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder import Encoder, Seen
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
@@ -23,7 +23,7 @@ SHORT = greedy(4)
 
 
 def test_every_role_has_a_part_and_every_part_a_role() -> None:
-    assert PARTS.keys() == ROLES.keys() == LLMEngine.parts.keys() == LLMEngine.roles.keys()
+    assert LLMEngine.parts is PARTS
     assert PARTS.keys() - m5_chunked_prefill_spec.PARTS.keys() == NEW_ROLES
     assert m5_chunked_prefill_spec.PARTS.keys() <= PARTS.keys()
 
@@ -42,13 +42,13 @@ class OtherWords:
     def __contains__(self, content: str) -> bool:
         return False
 
-    get = put = clear = close = embed = add_to = process = most = take = __contains__
+    get = put = clear = close = embed = add_to = process = most = take = check_invariants = __contains__
 
 
 @pytest.mark.parametrize("role", sorted(NEW_ROLES))
 @pytest.mark.parametrize(
     ("part", "message"),
-    [(7, "must be a class or a function"), (Empty, r"has no \w+\(\)"), (OtherWords, "does not take the argument")],
+    [(7, "must be a class or a function"), (Empty, r"has no \w+\(\)"), (OtherWords, "cannot be called as")],
     ids=["no class", "no methods", "other words"],
 )
 def test_what_does_not_fit_is_refused_when_the_engine_is_built(
@@ -60,9 +60,24 @@ def test_what_does_not_fit_is_refused_when_the_engine_is_built(
 
 def test_an_adder_that_asks_no_other_limit_is_refused(make_engine: MakeEngine) -> None:
     class Greedy(PrefillAdder):
-        def __init__(self, *, tree_cache: Any) -> None: ...
+        def __init__(
+            self,
+            *,
+            tree_cache: Any,
+            token_to_kv_pool_allocator: Any,
+            running: Any,
+            new_token_ratio: float,
+            max_prefill_tokens: int,
+            max_new_reqs: int,
+            rem_chunk_tokens: int | None,
+            chunk_alignment: int = 1,
+            is_chunked: bool = True,
+            has_whole_step: bool = True,
+            bound_by: str = "",
+            tracer: Any,
+        ) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"'prefill_adder'.* does not take the argument .*new_piece_limit"):
+    with pytest.raises(ConfigError, match=r"'prefill_adder'.* cannot be called as .* unexpected .*'new_piece_limit'"):
         make_engine({"prefill_adder": Greedy})
 
 

@@ -9,7 +9,6 @@ from typing import Any, assert_type
 
 from m1_single_request import (
     PARTS,
-    ROLES,
     ChromeTraceReader,
     CompletionOutput,
     ConsoleReader,
@@ -117,7 +116,6 @@ class Counter:
 def configured() -> None:
     """An engine with a configuration, parts of its own and readers."""
     parts: dict[str, Any] = PARTS | {"sampler": PARTS["sampler"]}
-    assert_type(ROLES, dict[str, type])
     model, trace = ModelConfig(model=Path("somewhere"), dtype="bfloat16"), TraceConfig(console="summary")
     with LLMEngine(model_config=model, trace_config=trace, parts=parts) as engine:
         assert_type(engine, LLMEngine)
