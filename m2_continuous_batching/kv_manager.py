@@ -7,39 +7,11 @@ running request is refused comes with m3. vLLM: `v1/core/kv_cache_manager.py`; S
 """
 
 from collections.abc import Mapping
-from typing import Protocol
 
 
-class KVManager(Protocol):
-    """Hands out KV memory by number. The ids are the ones that the runner finds its tensors by."""
-
-    def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None: ...
-
-    def can_hold(self, request_id: str, num_tokens: int) -> bool:
-        """Whether this request can have room for `num_tokens` tokens in all, with what it owns already.
-
-        m2's scheduler knows no way to throw a request out: a manager that once said yes to a request must say yes until
-        its end, up to `max_model_len` tokens.
-        """
-
-    def reserve(self, request_id: str, num_tokens: int) -> list[int]:
-        """Give it room for `num_tokens` tokens in all; returns the ids that are new to it. Only after `can_hold`."""
-
-    def block_ids(self, request_id: str) -> list[int]:
-        """Every id that this request owns, in the order of its tokens."""
-
-    def release(self, request_id: str) -> None:
-        """Take back what this request owns; nothing happens if it owns nothing."""
-
-    def owned(self) -> Mapping[str, list[int]]:
-        """Every owner with its ids."""
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if memory and owners disagree."""
-
-
-class SlotManager(KVManager):
-    """One slot per request, whatever its length. The lowest free slot goes first, so that slots in use lie together."""
+class SlotManager:
+    """Allocates one slot per request, for any length. The lowest free slot is allocated first, so that slots in use lie
+    together. The runner finds its tensors by the same ids."""
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None:
         self.num_slots = max_num_seqs
@@ -47,9 +19,16 @@ class SlotManager(KVManager):
         self._slots: dict[str, int] = {}  # the only record: what stands here is owned, all else is free
 
     def can_hold(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether the request can have room for `num_tokens` tokens in all, with what it owns already.
+
+        The scheduler cannot preempt a request. So once this is True for a request, it stays True until the request
+        ends, up to `max_model_len` tokens.
+        """
         return num_tokens <= self.slot_len and (request_id in self._slots or len(self._slots) < self.num_slots)
 
     def reserve(self, request_id: str, num_tokens: int) -> list[int]:
+        """Give the request room for `num_tokens` tokens in all; return the slots that are new to it. `can_hold` must be
+        True."""
         if request_id in self._slots:  # a slot never grows: it was as large as can be from the start
             return []
         taken = set(self._slots.values())
@@ -57,15 +36,19 @@ class SlotManager(KVManager):
         return [slot]
 
     def block_ids(self, request_id: str) -> list[int]:
+        """Return all slots of the request, in the order of its tokens."""
         return [self._slots[request_id]]
 
     def release(self, request_id: str) -> None:
+        """Free the slot of the request, if it has one."""
         self._slots.pop(request_id, None)
 
     def owned(self) -> Mapping[str, list[int]]:
+        """Return the slots in use by request id."""
         return {request_id: [slot] for request_id, slot in self._slots.items()}
 
     def check_invariants(self) -> None:
+        """Raise AssertionError if slots and owners contradict each other."""
         taken = list(self._slots.values())
         assert len(taken) == len(set(taken)), f"a slot has two owners: {self._slots}"
         assert all(0 <= slot < self.num_slots for slot in taken), self._slots

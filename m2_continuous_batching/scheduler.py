@@ -16,7 +16,7 @@ from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.config import SchedulerConfig
 from m2_continuous_batching.events import Admit, LeftOut, NotAdmitted
-from m2_continuous_batching.kv_manager import KVManager
+from m2_continuous_batching.kv_manager import SlotManager
 from m2_continuous_batching.request_queue import RequestQueue, SchedulingPolicy, create_request_queue
 from m2_continuous_batching.scheduler_output import SchedulerOutput
 from m2_continuous_batching.step_plan import StepPlan
@@ -30,7 +30,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, scheduler_config: SchedulerConfig, kv_manager: KVManager, stop_checker: StopChecker, tracer: Tracer
+        self, *, scheduler_config: SchedulerConfig, kv_manager: SlotManager, stop_checker: StopChecker, tracer: Tracer
     ) -> None:
         assert scheduler_config.max_num_batched_tokens is not None, "the configuration must be resolved"
         self.max_num_seqs = scheduler_config.max_num_seqs

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from m1_single_request.request import RequestStatus
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.config import SchedulerConfig
-from m3_paged_attention.kv_manager_interface import PagedKVManager
+from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted
 from m3_paged_attention.step_plan import StepPlan
@@ -36,7 +36,7 @@ class WayIn(NamedTuple):
 class Admission:
     """Judges one waiting request at a time; changes nothing."""
 
-    def __init__(self, *, scheduler_config: SchedulerConfig, kv_manager: PagedKVManager, tracer: Tracer) -> None:
+    def __init__(self, *, scheduler_config: SchedulerConfig, kv_manager: KVCacheManager, tracer: Tracer) -> None:
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.kv_manager = kv_manager
         self.tracer = tracer

@@ -8,11 +8,35 @@ stores only block ids, neither requests nor tensors. vLLM: `v1/core/block_pool.p
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from m3_paged_attention.errors import OutOfBlocksError
 
 Pairs = list[tuple[int, int]]
 """Pairs of block ids (source, target) for copying data."""
+
+
+class BlockMoves(NamedTuple):
+    """Data to be moved before the next forward: swap in, then swap out, then copy.
+
+    Within one list all sources are read before any target is written; no block is a target twice.
+    """
+
+    swap_in: Pairs  # (host block, device block)
+    swap_out: Pairs  # (device block, host block)
+    copies: Pairs  # (source, target), both on the device
+    owners: frozenset[str]
+    """Whose data it is. If the moves are not made, it is lost: these requests must be computed again."""
+
+
+class BlockUsage(NamedTuple):
+    """The device's blocks, block 0 not counted."""
+
+    num_blocks: int
+    num_free: int
+    num_used: int
+    num_shared: int
+    """Those among the used ones that stand in more than one table."""
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -7,7 +7,7 @@ the conditions stand apart from the decisions. vLLM and SGLang check the pools w
 from collections.abc import Iterable, Mapping, Sequence
 
 from m1_single_request.request import RequestStatus
-from m3_paged_attention.kv_manager_interface import PagedKVManager
+from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.request import Request
 
 
@@ -21,7 +21,7 @@ def check_queues(requests: Mapping[str, Request], running: Sequence[Request], wa
     assert all(request.status is RequestStatus.PREEMPTED for request in waiting[: len(preempted)])
 
 
-def check_memory(running: Sequence[Request], waiting: Iterable[Request], kv_manager: PagedKVManager) -> None:
+def check_memory(running: Sequence[Request], waiting: Iterable[Request], kv_manager: KVCacheManager) -> None:
     """Raise AssertionError unless exactly the running requests own blocks, and as many as their tokens fill."""
     swapped = [request.request_id for request in waiting if kv_manager.is_swapped(request.request_id)]
     assert sorted(kv_manager.owned()) == sorted(request.request_id for request in running)

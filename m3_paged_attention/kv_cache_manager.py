@@ -18,10 +18,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.block_pool import BlockPool, blocks_for
+from m3_paged_attention.block_pool import BlockMoves, BlockPool, BlockUsage, blocks_for
 from m3_paged_attention.events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped
 from m3_paged_attention.kv_cache_config import KVCacheConfig
-from m3_paged_attention.kv_manager_interface import BlockMoves, BlockUsage, PagedKVManager
 
 
 class BlockTable:
@@ -37,8 +36,11 @@ class BlockTable:
         self.on_host = on_host
 
 
-class KVCacheManager(PagedKVManager):
-    """Blocks on demand, shared by forks, copied on write, swapped to the host."""
+class KVCacheManager:
+    """Allocates blocks on demand: shared by forks, copied on write, swapped to the host.
+
+    `can_hold` is valid for the next `reserve` only: a running request may lack a block in the next step.
+    """
 
     def __init__(self, *, kv_cache_config: KVCacheConfig, tracer: Tracer) -> None:
         self.block_size = kv_cache_config.spec.block_size
@@ -48,6 +50,7 @@ class KVCacheManager(PagedKVManager):
         self.reset()
 
     def reset(self) -> None:
+        """Free all blocks, and forget noted moves."""
         self.pool = BlockPool(self.num_blocks)
         self.host_pool = BlockPool(self.num_host_blocks, first_id=0)
         self._tables: dict[str, BlockTable] = {}  # the only record: what stands here is owned, all else is free
@@ -56,14 +59,18 @@ class KVCacheManager(PagedKVManager):
 
     @property
     def num_free(self) -> int:
+        """Number of free blocks on the device."""
         return self.pool.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks for `num_tokens` tokens, rounded up."""
         return blocks_for(num_tokens, self.block_size)
 
     # --- room for tokens ----------------------------------------------------------------------------------------------
 
     def num_needed(self, request_id: str, num_tokens: int) -> int:
+        """Return the number of free blocks that the request needs to have room for `num_tokens` tokens in all; for a
+        swapped request, to be swapped in first."""
         table = self._tables.get(request_id)
         if table is None:
             return self.blocks_for(num_tokens)
@@ -77,6 +84,10 @@ class KVCacheManager(PagedKVManager):
         return int(self.pool.ref_count(table.block_ids[last]) > 1)
 
     def num_needed_together(self, lengths: Iterable[tuple[str, int]]) -> int:
+        """Return the same for several running requests, by (request id, number of tokens).
+
+        It may be less than the sum: of the requests that share the block that they write to, the last one keeps it.
+        """
         num_needed, writers = 0, Counter[int]()
         for request_id, num_tokens in lengths:
             block_ids, last = self._tables[request_id].block_ids, (num_tokens - 1) // self.block_size
@@ -85,14 +96,17 @@ class KVCacheManager(PagedKVManager):
         return num_needed + sum(min(count, self.pool.ref_count(b) - 1) for b, count in writers.items())
 
     def can_hold(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether the request can have room for `num_tokens` tokens in all, with what it owns already."""
         return self.num_needed(request_id, num_tokens) <= self.pool.num_free
 
     def in_need(self, lengths: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return those of these (request id, number of tokens) for which `reserve` may change anything, in order."""
         tables = self._tables
         return [one for one in lengths if one[1] > tables[one[0]].room]
 
     def reserve(self, request_id: str, num_tokens: int) -> list[int]:
-        """As the Protocol says. Raises `OutOfBlocksError`, and then changes nothing.
+        """Give the request room for `num_tokens` tokens in all; return the blocks that are new to it. Raises
+        `OutOfBlocksError`, and then changes nothing.
 
         A request that owns blocks already writes one token next, number `num_tokens - 1`. If the block that this token
         goes to is shared, a fresh one takes its place and the copy is noted; else the new ids are appended. Either way
@@ -148,6 +162,7 @@ class KVCacheManager(PagedKVManager):
     # --- sharing, and giving back -------------------------------------------------------------------------------------
 
     def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
+        """Share the blocks of the first `num_tokens` tokens of a request with a new request."""
         parent, count = self._tables[parent_id], self.blocks_for(num_tokens)
         assert child_id not in self._tables, f"{child_id} owns blocks already"
         assert not parent.on_host and count <= len(parent.block_ids), f"{parent_id} has not {num_tokens} tokens here"
@@ -161,6 +176,7 @@ class KVCacheManager(PagedKVManager):
             )
 
     def release(self, request_id: str) -> None:
+        """Free the blocks of the request, if it has any."""
         table = self._tables.pop(request_id, None)
         if table is None:
             return
@@ -188,7 +204,10 @@ class KVCacheManager(PagedKVManager):
     # --- swapping -----------------------------------------------------------------------------------------------------
 
     def swap_out(self, request_id: str) -> bool:
-        """As the Protocol says. Blocks that others hold, too, are copied, and theirs stay."""
+        """Move a request to host memory. Return False, and change nothing, if the host has too few free blocks.
+
+        Blocks that other requests share are copied, and theirs stay.
+        """
         table = self._tables[request_id]
         assert not table.on_host, f"{request_id} is on the host already"
         if len(table.block_ids) > self.host_pool.num_free:
@@ -212,7 +231,10 @@ class KVCacheManager(PagedKVManager):
         return True
 
     def swap_in(self, request_id: str) -> None:
-        """As the Protocol says. Raises `OutOfBlocksError`, and then changes nothing."""
+        """Move a swapped request back to the device. Raises `OutOfBlocksError`, and then changes nothing.
+
+        Only before another request is swapped out in the same step: swaps in are made first.
+        """
         table = self._tables[request_id]
         assert table.on_host, f"{request_id} is not on the host"
         block_ids = self.pool.allocate(len(table.block_ids))
@@ -236,12 +258,14 @@ class KVCacheManager(PagedKVManager):
             )
 
     def is_swapped(self, request_id: str) -> bool:
+        """Return whether the blocks of the request are on the host."""
         table = self._tables.get(request_id)
         return table is not None and table.on_host
 
     # --- moves --------------------------------------------------------------------------------------------------------
 
     def take_moves(self) -> BlockMoves:
+        """Return the moves noted since the last call, to be made now. The next call implies that they were made."""
         self._taken = self._owners_of_moves()
         moves = BlockMoves(
             swap_in=[(host_id, block_id) for block_id, host_id in self._swap_ins.items()],
@@ -253,6 +277,7 @@ class KVCacheManager(PagedKVManager):
         return moves
 
     def touched(self) -> frozenset[str]:
+        """Return the owners of data in moves that are noted or were taken last: if the step fails, it may be lost."""
         return self._taken | self._owners_of_moves()
 
     def _owners_of_moves(self) -> frozenset[str]:
@@ -274,19 +299,25 @@ class KVCacheManager(PagedKVManager):
     # --- what can be asked --------------------------------------------------------------------------------------------
 
     def block_ids(self, request_id: str) -> list[int]:
+        """Return all blocks of the request, in the order of its tokens."""
         return list(self._tables[request_id].block_ids)
 
     def owned(self) -> Mapping[str, list[int]]:
+        """Return the device blocks by request id."""
         return {request_id: list(t.block_ids) for request_id, t in self._tables.items() if not t.on_host}
 
     def swapped(self) -> Mapping[str, list[int]]:
+        """Return the host blocks of swapped requests by request id."""
         return {request_id: list(t.block_ids) for request_id, t in self._tables.items() if t.on_host}
 
     def usage(self) -> BlockUsage:
+        """Return how many of the device blocks are free, used and shared."""
         num_free = self.pool.num_free
         return BlockUsage(self.num_blocks, num_free, self.num_blocks - num_free, self.pool.num_shared)
 
     def num_tokens_held(self, lengths: Mapping[str, int]) -> int:
+        """Return the number of slots that hold a token if each request of `lengths` has so many computed tokens. A
+        shared slot counts once."""
         tables = [(t, lengths[r]) for r, t in self._tables.items() if r in lengths and not t.on_host]
         if sum(len(t.block_ids) for t in self._tables.values() if not t.on_host) == self.num_blocks - self.num_free:
             return sum(min(length, len(table.block_ids) * self.block_size) for table, length in tables)
@@ -297,6 +328,7 @@ class KVCacheManager(PagedKVManager):
         return sum(held.values())
 
     def check_invariants(self) -> None:
+        """Raise AssertionError if blocks and tables contradict each other."""
         tables = {False: dict[str, BlockTable](), True: dict[str, BlockTable]()}
         for request_id, table in self._tables.items():
             tables[table.on_host][request_id] = table

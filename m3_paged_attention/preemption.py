@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from m1_single_request.errors import PartError
 from m1_single_request.request import Sequence
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.kv_manager_interface import PagedKVManager
+from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_events import Preempted
 
@@ -61,7 +61,7 @@ def victim_of(policy: PreemptionPolicy, running: SequenceOf[RunsT]) -> RunsT:
     return victim
 
 
-def take_blocks(request: Request, kv_manager: PagedKVManager, *, swap: bool, needed: int, tracer: Tracer) -> None:
+def take_blocks(request: Request, kv_manager: KVCacheManager, *, swap: bool, needed: int, tracer: Tracer) -> None:
     """Take a running request's blocks away: to the host, if `swap` and there is room; else its KV is dropped.
 
     `needed`: the blocks that are wanted for the next tokens of all.

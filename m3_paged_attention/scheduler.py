@@ -17,7 +17,7 @@ from m3_paged_attention.admission import Admission, WayIn
 from m3_paged_attention.config import SchedulerConfig
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.invariants import check_memory, check_queues
-from m3_paged_attention.kv_manager_interface import PagedKVManager
+from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import PreemptionPolicy, take_blocks, victim_of
 from m3_paged_attention.request import Request
@@ -39,7 +39,7 @@ class Scheduler:
         self,
         *,
         scheduler_config: SchedulerConfig,
-        kv_manager: PagedKVManager,
+        kv_manager: KVCacheManager,
         preemption: PreemptionPolicy,
         stop_checker: StopChecker,
         tracer: Tracer,

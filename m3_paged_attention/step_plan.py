@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from m1_single_request.stop_checker import StopChecker
 from m2_continuous_batching.events import Batch
 from m2_continuous_batching.scheduler_output import CachedRequestData
-from m3_paged_attention.kv_manager_interface import BlockMoves
+from m3_paged_attention.block_pool import BlockMoves
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_output import NewRequestData, ResumedReqData, SchedulerOutput
 
