@@ -49,7 +49,7 @@ def _problem(part: Any, default: Any) -> str | None:
         if lacking:
             return f"has no {', '.join(lacking)}"
         for name, method in methods.items():
-            refusal = _refusal(getattr(part, name), method)
+            refusal = _refusal(getattr(part, name), method, may_leave_out=True)
             if refusal is not None:
                 return f"has a {name}() that cannot be called as that of {role_class.__name__} is: {refusal}"
     refusal = _refusal(part, default)
@@ -87,8 +87,9 @@ def _attributes(default: Any) -> list[str]:
     return [name for name in dict.fromkeys([*annotated, *properties]) if not name.startswith("_")]
 
 
-def _refusal(own: Callable[..., Any], expected: Callable[..., Any]) -> str | None:
-    """Return why `own` cannot be called as `expected` is, with its required arguments or with all, or None."""
+def _refusal(own: Callable[..., Any], expected: Callable[..., Any], *, may_leave_out: bool = False) -> str | None:
+    """Return why `own` cannot be called with all arguments of `expected`, or None. `may_leave_out`: there are also
+    calls without the optional ones."""
     try:
         signature = inspect.signature(own)
     except ValueError:  # a built-in type tells nothing about its arguments
@@ -96,7 +97,7 @@ def _refusal(own: Callable[..., Any], expected: Callable[..., Any]) -> str | Non
     known = [p for p in inspect.signature(expected).parameters.values() if p.kind in NAMED]
     required = [p for p in known if p.default is p.empty]
     values = [p.name for p in required if p.kind is not p.KEYWORD_ONLY]
-    for parameters in (required, known):
+    for parameters in (required, known) if may_leave_out else (known,):
         by_name = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
         try:
             signature.bind(*values, **by_name)
