@@ -44,6 +44,8 @@ TEMPLATE_ARGUMENTS = {"add_generation_prompt", "continue_final_message"}  # tran
 class InputProcessor:
     """Checks prompts and parameters, and builds requests. Holds the tokenizer and the model's limits."""
 
+    max_model_len: int
+
     def __init__(
         self,
         *,

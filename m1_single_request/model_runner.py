@@ -31,6 +31,8 @@ class ModelInputs:
 class ModelRunner:
     """Runs the scheduler's output, and owns the KV cache of every started request."""
 
+    kv_bytes_per_token: int
+
     def __init__(self, *, loaded_model: LoadedModel, tracer: Tracer) -> None:
         self.model = loaded_model.model
         self.device = loaded_model.device

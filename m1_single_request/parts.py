@@ -2,8 +2,8 @@
 
 `LLMEngine(parts={"scheduler": MyScheduler})` replaces the class of one role for one engine. The new part is compared
 with the default one before anything is loaded: its public methods (those of the abstract class, if the default part has
-one), their arguments, and the arguments of its constructor. Attributes exist only on the built part and are checked
-there: those that the default class annotates, and its properties.
+one) with their required arguments, and its constructor with all arguments. Attributes exist only on the built part and
+are checked there: those that the default class annotates, and its properties.
 """
 
 import inspect
@@ -49,9 +49,9 @@ def _problem(part: Any, default: Any) -> str | None:
         if lacking:
             return f"has no {', '.join(lacking)}"
         for name, method in methods.items():
-            refusal = _refusal(getattr(part, name), method, may_leave_out=True)
+            refusal = _refusal(getattr(part, name), method, only_required=True)
             if refusal is not None:
-                return f"has a {name}() that cannot be called as that of {role_class.__name__} is: {refusal}"
+                return f"has a method {name}() that cannot be called as that of {role_class.__name__} is: {refusal}"
     refusal = _refusal(part, default)
     return refusal and f"cannot be called as the default part is: {refusal}"
 
@@ -87,20 +87,19 @@ def _attributes(default: Any) -> list[str]:
     return [name for name in dict.fromkeys([*annotated, *properties]) if not name.startswith("_")]
 
 
-def _refusal(own: Callable[..., Any], expected: Callable[..., Any], *, may_leave_out: bool = False) -> str | None:
-    """Return why `own` cannot be called with all arguments of `expected`, or None. `may_leave_out`: there are also
-    calls without the optional ones."""
+def _refusal(own: Callable[..., Any], expected: Callable[..., Any], *, only_required: bool = False) -> str | None:
+    """Return why `own` cannot be called with the arguments of `expected`, all or the required ones, or None."""
     try:
         signature = inspect.signature(own)
     except ValueError:  # a built-in type tells nothing about its arguments
         return None
-    known = [p for p in inspect.signature(expected).parameters.values() if p.kind in NAMED]
-    required = [p for p in known if p.default is p.empty]
-    values = [p.name for p in required if p.kind is not p.KEYWORD_ONLY]
-    for parameters in (required, known) if may_leave_out else (known,):
-        by_name = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY or p.default is not p.empty}
-        try:
-            signature.bind(*values, **by_name)
-        except TypeError as error:
-            return str(error)
+    given = [p for p in inspect.signature(expected).parameters.values() if p.kind in NAMED]
+    if only_required:
+        given = [p for p in given if p.default is p.empty]
+    by_place = [p for p in given if p.kind is not p.KEYWORD_ONLY and p.default is p.empty]
+    by_name = {p.name: None for p in given if p not in by_place}
+    try:
+        signature.bind(*by_place, **by_name)
+    except TypeError as error:
+        return str(error)
     return None

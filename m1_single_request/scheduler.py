@@ -39,12 +39,16 @@ class SchedulerOutput:
 class Scheduler:
     """The only one that changes requests. Nothing is released between `schedule` and `update_from_output`."""
 
+    requests: dict[str, Request]
+    """All unfinished requests by id, in order of arrival."""
+    waiting: deque[Request]
+    running: list[Request]
+    """None or one."""
+
     def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None:
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
         self.tracer = tracer
-        self.requests: dict[str, Request] = {}
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # none or one
+        self.requests, self.waiting, self.running = {}, deque(), []
 
     def add_request(self, request: Request) -> None:
         """Queue a request that has passed the checks of intake."""

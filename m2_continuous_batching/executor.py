@@ -15,6 +15,8 @@ from m2_continuous_batching.worker import GPUWorker
 class GPUExecutor:
     """Executor of one worker in the same process."""
 
+    kv_bytes_per_token: int
+
     def __init__(self, *, worker: GPUWorker) -> None:
         self.worker = worker
         self.kv_bytes_per_token = worker.kv_bytes_per_token

@@ -26,8 +26,12 @@ class Scheduler:
     """The only one that changes requests. Nothing is released between `schedule` and `update_from_output`.
 
     A request is in `requests` from its arrival to its end, and either in `waiting` or in `running`. `running` is in
-    order of admission, and whoever is there owns KV memory.
+    order of admission, and each request there owns KV memory.
     """
+
+    requests: dict[str, Request]
+    waiting: RequestQueue
+    running: list[Request]
 
     def __init__(
         self, *, scheduler_config: SchedulerConfig, kv_manager: SlotManager, stop_checker: StopChecker, tracer: Tracer
@@ -38,9 +42,8 @@ class Scheduler:
         self.kv_manager = kv_manager
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
         self.tracer = tracer
-        self.requests: dict[str, Request] = {}
-        self.waiting: RequestQueue = create_request_queue(SchedulingPolicy.FCFS)
-        self.running: list[Request] = []
+        self.requests, self.running = {}, []
+        self.waiting = create_request_queue(SchedulingPolicy.FCFS)
         self.finished_req_ids: set[str] = set()  # not announced yet
         self._left_out: list[str] = []  # running requests for which the last step had no token
         self._marked: dict[str, Request] = {}  # these end at the next update

@@ -35,6 +35,11 @@ class Scheduler:
     `waiting`. Preempted requests stand first in `waiting`, the oldest arrival before the others.
     """
 
+    requests: dict[str, Request]
+    waiting: PreemptedFirstQueue
+    running: list[Request]
+    num_preemptions: int
+
     def __init__(
         self,
         *,
@@ -53,9 +58,7 @@ class Scheduler:
         self.admission = Admission(scheduler_config=scheduler_config, kv_manager=kv_manager, tracer=tracer)
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
         self.tracer = tracer
-        self.requests: dict[str, Request] = {}
-        self.waiting = PreemptedFirstQueue()
-        self.running: list[Request] = []
+        self.requests, self.waiting, self.running = {}, PreemptedFirstQueue(), []
         self.finished_req_ids: set[str] = set()  # not announced yet
         self.num_preemptions = 0
         self._num_arrivals = 0

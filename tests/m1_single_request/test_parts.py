@@ -81,6 +81,34 @@ def test_a_part_that_does_not_fit_is_refused_before_anything_is_loaded(parts: An
         LLMEngine("/nowhere", parts=parts)
 
 
+class SchedulerOfItsOwn:
+    """Has the methods of the role and none of its attributes."""
+
+    def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None: ...
+    def add_request(self, request: Request) -> None: ...
+    def has_unfinished_requests(self) -> bool: ...
+    def schedule(self) -> None: ...
+    def update_from_output(self, scheduler_output: Any, sampled: Any) -> list[Request]: ...
+    def finish_requests(self, request_ids: Any, reason: Any) -> list[str]: ...
+    def reset(self, reason: Any) -> None: ...
+    def check_invariants(self) -> None: ...
+
+
+class SchedulerThatUpdatesFromLess(SchedulerOfItsOwn):
+    def update_from_output(self, sampled: Any) -> list[Request]: ...  # type: ignore[override]
+
+
+def test_a_part_that_lacks_an_attribute_is_refused_once_it_is_built(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match="SchedulerOfItsOwn has no attribute requests, waiting, running, num_output"):
+        make_engine({"scheduler": SchedulerOfItsOwn})
+
+
+def test_a_method_with_other_arguments_is_refused_before_anything_is_loaded() -> None:
+    message = r"has a method update_from_output\(\) that cannot be called as that of Scheduler is: too many positional"
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine("/nowhere", parts={"scheduler": SchedulerThatUpdatesFromLess})
+
+
 @pytest.mark.parametrize("parts", [[("scheduler", Scheduler)], Scheduler, "scheduler"], ids=str)
 def test_parts_are_a_table(parts: Any) -> None:
     with pytest.raises(ConfigError, match="parts must map"):
@@ -126,6 +154,17 @@ def test_a_sampler_of_ones_own_chooses_the_tokens(make_engine: MakeEngine) -> No
     second = next(token_id for token_id, entry in expected.items() if entry.rank == 2)
     assert own.generate([5, 6], greedy(1)).token_ids == (second,)
     assert usual.generate([5, 6], greedy(1)).token_ids != (second,)
+
+
+class Alone:
+    """Is called, and has nothing else of a sampler."""
+
+    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        return SamplerOutput((7,) * len(logits), (None,) * len(logits))
+
+
+def test_a_part_that_is_called_needs_no_other_method(make_engine: MakeEngine) -> None:
+    assert make_engine({"sampler": Alone}).generate([5, 6], greedy(2)).token_ids == (7, 7)
 
 
 class StopsAtTwo(StopChecker):

@@ -107,7 +107,7 @@ class AllocatorWithoutDecode(PagedTokenToKVPoolAllocator):
         ),
         (
             {"input_processor": m3_paged_attention.PARTS["input_processor"]},
-            "has a build_request.* cannot be called as that",
+            "cannot be called as the default part is: .* 'num_blocks'",
         ),
     ],
     ids=str,
@@ -235,7 +235,7 @@ def admitted(engine: LLMEngine) -> list[str]:
 class NewestFirst(SchedulePolicy):
     """Last come, first served."""
 
-    def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
+    def calc_priority(self, waiting: Sequence[Req]) -> Order:
         return Order(sorted(waiting, key=lambda req: -req.number), [])
 
 
