@@ -1,4 +1,4 @@
-"""The rules of the architecture that a syntax tree can show, one function each: source in, findings out.
+"""Rules of style that a syntax tree can show, one function each: source in, findings out.
 
 A finding is a line for people: where, and what is wrong. An empty list means that the rule is kept.
 """
@@ -8,50 +8,10 @@ from collections.abc import Iterator
 
 from tests.structure.sources import FUNCTIONS, Class, FunctionNode, Module, Source
 
-VERBS = ("schedule", "update_from_output", "step", "execute_model")
-MAX_CROSSINGS = 2
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 PICKLES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 FACTORY_MARK = "built only for a reader"
-
-
-def verbs_are_whole(source: Source) -> list[str]:
-    """A milestone that changes one of the loop's verbs writes it out whole: it does not call the one it replaces."""
-    found = []
-    for cls in source.classes.values():
-        for verb in VERBS:
-            replaced = any(base.implements(verb) for base in _foreign_ancestors(source, cls))
-            if replaced and verb in cls.members and f"super().{verb}(" in ast.unparse(cls.members[verb]):
-                found.append(f"{_at(cls.module, cls.members[verb])}: {cls.name} overrides {verb} in part")
-    return found
-
-
-def behaviour_inherits_through_two_milestones(source: Source) -> list[str]:
-    """From a class with behaviour up to its last ancestor, the way leads at most twice into another milestone.
-
-    Records (dataclasses: configurations, outputs, events) and errors may inherit through every milestone.
-    """
-    return [
-        f"{_at(cls.module, cls.node)}: {cls.name} inherits through {_crossings(source, cls)} milestones, at most 2"
-        for cls in source.classes.values()
-        if _crossings(source, cls) > MAX_CROSSINGS and not _is_record(source, cls)
-    ]
-
-
-def engines_add_attributes_and_calls(source: Source) -> list[str]:
-    """`LLMEngine` is written once; a later one sets attributes and adds public calls, and overrides no method."""
-    found = []
-    for cls in source.classes.values():
-        bases = [base for base in _foreign_ancestors(source, cls) if source.is_a(base, "LLMEngine")]
-        for statement in cls.node.body if bases else []:
-            is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-            is_call = isinstance(statement, FUNCTIONS) and not statement.name.startswith("_")
-            if is_call and any(statement.name in base.members for base in bases):
-                found.append(f"{_at(cls.module, statement)}: {cls.name} overrides a method of another engine")
-            elif not is_docstring and not is_call and not isinstance(statement, ast.Assign | ast.AnnAssign):
-                found.append(f"{_at(cls.module, statement)}: {cls.name} does more than set attributes and add calls")
-    return found
 
 
 def sizes_are_kept(source: Source) -> list[str]:
@@ -123,9 +83,6 @@ def events_cost_nothing_unread(source: Source) -> list[str]:
 
 
 RULES = (
-    verbs_are_whole,
-    behaviour_inherits_through_two_milestones,
-    engines_add_attributes_and_calls,
     sizes_are_kept,
     docstrings_are_there,
     nothing_prints_or_pickles,
@@ -135,25 +92,6 @@ RULES = (
 
 def _at(module: Module, node: ast.stmt | ast.expr) -> str:
     return f"{module.name}:{node.lineno}"
-
-
-def _foreign_ancestors(source: Source, cls: Class) -> list[Class]:
-    return [base for base in source.ancestors(cls) if base.package != cls.package]
-
-
-def _crossings(source: Source, cls: Class) -> int:
-    """The most steps from one milestone into another on a way from `cls` to an ancestor."""
-    ways = [_crossings(source, base) + (base.package != cls.package) for base in source.bases(cls)]
-    return max(ways, default=0)
-
-
-def _is_record(source: Source, cls: Class) -> bool:
-    """Whether it is a dataclass or an error, or has an ancestor that is."""
-    return any(
-        any("dataclass" in ast.unparse(decorator) for decorator in one.node.decorator_list)
-        or any(ast.unparse(base).endswith(("Error", "Exception")) for base in one.node.bases)
-        for one in (cls, *source.ancestors(cls))
-    )
 
 
 def _undocumented_in_class(source: Source, cls: Class) -> list[str]:

@@ -8,9 +8,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Finding(NamedTuple):
+    """A breach of a rule: what it is about, by full name, where, and what is wrong, for people."""
+
+    name: str
+    at: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.at}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,12 @@ class Module:
                     name = alias.name if alias.asname else alias.name.split(".")[0]
                     found[alias.asname or name] = name
             elif isinstance(node, ast.ImportFrom):
-                origin = self._origin(node)
+                origin = self.origin(node)
                 found.update({alias.asname or alias.name: f"{origin}.{alias.name}" for alias in node.names})
         return found
 
-    def _origin(self, node: ast.ImportFrom) -> str:
+    def origin(self, node: ast.ImportFrom) -> str:
+        """The module that an import names, in full."""
         if not node.level:
             return node.module or ""
         above = self.name.split(".")[: None if self.is_package else -1]
@@ -66,6 +79,16 @@ class Class:
     def package(self) -> str:
         return self.module.package
 
+    @property
+    def at(self) -> str:
+        return f"{self.module.name}:{self.node.lineno}"
+
+    @cached_property
+    def attributes(self) -> set[str]:
+        """Attributes that its methods set on `self`."""
+        nodes = [node for node in ast.walk(self.node) if isinstance(node, ast.Attribute)]
+        return {node.attr for node in nodes if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
+
     @cached_property
     def members(self) -> dict[str, ast.stmt]:
         """Methods, and names that are bound in the class body."""
@@ -79,9 +102,17 @@ class Class:
                 found.update({target.id: statement for target in statement.targets if isinstance(target, ast.Name)})
         return found
 
-    @property
+    @cached_property
+    def names_read(self) -> set[str]:
+        """Names that its body reads outside its methods: in decorators and in values of other members."""
+        outside: list[ast.AST] = [node for node in self.node.body if not isinstance(node, FUNCTIONS)]
+        outside += [d for node in self.node.body if isinstance(node, FUNCTIONS) for d in node.decorator_list]
+        nodes = [node for part in outside for node in ast.walk(part)]
+        return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+    @cached_property
     def is_protocol(self) -> bool:
-        return any(_last_name(base) == "Protocol" for base in self.node.bases)
+        return any(last_name(base) == "Protocol" for base in self.node.bases)
 
     def implements(self, method: str) -> bool:
         """Whether it has a body for `method`: not a Protocol's stub, not abstract, not `raise NotImplementedError`."""
@@ -94,7 +125,7 @@ class Class:
         return not (len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.unparse(body[0]))
 
 
-@dataclass
+@dataclass(eq=False)
 class Source:
     """All modules that are looked at together."""
 
@@ -115,6 +146,15 @@ class Source:
             name = ".".join(parts[:-1] if is_package else parts)
             modules[name] = Module(name, path.read_text(encoding="utf-8"), is_package)
         return cls(modules)
+
+    @property
+    def packages(self) -> list[str]:
+        """The milestones, the first one first."""
+        return sorted({module.package for module in self.modules.values()})
+
+    def up_to(self, package: str) -> "Source":
+        """The modules of one milestone and of those before it."""
+        return Source({name: module for name, module in self.modules.items() if module.package <= package})
 
     @cached_property
     def classes(self) -> dict[str, Class]:
@@ -167,5 +207,8 @@ def without_docstring(node: FunctionNode) -> list[ast.stmt]:
     return node.body[1:] if ast.get_docstring(node) is not None else node.body
 
 
-def _last_name(expression: ast.expr) -> str:
-    return ast.unparse(expression).split("[")[0].rpartition(".")[2]
+def last_name(expression: ast.expr) -> str:
+    """The name at the end of a dotted one: `Protocol` of `typing.Protocol[T]`."""
+    if isinstance(expression, ast.Subscript):
+        return last_name(expression.value)
+    return expression.attr if isinstance(expression, ast.Attribute) else getattr(expression, "id", "")

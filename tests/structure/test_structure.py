@@ -4,15 +4,13 @@ import re
 import tomllib
 from collections.abc import Callable
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 
 from tests.structure import rules
-from tests.structure.sources import Source
+from tests.structure.exceptions import FILE, MILESTONES, ROOT, RULES, Key, findings, read, write
+from tests.structure.sources import Finding, Source
 
-ROOT = Path(__file__).parents[2]
-MILESTONES = sorted(path.parent.name for path in ROOT.glob("m[1-9]_*/__init__.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -21,10 +19,37 @@ def source() -> Source:
     return Source.from_packages(ROOT, MILESTONES)
 
 
+@pytest.fixture(scope="module")
+def found(source: Source) -> dict[Key, Finding]:
+    return findings(source)
+
+
+@pytest.fixture(scope="module")
+def exceptions() -> dict[Key, str]:
+    return read(FILE.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
 def test_the_milestones_keep_the_rule(rule: Callable[[Source], list[str]], source: Source) -> None:
     found = rule(source)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_breaks_a_rule_is_a_known_exception(
+    rule: str, found: dict[Key, Finding], exceptions: dict[Key, str]
+) -> None:
+    unknown = [str(finding) for key, finding in found.items() if key.rule == rule and key not in exceptions]
+    assert not unknown, "\n".join(unknown)
+
+
+def test_every_exception_has_a_reason(exceptions: dict[Key, str]) -> None:
+    assert {key.rule for key in exceptions} <= RULES.keys()
+    assert [key for key, reason in exceptions.items() if not reason] == []
+
+
+def test_the_exceptions_are_in_order(exceptions: dict[Key, str]) -> None:
+    assert FILE.read_text(encoding="utf-8") == write(exceptions)
 
 
 def test_the_rules_see_the_engine(source: Source) -> None:
