@@ -43,6 +43,11 @@ def test_what_breaks_a_rule_is_a_known_exception(
     assert not unknown, "\n".join(unknown)
 
 
+def test_every_exception_is_needed(found: dict[Key, Finding], exceptions: dict[Key, str]) -> None:
+    unneeded = [f"{key.rule}: {key.name}" for key in exceptions.keys() - found.keys()]
+    assert not unneeded, "python -m tests.structure.exceptions --prune removes:\n" + "\n".join(sorted(unneeded))
+
+
 def test_every_exception_has_a_reason(exceptions: dict[Key, str]) -> None:
     assert {key.rule for key in exceptions} <= RULES.keys()
     assert [key for key, reason in exceptions.items() if not reason] == []
