@@ -73,11 +73,6 @@ class StepRecord:
         self.ms[phase] += (now - self.lap_began) * 1e3
         self.lap_began = now
 
-    def move(self, source: str, target: str, seconds: float) -> None:
-        """Count `seconds` of one phase as another one's."""
-        self.ms[source] -= seconds * 1e3
-        self.ms[target] += seconds * 1e3
-
 
 class EngineCoreBase(ABC):
     """Owns the parts. Single-threaded: nothing happens outside `run_step()`."""

@@ -27,7 +27,7 @@ from m2_continuous_batching.scheduler_output import SchedulerOutput
 
 
 class EngineCore(EngineCoreBase):
-    """Runs a batch of requests per step."""
+    """Runs a batch of requests per step. `stats` adds the padding and the memory reserved."""
 
     def __init__(
         self,

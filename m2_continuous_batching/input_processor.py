@@ -14,7 +14,7 @@ from m1_single_request.sampling_params import SamplingParams
 
 
 class InputProcessor(SingleRequestInputProcessor):
-    """m1's, and it knows the token budget."""
+    """m1's, with the token budget in `check_limits`."""
 
     def __init__(
         self,

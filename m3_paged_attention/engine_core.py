@@ -26,7 +26,10 @@ from m3_paged_attention.scheduler_output import SchedulerOutput
 
 
 class EngineCore(EngineCoreBase):
-    """Runs a batch of requests per step, with sampling in the model runner."""
+    """Runs a batch of requests per step, with sampling in the model runner.
+
+    `stats` adds the blocks and preemptions, `close` shuts the executor down.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,8 @@ class EngineCore(EngineCoreBase):
         output = checked(output, dict.fromkeys(scheduler_output.num_scheduled_tokens, 1))
         self._fail_each(output.errors)
         self._record.lap("execute")
-        self._record.move("execute", "sample", output.sample_seconds)
+        self._record.ms["execute"] -= output.sample_seconds * 1e3
+        self._record.ms["sample"] += output.sample_seconds * 1e3
         return output
 
     def _update(self, scheduler_output: SchedulerOutput | None, output: ModelRunnerOutput | None) -> list[Request]:

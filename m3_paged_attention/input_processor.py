@@ -22,7 +22,7 @@ MAX_N = 16_384  # each is a request of its own, with its own record; the number 
 
 
 class InputProcessor(SingleRequestInputProcessor):
-    """m1's, and it knows the token budget and the size of the KV memory."""
+    """m1's, with the token budget and the KV memory in `check_limits`, and `n` > 1 in `build_request`."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from m3_paged_attention.request import ParentRequest
 
 
 class OutputProcessor(SingleRequestOutputProcessor):
-    """m1's, for requests with several continuations, too."""
+    """m1's, with one entry of `completions` for each continuation of a request."""
 
     def completions(self, request: Request) -> tuple[CompletionOutput, ...]:
         """One for each child of a parent, one for any other request."""

@@ -35,7 +35,10 @@ class Request(SingleRequest):
 
 
 class ParentRequest(SingleRequest):
-    """Several continuations of one prompt, reported as one request. Children: any class with a `parent_id`."""
+    """Several continuations of one prompt, reported as one request: `sequences` has one for each.
+
+    Children: any class with a `parent_id`.
+    """
 
     def __init__(self, children: list[Any], *, request_id: str) -> None:
         first = children[0]

@@ -57,7 +57,7 @@ class NoCompanion:
 
 
 class EngineCore(EngineCoreBase):
-    """Runs a living batch of requests per step."""
+    """Runs a living batch of requests per step. In debug mode `run_step` checks the invariants."""
 
     def __init__(
         self,
@@ -134,7 +134,8 @@ class EngineCore(EngineCoreBase):
         output = checked(self.executor.execute_model(worker_batch), worker_batch.num_samples)
         self._fail_each(output.errors)
         self._record.lap("execute")
-        self._record.move("execute", "sample", output.sample_seconds)
+        self._record.ms["execute"] -= output.sample_seconds * 1e3
+        self._record.ms["sample"] += output.sample_seconds * 1e3
         return output
 
     def _update(self, batch: ScheduleBatch | None, output: ModelRunnerOutput | None) -> list[Req]:

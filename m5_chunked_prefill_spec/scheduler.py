@@ -34,7 +34,10 @@ from m5_chunked_prefill_spec.speculative.proposer import InvalidDraftsError
 
 
 class Scheduler(SchedulerBase):
-    """Decides who runs, and with how many tokens, and what a composer asks for; m4's base has the two verbs."""
+    """Decides who runs, and with how many tokens, and what a composer asks for; m4's base has the two verbs.
+
+    `reset` forgets the request whose prompt is cut, too.
+    """
 
     batch_class = ScheduleBatch
     nobody_runs = "the parts 'schedule_policy', 'prefill_adder' and 'composer' let nobody run"

@@ -36,7 +36,7 @@ STATS_TIMEOUT_S = 1.0
 
 
 class RouterCore(EngineCoreBase):
-    """Turns the crank of a group of engines."""
+    """Turns the crank of a group of engines. `close` ends the engines."""
 
     def __init__(
         self,

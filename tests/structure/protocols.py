@@ -1,7 +1,6 @@
 """Rule 4: a Protocol or ABC has two implementations that differ, and those who use it name it.
 
-A milestone's Protocol counts what the milestone and those before it have: a second implementation that comes with a
-later one is a seam (rule 1).
+Implementations of all milestones count: m1's base of the engine core has a child in each.
 """
 
 import ast
@@ -15,29 +14,26 @@ MIN_IMPLEMENTATIONS = 2
 
 def protocols_have_two_implementations(source: Source) -> Iterator[Finding]:
     """Classes that only prescribe what others have: with fewer than two others, or named by no user of theirs."""
-    for package in source.packages:
-        known = source.up_to(package)
-        for cls in known.classes.values():
-            if cls.package != package or not is_abstract(cls):
-                continue
-            kind, found = "Protocol" if cls.is_protocol else "ABC", implementations(known, cls)
-            if len(found) < MIN_IMPLEMENTATIONS:
-                text = f"the {kind} {cls.name} has {len(found)} implementations: {', '.join(found) or 'none'}"
-                yield Finding(cls.name, cls.at, text)
-            elif not is_named(source, known, cls):
-                yield Finding(cls.name, cls.at, f"those who use the {kind} {cls.name} do not name it")
+    for cls in source.classes.values():
+        if not is_abstract(cls):
+            continue
+        kind, found = "Protocol" if cls.is_protocol else "ABC", implementations(source, cls)
+        if len(found) < MIN_IMPLEMENTATIONS:
+            text = f"the {kind} {cls.name} has {len(found)} implementations: {', '.join(found) or 'none'}"
+            yield Finding(cls.name, cls.at, text)
+        elif not is_named(source, cls):
+            yield Finding(cls.name, cls.at, f"those who use the {kind} {cls.name} do not name it")
 
 
-def is_named(source: Source, known: Source, role: Class) -> bool:
+def is_named(source: Source, role: Class) -> bool:
     """Return whether it is read anywhere but as a base."""
-    mentions = [place for place in reads_of(source).names[role.name] if place.module.package <= role.package]
     bases = [
         base
-        for cls in known.classes.values()
+        for cls in source.classes.values()
         for base in cls.node.bases
-        if known.full_name(cls.module, base) == role.name
+        if source.full_name(cls.module, base) == role.name
     ]
-    return len(mentions) > len(bases)
+    return len(reads_of(source).names[role.name]) > len(bases)
 
 
 def is_abstract(cls: Class) -> bool:
