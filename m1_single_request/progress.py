@@ -15,7 +15,6 @@ class BatchProgress:
     """
 
     def __init__(self, total: int, *, show: bool | None) -> None:
-        self._total = total
         console = Console(stderr=True)
         self._enabled = console.is_terminal if show is None else show
         self._begin = time.monotonic() + (PATIENCE if show is None else 0.0)
