@@ -167,7 +167,7 @@ def test_engines_join_answer_and_end_when_they_are_told_or_their_router_does(key
                 engine.close()
                 assert another.wait(60) == 0
         assert prefill.wait(60) == 0
-    assert {path.name for path in segment_directory().glob("stepwise-hand*")} == before
+    assert {path.name for path in segment_directory().glob("stepwise-hand*")} <= before
 
 
 @pytest.mark.exhaustive
