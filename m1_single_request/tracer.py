@@ -1,7 +1,8 @@
-"""One stream of events, any number of readers: the engine says what it decided once, and everybody listens.
+"""Tracer: one stream of events for any number of readers.
 
-With no reader attached the tracer is false, and call sites (`if self.tracer: self.tracer.emit(...)`) build no event at
-all. vLLM and SGLang log and export metrics instead; neither records every decision.
+The place where something happens passes a factory and its arguments: `self.tracer.emit(Admit, rid=..., ...)`. Without a
+reader no event is built, so tracing costs one call. vLLM and SGLang log and export metrics instead; neither records
+every decision.
 """
 
 import time
@@ -10,10 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import ParamSpec, Protocol
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.events import Event
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -28,41 +31,49 @@ class TraceRecord:
 
 
 class TraceReader(Protocol):
-    """Whoever wants to hear the trace."""
+    """A consumer of the trace: console, file or view."""
 
     def read(self, record: TraceRecord) -> None:
-        """Take one record. An exception detaches the reader with a warning; the engine goes on."""
+        """Process one record. An exception detaches the reader with a warning; the engine goes on."""
 
     def close(self) -> None:
-        """No more records will come: write out what is left."""
+        """Write out what is left; no record comes after this call."""
 
 
 class Tracer:
-    """Stamps events and hands them to its readers."""
+    """Builds events, adds step and time, and passes them to the readers."""
 
     def __init__(self) -> None:
         self.step = 0
         self._readers: list[TraceReader] = []
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> bool:  # TRANSITION: goes
         return bool(self._readers)
 
     def attach(self, reader: TraceReader) -> None:
-        """Let `reader` hear everything from now on. Raises `ConfigError` if it cannot `read` and `close`."""
+        """Pass all later records to `reader`. Raises `ConfigError` if it lacks `read` or `close`."""
         if not all(callable(getattr(reader, name, None)) for name in ("read", "close")):
             raise ConfigError(f"a trace reader needs read(record) and close(); {type(reader).__name__} has not both")
         self._readers.append(reader)
 
     def detach(self, reader: TraceReader) -> None:
-        """Stop handing records to `reader` and close it; nothing happens if it is not attached."""
+        """Remove `reader` and close it; does nothing if it is not attached."""
         for place, attached in enumerate(self._readers):
             if attached is reader:
                 del self._readers[place]
                 self._guarded(reader, lambda: reader.close())
                 return
 
-    def emit(self, event: Event) -> None:
-        """Hand `event` to every reader. Never raises: a broken reader must not break the engine."""
+    def emit(self, factory: Callable[P, Event | None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Pass the event `factory(*args, **kwargs)` to every reader; None is no event. Does nothing without a reader.
+
+        A reader that fails is detached; its error does not reach the caller.
+        """
+        if not self._readers:
+            return
+        event = factory if isinstance(factory, Event) else factory(*args, **kwargs)  # TRANSITION: events go
+        if event is None:
+            return
         record = TraceRecord(self.step, time.monotonic(), event)
         for reader in tuple(self._readers):
             self._guarded(reader, partial(reader.read, record))
@@ -80,6 +91,6 @@ class Tracer:
                 self._readers.remove(reader)
                 with suppress(Exception):  # whatever it still holds, a file perhaps
                     reader.close()
-            said = f"trace reader {type(reader).__name__} failed and was detached: {type(error).__name__}: {error}"
+            message = f"trace reader {type(reader).__name__} failed and was detached: {type(error).__name__}: {error}"
             with suppress(Warning):  # warnings may be errors here, and those of a reader are not the engine's
-                warnings.warn(said, RuntimeWarning, stacklevel=3)
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
