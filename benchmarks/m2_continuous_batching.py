@@ -23,7 +23,8 @@ from benchmarks import ASSETS, RESULTS, environment, interleaved
 from benchmarks.m2_plots import draw_plots
 from benchmarks.m2_tables import tables
 from m1_single_request import LLMEngine as SingleRequestEngine
-from m1_single_request.events import Event, Finish, StepDone
+from m1_single_request.events import Event, StepDone
+from m1_single_request.output_events import Finish
 from m1_single_request.tracer import TraceRecord
 from m2_continuous_batching import DEFAULT_MODEL, LLMEngine, ModelConfig, RequestOutput, SamplingParams, SchedulerConfig
 from m2_continuous_batching.events import Batch, Forward, KVUsage

@@ -10,7 +10,8 @@ import io
 from rich.console import Console
 
 from benchmarks import RESULTS
-from m1_single_request.events import Sampled, StepDone
+from m1_single_request.events import StepDone
+from m1_single_request.output_events import Sampled
 from m1_single_request.tracer import TraceRecord
 from m2_continuous_batching import ConsoleReader, LLMEngine, SamplingParams, SchedulerConfig
 

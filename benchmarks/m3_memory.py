@@ -13,7 +13,7 @@ from benchmarks.m3_models import MAX_MODEL_LEN, TestedModel
 from benchmarks.m3_workload import EngineSide, Ragged, Side, watched
 from m2_continuous_batching.events import Batch, KVUsage as DenseUsage
 from m3_paged_attention import CacheConfig, LLMEngine, SamplingParams
-from m3_paged_attention.events import BlockCopied, KVUsage
+from m3_paged_attention.kv_events import BlockCopied, KVUsage
 from m3_paged_attention.scheduler_events import Preempted
 
 BLOCK_SIZES = (1, 4, 16, 64, 128)

@@ -11,7 +11,8 @@ import io
 from rich.console import Console
 
 from benchmarks import RESULTS
-from m1_single_request.events import EngineStarted, Sampled, StepDone
+from m1_single_request.events import EngineStarted, StepDone
+from m1_single_request.output_events import Sampled
 from m1_single_request.tracer import TraceReader, TraceRecord
 from m3_paged_attention import (
     CacheConfig,

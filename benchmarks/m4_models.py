@@ -6,13 +6,14 @@ The models are m3's: `embedded` in float32, and random weights in the shape of Q
 from typing import Any
 
 from benchmarks.m3_models import TestedModel
+from m1_single_request.model_loader import LoadedModel
 from m3_paged_attention import (
     CacheConfig as BlockCacheConfig,
     LLMEngine as BlockEngine,
     ModelConfig,
     SchedulerConfig as BlockSchedulerConfig,
 )
-from m3_paged_attention.model_loader import LoadedModel, load_model
+from m3_paged_attention.model_loader import load_model
 from m4_radix_cache import CacheConfig, LLMEngine, SchedulerConfig
 
 KV_BYTES = 9 * 2**28  # the 0.6B shape: 21,000 tokens, a little more than the requests need without sharing

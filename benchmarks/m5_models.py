@@ -4,8 +4,9 @@ from typing import Any
 
 from benchmarks.m3_models import TestedModel
 from benchmarks.m4_models import Engines as M4Engines
+from m1_single_request.model_loader import LoadedModel
 from m3_paged_attention.config import ModelConfig
-from m3_paged_attention.model_loader import LoadedModel, load_model
+from m3_paged_attention.model_loader import load_model
 from m4_radix_cache import CacheConfig
 from m5_chunked_prefill_spec import LLMEngine, SchedulerConfig, SpeculativeConfig
 

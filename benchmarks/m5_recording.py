@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.m5_gaps import Traffic, serve
 from benchmarks.m5_models import Engines
 from benchmarks.m5_speculation import KINDS, MAX_TOKENS, prompts
-from m1_single_request.events import Result
+from m1_single_request.output_events import Result
 from m5_chunked_prefill_spec import LLMEngine, SamplingParams, SpeculativeConfig, TraceReader, TraceRecord
 from m5_chunked_prefill_spec.events import Batch, Verified
 

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from m1_single_request.errors import EngineError
-from m1_single_request.events import Finish, RequestAdded, Result, TextHeld, size
+from m1_single_request.events import RequestAdded, size
 from m1_single_request.llm_engine import LLMEngine
+from m1_single_request.output_events import Finish, Result, TextHeld
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import ConsoleReader

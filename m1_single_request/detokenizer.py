@@ -40,7 +40,8 @@ class IncrementalDetokenizer:
         self._tokenizer, self._options = _decoder_of(tokenizer)
         self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
-        self._reading = Reading()
+        self.reading = Reading()
+        """The text as of the last time that it was read."""
 
     def push(self, token_id: int) -> None:
         """Store one token. It is decoded when the text is read."""
@@ -57,11 +58,11 @@ class IncrementalDetokenizer:
 
     def mark(self) -> tuple[int, Reading]:
         """Return the current state, for `rewind`."""
-        return len(self._ids), self._reading
+        return len(self._ids), self.reading
 
     def rewind(self, mark: tuple[int, Reading]) -> None:
         """Remove every token pushed since `mark`, decoded or not."""
-        num_ids, self._reading = mark
+        num_ids, self.reading = mark
         del self._ids[num_ids:]
 
     def token_text(self, token_id: int) -> str:
@@ -74,18 +75,18 @@ class IncrementalDetokenizer:
         Some tokenizers turn a whole run of bytes into U+FFFD because of one broken byte at its end. One by one, a
         request whose text is read once at its end gets the same text as one whose text is read at every token.
         """
-        pending = len(self._ids) - self._reading.end
+        pending = len(self._ids) - self.reading.end
         if pending > 1:
             whole = self._read_to(len(self._ids))
-            if INCOMPLETE not in whole.text[len(self._reading.text) :] + whole.tail:
-                self._reading, pending = whole, 0
+            if INCOMPLETE not in whole.text[len(self.reading.text) :] + whole.tail:
+                self.reading, pending = whole, 0
         for _ in range(pending):
-            self._reading = self._read_to(self._reading.end + 1)
-        return self._reading
+            self.reading = self._read_to(self.reading.end + 1)
+        return self.reading
 
     def _read_to(self, end: int) -> Reading:
         """Return the `Reading` after decoding the tokens before index `end`."""
-        text, _, start, newest, _, emitted = self._reading
+        text, _, start, newest, _, emitted = self.reading
         window = self._decode(self._ids[start:end])
         complete = window.rstrip(INCOMPLETE)
         new = complete[emitted:]

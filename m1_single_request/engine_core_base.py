@@ -195,14 +195,12 @@ class EngineCoreBase(ABC):
     def _make_outputs(self, changed: Iterable[Request]) -> dict[str, RequestOutput]:
         """Return the outputs of the requests that changed, by request id.
 
-        A request with `final_only` has one output, at its end. With a trace reader its text is made in every step, for
-        the events about it.
+        A request with `final_only` has one output, at its end.
         """
         self._record.changed = list(changed)
         outputs: dict[str, RequestOutput] = {}
         for request in self._record.changed:
-            is_read = request.is_finished or not request.final_only
-            if not is_read and not self.tracer:
+            if request.final_only and not request.is_finished:
                 continue
             try:
                 output = self.output_processor.make_output(request)
@@ -212,8 +210,7 @@ class EngineCoreBase(ABC):
                     continue
                 request.finish_reason = FinishError(error)
                 output = failed_output(request, error)
-            if is_read:
-                outputs[request.request_id] = output
+            outputs[request.request_id] = output
         return outputs
 
     def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
@@ -263,16 +260,7 @@ class EngineCoreBase(ABC):
                 reason = request.finish_reason.reason
                 self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
                 self._open.pop(request.request_id, None)
-        if self.tracer:
-            self.tracer.emit(
-                StepDone(
-                    num_tokens=record.num_tokens,
-                    num_waiting=len(self._holder.waiting),
-                    num_running=len(self._holder.running),
-                    kv_tokens=self._kv_holder.num_kv_tokens(),
-                    **{f"{phase}_ms": ms for phase, ms in record.ms.items()},
-                )
-            )
+        self.tracer.emit(StepDone.of, record, self._holder, self._kv_holder)
 
     def _check_alive(self) -> None:
         if self.dead is not None:

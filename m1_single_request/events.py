@@ -1,13 +1,16 @@
-"""What the trace of m1 can say: every decision of the engine is one typed event.
+"""Events of m1's trace: model loaded, request queued, admitted, batched, KV allocated and freed, step done.
 
-`explain()` says the decision as a person would. Fields marked volatile (times, floats computed by the model) differ
-between machines; `JsonlReader(stable=True)` leaves them out. Later milestones add their events in their own
-`events.py`. Events are built only when a reader is attached: the call site tests `if tracer:` first.
+An event is a decision of the engine with its numbers; `explain()` is the same in a sentence. Where the numbers have to
+be computed first, the classmethod `of` does so, and only for a reader (`Tracer.emit`). Fields marked volatile (times,
+floats computed by the model) differ between machines; `JsonlReader(stable=True)` omits them. Events about tokens and
+text are in `output_events.py`.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
+from m1_single_request.model_loader import LoadedModel, head_dim
+from m1_single_request.request import Request
 from m1_single_request.trace_event import Event as Event, size as size, some as some, volatile as volatile
 
 
@@ -22,7 +25,7 @@ class EngineStarted(Event):
     architecture: str
     """The class of the network."""
     device: str
-    """Where the weights lie."""
+    """Device of the weights."""
     dtype: str
     """Precision of weights and KV."""
     named_dtype: str
@@ -30,7 +33,7 @@ class EngineStarted(Event):
     num_parameters: int
     """Tied embeddings count once."""
     weight_bytes: int
-    """What a decode step has to read, besides the KV."""
+    """Size of the weights: a decode step reads all of them, and the KV."""
     num_layers: int
     """Layers, each with K and V of its own."""
     num_kv_heads: int
@@ -42,9 +45,30 @@ class EngineStarted(Event):
     max_model_len: int
     """Limit of prompt and output together, in tokens."""
     num_positions: int
-    """Tokens that the model was made for."""
+    """Positions of the model, in tokens."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer: config, generation config and tokenizer together."""
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> Self:
+        """Build the event for a loaded model."""
+        config = loaded.config.get_text_config()
+        return cls(
+            model=loaded.name.rsplit("/", 1)[-1],
+            architecture=loaded.architecture,
+            device=str(loaded.device),
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            named_dtype=str(loaded.named_dtype).removeprefix("torch."),
+            num_parameters=loaded.num_parameters,
+            weight_bytes=loaded.weight_bytes,
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim(config),
+            kv_bytes_per_token=loaded.kv_bytes_per_token,
+            max_model_len=loaded.max_model_len,
+            num_positions=config.max_position_embeddings,
+            eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
+        )
 
     def explain(self) -> str:
         is_changed = self.named_dtype == "float16" != self.dtype
@@ -72,13 +96,25 @@ class RequestAdded(Event):
     len: int
     """Prompt tokens."""
     max_tokens: int
-    """Output tokens it asks for at most."""
+    """Maximum number of output tokens."""
     greedy: bool
-    """Whether it takes the best token instead of drawing one."""
+    """True if it takes the best token instead of drawing one."""
     seed: int
-    """Its own, or derived from the engine's seed and the request's number; a greedy request draws nothing."""
+    """Seed of the draws: the request's own, or derived from the engine's seed and the request's number."""
     num_waiting: int
     """Requests before it in the queue."""
+
+    @classmethod
+    def of(cls, request: Request, num_waiting: int) -> Self:
+        """Build the event for a request that joins the queue behind `num_waiting` others."""
+        return cls(
+            rid=request.request_id,
+            len=request.sequence.get_prompt_len(),
+            max_tokens=request.sampling_params.max_tokens,
+            greedy=request.sampling_params.is_greedy,
+            seed=request.seed,
+            num_waiting=num_waiting,
+        )
 
     def explain(self) -> str:
         before = f"behind {some(self.num_waiting, 'other')}" if self.num_waiting else "first in line"
@@ -111,7 +147,7 @@ class Admit(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Event):
-    """What goes through the model in this step."""
+    """The requests and tokens of one forward pass."""
 
     style: ClassVar[str] = "bold blue"
     mode: str
@@ -151,11 +187,11 @@ class Alloc(Event):
     style: ClassVar[str] = "magenta"
     detail: ClassVar[bool] = True
     owner: str
-    """Whose memory it is: a request id."""
+    """Request id."""
     tokens: int
     """Tokens added."""
     total_tokens: int
-    """Tokens the owner holds now."""
+    """Tokens in the request's KV cache now."""
     total_bytes: int
     """The same in bytes."""
 
@@ -169,13 +205,13 @@ class Alloc(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Free(Event):
-    """KV memory was given back."""
+    """KV memory was freed."""
 
     style: ClassVar[str] = "magenta"
     owner: str
-    """Whose memory it was: a request id."""
+    """Request id."""
     tokens: int
-    """Tokens given back."""
+    """Tokens freed."""
     bytes: int
     """The same in bytes."""
 
@@ -184,120 +220,14 @@ class Free(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampled(Event):
-    """How a token was chosen."""
-
-    style: ClassVar[str] = "yellow"
-    detail: ClassVar[bool] = True
-    rid: str
-    """Request id."""
-    position: int
-    """Index among the output tokens."""
-    token_id: int
-    """The chosen token."""
-    text: str
-    """The chosen token alone as text."""
-    greedy: bool
-    """Whether the best token was taken instead of drawing one."""
-    settings: str
-    """The sampling parameters that act on this row, in the order in which they act; empty for plain greedy."""
-    uniform: float | None
-    """The row's random number, a function of (seed, position) alone."""
-    candidates: tuple[tuple[str, float], ...] = volatile()
-    """The model's best tokens and their probabilities before any setting acts."""
-
-    def explain(self) -> str:
-        likely = [f"{text!r} {probability:.1%}" for text, probability in self.candidates if probability >= 0.001]
-        best = ", ".join(likely) + (", nothing else above 0.1%" if len(likely) < len(self.candidates) else "")
-        chosen = f"{self.text!r} (token {self.token_id})"
-        if self.greedy:
-            how = f"greedy{f' after {self.settings}' if self.settings else ''} takes {chosen}"
-        else:
-            how = (
-                f"{self.settings}: the number {self.uniform:.4f}, fixed by the seed and the place in the answer, falls "
-                f"on {chosen}"
-            )
-        return f"The model's favourites for {self.rid}: {best}. For output {self.position + 1}, {how}."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result(Event):
-    """A request received tokens."""
-
-    style: ClassVar[str] = "green"
-    rid: str
-    """Request id."""
-    tokens: tuple[int, ...]
-    """The new tokens that the stop checker accepted."""
-    out_len: int
-    """Output tokens so far."""
-    max_tokens: int
-    """Output tokens it asked for at most."""
-    new_text: str
-    """The text that became complete with them; joined over the request, the text so far."""
-
-    def explain(self) -> str:
-        grows = f"grows by {self.new_text!r}" if self.new_text else "does not grow"
-        most = some(self.max_tokens, "output token")
-        return f"{self.rid} has {self.out_len} of at most {most}; its text {grows}."
-
-    def brief(self) -> str:
-        return f"{self.rid} #{self.out_len} {self.new_text!r}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextHeld(Event):
-    """The end of the text is not shown yet: a stop string may begin there, or a character is incomplete."""
-
-    style: ClassVar[str] = "yellow"
-    detail: ClassVar[bool] = True
-    rid: str
-    """Request id."""
-    text: str
-    """What is held back."""
-    stops: tuple[str, ...]
-    """The stop strings that may begin; empty if it is half a character."""
-
-    def explain(self) -> str:
-        if not self.stops:
-            return f"The last bytes of {self.rid} are half a character: they are held back until the rest of it comes."
-        stops = " or ".join(repr(stop) for stop in self.stops)
-        where = f"the stream of {self.rid}"
-        return f"{self.text!r} is held back from {where}: it may be the beginning of the stop string {stops}."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finish(Event):
-    """A request ended."""
-
-    style: ClassVar[str] = "bold green"
-    rid: str
-    """Request id."""
-    reason: str
-    """`stop`, `length`, `abort` or `error`."""
-    matched: int | str | None
-    """The stop token's id, the stop string, or the name of the limit that was reached."""
-    why: str
-    """The same in words."""
-    out_len: int
-    """Output tokens in all."""
-
-    def explain(self) -> str:
-        return f"{self.rid} ends after {some(self.out_len, 'output token')} ({self.reason}): {self.why}."
-
-    def brief(self) -> str:
-        return f"{self.rid} ends: {self.reason}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Abort(Event):
-    """The caller gave a request up. It takes effect at the end of the step."""
+    """A request was aborted. It ends with the next update."""
 
     style: ClassVar[str] = "red"
     rid: str
     """Request id."""
     state: str
-    """Where the request was: `waiting` or `running`."""
+    """Status of the request: `waiting` or `running`."""
 
     def explain(self) -> str:
         return f"{self.rid} is aborted while {self.state}; what it holds is released at the end of the next step."
@@ -305,7 +235,7 @@ class Abort(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """A step is over; where its time went. Execute includes preparing inputs; update includes outputs and release."""
+    """End of a step, and its time in milliseconds. Execute includes preparing inputs; update, outputs and release."""
 
     style: ClassVar[str] = "dim"
     ends_step: ClassVar[bool] = True
@@ -318,13 +248,24 @@ class StepDone(Event):
     kv_tokens: int
     """Tokens whose KV is held after the step."""
     schedule_ms: float = volatile()
-    """Deciding what runs."""
+    """Time of the scheduling decision."""
     execute_ms: float = volatile()
-    """Preparing inputs, and the model."""
+    """Time of preparing inputs and of the model."""
     sample_ms: float = volatile()
-    """Choosing the tokens."""
+    """Time of sampling."""
     update_ms: float = volatile()
-    """Committing them, making outputs, releasing memory."""
+    """Time of the commit, the outputs and the release of memory."""
+
+    @classmethod
+    def of(cls, record: Any, holder: Any, kv_holder: Any) -> Self:
+        """Build the event from the engine core's `StepRecord`, its queues and its KV."""
+        return cls(
+            num_tokens=record.num_tokens,
+            num_waiting=len(holder.waiting),
+            num_running=len(holder.running),
+            kv_tokens=kv_holder.num_kv_tokens(),
+            **{f"{phase}_ms": ms for phase, ms in record.ms.items()},
+        )
 
     @property
     def total_ms(self) -> float:

@@ -19,7 +19,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as hf_logging
@@ -46,33 +45,46 @@ LARGEST_SIZES: dict[str, int | None] = {
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A loaded model and its properties that the engine needs."""
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """A model without its weights: the properties that the engine needs."""
 
     name: str
-    model: PreTrainedModel
+    architecture: str
+    """The first of config.json's `architectures`, one of those passed to `describe`."""
+    config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
+    """The precision of weights and KV when loaded."""
+    named_dtype: torch.dtype
+    """The precision that config.json names."""
     eos_token_ids: frozenset[int]
     """The end-of-sequence ids of config, generation config and tokenizer together."""
     max_model_len: int
-    vocab_size: int
-    """Rows of the embedding; the tokenizer may have fewer tokens."""
-    named_dtype: torch.dtype = torch.float32
-    """The precision that config.json names."""
-    num_parameters: int = 0
-    """Number of parameters as loaded; tied embeddings count once."""
-    weight_bytes: int = 0
-    """Size of the parameters, in bytes."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding; the tokenizer may have fewer tokens."""
+        return int(self.config.get_text_config().vocab_size)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token in all layers."""
-        config = self.model.config
+        config = self.config.get_text_config()
         values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config)
-        return values * self.dtype.itemsize
+        return int(values * self.dtype.itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(ModelDescription):
+    """A model with its weights."""
+
+    model: Any
+    num_parameters: int
+    """Number of parameters as loaded; tied embeddings count once."""
+    weight_bytes: int
+    """Size of the parameters, in bytes."""
 
 
 def head_dim(config: PreTrainedConfig) -> int:
@@ -92,34 +104,16 @@ class ModelChoice(Protocol):
     def torch_device(self) -> torch.device: ...
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """The description of a model, without its weights."""
-
-    name: str
-    architecture: str
-    """One of the `architectures` passed to `describe`."""
-    config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: frozenset[int]
-    """The end-of-sequence ids of config, generation config and tokenizer together."""
-    max_model_len: int
-    dtype: torch.dtype
-    """The precision of weights and KV when loaded."""
-    named_dtype: torch.dtype
-    """The precision that config.json names."""
-
-
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model and the tokenizer of `config`. Raises `ModelLoadError` or `ConfigError`, with a remedy."""
     described = describe(config)
-    name, device, dtype = described.name, config.torch_device(), described.dtype
+    name = described.name
     model, report = load_part(
         name,
         "its weights",
         lambda: AutoModelForCausalLM.from_pretrained(
             name,
-            dtype=dtype,
+            dtype=described.dtype,
             use_safetensors=True,
             trust_remote_code=False,
             attn_implementation="sdpa",  # never the config's choice, which may name code on the hub
@@ -137,15 +131,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     model.config.return_dict = True  # the runner reads outputs by name; the config may disable that
     parameters = list(model.parameters())
     return LoadedModel(
-        name=name,
-        model=model.to(device).eval(),
-        tokenizer=described.tokenizer,
-        device=device,
-        dtype=dtype,
-        eos_token_ids=described.eos_token_ids,
-        max_model_len=described.max_model_len,
-        vocab_size=described.config.vocab_size,
-        named_dtype=described.named_dtype,
+        **vars(described),
+        model=model.to(described.device).eval(),
         num_parameters=sum(p.numel() for p in parameters),
         weight_bytes=sum(p.nbytes for p in parameters),
     )
@@ -173,7 +160,7 @@ def describe(
     generation = _generation_config(name)
     tokenizer = load_part(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     eos = _eos_token_ids(config, text, generation, tokenizer)
-    named = named_dtype(config, text)
+    named, device = named_dtype(config, text), choice.torch_device()
     return ModelDescription(
         name=name,
         architecture=architecture,
@@ -181,7 +168,8 @@ def describe(
         tokenizer=tokenizer,
         eos_token_ids=frozenset(i for i in eos if 0 <= i < text.vocab_size),  # others are never sampled
         max_model_len=max_model_len,
-        dtype=choose_dtype(choice.dtype, named, count_weights(config), choice.torch_device()),
+        device=device,
+        dtype=choose_dtype(choice.dtype, named, count_weights(config), device),
         named_dtype=named,
     )
 

@@ -69,24 +69,18 @@ class ModelRunner:
             logits_to_keep=inputs.num_logits,
         )
         logits = output.logits[0].float()
-        if self.tracer:
-            total = cache.get_seq_length()
-            self.tracer.emit(
-                Alloc(
-                    owner=inputs.request_id,
-                    tokens=inputs.input_ids.shape[1],
-                    total_tokens=total,
-                    total_bytes=total * self.kv_bytes_per_token,
-                )
-            )
+        num_new = inputs.input_ids.shape[1]
+        total = inputs.num_computed_tokens + num_new
+        num_bytes = total * self.kv_bytes_per_token
+        self.tracer.emit(Alloc, owner=inputs.request_id, tokens=num_new, total_tokens=total, total_bytes=num_bytes)
         return {inputs.request_id: logits}
 
     def free_request_cache(self, request_id: str) -> None:
         """Free the KV of a request; does nothing for a request that never started."""
         cache = self.request_caches.pop(request_id, None)
-        if cache is not None and self.tracer:
+        if cache is not None:
             tokens = cache.get_seq_length()
-            self.tracer.emit(Free(owner=request_id, tokens=tokens, bytes=tokens * self.kv_bytes_per_token))
+            self.tracer.emit(Free, owner=request_id, tokens=tokens, bytes=tokens * self.kv_bytes_per_token)
 
     def clear_kv_caches(self) -> None:
         """Free the KV of all requests."""

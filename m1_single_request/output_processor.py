@@ -4,18 +4,13 @@ Text that may still be the beginning of a stop string is held back until that is
 what a stop would cut. vLLM: `v1/engine/output_processor.py`; SGLang does this in its detokenizer process.
 """
 
-from m1_single_request.events import TextHeld
 from m1_single_request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from m1_single_request.request import FinishError, Request
 from m1_single_request.stop_checker import held_back
-from m1_single_request.tracer import Tracer
 
 
 class OutputProcessor:
     """Makes outputs; changes nothing in the request."""
-
-    def __init__(self, *, tracer: Tracer) -> None:
-        self.tracer = tracer
 
     def make_output(self, request: Request) -> RequestOutput:
         """The output of `request` as of now."""
@@ -64,13 +59,7 @@ class OutputProcessor:
             return text[: sequence.text_end]
         if request.is_finished:
             return text + detokenizer.tail()
-        held = held_back(text, stops)
-        if self.tracer and held:
-            begun = tuple(stop for stop in stops if held_back(text, [stop]))
-            self.tracer.emit(TextHeld(rid=request.request_id, text=text[-held:], stops=begun))
-        if self.tracer and (half := detokenizer.tail()):
-            self.tracer.emit(TextHeld(rid=request.request_id, text=half, stops=()))
-        return text[: len(text) - held]
+        return text[: len(text) - held_back(text, stops)]
 
 
 def failed_output(request: Request, error: Exception) -> RequestOutput:

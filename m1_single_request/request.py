@@ -7,9 +7,9 @@ same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the fa
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.detokenizer import IncrementalDetokenizer, Reading
 from m1_single_request.outputs import Logprob, TokenLogprobs
 from m1_single_request.sampler import LogprobRow
 from m1_single_request.sampling_params import SamplingParams
@@ -111,8 +111,13 @@ class SequenceMark(NamedTuple):
     num_output: int
     num_computed_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None
-    text: Any
+    text: tuple[int, Reading]
     """The detokenizer's own mark."""
+
+    @property
+    def reading(self) -> Reading:
+        """The text of that time."""
+        return self.text[1]
 
 
 class Sequence:

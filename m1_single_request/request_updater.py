@@ -7,17 +7,9 @@ rules in `Scheduler.update_from_output` and `check_stop`; SGLang in `Req` and it
 
 import time
 
-from m1_single_request.events import Abort, Finish, RequestAdded, Result
-from m1_single_request.request import (
-    BaseFinishReason,
-    FinishAbort,
-    FinishError,
-    FinishLength,
-    FinishMatchedStr,
-    FinishMatchedToken,
-    Request,
-    RequestStatus,
-)
+from m1_single_request.events import Abort
+from m1_single_request.output_events import Finish, Result, TextHeld
+from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, Request, RequestStatus
 from m1_single_request.sampling_step import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
@@ -31,27 +23,13 @@ class RequestUpdater:
         self.tracer = tracer
         self.num_output_tokens = 0  # of all requests since the start
 
-    def trace_arrival(self, request: Request, *, num_waiting: int) -> None:
-        """Tell the trace that a request joins the queue behind `num_waiting` others."""
-        if self.tracer:
-            self.tracer.emit(
-                RequestAdded(
-                    rid=request.request_id,
-                    len=request.sequence.get_prompt_len(),
-                    max_tokens=request.sampling_params.max_tokens,
-                    greedy=request.sampling_params.is_greedy,
-                    seed=request.seed,
-                    num_waiting=num_waiting,
-                )
-            )
-
     def mark(self, request: Request, reason: BaseFinishReason) -> bool:
         """Note that `request` is to end with `reason` at the next update. False if it was marked already."""
         if request.to_finish is not None:
             return False
         request.to_finish = reason
-        if self.tracer and isinstance(reason, FinishAbort):
-            self.tracer.emit(Abort(rid=request.request_id, state=request.status.value))
+        if isinstance(reason, FinishAbort):
+            self.tracer.emit(Abort, rid=request.request_id, state=request.status.value)
         return True
 
     def commit(self, request: Request, sampled: SampledTokens, *, num_new_kv: int) -> None:
@@ -64,7 +42,6 @@ class RequestUpdater:
         sequence = request.sequence
         before = sequence.mark()
         try:
-            shown = len(sequence.detokenizer.text) if self.tracer else 0
             verdict = self.stop_checker.check(sequence, sampled.token_ids)
             for token_id, row in zip(sampled.token_ids[: verdict.num_accepted], sampled.logprobs, strict=False):
                 sequence.add_token_id(token_id, row)
@@ -72,7 +49,6 @@ class RequestUpdater:
                 sequence.add_prompt_logprobs(sampled.prompt_logprobs)
             sequence.text_end = verdict.text_end
             sequence.num_computed_tokens += num_new_kv + verdict.num_accepted - 1
-            new_text = sequence.detokenizer.text[shown:] if self.tracer else ""
             if request.to_finish is None:  # an abort may have come meanwhile
                 request.to_finish = verdict.finish_reason
         except Exception as error:
@@ -82,43 +58,12 @@ class RequestUpdater:
         self.num_output_tokens += verdict.num_accepted
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
-        if self.tracer:
-            self.tracer.emit(
-                Result(
-                    rid=request.request_id,
-                    tokens=sampled.token_ids[: verdict.num_accepted],
-                    out_len=sequence.get_output_len(),
-                    max_tokens=request.sampling_params.max_tokens,
-                    new_text=new_text,
-                )
-            )
+        self.tracer.emit(Result.of, request, verdict.num_accepted, before.reading)
+        self.tracer.emit(TextHeld.of, request)
 
     def end(self, request: Request, reason: BaseFinishReason) -> None:
         """Give the request its end; the scheduler has taken it out of its queues."""
         request.finish_reason = reason
         request.finished_time = time.monotonic()
         request.status = RequestStatus.FINISHED
-        if self.tracer:
-            self.tracer.emit(
-                Finish(
-                    rid=request.request_id,
-                    reason=reason.reason,
-                    matched=reason.matched,
-                    why=describe(reason, request),
-                    out_len=request.sequence.get_output_len(),
-                )
-            )
-
-
-def describe(reason: BaseFinishReason, request: Request) -> str:
-    """A finish reason in words."""
-    if isinstance(reason, FinishMatchedToken):
-        kind = "the end-of-sequence token" if reason.is_eos else "the stop token"
-        return f"{kind} {reason.token_id} ({request.sequence.detokenizer.token_text(reason.token_id)!r}) came"
-    if isinstance(reason, FinishMatchedStr):
-        return f"the stop string {reason.text!r} appeared"
-    if isinstance(reason, FinishLength):
-        return f"{reason.limit} = {reason.value} is reached"
-    if isinstance(reason, FinishError):
-        return f"{type(reason.error).__name__}: {reason.error}"
-    return "the caller gave it up"
+        self.tracer.emit(Finish.of, request, reason)

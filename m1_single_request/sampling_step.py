@@ -6,22 +6,19 @@ its own request and no other. m3 samples inside the model runner, next to the te
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError, shown
-from m1_single_request.events import Sampled
+from m1_single_request.output_events import Sampled
 from m1_single_request.request import Request
-from m1_single_request.sampler import LogprobRow, Sampler, SamplerOutput, gather_logprobs
+from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
-from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
-
-NUM_CANDIDATES = 4  # how many of the model's favourites the trace names
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,9 @@ class SamplingStep:
             if index in chosen.impossible_rows:
                 errors[request_id] = impossible_row(request_id)
                 continue
-            if self.tracer:
-                text = request.sequence.detokenizer.token_text
-                params, position = request.sampling_params, request.sequence.get_output_len()
-                self.tracer.emit(sampled_event(request_id, params, position, last, metadata, chosen, index, text))
+            params, sequence = request.sampling_params, request.sequence
+            position, text = len(sequence.output_token_ids), sequence.detokenizer.token_text
+            self.tracer.emit(Sampled.of, request_id, params, position, last, metadata, chosen, index, text)
             sampled[request_id] = SampledTokens(
                 (chosen.token_ids[index],), (chosen.logprobs[index],), prompt_logprobs(request, logits[request_id])
             )
@@ -84,32 +80,6 @@ class SamplingStep:
             output_token_ids=sequence.output_token_ids,
             stop_ids=self.stop_checker.stop_ids(sequence),
         )
-
-
-def sampled_event(
-    request_id: str,
-    params: SamplingParams,
-    position: int,
-    logits: Tensor,
-    metadata: SamplingMetadata,
-    chosen: SamplerOutput,
-    index: int,
-    text: Callable[[int], str],
-) -> Sampled:
-    """What the sampler saw in row `index` of `logits` `[rows, vocab]`, and chose; built only for a reader."""
-    best, ids = logits[index].softmax(-1).topk(min(NUM_CANDIDATES, logits.shape[-1]))
-    token_id = chosen.token_ids[index]
-    drawn = metadata.uniforms is not None and not params.is_greedy
-    return Sampled(
-        rid=request_id,
-        position=position,
-        token_id=token_id,
-        text=text(token_id),
-        greedy=params.is_greedy,
-        settings=params.describe(),
-        uniform=float(metadata.uniforms[index]) if drawn and metadata.uniforms is not None else None,
-        candidates=tuple((text(i), p) for i, p in zip(ids.tolist(), best.tolist(), strict=True)),
-    )
 
 
 def prompt_logprobs(request: Request, logits: Tensor) -> tuple[LogprobRow, ...] | None:

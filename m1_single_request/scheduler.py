@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from m1_single_request.errors import DuplicateRequestError, shown
-from m1_single_request.events import Admit, Batch
+from m1_single_request.events import Admit, Batch, RequestAdded
 from m1_single_request.request import BaseFinishReason, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.sampling_step import SampledTokens
@@ -54,7 +54,7 @@ class Scheduler:
         """Queue a request that has passed the checks of intake."""
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
-        self.updater.trace_arrival(request, num_waiting=len(self.waiting))
+        self.tracer.emit(RequestAdded.of, request, len(self.waiting))
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
@@ -72,16 +72,14 @@ class Scheduler:
         sequence = request.sequence
         start = sequence.num_computed_tokens
         new = tuple(sequence.prompt_token_ids if start == 0 else sequence.output_token_ids[-1:])
-        if self.tracer:
-            self.tracer.emit(
-                Batch(
-                    mode="prefill" if start == 0 else "decode",
-                    rids=(request.request_id,),
-                    extend_lens=(len(new),),
-                    prefix_lens=(start,),
-                    seq_lens=(start + len(new),),
-                )
-            )
+        self.tracer.emit(
+            Batch,
+            mode="prefill" if start == 0 else "decode",
+            rids=(request.request_id,),
+            extend_lens=(len(new),),
+            prefix_lens=(start,),
+            seq_lens=(start + len(new),),
+        )
         wants_prompt_logits = start == 0 and request.sampling_params.prompt_logprobs is not None
         return SchedulerOutput(request.request_id, new, start, wants_prompt_logits)
 
@@ -142,15 +140,8 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         request.status = RequestStatus.RUNNING
-        if self.tracer:
-            self.tracer.emit(
-                Admit(
-                    rid=request.request_id,
-                    prefix=0,
-                    extend=request.sequence.get_prompt_len(),
-                    num_waiting=len(self.waiting),
-                )
-            )
+        num_new, num_waiting = request.sequence.get_prompt_len(), len(self.waiting)
+        self.tracer.emit(Admit, rid=request.request_id, prefix=0, extend=num_new, num_waiting=num_waiting)
 
     def _finish(self, request: Request, reason: BaseFinishReason) -> None:
         """Take a request out of all queues. The step releases what the runner holds for it."""

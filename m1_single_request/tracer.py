@@ -14,7 +14,7 @@ from functools import partial
 from typing import ParamSpec, Protocol
 
 from m1_single_request.errors import ConfigError
-from m1_single_request.events import Event
+from m1_single_request.trace_event import Event
 
 P = ParamSpec("P")
 
@@ -67,11 +67,15 @@ class Tracer:
     def emit(self, factory: Callable[P, Event | None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Pass the event `factory(*args, **kwargs)` to every reader; None is no event. Does nothing without a reader.
 
-        A reader that fails is detached; its error does not reach the caller.
+        An error does not reach the caller: of a factory, there is no event; of a reader, it is detached.
         """
         if not self._readers:
             return
-        event = factory if isinstance(factory, Event) else factory(*args, **kwargs)  # TRANSITION: events go
+        try:
+            event = factory if isinstance(factory, Event) else factory(*args, **kwargs)  # TRANSITION: events go
+        except Exception as error:  # a user's tokenizer, for example
+            self._warn(f"a trace event could not be built: {type(error).__name__}: {error}")
+            return
         if event is None:
             return
         record = TraceRecord(self.step, time.monotonic(), event)
@@ -91,6 +95,9 @@ class Tracer:
                 self._readers.remove(reader)
                 with suppress(Exception):  # whatever it still holds, a file perhaps
                     reader.close()
-            message = f"trace reader {type(reader).__name__} failed and was detached: {type(error).__name__}: {error}"
-            with suppress(Warning):  # warnings may be errors here, and those of a reader are not the engine's
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
+            name = type(reader).__name__
+            self._warn(f"trace reader {name} failed and was detached: {type(error).__name__}: {error}")
+
+    def _warn(self, message: str) -> None:
+        with suppress(Warning):  # warnings may be errors here, and those of a reader are not the engine's
+            warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -12,7 +12,7 @@ from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.engine_core import EngineCore
 from m1_single_request.events import EngineStarted
 from m1_single_request.input_processor import InputProcessor
-from m1_single_request.model_loader import LoadedModel, head_dim, load_model
+from m1_single_request.model_loader import load_model
 from m1_single_request.model_runner import ModelRunner
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.request import Request
@@ -26,8 +26,7 @@ from m1_single_request.tracer import Tracer
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the model and put the parts together."""
     loaded = parts["model_loader"](config.model)
-    if tracer:
-        tracer.emit(describe_model(loaded))
+    tracer.emit(EngineStarted.of, loaded)
     stop_checker = parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
@@ -41,7 +40,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         scheduler=parts["scheduler"](stop_checker=stop_checker, tracer=tracer),
         model_runner=parts["model_runner"](loaded_model=loaded, tracer=tracer),
         sampling_step=SamplingStep(sampler=parts["sampler"](), stop_checker=stop_checker, tracer=tracer),
-        output_processor=parts["output_processor"](tracer=tracer),
+        output_processor=parts["output_processor"](),
         parts=parts,
         tracer=tracer,
     )
@@ -60,24 +59,3 @@ PARTS: dict[str, Any] = {
     "output_processor": OutputProcessor,
     "engine_core": EngineCore,
 }
-
-
-def describe_model(loaded: LoadedModel) -> EngineStarted:
-    """The event that introduces a loaded model; built only for a reader."""
-    config = loaded.model.config
-    return EngineStarted(
-        model=loaded.name.rsplit("/", 1)[-1],
-        architecture=type(loaded.model).__name__,
-        device=str(loaded.device),
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        named_dtype=str(loaded.named_dtype).removeprefix("torch."),
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim(config),
-        kv_bytes_per_token=loaded.kv_bytes_per_token,
-        max_model_len=loaded.max_model_len,
-        num_positions=config.max_position_embeddings,
-        eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
-    )

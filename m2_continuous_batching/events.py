@@ -1,37 +1,31 @@
-"""What the trace can say about a batch: who joined, who could not and why, what ran together, and what was padding.
+"""Events of a batch: request joined or not and why, batch composition, padding, KV memory.
 
-m1's `Admit` and `Batch` speak of one request, so they are said anew here; the others of m1 are used as they are.
+`Admit` and `Batch` extend m1's; m1's other events are used unchanged.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
+from m1_single_request.events import Admit as SingleAdmit, Batch as SingleBatch
 from m1_single_request.trace_event import Event, size, some
+from m2_continuous_batching.outputs import BatchUsage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Admit(Event):
+class Admit(SingleAdmit):
     """A waiting request joins the running batch."""
 
-    style: ClassVar[str] = "cyan"
-    rid: str
-    """Request id."""
-    prefix: int
-    """Tokens whose KV exists already; always 0 before m4."""
-    extend: int
-    """Tokens to prefill."""
     block_ids: tuple[int, ...]
-    """Its KV memory: its slot."""
+    """Its KV memory: one slot."""
     num_running: int
-    """Requests that run, this one included."""
+    """Number of running requests, this one included."""
     max_num_seqs: int
-    """How many may."""
+    """Maximum number of running requests."""
     budget_left: int
-    """What it leaves of this step's token budget."""
+    """Tokens of this step's budget that remain after it."""
     max_num_batched_tokens: int
-    """The whole budget."""
-    num_waiting: int
-    """Requests that still wait."""
+    """Token budget of a step."""
 
     def explain(self) -> str:
         slots = " and ".join(map(str, self.block_ids))
@@ -44,20 +38,20 @@ class Admit(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NotAdmitted(Event):
-    """The first waiting request cannot join in this step; nobody behind it may overtake it."""
+    """The first waiting request cannot join in this step, and no later one may overtake it."""
 
     style: ClassVar[str] = "dim cyan"
     detail: ClassVar[bool] = True
     rid: str
     """Request id."""
     limit: str
-    """What stands in its way: `max_num_seqs`, `max_num_batched_tokens` or `kv_memory`."""
+    """The limit that was reached: `max_num_seqs`, `max_num_batched_tokens` or `kv_memory`."""
     needed: int
-    """What it needs of that: running requests with it, tokens in this step, tokens of KV."""
+    """Amount that it needs: running requests with it, tokens in this step, or tokens of KV."""
     available: int
-    """What there is: the limit itself, or what is left of the budget."""
+    """Amount that is available: the limit itself, or the rest of the budget."""
     num_waiting: int
-    """Requests that wait, this one included."""
+    """Number of waiting requests, this one included."""
 
     def explain(self) -> str:
         why = {
@@ -79,42 +73,49 @@ class LeftOut(Event):
     style: ClassVar[str] = "yellow"
     rids: tuple[str, ...]
     """Request ids."""
-    max_num_batched_tokens: int
-    """The budget."""
+    available: int
+    """Token budget of a step."""
 
     def brief(self) -> str:
         return f"left out: {', '.join(self.rids)}"
 
     def explain(self) -> str:
         return (
-            f"No token for {', '.join(self.rids)}: the budget of {self.max_num_batched_tokens:,} is used up. In the "
+            f"No token for {', '.join(self.rids)}: the budget of {self.available:,} is used up. In the "
             f"next step they run before anybody is admitted."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(Event):
-    """What goes through the model in this step."""
+class Batch(SingleBatch):
+    """The requests and tokens of one forward pass; prefills first. `mode` may be `mixed`."""
 
-    style: ClassVar[str] = "bold blue"
-    mode: str
-    """`prefill`, `decode` or `mixed`."""
-    rids: tuple[str, ...]
-    """Request ids, one per row of the fields below: prefills first."""
-    extend_lens: tuple[int, ...]
-    """New tokens per request."""
-    prefix_lens: tuple[int, ...]
-    """Tokens per request whose KV is read instead of computed: 0 in a prefill."""
-    seq_lens: tuple[int, ...]
-    """Tokens per request after this step's forward: prefix plus extend."""
     joined: tuple[str, ...]
     """Requests whose prompt is in the batch."""
     left: tuple[str, ...]
-    """Requests that ended since the batch before, those included that never ran."""
+    """Requests that ended since the previous batch, including those that never ran."""
     total_tokens: int
-    """New tokens of all."""
+    """New tokens of all requests."""
     budget: int
-    """How many there may be."""
+    """Maximum number of new tokens."""
+
+    @classmethod
+    def of(cls, output: Any, joined: Sequence[Any], budget: int) -> Self:
+        """Build the event for a `SchedulerOutput`. `joined`: the data of requests that are not in the running batch."""
+        cached, counts = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        rids = [*(request.req_id for request in joined), *cached.req_ids]
+        prefix_lens = [*(request.num_computed_tokens for request in joined), *cached.num_computed_tokens]
+        return cls(
+            mode="mixed" if joined and cached.num_reqs else "prefill" if joined else "decode",
+            rids=tuple(rids),
+            extend_lens=tuple(counts[rid] for rid in rids),
+            prefix_lens=tuple(prefix_lens),
+            seq_lens=tuple(prefix + counts[rid] for rid, prefix in zip(rids, prefix_lens, strict=True)),
+            joined=tuple(rids[: len(joined)]),
+            left=tuple(sorted(output.finished_req_ids)),
+            total_tokens=output.total_num_scheduled_tokens,
+            budget=budget,
+        )
 
     def brief(self) -> str:
         return f"{self.mode:<7} {some(self.total_tokens, 'token')} of {some(len(self.rids), 'request')}"
@@ -147,19 +148,19 @@ class Forward(Event):
     mode: str
     """`prefill` or `decode`."""
     num_requests: int
-    """Requests in it."""
+    """Number of requests."""
     num_rows: int
-    """Rows of its tensors; more than requests where idle slots go along."""
+    """Rows of the tensors; more than requests where idle slots are included."""
     width: int
-    """Columns of its tensors: the longest prompt, or 1."""
+    """Columns of the tensors: the longest prompt, or 1."""
     useful_tokens: int
-    """Places that hold a token."""
+    """Places with a token."""
     padded_tokens: int
-    """Places that hold none."""
+    """Places without a token."""
     kv_read: int
-    """Positions of KV that attention goes through, over all rows."""
+    """Positions of KV that attention reads, over all rows."""
     kv_needed: int
-    """Those among them that belong to the requests."""
+    """Positions of KV among them that belong to the requests."""
 
     def explain(self) -> str:
         places = self.useful_tokens + self.padded_tokens
@@ -172,18 +173,28 @@ class Forward(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class KVUsage(Event):
-    """What a step's forwards wasted, and how much of the reserved KV memory holds anything."""
+    """Padding of a step's forwards, and KV memory reserved and used."""
 
     style: ClassVar[str] = "magenta"
     detail: ClassVar[bool] = True
     useful_tokens: int
-    """New tokens that went through the model."""
+    """New tokens in the forwards."""
     padded_tokens: int
-    """Padding that went with them."""
+    """Places without a token in the forwards."""
     kv_bytes_used: int
-    """KV memory that holds keys and values of a request."""
+    """KV memory that holds keys and values of a request, in bytes."""
     kv_bytes_reserved: int
-    """KV memory that is taken."""
+    """KV memory that is allocated, in bytes."""
+
+    @classmethod
+    def of(cls, usage: BatchUsage) -> Self:
+        """Build the event from the model runner's counts."""
+        return cls(
+            useful_tokens=usage.useful_tokens,
+            padded_tokens=usage.padded_tokens,
+            kv_bytes_used=usage.kv_bytes_used,
+            kv_bytes_reserved=usage.kv_bytes_reserved,
+        )
 
     def counters(self) -> dict[str, float]:
         return {

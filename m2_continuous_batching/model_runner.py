@@ -56,16 +56,7 @@ class ModelRunner:
         self._num_tokens = 0
         logits = self.execution.execute(input_batch)
         self._num_tokens = input_batch.num_tokens
-        if self.tracer:
-            usage = self.usage()
-            self.tracer.emit(
-                KVUsage(
-                    useful_tokens=usage.useful_tokens,
-                    padded_tokens=usage.padded_tokens,
-                    kv_bytes_used=usage.kv_bytes_used,
-                    kv_bytes_reserved=usage.kv_bytes_reserved,
-                )
-            )
+        self.tracer.emit(KVUsage.of, self.usage())
         return logits
 
     def free_request_cache(self, request_id: str) -> None:

@@ -60,8 +60,7 @@ class PaddedExecution:
         self.cache.clear(slot, self.written[slot])
         self.lens[slot] = self.written[slot] = 0
         del self.slots[request_id]
-        if self.tracer:
-            self.tracer.emit(Free(owner=request_id, tokens=tokens, bytes=tokens * self.kv_bytes_per_token))
+        self.tracer.emit(Free, owner=request_id, tokens=tokens, bytes=tokens * self.kv_bytes_per_token)
 
     def clear(self) -> None:
         """Wipe all slots."""
@@ -156,16 +155,14 @@ class PaddedExecution:
         """Count and trace the padding of one forward: tensor positions without a token."""
         padded = num_rows * width - batch.num_tokens
         self.num_padded += padded
-        if self.tracer:
-            self.tracer.emit(
-                Forward(
-                    mode=mode,
-                    num_requests=batch.batch_size,
-                    num_rows=num_rows,
-                    width=width,
-                    useful_tokens=batch.num_tokens,
-                    padded_tokens=padded,
-                    kv_read=num_rows * kv_width,
-                    kv_needed=sum(batch.start_positions) + batch.num_tokens,
-                )
-            )
+        self.tracer.emit(
+            Forward,
+            mode=mode,
+            num_requests=batch.batch_size,
+            num_rows=num_rows,
+            width=width,
+            useful_tokens=batch.num_tokens,
+            padded_tokens=padded,
+            kv_read=num_rows * kv_width,
+            kv_needed=sum(batch.start_positions) + batch.num_tokens,
+        )

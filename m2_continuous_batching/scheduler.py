@@ -9,13 +9,14 @@ how many run, `max_num_batched_tokens` how many new tokens go through the model 
 from collections.abc import Iterable, Mapping
 
 from m1_single_request.errors import DuplicateRequestError, shown
+from m1_single_request.events import RequestAdded
 from m1_single_request.request import BaseFinishReason, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.sampling_step import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.config import SchedulerConfig
-from m2_continuous_batching.events import Admit, LeftOut, NotAdmitted
+from m2_continuous_batching.events import Admit, Batch, LeftOut, NotAdmitted
 from m2_continuous_batching.kv_manager import SlotManager
 from m2_continuous_batching.request_queue import RequestQueue, SchedulingPolicy, create_request_queue
 from m2_continuous_batching.scheduler_output import SchedulerOutput
@@ -52,7 +53,7 @@ class Scheduler:
         """Queue a request that has passed the checks of intake."""
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
-        self.updater.trace_arrival(request, num_waiting=len(self.waiting))
+        self.tracer.emit(RequestAdded.of, request, len(self.waiting))
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 
@@ -81,14 +82,14 @@ class Scheduler:
             if request.request_id not in plan.num_scheduled_tokens:
                 self._continue(request, plan)
         self._left_out = [r.request_id for r in running if r.request_id not in plan.num_scheduled_tokens]
-        if self.tracer and self._left_out:
-            self.tracer.emit(LeftOut(rids=tuple(self._left_out), max_num_batched_tokens=self.max_num_batched_tokens))
+        if self._left_out:
+            self.tracer.emit(LeftOut, rids=tuple(self._left_out), available=self.max_num_batched_tokens)
         if not plan.num_scheduled_tokens:
             return None
         finished_req_ids, self.finished_req_ids = frozenset(self.finished_req_ids), set()
-        if self.tracer:
-            self.tracer.emit(plan.event(left=finished_req_ids))
-        return plan.output(finished_req_ids=finished_req_ids)
+        output = plan.output(finished_req_ids=finished_req_ids)
+        self.tracer.emit(Batch.of, output, output.scheduled_new_reqs, self.max_num_batched_tokens)
+        return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput | None, sampled: Mapping[str, SampledTokens]
@@ -160,37 +161,33 @@ class Scheduler:
                 continue
             num_tokens = request.sequence.get_prompt_len()
             if refused := self._refusal(request, num_tokens, plan):
-                if self.tracer:
-                    limit, needed, available = refused
-                    self.tracer.emit(
-                        NotAdmitted(
-                            rid=request.request_id,
-                            limit=limit,
-                            needed=needed,
-                            available=available,
-                            num_waiting=len(self.waiting),
-                        )
-                    )
+                limit, needed, available = refused
+                self.tracer.emit(
+                    NotAdmitted,
+                    rid=request.request_id,
+                    limit=limit,
+                    needed=needed,
+                    available=available,
+                    num_waiting=len(self.waiting),
+                )
                 return
             self.waiting.pop_request()
             request.status = RequestStatus.RUNNING
             self.running.append(request)
             block_ids = self.kv_manager.reserve(request.request_id, num_tokens)
             plan.add_prefill(request, block_ids)
-            if self.tracer:
-                self.tracer.emit(
-                    Admit(
-                        rid=request.request_id,
-                        prefix=0,
-                        extend=num_tokens,
-                        block_ids=tuple(block_ids),
-                        num_running=len(self.running),
-                        max_num_seqs=self.max_num_seqs,
-                        budget_left=plan.budget_left,
-                        max_num_batched_tokens=self.max_num_batched_tokens,
-                        num_waiting=len(self.waiting),
-                    )
-                )
+            self.tracer.emit(
+                Admit,
+                rid=request.request_id,
+                prefix=0,
+                extend=num_tokens,
+                block_ids=tuple(block_ids),
+                num_running=len(self.running),
+                max_num_seqs=self.max_num_seqs,
+                budget_left=plan.budget_left,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                num_waiting=len(self.waiting),
+            )
 
     def _refusal(self, request: Request, num_tokens: int, plan: StepPlan) -> tuple[str, int, int] | None:
         """The limit that keeps a request out, what it needs and what there is; None if it may join."""

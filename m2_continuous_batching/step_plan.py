@@ -1,9 +1,6 @@
 """A step's decision while it is being made: the token budget, and who has a share of it."""
 
-from collections.abc import Iterable
-
 from m1_single_request.request import Request
-from m2_continuous_batching.events import Batch
 from m2_continuous_batching.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 
@@ -42,23 +39,6 @@ class StepPlan:
             num_scheduled_tokens={request_id: self.num_scheduled_tokens[request_id] for request_id in rows},
             total_num_scheduled_tokens=self.budget - self.budget_left,
             finished_req_ids=finished_req_ids,
-        )
-
-    def event(self, *, left: Iterable[str]) -> Batch:
-        """The decision for the trace; built only for a reader."""
-        new, cached = self._prefills, self._decodes
-        prefix_lens = [request.num_computed_tokens for request in new] + cached.num_computed_tokens
-        extend_lens = [len(request.prompt_token_ids) for request in new] + [1] * cached.num_reqs
-        return Batch(
-            mode="mixed" if new and cached.num_reqs else "prefill" if new else "decode",
-            rids=(*(request.req_id for request in new), *cached.req_ids),
-            extend_lens=tuple(extend_lens),
-            prefix_lens=tuple(prefix_lens),
-            seq_lens=tuple(prefix + extend for prefix, extend in zip(prefix_lens, extend_lens, strict=True)),
-            joined=tuple(request.req_id for request in new),
-            left=tuple(sorted(left)),
-            total_tokens=self.budget - self.budget_left,
-            budget=self.budget,
         )
 
     def _take(self, request: Request, num_tokens: int) -> None:

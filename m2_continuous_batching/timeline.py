@@ -18,7 +18,8 @@ from typing import TypeVar
 from rich.console import Group
 from rich.text import Text
 
-from m1_single_request.events import Event, Finish, RequestAdded
+from m1_single_request.events import Event, RequestAdded
+from m1_single_request.output_events import Finish
 from m1_single_request.tracer import TraceRecord
 from m2_continuous_batching.events import LeftOut
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from m1_single_request.events import Finish, size, some
+from m1_single_request.events import size, some
+from m1_single_request.output_events import Finish
 from m2_continuous_batching.events import Admit, Batch, Forward, KVUsage, LeftOut, NotAdmitted
 from m2_continuous_batching.timeline import Timeline
 

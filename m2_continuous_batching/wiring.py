@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from m1_single_request.events import EngineStarted
 from m1_single_request.sampling_step import SamplingStep
 from m1_single_request.tracer import Tracer
-from m1_single_request.wiring import PARTS as M1_PARTS, describe_model
+from m1_single_request.wiring import PARTS as M1_PARTS
 from m2_continuous_batching.config import EngineConfig
 from m2_continuous_batching.engine_core import EngineCore
 from m2_continuous_batching.executor import GPUExecutor
@@ -19,8 +20,7 @@ from m2_continuous_batching.worker import GPUWorker
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the model and put the parts together."""
     loaded = parts["model_loader"](config.model)
-    if tracer:
-        tracer.emit(describe_model(loaded))
+    tracer.emit(EngineStarted.of, loaded)
     limits = config.scheduler.resolved(loaded.max_model_len)
     stop_checker = parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len)
     kv_manager = parts["kv_manager"](max_num_seqs=limits.max_num_seqs, max_model_len=loaded.max_model_len)
@@ -40,7 +40,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         ),
         executor=parts["executor"](worker=parts["worker"](model_runner=runner)),
         sampling_step=SamplingStep(sampler=parts["sampler"](), stop_checker=stop_checker, tracer=tracer),
-        output_processor=parts["output_processor"](tracer=tracer),
+        output_processor=parts["output_processor"](),
         parts=parts,
         tracer=tracer,
     )

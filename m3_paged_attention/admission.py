@@ -14,7 +14,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.config import SchedulerConfig
 from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.request import Request
-from m3_paged_attention.scheduler_events import Admit, NotAdmitted
+from m3_paged_attention.scheduler_events import NotAdmitted
 from m3_paged_attention.step_plan import StepPlan
 
 
@@ -76,35 +76,14 @@ class Admission:
             kept_free = len(running) + 1 if running else 0
             if way.num_blocks + kept_free > self.kv_manager.num_free:
                 limit, needed, available = "blocks", way.num_blocks, self.kv_manager.num_free
-        if self.tracer and limit:
+        if limit:
             self.tracer.emit(
-                NotAdmitted(
-                    rid=request.request_id,
-                    limit=limit,
-                    needed=needed,
-                    available=available,
-                    kept_free=kept_free,
-                    num_waiting=num_waiting,
-                )
+                NotAdmitted,
+                rid=request.request_id,
+                limit=limit,
+                needed=needed,
+                available=available,
+                kept_free=kept_free,
+                num_waiting=num_waiting,
             )
         return bool(limit)
-
-    def trace(self, request: Request, way: WayIn, plan: StepPlan, *, num_running: int, num_waiting: int) -> None:
-        """Tell the trace that a request has joined; `num_running` counts it."""
-        if self.tracer:
-            self.tracer.emit(
-                Admit(
-                    rid=request.request_id,
-                    how=way.how,
-                    source=way.source.request_id if way.source else None,
-                    prefix=request.sequence.num_computed_tokens,
-                    extend=way.num_tokens,
-                    num_output_tokens=request.sequence.get_output_len(),
-                    num_blocks=way.num_blocks,
-                    num_free=self.kv_manager.num_free,
-                    num_running=num_running,
-                    max_num_seqs=self.max_num_seqs,
-                    budget_left=max(0, plan.budget_left),
-                    num_waiting=num_waiting,
-                )
-            )

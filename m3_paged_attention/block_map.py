@@ -11,18 +11,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from m1_single_request.events import Event, Finish, RequestAdded
+from m1_single_request.events import Event, RequestAdded
+from m1_single_request.output_events import Finish
 from m1_single_request.tracer import TraceRecord
 from m2_continuous_batching.events import Batch
-from m3_paged_attention.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksForked,
-    BlocksFreed,
-    BlocksSwapped,
-    KVSized,
-    KVUsage,
-)
+from m3_paged_attention.events import KVSized
+from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped, KVUsage
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, ParallelSampling, Preempted
 
 E = TypeVar("E", bound=Event)

@@ -17,8 +17,8 @@ from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import Request
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.events import KVUsage
 from m3_paged_attention.executor import GPUExecutor
+from m3_paged_attention.kv_events import KVUsage
 from m3_paged_attention.outputs import EngineStats, ModelRunnerOutput, checked
 from m3_paged_attention.parallel_sampling import RequestFamilies
 from m3_paged_attention.scheduler import Scheduler
@@ -110,8 +110,8 @@ class EngineCore(EngineCoreBase):
     def _update(self, scheduler_output: SchedulerOutput | None, output: ModelRunnerOutput | None) -> list[Request]:
         """Let the scheduler commit the step; trace how full the blocks are."""
         changed = self.scheduler.update_from_output(scheduler_output, output)
-        if self.tracer and output is not None:
-            self._trace_usage()
+        if output is not None:
+            self.tracer.emit(KVUsage.of, self.scheduler.kv_manager, self._kv_holder.num_kv_tokens)
         return list(changed)
 
     def _release(self, changed: Iterable[Request]) -> None:
@@ -119,21 +119,6 @@ class EngineCore(EngineCoreBase):
         for request in changed:
             if request.is_finished:
                 self.executor.free_request(request.request_id)
-
-    def _trace_usage(self) -> None:
-        if self.tracer:
-            kv_manager = self.scheduler.kv_manager
-            usage = kv_manager.usage()
-            self.tracer.emit(
-                KVUsage(
-                    num_used=usage.num_used,
-                    num_free=usage.num_free,
-                    num_shared=usage.num_shared,
-                    num_host_used=sum(map(len, kv_manager.swapped().values())),
-                    block_size=kv_manager.block_size,
-                    tokens_held=self._kv_holder.num_kv_tokens(),
-                )
-            )
 
 
 class KVView:

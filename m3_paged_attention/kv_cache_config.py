@@ -181,26 +181,7 @@ def size_kv_cache(
     config = KVCacheConfig(spec=spec, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     default_bytes = (config.num_bytes + config.num_host_bytes * (swap_space_bytes is None)) * budget.is_default
     _check_memory(config, budget, device, size_setting, max(default_bytes - CPU_KV_BYTES, 0))
-    if tracer:
-        tracer.emit(
-            KVSized(
-                source=budget.source,
-                budget_bytes=budget.num_bytes,
-                total_bytes=budget.profile.total_bytes if budget.profile else None,
-                gpu_memory_utilization=budget.share,
-                peak_bytes=budget.profile.peak_bytes if budget.profile else None,
-                block_size=spec.block_size,
-                block_bytes=spec.block_bytes,
-                bytes_per_token=spec.bytes_per_token,
-                fitting_blocks=fitting,
-                num_blocks=num_blocks,
-                num_host_blocks=num_host_blocks,
-                num_bytes=config.num_bytes,
-                num_host_bytes=config.num_host_bytes,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-            )
-        )
+    tracer.emit(KVSized.of, config, budget, fitting, max_model_len, max_num_seqs)
     return config
 
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.block_pool import BlockMoves, BlockPool, BlockUsage, blocks_for
-from m3_paged_attention.events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped
 from m3_paged_attention.kv_cache_config import KVCacheConfig
+from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped
 
 
 class BlockTable:
@@ -125,16 +125,14 @@ class KVCacheManager:
             new_ids = self.pool.allocate(last + 1 - len(block_ids))
             block_ids.extend(new_ids)
             self._tables[request_id] = table
-            if self.tracer:
-                self.tracer.emit(
-                    BlocksAllocated(
-                        owner=request_id,
-                        block_ids=tuple(new_ids),
-                        num_tokens=num_tokens,
-                        num_owned=len(block_ids),
-                        num_free=self.pool.num_free,
-                    )
-                )
+            self.tracer.emit(
+                BlocksAllocated,
+                owner=request_id,
+                block_ids=tuple(new_ids),
+                num_tokens=num_tokens,
+                num_owned=len(block_ids),
+                num_free=self.pool.num_free,
+            )
         table.room = (last + 1) * self.block_size  # to the end of this block, which is its own now
         return new_ids
 
@@ -147,16 +145,10 @@ class KVCacheManager:
         self._copies[new_ids[0]] = self._copies.get(source, source)  # the data may still be where it is copied from
         block_ids[index] = new_ids[0]
         self.pool.free([source])
-        if self.tracer:
-            self.tracer.emit(
-                BlockCopied(
-                    owner=request_id,
-                    source=source,
-                    target=new_ids[0],
-                    num_holders=self.pool.ref_count(source),
-                    num_free=self.pool.num_free,
-                )
-            )
+        holders, free = self.pool.ref_count(source), self.pool.num_free
+        self.tracer.emit(
+            BlockCopied, owner=request_id, source=source, target=new_ids[0], num_holders=holders, num_free=free
+        )
         return new_ids
 
     # --- sharing, and giving back -------------------------------------------------------------------------------------
@@ -170,10 +162,8 @@ class KVCacheManager:
         parent.room = 0  # its last block may be shared from now on
         self.pool.share(shared)
         self._tables[child_id] = BlockTable(shared)
-        if self.tracer:
-            self.tracer.emit(
-                BlocksForked(owner=child_id, parent=parent_id, block_ids=tuple(shared), num_tokens=num_tokens)
-            )
+        block_ids = tuple(shared)
+        self.tracer.emit(BlocksForked, owner=child_id, parent=parent_id, block_ids=block_ids, num_tokens=num_tokens)
 
     def release(self, request_id: str) -> None:
         """Free the blocks of the request, if it has any."""
@@ -181,15 +171,14 @@ class KVCacheManager:
         if table is None:
             return
         freed = self._free(table)
-        if self.tracer and table.block_ids:
+        if table.block_ids:
             self.tracer.emit(
-                BlocksFreed(
-                    owner=request_id,
-                    block_ids=tuple(freed),
-                    num_kept=len(table.block_ids) - len(freed),
-                    on_host=table.on_host,
-                    num_free=(self.host_pool if table.on_host else self.pool).num_free,
-                )
+                BlocksFreed,
+                owner=request_id,
+                block_ids=tuple(freed),
+                num_kept=len(table.block_ids) - len(freed),
+                on_host=table.on_host,
+                num_free=(self.host_pool if table.on_host else self.pool).num_free,
             )
 
     def _free(self, table: BlockTable) -> list[int]:
@@ -217,17 +206,7 @@ class KVCacheManager:
             self._swap_outs[host_id] = self._copies.get(block_id, block_id)  # copies are made after swaps
         self._tables[request_id] = BlockTable(host_ids, on_host=True)
         self._free(table)
-        if self.tracer:
-            self.tracer.emit(
-                BlocksSwapped(
-                    owner=request_id,
-                    direction="out",
-                    block_ids=tuple(table.block_ids),
-                    host_block_ids=tuple(host_ids),
-                    num_free=self.pool.num_free,
-                    num_host_free=self.host_pool.num_free,
-                )
-            )
+        self._trace_swap(request_id, "out", table.block_ids, host_ids)
         return True
 
     def swap_in(self, request_id: str) -> None:
@@ -245,17 +224,18 @@ class KVCacheManager:
         self._swap_ins.update(zip(block_ids, table.block_ids, strict=True))
         self._tables[request_id] = BlockTable(block_ids, room=len(block_ids) * self.block_size)
         self._free(table)
-        if self.tracer:
-            self.tracer.emit(
-                BlocksSwapped(
-                    owner=request_id,
-                    direction="in",
-                    block_ids=tuple(block_ids),
-                    host_block_ids=tuple(table.block_ids),
-                    num_free=self.pool.num_free,
-                    num_host_free=self.host_pool.num_free,
-                )
-            )
+        self._trace_swap(request_id, "in", block_ids, table.block_ids)
+
+    def _trace_swap(self, request_id: str, direction: str, block_ids: list[int], host_block_ids: list[int]) -> None:
+        self.tracer.emit(
+            BlocksSwapped,
+            owner=request_id,
+            direction=direction,
+            block_ids=tuple(block_ids),
+            host_block_ids=tuple(host_block_ids),
+            num_free=self.pool.num_free,
+            num_host_free=self.host_pool.num_free,
+        )
 
     def is_swapped(self, request_id: str) -> bool:
         """Return whether the blocks of the request are on the host."""

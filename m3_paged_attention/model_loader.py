@@ -5,15 +5,12 @@ all its checks. The network is ours, and its weights come from the safetensors f
 from a seed. vLLM: `model_executor/model_loader` (`DefaultModelLoader`, `DummyModelLoader`); SGLang the same.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from huggingface_hub import snapshot_download
-from transformers import PreTrainedTokenizerBase
 
 from m1_single_request.errors import ConfigError, ModelLoadError
-from m1_single_request.model_loader import ModelDescription, describe, load_part
+from m1_single_request.model_loader import LoadedModel, ModelDescription, describe, load_part
 from m1_single_request.precision import count_weights
 from m1_single_request.trace_event import size
 from m2_continuous_batching.memory import available_memory
@@ -26,35 +23,6 @@ from m3_paged_attention.models.weights import WEIGHT_FILES, DecoderWeights, dumm
 MAX_POSITIONS = 2**24
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A loaded model and its properties that the engine needs."""
-
-    name: str
-    architecture: str
-    model: Decoder
-    tokenizer: PreTrainedTokenizerBase
-    device: torch.device
-    dtype: torch.dtype
-    eos_token_ids: frozenset[int]
-    """The end-of-sequence ids of config, generation config and tokenizer together."""
-    max_model_len: int
-    vocab_size: int
-    """Rows of the embedding; the tokenizer may have fewer tokens."""
-    named_dtype: torch.dtype = torch.float32
-    """The precision that config.json names."""
-    num_parameters: int = 0
-    """Number of parameters as loaded; tied embeddings count once."""
-    weight_bytes: int = 0
-    """Size of the parameters, in bytes."""
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in all layers."""
-        config = self.model.config
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
-
-
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model and the tokenizer of `config`. Raises `ModelLoadError` or `ConfigError`, with a remedy."""
     backend = resolve(config.attention_backend, config.torch_device())
@@ -63,26 +31,17 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 def load_described(config: ModelConfig, described: ModelDescription, backend: Backend) -> LoadedModel:
     """Load the weights of a model whose other files were read by `describe`."""
-    device, dtype = config.torch_device(), described.dtype
     check_positions(described)
     shape = decoder_config(described.name, described.architecture, described.config)
     backend.check_head_dim(shape.head_dim)
-    check_room(described, count_weights(described.config), device)
+    check_room(described, count_weights(described.config))
     weights = load_part(described.name, "its weights", lambda: _weights(config, described, shape))
     num_parameters = sum(tensor.numel() for tensor in weights.tensors())
     return LoadedModel(
-        name=described.name,
-        architecture=described.architecture,
+        **vars(described),
         model=Decoder(shape, weights, backend, max_model_len=described.max_model_len),
-        tokenizer=described.tokenizer,
-        device=device,
-        dtype=dtype,
-        eos_token_ids=described.eos_token_ids,
-        max_model_len=described.max_model_len,
-        vocab_size=shape.vocab_size,
-        named_dtype=described.named_dtype,
         num_parameters=num_parameters,
-        weight_bytes=num_parameters * dtype.itemsize,
+        weight_bytes=num_parameters * described.dtype.itemsize,
     )
 
 
@@ -95,19 +54,20 @@ def check_positions(described: ModelDescription) -> None:
         )
 
 
-def check_room(described: ModelDescription, num_weights: int, device: torch.device) -> None:
-    """Raise `ModelLoadError` if the weights need more memory than `device` has free, before they are read."""
-    needed, available = num_weights * described.dtype.itemsize, available_memory(device)
+def check_room(described: ModelDescription, num_weights: int) -> None:
+    """Raise `ModelLoadError` if the weights need more memory than the device has free, before they are read."""
+    needed, available = num_weights * described.dtype.itemsize, available_memory(described.device)
     if available is not None and needed > available:
         precision = str(described.dtype).removeprefix("torch.")
         raise ModelLoadError(
             f"{described.name}: its weights cannot be loaded: they need {size(needed)} as {precision}, and "
-            f"{size(available)} of {device} memory is available; use a smaller model, or a machine with more memory"
+            f"{size(available)} of {described.device} memory is available; use a smaller model, or a machine with more "
+            f"memory"
         )
 
 
 def _weights(config: ModelConfig, described: ModelDescription, shape: DecoderConfig) -> DecoderWeights:
-    name, device, dtype = described.name, config.torch_device(), described.dtype
+    name, device, dtype = described.name, described.device, described.dtype
     if config.load_format == "dummy":
         return dummy_weights(shape, dtype, device, config.seed)
     return load_weights(name, weights_directory(name), shape, dtype, device)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError
+from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import LogprobRow, Sampler
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.config import SchedulerConfig
@@ -19,7 +20,6 @@ from m3_paged_attention.input_batch import BatchRow, InputBatch
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.model_input import ModelInput, make_model_input
-from m3_paged_attention.model_loader import LoadedModel
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
 from m3_paged_attention.row_sampler import RowSampler, SamplingRows, prompt_logprobs

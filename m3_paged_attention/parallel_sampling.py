@@ -52,14 +52,7 @@ class RequestFamilies:
         if not isinstance(request, ParentRequest):
             self.scheduler.add_request(request)
             return
-        if self.tracer:
-            self.tracer.emit(
-                ParallelSampling(
-                    rid=request.request_id,
-                    children=tuple(child.request_id for child in children),
-                    seeds=tuple(child.seed for child in children),
-                )
-            )
+        self.tracer.emit(ParallelSampling.of, request)
         self._parents[request.request_id] = request
         for child in children:
             self.scheduler.add_request(child)

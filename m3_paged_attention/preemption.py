@@ -73,16 +73,14 @@ def take_blocks(request: Request, kv_manager: KVCacheManager, *, swap: bool, nee
     if not is_swapped:
         kv_manager.release(request_id)
         sequence.num_computed_tokens = 0
-    if tracer:
-        tracer.emit(
-            Preempted(
-                rid=request_id,
-                mode="swap" if is_swapped else "recompute",
-                num_blocks=num_blocks,
-                num_freed=kv_manager.num_free - available,
-                needed=needed,
-                available=available,
-                num_tokens=num_tokens,
-                num_output_tokens=sequence.get_output_len(),
-            )
-        )
+    tracer.emit(
+        Preempted,
+        rid=request_id,
+        mode="swap" if is_swapped else "recompute",
+        num_blocks=num_blocks,
+        num_freed=kv_manager.num_free - available,
+        needed=needed,
+        available=available,
+        num_tokens=num_tokens,
+        num_output_tokens=sequence.get_output_len(),
+    )

@@ -7,6 +7,7 @@ New in m3, whose steps are the first with so many requests. vLLM and SGLang run 
 
 from collections.abc import Sequence
 
+from m1_single_request.output_events import Result, TextHeld
 from m1_single_request.request_updater import RequestUpdater as SingleRequestUpdater
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
@@ -34,6 +35,8 @@ class RequestUpdater(SingleRequestUpdater):
             else:
                 output.append(token_id)
                 sequence.num_computed_tokens += num_new_kv
+                self.tracer.emit(Result.of, request, 1)
+                self.tracer.emit(TextHeld.of, request)
         self.num_output_tokens += len(requests) - len(others)
         return others
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError
+from m1_single_request.output_events import Sampled
 from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.sampling_step import impossible_row, not_finite, sampled_event, suspect_rows
+from m1_single_request.sampling_step import impossible_row, not_finite, suspect_rows
 from m1_single_request.tracer import Tracer
 
 ROWS_AT_A_TIME = 256  # of prompt logits: [rows, vocabulary] in float32 is the largest tensor of all
@@ -95,12 +96,9 @@ class RowSampler:
         impossible = [req_ids[i] for i in chosen.impossible_rows if req_ids[i] not in errors]
         errors |= {req_id: impossible_row(req_id) for req_id in impossible}
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in errors]
-        if self.tracer:
-            params, positions, text = batch.params, batch.positions, self.token_text
-            for i in kept:
-                position = int(positions[i])
-                event = sampled_event(req_ids[i], params[i], position, logits, metadata, chosen, i, text)
-                self.tracer.emit(event)
+        params, positions, text = batch.params, batch.positions, self.token_text
+        for i in kept:
+            self.tracer.emit(Sampled.of, req_ids[i], params[i], int(positions[i]), logits, metadata, chosen, i, text)
         return SampledRows(
             req_ids=[req_ids[i] for i in kept],
             token_ids=[[chosen.token_ids[i]] for i in kept],

@@ -9,10 +9,12 @@ front. Siblings (`n > 1`) start on the blocks of the first one. Everything is de
 from collections.abc import Iterable, Mapping
 
 from m1_single_request.errors import DuplicateRequestError, shown
+from m1_single_request.events import RequestAdded
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
 from m1_single_request.sampling_step import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
+from m2_continuous_batching.events import Batch
 from m3_paged_attention.admission import Admission, WayIn
 from m3_paged_attention.config import SchedulerConfig
 from m3_paged_attention.errors import KVCapacityError
@@ -23,7 +25,7 @@ from m3_paged_attention.preemption import PreemptionPolicy, take_blocks, victim_
 from m3_paged_attention.request import Request
 from m3_paged_attention.request_queue import PreemptedFirstQueue
 from m3_paged_attention.request_updater import RequestUpdater
-from m3_paged_attention.scheduler_events import LeftOut
+from m3_paged_attention.scheduler_events import Admit, LeftOut
 from m3_paged_attention.scheduler_output import SchedulerOutput
 from m3_paged_attention.step_plan import StepPlan
 
@@ -70,7 +72,7 @@ class Scheduler:
         """Queue a request that has passed the checks of intake."""
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
-        self.updater.trace_arrival(request, num_waiting=len(self.waiting))
+        self.tracer.emit(RequestAdded.of, request, len(self.waiting))
         self._num_arrivals += 1
         request.number = self._num_arrivals
         self.requests[request.request_id] = request
@@ -108,9 +110,12 @@ class Scheduler:
         if not plan.num_scheduled_tokens and not moves.swap_in and not moves.swap_out:
             return None
         finished_req_ids, self.finished_req_ids = frozenset(self.finished_req_ids), set()
-        if self.tracer and plan.num_scheduled_tokens:
-            self.tracer.emit(plan.event(left=finished_req_ids))
-        return plan.output(finished_req_ids=finished_req_ids, moves=moves, stop_checker=self.updater.stop_checker)
+        checker = self.updater.stop_checker
+        output = plan.output(finished_req_ids=finished_req_ids, moves=moves, stop_checker=checker)
+        if plan.num_scheduled_tokens:
+            joined = [*output.scheduled_new_reqs, *output.scheduled_resumed_reqs]
+            self.tracer.emit(Batch.of, output, joined, self.max_num_batched_tokens)
+        return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput | None, output: ModelRunnerOutput | None
@@ -236,7 +241,7 @@ class Scheduler:
         if way.num_tokens:
             kv_manager.reserve(request_id, sequence.get_len())
             plan.add_full(request, kv_manager.block_ids(request_id))
-        self.admission.trace(request, way, plan, num_running=len(self.running), num_waiting=len(self.waiting))
+        self.tracer.emit(Admit.of, self, request, way, plan.budget_left)
 
     def _note_left_out(self, plan: StepPlan) -> None:
         """Remember which running requests have no token in this step, for want of budget or of a block."""
@@ -247,11 +252,11 @@ class Scheduler:
         left = [r.request_id for r in self.running if r.to_finish is None and r.request_id not in pending]
         left = [request_id for request_id in left if request_id not in plan.num_scheduled_tokens]
         self._left_out = set(left)
-        if self.tracer and left:
+        if left:
             limit, available = "max_num_batched_tokens", self.max_num_batched_tokens
             if plan.budget_left > 0:
                 limit, available = "blocks", self.kv_manager.num_free
-            self.tracer.emit(LeftOut(rids=tuple(left), limit=limit, available=available))
+            self.tracer.emit(LeftOut, rids=tuple(left), limit=limit, available=available)
 
     # --- parts of update ----------------------------------------------------------------------------------------------
 
@@ -260,7 +265,7 @@ class Scheduler:
         requests = [self.requests[request_id] for request_id in output.req_ids]
         others: Iterable[int] = range(len(requests))
         num_cached, counts = scheduler_output.scheduled_cached_reqs.num_reqs, scheduler_output.num_scheduled_tokens
-        if num_cached == len(counts) and not self.tracer:  # one new KV for each
+        if num_cached == len(counts):  # one new KV for each
             others = self.updater.commit_simply(requests, [token_ids[0] for token_ids in output.sampled_token_ids])
         for index in others:
             request = requests[index]

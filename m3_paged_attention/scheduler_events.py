@@ -1,26 +1,34 @@
-"""What the trace can say about requests in a memory of blocks: who got in and how, who was thrown out and why.
+"""Events about requests that are scheduled with KV blocks: admitted, not admitted, left out, preempted, split.
 
-What happens to the blocks themselves stands in `events.py`. m2's `Batch` is used as it is; its `Admit` and
-`NotAdmitted` spoke of slots, its `LeftOut` of tokens only, so these are said anew.
+`Admit`, `NotAdmitted` and `LeftOut` extend those of m1 and m2; m2's `Batch` is used unchanged.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
+from m1_single_request.events import Admit as SingleAdmit
 from m1_single_request.trace_event import Event, some
+from m2_continuous_batching.events import LeftOut as BatchLeftOut, NotAdmitted as BatchNotAdmitted
+from m3_paged_attention.request import ParentRequest, Request
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSampling(Event):
-    """A request for several continuations becomes as many requests."""
+    """A request for several continuations was split into one request for each."""
 
     style: ClassVar[str] = "cyan"
     rid: str
-    """The request that the caller knows."""
+    """The caller's request."""
     children: tuple[str, ...]
-    """The requests that are scheduled for it."""
+    """The scheduled requests."""
     seeds: tuple[int, ...]
     """The seed of each."""
+
+    @classmethod
+    def of(cls, parent: ParentRequest) -> Self:
+        """Build the event for a parent and its children."""
+        children = tuple(child.request_id for child in parent.children)
+        return cls(rid=parent.request_id, children=children, seeds=tuple(child.seed for child in parent.children))
 
     def explain(self) -> str:
         return (
@@ -30,35 +38,44 @@ class ParallelSampling(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Admit(Event):
-    """A waiting request joins the running batch."""
+class Admit(SingleAdmit):
+    """A waiting request joins the running batch. `extend` is 0 if it starts after a sibling's prefill."""
 
-    style: ClassVar[str] = "cyan"
-    rid: str
-    """Request id."""
     how: str
     """`prefill`: its tokens are computed. `fork`: it starts on the blocks of a sibling. `swap_in`: its blocks come back
     from host memory."""
     source: str | None
     """The sibling, in a fork."""
-    prefix: int
-    """Tokens whose KV exists already."""
-    extend: int
-    """Tokens that go through the model now; 0 if it starts after the sibling's prefill."""
     num_output_tokens: int
-    """What it had said before it was preempted."""
+    """Output tokens that it had before it was preempted."""
     num_blocks: int
     """Free blocks that it takes."""
     num_free: int
-    """Free blocks that are left."""
+    """Number of free blocks after it."""
     num_running: int
-    """Requests that run, this one included."""
+    """Number of running requests, this one included."""
     max_num_seqs: int
-    """How many may."""
+    """Maximum number of running requests."""
     budget_left: int
-    """What it leaves of this step's token budget."""
-    num_waiting: int
-    """Requests that still wait."""
+    """Tokens of this step's budget that remain after it."""
+
+    @classmethod
+    def of(cls, scheduler: Any, request: Request, way: Any, budget_left: int) -> Self:
+        """Build the event for a request that has joined the batch by `way`, an `Admission.way_in`."""
+        return cls(
+            rid=request.request_id,
+            how=way.how,
+            source=way.source.request_id if way.source else None,
+            prefix=request.sequence.num_computed_tokens,
+            extend=way.num_tokens,
+            num_output_tokens=request.sequence.get_output_len(),
+            num_blocks=way.num_blocks,
+            num_free=scheduler.kv_manager.num_free,
+            num_running=len(scheduler.running),
+            max_num_seqs=scheduler.admission.max_num_seqs,
+            budget_left=max(0, budget_left),
+            num_waiting=len(scheduler.waiting),
+        )
 
     def explain(self) -> str:
         ways = {
@@ -77,23 +94,11 @@ class Admit(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotAdmitted(Event):
-    """The first waiting request cannot join in this step; nobody behind it may overtake it."""
+class NotAdmitted(BatchNotAdmitted):
+    """The first waiting request cannot join in this step; `limit` may also be `blocks`."""
 
-    style: ClassVar[str] = "dim cyan"
-    detail: ClassVar[bool] = True
-    rid: str
-    """Request id."""
-    limit: str
-    """What stands in its way: `max_num_seqs`, `max_num_batched_tokens` or `blocks`."""
-    needed: int
-    """What it needs of that."""
-    available: int
-    """What there is."""
     kept_free: int
-    """Of the free blocks: one for each running request and for itself, so that they can grow."""
-    num_waiting: int
-    """Requests that wait, this one included."""
+    """Blocks that stay free: one for each running request and for this one, so that they can grow."""
 
     def explain(self) -> str:
         why = {
@@ -112,19 +117,11 @@ class NotAdmitted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOut(Event):
-    """Running requests get no token in this step."""
+class LeftOut(BatchLeftOut):
+    """Running requests get no token in this step. `available`: tokens of a step's budget, or free blocks."""
 
-    style: ClassVar[str] = "yellow"
-    rids: tuple[str, ...]
-    """Request ids."""
     limit: str
-    """What is used up: `max_num_batched_tokens`, by the prompts before them, or `blocks`, by others that end now."""
-    available: int
-    """How many tokens there may be in a step; or how many blocks are free."""
-
-    def brief(self) -> str:
-        return f"left out: {', '.join(self.rids)}"
+    """The limit that was reached: `max_num_batched_tokens`, or `blocks`, until the requests that end free theirs."""
 
     def explain(self) -> str:
         why = {
@@ -136,25 +133,25 @@ class LeftOut(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Preempted(Event):
-    """A running request lost its blocks, so that others can go on."""
+    """A running request was preempted: its blocks are freed for others."""
 
     style: ClassVar[str] = "bold yellow"
     rid: str
     """Request id."""
     mode: str
-    """`recompute`: its KV is dropped. `swap`: it is moved to host memory."""
+    """`recompute`: its KV is discarded. `swap`: its KV moves to host memory."""
     num_blocks: int
     """Blocks in its table."""
     num_freed: int
-    """Those that nobody else owns, so that they come free."""
+    """Blocks freed: those that no other request holds."""
     needed: int
-    """Blocks that the running requests, this one included, needed for their next tokens."""
+    """Blocks that all running requests need for their next tokens."""
     available: int
-    """Free blocks before."""
+    """Number of free blocks before it."""
     num_tokens: int
-    """Tokens whose KV it had."""
+    """Tokens with KV before it."""
     num_output_tokens: int
-    """What it has said; it is not lost."""
+    """Output tokens, which are kept."""
 
     def brief(self) -> str:
         return f"preempted: {self.rid}"

@@ -7,7 +7,6 @@ on the blocks of a sibling, so a row is: how many tokens, from which position on
 from collections.abc import Iterable, Mapping, Sequence
 
 from m1_single_request.stop_checker import StopChecker
-from m2_continuous_batching.events import Batch
 from m2_continuous_batching.scheduler_output import CachedRequestData
 from m3_paged_attention.block_pool import BlockMoves
 from m3_paged_attention.request import Request
@@ -90,21 +89,3 @@ class StepPlan:
     def requests(self) -> Iterable[Request]:
         """Everybody who is scheduled."""
         return [*(request for request, _ in self._full), *self._decodes]
-
-    def event(self, *, left: Iterable[str]) -> Batch:
-        """The decision for the trace; built only for a reader."""
-        rows = list(self.requests())
-        prefix = [request.sequence.num_computed_tokens for request in rows]
-        extend = [self.num_scheduled_tokens[request.request_id] for request in rows]
-        has_prefill, has_decode = bool(self._full), bool(self._decodes)
-        return Batch(
-            mode="mixed" if has_prefill and has_decode else "prefill" if has_prefill else "decode",
-            rids=tuple(request.request_id for request in rows),
-            extend_lens=tuple(extend),
-            prefix_lens=tuple(prefix),
-            seq_lens=tuple(before + new for before, new in zip(prefix, extend, strict=True)),
-            joined=tuple(request.request_id for request, _ in self._full),
-            left=tuple(sorted(left)),
-            total_tokens=self.budget - self.budget_left,
-            budget=self.budget,
-        )

@@ -76,9 +76,9 @@ class StepThreads:
             self._lowered = limit, number
             torch.set_num_threads(number)
         last, left = self._last or (limit, self._num_left)
-        if self._tracer and number != last and (number < limit or left != self._num_left):  # not the caller's change
+        if number != last and (number < limit or left != self._num_left):  # not the caller's change
             cores, others = self._num_cores, round(self._other_cores, 2)
-            self._tracer.emit(ThreadsChanged(num_threads=number, limit=limit, num_cores=cores, other_cores=others))
+            self._tracer.emit(ThreadsChanged, num_threads=number, limit=limit, num_cores=cores, other_cores=others)
         self._last = number, self._num_left
 
     def __exit__(self, *_: object) -> None:

@@ -5,9 +5,11 @@ number of blocks, then everything that must know these.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from m1_single_request.events import EngineStarted
+from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.wiring import PARTS as M2_PARTS
 from m3_paged_attention.attention.registry import obstacle_to_best
@@ -19,7 +21,7 @@ from m3_paged_attention.input_processor import InputProcessor
 from m3_paged_attention.kv_cache_config import KVCacheConfig, check_cache_config, size_kv_cache
 from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.model_len import Runner, fit_model_len
-from m3_paged_attention.model_loader import LoadedModel, load_model
+from m3_paged_attention.model_loader import load_model
 from m3_paged_attention.model_runner import ModelRunner
 from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.preemption import FewestOutputsFirst
@@ -42,8 +44,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         device=device,
         num_shares=2 if mode == "swap" and config.cache.swap_space_bytes is None else 1,  # as much again on the host
     )
-    if tracer:
-        trace_start(loaded, config.model, tracer)
+    trace_start(loaded, config.model, tracer)
     kv_cache_config: KVCacheConfig = size_kv_cache(
         executor.kv_cache_spec(config.cache.block_size),
         budget=budget,
@@ -74,7 +75,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
             tracer=tracer,
         ),
         executor=executor,
-        output_processor=parts["output_processor"](tracer=tracer),
+        output_processor=parts["output_processor"](),
         kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
         parts=parts,
         tracer=tracer,
@@ -112,30 +113,7 @@ def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: Loade
 
 
 def trace_start(loaded: LoadedModel, config: ModelConfig, tracer: Tracer) -> None:
-    """Introduce the model and its kernels to the trace."""
-    if tracer:
-        tracer.emit(describe_model(loaded))
-        asked, backend = config.attention_backend, loaded.model.backend.name
-        obstacle = obstacle_to_best(config.torch_device()) if asked == "auto" else None
-        tracer.emit(BackendChosen(asked=asked, backend=backend, obstacle=obstacle))
-
-
-def describe_model(loaded: LoadedModel) -> EngineStarted:
-    """The event that introduces a loaded model; built only for a reader."""
-    config = loaded.model.config
-    return EngineStarted(
-        model=loaded.name.rsplit("/", 1)[-1],
-        architecture=loaded.architecture,
-        device=str(loaded.device),
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        named_dtype=str(loaded.named_dtype).removeprefix("torch."),
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        kv_bytes_per_token=loaded.kv_bytes_per_token,
-        max_model_len=loaded.max_model_len,
-        num_positions=config.max_position_embeddings,
-        eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
-    )
+    """Emit the events that describe the model and its kernels."""
+    tracer.emit(EngineStarted.of, loaded)
+    find_obstacle = partial(obstacle_to_best, config.torch_device())
+    tracer.emit(BackendChosen.of, config.attention_backend, loaded.model.backend.name, find_obstacle)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from m1_single_request.errors import ConfigError
+from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import Budget, KVCacheConfig, check_memory_share, size_kv_cache
 from m3_paged_attention.model_len import R, fit_model_len
-from m3_paged_attention.model_loader import LoadedModel
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import PARTS as M3_PARTS, trace_start
 from m4_radix_cache.config import CacheConfig, EngineConfig
@@ -72,7 +72,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
             tracer=tracer,
         ),
         executor=executor,
-        output_processor=parts["output_processor"](tracer=tracer),
+        output_processor=parts["output_processor"](),
         kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
         parts=parts,
         tracer=tracer,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError
+from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import LogprobRow, best_tokens
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
-from m3_paged_attention.model_loader import LoadedModel
 from m3_paged_attention.profiling import kv_cache_spec_of, run_largest_step
 from m3_paged_attention.row_sampler import prompt_logprobs
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool

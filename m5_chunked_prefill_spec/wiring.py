@@ -75,7 +75,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         input_processor=build_input_processor(config, limits, parts, loaded, kv_cache_config.num_tokens),
         scheduler=build_scheduler(config, limits, parts, pools, loaded, costs, tracer),
         executor=executor,
-        output_processor=parts["output_processor"](tracer=tracer),
+        output_processor=parts["output_processor"](),
         kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
         parts=parts,
         tracer=tracer,

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, ModelDescription, describe, load_part
+from m1_single_request.model_loader import (
+    SUPPORTED_ARCHITECTURES,
+    LoadedModel as LoadedTextModel,
+    ModelDescription,
+    describe,
+    load_part,
+)
 from m1_single_request.precision import count_weights
 from m3_paged_attention.attention.registry import Backend, resolve
 from m3_paged_attention.config import ModelConfig
-from m3_paged_attention.model_loader import (
-    LoadedModel as LoadedTextModel,
-    check_positions,
-    check_room,
-    load_described,
-    weights_directory,
-)
+from m3_paged_attention.model_loader import check_positions, check_room, load_described, weights_directory
 from m3_paged_attention.models.weights import DecoderWeights, dummy_weights, load_weights
 from m6_multimodal_pd.models import qwen3_vl, vision
 from m6_multimodal_pd.models.qwen3_vl import MediaTokens, Qwen3VLDecoder, VLDecoderConfig, vl_decoder_config
@@ -29,7 +29,7 @@ from m6_multimodal_pd.models.vision import VisionTower, check_vision_config
 ALL_ARCHITECTURES = (*SUPPORTED_ARCHITECTURES, qwen3_vl.ARCHITECTURE)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadedModel(LoadedTextModel):
     """A model in place, with what the engine must know of it. `num_parameters` and `weight_bytes` count the tower."""
 
@@ -99,28 +99,19 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
 
 def _load_vl(config: ModelConfig, described: ModelDescription, backend: Backend) -> LoadedModel:
-    device, dtype = config.torch_device(), described.dtype
     check_positions(described)
     language = vl_decoder_config(described.name, described.config)
     check_vision_config(described.name, described.config.vision_config, language)
     backend.check_head_dim(language.decoder.head_dim)
     of_tower = load_part(described.name, "its weights", lambda: vision.count_weights(described.config.vision_config))
-    check_room(described, count_weights(described.config) + of_tower, device)
+    check_room(described, count_weights(described.config) + of_tower)
     tower, weights = load_part(described.name, "its weights", lambda: _weights(config, described, language))
     num_parameters = tower.num_parameters + sum(tensor.numel() for tensor in weights.tensors())
     return LoadedModel(
-        name=described.name,
-        architecture=described.architecture,
+        **vars(described),
         model=Qwen3VLDecoder(language, weights, backend, max_model_len=described.max_model_len),
-        tokenizer=described.tokenizer,
-        device=device,
-        dtype=dtype,
-        eos_token_ids=described.eos_token_ids,
-        max_model_len=described.max_model_len,
-        vocab_size=language.decoder.vocab_size,
-        named_dtype=described.named_dtype,
         num_parameters=num_parameters,
-        weight_bytes=num_parameters * dtype.itemsize,
+        weight_bytes=num_parameters * described.dtype.itemsize,
         vision=tower,
         media_tokens=language.media_tokens,
     )
@@ -129,7 +120,7 @@ def _load_vl(config: ModelConfig, described: ModelDescription, backend: Backend)
 def _weights(
     config: ModelConfig, described: ModelDescription, language: VLDecoderConfig
 ) -> tuple[VisionTower, DecoderWeights]:
-    device, dtype = config.torch_device(), described.dtype
+    device, dtype = described.device, described.dtype
     name, vision_config = described.name, described.config.vision_config
     if config.load_format == "dummy":
         tower = VisionTower.dummy(vision_config, dtype, device, config.seed)

@@ -124,7 +124,7 @@ class PreparedEngine:
             ),
             scheduler=build_scheduler(config, limits, sighted, pools, loaded, costs, tracer, **others),
             executor=executor,
-            output_processor=parts["output_processor"](tracer=tracer),
+            output_processor=parts["output_processor"](),
             kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
             parts=parts,
             tracer=tracer,

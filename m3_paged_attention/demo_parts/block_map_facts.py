@@ -5,10 +5,11 @@ Pure functions of the frames, like m2's `timeline_facts.py`: nothing is said whe
 
 from collections.abc import Callable
 
-from m1_single_request.events import Finish, size, some
+from m1_single_request.events import size, some
+from m1_single_request.output_events import Finish
 from m2_continuous_batching.timeline_facts import agree, listed
 from m3_paged_attention.block_map import BlockMap, Frame
-from m3_paged_attention.events import BlockCopied, BlocksForked
+from m3_paged_attention.kv_events import BlockCopied, BlocksForked
 from m3_paged_attention.scheduler_events import Admit, Preempted
 
 

@@ -24,7 +24,7 @@ from m3_paged_attention.config import CacheConfig, ModelConfig, SchedulerConfig
 from m3_paged_attention.demo_parts.block_map_facts import facts, highlights, num_slots
 from m3_paged_attention.demo_parts.block_map_view import KEY, draw, live_view
 from m3_paged_attention.demo_parts.comparison import compare, comparison_table, contest, what_it_shows
-from m3_paged_attention.events import BlockCopied, BlocksForked
+from m3_paged_attention.kv_events import BlockCopied, BlocksForked
 from m3_paged_attention.llm_engine import LLMEngine
 from m3_paged_attention.scheduler_events import Preempted
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from m1_single_request.events import Result
+from m1_single_request.output_events import Result
 from m1_single_request.tracer import TraceRecord
 from m5_chunked_prefill_spec.events import Batch, ChunkCut, Verified
 

@@ -24,12 +24,12 @@ from torch import Tensor
 from m1_single_request.config import DEFAULT_MODEL
 from m1_single_request.draws import uniforms
 from m1_single_request.errors import ConfigError
+from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import best_tokens, distribution, draw
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
-from m3_paged_attention.model_loader import LoadedModel
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.profiling import kv_cache_spec_of
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool

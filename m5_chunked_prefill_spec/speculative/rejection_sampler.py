@@ -20,6 +20,7 @@ from torch import Tensor
 
 from m1_single_request.draws import uniforms
 from m1_single_request.errors import ForwardError
+from m1_single_request.output_events import Sampled
 from m1_single_request.sampler import (
     LogprobRow,
     Sampler,
@@ -29,7 +30,7 @@ from m1_single_request.sampler import (
     gather_logprobs,
 )
 from m1_single_request.sampling_metadata import SamplingMetadata
-from m1_single_request.sampling_step import impossible_row, not_finite, sampled_event, suspect_rows
+from m1_single_request.sampling_step import impossible_row, not_finite, suspect_rows
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.row_sampler import RowSampler, SampledRows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
@@ -83,12 +84,10 @@ class RejectionSampler:
                     sampled.req_ids.append(req_id)
                     sampled.token_ids.append(run)
                     sampled.logprobs.append([chosen.logprobs[row] for row in rows])
-                    if self.tracer:
-                        for row in rows:
-                            position = int(info.positions[place]) + row - first
-                            text, params = self.token_text, info.params[place]
-                            event = sampled_event(req_id, params, position, logits, metadata, chosen, row, text)
-                            self.tracer.emit(event)
+                    params, text = info.params[place], self.token_text
+                    for row in rows:
+                        position = int(info.positions[place]) + row - first
+                        self.tracer.emit(Sampled.of, req_id, params, position, logits, metadata, chosen, row, text)
             first += count
         return sampled
 

@@ -59,7 +59,7 @@ def build_disaggregated(
         return RouterCore(
             input_processor=intake_of(config, limits, parts, described, router, sight),
             router=router,
-            output_processor=parts["output_processor"](tracer=tracer),
+            output_processor=parts["output_processor"](),
             parts=parts,
             tracer=tracer,
             close_links=links.close,

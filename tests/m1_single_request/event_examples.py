@@ -2,21 +2,8 @@
 
 import dataclasses
 
-from m1_single_request.events import (
-    Abort,
-    Admit,
-    Alloc,
-    Batch,
-    EngineStarted,
-    Event,
-    Finish,
-    Free,
-    RequestAdded,
-    Result,
-    Sampled,
-    StepDone,
-    TextHeld,
-)
+from m1_single_request.events import Abort, Admit, Alloc, Batch, EngineStarted, Event, Free, RequestAdded, StepDone
+from m1_single_request.output_events import Finish, Result, Sampled, TextHeld
 
 STARTED = EngineStarted(
     model="tiny", architecture="Qwen3ForCausalLM", device="cpu", dtype="float32", named_dtype="bfloat16",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from m1_single_request import LLMEngine, RequestOutput, SamplingParams, TraceConfig, TraceRecord
-from m1_single_request.events import Finish
+from m1_single_request.output_events import Finish
 from tests.m1_single_request.engines import MakeEngine, OnEvent, drain, greedy, held, scripted, unfinished
 from tests.support.amounts import examples
 

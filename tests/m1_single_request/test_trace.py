@@ -28,7 +28,8 @@ from m1_single_request import (
     TraceRecord,
 )
 from m1_single_request.demo_tour import TourReader
-from m1_single_request.events import Event, Finish, Free, RequestAdded, Result, size, some
+from m1_single_request.events import Event, Free, RequestAdded, size, some
+from m1_single_request.output_events import Finish, Result
 from tests.m1_single_request.engines import MakeEngine, drain, greedy, scripted, unfinished
 from tests.m1_single_request.event_examples import DECODE, EXAMPLES, GREEDY, PREFILL, STARTED, STEP, finish, result
 

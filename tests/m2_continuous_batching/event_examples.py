@@ -62,7 +62,7 @@ EXAMPLES: dict[Event, list[str]] = {
         "3 others behind it",
         "no KV memory for its 40 tokens",
     ],
-    LeftOut(rids=("a", "b"), max_num_batched_tokens=2048): ["No token for a, b", "budget of 2,048"],
+    LeftOut(rids=("a", "b"), available=2048): ["No token for a, b", "budget of 2,048"],
     BATCH: [
         "3 requests",
         "1 prefill of 12 tokens and 2 decodes of 1 token",

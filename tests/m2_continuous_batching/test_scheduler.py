@@ -216,7 +216,7 @@ def test_whom_the_budget_left_out_runs_before_anybody_is_admitted() -> None:
     bed.add(3, max_tokens=9), bed.add(4)
     assert bed.step().counts == {"r2": 3, old: 1}, "prompts first, then as many as the budget has left"
     (left_out,) = bed.events("left_out")
-    assert (left_out.rids, left_out.max_num_batched_tokens) == ((other,), 4)
+    assert (left_out.rids, left_out.available) == ((other,), 4)
     assert other in left_out.explain()
     assert bed.step().counts == {other: 1, old: 1, "r2": 1}, "r3 needs 4, and 3 are left"
     assert bed.step().counts == {"r3": 4}, "nobody was left out, so it joins at once"

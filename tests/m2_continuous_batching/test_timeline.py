@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from m1_single_request.events import Finish, RequestAdded, StepDone
+from m1_single_request.events import RequestAdded, StepDone
+from m1_single_request.output_events import Finish
 from m2_continuous_batching import SamplingParams, TraceRecord
 from m2_continuous_batching.events import Batch, LeftOut
 from m2_continuous_batching.timeline import LEGEND, Timeline
@@ -69,7 +70,7 @@ def heard(*steps: Iterable[Any], first_step: int = 1) -> Timeline:
 
 STEPS = (
     (added("a"), added("b"), batch("ab")),
-    (added("c"), added("d"), LeftOut(rids=("b",), max_num_batched_tokens=8), batch("c", "a")),
+    (added("c"), added("d"), LeftOut(rids=("b",), available=8), batch("c", "a")),
     (batch("", "bca"), ended("a")),
     (batch("d", "bc"), ended("d"), ended("b")),
     (batch("", "c"), ended("c")),

@@ -58,7 +58,7 @@ def test_who_is_left_out_is_named_and_runs_first_in_the_next_step(make_engine: M
     engine.step()
     batches = recorder.events("batch")
     assert [batch.rids for batch in batches] == [("a", "b"), ("c", "a"), ("b", "a", "c")]
-    assert fields(recorder.events("left_out"), "rids", "max_num_batched_tokens") == [(("b",), 6)]
+    assert fields(recorder.events("left_out"), "rids", "available") == [(("b",), 6)]
     assert recorder.events("not_admitted")[-1].available == 5, "b's token comes before d's prompt"
     run(engine)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import m3_paged_attention
+from m1_single_request.model_loader import LoadedModel
 from m3_paged_attention import LLMEngine
-from m3_paged_attention.model_loader import LoadedModel, load_model
+from m3_paged_attention.model_loader import load_model
 from tests.m3_paged_attention.engines import MODES, MakeEngine, check_memory
 from tests.support.engines import EngineMaker
 

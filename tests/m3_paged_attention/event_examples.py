@@ -3,17 +3,8 @@
 import dataclasses
 
 from m1_single_request.trace_event import Event
-from m3_paged_attention.events import (
-    BackendChosen,
-    BlockCopied,
-    BlocksAllocated,
-    BlocksForked,
-    BlocksFreed,
-    BlocksSwapped,
-    KVSized,
-    KVUsage,
-    ThreadsChanged,
-)
+from m3_paged_attention.events import BackendChosen, KVSized, ThreadsChanged
+from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped, KVUsage
 from m3_paged_attention.scheduler_events import Admit, LeftOut, NotAdmitted, ParallelSampling, Preempted
 
 SIZED = KVSized(

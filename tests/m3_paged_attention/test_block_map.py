@@ -7,21 +7,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from m1_single_request.events import Event, Finish, RequestAdded, StepDone
+from m1_single_request.events import Event, RequestAdded, StepDone
+from m1_single_request.output_events import Finish
 from m2_continuous_batching.events import Batch
 from m3_paged_attention import SamplingParams, TraceConfig, TraceRecord
 from m3_paged_attention.block_map import Block, BlockMap, Frame
 from m3_paged_attention.demo_parts.block_map_facts import facts, highlights, longest_request, num_slots
 from m3_paged_attention.demo_parts.block_map_view import KEY, MOST_ROWS, draw
-from m3_paged_attention.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksForked,
-    BlocksFreed,
-    BlocksSwapped,
-    KVSized,
-    KVUsage,
-)
+from m3_paged_attention.events import KVSized
+from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped, KVUsage
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, Preempted
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting, unfinished
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from m1_single_request import DEFAULT_MODEL
+from m1_single_request.model_loader import LoadedModel
 from m2_continuous_batching.packed_linear import can_pack
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.metadata import AttentionMetadata
@@ -23,7 +24,7 @@ from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.linear import PlainLinear
-from m3_paged_attention.model_loader import LoadedModel, load_model
+from m3_paged_attention.model_loader import load_model
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.models.weights import dummy_weights
 from tests.equivalence.models import save_random_model

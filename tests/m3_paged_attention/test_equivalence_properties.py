@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention import KVCapacityError, ModelConfig, SamplingParams, row_sampler
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.torch_backend import TorchBackend
-from m3_paged_attention.model_loader import LoadedModel, load_model
+from m3_paged_attention.model_loader import load_model
 from tests.equivalence import answers
 from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.forced_preemption import ForcedPreemption

@@ -9,16 +9,9 @@ import torch
 from m1_single_request.trace_event import Event
 from m1_single_request.tracer import Tracer, TraceRecord
 from m3_paged_attention.errors import OutOfBlocksError
-from m3_paged_attention.events import (
-    BlockCopied,
-    BlocksAllocated,
-    BlocksForked,
-    BlocksFreed,
-    BlocksSwapped,
-    KVUsage,
-)
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
+from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped, KVUsage
 
 BLOCK = 4
 

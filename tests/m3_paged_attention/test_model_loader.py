@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from m1_single_request import DEFAULT_MODEL, ConfigError, ModelConfig as M1ModelConfig, ModelLoadError
-from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, load_model as m1_load_model
+from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, LoadedModel, load_model as m1_load_model
 from m3_paged_attention.config import ModelConfig
-from m3_paged_attention.model_loader import LoadedModel, load_model
+from m3_paged_attention.model_loader import load_model
 from m3_paged_attention.models.architecture import decoder_config
 from tests.equivalence.models import ARCHITECTURES, EVERY_61ST, save_random_model
 

@@ -21,11 +21,11 @@ from m3_paged_attention import (
     JsonlReader,
     LLMEngine,
     TraceConfig,
-    engine_core,
     events,
+    kv_events,
     scheduler_events,
 )
-from m3_paged_attention.events import BlocksForked
+from m3_paged_attention.kv_events import BlocksForked
 from tests.m3_paged_attention.engines import MakeEngine, Recorder, greedy, ids, run, setting, unfinished
 from tests.m3_paged_attention.event_examples import ADMIT, PREEMPTED, USAGE
 from tests.support.traces import chrome_bars, chrome_curves, fields, traced
@@ -259,11 +259,10 @@ def test_without_a_reader_no_event_is_built(
         raise AssertionError(f"{type(self).__name__} was built")
 
     engine = make_engine(**setting(5, blocks=12, block_size=2, mode=mode))
-    for module in (events, scheduler_events):
+    for module in (events, kv_events, scheduler_events):
         for value in vars(module).values():
             if inspect.isclass(value) and issubclass(value, Event) and value is not Event:
                 monkeypatch.setattr(value, "__init__", built)
-    monkeypatch.setattr(engine_core.EngineCore, "_trace_usage", built)
     for n in range(3):
         engine.add_request(ids(4 + n), greedy(9, n=1 + n), request_id=str(n))
     run(engine)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import m4_radix_cache
-from m3_paged_attention.model_loader import LoadedModel, load_model
+from m1_single_request.model_loader import LoadedModel
+from m3_paged_attention.model_loader import load_model
 from m4_radix_cache import LLMEngine
 from tests.m4_radix_cache.engines import CACHES, MakeEngine, check_memory
 from tests.support.engines import EngineMaker

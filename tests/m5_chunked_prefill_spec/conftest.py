@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import m5_chunked_prefill_spec
-from m3_paged_attention.model_loader import LoadedModel, load_model
+from m1_single_request.model_loader import LoadedModel
+from m3_paged_attention.model_loader import load_model
 from tests.m5_chunked_prefill_spec.engines import CACHES, MakeEngine, check_memory
 from tests.support.engines import EngineMaker
 

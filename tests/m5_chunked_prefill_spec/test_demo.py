@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from m1_single_request.events import Result
+from m1_single_request.output_events import Result
 from m5_chunked_prefill_spec import demo
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
 from m5_chunked_prefill_spec.demo_parts import guesses, streams

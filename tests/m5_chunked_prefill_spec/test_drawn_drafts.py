@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from m3_paged_attention.model_loader import LoadedModel
+from m1_single_request.model_loader import LoadedModel
 from m5_chunked_prefill_spec import (
     DEFAULT_MODEL,
     ConfigError,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import m6_multimodal_pd
-from m3_paged_attention.model_loader import LoadedModel as LoadedTextModel
+from m1_single_request.model_loader import LoadedModel as LoadedTextModel
 from m6_multimodal_pd import ModelConfig
 from m6_multimodal_pd.model_loader import LoadedModel, load_model
 from tests.m5_chunked_prefill_spec.conftest import save_noisy

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import m6_multimodal_pd
-from m3_paged_attention.model_loader import LoadedModel as LoadedTextModel
+from m1_single_request.model_loader import LoadedModel as LoadedTextModel
 from m6_multimodal_pd import InvalidRequestError, SamplingParams
 from m6_multimodal_pd.model_loader import LoadedModel
 from tests.m5_chunked_prefill_spec.conftest import PairMaker

@@ -84,7 +84,7 @@ class Reads:
             for argument in given:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     self.attributes[argument.value].append(Place(module, node.lineno))
-        if last_name(called) == "partial" and given:
+        if last_name(called) in ("partial", "emit") and given:  # the first argument is called with the others
             called, given = given[0], given[1:]
         some = any(isinstance(argument, ast.Starred) for argument in given)
         keywords = frozenset(keyword.arg for keyword in node.keywords)

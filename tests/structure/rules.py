@@ -5,13 +5,13 @@ A finding is a line for people: where, and what is wrong. An empty list means th
 
 import ast
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from tests.structure.sources import FUNCTIONS, Class, FunctionNode, Module, Source
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 PICKLES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
-FACTORY_MARK = "built only for a reader"
 
 
 def sizes_are_kept(source: Source) -> list[str]:
@@ -61,24 +61,21 @@ def nothing_prints_or_pickles(source: Source) -> list[str]:
     return found
 
 
-def events_cost_nothing_unread(source: Source) -> list[str]:
-    """Every event is built under `if tracer:`, in the same function.
+def events_are_built_by_the_tracer(source: Source) -> list[str]:
+    """The tracer builds every event: a call site passes a factory to `emit` and does not test for a reader.
 
-    A function may build one for its caller if its docstring says "built only for a reader"; then everything that
-    mentions the function stands under such a test.
+    An event is constructed only in a module of events, by a classmethod or a function of it.
     """
     events = {name for name, cls in source.classes.items() if source.is_a(cls, "Event")}
-    factories = {f"{m.name}.{f.name}" for m in source.modules.values() for f in _functions(m) if _is_factory(f)}
     found = []
     for module in source.modules.values():
+        if module.name.endswith(("events", "trace_event")):
+            continue
         for node, parents in _with_parents(module.tree):
             if isinstance(node, ast.Call) and source.full_name(module, node.func) in events:
-                inside_factory = any(isinstance(p, FUNCTIONS) and _is_factory(p) for p in parents)
-                if not inside_factory and not _under_tracer(node, parents):
-                    found.append(f"{_at(module, node)}: {ast.unparse(node.func)} is built without a test of the tracer")
-            is_read = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
-            if is_read and source.full_name(module, node) in factories and not _under_tracer(node, parents):
-                found.append(f"{_at(module, node)}: {ast.unparse(node)} is used without a test of the tracer")
+                found.append(f"{_at(module, node)}: {ast.unparse(node.func)} is built here, not by the tracer")
+            if _is_tracer(node) and _is_tested(node, parents[0]):
+                found.append(f"{_at(module, node)}: tests whether there is a reader")
     return found
 
 
@@ -86,7 +83,7 @@ RULES = (
     sizes_are_kept,
     docstrings_are_there,
     nothing_prints_or_pickles,
-    events_cost_nothing_unread,
+    events_are_built_by_the_tracer,
 )
 
 
@@ -117,18 +114,6 @@ def _num_statements(node: FunctionNode) -> int:
     return sum(isinstance(inner, ast.stmt) for statement in node.body for inner in ast.walk(statement))
 
 
-def _functions(module: Module) -> list[FunctionNode]:
-    return [node for node in module.tree.body if isinstance(node, FUNCTIONS)]
-
-
-def _is_factory(node: FunctionNode) -> bool:
-    """Whether it only makes an event for its caller: it says so, and its last statement returns a call."""
-    if FACTORY_MARK not in (ast.get_docstring(node) or ""):
-        return False
-    last = node.body[-1]
-    return isinstance(last, ast.Return) and isinstance(last.value, ast.Call)
-
-
 def _with_parents(tree: ast.AST, parents: tuple[ast.AST, ...] = ()) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
     """Every node with the nodes around it, innermost first."""
     yield tree, parents
@@ -136,20 +121,14 @@ def _with_parents(tree: ast.AST, parents: tuple[ast.AST, ...] = ()) -> Iterator[
         yield from _with_parents(child, (tree, *parents))
 
 
-def _under_tracer(node: ast.AST, parents: tuple[ast.AST, ...]) -> bool:
-    """Whether `node` runs only if a tracer is true, by an `if` of the same function."""
-    for parent in parents:
-        if isinstance(parent, ast.If) and node in parent.body and _tests_tracer(parent.test):
-            return True
-        if isinstance(parent, (*FUNCTIONS, ast.Lambda)):
-            return False
-        node = parent
-    return False
-
-
-def _tests_tracer(test: ast.expr) -> bool:
-    """`tracer`, `self.tracer`, or several conditions of which one is that."""
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return any(_tests_tracer(value) for value in test.values)
-    name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
+def _is_tracer(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:
+    """Return whether this is `tracer`, `self.tracer` or `self._tracer`."""
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     return name.lstrip("_") == "tracer"
+
+
+def _is_tested(node: ast.expr, parent: ast.AST) -> bool:
+    """Return whether `parent` is a condition, or a part of one, that depends on `node` itself."""
+    if isinstance(parent, ast.If | ast.IfExp | ast.While):
+        return parent.test is node
+    return isinstance(parent, ast.BoolOp | ast.Compare | ast.UnaryOp)

@@ -107,49 +107,48 @@ def test_a_demo_prints_and_a_console_is_no_print() -> None:
 # --- events -----------------------------------------------------------------------------------------------------------
 
 EVENTS = "class Event: pass\nclass Detail(Event): pass\nclass Admit(Detail): pass\nclass Number: pass"
-BUILT_BLINDLY = {
-    "no test": "def f(tracer):\n    tracer.emit(Admit())",
-    "the other branch": "def f(tracer):\n    if tracer:\n        pass\n    else:\n        tracer.emit(Admit())",
-    "a test of something else": "def f(tracer, x):\n    if x:\n        tracer.emit(Admit())",
-    "or": "def f(tracer, x):\n    if tracer or x:\n        tracer.emit(Admit())",
-    "not": "def f(tracer):\n    if not tracer:\n        tracer.emit(Admit())",
-    "is not None": "def f(tracer):\n    if tracer is not None:\n        tracer.emit(Admit())",
-    "an early return": "def f(tracer):\n    if not tracer:\n        return\n    tracer.emit(Admit())",
-    "a test around the function": "if tracer:\n    def f(tracer):\n        return Admit()",
-    "a lambda": "def f(tracer):\n    if tracer:\n        return lambda: Admit()",
-    "in the test itself": "def f(tracer):\n    if tracer and Admit():\n        pass",
+BUILT_HERE = {
+    "at the call": "def f(tracer):\n    tracer.emit(Admit())",
+    "a lambda": "def f(tracer):\n    tracer.emit(lambda: Admit())",
+    "a helper": "def f(x):\n    return Admit(x)",
     "another name": "from m1_x.events import Admit as A\ndef f(tracer):\n    tracer.emit(A())",
     "by its module": "from m1_x import events\ndef f(tracer):\n    tracer.emit(events.Admit())",
 }
-BUILT_FOR_A_READER = {
-    "tracer": "def f(tracer):\n    if tracer:\n        tracer.emit(Admit())",
-    "self.tracer": "def f(self):\n    if self.tracer:\n        for x in y:\n            self.tracer.emit(Admit())",
-    "and": "def f(self, x):\n    if x > 1 and self.tracer:\n        self.tracer.emit(Admit())",
-    "no event": "def f(x):\n    return Number() if isinstance(x, Admit) else Other()",
+TESTED = {
+    "if": "def f(tracer):\n    if tracer:\n        tracer.emit(Admit)",
+    "an attribute": "def f(self):\n    if self._tracer:\n        self._tracer.emit(Admit)",
+    "and": "def f(self, x):\n    if x > 1 and self.tracer:\n        self.tracer.emit(Admit)",
+    "not": "def f(tracer):\n    if not tracer:\n        return",
+    "an expression": "def f(tracer):\n    return 1 if tracer else 2",
+    "is not None": "def f(tracer):\n    if tracer is not None:\n        tracer.emit(Admit)",
 }
-FACTORY = 'def make(x):\n    """The event; built only for a reader."""\n    y = x + 1\n    return Admit(y)\n'
+BUILT_BY_THE_TRACER = {
+    "the class": "def f(tracer):\n    tracer.emit(Admit, rid='a')",
+    "a factory": "def f(self, x):\n    if x:\n        self.tracer.emit(Admit.of, x)",
+    "no event": "def f(x):\n    return Number() if isinstance(x, Admit) else Other()",
+    "another attribute": "def f(self):\n    return self.tracer.step if self.tracer.step else 0",
+}
 
 
-def event_findings(code: str) -> list[str]:
+def event_findings(code: str, name: str = "m2_y.scheduler") -> list[str]:
     code = f"from m1_x.events import Admit, Number\n{code}"
-    return findings(rules.events_cost_nothing_unread, code, m1_x__events=EVENTS)
+    return findings(rules.events_are_built_by_the_tracer, code, name=name, m1_x__events=EVENTS)
 
 
-@pytest.mark.parametrize("code", BUILT_BLINDLY.values(), ids=BUILT_BLINDLY)
-def test_an_event_built_without_a_reader_is_found(code: str) -> None:
+@pytest.mark.parametrize("code", BUILT_HERE.values(), ids=BUILT_HERE)
+def test_an_event_that_the_tracer_does_not_build_is_found(code: str) -> None:
     assert len(event_findings(code)) == 1
 
 
-@pytest.mark.parametrize("code", BUILT_FOR_A_READER.values(), ids=BUILT_FOR_A_READER)
-def test_an_event_built_under_a_test_of_the_tracer_is_fine(code: str) -> None:
+def test_a_module_of_events_builds_them() -> None:
+    assert event_findings(BUILT_HERE["a helper"], name="m2_y.kv_events") == []
+
+
+@pytest.mark.parametrize("code", TESTED.values(), ids=TESTED)
+def test_a_test_for_a_reader_is_found(code: str) -> None:
+    assert len(event_findings(code)) == 1
+
+
+@pytest.mark.parametrize("code", BUILT_BY_THE_TRACER.values(), ids=BUILT_BY_THE_TRACER)
+def test_an_event_that_the_tracer_builds_is_fine(code: str) -> None:
     assert event_findings(code) == []
-
-
-def test_a_function_that_makes_an_event_is_called_under_a_test_of_the_tracer() -> None:
-    assert event_findings(f"{FACTORY}def f(tracer):\n    if tracer:\n        tracer.emit(make(1))") == []
-    (line,) = event_findings(f"{FACTORY}def f(tracer):\n    tracer.emit(make(1))")
-    assert line.startswith("m2_y.scheduler:7: make is used")
-
-
-def test_a_function_that_makes_an_event_and_does_not_say_so_is_found() -> None:
-    assert len(event_findings(FACTORY.replace("built only for a reader", "made"))) == 1

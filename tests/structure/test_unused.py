@@ -125,6 +125,7 @@ GIVEN = {
     "as one of many": "def f(x=1): return x\nf(*[2])",
     "in a mapping": "def f(x=1): return x\nf(**{})",
     "by partial": "from functools import partial\ndef f(a, x=1): return x\npartial(f, x=2)",
+    "by the tracer": "def f(a, x=1): return x\ntracer.emit(f, 0, x=2)",
     "to an entry of a table": "class A:\n    def __init__(self, x=1): self.x = x\nPARTS = {'a': A}\nPARTS['a'](x=2)",
     "to a class in a variable": "class A:\n    def __init__(self, x=1): self.x = x\ndef g(made): made(x=2)\ng(A)",
     "by super": (

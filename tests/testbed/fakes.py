@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Qwen3Config
 
 from m1_single_request import ModelConfig, SamplingParams
 from m1_single_request.detokenizer import IncrementalDetokenizer
@@ -87,13 +88,17 @@ def fake_model_loader(max_model_len: int = 256) -> Any:
     def load(config: ModelConfig) -> LoadedModel:
         return LoadedModel(
             name="fake",
-            model=None,  # type: ignore[arg-type]
+            architecture="Qwen3ForCausalLM",
+            config=Qwen3Config(vocab_size=VOCAB_SIZE),
+            model=None,
             tokenizer=FakeTokenizer(),  # type: ignore[arg-type]
             device=CPU,
             dtype=torch.float32,
+            named_dtype=torch.float32,
             eos_token_ids=frozenset({EOS}),
             max_model_len=max_model_len,
-            vocab_size=VOCAB_SIZE,
+            num_parameters=0,
+            weight_bytes=0,
         )
 
     return load
