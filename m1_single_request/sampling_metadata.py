@@ -1,15 +1,13 @@
 """The sampling parameters of a batch as tensors: one row per request that gets a token in this step.
 
 m1 builds them again for every step. A tensor that no row uses is None, so the sampler skips it without a device
-synchronisation. vLLM: `SamplingMetadata`; SGLang: `SamplingBatchInfo`, which is kept across steps (m4, with the same
-functions).
+synchronisation. vLLM: `SamplingMetadata`; SGLang: `SamplingBatchInfo`, which is kept across steps (m4).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,39 +16,6 @@ from m1_single_request.sampling_params import SamplingParams
 
 MIN_REPETITION_PENALTY = 1e-30  # smaller ones would be zero in float32
 MAX_TEMPERATURE = 1e30  # beyond this all tokens are equally likely anyway, and float32 ends at 3.4e38
-
-
-NUMBERS = np.dtype(
-    [
-        ("greedy", np.bool_),
-        ("temperature", np.float32),  # 1 in greedy rows, whose filters keep every token
-        ("min_p", np.float32),
-        ("top_k", np.int64),  # the vocabulary size where all tokens are kept
-        ("top_p", np.float32),
-        ("penalised", np.bool_),  # True if any of the next three changes a logit
-        ("repetition_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("presence_penalty", np.float32),
-    ]
-)
-"""The numeric sampling parameters of one row."""
-
-
-def numbers_of(params: Sequence[SamplingParams], vocab_size: int) -> np.ndarray:
-    """Return the parameters as `NUMBERS`, one record per row."""
-    return np.array([(*_choice(p, vocab_size), *_penalties(p)) for p in params], dtype=NUMBERS)
-
-
-def _choice(params: SamplingParams, vocab_size: int) -> tuple[bool, float, float, int, float]:
-    if params.is_greedy:
-        return True, 1.0, 0.0, vocab_size, 1.0
-    top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-    return False, min(params.temperature, MAX_TEMPERATURE), params.min_p, top_k, params.top_p
-
-
-def _penalties(params: SamplingParams) -> tuple[bool, float, float, float]:
-    repetition = max(params.repetition_penalty, MIN_REPETITION_PENALTY)
-    return params.has_penalties, repetition, params.frequency_penalty, params.presence_penalty
 
 
 @dataclass(frozen=True)
@@ -63,13 +28,6 @@ class SamplingRow:
     output_token_ids: Sequence[int]
     stop_ids: frozenset[int] = frozenset()
     """Ids that cannot be sampled while the output has fewer than `min_tokens` tokens."""
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """True for a greedy row with unmodified logits and without logprobs."""
-        params = self.params
-        modified = params.has_penalties or params.logit_bias or params.min_tokens
-        return params.is_greedy and not modified and params.logprobs is None
 
 
 @dataclass(frozen=True)
@@ -90,83 +48,48 @@ class SamplingMetadata:
     num_logprobs: tuple[int | None, ...]
 
     @classmethod
-    @lru_cache
-    def plain(cls, num_rows: int, device: torch.device) -> "SamplingMetadata":
-        """Return the metadata of `num_rows` plain rows (`SamplingRow.is_plain`).
-
-        Plain rows have equal parameters, so the result is cached per number of rows.
-        """
-        return cls(
-            greedy=torch.ones(num_rows, dtype=torch.bool, device=device),
-            all_greedy=True,
-            temperature=torch.ones(num_rows, device=device),
-            uniforms=None,
-            min_p=None,
-            top_k=None,
-            top_p=None,
-            bias=None,
-            penalties=None,
-            seen=None,
-            output_counts=None,
-            num_logprobs=(None,) * num_rows,
-        )
-
-    @classmethod
     def from_rows(cls, rows: Sequence[SamplingRow], *, vocab_size: int, device: torch.device) -> "SamplingMetadata":
-        """Build the tensors from the parameters of all rows."""
+        """Build the tensors from the parameters of all rows, one or more."""
         params = [row.params for row in rows]
-        numbers = numbers_of(params, vocab_size)
-        return cls.from_numbers(
-            numbers,
-            num_logprobs=tuple(p.logprobs for p in params),
-            vocab_size=vocab_size,
-            device=device,
-            uniforms=None if numbers["greedy"].all() else _draws(rows, device),
-            bias=bias_of(rows, vocab_size, device),
-            seen=seen_by(rows, vocab_size, device),
-            output_counts=output_counts_of(rows, vocab_size, device),
-        )
+        greedy = [p.is_greedy for p in params]
+        temperature, min_p, top_k, top_p = zip(*(choice_of(p, vocab_size) for p in params), strict=True)
+        has_penalties, penalties = any([p.has_penalties for p in params]), None
+        draws = None if all(greedy) else uniforms([r.seed for r in rows], [len(r.output_token_ids) for r in rows])
 
-    @classmethod
-    def from_numbers(
-        cls,
-        numbers: np.ndarray,
-        *,
-        num_logprobs: tuple[int | None, ...],
-        vocab_size: int,
-        device: torch.device,
-        uniforms: Tensor | None,
-        bias: Tensor | None,
-        seen: Tensor | None,
-        output_counts: Tensor | None,
-    ) -> "SamplingMetadata":
-        """Build the tensors from `NUMBERS` `[rows]`; the caller passes those that depend on the tokens so far."""
+        def tensor(values: Sequence[Any], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
 
-        def column(name: str) -> Tensor:
-            return torch.from_numpy(numbers[name].copy()).to(device)
-
-        def penalties() -> tuple[Tensor, Tensor, Tensor]:
-            return column("repetition_penalty"), column("frequency_penalty"), column("presence_penalty")
-
+        if has_penalties:
+            repetition, frequency, presence = zip(*(penalties_of(p) for p in params), strict=True)
+            penalties = tensor(repetition), tensor(frequency), tensor(presence)
         return cls(
-            greedy=column("greedy"),
-            all_greedy=bool(numbers["greedy"].all()),
-            temperature=column("temperature"),
-            uniforms=uniforms,
-            min_p=column("min_p") if (numbers["min_p"] > 0).any() else None,
-            top_k=column("top_k") if (numbers["top_k"] < vocab_size).any() else None,
-            top_p=column("top_p") if (numbers["top_p"] < 1).any() else None,
-            bias=bias,
-            penalties=penalties() if numbers["penalised"].any() else None,
-            seen=seen,
-            output_counts=output_counts,
-            num_logprobs=num_logprobs,
+            greedy=tensor(greedy, torch.bool),
+            all_greedy=all(greedy),
+            temperature=tensor(temperature),
+            uniforms=None if draws is None else torch.from_numpy(draws).to(device),
+            min_p=tensor(min_p) if any(min_p) else None,
+            top_k=tensor(top_k, torch.int64) if min(top_k) < vocab_size else None,
+            top_p=tensor(top_p) if min(top_p) < 1 else None,
+            bias=bias_of(rows, vocab_size, device),
+            penalties=penalties,
+            seen=seen_by(rows, vocab_size, device) if has_penalties else None,
+            output_counts=output_counts_of(rows, vocab_size, device) if has_penalties else None,
+            num_logprobs=tuple([p.logprobs for p in params]),
         )
 
 
-def _draws(rows: Sequence[SamplingRow], device: torch.device) -> Tensor:
-    draws = uniforms([row.seed for row in rows], [len(row.output_token_ids) for row in rows])
-    return torch.from_numpy(draws).to(device)
+def choice_of(params: SamplingParams, vocab_size: int) -> tuple[float, float, int, float]:
+    """Return temperature, min_p, top_k and top_p of a row: values that keep every token if it is greedy."""
+    if params.is_greedy:
+        return 1.0, 0.0, vocab_size, 1.0
+    top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+    return min(params.temperature, MAX_TEMPERATURE), params.min_p, top_k, params.top_p
+
+
+def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+    """Return the repetition, frequency and presence penalty of a row."""
+    repetition = max(params.repetition_penalty, MIN_REPETITION_PENALTY)
+    return repetition, params.frequency_penalty, params.presence_penalty
 
 
 def bias_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
@@ -175,7 +98,7 @@ def bias_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) 
     It is `logit_bias`, and -inf for stop ids before `min_tokens`.
     """
     blocked = [row.stop_ids if len(row.output_token_ids) < row.params.min_tokens else frozenset() for row in rows]
-    if not any(blocked) and not any(row.params.logit_bias for row in rows):
+    if not any(blocked) and not any([row.params.logit_bias for row in rows]):
         return None
     bias = torch.zeros(len(rows), vocab_size)
     for i, row in enumerate(rows):
@@ -185,13 +108,8 @@ def bias_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) 
     return bias.to(device)
 
 
-def seen_by(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
-    """Return a mask of the tokens in prompt or output, bool `[rows, vocab]`; None if no row has penalties.
-
-    It is False in rows without penalties.
-    """
-    if not any(row.params.has_penalties for row in rows):
-        return None
+def seen_by(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor:
+    """Return a mask of the tokens in prompt or output, bool `[rows, vocab]`; False in rows without penalties."""
     seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
     for i, row in enumerate(rows):
         if row.params.has_penalties:
@@ -199,10 +117,8 @@ def seen_by(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) 
     return seen.to(device)
 
 
-def output_counts_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor | None:
-    """Return the count of each token in the output, float32 `[rows, vocab]`; zeros and None as in `seen_by`."""
-    if not any(row.params.has_penalties for row in rows):
-        return None
+def output_counts_of(rows: Sequence[SamplingRow], vocab_size: int, device: torch.device) -> Tensor:
+    """Return the count of each token in the output, float32 `[rows, vocab]`; 0 in rows without penalties."""
     counts = torch.zeros(len(rows), vocab_size)
     for i, row in enumerate(rows):
         if row.params.has_penalties and row.output_token_ids:

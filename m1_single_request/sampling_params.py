@@ -8,6 +8,7 @@ ids within the vocabulary) are checked later, by `InputProcessor`.
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from m1_single_request.errors import InvalidParamsError, is_unicode, shown
 
@@ -89,12 +90,12 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         """True if the most likely token is taken, without a random draw."""
         return self.temperature < GREEDY_EPSILON
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         """True if any penalty changes the logits."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1

@@ -22,14 +22,14 @@ from m1_single_request.llm_engine import LLMEngine as AnyEngine
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.config import SchedulerConfig
-from m2_continuous_batching.llm_engine import LLMEngine
-from m2_continuous_batching.static_batching import (
+from m2_continuous_batching.demo_static_batching import (
     Workload,
     compare,
     comparison_table,
     make_workload,
     what_it_shows,
 )
+from m2_continuous_batching.llm_engine import LLMEngine
 from m2_continuous_batching.timeline import Timeline
 from m2_continuous_batching.timeline_facts import facts
 

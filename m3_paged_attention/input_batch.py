@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from m1_single_request.sampling_metadata import SamplingRow
+from m3_paged_attention.row_sampler import SamplingRow
 from m3_paged_attention.scheduler_output import NewRequestData, SchedulerOutput
 
 

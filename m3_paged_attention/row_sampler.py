@@ -6,6 +6,7 @@ only tokens are returned. vLLM: `_sample` in `v1/worker/gpu_model_runner.py`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from m1_single_request.errors import ForwardError
 from m1_single_request.output_events import Sampled
 from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs
-from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow as SingleSamplingRow
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.sampling_step import impossible_row, not_finite, suspect_rows
 from m1_single_request.tracer import Tracer
@@ -44,6 +45,15 @@ class SamplingBatch(Protocol):
         ...
 
 
+class SamplingRow(SingleSamplingRow):
+    """m1's row, with `is_plain`."""
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if the row takes the best token of the unmodified logits, without logprobs."""
+        return is_plain(self.params)
+
+
 @dataclass(frozen=True)
 class SamplingRows:
     """The rows of one step."""
@@ -61,10 +71,24 @@ class SamplingRows:
         return [len(row.output_token_ids) for row in self.rows]
 
     def metadata(self) -> SamplingMetadata:
-        """Return all rows as tensors, cached ones if all rows are plain (`SamplingRow.is_plain`)."""
+        """Return all rows as tensors, cached ones if all rows are plain."""
         if all([row.is_plain for row in self.rows]):
-            return SamplingMetadata.plain(len(self.rows), self.device)
+            return plain_metadata(len(self.rows), self.device)
         return SamplingMetadata.from_rows(self.rows, vocab_size=self.vocab_size, device=self.device)
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Return whether a row takes the best token of the unmodified logits, without logprobs."""
+    modified = params.has_penalties or params.logit_bias or params.min_tokens
+    return params.is_greedy and not modified and params.logprobs is None
+
+
+@lru_cache
+def plain_metadata(num_rows: int, device: torch.device) -> SamplingMetadata:
+    """Return the metadata of `num_rows` plain rows, which have equal parameters: it is cached per number of rows."""
+    return SamplingMetadata.from_rows(
+        [SamplingRow(SamplingParams(), 0, (), ())] * num_rows, vocab_size=1, device=device
+    )
 
 
 class SampledRows(NamedTuple):

@@ -21,11 +21,69 @@ from m1_single_request.sampling_metadata import (
     SamplingMetadata,
     SamplingRow,
     bias_of,
-    numbers_of,
+    choice_of,
     output_counts_of,
+    penalties_of,
     seen_by,
 )
 from m1_single_request.sampling_params import SamplingParams
+from m3_paged_attention.row_sampler import is_plain, plain_metadata
+
+NUMBERS = np.dtype(
+    [
+        ("greedy", np.bool_),
+        ("temperature", np.float32),  # 1 in greedy rows, whose filters keep every token
+        ("min_p", np.float32),
+        ("top_k", np.int64),  # the vocabulary size where all tokens are kept
+        ("top_p", np.float32),
+        ("penalised", np.bool_),  # True if any of the next three changes a logit
+        ("repetition_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("presence_penalty", np.float32),
+    ]
+)
+"""The numeric sampling parameters of one row."""
+
+
+def numbers_of(params: SequenceOf[SamplingParams], vocab_size: int) -> np.ndarray:
+    """Return the parameters as `NUMBERS`, one record per row."""
+    rows = [(p.is_greedy, *choice_of(p, vocab_size), p.has_penalties, *penalties_of(p)) for p in params]
+    return np.array(rows, dtype=NUMBERS)
+
+
+def metadata_of(
+    numbers: np.ndarray,
+    *,
+    num_logprobs: tuple[int | None, ...],
+    vocab_size: int,
+    device: torch.device,
+    uniforms: Tensor | None,
+    bias: Tensor | None,
+    seen: Tensor | None,
+    output_counts: Tensor | None,
+) -> SamplingMetadata:
+    """Build the tensors from `NUMBERS` `[rows]`; the caller passes those that depend on the tokens so far."""
+
+    def column(name: str) -> Tensor:
+        return torch.from_numpy(numbers[name].copy()).to(device)
+
+    def penalties() -> tuple[Tensor, Tensor, Tensor]:
+        return column("repetition_penalty"), column("frequency_penalty"), column("presence_penalty")
+
+    return SamplingMetadata(
+        greedy=column("greedy"),
+        all_greedy=bool(numbers["greedy"].all()),
+        temperature=column("temperature"),
+        uniforms=uniforms,
+        min_p=column("min_p") if (numbers["min_p"] > 0).any() else None,
+        top_k=column("top_k") if (numbers["top_k"] < vocab_size).any() else None,
+        top_p=column("top_p") if (numbers["top_p"] < 1).any() else None,
+        bias=bias,
+        penalties=penalties() if numbers["penalised"].any() else None,
+        seen=seen,
+        output_counts=output_counts,
+        num_logprobs=num_logprobs,
+    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,6 +136,7 @@ class SamplingBatchInfo:
             for req in reqs
         ]
         params = [row.params for row in rows]
+        has_penalties = any(p.has_penalties for p in params)
         blocked_until = [row.params.min_tokens if row.stop_ids else 0 for row in rows]
         return cls(
             vocab_size=vocab_size,
@@ -86,11 +145,11 @@ class SamplingBatchInfo:
             seeds=[row.seed for row in rows],
             positions=np.array([len(row.output_token_ids) for row in rows], dtype=np.int64),
             numbers=numbers_of(params, vocab_size),
-            plain=np.array([row.is_plain for row in rows], dtype=np.bool_),
+            plain=np.array([is_plain(p) for p in params], dtype=np.bool_),
             blocked_until=np.array(blocked_until, dtype=np.int64),
             bias=bias_of(rows, vocab_size, device),
-            seen=seen_by(rows, vocab_size, device),
-            output_counts=output_counts_of(rows, vocab_size, device),
+            seen=seen_by(rows, vocab_size, device) if has_penalties else None,
+            output_counts=output_counts_of(rows, vocab_size, device) if has_penalties else None,
         )
 
     def __len__(self) -> int:
@@ -99,12 +158,12 @@ class SamplingBatchInfo:
     def metadata(self) -> SamplingMetadata:
         """This step's parameters for the sampler. Valid until `advance`, which writes on in the same tensors."""
         if self.is_plain:
-            return SamplingMetadata.plain(len(self), self.device)
+            return plain_metadata(len(self), self.device)
         draws = None
         if not self.numbers["greedy"].all():
             draws = torch.from_numpy(uniforms(self.seeds, self.positions.tolist())).to(self.device)
         if self._newest is None:
-            self._newest = SamplingMetadata.from_numbers(
+            self._newest = metadata_of(
                 self.numbers,
                 num_logprobs=tuple(p.logprobs for p in self.params),
                 vocab_size=self.vocab_size,

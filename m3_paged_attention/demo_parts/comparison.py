@@ -20,7 +20,7 @@ from m1_single_request.events import size, some
 from m1_single_request.llm_engine import LLMEngine as AnyEngine
 from m1_single_request.outputs import RequestOutput
 from m2_continuous_batching import LLMEngine as SlotEngine, SchedulerConfig as SlotSchedulerConfig
-from m2_continuous_batching.static_batching import Workload
+from m2_continuous_batching.demo_static_batching import Workload
 from m3_paged_attention.llm_engine import LLMEngine
 
 WIDE, TIGHT, PAGED = "m2, as many", "m2, same bytes", "m3"

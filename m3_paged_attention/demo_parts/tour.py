@@ -17,8 +17,8 @@ from rich.text import Text
 from m1_single_request.config import TraceConfig
 from m1_single_request.events import size, some
 from m1_single_request.sampling_params import SamplingParams
+from m2_continuous_batching.demo_static_batching import Workload, make_workload
 from m2_continuous_batching.demo_tour import FIRST, LATE_AFTER, Story, answers_table, make_story, run_story
-from m2_continuous_batching.static_batching import Workload, make_workload
 from m3_paged_attention.block_map import BlockMap, Frame
 from m3_paged_attention.config import CacheConfig, ModelConfig, SchedulerConfig
 from m3_paged_attention.demo_parts.block_map_facts import facts, highlights, num_slots

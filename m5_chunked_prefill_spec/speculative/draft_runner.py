@@ -26,14 +26,13 @@ from m1_single_request.draws import uniforms
 from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import best_tokens, distribution, draw
-from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.models.decoder import Decoder
 from m3_paged_attention.profiling import kv_cache_spec_of
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
-from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo, metadata_of
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import milliseconds
 from m5_chunked_prefill_spec.forward_batch import (
@@ -185,7 +184,7 @@ class DraftRunner:
             return best, None
         plain = numbers.copy()
         plain["penalised"] = False
-        metadata = SamplingMetadata.from_numbers(
+        metadata = metadata_of(
             plain,
             num_logprobs=(None,) * len(rows),
             vocab_size=logits.shape[-1],

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from m1_single_request.draws import uniforms
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow, bias_of
-from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+from m3_paged_attention.row_sampler import plain_metadata
+from m4_radix_cache.sampling_batch_info import SamplingBatchInfo, metadata_of
 
 
 def metadata_of_rows(
@@ -21,7 +22,7 @@ def metadata_of_rows(
 ) -> SamplingMetadata:
     """`counts[i]` rows for the i-th row of `info`: for the next token, for the one after the first guess, and so on."""
     if info.is_plain:
-        return SamplingMetadata.plain(sum(counts), info.device)
+        return plain_metadata(sum(counts), info.device)
     repeats = np.array(counts)
     owners = np.repeat(np.arange(len(repeats)), repeats)
     offsets = np.arange(len(owners)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
@@ -33,7 +34,7 @@ def metadata_of_rows(
         draws = torch.from_numpy(uniforms(seeds, positions.tolist())).to(info.device)
     index = torch.from_numpy(owners).to(info.device)
     seen, output_counts = _history(info, index, numbers, owners, offsets, guesses)
-    return SamplingMetadata.from_numbers(
+    return metadata_of(
         numbers,
         num_logprobs=tuple(info.params[i].logprobs for i in owners),
         vocab_size=info.vocab_size,

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from m2_continuous_batching import EngineError, SamplingParams
-from m2_continuous_batching.static_batching import (
+from m2_continuous_batching.demo_static_batching import (
     Measurement,
     Workload,
     compare,

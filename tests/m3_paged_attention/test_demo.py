@@ -15,8 +15,8 @@ from rich.console import Console
 
 from m1_single_request import demo as m1_demo
 from m1_single_request.errors import EngineError
+from m2_continuous_batching.demo_static_batching import Workload
 from m2_continuous_batching.demo_tour import LATE_AFTER, make_story
-from m2_continuous_batching.static_batching import Workload
 from m3_paged_attention import DEFAULT_MODEL, SamplingParams, TraceConfig, demo
 from m3_paged_attention.block_map import BlockMap
 from m3_paged_attention.demo_parts import tour as demo_tour

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from m1_single_request import SamplingParams
-from m1_single_request.sampling_metadata import SamplingRow
 from m2_continuous_batching.scheduler_output import CachedRequestData
 from m3_paged_attention.input_batch import BatchRow, InputBatch
+from m3_paged_attention.row_sampler import SamplingRow
 from m3_paged_attention.scheduler_output import NewRequestData, ResumedReqData, SchedulerOutput
 
 BLOCK_SIZE = 4

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1_single_request.errors import ForwardError
 from m1_single_request.sampler import Sampler, apply_penalties
-from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.tracer import Tracer, TraceRecord
-from m3_paged_attention.row_sampler import RowSampler, SamplingRows
+from m3_paged_attention.row_sampler import RowSampler, SamplingRow, SamplingRows, plain_metadata
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 
 CPU = torch.device("cpu")
@@ -89,7 +89,10 @@ def check(info: SamplingBatchInfo, reqs: Sequence[Req]) -> None:
     assert info.seeds == [row.seed for row in rows]
     assert info.positions.tolist() == [len(row.output_token_ids) for row in rows]
     assert info.is_plain == all(row.is_plain for row in rows)
-    check_same(info.metadata(), SamplingMetadata.from_rows(rows, vocab_size=VOCAB, device=CPU))
+    metadata = info.metadata()
+    assert len(metadata.greedy) == len(rows)
+    if rows:
+        check_same(metadata, SamplingMetadata.from_rows(rows, vocab_size=VOCAB, device=CPU))
 
 
 def check_same(found: SamplingMetadata, expected: SamplingMetadata) -> None:
@@ -305,7 +308,7 @@ def torch_operations() -> Iterator[list[str]]:
 def test_a_plain_batch_asks_nothing_of_torch() -> None:
     info, more = info_of(*[Req()] * 5), info_of(*[Req()] * 3)
     for size in (8, 7):
-        SamplingMetadata.plain(size, CPU)  # made once in a process
+        plain_metadata(size, CPU)  # made once in a process
     with torch_operations() as names:
         info.merge_batch(more)
         for _ in range(3):
