@@ -86,8 +86,19 @@ def is_plain(params: SamplingParams) -> bool:
 @lru_cache
 def plain_metadata(num_rows: int, device: torch.device) -> SamplingMetadata:
     """Return the metadata of `num_rows` plain rows, which have equal parameters: it is cached per number of rows."""
-    return SamplingMetadata.from_rows(
-        [SamplingRow(SamplingParams(), 0, (), ())] * num_rows, vocab_size=1, device=device
+    return SamplingMetadata(
+        greedy=torch.ones(num_rows, dtype=torch.bool, device=device),
+        all_greedy=True,
+        temperature=torch.ones(num_rows, device=device),
+        uniforms=None,
+        min_p=None,
+        top_k=None,
+        top_p=None,
+        bias=None,
+        penalties=None,
+        seen=None,
+        output_counts=None,
+        num_logprobs=(None,) * num_rows,
     )
 
 
