@@ -1,25 +1,257 @@
-"""One step of the engine: the loop that everything in this course hangs on.
+"""Engine core: the step that everything in this course hangs on, and what surrounds it.
 
     schedule -> prepare inputs -> execute -> sample -> update -> make outputs -> release
 
-All seven stand in `step()`, in this order; `engine_core_base.py` holds what surrounds it. m3 moves preparing and
-sampling into the model runner, next to the tensors. vLLM: `v1/engine/core.py`; SGLang: `Scheduler.event_loop_normal`.
+`EngineCore.step` does these seven in this order. They are in a class of their own, because each milestone that changes
+the step writes it whole in its own `engine_core.py`; what surrounds a step in all of them (intake, aborts, errors,
+totals) is `EngineCoreBase`. m3 moves preparing and sampling into the model runner, next to the tensors. vLLM:
+`v1/engine/core.py`; SGLang: `Scheduler.event_loop_normal`.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from m1_single_request.engine_core_base import EngineCoreBase
+from m1_single_request.errors import EngineDeadError
+from m1_single_request.events import StepDone
+from m1_single_request.held_interrupt import HeldInterrupt
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.model_runner import ModelRunner
-from m1_single_request.output_processor import OutputProcessor
-from m1_single_request.outputs import RequestOutput
-from m1_single_request.request import Request
-from m1_single_request.sampling_step import SampledTokens, SamplingStep
+from m1_single_request.output_events import Sampled
+from m1_single_request.output_processor import OutputProcessor, failed_output
+from m1_single_request.outputs import EngineStats, RequestOutput
+from m1_single_request.part_error import part_error
+from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, Request
+from m1_single_request.sampler import SampledTokens, Sampler, impossible_row, not_finite, prompt_logprobs
+from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.scheduler import Scheduler, SchedulerOutput
+from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
+
+PHASES = ("schedule", "execute", "sample", "update")
+ResultT = TypeVar("ResultT")
+
+
+@dataclass
+class StepRecord:
+    """Counts and times of one step."""
+
+    lap_began: float = field(default_factory=time.perf_counter)
+    ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    request_ids: Iterable[str] = ()
+    """The requests in the batch."""
+    num_tokens: int = 0
+    """Tokens in the batch, padding not counted."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens among them; 0 if the model failed."""
+    changed: list[Request] = field(default_factory=list)
+    """The requests that have an output."""
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the previous lap to `phase`."""
+        now = time.perf_counter()
+        self.ms[phase] += (now - self.lap_began) * 1e3
+        self.lap_began = now
+
+
+class EngineCoreBase(ABC):
+    """What surrounds a step in every milestone. Single-threaded: nothing happens outside `run_step()`."""
+
+    kv_bytes_per_token: int
+    """Bytes of K and V of one token in all layers."""
+
+    def __init__(
+        self,
+        *,
+        input_processor: InputProcessor,
+        queues: Any,
+        output_processor: OutputProcessor,
+        parts: Mapping[str, Any],
+        tracer: Tracer,
+    ) -> None:
+        """`queues`: the owner of all unfinished requests, a scheduler or what stands before it. `parts`: the table that
+        the engine is assembled from, for error messages."""
+        self.input_processor = input_processor
+        self.output_processor = output_processor
+        self.tracer = tracer
+        self.iteration = 0
+        self.dead: EngineDeadError | None = None
+        self._queues = queues
+        self._parts = parts
+        self._open: dict[str, Request] = {}  # requests whose end no step has returned yet
+        self._record = StepRecord()
+        self._num_finished: dict[str, int] = {}
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+
+    @abstractmethod
+    def step(self) -> dict[str, RequestOutput]:
+        """Compute one step; return the new output of every request that changed. `run_step` is what others call."""
+
+    @abstractmethod
+    def clear_kv_caches(self) -> None:
+        """Free the KV of all requests."""
+
+    @abstractmethod
+    def num_kv_tokens(self) -> int:
+        """Return the number of tokens with KV."""
+
+    def run_step(self) -> dict[str, RequestOutput]:
+        """Run one step and add it to the totals; return the outputs of `step`, `{}` on an idle engine.
+
+        What `step` raises was raised while queues or memory were written: all requests end with that error, and the
+        memory is empty afterwards.
+        """
+        self._check_alive()
+        if not self.has_unfinished_requests():
+            return {}
+        self.tracer.step = self.iteration + 1
+        self._record = StepRecord()
+        try:
+            outputs = self.step()
+        except Exception as error:
+            outputs = self._end_all(error)
+        self._add_to_totals(self._record)
+        return outputs
+
+    def add_request(self, request: Request) -> None:
+        """Queue a checked request; it runs in later steps."""
+        self._check_alive()
+        self._queues.add_request(request)
+        self._open[request.request_id] = request
+
+    def abort_request(self, request_id: str) -> bool:
+        """Mark a request to end at the next step's update. False if it is unknown, finished or already marked."""
+        return self.dead is None and bool(self._queues.finish_requests([request_id], FinishAbort()))
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether `run_step()` has anything to do."""
+        return bool(self._open or self._queues.requests)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Return whether no step has returned the end of this request yet."""
+        return request_id in self._open
+
+    def stats(self) -> EngineStats:
+        """Return totals up to the last finished step, and what is held now."""
+        kv_tokens = self.num_kv_tokens()
+        return EngineStats(
+            num_steps=self.iteration,
+            num_waiting=len(self._queues.waiting),
+            num_running=len(self._queues.running),
+            num_finished=dict(self._num_finished),
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            kv_tokens=kv_tokens,
+            kv_bytes=kv_tokens * self.kv_bytes_per_token,
+            max_model_len=self.input_processor.max_model_len,
+        )
+
+    def close(self) -> None:
+        """Release the KV of all requests."""
+        with self.changing():
+            self._forget_all(FinishAbort())
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold Ctrl-C in the block. If the block is interrupted all the same, the engine is dead and holds nothing."""
+        with HeldInterrupt():
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException as interrupt:
+                self.dead = EngineDeadError(f"a call was stopped in the middle by {type(interrupt).__name__}")
+                self._forget_all(FinishError(self.dead))
+                self._open.clear()
+                raise
+
+    # --- parts of a step ----------------------------------------------------------------------------------------------
+
+    def _attempt(self, call: Callable[[Any], ResultT], argument: Any) -> ResultT | None:
+        """Return `call(argument)`. Return None if there is no argument, or if the call raises: then the requests of
+        this step end with that error, and all requests if the device is lost."""
+        if argument is None:
+            return None
+        try:
+            return call(argument)
+        except Exception as error:
+            self._fail(self._record.request_ids, error)
+            self._record.num_prompt_tokens = 0
+            return None
+        finally:
+            self._record.lap("execute")
+
+    def _make_outputs(self, changed: Iterable[Request]) -> dict[str, RequestOutput]:
+        """Return the outputs of the requests that changed, by request id; with `final_only` at their end alone."""
+        self._record.changed = list(changed)
+        outputs: dict[str, RequestOutput] = {}
+        for request in self._record.changed:
+            if request.final_only and not request.is_finished:
+                continue
+            try:
+                outputs[request.request_id] = self.output_processor.make_output(request)
+            except Exception as error:  # a user's tokenizer, for example
+                if request.is_finished:
+                    request.finish_reason = FinishError(error)
+                    outputs[request.request_id] = failed_output(request, error)
+                else:  # it ends with the next step
+                    self._fail([request.request_id], error)
+        return outputs
+
+    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        """Mark these requests to end with `error`; all requests if the device is lost."""
+        error = self._judged(error)
+        if self.dead is not None:
+            request_ids = list(self._queues.requests)
+        self._queues.finish_requests(request_ids, FinishError(error))
+
+    def _judged(self, error: Exception) -> Exception:
+        """Return `error`. A lost device makes it an `EngineDeadError`, and the engine dead."""
+        if isinstance(error, torch.AcceleratorError):  # CUDA cannot be used any more in this process
+            error = EngineDeadError(f"the device failed beyond recovery: {error}")
+        if isinstance(error, EngineDeadError):
+            self.dead = error
+        return error
+
+    # --- around a step ------------------------------------------------------------------------------------------------
+
+    def _end_all(self, error: Exception) -> dict[str, RequestOutput]:
+        """End all requests with `error`, which the bookkeeping of the step raised, and return their outputs."""
+        error = self._judged(error)
+        if self.dead is None:
+            error = part_error(error, self._parts)
+        self._forget_all(FinishError(error))
+        return self._make_outputs(self._open.values())
+
+    def _forget_all(self, reason: BaseFinishReason) -> None:
+        """End all requests without a step. Queues, KV memory and caches are as they were at the start."""
+        self._queues.reset(reason)
+        with suppress(torch.AcceleratorError):  # a lost device holds nothing any more
+            self.clear_kv_caches()
+
+    def _add_to_totals(self, record: StepRecord) -> None:
+        """Add a finished step to the totals, and emit its `StepDone`."""
+        record.lap("update")
+        self.iteration += 1
+        self._num_prompt_tokens += record.num_prompt_tokens
+        self._num_output_tokens = self._queues.num_output_tokens
+        for request in record.changed:
+            if request.finish_reason is not None:
+                reason = request.finish_reason.reason
+                self._num_finished[reason] = self._num_finished.get(reason, 0) + 1
+                self._open.pop(request.request_id, None)
+        self.tracer.emit(StepDone.of, record, self._queues, self.num_kv_tokens)
+
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(f"the engine is dead and accepts nothing: {self.dead}") from self.dead
 
 
 class EngineCore(EngineCoreBase):
@@ -31,22 +263,24 @@ class EngineCore(EngineCoreBase):
         input_processor: InputProcessor,
         scheduler: Scheduler,
         model_runner: ModelRunner,
-        sampling_step: SamplingStep,
+        sampler: Sampler,
+        stop_checker: StopChecker,
         output_processor: OutputProcessor,
         parts: Mapping[str, Any],
         tracer: Tracer,
     ) -> None:
         super().__init__(
             input_processor=input_processor,
-            holder=scheduler,
-            kv_holder=model_runner,
+            queues=scheduler,
             output_processor=output_processor,
             parts=parts,
             tracer=tracer,
         )
         self.scheduler = scheduler
         self.model_runner = model_runner
-        self.sampling_step = sampling_step
+        self.sampler = sampler
+        self.stop_checker = stop_checker
+        self.kv_bytes_per_token = model_runner.kv_bytes_per_token
 
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of the request that changed.
@@ -63,23 +297,50 @@ class EngineCore(EngineCoreBase):
         self._release(changed)  # 7 release
         return outputs
 
+    def clear_kv_caches(self) -> None:
+        """Free the KV of all requests."""
+        self.model_runner.clear_kv_caches()
+
+    def num_kv_tokens(self) -> int:
+        """Return the number of tokens with KV."""
+        return self.model_runner.num_kv_tokens()
+
     def _schedule(self) -> SchedulerOutput | None:
-        """Ask the scheduler; note what runs, for the totals."""
+        """Ask the scheduler; record what runs, for the totals."""
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is not None:
             self._record.request_ids = [scheduler_output.request_id]
             self._record.num_tokens = len(scheduler_output.token_ids)
-            self._record.num_prompt_tokens = self._record.num_tokens if scheduler_output.is_prefill else 0
+            self._record.num_prompt_tokens = 0 if scheduler_output.start_position else self._record.num_tokens
         self._record.lap("schedule")
         return scheduler_output
 
     def _sample(self, logits: Mapping[str, Tensor]) -> dict[str, SampledTokens]:
-        """Sample a token for the request of this step; a row of logits that cannot be used ends it."""
-        requests = [self.scheduler.requests[request_id] for request_id in logits]
-        sampled, errors = self.sampling_step(requests, logits)
-        self._fail_each(errors)
+        """Sample the next token of this step's request from the last row of its logits, float32 `[positions, vocab]`.
+
+        The rows before give the log-probabilities of the prompt. Raises `ForwardError` for logits without a token.
+        """
+        ((request_id, rows),) = logits.items()
+        request = self.scheduler.requests[request_id]
+        sequence, params = request.sequence, request.sampling_params
+        if not rows.isfinite().all():
+            raise not_finite(request_id)
+        row = SamplingRow(
+            params=params,
+            seed=request.seed,
+            prompt_token_ids=sequence.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids,
+            stop_ids=self.stop_checker.stop_ids(sequence),
+        )
+        metadata = SamplingMetadata.from_rows([row], vocab_size=rows.shape[-1], device=rows.device)
+        chosen = self.sampler(rows[-1:], metadata)
+        if chosen.impossible_rows:
+            raise impossible_row(request_id)
+        position, text = len(sequence.output_token_ids), sequence.detokenizer.token_text
+        self.tracer.emit(Sampled.of, request_id, params, position, rows[-1:], metadata, chosen, 0, text)
+        of_prompt = prompt_logprobs(params, sequence.prompt_token_ids, rows) if position == 0 else None
         self._record.lap("sample")
-        return sampled
+        return {request_id: SampledTokens(chosen.token_ids, chosen.logprobs, of_prompt)}
 
     def _release(self, changed: Iterable[Request]) -> None:
         """Free the KV of the requests that have ended."""

@@ -6,6 +6,7 @@ floats computed by the model) differ between machines; `JsonlReader(stable=True)
 text are in `output_events.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -257,13 +258,13 @@ class StepDone(Event):
     """Time of the commit, the outputs and the release of memory."""
 
     @classmethod
-    def of(cls, record: Any, holder: Any, kv_holder: Any) -> Self:
-        """Build the event from the engine core's `StepRecord`, its queues and its KV."""
+    def of(cls, record: Any, queues: Any, num_kv_tokens: Callable[[], int]) -> Self:
+        """Build the event from the engine core's `StepRecord` and the scheduler's queues."""
         return cls(
             num_tokens=record.num_tokens,
-            num_waiting=len(holder.waiting),
-            num_running=len(holder.running),
-            kv_tokens=kv_holder.num_kv_tokens(),
+            num_waiting=len(queues.waiting),
+            num_running=len(queues.running),
+            kv_tokens=num_kv_tokens(),
             **{f"{phase}_ms": ms for phase, ms in record.ms.items()},
         )
 

@@ -10,7 +10,7 @@ import time
 from m1_single_request.events import Abort
 from m1_single_request.output_events import Finish, Result, TextHeld
 from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, Request, RequestStatus
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 

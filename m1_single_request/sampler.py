@@ -10,12 +10,15 @@ the row's own random number (`draws.py`), so a row's token does not depend on th
 `v1/sample/sampler.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from m1_single_request.errors import ForwardError, shown
 from m1_single_request.sampling_metadata import SamplingMetadata
+from m1_single_request.sampling_params import SamplingParams
 
 LARGEST = torch.finfo(torch.float32).max  # two infinite logits would make the softmax undefined
 
@@ -37,6 +40,16 @@ class SamplerOutput:
     logprobs: tuple[LogprobRow | None, ...]
     impossible_rows: tuple[int, ...] = ()
     """Rows in which every token has probability zero: their entries above are invalid."""
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """The tokens sampled for one request in one step."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[LogprobRow | None, ...]
+    prompt_logprobs: tuple[LogprobRow, ...] | None = None
+    """For the prompt's tokens after the first; with the prefill, if requested."""
 
 
 class Sampler:
@@ -160,3 +173,26 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, num_best: int) -> list[Lo
 
 def _best(row: LogprobRow, k: int) -> LogprobRow:
     return LogprobRow(row.token_ids[: k + 1], row.logprobs[: k + 1], row.ranks[: k + 1])
+
+
+def prompt_logprobs(params: SamplingParams, token_ids: Sequence[int], logits: Tensor) -> tuple[LogprobRow, ...] | None:
+    """Return the log-probabilities of a prompt's tokens after the first, from its `logits` `[tokens, vocab]`.
+
+    None if the request does not ask for them.
+    """
+    if params.prompt_logprobs is None:
+        return None
+    targets = torch.tensor(token_ids[1:], device=logits.device)
+    return tuple(gather_logprobs(logits[:-1], targets, params.prompt_logprobs)) if len(targets) else ()
+
+
+def not_finite(request_id: str) -> ForwardError:
+    """Return the error of a request with logits that are not finite."""
+    return ForwardError(f"the model computed NaN or infinite logits for request {shown(request_id)}")
+
+
+def impossible_row(request_id: str) -> ForwardError:
+    """Return the error of a request whose settings forbid every token."""
+    return ForwardError(
+        f"no token can be sampled for {shown(request_id)}: its settings leave every token at probability zero"
+    )

@@ -14,7 +14,7 @@ from m1_single_request.errors import DuplicateRequestError, shown
 from m1_single_request.events import Admit, Batch, RequestAdded
 from m1_single_request.request import BaseFinishReason, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 

@@ -17,7 +17,6 @@ from m1_single_request.model_runner import ModelRunner
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler
-from m1_single_request.sampling_step import SamplingStep
 from m1_single_request.scheduler import Scheduler
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
@@ -39,7 +38,8 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         ),
         scheduler=parts["scheduler"](stop_checker=stop_checker, tracer=tracer),
         model_runner=parts["model_runner"](loaded_model=loaded, tracer=tracer),
-        sampling_step=SamplingStep(sampler=parts["sampler"](), stop_checker=stop_checker, tracer=tracer),
+        sampler=parts["sampler"](),
+        stop_checker=stop_checker,
         output_processor=parts["output_processor"](),
         parts=parts,
         tracer=tracer,

@@ -12,16 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from m1_single_request.engine_core_base import EngineCoreBase
+from m1_single_request.engine_core import EngineCoreBase
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import Request
-from m1_single_request.sampling_step import SampledTokens, SamplingStep
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.executor import GPUExecutor
 from m2_continuous_batching.input_batch import prepare_inputs_from_scheduler_output
 from m2_continuous_batching.outputs import EngineStats
+from m2_continuous_batching.sampling_step import SamplingStep
 from m2_continuous_batching.scheduler import Scheduler
 from m2_continuous_batching.scheduler_output import SchedulerOutput
 
@@ -42,8 +43,7 @@ class EngineCore(EngineCoreBase):
     ) -> None:
         super().__init__(
             input_processor=input_processor,
-            holder=scheduler,
-            kv_holder=executor,
+            queues=scheduler,
             output_processor=output_processor,
             parts=parts,
             tracer=tracer,
@@ -51,6 +51,7 @@ class EngineCore(EngineCoreBase):
         self.scheduler = scheduler
         self.executor = executor
         self.sampling_step = sampling_step
+        self.kv_bytes_per_token = executor.kv_bytes_per_token
         self._num_useful = self._num_padded = 0
 
     def step(self) -> dict[str, RequestOutput]:
@@ -67,6 +68,14 @@ class EngineCore(EngineCoreBase):
         outputs = self._make_outputs(changed)  # 6 make outputs
         self._release(changed)  # 7 release
         return outputs
+
+    def clear_kv_caches(self) -> None:
+        """Free the KV of all requests."""
+        self.executor.clear_kv_caches()
+
+    def num_kv_tokens(self) -> int:
+        """Return the number of tokens with KV."""
+        return self.executor.num_kv_tokens()
 
     def stats(self) -> EngineStats:
         """Totals so far, what is held now, and the waste of both."""
@@ -95,7 +104,8 @@ class EngineCore(EngineCoreBase):
         self._num_padded += usage.padded_tokens
         requests = [self.scheduler.requests[request_id] for request_id in logits]
         sampled, errors = self.sampling_step(requests, logits)
-        self._fail_each(errors)
+        for request_id, error in errors.items():
+            self._fail([request_id], error)
         self._record.lap("sample")
         return sampled
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from m1_single_request.events import EngineStarted
-from m1_single_request.sampling_step import SamplingStep
 from m1_single_request.tracer import Tracer
 from m1_single_request.wiring import PARTS as M1_PARTS
 from m2_continuous_batching.config import EngineConfig
@@ -13,6 +12,7 @@ from m2_continuous_batching.executor import GPUExecutor
 from m2_continuous_batching.input_processor import InputProcessor
 from m2_continuous_batching.kv_manager import SlotManager
 from m2_continuous_batching.model_runner import ModelRunner
+from m2_continuous_batching.sampling_step import SamplingStep
 from m2_continuous_batching.scheduler import Scheduler
 from m2_continuous_batching.worker import GPUWorker
 

@@ -11,7 +11,7 @@ stand in another process than the model. Requests with `n > 1` are several insid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from m1_single_request.engine_core_base import EngineCoreBase
+from m1_single_request.engine_core import EngineCoreBase
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
@@ -45,14 +45,14 @@ class EngineCore(EngineCoreBase):
         self.families = RequestFamilies(scheduler=scheduler, tracer=tracer)
         super().__init__(
             input_processor=input_processor,
-            holder=self.families,
-            kv_holder=KVView(scheduler, executor, kv_bytes_per_token),
+            queues=self.families,
             output_processor=output_processor,
             parts=parts,
             tracer=tracer,
         )
         self.scheduler = scheduler
         self.executor = executor
+        self.kv_bytes_per_token = kv_bytes_per_token
 
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of every request that changed.
@@ -67,6 +67,16 @@ class EngineCore(EngineCoreBase):
         self._release(changed)  # 5 release
         return outputs
 
+    def clear_kv_caches(self) -> None:
+        """Let the runner forget all requests; the scheduler has released their blocks."""
+        for request_id in self.executor.held_request_ids():
+            self.executor.free_request(request_id)
+
+    def num_kv_tokens(self) -> int:
+        """Return the number of slots in the device's blocks that hold a token's KV; a shared one counts once."""
+        lengths = {r.request_id: r.sequence.num_computed_tokens for r in self.scheduler.running}
+        return self.scheduler.kv_manager.num_tokens_held(lengths)
+
     def close(self) -> None:
         """Release the blocks of all requests, then the KV memory and the model: the engine object may live on."""
         super().close()
@@ -75,7 +85,7 @@ class EngineCore(EngineCoreBase):
     def stats(self) -> EngineStats:
         """Totals so far, and the state of the blocks."""
         kv_manager = self.scheduler.kv_manager
-        usage, block_bytes = kv_manager.usage(), kv_manager.block_size * self._kv_holder.kv_bytes_per_token
+        usage, block_bytes = kv_manager.usage(), kv_manager.block_size * self.kv_bytes_per_token
         return EngineStats(
             **vars(super().stats()),
             num_blocks=usage.num_blocks,
@@ -101,7 +111,8 @@ class EngineCore(EngineCoreBase):
         """Run the decision; a request without a token in the output ends with its error."""
         output = self.executor.execute_model(scheduler_output)
         output = checked(output, dict.fromkeys(scheduler_output.num_scheduled_tokens, 1))
-        self._fail_each(output.errors)
+        for request_id, error in output.errors.items():
+            self._fail([request_id], error)
         self._record.lap("execute")
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
@@ -111,7 +122,7 @@ class EngineCore(EngineCoreBase):
         """Let the scheduler commit the step; trace how full the blocks are."""
         changed = self.scheduler.update_from_output(scheduler_output, output)
         if output is not None:
-            self.tracer.emit(KVUsage.of, self.scheduler.kv_manager, self._kv_holder.num_kv_tokens)
+            self.tracer.emit(KVUsage.of, self.scheduler.kv_manager, self.num_kv_tokens)
         return list(changed)
 
     def _release(self, changed: Iterable[Request]) -> None:
@@ -119,22 +130,3 @@ class EngineCore(EngineCoreBase):
         for request in changed:
             if request.is_finished:
                 self.executor.free_request(request.request_id)
-
-
-class KVView:
-    """What is held, seen from above: the scheduler knows the blocks, the runner its records of requests."""
-
-    def __init__(self, scheduler: Scheduler, executor: GPUExecutor, kv_bytes_per_token: int) -> None:
-        self.scheduler = scheduler
-        self.executor = executor
-        self.kv_bytes_per_token = kv_bytes_per_token
-
-    def clear_kv_caches(self) -> None:
-        """Let the runner forget all requests; the scheduler has released their blocks."""
-        for request_id in self.executor.held_request_ids():
-            self.executor.free_request(request_id)
-
-    def num_kv_tokens(self) -> int:
-        """Slots of the device's blocks that hold a token's KV; a shared one counts once."""
-        lengths = {r.request_id: r.sequence.num_computed_tokens for r in self.scheduler.running}
-        return self.scheduler.kv_manager.num_tokens_held(lengths)

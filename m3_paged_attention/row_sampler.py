@@ -15,11 +15,11 @@ from torch import Tensor
 
 from m1_single_request.errors import ForwardError
 from m1_single_request.output_events import Sampled
-from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs
+from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs, impossible_row, not_finite
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow as SingleSamplingRow
 from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.sampling_step import impossible_row, not_finite, suspect_rows
 from m1_single_request.tracer import Tracer
+from m2_continuous_batching.sampling_step import suspect_rows
 
 ROWS_AT_A_TIME = 256  # of prompt logits: [rows, vocabulary] in float32 is the largest tensor of all
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from m1_single_request.errors import DuplicateRequestError, shown
 from m1_single_request.events import RequestAdded
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.events import Batch

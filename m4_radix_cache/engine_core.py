@@ -10,7 +10,7 @@ release; `flush_cache` forgets it. `n > 1` stands outside, as in m3. SGLang: `Sc
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from m1_single_request.engine_core_base import EngineCoreBase
+from m1_single_request.engine_core import EngineCoreBase
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
@@ -75,14 +75,14 @@ class EngineCore(EngineCoreBase):
         self.families = RequestFamilies(scheduler=scheduler, tracer=tracer)
         super().__init__(
             input_processor=input_processor,
-            holder=self.families,
-            kv_holder=KVView(scheduler, kv_bytes_per_token, self.companion),
+            queues=self.families,
             output_processor=output_processor,
             parts=parts,
             tracer=tracer,
         )
         self.scheduler = scheduler
         self.executor = executor
+        self.kv_bytes_per_token = kv_bytes_per_token
 
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of every request that changed.
@@ -101,6 +101,16 @@ class EngineCore(EngineCoreBase):
         if self.scheduler.pools.debug:
             self.scheduler.check_invariants()
         return outputs
+
+    def clear_kv_caches(self) -> None:
+        """Clear what else outlives requests; the scheduler has freed the KV."""
+        self.companion.clear()
+
+    def num_kv_tokens(self) -> int:
+        """Return the number of slots that requests hold, shared ones once; slots that only the cache holds excluded."""
+        pools = self.scheduler.pools
+        allocator, cache = pools.token_to_kv_pool_allocator, pools.tree_cache
+        return allocator.size - allocator.available_size() - cache.evictable_size()
 
     def flush_cache(self) -> bool:
         """Forget the cached KV. False, and nothing is forgotten, while requests are unfinished."""
@@ -132,7 +142,8 @@ class EngineCore(EngineCoreBase):
         self._record.num_tokens = len(worker_batch.input_ids)
         self._record.num_prompt_tokens = worker_batch.num_prompt_tokens
         output = checked(self.executor.execute_model(worker_batch), worker_batch.num_samples)
-        self._fail_each(output.errors)
+        for request_id, error in output.errors.items():
+            self._fail([request_id], error)
         self._record.lap("execute")
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
@@ -144,21 +155,3 @@ class EngineCore(EngineCoreBase):
         if self.tracer and self.scheduler.pools.debug:
             self.tracer.emit(audit_event(self.scheduler))
         return changed
-
-
-class KVView:
-    """What requests hold, seen from above. What only the cache holds counts as nobody's."""
-
-    def __init__(self, scheduler: Scheduler, kv_bytes_per_token: int, companion: Companion) -> None:
-        self.scheduler, self.companion = scheduler, companion
-        self.kv_bytes_per_token = kv_bytes_per_token
-
-    def clear_kv_caches(self) -> None:
-        """Forget what outlives requests; the scheduler has freed the KV."""
-        self.companion.clear()
-
-    def num_kv_tokens(self) -> int:
-        """Slots that requests hold, shared ones once."""
-        pools = self.scheduler.pools
-        allocator, cache = pools.token_to_kv_pool_allocator, pools.tree_cache
-        return allocator.size - allocator.available_size() - cache.evictable_size()

@@ -9,7 +9,7 @@ evicted, then somebody is retracted. SGLang: `Scheduler.get_next_batch_to_run` a
 from collections.abc import Iterable
 
 from m1_single_request.request import FinishError
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
 from m4_radix_cache.request import Req

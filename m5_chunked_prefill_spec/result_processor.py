@@ -5,7 +5,7 @@ with guesses gets several. All of it goes through m1's updater, which asks the s
 stop is never appended, never committed, and so never in a cache. SGLang: `SchedulerOutputProcessorMixin`.
 """
 
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.request_updater import RequestUpdater

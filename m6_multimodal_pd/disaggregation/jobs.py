@@ -10,8 +10,7 @@ from typing import Any
 
 from m1_single_request import errors as m1
 from m1_single_request.outputs import Logprob, TokenLogprobs
-from m1_single_request.sampler import LogprobRow
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import LogprobRow, SampledTokens
 from m3_paged_attention import errors as m3
 from m4_radix_cache import errors as m4
 from m4_radix_cache.request import Req

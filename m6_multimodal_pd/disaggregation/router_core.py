@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from m1_single_request.engine_core_base import EngineCoreBase
+from m1_single_request.engine_core import EngineCoreBase
 from m1_single_request.errors import ConfigError, EngineUsageError, shown
 from m1_single_request.held_interrupt import HeldInterrupt
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
@@ -38,6 +38,8 @@ STATS_TIMEOUT_S = 1.0
 class RouterCore(EngineCoreBase):
     """Turns the crank of a group of engines. `close` ends the engines."""
 
+    kv_bytes_per_token = 0
+
     def __init__(
         self,
         *,
@@ -55,8 +57,7 @@ class RouterCore(EngineCoreBase):
         own: RouterCore = weakref.proxy(self)  # without cycles a group ends where its last user drops it
         super().__init__(
             input_processor=input_processor,
-            holder=self.families,
-            kv_holder=GroupView(),
+            queues=self.families,
             output_processor=output_processor,
             parts=parts,
             tracer=tracer,
@@ -73,6 +74,13 @@ class RouterCore(EngineCoreBase):
         changed = self.router.update(LONGEST_WAIT_S)
         self._record.lap("execute")
         return self._make_outputs(self.families.reported(changed))
+
+    def clear_kv_caches(self) -> None:
+        """Do nothing: an engine frees the KV of a request when its room is cancelled."""
+
+    def num_kv_tokens(self) -> int:
+        """Return 0: the engines count their KV."""
+        return 0
 
     def flush_cache(self) -> bool:
         """Forget the cached KV of all engines. False, and nothing is forgotten, while requests are unfinished.
@@ -200,19 +208,6 @@ def totals_of(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 WAITING = Answer(0, msgspec.Raw(b""), None)
-
-
-class GroupView:
-    """What the engines hold, seen from above: their own business."""
-
-    kv_bytes_per_token = 0
-
-    def clear_kv_caches(self) -> None:
-        """Nothing to do: an engine frees the KV of a request when its room is cancelled."""
-
-    def num_kv_tokens(self) -> int:
-        """Not counted here."""
-        return 0
 
 
 class GroupOperations:

@@ -155,7 +155,7 @@ def test_answers_come_in_order_of_submission_and_refused_ones_with_their_error(
 
 def test_stats_tell_what_is_reserved_shared_and_used(make_engine: MakeEngine) -> None:
     engine = make_engine(**setting(4, blocks=20))
-    per_token = engine.engine_core._kv_holder.kv_bytes_per_token
+    per_token = engine.engine_core.kv_bytes_per_token
     loaded = engine.engine_core.executor.worker.model_runner.model.config
     assert per_token == 2 * loaded.num_layers * loaded.num_kv_heads * loaded.head_dim * 4
     engine.add_request(ids(6), greedy(3), request_id="a")

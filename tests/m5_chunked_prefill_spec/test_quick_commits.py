@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.request import FinishLength, Sequence
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.request_updater import RequestUpdater

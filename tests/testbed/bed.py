@@ -16,7 +16,7 @@ from typing import Any
 
 from m1_single_request import SamplingParams, Tracer
 from m1_single_request.request import FinishAbort, FinishError, Request
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m2_continuous_batching.config import SchedulerConfig
 from m2_continuous_batching.kv_manager import SlotManager

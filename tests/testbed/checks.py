@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from m1_single_request.request import Request
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from tests.testbed.fakes import answer
 
 

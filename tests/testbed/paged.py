@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from m1_single_request import SamplingParams, Tracer
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m3_paged_attention.config import SchedulerConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from m1_single_request.request import FinishError
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m2_continuous_batching.scheduler_output import CachedRequestData
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.request import Request

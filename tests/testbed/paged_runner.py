@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from m1_single_request.sampler import LogprobRow
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import LogprobRow, SampledTokens
 from m3_paged_attention.input_batch import BatchRow, InputBatch
 from m3_paged_attention.model_input import make_model_input
 from m3_paged_attention.scheduler_output import SchedulerOutput

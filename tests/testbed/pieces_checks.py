@@ -7,7 +7,7 @@ decodes behind, nobody left out by `decode_first`, and slots for guesses that ar
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES
 from m4_radix_cache.request import Req

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from m1_single_request.sampler import LogprobRow
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import LogprobRow, SampledTokens
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from tests.testbed.fakes import after, letter

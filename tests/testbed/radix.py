@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from m1_single_request import SamplingParams, Tracer
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.parallel_sampling import RequestFamilies

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from m1_single_request.request import FinishError, RequestStatus
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import SampledTokens
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.radix_key import decode

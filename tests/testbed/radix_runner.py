@@ -13,8 +13,7 @@ from zlib import crc32
 
 import numpy as np
 
-from m1_single_request.sampler import LogprobRow
-from m1_single_request.sampling_step import SampledTokens
+from m1_single_request.sampler import LogprobRow, SampledTokens
 from m4_radix_cache.forward_batch import ForwardBatch
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 from m4_radix_cache.request import Req
