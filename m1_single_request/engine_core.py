@@ -82,6 +82,8 @@ class EngineCoreBase(ABC):
         self.tracer = tracer
         self.iteration = 0
         self.dead: EngineDeadError | None = None
+        self.was_interrupted = False
+        self.is_changing = False
         self._queues = queues
         self._parts = parts
         self._open: dict[str, Request] = {}  # requests whose end no step has returned yet
@@ -162,15 +164,19 @@ class EngineCoreBase(ABC):
     def changing(self) -> Iterator[None]:
         """Hold Ctrl-C in the block. If the block is interrupted all the same, the engine is dead and holds nothing."""
         with HeldInterrupt():
+            before, self.is_changing = self.is_changing, True
             try:
                 yield
             except Exception:
                 raise
             except BaseException as interrupt:
                 self.dead = EngineDeadError(f"a call was stopped in the middle by {type(interrupt).__name__}")
+                self.was_interrupted = True
                 self._forget_all(FinishError(self.dead))
                 self._open.clear()
                 raise
+            finally:
+                self.is_changing = before
 
     # --- parts of a step ----------------------------------------------------------------------------------------------
 

@@ -22,12 +22,10 @@ class HeldInterrupt:
     once, which raises `KeyboardInterrupt` by default.
     """
 
-    def __init__(self) -> None:
-        self._previous: Any = None  # None: nothing is held
-        self._has_come = False
+    _previous: Any = None  # None: nothing is held
+    _has_come = False
 
     def __enter__(self) -> None:
-        self._has_come = False
         previous = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN):
             self._previous = previous

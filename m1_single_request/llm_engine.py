@@ -8,9 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
@@ -24,11 +22,11 @@ from m1_single_request.errors import (
     shown,
 )
 from m1_single_request.input_processor import Message, Prompt, RequestOptions, check_name
-from m1_single_request.mailboxes import Mailbox, Mailboxes
-from m1_single_request.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from m1_single_request.output_processor import rejected_output
+from m1_single_request.outputs import EngineStats, RequestOutput
 from m1_single_request.parts import check_built, check_parts
 from m1_single_request.progress import BatchProgress
-from m1_single_request.request_stream import RequestStream
+from m1_single_request.request_stream import Mailbox, RequestStream
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import readers_of
 from m1_single_request.tracer import Tracer
@@ -36,7 +34,7 @@ from m1_single_request.wiring import PARTS
 
 Params = SamplingParams | None
 MAX_PROMPTS = 2**20  # of a batch
-MAX_PROMPT_IDS = 2**16  # that the output of a rejected prompt repeats
+ABANDONED: Mailbox = deque(maxlen=0)  # of streams that were closed before the end of their request
 
 
 class LLMEngine:
@@ -66,10 +64,10 @@ class LLMEngine:
         for reader in readers_of(self.config.trace):
             self.tracer.attach(reader)
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self._stepping = False
         self._closed = False
         self._number = 0
-        self._mailboxes = Mailboxes()
+        self._outputs: dict[str, RequestOutput] = {}  # for the next `step()`
+        self._mailboxes: dict[str, Mailbox] = {}  # of streams whose last output was not taken; `ABANDONED`: not read
         self._dropped: deque[tuple[str, Mailbox]] = deque()  # of collected streams: the next call aborts their requests
         try:
             self.engine_core = table["wiring"](self.config, table, self.tracer)
@@ -113,7 +111,7 @@ class LLMEngine:
                     results[request_id] = self._open(prompt, own, request_id, options, final_only=True)
                 except InvalidRequestError as error:
                     self._number += 1
-                    results[request_id] = _refused(request_id, prompt, error)
+                    results[request_id] = rejected_output(request_id, prompt, error)
             streams = {rid: result for rid, result in results.items() if isinstance(result, RequestStream)}
             with BatchProgress(len(results), show=progress) as bar:
                 while streams:  # every request ends, so this does
@@ -172,9 +170,10 @@ class LLMEngine:
         Outputs of streams go to their streams.
         """
         self._check_usable()
-        if self.engine_core.has_unfinished_requests() or not self._mailboxes.has_outputs_of_steps():
+        if self.engine_core.has_unfinished_requests() or not self._outputs:
             self._advance()
-        return self._mailboxes.take()
+        outputs, self._outputs = self._outputs, {}
+        return outputs
 
     def abort_request(self, request_id: str) -> bool:
         """End a request, in whatever state it is: the next step reports `finish_reason="abort"`.
@@ -184,14 +183,13 @@ class LLMEngine:
         self._begin_call()
         if self._closed or not isinstance(request_id, str):
             return False
-        with self._changing():
+        with self.engine_core.changing():
             return self.engine_core.abort_request(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step()` has anything to compute or to report."""
         self._begin_call()
-        has_work = self.engine_core.has_unfinished_requests() or self._mailboxes.has_outputs_of_steps()
-        return has_work and not self._closed
+        return not self._closed and (self.engine_core.has_unfinished_requests() or bool(self._outputs))
 
     def stats(self) -> EngineStats:
         """Totals since the engine was built, and what it holds now."""
@@ -211,7 +209,7 @@ class LLMEngine:
         self._end()
 
     def _end(self) -> None:
-        self._mailboxes.clear()
+        self._outputs, self._mailboxes = {}, {}
         self.tracer.close()
         self._closed = True
 
@@ -263,15 +261,15 @@ class LLMEngine:
         )
         request.final_only = final_only
         try:
-            with self._changing():
+            with self.engine_core.changing():
                 self.engine_core.add_request(request)
                 self._number += 1
                 if stream is not None:
-                    self._mailboxes.open(request_id, stream.mailbox)
+                    self._mailboxes[request_id] = stream.mailbox
                     stream.begin(request_id)
         except BaseException:  # Ctrl-C, for example: the caller gets no id, so the request is aborted
             if self.engine_core.abort_request(request_id):
-                self._mailboxes.abandon(request_id, deque())
+                self._mailboxes[request_id] = ABANDONED
             raise
         return request_id
 
@@ -283,16 +281,20 @@ class LLMEngine:
 
     def _is_taken(self, request_id: str) -> bool:
         """Whether a request with this id is unfinished, or its last output was not fetched yet."""
-        return self.engine_core.is_unfinished(request_id) or request_id in self._mailboxes
+        is_fetched = request_id not in self._outputs and request_id not in self._mailboxes
+        return self.engine_core.is_unfinished(request_id) or not is_fetched
 
     def _next_output(self, request_id: str, mailbox: Mailbox) -> RequestOutput | None:
         """Run steps until the mailbox of a stream has an output, and take it. None if its last one was taken before."""
         self._check_usable()
         while not mailbox:
-            if not self._mailboxes.is_open(request_id, mailbox):
+            if self._mailboxes.get(request_id) is not mailbox:
                 return None
             self._advance()
-        return self._mailboxes.take_next(request_id, mailbox)
+        output = mailbox.popleft()
+        if output.finished:
+            del self._mailboxes[request_id]
+        return output
 
     def _close_stream(self, request_id: str, mailbox: Mailbox) -> None:
         self._begin_call()
@@ -300,33 +302,27 @@ class LLMEngine:
 
     def _abandon(self, request_id: str, mailbox: Mailbox) -> None:
         """Abort the request of a stream that nobody reads any more, unless the request has ended."""
-        if self._mailboxes.is_open(request_id, mailbox):
-            with self._changing():
-                self._mailboxes.abandon(request_id, mailbox)
+        if self._mailboxes.get(request_id) is mailbox:
+            with self.engine_core.changing():
+                self._mailboxes[request_id] = ABANDONED
                 self.engine_core.abort_request(request_id)
+                if mailbox and mailbox[-1].finished:
+                    del self._mailboxes[request_id]
 
     def _advance(self) -> list[str]:
         """Run one step and deliver its outputs; return the ids of the requests that have one."""
         self._check_usable()
-        with self._changing():
-            outputs = self.engine_core.run_step()
-            self._mailboxes.deliver(outputs)
-        return list(outputs)
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Hold Ctrl-C in the block, and reject calls from inside it, of a trace reader for example."""
         with self.engine_core.changing():
-            before, self._stepping = self._stepping, True
-            try:
-                yield
-            except Exception:
-                raise
-            except BaseException:  # the engine is dead now
-                self._mailboxes.clear()
-                raise
-            finally:
-                self._stepping = before
+            outputs: dict[str, RequestOutput] = self.engine_core.run_step()
+            for request_id, output in outputs.items():
+                mailbox = self._mailboxes.get(request_id)
+                if mailbox is None:
+                    self._outputs[request_id] = output
+                elif mailbox is not ABANDONED:
+                    mailbox.append(output)
+                elif output.finished:
+                    del self._mailboxes[request_id]
+        return list(outputs)
 
     def _check_options(self, options: RequestOptions) -> None:
         for name in options:
@@ -340,7 +336,9 @@ class LLMEngine:
             raise EngineUsageError("an engine belongs to the process that built it; start a new process")
         if threading.get_ident() != self._thread:
             raise EngineUsageError("an engine belongs to the thread that built it; this call came from another thread")
-        while self._dropped and not self._stepping:
+        if self.engine_core.was_interrupted:  # then it is dead
+            self._outputs, self._mailboxes = {}, {}
+        while self._dropped and not self.engine_core.is_changing:
             self._abandon(*self._dropped[0])
             self._dropped.popleft()
 
@@ -348,7 +346,7 @@ class LLMEngine:
         self._begin_call()
         if self._closed:
             raise EngineClosedError("the engine is closed")
-        if self._stepping:
+        if self.engine_core.is_changing:
             raise EngineUsageError("the engine is inside a step; a trace reader must not call it")
 
 
@@ -366,19 +364,3 @@ def _one_per_prompt(prompts: Sequence[Prompt], params: Params | Sequence[Samplin
     if len(params) != len(prompts):
         raise InvalidRequestError(f"{len(params)} params for {len(prompts)} prompts: give one for all, or one for each")
     return list(params)
-
-
-def _refused(request_id: str, prompt: Prompt, error: InvalidRequestError) -> RequestOutput:
-    """The output of a request that never ran."""
-    now = time.monotonic()
-    ids = tuple(i for i in islice(prompt if isinstance(prompt, Sequence) else (), MAX_PROMPT_IDS) if isinstance(i, int))
-    return RequestOutput(
-        request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=ids,
-        prompt_logprobs=None,
-        outputs=(CompletionOutput(0, "", (), None, None, finish_reason="error"),),
-        finished=True,
-        metrics=RequestMetrics(now, None, now, len(ids), 0, 0),
-        error=error,
-    )

@@ -4,16 +4,24 @@ Text that may still be the beginning of a stop string is held back until that is
 what a stop would cut. vLLM: `v1/engine/output_processor.py`; SGLang does this in its detokenizer process.
 """
 
+import time
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from m1_single_request.errors import InvalidRequestError
 from m1_single_request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from m1_single_request.request import FinishError, Request
 from m1_single_request.stop_checker import held_back
 
+MAX_PROMPT_IDS = 2**16  # that the output of a rejected prompt repeats
+
 
 class OutputProcessor:
-    """Makes outputs; changes nothing in the request."""
+    """Makes outputs; does not change the request."""
 
     def make_output(self, request: Request) -> RequestOutput:
-        """The output of `request` as of now."""
+        """Return the output of `request` as of now."""
         sequence, reason = request.sequence, request.finish_reason
         return RequestOutput(
             request_id=request.request_id,
@@ -22,24 +30,19 @@ class OutputProcessor:
             prompt_logprobs=None
             if sequence.prompt_logprobs is None
             else tuple(row and dict(row) for row in sequence.prompt_logprobs),
-            outputs=self.completions(request),
+            outputs=(self._completion(request),),
             finished=request.is_finished,
             metrics=make_metrics(request),
             error=reason.error if isinstance(reason, FinishError) else None,
         )
 
-    def completions(self, request: Request) -> tuple[CompletionOutput, ...]:
-        """What the request has generated: one continuation."""
-        return (self.completion(request),)
-
-    def completion(self, request: Request, *, index: int = 0) -> CompletionOutput:
-        """The continuation that a request's one sequence holds; `index` is its number among those of its prompt."""
+    def _completion(self, request: Request) -> CompletionOutput:
         sequence, reason = request.sequence, request.finish_reason
         logprobs = None
         if request.sampling_params.logprobs is not None:
             logprobs = tuple(dict(row) for row in sequence.output_logprobs if row is not None)
         return CompletionOutput(
-            index=index,
+            index=0,
             text=self.visible_text(request),
             token_ids=tuple(sequence.output_token_ids),
             cumulative_logprob=None
@@ -51,7 +54,7 @@ class OutputProcessor:
         )
 
     def visible_text(self, request: Request) -> str:
-        """The text that may be shown now; all of it once the request has finished."""
+        """Return the text that may be shown now; all of it once the request has finished."""
         sequence = request.sequence
         detokenizer, stops = sequence.detokenizer, sequence.sampling_params.stop
         text = detokenizer.text
@@ -90,9 +93,25 @@ def make_metrics(request: Request) -> RequestMetrics:
         arrival_time=request.arrival_time,
         first_token_time=request.first_token_time,
         finished_time=request.finished_time,
-        num_prompt_tokens=request.sequence.get_prompt_len(),
+        num_prompt_tokens=len(request.sequence.prompt_token_ids),
         cached_tokens=request.cached_tokens,
         num_draft_tokens=request.num_draft_tokens,
         num_accepted_tokens=request.num_accepted_tokens,
         num_output_tokens=request.num_output_tokens,
+    )
+
+
+def rejected_output(request_id: str, prompt: Any, error: InvalidRequestError) -> RequestOutput:
+    """Return the output of a request that was not queued."""
+    now = time.monotonic()
+    ids = tuple(i for i in islice(prompt if isinstance(prompt, Sequence) else (), MAX_PROMPT_IDS) if isinstance(i, int))
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=ids,
+        prompt_logprobs=None,
+        outputs=(CompletionOutput(0, "", (), None, None, finish_reason="error"),),
+        finished=True,
+        metrics=RequestMetrics(now, None, now, len(ids), 0, 0),
+        error=error,
     )

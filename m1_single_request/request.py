@@ -106,18 +106,15 @@ class FinishError(BaseFinishReason):
 
 
 class SequenceMark(NamedTuple):
-    """How far a sequence had come."""
+    """State of a sequence, for `Sequence.rewind`."""
 
     num_output: int
     num_computed_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None
-    text: tuple[int, Reading]
-    """The detokenizer's own mark."""
-
-    @property
-    def reading(self) -> Reading:
-        """The text of that time."""
-        return self.text[1]
+    num_pushed: int
+    """Tokens that the detokenizer holds."""
+    reading: Reading
+    """The text of these."""
 
 
 class Sequence:
@@ -153,21 +150,21 @@ class Sequence:
 
     def add_token_id(self, token_id: int, logprobs: LogprobRow | None = None) -> None:
         """Append one output token, which the detokenizer has. Its KV does not exist yet: the next step computes it."""
-        self.output_logprobs.append(self._named(logprobs))
+        self.output_logprobs.append(None if logprobs is None else self._named(logprobs))
         self.output_token_ids.append(token_id)
         self._num_read += 1
 
     def mark(self) -> SequenceMark:
-        """A point to `rewind` to."""
+        """Return the current state, for `rewind`."""
         num_output = len(self.output_token_ids)
-        return SequenceMark(num_output, self.num_computed_tokens, self.prompt_logprobs, self.detokenizer.mark())
+        return SequenceMark(num_output, self.num_computed_tokens, self.prompt_logprobs, *self.detokenizer.mark())
 
     def rewind(self, mark: SequenceMark) -> None:
-        """Forget every token, and its text, since `mark`."""
-        num_output, self.num_computed_tokens, self.prompt_logprobs, text = mark
+        """Remove every token, and its text, since `mark`."""
+        num_output, self.num_computed_tokens, self.prompt_logprobs, *_ = mark
         del self.output_token_ids[num_output:], self.output_logprobs[num_output:]
         self._num_read = num_output
-        self._detokenizer.rewind(text)
+        self._detokenizer.rewind((mark.num_pushed, mark.reading))
         self.text_end = None
 
     def add_prompt_logprobs(self, rows: SequenceOf[LogprobRow]) -> None:
@@ -181,9 +178,7 @@ class Sequence:
         """Whether all of the prompt's tokens have their log-probabilities."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) >= self.get_prompt_len()
 
-    def _named(self, row: LogprobRow | None) -> TokenLogprobs | None:
-        if row is None:
-            return None
+    def _named(self, row: LogprobRow) -> TokenLogprobs:
         columns = zip(row.token_ids, row.logprobs, row.ranks, strict=True)
         text = self.detokenizer.token_text
         return {token: Logprob(logprob, rank, text(token)) for token, logprob, rank in columns}
@@ -226,14 +221,9 @@ class Request:
         self.finished_time: float | None = None
 
     @property
-    def sequences(self) -> dict[str, Sequence]:
-        """By their ids: one, except where several outputs of one prompt are reported together (from m3 on)."""
-        return {self.sequence.seq_id: self.sequence}
-
-    @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far, of all sequences."""
-        return sum(sequence.get_output_len() for sequence in self.sequences.values())
+        """Number of output tokens so far."""
+        return len(self.sequence.output_token_ids)
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -8,8 +8,9 @@ engine.
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from m1_single_request.mailboxes import Mailbox
 from m1_single_request.outputs import RequestOutput
+
+Mailbox = deque[RequestOutput]
 
 
 class RequestStream(Iterator[RequestOutput]):

@@ -31,10 +31,6 @@ class SchedulerOutput:
     wants_prompt_logits: bool = False
     """The runner returns logits for every new token, not only for the last."""
 
-    @property
-    def is_prefill(self) -> bool:
-        return self.start_position == 0
-
 
 class Scheduler:
     """The only one that changes requests. Nothing is released between `schedule` and `update_from_output`."""

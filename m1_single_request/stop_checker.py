@@ -51,7 +51,7 @@ class StopChecker:
         text excludes. Text is decoded only for requests with stop strings.
         """
         params, detokenizer = sequence.sampling_params, sequence.detokenizer
-        stop_ids, num_output = self.stop_ids(sequence), sequence.get_output_len()
+        stop_ids, num_output = self.stop_ids(sequence), len(sequence.output_token_ids)
         for accepted, token_id in enumerate(new_token_ids, start=1):
             num_output += 1
             may_stop = num_output >= params.min_tokens
@@ -69,7 +69,7 @@ class StopChecker:
                     return StopVerdict(accepted, FinishMatchedToken(token_id, self._is_eos(sequence, token_id)))
             if num_output >= params.max_tokens:
                 return StopVerdict(accepted, FinishLength("max_tokens", params.max_tokens))
-            if sequence.get_prompt_len() + num_output >= self.max_model_len:
+            if len(sequence.prompt_token_ids) + num_output >= self.max_model_len:
                 return StopVerdict(accepted, FinishLength("max_model_len", self.max_model_len))
         return StopVerdict(len(new_token_ids))
 

@@ -1,20 +1,25 @@
-"""Makes outputs, and merges the continuations of one prompt into one.
+"""Make outputs, and merge the continuations of one prompt into one output.
 
 New in m3: a request may have several continuations. Each has its own text, log-probabilities and end; the caller gets
 them together, in the order of their numbers. vLLM: `ParentRequest.get_outputs` in `v1/engine/parallel_sampling.py`.
 """
 
+from dataclasses import replace
+
 from m1_single_request.output_processor import OutputProcessor as SingleRequestOutputProcessor
-from m1_single_request.outputs import CompletionOutput
+from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import Request
 from m3_paged_attention.request import ParentRequest
 
 
 class OutputProcessor(SingleRequestOutputProcessor):
-    """m1's, with one entry of `completions` for each continuation of a request."""
+    """m1's, with a `make_output` that merges the continuations of a parent."""
 
-    def completions(self, request: Request) -> tuple[CompletionOutput, ...]:
-        """One for each child of a parent, one for any other request."""
-        if isinstance(request, ParentRequest):
-            return tuple(self.completion(child, index=index) for index, child in enumerate(request.children))
-        return super().completions(request)
+    def make_output(self, request: Request) -> RequestOutput:
+        """Return the output of `request` as of now; of a parent with one completion for each child."""
+        output = super().make_output(request)
+        if not isinstance(request, ParentRequest):
+            return output
+        completions = [self.make_output(child).outputs[0] for child in request.children]
+        numbered = (replace(completion, index=index) for index, completion in enumerate(completions))
+        return replace(output, outputs=tuple(numbered))

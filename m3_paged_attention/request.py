@@ -35,7 +35,7 @@ class Request(SingleRequest):
 
 
 class ParentRequest(SingleRequest):
-    """Several continuations of one prompt, reported as one request: `sequences` has one for each.
+    """Several continuations of one prompt, reported as one request with the sum of their `num_output_tokens`.
 
     Children: any class with a `parent_id`.
     """
@@ -48,9 +48,9 @@ class ParentRequest(SingleRequest):
             child.parent_id = request_id
 
     @property
-    def sequences(self) -> dict[str, Sequence]:
-        """The sequences of all children, by sequence id."""
-        return {child.sequence.seq_id: child.sequence for child in self.children}
+    def num_output_tokens(self) -> int:
+        """Number of output tokens of all children."""
+        return sum(child.num_output_tokens for child in self.children)
 
     def reassign_prompt_logprobs(self) -> None:
         """Select another child to compute the prompt's log-probabilities if the first one was aborted before that."""
@@ -64,7 +64,7 @@ class ParentRequest(SingleRequest):
 
     def _with_prompt_logprobs(self) -> Sequence | None:
         """Return the sequence that has the prompt's log-probabilities, or None."""
-        return next((s for s in self.sequences.values() if s.has_prompt_logprobs), None)
+        return next((c.sequence for c in self.children if c.sequence.has_prompt_logprobs), None)
 
     def update_from_children(self) -> None:
         """Update times and token counts from the children; finish when the last child has finished."""

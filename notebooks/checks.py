@@ -415,7 +415,7 @@ def _streamed(scripts: Iterable[tuple[list[int], SamplingParams]], output_proces
     """The texts that a stream shows, step by step, for each script: the tokens that the model says."""
     with LLMEngine(parts={"output_processor": output_processor_class}) as engine:
         for token_ids, params in scripts:
-            engine.engine_core.sampling_step.sampler = _Script(token_ids)
+            engine.engine_core.sampler = _Script(token_ids)
             yield [output.text for output in engine.stream(ids_of(1), params)]
 
 

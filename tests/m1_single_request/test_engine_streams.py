@@ -212,7 +212,7 @@ def shared(model_dir: Path) -> Iterator[LLMEngine]:
 @given(data=st.data())
 def test_any_tokens_joined_are_the_decoded_text(shared: LLMEngine, data: st.DataObject) -> None:
     token_ids = data.draw(st.lists(st.integers(0, 4095), min_size=1, max_size=12))
-    shared.engine_core.sampling_step.sampler = scripted(token_ids)()
+    shared.engine_core.sampler = scripted(token_ids)()
     text = check_growth(list(shared.stream([1], greedy(len(token_ids)))))
     assert text == decode(shared, token_ids)
 
@@ -224,7 +224,7 @@ def test_stop_strings_cut_the_text_and_nothing_is_taken_back(shared: LLMEngine, 
     stops = data.draw(st.lists(st.text("abé😀 ", min_size=1, max_size=4), min_size=1, max_size=3))
     keep = data.draw(st.booleans())
     token_ids = shared.engine_core.input_processor.tokenizer.encode(text)
-    shared.engine_core.sampling_step.sampler = scripted(token_ids)()
+    shared.engine_core.sampler = scripted(token_ids)()
     params = greedy(len(token_ids), stop=stops, include_stop_str_in_output=keep)
     outputs = list(shared.stream([1], params))
     joined, last = check_growth(outputs), outputs[-1]

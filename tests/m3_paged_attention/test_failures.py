@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from m1_single_request.output_processor import OutputProcessor as SingleRequestOutputProcessor
 from m1_single_request.request import Request
 from m3_paged_attention import (
     EngineClosedError,
@@ -25,7 +24,6 @@ from m3_paged_attention import (
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.request import ParentRequest
 from m3_paged_attention.scheduler_output import SchedulerOutput
 from tests.engine_contract.crowd import NUM_TOKENS, PROMPTS, Answers, answers_of, calls_of, check_the_rest, submit
 from tests.engine_contract.variants import M3
@@ -173,10 +171,10 @@ def test_a_parent_whose_output_cannot_be_made_ends_with_the_error_and_all_its_ch
     make_engine: MakeEngine,
 ) -> None:
     class Refuses(OutputProcessor):
-        def completion(self, request: Request, *, index: int = 0) -> Any:
+        def visible_text(self, request: Request) -> str:
             if request.request_id == "p/1" and request.sequence.get_output_len() == 2:
                 raise BOOM
-            return super().completion(request, index=index)
+            return super().visible_text(request)
 
     engine = make_engine({"output_processor": Refuses}, **setting(4))
     engine.add_request([5, 6, 7], greedy(6, n=3), request_id="p")
@@ -185,11 +183,6 @@ def test_a_parent_whose_output_cannot_be_made_ends_with_the_error_and_all_its_ch
     assert outputs["p"].error is BOOM and outputs["p"].finish_reason == "error"
     assert outputs["other"].finish_reason == "length"
     assert engine.stats().num_finished == {"error": 1, "length": 1}
-
-
-def test_parents_need_an_output_processor_that_knows_them() -> None:
-    assert OutputProcessor.completions is not SingleRequestOutputProcessor.completions
-    assert issubclass(ParentRequest, Request)
 
 
 def test_a_lost_device_fails_a_family_that_runs_and_one_that_waits(make_engine: MakeEngine) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,8 +187,9 @@ def test_an_input_processor_of_ones_own_refuses_what_it_likes(make_engine: MakeE
 
 def test_an_output_processor_of_ones_own_may_merge_otherwise(make_engine: MakeEngine) -> None:
     class LongestFirst(OutputProcessor):
-        def completions(self, request: Any) -> Any:
-            return tuple(sorted(super().completions(request), key=lambda each: -len(each.text)))
+        def make_output(self, request: Any) -> Any:
+            output = super().make_output(request)
+            return replace(output, outputs=tuple(sorted(output.outputs, key=lambda each: -len(each.text))))
 
     engine = make_engine({"output_processor": LongestFirst})
     output = engine.generate([5, 6, 7], greedy(5, n=4, temperature=1.0, seed=1))
