@@ -47,7 +47,7 @@ def make_scheduler(num_sequences: int, num_steps: int) -> Scheduler:
     for number in range(num_sequences):
         request_id, params = f"req-{number}", SamplingParams(max_tokens=num_steps + 1)
         prompt = [TOKEN] * PROMPT_LENS[number % len(PROMPT_LENS)]
-        sequence = Sequence(f"{request_id}/0", request_id, prompt, params, IncrementalDetokenizer(tokenizer))
+        sequence = Sequence(request_id, prompt, params, IncrementalDetokenizer(tokenizer))
         scheduler.add_request(Request(request_id, None, sequence, seed=number, arrival_time=0.0))
     return scheduler
 

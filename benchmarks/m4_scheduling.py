@@ -98,7 +98,7 @@ def make_scheduler(
     for number in range(num_sequences):
         request_id, params = f"req-{number}", SamplingParams(max_tokens=num_steps + 1)
         prompt = prompt_of(number, PROMPT_LENS[number % len(PROMPT_LENS)])
-        sequence = Sequence(f"{request_id}/0", request_id, prompt, params, IncrementalDetokenizer(tokenizer))
+        sequence = Sequence(request_id, prompt, params, IncrementalDetokenizer(tokenizer))
         req = Req(request_id, None, sequence, seed=number, arrival_time=0.0)
         req.spec_state = spec_state and spec_state()
         scheduler.add_request(req)

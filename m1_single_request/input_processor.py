@@ -102,7 +102,7 @@ class InputProcessor:
     ) -> Request:
         """Build a request from checked values. `text` is the prompt if it was passed as text, or None."""
         detokenizer = self.detokenizer_class(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
-        sequence = Sequence(f"{request_id}/0", request_id, token_ids, params, detokenizer)
+        sequence = Sequence(request_id, token_ids, params, detokenizer)
         return self.request_class(request_id, text, sequence, seed, arrival_time)
 
     def apply_chat_template(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> list[int]:

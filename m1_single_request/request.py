@@ -122,13 +122,11 @@ class Sequence:
 
     def __init__(
         self,
-        seq_id: str,
         request_id: str,
         prompt_token_ids: list[int],
         sampling_params: SamplingParams,
         detokenizer: IncrementalDetokenizer,
     ) -> None:
-        self.seq_id = seq_id
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.output_token_ids: list[int] = []

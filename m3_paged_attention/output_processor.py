@@ -17,9 +17,10 @@ class OutputProcessor(SingleRequestOutputProcessor):
 
     def make_output(self, request: Request) -> RequestOutput:
         """Return the output of `request` as of now; of a parent with one completion for each child."""
-        output = super().make_output(request)
+        make_output = super().make_output
+        output = make_output(request)
         if not isinstance(request, ParentRequest):
             return output
-        completions = [self.make_output(child).outputs[0] for child in request.children]
+        completions = [make_output(child).outputs[0] for child in request.children]
         numbered = (replace(completion, index=index) for index, completion in enumerate(completions))
         return replace(output, outputs=tuple(numbered))

@@ -289,7 +289,7 @@ def sequence_of(
         PieceTokenizer(pieces, special),  # type: ignore[arg-type]
         skip_special_tokens=params.skip_special_tokens,
     )
-    sequence = Sequence("req/0", "req", list(range(prompt_len)), params, detokenizer)
+    sequence = Sequence("req", list(range(prompt_len)), params, detokenizer)
     for token_id in output:
         sequence.add_token_id(token_id)
         detokenizer.push(token_id)

@@ -311,7 +311,7 @@ def counted(**settings: Any) -> tuple[Sequence, CountingTokenizer]:
     """A sequence without output, and its tokenizer, which counts."""
     tokenizer = CountingTokenizer(LETTERS | SPECIAL, SPECIAL)
     detokenizer = IncrementalDetokenizer(tokenizer)  # type: ignore[arg-type]
-    return Sequence("req/0", "req", [0, 1, 2], SamplingParams(**settings), detokenizer), tokenizer
+    return Sequence("req", [0, 1, 2], SamplingParams(**settings), detokenizer), tokenizer
 
 
 @pytest.mark.parametrize("last", [1, 7, EOS])

@@ -30,7 +30,7 @@ def begun(tokenizer: Any, **settings: Any) -> tuple[RequestUpdater, Req]:
     updater = RequestUpdater(
         stop_checker=StopChecker(eos_token_ids=frozenset({EOS}), max_model_len=40), tracer=Tracer()
     )
-    sequence = Sequence("a/0", "a", [5, 6, 7], SamplingParams(**settings), IncrementalDetokenizer(tokenizer))
+    sequence = Sequence("a", [5, 6, 7], SamplingParams(**settings), IncrementalDetokenizer(tokenizer))
     request = Req("a", None, sequence, seed=0, arrival_time=0.0)
     updater.commit(request, SampledTokens((8,), (None,), None), num_new_kv=3)
     return updater, request

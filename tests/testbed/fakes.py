@@ -78,7 +78,7 @@ def make_request(
 ) -> Request:
     """A request as intake makes it."""
     detokenizer = IncrementalDetokenizer(FakeTokenizer())  # type: ignore[arg-type]
-    sequence = TokenSequence(f"{request_id}/0", request_id, list(prompt), params, detokenizer)
+    sequence = TokenSequence(request_id, list(prompt), params, detokenizer)
     return request_class(request_id, None, sequence, seed, 0.0)
 
 
