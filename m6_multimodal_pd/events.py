@@ -1,11 +1,15 @@
-"""What the trace can say about pictures: what came, what the tower made of it or need not make, where it stands.
+"""Events about pictures: received, positions assigned, encoded, found encoded, evicted.
 
-All other events are those of m1 to m5. A picture is named by the first letters of its content's hash, the same name
-wherever it comes again.
+All other events are those of m1 to m5. In a sentence, a picture is named by the first letters of its content's hash:
+the same content has the same name in every request. `of` takes objects of `multimodal/` as `Any`, because their files
+import this one.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
 
 from m1_single_request.trace_event import Event, size, some, volatile
 
@@ -13,7 +17,7 @@ HASH_LETTERS = 8
 
 
 def named(content: str) -> str:
-    """A content as people are told of it."""
+    """Return the short name of a content."""
     return content[:HASH_LETTERS]
 
 
@@ -25,21 +29,36 @@ class ItemReceived(Event):
     rid: str
     """Request id."""
     index: int
-    """Its place among the request's items, from 0."""
+    """Index among the request's items."""
     modality: str
     """`image` or `video`."""
     size: tuple[int, int]
-    """Width and height as handed in, in pixels."""
+    """Width and height before resizing, in pixels."""
     grid_thw: tuple[int, int, int]
     """Patches along time, height and width, after resizing."""
     num_tokens: int
-    """Placeholders in the prompt, and embeddings."""
+    """Number of its placeholders in the prompt, and of its embeddings."""
     offsets: tuple[tuple[int, int], ...]
-    """Where they stand in the prompt: first, and behind the last; a range for each frame of a video."""
+    """Ranges `[start, end)` of the placeholders in the prompt: one for an image, one for each frame of a video."""
     hash: str
     """sha256 of its content."""
     pad_value: int | None
-    """What stands for each of its placeholders in the prefix cache."""
+    """Token id of its placeholders in the prefix cache."""
+
+    @classmethod
+    def of(cls, rid: str, index: int, item: Any) -> Self:
+        """Build the event for a request's `MultimodalDataItem`."""
+        return cls(
+            rid=rid,
+            index=index,
+            modality=item.modality.value,
+            size=item.size,
+            grid_thw=item.grid_thw,
+            num_tokens=item.num_tokens,
+            offsets=item.offsets,
+            hash=item.hash,
+            pad_value=item.pad_value,
+        )
 
     def brief(self) -> str:
         return f"{self.modality} of {self.rid}: {some(self.num_tokens, 'token')}"
@@ -56,7 +75,7 @@ class ItemReceived(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionsAssigned(Event):
-    """Where the tokens of a prompt with pictures stand: on each axis, one range for each image or frame."""
+    """The tokens of a prompt with pictures have positions: on each axis, one range for each image or frame."""
 
     style: ClassVar[str] = "dim magenta"
     detail: ClassVar[bool] = True
@@ -71,7 +90,22 @@ class PositionsAssigned(Event):
     widths: tuple[tuple[int, int], ...]
     """The same in width."""
     delta: int
-    """By how much the position of the first answered token exceeds its place: never more than 0."""
+    """Position of the first output token minus its index in prompt and output: at most 0."""
+
+    @classmethod
+    def of(cls, rid: str, inputs: Any) -> Self:
+        """Build the event for a request's `MultimodalInputs`."""
+        positions = inputs.mrope_positions
+        blocks = [positions[:, start:end] for item in inputs.mm_items for start, end in item.offsets]
+        times, heights, widths = (tuple((int(b[i].min()), int(b[i].max())) for b in blocks) for i in range(3))
+        return cls(
+            rid=rid,
+            num_tokens=positions.shape[1],
+            times=times,
+            heights=heights,
+            widths=widths,
+            delta=inputs.mrope_position_delta,
+        )
 
     def explain(self) -> str:
         blocks = [
@@ -91,21 +125,33 @@ def _range(ends: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderRun(Event):
-    """The vision tower makes embeddings of some items, of all requests of the step at once."""
+    """The vision tower makes the embeddings of some items, for all requests of the step in one pass."""
 
     style: ClassVar[str] = "bold magenta"
     rids: tuple[str, ...]
-    """Requests that use them now."""
+    """Ids of the requests that use them in this step."""
     hashes: tuple[str, ...]
-    """Their contents."""
+    """sha256 of each content."""
     num_tokens: int
-    """Embeddings made."""
+    """Number of embeddings made."""
     num_patches: int
-    """Patches read."""
+    """Number of patches read."""
     budget: int
-    """How many embeddings a step may make."""
+    """Maximum number of embeddings made in a step."""
     milliseconds: float = volatile()
-    """What it took."""
+    """Time of the pass."""
+
+    @classmethod
+    def of(cls, rids: tuple[str, ...], items: Sequence[Any], num_tokens: int, budget: int, seconds: float) -> Self:
+        """Build the event for one pass over some `MultimodalDataItem`s."""
+        return cls(
+            rids=rids,
+            hashes=tuple(item.hash for item in items),
+            num_tokens=num_tokens,
+            num_patches=sum(len(item.feature) for item in items),
+            budget=budget,
+            milliseconds=seconds * 1e3,
+        )
 
     def brief(self) -> str:
         made = f"{some(len(self.hashes), 'item')}, {some(self.num_tokens, 'token')}"
@@ -121,17 +167,17 @@ class EncoderRun(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderHit(Event):
-    """The embeddings of an item are there already."""
+    """The embeddings of an item exist already."""
 
     style: ClassVar[str] = "green"
     rid: str
     """Request id."""
     hash: str
-    """Its content."""
+    """sha256 of its content."""
     num_tokens: int
-    """Embeddings."""
+    """Number of its embeddings."""
     num_read: int
-    """Those that this step reads: fewer, if a piece of the prompt ends inside the item, or a cache hit does."""
+    """Number of those that this step reads: fewer if a piece of the prompt, or a cache hit, ends inside the item."""
 
     def brief(self) -> str:
         return f"encoder hit: {self.rid}"
@@ -146,17 +192,27 @@ class EncoderHit(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ItemEvicted(Event):
-    """An item's embeddings left the cache, because another one needed the room."""
+    """The embeddings of an item left the cache, because another item needed the room."""
 
     style: ClassVar[str] = "yellow"
     hash: str
-    """Its content."""
+    """sha256 of its content."""
     num_tokens: int
-    """Embeddings."""
+    """Number of its embeddings."""
     num_bytes: int
-    """Their memory."""
+    """Their size."""
     used_bytes: int
-    """What all others take."""
+    """Size of the embeddings that stay."""
+
+    @classmethod
+    def of(cls, content: str, embeddings: Tensor, others: Iterable[Tensor]) -> Self:
+        """Build the event for the embeddings `[tokens, width]` that have left; `others` stay."""
+        return cls(
+            hash=content,
+            num_tokens=len(embeddings),
+            num_bytes=embeddings.nbytes,
+            used_bytes=sum(other.nbytes for other in others),
+        )
 
     def explain(self) -> str:
         return (

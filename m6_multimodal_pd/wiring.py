@@ -102,8 +102,7 @@ class PreparedEngine:
         """
         config, parts, tracer, encoder = self.config, self.parts, self.tracer, self.encoder
         loaded, (limits, executor, rows, runner) = shortened(self.loaded, self.runs, self.make, max_model_len)
-        if tracer:
-            trace_start(loaded, config.model, tracer)
+        trace_start(loaded, config.model, tracer)
         kv_cache_config = reserve_kv_memory(
             executor, config.cache, self.kv_budget, config.model.torch_device(), max_model_len, tracer
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
 from typing import Any, get_args
 
+from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m5_chunked_prefill_spec.wiring import build_input_processor
@@ -42,7 +43,7 @@ def build_disaggregated(
     described = describe(config.model)
     sight = sight_of(config, parts, described)
     names = [f"{role}-{number}" for role in get_args(Role) for number in range(getattr(group, role))]
-    links = links_of(config, parts, prepare, names, standard, is_traced=bool(tracer))
+    links = links_of(config, parts, prepare, names, standard, is_traced=config.trace != TraceConfig())
     try:
         router = router_of(config, parts, described, links, tracer)
         deadline = time.monotonic() + group.start_timeout_s

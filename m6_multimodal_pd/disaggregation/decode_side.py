@@ -96,17 +96,15 @@ class DecodeSide(EngineSide[KVReceiver]):
         for req in self.exchange.preallocate():
             occupied = next(o for o in self.rooms.values() if o.req is req)
             occupied.transfer.preallocated(req.kv_committed_len)
-            if self.tracer:
-                self.tracer.emit(
-                    RoomTaken(
-                        rid=req.rid,
-                        room=occupied.room,
-                        num_tokens=len(req.fill_ids),
-                        num_cached=req.kv_committed_len,
-                        num_pages=occupied.transfer.end_page - occupied.transfer.next_page,
-                        origin=occupied.peer,
-                    )
-                )
+            self.tracer.emit(
+                RoomTaken,
+                rid=req.rid,
+                room=occupied.room,
+                num_tokens=len(req.fill_ids),
+                num_cached=req.kv_committed_len,
+                num_pages=occupied.transfer.end_page - occupied.transfer.next_page,
+                origin=occupied.peer,
+            )
             self.say(occupied.peer, Preallocated(occupied.room, req.kv_committed_len))
         for occupied in list(self.rooms.values()):
             self._tell(occupied)
@@ -130,21 +128,19 @@ class DecodeSide(EngineSide[KVReceiver]):
         if not occupied.transfer.expects(chunk.number, pages):
             return
         began = time.perf_counter()
-        own = self.exchange.pages(occupied.req)[pages.start : pages.stop].tolist()
+        own = tuple(self.exchange.pages(occupied.req)[pages.start : pages.stop].tolist())
         self.target.receive(origin, chunk.ticket, own)
         occupied.transfer.arrived(pages)
-        if self.tracer:
-            self.tracer.emit(
-                ChunkReceived(
-                    rid=occupied.req.rid,
-                    room=chunk.room,
-                    number=chunk.number,
-                    origin=origin,
-                    pages=tuple(own),
-                    num_bytes=len(own) * self.page_bytes,
-                    seconds=time.perf_counter() - began,
-                )
-            )
+        self.tracer.emit(
+            ChunkReceived,
+            rid=occupied.req.rid,
+            room=chunk.room,
+            number=chunk.number,
+            origin=origin,
+            pages=own,
+            num_bytes=len(own) * self.page_bytes,
+            seconds=time.perf_counter() - began,
+        )
         self._join_if_complete(occupied)
 
     def _join_if_complete(self, occupied: Occupied[KVReceiver]) -> None:

@@ -176,9 +176,8 @@ class EngineSide(ABC, Generic[T]):
         """What tells the trace of this room's transitions."""
 
         def tell(before: KVPoll, after: KVPoll, why: str) -> None:
-            if self.tracer:
-                self.tracer.emit(
-                    KVPollChanged(rid=rid, room=room, side=self.role, old=before.name, new=after.name, why=why)
-                )
+            self.tracer.emit(
+                KVPollChanged, rid=rid, room=room, side=self.role, old=before.name, new=after.name, why=why
+            )
 
         return tell

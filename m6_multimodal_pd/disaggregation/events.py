@@ -1,29 +1,31 @@
-"""What the trace can say about engines that work together: who hands what to whom, and how far it is."""
+"""Events of a group of engines: requests routed, KV transferred, engines joined, refused and lost."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, size, some, volatile
+from m6_multimodal_pd.disaggregation.messages import Joined
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVPollChanged(Event):
-    """A transfer goes from one state to the next, as one side sees it."""
+    """The state of a transfer changed on one side."""
 
     style: ClassVar[str] = "blue"
     detail: ClassVar[bool] = True
     rid: str
     """Request id."""
     room: int
-    """The number under which both sides know the transfer."""
+    """Number of the transfer, the same on both sides."""
     side: str
     """`prefill` or `decode`."""
     old: str
     """The state before, a name of `KVPoll`."""
     new: str
-    """The state now."""
+    """The state after it."""
     why: str
-    """What has happened."""
+    """The cause."""
 
     def explain(self) -> str:
         return f"Room {self.room} ({self.rid}), {self.side} side: {_words(self.old)} -> {_words(self.new)}: {self.why}."
@@ -35,27 +37,27 @@ def _words(state: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSent(Event):
-    """Pages lie ready for another engine."""
+    """A chunk of pages is ready for another engine."""
 
     style: ClassVar[str] = "bold blue"
     rid: str
     """Request id."""
     room: int
-    """Its room."""
+    """Number of the transfer."""
     number: int
-    """The chunk's, from 0."""
+    """Index of the chunk in its transfer."""
     to: str
-    """The engine that reads them."""
+    """The engine that reads the pages."""
     first_page: int
-    """Counted from the beginning of the prompt."""
+    """Index of the first page in the prompt."""
     num_pages: int
-    """How many."""
+    """Number of pages."""
     num_bytes: int
-    """What they take."""
+    """Their size."""
     is_last: bool
-    """Whether no more come."""
+    """True for the last chunk of the transfer."""
     seconds: float = volatile()
-    """What copying them took."""
+    """Time of copying them."""
 
     def brief(self) -> str:
         return f"sent: {some(self.num_pages, 'page')} of {self.rid}"
@@ -71,23 +73,23 @@ class ChunkSent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkReceived(Event):
-    """Pages of another engine are in their places."""
+    """A chunk of pages of another engine was copied into the KV memory."""
 
     style: ClassVar[str] = "bold blue"
     rid: str
     """Request id."""
     room: int
-    """Its room."""
+    """Number of the transfer."""
     number: int
-    """The chunk's, from 0."""
+    """Index of the chunk in its transfer."""
     origin: str
-    """The engine that sent them."""
+    """The engine that sent the pages."""
     pages: tuple[int, ...]
-    """Where they are now."""
+    """The pages that hold them now."""
     num_bytes: int
-    """What they take."""
+    """Their size."""
     seconds: float = volatile()
-    """What copying them took."""
+    """Time of copying them."""
 
     def brief(self) -> str:
         return f"received: {some(len(self.pages), 'page')} of {self.rid}"
@@ -108,13 +110,13 @@ class RoomTaken(Event):
     rid: str
     """Request id."""
     room: int
-    """The number under which both sides know the transfer."""
+    """Number of the transfer, the same on both sides."""
     num_tokens: int
-    """Tokens of the prompt."""
+    """Number of prompt tokens."""
     num_cached: int
-    """Those that are cached here, and need not come."""
+    """Number of those that are cached on this engine, and are not sent."""
     num_pages: int
-    """Pages to come."""
+    """Number of pages to come."""
     origin: str
     """The engine that computes it."""
 
@@ -128,13 +130,13 @@ class RoomTaken(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRouted(Event):
-    """The router has chosen who computes a prompt, and who answers it."""
+    """The router has chosen a prefill engine and a decode engine for a request."""
 
     style: ClassVar[str] = "cyan"
     rid: str
     """Request id."""
     room: int
-    """The number under which both know it."""
+    """Number of the transfer, the same on both engines."""
     prefill: str
     """The engine that computes the prompt."""
     decode: str
@@ -142,7 +144,7 @@ class RequestRouted(Event):
     attempt: int
     """1 for the first; more after an engine was lost, or a transfer failed."""
     num_output_tokens: int
-    """Tokens that were said in earlier attempts."""
+    """Number of output tokens of earlier attempts."""
 
     def explain(self) -> str:
         again = f" (attempt {self.attempt}, behind {some(self.num_output_tokens, 'token')})" if self.attempt > 1 else ""
@@ -160,11 +162,22 @@ class EngineJoined(Event):
     role: str
     """`prefill` or `decode`."""
     total_tokens: int
-    """Its KV memory."""
+    """Size of its KV memory, in tokens."""
     page_size: int
     """Tokens of a page."""
     max_model_len: int
     """Limit of prompt and output together, in tokens: the same for all engines of a group."""
+
+    @classmethod
+    def of(cls, name: str, joined: Joined) -> Self:
+        """Build the event for an engine that has joined."""
+        return cls(
+            name=name,
+            role=joined.role,
+            total_tokens=joined.total_tokens,
+            page_size=joined.page_size,
+            max_model_len=joined.max_model_len,
+        )
 
     def explain(self) -> str:
         return (
@@ -175,7 +188,7 @@ class EngineJoined(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRefused(Event):
-    """An engine wants to join, and does not fit."""
+    """An engine may not join, because it differs from the others."""
 
     style: ClassVar[str] = "bold red"
     name: str
@@ -183,7 +196,7 @@ class EngineRefused(Event):
     role: str
     """`prefill` or `decode`."""
     why: str
-    """What is different."""
+    """The difference."""
 
     def explain(self) -> str:
         return f"Engine {self.name} may not join, for {self.role}: {self.why}."
@@ -191,15 +204,20 @@ class EngineRefused(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLost(Event):
-    """An engine is gone."""
+    """An engine is lost: it has ended, failed or stopped answering."""
 
     style: ClassVar[str] = "bold red"
     name: str
     """Its name."""
     why: str
-    """How that was noticed."""
+    """The cause."""
     rids: tuple[str, ...]
-    """Requests that it had."""
+    """Ids of the requests that it had."""
+
+    @classmethod
+    def of(cls, name: str, why: str, attempts: Iterable[Any]) -> Self:
+        """Build the event for an engine and the router's `Attempt`s that it had."""
+        return cls(name=name, why=why, rids=tuple(attempt.req.rid for attempt in attempts))
 
     def explain(self) -> str:
         had = f"it had {', '.join(self.rids)}" if self.rids else "it had no requests"
@@ -208,20 +226,20 @@ class EngineLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Reported(Event):
-    """What another engine's trace has said: its own events, as it tells them."""
+    """An event of another engine's trace."""
 
     engine: str
-    """The engine's name."""
+    """Name of the engine."""
     its_step: int
-    """The step that it belongs to there."""
+    """Step of that engine."""
     what: str
     """The event's kind."""
     rids: tuple[str, ...]
-    """Requests that it is about."""
+    """Ids of the requests that it is about."""
     said: str = volatile()
-    """Its own words."""
+    """Its `explain()`."""
     facts: tuple[tuple[str, int | str], ...]
-    """Those of its fields that are whole numbers or short words, by name."""
+    """Those of its fields that are integers or short strings, by name."""
 
     def explain(self) -> str:
         return f"On {self.engine}, step {self.its_step}: {self.said}"

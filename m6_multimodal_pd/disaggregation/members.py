@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from m6_multimodal_pd.disaggregation.events import EngineJoined
 from m6_multimodal_pd.disaggregation.messages import Heartbeat, Joined
 
 COMPARED = ("page_size", "layout", "max_model_len", "model")
@@ -42,17 +41,6 @@ def misfit(joined: Joined, there: Iterable[Member], vocabulary: str) -> str | No
             if own != theirs:
                 return f"its {name} is {own}, and that of {other.name} is {theirs}"
     return None
-
-
-def joined_event(name: str, joined: Joined) -> EngineJoined:
-    """The event that an engine has joined; built only for a reader."""
-    return EngineJoined(
-        name=name,
-        role=joined.role,
-        total_tokens=joined.total_tokens,
-        page_size=joined.page_size,
-        max_model_len=joined.max_model_len,
-    )
 
 
 def vocabulary_of(tokenizer: Any) -> str:

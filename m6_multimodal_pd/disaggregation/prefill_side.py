@@ -140,20 +140,18 @@ class PrefillSide(EngineSide[KVSender]):
         if ticket is None:
             return False
         number = transfer.sent(pages)
-        if self.tracer:
-            self.tracer.emit(
-                ChunkSent(
-                    rid=req.rid,
-                    room=occupied.room,
-                    number=number,
-                    to=occupied.peer,
-                    first_page=pages.start,
-                    num_pages=len(pages),
-                    num_bytes=len(pages) * self.page_bytes,
-                    is_last=pages.stop == transfer.end_page,
-                    seconds=time.perf_counter() - began,
-                )
-            )
+        self.tracer.emit(
+            ChunkSent,
+            rid=req.rid,
+            room=occupied.room,
+            number=number,
+            to=occupied.peer,
+            first_page=pages.start,
+            num_pages=len(pages),
+            num_bytes=len(pages) * self.page_bytes,
+            is_last=pages.stop == transfer.end_page,
+            seconds=time.perf_counter() - began,
+        )
         self.say(occupied.peer, Chunk(occupied.room, number, pages.start, len(pages), ticket))
         return True
 

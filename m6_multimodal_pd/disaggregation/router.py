@@ -20,11 +20,11 @@ from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.request import Req
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.events import EngineLost, EngineRefused, Reported, RequestRouted
+from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, EngineRefused, Reported, RequestRouted
 from m6_multimodal_pd.disaggregation.jobs import error_of, job_of, sampled_of
 from m6_multimodal_pd.disaggregation.length import GroupLength
 from m6_multimodal_pd.disaggregation.links import Links
-from m6_multimodal_pd.disaggregation.members import Member, joined_event, load_of, misfit
+from m6_multimodal_pd.disaggregation.members import Member, load_of, misfit
 from m6_multimodal_pd.disaggregation.messages import (
     Answer,
     Call,
@@ -220,17 +220,9 @@ class Router:
     def _pass_on(self, name: str, told: Told) -> None:
         """To the readers of the trace here."""
         for own in told.events:
-            if self.tracer:
-                self.tracer.emit(
-                    Reported(
-                        engine=name,
-                        its_step=told.step,
-                        what=own.kind,
-                        rids=own.rids,
-                        said=own.said,
-                        facts=own.facts,
-                    )
-                )
+            self.tracer.emit(
+                Reported, engine=name, its_step=told.step, what=own.kind, rids=own.rids, said=own.said, facts=own.facts
+            )
 
     def _take_tokens(self, name: str, message: Tokens) -> Req | None:
         attempt = self.attempts.get(message.room)
@@ -273,8 +265,7 @@ class Router:
     def refuse(self, name: str, role: Role, why: str) -> None:
         """Let an engine know why it does not fit."""
         self.refused[role] = f"{name} was refused: {why}"
-        if self.tracer:
-            self.tracer.emit(EngineRefused(name=name, role=role, why=why))
+        self.tracer.emit(EngineRefused, name=name, role=role, why=why)
         self.links.refuse(name, why)
 
     def _join(self, name: str, joined: Joined) -> None:
@@ -283,8 +274,7 @@ class Router:
             self.refuse(name, joined.role, why)
             return
         self.members.setdefault(name, Member(name, joined, time.monotonic()))
-        if self.tracer:
-            self.tracer.emit(joined_event(name, joined))
+        self.tracer.emit(EngineJoined.of, name, joined)
         if self.weights is not None:  # no request overtakes this
             self.send(name, Call(ON_JOINING, "update_weights", self.weights))
 
@@ -299,8 +289,7 @@ class Router:
         """Retry the requests of a lost engine on others, and inform the others."""
         name = member.name
         lost = [a for a in self.attempts.values() if name in (a.prefill, a.decode) and a.room in member.rooms]
-        if self.tracer:
-            self.tracer.emit(EngineLost(name=name, why=why, rids=tuple(a.req.rid for a in lost)))
+        self.tracer.emit(EngineLost.of, name, why, lost)
         for other in list(self.members):
             self.send(other, PeerLost(name))
         for attempt in lost:
@@ -345,17 +334,15 @@ class Router:
                 member.last_heard = time.monotonic()
             member.rooms.add(room)
         req.status = RequestStatus.RUNNING
-        if self.tracer:
-            self.tracer.emit(
-                RequestRouted(
-                    rid=req.rid,
-                    room=room,
-                    prefill=prefill.name,
-                    decode=decode.name,
-                    attempt=attempt.number,
-                    num_output_tokens=len(req.output_ids),
-                )
-            )
+        self.tracer.emit(
+            RequestRouted,
+            rid=req.rid,
+            room=room,
+            prefill=prefill.name,
+            decode=decode.name,
+            attempt=attempt.number,
+            num_output_tokens=len(req.output_ids),
+        )
         try:
             self.send(decode.name, Decode(room, job, prefill.name))
             if room in self.attempts:  # else the decode engine has turned out to be gone

@@ -93,28 +93,17 @@ class Encoder:
         self.num_items += len(items)
         self.num_tokens += num_tokens
         self.seconds += seconds
-        if self.tracer:
-            self.tracer.emit(
-                EncoderRun(
-                    rids=rids,
-                    hashes=tuple(item.hash for item in items),
-                    num_tokens=num_tokens,
-                    num_patches=sum(len(item.feature) for item in items),
-                    budget=self.budget,
-                    milliseconds=seconds * 1e3,
-                )
-            )
+        self.tracer.emit(EncoderRun.of, rids, items, num_tokens, self.budget, seconds)
         return {item.hash: embeddings for item, embeddings in zip(items, made, strict=True)}
 
     def _count_hits(self, seen: Sequence[Seen], known: dict[str, Tensor]) -> None:
-        """Who reads embeddings that were there before, or that another request of the step has made now."""
+        """Count the requests' reads of embeddings that another step, or another request of this step, has made."""
         makers: dict[str, int] = {}
         read: dict[tuple[str, str], int] = {}
         for s in seen:
             if s.item.hash in known or makers.setdefault(s.item.hash, s.row) != s.row:
                 read[s.rid, s.item.hash] = read.get((s.rid, s.item.hash), 0) + s.count
         self.num_hits += len(read)
-        if self.tracer:
-            sizes = {s.item.hash: s.item.num_tokens for s in seen}
-            for (rid, content), num_read in read.items():
-                self.tracer.emit(EncoderHit(rid=rid, hash=content, num_tokens=sizes[content], num_read=num_read))
+        sizes = {s.item.hash: s.item.num_tokens for s in seen}
+        for (rid, content), num_read in read.items():
+            self.tracer.emit(EncoderHit, rid=rid, hash=content, num_tokens=sizes[content], num_read=num_read)

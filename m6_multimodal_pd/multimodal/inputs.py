@@ -125,38 +125,10 @@ class MultimodalInputs:
         return padded
 
     def trace_arrival(self, rid: str, tracer: Tracer) -> None:
-        """Tell the trace which pictures request `rid` brings, and where they put its tokens."""
-        if tracer:
-            for index, item in enumerate(self.mm_items):
-                tracer.emit(
-                    ItemReceived(
-                        rid=rid,
-                        index=index,
-                        modality=item.modality.value,
-                        size=item.size,
-                        grid_thw=item.grid_thw,
-                        num_tokens=item.num_tokens,
-                        offsets=item.offsets,
-                        hash=item.hash,
-                        pad_value=item.pad_value,
-                    )
-                )
-            times, heights, widths = self._ranges()
-            tracer.emit(
-                PositionsAssigned(
-                    rid=rid,
-                    num_tokens=self.mrope_positions.shape[1],
-                    times=times,
-                    heights=heights,
-                    widths=widths,
-                    delta=self.mrope_position_delta,
-                )
-            )
-
-    def _ranges(self) -> list[tuple[Range, ...]]:
-        """For each axis, the lowest and the highest position of every range of placeholders."""
-        blocks = [self.mrope_positions[:, start:end] for item in self.mm_items for start, end in item.offsets]
-        return [tuple((int(block[axis].min()), int(block[axis].max())) for block in blocks) for axis in range(3)]
+        """Emit the pictures of request `rid`, and the positions that they give to its tokens."""
+        for index, item in enumerate(self.mm_items):
+            tracer.emit(ItemReceived.of, rid, index, item)
+        tracer.emit(PositionsAssigned.of, rid, self)
 
     def of_length(self, num_tokens: int) -> "MultimodalInputs":
         """The same for a prompt of so many tokens: behind the last picture text may have been added, or left out."""
