@@ -7,9 +7,9 @@ same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the fa
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from m1_single_request.detokenizer import IncrementalDetokenizer, Reading
+from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.outputs import Logprob, TokenLogprobs
 from m1_single_request.sampler import LogprobRow
 from m1_single_request.sampling_params import SamplingParams
@@ -105,18 +105,6 @@ class FinishError(BaseFinishReason):
 # --- the request ------------------------------------------------------------------------------------------------------
 
 
-class SequenceMark(NamedTuple):
-    """State of a sequence, for `Sequence.rewind`."""
-
-    num_output: int
-    num_computed_tokens: int
-    prompt_logprobs: list[TokenLogprobs | None] | None
-    num_pushed: int
-    """Tokens that the detokenizer holds."""
-    reading: Reading
-    """The text of these."""
-
-
 class Sequence:
     """One growing sequence of tokens and its text."""
 
@@ -135,48 +123,27 @@ class Sequence:
         self.num_computed_tokens = 0  # tokens whose KV exists; while decoding this is prompt + output - 1
         self.sampling_params = sampling_params
         self.text_end: int | None = None  # where a stop string cuts the text
-        self._detokenizer = detokenizer
-        self._num_read = 0  # how many output tokens the detokenizer has heard of
+        self.detokenizer = detokenizer  # the text of the output tokens
 
-    @property
-    def detokenizer(self) -> IncrementalDetokenizer:
-        """The text of this sequence, as of its newest output token."""
-        while self._num_read < len(self.output_token_ids):
-            self._detokenizer.push(self.output_token_ids[self._num_read])
-            self._num_read += 1
-        return self._detokenizer
-
-    def add_token_id(self, token_id: int, logprobs: LogprobRow | None = None) -> None:
-        """Append one output token, which the detokenizer has. Its KV does not exist yet: the next step computes it."""
-        self.output_logprobs.append(None if logprobs is None else self._named(logprobs))
+    def add_token_id(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
+        """Append an output token, which the detokenizer holds already. Its KV does not exist: the next step computes
+        it."""
         self.output_token_ids.append(token_id)
-        self._num_read += 1
-
-    def mark(self) -> SequenceMark:
-        """Return the current state, for `rewind`."""
-        num_output = len(self.output_token_ids)
-        return SequenceMark(num_output, self.num_computed_tokens, self.prompt_logprobs, *self.detokenizer.mark())
-
-    def rewind(self, mark: SequenceMark) -> None:
-        """Remove every token, and its text, since `mark`."""
-        num_output, self.num_computed_tokens, self.prompt_logprobs, *_ = mark
-        del self.output_token_ids[num_output:], self.output_logprobs[num_output:]
-        self._num_read = num_output
-        self._detokenizer.rewind((mark.num_pushed, mark.reading))
-        self.text_end = None
+        self.output_logprobs.append(logprobs)
 
     def add_prompt_logprobs(self, rows: SequenceOf[LogprobRow]) -> None:
-        """Record the log-probabilities of the prompt's tokens after the first, which has none; or of some of them, in
-        their order (from m5 on). Once all are there, the next ones begin anew."""
+        """Append the log-probabilities of the prompt's next tokens; the first token has none. If all are there, begin
+        again."""
         known = [None] if self.has_prompt_logprobs else self.prompt_logprobs or [None]
-        self.prompt_logprobs = [*known, *(self._named(row) for row in rows)]
+        self.prompt_logprobs = [*known, *map(self.named, rows)]
 
     @property
     def has_prompt_logprobs(self) -> bool:
         """Whether all of the prompt's tokens have their log-probabilities."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) >= self.get_prompt_len()
 
-    def _named(self, row: LogprobRow) -> TokenLogprobs:
+    def named(self, row: LogprobRow) -> TokenLogprobs:
+        """Return a row of log-probabilities by token id, with the text of each token."""
         columns = zip(row.token_ids, row.logprobs, row.ranks, strict=True)
         text = self.detokenizer.token_text
         return {token: Logprob(logprob, rank, text(token)) for token, logprob, rank in columns}

@@ -1,4 +1,4 @@
-"""What a step's result means for one request: commit its tokens, or end it.
+"""Request updater: commit the tokens of a step to a request, or end it.
 
 Every scheduler of the course updates its requests through this one part, whatever it decides about queues and memory.
 The stop checker is asked before anything is committed, and a commit happens whole or not at all. vLLM keeps the same
@@ -16,7 +16,7 @@ from m1_single_request.tracer import Tracer
 
 
 class RequestUpdater:
-    """Changes requests on behalf of a scheduler; knows no queue."""
+    """Changes the state of requests; the queues are the scheduler's."""
 
     def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None:
         self.stop_checker = stop_checker
@@ -24,7 +24,7 @@ class RequestUpdater:
         self.num_output_tokens = 0  # of all requests since the start
 
     def mark(self, request: Request, reason: BaseFinishReason) -> bool:
-        """Note that `request` is to end with `reason` at the next update. False if it was marked already."""
+        """Mark `request` to end with `reason` at the next update. Return False if it was marked already."""
         if request.to_finish is not None:
             return False
         request.to_finish = reason
@@ -35,34 +35,36 @@ class RequestUpdater:
     def commit(self, request: Request, sampled: SampledTokens, *, num_new_kv: int) -> None:
         """Append the tokens that the stop checker accepts, and mark the request if they end it.
 
-        `num_new_kv`: how many of the tokens that it had got their KV in this step. Of several accepted tokens all but
-        the last one have theirs, too. Whatever a part raises here (a tokenizer of somebody's own, say) marks this
-        request alone to end with that error.
+        `num_new_kv`: number of its earlier tokens that got their KV in this step. Of several accepted tokens all but
+        the last one have theirs, too. An exception, of a user's tokenizer for example, marks only this request to end
+        with that error.
         """
         sequence = request.sequence
-        before = sequence.mark()
+        before = sequence.detokenizer.mark()
         try:
             verdict = self.stop_checker.check(sequence, sampled.token_ids)
-            for token_id, row in zip(sampled.token_ids[: verdict.num_accepted], sampled.logprobs, strict=False):
-                sequence.add_token_id(token_id, row)
+            rows = sampled.logprobs[: verdict.num_accepted]
+            logprobs = [None if row is None else sequence.named(row) for row in rows]
             if sampled.prompt_logprobs is not None:
                 sequence.add_prompt_logprobs(sampled.prompt_logprobs)
-            sequence.text_end = verdict.text_end
-            sequence.num_computed_tokens += num_new_kv + verdict.num_accepted - 1
-            if request.to_finish is None:  # an abort may have come meanwhile
-                request.to_finish = verdict.finish_reason
         except Exception as error:
-            sequence.rewind(before)
+            sequence.detokenizer.rewind(before)
             request.to_finish = FinishError(error)
             return
+        for token_id, of_token in zip(sampled.token_ids, logprobs, strict=False):
+            sequence.add_token_id(token_id, of_token)
+        sequence.text_end = verdict.text_end
+        sequence.num_computed_tokens += num_new_kv + verdict.num_accepted - 1
+        if request.to_finish is None:  # an abort may have come meanwhile
+            request.to_finish = verdict.finish_reason
         self.num_output_tokens += verdict.num_accepted
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
-        self.tracer.emit(Result.of, request, verdict.num_accepted, before.reading)
+        self.tracer.emit(Result.of, request, verdict.num_accepted, before[1])
         self.tracer.emit(TextHeld.of, request)
 
     def end(self, request: Request, reason: BaseFinishReason) -> None:
-        """Give the request its end; the scheduler has taken it out of its queues."""
+        """End a request that the scheduler has removed from its queues."""
         request.finish_reason = reason
         request.finished_time = time.monotonic()
         request.status = RequestStatus.FINISHED

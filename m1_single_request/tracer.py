@@ -47,9 +47,6 @@ class Tracer:
         self.step = 0
         self._readers: list[TraceReader] = []
 
-    def __bool__(self) -> bool:  # TRANSITION: goes
-        return bool(self._readers)
-
     def attach(self, reader: TraceReader) -> None:
         """Pass all later records to `reader`. Raises `ConfigError` if it lacks `read` or `close`."""
         if not all(callable(getattr(reader, name, None)) for name in ("read", "close")):
@@ -72,7 +69,7 @@ class Tracer:
         if not self._readers:
             return
         try:
-            event = factory if isinstance(factory, Event) else factory(*args, **kwargs)  # TRANSITION: events go
+            event = factory(*args, **kwargs)
         except Exception as error:  # a user's tokenizer, for example
             self._warn(f"a trace event could not be built: {type(error).__name__}: {error}")
             return

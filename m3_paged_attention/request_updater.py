@@ -34,6 +34,7 @@ class RequestUpdater(SingleRequestUpdater):
                 others.append(index)
             else:
                 output.append(token_id)
+                sequence.detokenizer.push(token_id)
                 sequence.num_computed_tokens += num_new_kv
                 self.tracer.emit(Result.of, request, 1)
                 self.tracer.emit(TextHeld.of, request)

@@ -19,7 +19,8 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput, checked
 from m3_paged_attention.parallel_sampling import RequestFamilies
-from m4_radix_cache.invariants import audit_event
+from m4_radix_cache.events import Audit
+from m4_radix_cache.invariants import pages_of
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import ScheduleBatch
@@ -152,6 +153,6 @@ class EngineCore(EngineCoreBase):
     def _update(self, batch: ScheduleBatch | None, output: ModelRunnerOutput | None) -> list[Req]:
         """Let the scheduler commit the step; with `CacheConfig.debug` trace the balance of the memory."""
         changed = self.scheduler.update_from_output(batch, output)
-        if self.tracer and self.scheduler.pools.debug:
-            self.tracer.emit(audit_event(self.scheduler))
+        if self.scheduler.pools.debug:
+            self.tracer.emit(Audit.of, self.scheduler, pages_of)
         return changed

@@ -5,8 +5,9 @@ of it is free, evictable or protected. What happens to requests stands in `sched
 rate and the sizes as metrics; what its tree does is not recorded.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, some
 
@@ -27,6 +28,12 @@ class Matched(Event):
     """Tokens found; the request starts from their KV."""
     host_hit: int
     """Further tokens found in host memory, whose KV must be copied."""
+
+    @classmethod
+    def of(cls, req: Any) -> Self:
+        """Build the event for a request after its lookup."""
+        hit, limit = len(req.prefix_indices), req.match_limit
+        return cls(rid=req.rid, query_len=len(req.fill_ids), limit=limit, device_hit=hit, host_hit=0)
 
     def explain(self) -> str:
         tokens, left = some(self.query_len, "token"), self.query_len - self.device_hit - self.host_hit
@@ -67,6 +74,20 @@ class Inserted(Event):
     def num_new(self) -> int:
         """Tokens that the cache owns now and did not before."""
         return self.insert_len - self.existing
+
+    @classmethod
+    def of(cls, cache: Any, node: int, parent: int, slots: Any, existing: int, extra_key: str | None) -> Self:
+        """Build the event for the insertion of tokens in `slots`, of which the first `existing` were cached."""
+        return cls(
+            node=node,
+            parent=parent,
+            insert_len=len(slots),
+            existing=existing,
+            pages=tuple((slots[existing :: cache.page_size] // cache.page_size).tolist()),
+            extra_key=extra_key,
+            evictable=cache.evictable_size(),
+            protected=cache.protected_size(),
+        )
 
     def explain(self) -> str:
         where = "" if self.extra_key is None else f" under the salt {self.extra_key!r}"
@@ -161,6 +182,19 @@ class Evicted(Event):
     def brief(self) -> str:
         return f"evicted: {some(self.freed, 'token')}"
 
+    @classmethod
+    def of(cls, cache: Any, asked: int, evicted: Sequence[tuple[int, int]]) -> Self:
+        """Build the event for `evicted` nodes, each with its number of tokens."""
+        return cls(
+            asked=asked,
+            freed=sum(count for _, count in evicted),
+            nodes=tuple(node for node, _ in evicted),
+            token_counts=tuple(count for _, count in evicted),
+            strategy=cache.eviction_policy,
+            evictable=cache.evictable_size(),
+            protected=cache.protected_size(),
+        )
+
     def explain(self) -> str:
         short = "" if self.freed >= self.asked else ", all that nobody has locked"
         return (
@@ -222,6 +256,12 @@ class Released(Event):
     pages: tuple[int, ...]
     """The pages, in order."""
 
+    @classmethod
+    def of(cls, rid: str, start: int, slots: Any, page_size: int) -> Self:
+        """Build the event for the release of `slots`, those from position `start` on."""
+        pages = tuple((slots[::page_size] // page_size).tolist())
+        return cls(rid=rid, start=start, num_tokens=len(slots), pages=pages)
+
     def explain(self) -> str:
         pages = some(len(self.pages), "page")
         return (
@@ -246,6 +286,19 @@ class Audit(Event):
     """Slots in pages that requests own themselves."""
     total: int
     """All slots."""
+
+    @classmethod
+    def of(cls, scheduler: Any, pages_of: Callable[..., Any]) -> Self:
+        """Build the event from the memory of a scheduler. `pages_of` returns the pages that requests own."""
+        _, own = pages_of(scheduler.running, scheduler.pools)
+        allocator, cache = scheduler.pools.token_to_kv_pool_allocator, scheduler.tree_cache
+        return cls(
+            available=allocator.available_size(),
+            evictable=cache.evictable_size(),
+            protected=cache.protected_size(),
+            owned=len(own) * allocator.page_size,
+            total=allocator.size,
+        )
 
     @property
     def holds(self) -> bool:

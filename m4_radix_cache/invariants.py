@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from m1_single_request.request import RequestStatus
-from m4_radix_cache.events import Audit
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools
 
@@ -70,16 +69,3 @@ def pages_of(running: list[Req], pools: Pools) -> tuple[set[int], list[int]]:
         shared |= set(pages[: req.cache_protected_len].tolist())
         own += np.unique(pages[req.cache_protected_len :]).tolist()
     return shared, own
-
-
-def audit_event(scheduler: Any) -> Audit:
-    """The balance of the memory: free, cached and owned tokens are all there are; built only for a reader."""
-    _, own = pages_of(scheduler.running, scheduler.pools)
-    allocator, cache = scheduler.pools.token_to_kv_pool_allocator, scheduler.tree_cache
-    return Audit(
-        available=allocator.available_size(),
-        evictable=cache.evictable_size(),
-        protected=cache.protected_size(),
-        owned=len(own) * allocator.page_size,
-        total=allocator.size,
-    )

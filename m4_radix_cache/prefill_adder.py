@@ -136,39 +136,35 @@ class PrefillAdder:
         need, rem_total = self._need(req), self.rem_total_tokens
         cur_rem, rem_input = self.cur_rem_tokens, self.rem_input_tokens
         result = self._take(req)
-        if self.tracer:
-            self.tracer.emit(
-                Admit(
-                    rid=req.rid,
-                    prefix=len(req.prefix_indices),
-                    extend=req.extend_input_len,
-                    num_output_tokens=len(req.output_ids),
-                    need=need,
-                    rem_total=rem_total,
-                    cur_rem=cur_rem,
-                    rem_input=rem_input,
-                    evictable=self.tree_cache.evictable_size(),
-                    result=result.value,
-                )
-            )
+        self.tracer.emit(
+            Admit,
+            rid=req.rid,
+            prefix=len(req.prefix_indices),
+            extend=req.extend_input_len,
+            num_output_tokens=len(req.output_ids),
+            need=need,
+            rem_total=rem_total,
+            cur_rem=cur_rem,
+            rem_input=rem_input,
+            evictable=self.tree_cache.evictable_size(),
+            result=result.value,
+        )
         return result
 
     def _refuse(self, req: Req, limit: str, *, is_locked: bool = False) -> AddReqResult:
-        if self.tracer:
-            self.tracer.emit(
-                NotAdmitted(
-                    rid=req.rid,
-                    limit=limit,
-                    is_locked=is_locked,
-                    prefix=len(req.prefix_indices),
-                    extend=req.extend_input_len,
-                    need=self._need(req),
-                    rem_total=self.rem_total_tokens,
-                    cur_rem=self.cur_rem_tokens,
-                    rem_input=self.rem_input_tokens,
-                    evictable=self.tree_cache.evictable_size(),
-                )
-            )
+        self.tracer.emit(
+            NotAdmitted,
+            rid=req.rid,
+            limit=limit,
+            is_locked=is_locked,
+            prefix=len(req.prefix_indices),
+            extend=req.extend_input_len,
+            need=self._need(req),
+            rem_total=self.rem_total_tokens,
+            cur_rem=self.cur_rem_tokens,
+            rem_input=self.rem_input_tokens,
+            evictable=self.tree_cache.evictable_size(),
+        )
         return AddReqResult.NO_TOKEN if limit == "memory" else AddReqResult.OTHER
 
     def _lacks_memory(self, req: Req) -> bool:

@@ -31,27 +31,24 @@ def retract(
     `prefilling`: other requests that hold memory and may be taken out as well (from m5 on).
     """
     retracted: list[Req] = []
-    events, others = [], list(prefilling)
+    states, others = [], list(prefilling)
     while len(batch.reqs) + len(others) > 1 and not batch.check_decode_mem():
         victim = victim_of(preemption, [*batch.reqs, *others])
-        if tracer:
-            events.append((victim.rid, victim.kv_committed_len, len(victim.output_ids), *batch.room()))
+        states.append((victim.rid, victim.kv_committed_len, len(victim.output_ids), *batch.room()))
         batch.retract_decode(victim)
         others = [req for req in others if req is not victim]
         retracted.append(victim)
     ratio.after_retraction(batch.reqs)
-    if tracer:
-        for rid, num_tokens, num_output_tokens, needed, available in events:
-            tracer.emit(
-                Retract(
-                    rid=rid,
-                    num_tokens=num_tokens,
-                    num_output_tokens=num_output_tokens,
-                    needed=needed,
-                    available=available,
-                    new_token_ratio=ratio.value,
-                )
-            )
+    for rid, num_tokens, num_output_tokens, needed, available in states:
+        tracer.emit(
+            Retract,
+            rid=rid,
+            num_tokens=num_tokens,
+            num_output_tokens=num_output_tokens,
+            needed=needed,
+            available=available,
+            new_token_ratio=ratio.value,
+        )
     return retracted
 
 

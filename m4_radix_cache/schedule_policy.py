@@ -72,18 +72,8 @@ class SchedulePolicy:
             matches = {req.rid: self._match(req) for req in retracted + others}
         ready, held_back = self._hold_back([*prefilling, *retracted], others, matches)
         order = Order(retracted + self._sorted(active, ready, matches), held_back)
-        if self.tracer and len(waiting) > 1:
-            everybody = order.ready + order.held_back
-            self.tracer.emit(
-                PolicyOrder(
-                    policy=self.policy,
-                    active=active,
-                    rids=tuple(req.rid for req in everybody),
-                    num_held_back=len(held_back),
-                    num_retracted=len(retracted),
-                    hits=tuple(_hit(matches[req.rid]) for req in everybody) if matches else (),
-                )
-            )
+        if len(waiting) > 1:
+            self.tracer.emit(PolicyOrder.of, self.policy, active, order, len(retracted), matches)
         return order
 
     def _active_policy(self, num_waiting: int) -> str:

@@ -11,13 +11,14 @@ from collections.abc import Iterable
 from m1_single_request.request import FinishError
 from m1_single_request.sampler import SampledTokens
 from m3_paged_attention.outputs import ModelRunnerOutput
+from m4_radix_cache.events import Matched
 from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown
 from m4_radix_cache.schedule_batch import ScheduleBatch
 from m4_radix_cache.schedule_policy import order_of
 from m4_radix_cache.scheduler_base import SchedulerBase
-from m4_radix_cache.scheduler_events import batch_event, matched_event
+from m4_radix_cache.scheduler_events import Batch
 
 
 class Scheduler(SchedulerBase):
@@ -44,8 +45,7 @@ class Scheduler(SchedulerBase):
         adder = self._new_adder(num_places)
         for req in order_of(self.policy, waiting).ready:
             req.init_next_round_input(self.tree_cache)
-            if self.tracer:
-                self.tracer.emit(matched_event(req))
+            self.tracer.emit(Matched.of, req)
             result = adder.add_one_req(req)
             if result is AddReqResult.NO_TOKEN and not self.running and not adder.can_run_list:
                 self.finish_requests([req.rid], FinishError(outgrown(req, self.pools)))  # alone, and no room: never
@@ -71,7 +71,7 @@ class Scheduler(SchedulerBase):
         reqs, token_ids = batch.take_tokens(output)
         is_extend = batch.forward_mode.is_extend()
         others: Iterable[int] = range(len(reqs))
-        if not is_extend and not self.tracer:
+        if not is_extend:
             others = self.updater.commit_simply(reqs, token_ids)
         for index in others:
             req = reqs[index]
@@ -84,9 +84,8 @@ class Scheduler(SchedulerBase):
         return reqs
 
     def trace_batch(self, batch: ScheduleBatch) -> None:
-        """Tell the trace whose prompts run, or who decodes."""
-        if self.tracer:
-            self.tracer.emit(batch_event(batch, self.unreported, len(self.running), self.max_num_batched_tokens))
+        """Emit the event about a batch."""
+        self.tracer.emit(Batch.of, batch, self.unreported, self.running, self.max_num_batched_tokens)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from m1_single_request.errors import DuplicateRequestError, PartError, shown
+from m1_single_request.events import RequestAdded
 from m1_single_request.outputs import EngineStats as SingleRequestStats
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
 from m1_single_request.stop_checker import StopChecker
@@ -153,9 +154,9 @@ class SchedulerBase(ABC):
         """Queue a request that has passed the checks of intake."""
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
-        self.updater.trace_arrival(request, num_waiting=len(self.waiting_queue))
-        if self.tracer and (request.priority or request.extra_key is not None):
-            self.tracer.emit(RequestOptions(rid=request.rid, priority=request.priority, extra_key=request.extra_key))
+        self.tracer.emit(RequestAdded.of, request, len(self.waiting_queue))
+        if request.priority or request.extra_key is not None:
+            self.tracer.emit(RequestOptions, rid=request.rid, priority=request.priority, extra_key=request.extra_key)
         if request.multimodal_inputs is not None:
             request.multimodal_inputs.trace_arrival(request.rid, self.tracer)
         self._num_arrivals += 1

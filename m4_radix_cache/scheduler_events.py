@@ -5,12 +5,12 @@ What happens in the cache stands in `events.py`. m3's `ParallelSampling` is used
 prefix for a decode; so these are said anew, in tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
+from m1_single_request.events import Batch as SingleBatch
 from m1_single_request.trace_event import Event, some
-from m4_radix_cache.events import Matched
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import ScheduleBatch
 
@@ -53,6 +53,19 @@ class PolicyOrder(Event):
     """So many of the first ones lost their place once and stand before all others."""
     hits: tuple[int, ...]
     """How many tokens of each are in the cache; empty if the policy did not look."""
+
+    @classmethod
+    def of(cls, policy: str, active: str, order: Any, num_retracted: int, matches: Mapping[str, Any]) -> Self:
+        """Build the event for an `Order`. `matches`: results of the lookups by request id, if there were any."""
+        reqs = order.ready + order.held_back
+        return cls(
+            policy=policy,
+            active=active,
+            rids=tuple(req.rid for req in reqs),
+            num_held_back=len(order.held_back),
+            num_retracted=num_retracted,
+            hits=tuple(len(matches[req.rid].device_indices) for req in reqs) if matches else (),
+        )
 
     def explain(self) -> str:
         number = len(self.rids) - self.num_held_back
@@ -186,20 +199,9 @@ class Retract(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(Event):
-    """What goes through the model in this step: prompts or decodes, never both (m5 mixes them)."""
+class Batch(SingleBatch):
+    """The requests and tokens of one forward pass: prompts or decodes, never both (m5 mixes them)."""
 
-    style: ClassVar[str] = "bold blue"
-    mode: str
-    """`extend` or `decode`."""
-    rids: tuple[str, ...]
-    """Request ids, one per row of the fields below."""
-    extend_lens: tuple[int, ...]
-    """New tokens per request."""
-    prefix_lens: tuple[int, ...]
-    """Tokens per request whose KV is read instead of computed."""
-    seq_lens: tuple[int, ...]
-    """Tokens per request with KV after this step: prefix plus extend."""
     out_slots: tuple[int, ...]
     """Where the KV of the new tokens goes: the slots of the first request, then those of the next one."""
     left: tuple[str, ...]
@@ -217,6 +219,23 @@ class Batch(Event):
     def num_cached(self) -> int:
         """Tokens of an extend that need not be computed."""
         return sum(self.prefix_lens) if self.mode == "extend" else 0
+
+    @classmethod
+    def of(cls, batch: ScheduleBatch, left: Sequence[str], running: Sequence[Req], budget: int) -> Self:
+        """Build the event for a batch. `left`: requests that ended since the previous one."""
+        seq_lens = tuple(batch.seq_lens.tolist())
+        extend_lens = tuple(batch.extend_lens or [1] * len(seq_lens))
+        return cls(
+            mode=batch.forward_mode.name.lower(),
+            rids=tuple(req.rid for req in batch.reqs),
+            extend_lens=extend_lens,
+            prefix_lens=tuple(after - new for after, new in zip(seq_lens, extend_lens, strict=True)),
+            seq_lens=seq_lens,
+            out_slots=tuple(batch.out_cache_loc.tolist()),
+            left=tuple(left),
+            num_running=len(running),
+            budget=budget,
+        )
 
     def brief(self) -> str:
         cached = f", {self.num_cached:,} more cached" if self.num_cached else ""
@@ -236,34 +255,6 @@ class Batch(Event):
             f"Extend batch of {some(len(self.rids), 'request')}: {some(self.total_tokens, 'token')} to compute, of at "
             f"most {self.budget:,}{cached}.{delayed}{left}"
         )
-
-
-def batch_event(batch: ScheduleBatch, left: Sequence[str], num_running: int, budget: int) -> Batch:
-    """A batch for the trace; built only for a reader."""
-    seq_lens = tuple(batch.seq_lens.tolist())
-    extend_lens = tuple(batch.extend_lens or [1] * len(seq_lens))
-    return Batch(
-        mode=batch.forward_mode.name.lower(),
-        rids=tuple(req.rid for req in batch.reqs),
-        extend_lens=extend_lens,
-        prefix_lens=tuple(after - new for after, new in zip(seq_lens, extend_lens, strict=True)),
-        seq_lens=seq_lens,
-        out_slots=tuple(batch.out_cache_loc.tolist()),
-        left=tuple(left),
-        num_running=num_running,
-        budget=budget,
-    )
-
-
-def matched_event(req: Req) -> Matched:
-    """What the cache has of a request; built only for a reader."""
-    return Matched(
-        rid=req.rid,
-        query_len=len(req.fill_ids),
-        limit=req.match_limit,
-        device_hit=len(req.prefix_indices),
-        host_hit=0,
-    )
 
 
 def _budget(rem_total: int, cur_rem: int, evictable: int) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from m1_single_request.tracer import Tracer
+from m4_radix_cache.events import Matched
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.schedule_policy import SchedulePolicy, order_of
-from m4_radix_cache.scheduler_events import matched_event
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 
 MAX_PASSED_OVER = 32
@@ -125,8 +125,7 @@ class Admission:
         order = order_of(self.policy, waiting, adder.can_run_list)
         for req in self._fairly(order.ready):
             req.init_next_round_input(self.pools.tree_cache)
-            if self.tracer:
-                self.tracer.emit(matched_event(req))
+            self.tracer.emit(Matched.of, req)
             result = adder.add_one_req(req)
             if result is AddReqResult.NO_TOKEN and is_alone and not adder.can_run_list:
                 failures[req.rid] = outgrown(req, self.pools)  # no room: never

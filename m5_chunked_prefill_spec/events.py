@@ -1,16 +1,16 @@
 """What the trace can say about steps that do several things at once: pieces of prompts, mixed batches, guesses.
 
-m4's `Batch` spoke of prompts or decodes; here a step is both, so it is said anew, with the budget and who took how much
-of it. Everything about the cache, the policy and admission is m4's.
+`Batch` extends m4's: a step may have prompts and decodes. Events about the cache, the policy and admission are m4's.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, some, volatile
+from m4_radix_cache.request import Req
+from m4_radix_cache.scheduler_events import Batch as PlainBatch
 from m5_chunked_prefill_spec.cost_table import CostTable
-from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,19 @@ class CostsMeasured(Event):
     """Milliseconds of a forward of the draft model with one token; 0 without one."""
     draft_row_ms: float = volatile()
     """Milliseconds of each further row of it."""
+
+    @classmethod
+    def of(cls, table: CostTable, *, given: bool) -> Self:
+        """Build the event for a table."""
+        return cls(
+            given=given,
+            num_tokens=table.num_tokens,
+            step_ms=table.step_ms,
+            context_ms=table.context_ms,
+            decode_context_ms=table.decode_context_ms,
+            draft_ms=table.draft_ms,
+            draft_row_ms=table.draft_row_ms,
+        )
 
     def explain(self) -> str:
         least, most = (f"{self.num_tokens[i]:,} {self.step_ms[i]:.2f} ms" for i in (0, -1))
@@ -76,38 +89,36 @@ class ChunkCut(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(Event):
-    """What goes through the model in this step."""
+class Batch(PlainBatch):
+    """The requests and tokens of one forward pass: prompts first, then decodes, also with guesses.
 
-    style: ClassVar[str] = "bold blue"
-    mode: str
-    """`extend` (prompts only), `decode` (one token each), `target_verify` (decodes with guesses) or `mixed`."""
-    rids: tuple[str, ...]
-    """Request ids, one per row of the fields below: prompts first."""
-    extend_lens: tuple[int, ...]
-    """New tokens per request."""
-    prefix_lens: tuple[int, ...]
-    """Tokens per request whose KV is read instead of computed."""
-    seq_lens: tuple[int, ...]
-    """Tokens per request with KV after this step, guesses included."""
+    `mode`: `extend` (prompts only), `decode` (one token each), `target_verify` (decodes with guesses) or `mixed`.
+    """
+
     draft_lens: tuple[int, ...]
     """Guesses among the new tokens, per request."""
-    out_slots: tuple[int, ...]
-    """Where the KV of the new tokens goes: the slots of the first request, then those of the next one."""
-    left: tuple[str, ...]
-    """Requests that ended since the batch before, those included that never ran."""
     num_prompts: int
-    """The first so many requests are prefilled."""
+    """Number of requests that are prefilled: the first ones."""
     chunked: str | None
-    """The one among them whose prompt does not end in this step."""
-    num_running: int
-    """Requests that run; those of them that are in no row wait for this step."""
-    budget: int
-    """How many new tokens there may be."""
+    """The request among them whose prompt does not end in this step."""
 
-    @property
-    def total_tokens(self) -> int:
-        return sum(self.extend_lens)
+    @classmethod
+    def of(cls, batch: Any, left: Sequence[str], running: Sequence[Req], budget: int) -> Self:
+        """Build the event for a `ScheduleBatch`. `left`: requests that ended since the previous one."""
+        return cls(
+            mode=batch.forward_mode.name.lower(),
+            rids=tuple(batch.rids),
+            extend_lens=tuple(batch.new_lens.tolist()),
+            prefix_lens=tuple((batch.seq_lens - batch.new_lens).tolist()),
+            seq_lens=tuple(batch.seq_lens.tolist()),
+            draft_lens=tuple(map(len, batch.drafts)) or (0,) * len(batch.reqs),
+            out_slots=tuple(batch.out_cache_loc.tolist()),
+            left=tuple(left),
+            num_prompts=batch.num_prompts,
+            chunked=batch.chunked_req.rid if batch.chunked_req else None,
+            num_running=len(running),
+            budget=budget,
+        )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -170,6 +181,21 @@ class Verified(Event):
     rate: float
     """How likely the next guess is taken to be right."""
 
+    @classmethod
+    def of(cls, req: Req, token_ids: Sequence[int], drafted: Sequence[int], method: str) -> Self:
+        """Build the event for a request that got `token_ids` for the guesses `drafted`."""
+        text = req.sequence.detokenizer.token_text
+        return cls(
+            rid=req.rid,
+            method=method,
+            drafted=tuple(drafted),
+            accepted=len(token_ids) - 1,
+            tokens=tuple(token_ids),
+            texts=tuple(map(text, drafted)),
+            own=text(token_ids[-1]),
+            rate=round(req.spec_state.rate, 3) if req.spec_state is not None else 0.0,
+        )
+
     @property
     def rejected_at(self) -> int | None:
         """The place of the first wrong guess; None if all were right."""
@@ -210,34 +236,3 @@ class RolledBack(Event):
         return (
             f"{self.rid} gives the slots of {some(self.num_tokens, 'token')} back; it keeps {self.committed:,} with KV."
         )
-
-
-def costs_event(table: CostTable, *, given: bool) -> CostsMeasured:
-    """The table for the trace; built only for a reader."""
-    return CostsMeasured(
-        given=given,
-        num_tokens=table.num_tokens,
-        step_ms=table.step_ms,
-        context_ms=table.context_ms,
-        decode_context_ms=table.decode_context_ms,
-        draft_ms=table.draft_ms,
-        draft_row_ms=table.draft_row_ms,
-    )
-
-
-def batch_event(batch: ScheduleBatch, left: Sequence[str], num_running: int, budget: int) -> Batch:
-    """A batch for the trace; built only for a reader."""
-    return Batch(
-        mode=batch.forward_mode.name.lower(),
-        rids=tuple(batch.rids),
-        extend_lens=tuple(batch.new_lens.tolist()),
-        prefix_lens=tuple((batch.seq_lens - batch.new_lens).tolist()),
-        seq_lens=tuple(batch.seq_lens.tolist()),
-        draft_lens=tuple(map(len, batch.drafts)) or (0,) * len(batch.reqs),
-        out_slots=tuple(batch.out_cache_loc.tolist()),
-        left=tuple(left),
-        num_prompts=batch.num_prompts,
-        chunked=batch.chunked_req.rid if batch.chunked_req else None,
-        num_running=num_running,
-        budget=budget,
-    )

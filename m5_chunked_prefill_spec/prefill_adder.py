@@ -157,7 +157,5 @@ class PrefillAdder(WholePrefillAdder):
             return
         req.extend_input_len = given
         self.new_chunked_req = req
-        if self.tracer:
-            self.tracer.emit(
-                ChunkCut(rid=req.rid, asked=asked, given=given, start=start, bound_by=bound_by, total=start + asked)
-            )
+        total = start + asked
+        self.tracer.emit(ChunkCut, rid=req.rid, asked=asked, given=given, start=start, bound_by=bound_by, total=total)

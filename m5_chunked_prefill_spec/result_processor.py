@@ -5,6 +5,7 @@ with guesses gets several. All of it goes through m1's updater, which asks the s
 stop is never appended, never committed, and so never in a cache. SGLang: `SchedulerOutputProcessorMixin`.
 """
 
+from m1_single_request.output_events import Result, TextHeld
 from m1_single_request.sampler import SampledTokens
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.outputs import ModelRunnerOutput
@@ -30,12 +31,12 @@ class ResultProcessor:
 
         Returns those that got any.
         """
-        if batch.forward_mode.is_decode() and not self.tracer and output.req_ids == batch.rids:
+        if batch.forward_mode.is_decode() and output.req_ids == batch.rids:
             return self._process_decodes(batch, output)
         runs = batch.take_runs(output)
         prompts = [run for run in runs if run.place < batch.num_prompts]
         decodes = runs[len(prompts) :]
-        if not self.tracer and not batch.drafts:
+        if not batch.drafts:
             others = self.updater.commit_simply([run.req for run in decodes], [run.token_ids[0] for run in decodes])
             decodes = [decodes[i] for i in others]
         for run in prompts + decodes:
@@ -47,8 +48,7 @@ class ResultProcessor:
             if run.req.to_finish is None:
                 self.tree_cache.cache_unfinished_req(run.req)
         for req, num_tokens in batch.roll_back():
-            if self.tracer:
-                self.tracer.emit(RolledBack(rid=req.rid, num_tokens=num_tokens, committed=req.kv_committed_len))
+            self.tracer.emit(RolledBack, rid=req.rid, num_tokens=num_tokens, committed=req.kv_committed_len)
         return [run.req for run in runs]
 
     def _process_decodes(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
@@ -65,10 +65,10 @@ class ResultProcessor:
         req, drafts = run.req, batch.drafts[run.place] if batch.drafts else []
         if drafts:
             self.speculation.verified(req, len(drafts), len(run.token_ids) - 1)
-            if self.tracer:
-                self.tracer.emit(self._verified_event(run, output))
+            drafted = output.draft_token_ids.get(req.rid, []) if isinstance(output, StepOutput) else []
+            self.tracer.emit(Verified.of, req, run.token_ids, drafted, self.speculation.algorithm.value)
         is_prompt = run.place < batch.num_prompts
-        if not (is_prompt or self.tracer) and commit_run_simply(self.updater, req, run.token_ids):
+        if not is_prompt and commit_run_simply(self.updater, req, run.token_ids):
             return
         sampled = SampledTokens(tuple(run.token_ids), tuple(run.logprobs), output.prompt_logprobs.get(req.rid))
         num_new_kv = req.extend_input_len if is_prompt else 1
@@ -81,21 +81,6 @@ class ResultProcessor:
             chunked.sequence.add_prompt_logprobs(of_prompt)
         chunked.kv_committed_len += chunked.extend_input_len
         self.tree_cache.cache_unfinished_req(chunked)
-
-    def _verified_event(self, run: Run, output: ModelRunnerOutput) -> Verified:
-        """What came of a request's guesses; built only for a reader."""
-        text = run.req.sequence.detokenizer.token_text
-        drafted = output.draft_token_ids.get(run.req.rid, []) if isinstance(output, StepOutput) else []
-        return Verified(
-            rid=run.req.rid,
-            method=self.speculation.algorithm.value,
-            drafted=tuple(drafted),
-            accepted=len(run.token_ids) - 1,
-            tokens=tuple(run.token_ids),
-            texts=tuple(map(text, drafted)),
-            own=text(run.token_ids[-1]),
-            rate=round(run.req.spec_state.rate, 3) if run.req.spec_state is not None else 0.0,
-        )
 
 
 def commit_run_simply(updater: RequestUpdater, req: Req, token_ids: list[int]) -> bool:
@@ -110,6 +95,10 @@ def commit_run_simply(updater: RequestUpdater, req: Req, token_ids: list[int]) -
     if not stops.stop_ids.isdisjoint(token_ids):
         return False
     output.extend(token_ids)
+    for token_id in token_ids:
+        sequence.detokenizer.push(token_id)
     sequence.num_computed_tokens += len(token_ids)
     updater.num_output_tokens += len(token_ids)
+    updater.tracer.emit(Result.of, req, len(token_ids))
+    updater.tracer.emit(TextHeld.of, req)
     return True

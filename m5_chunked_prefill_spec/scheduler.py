@@ -26,7 +26,7 @@ from m4_radix_cache.schedule_policy import SchedulePolicy
 from m4_radix_cache.scheduler_base import SchedulerBase
 from m5_chunked_prefill_spec.admission import Admission
 from m5_chunked_prefill_spec.config import SchedulerConfig
-from m5_chunked_prefill_spec.events import batch_event
+from m5_chunked_prefill_spec.events import Batch
 from m5_chunked_prefill_spec.outputs import EngineStats
 from m5_chunked_prefill_spec.result_processor import ResultProcessor
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
@@ -123,10 +123,9 @@ class Scheduler(SchedulerBase):
         return self.results.process(batch, output)
 
     def trace_batch(self, batch: PlainScheduleBatch) -> None:
-        """Tell the trace what the step is filled with."""
+        """Emit the event about a batch."""
         assert isinstance(batch, ScheduleBatch)
-        if self.tracer:
-            self.tracer.emit(batch_event(batch, self.unreported, len(self.running), self.max_num_batched_tokens))
+        self.tracer.emit(Batch.of, batch, self.unreported, self.running, self.max_num_batched_tokens)
 
     # --- what a composer asks for -------------------------------------------------------------------------------------
 

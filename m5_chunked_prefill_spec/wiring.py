@@ -25,7 +25,7 @@ from m4_radix_cache.wiring import (
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst, PrefillFirst
 from m5_chunked_prefill_spec.config import EngineConfig, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
-from m5_chunked_prefill_spec.events import costs_event
+from m5_chunked_prefill_spec.events import CostsMeasured
 from m5_chunked_prefill_spec.input_processor import InputProcessor
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
@@ -215,8 +215,7 @@ def cost_table(config: Settings, limits: SchedulerConfig, runner: Any, tracer: T
         return None
     assert limits.max_num_batched_tokens is not None
     table = limits.cost_table or runner.measure_costs(limits.max_num_batched_tokens)
-    if tracer:
-        tracer.emit(costs_event(table, given=limits.cost_table is not None))
+    tracer.emit(CostsMeasured.of, table, given=limits.cost_table is not None)
     return table
 
 

@@ -107,8 +107,7 @@ class BasePrefixCache(ABC):
 
     def reset(self) -> None:
         """Forget everything. All handles are void; the allocator is not told, its owner clears it."""
-        if self.tracer:
-            self.tracer.emit(CacheFlushed(evictable=self._evictable, protected=self._protected))
+        self.tracer.emit(CacheFlushed, evictable=self._evictable, protected=self._protected)
         self._evictable = self._protected = 0
         self._start_empty()
 
@@ -198,9 +197,8 @@ class BasePrefixCache(ABC):
                 self._free_duplicates(req, slots, existing)
             own = slots[kept:]
             allocator.free(own)  # from a page boundary on: no page that the cache has is freed in part
-            if self.tracer and len(own):
-                pages = tuple((own[:: self.page_size] // self.page_size).tolist())
-                self.tracer.emit(Released(rid=req.rid, start=kept, num_tokens=len(own), pages=pages))
+            if len(own):
+                self.tracer.emit(Released.of, req.rid, kept, own, self.page_size)
         finally:
             allocator.free_group_end()
         self.req_to_token_pool.free(row)
@@ -213,8 +211,7 @@ class BasePrefixCache(ABC):
         assert existing >= protected, f"{req.rid} has locked {protected} tokens, but only {existing} are cached"
         if existing > protected:
             self.token_to_kv_pool_allocator.free(slots[protected:existing])
-            if self.tracer:
-                self.tracer.emit(DuplicatesFreed(rid=req.rid, start=protected, num_tokens=existing - protected))
+            self.tracer.emit(DuplicatesFreed, rid=req.rid, start=protected, num_tokens=existing - protected)
 
     def _move_lock(self, req: CacheableReq, node: Any) -> None:
         """First the new lock, then the old one: what both protect is never without."""
@@ -235,16 +232,9 @@ class BasePrefixCache(ABC):
         """
         self._evictable -= delta * num_tokens
         self._protected += delta * num_tokens
-        if self.tracer and node_id:
-            self.tracer.emit(
-                Locked(
-                    node=node_id,
-                    delta=delta,
-                    num_tokens=num_tokens,
-                    evictable=self._evictable,
-                    protected=self._protected,
-                )
-            )
+        if node_id:
+            sizes = {"evictable": self._evictable, "protected": self._protected}
+            self.tracer.emit(Locked, node=node_id, delta=delta, num_tokens=num_tokens, **sizes)
 
     def _check_pages(self, pages: Slots) -> None:
         """What is cached stands in the cache once, and is not free."""

@@ -82,19 +82,8 @@ class BlockHashCache(BasePrefixCache):
         self._touch(chain)
         self._evictable += num_new * self.page_size
         existing = len(value) - num_new * self.page_size
-        if self.tracer:
-            self.tracer.emit(
-                Inserted(
-                    node=parent.page,
-                    parent=chain[-1 - num_new].page if num_new < len(chain) else 0,
-                    insert_len=len(value),
-                    existing=existing,
-                    pages=tuple(pages[len(pages) - num_new :]),
-                    extra_key=key.extra_key,
-                    evictable=self._evictable,
-                    protected=self._protected,
-                )
-            )
+        above = chain[-1 - num_new].page if num_new < len(chain) else 0
+        self.tracer.emit(Inserted.of, self, parent.page, above, value, existing, key.extra_key)
         return existing
 
     def _digests(self, key: RadixKey, num_pages: int) -> list[bytes]:
@@ -149,18 +138,7 @@ class BlockHashCache(BasePrefixCache):
         self._evictable -= freed
         self.num_evicted_tokens += freed
         self.token_to_kv_pool_allocator.free(np.array(pages) * self.page_size)
-        if self.tracer:
-            self.tracer.emit(
-                Evicted(
-                    asked=num_tokens,
-                    freed=freed,
-                    nodes=tuple(pages),
-                    token_counts=(self.page_size,) * len(pages),
-                    strategy=self.eviction_policy,
-                    evictable=self._evictable,
-                    protected=self._protected,
-                )
-            )
+        self.tracer.emit(Evicted.of, self, num_tokens, [(page, self.page_size) for page in pages])
         return freed
 
     def blocks(self) -> Iterator[Block]:

@@ -146,19 +146,7 @@ class RadixCache(BasePrefixCache):
             self._evictable += len(leaf.value)
             self._candidates.discard(parent)
             self._candidates.push(leaf)
-        if self.tracer:
-            self.tracer.emit(
-                Inserted(
-                    node=leaf.id,
-                    parent=parent.id,
-                    insert_len=len(value),
-                    existing=existing,
-                    pages=tuple((value[existing :: self.page_size] // self.page_size).tolist()),
-                    extra_key=key.extra_key,
-                    evictable=self._evictable,
-                    protected=self._protected,
-                )
-            )
+        self.tracer.emit(Inserted.of, self, leaf.id, parent.id, value, existing, key.extra_key)
         return existing
 
     def _new_node(self, parent: TreeNode, edge: Edge, key: bytes, value: Slots) -> TreeNode:
@@ -183,10 +171,8 @@ class RadixCache(BasePrefixCache):
         upper.children[node.edge] = node
         if node.entry is not None:
             self._candidates.push(node)
-        if self.tracer:
-            self.tracer.emit(
-                Split(node=node.id, upper=upper.id, head=num_tokens, tail=len(node.value), lock_ref=node.lock_ref)
-            )
+        tail, locks = len(node.value), node.lock_ref
+        self.tracer.emit(Split, node=node.id, upper=upper.id, head=num_tokens, tail=tail, lock_ref=locks)
         return upper
 
     # --- lock ---------------------------------------------------------------------------------------------------------
@@ -244,18 +230,7 @@ class RadixCache(BasePrefixCache):
         self._evictable -= freed
         self.num_evicted_tokens += freed
         self.token_to_kv_pool_allocator.free(np.concatenate([node.value for node in nodes]))
-        if self.tracer:
-            self.tracer.emit(
-                Evicted(
-                    asked=num_tokens,
-                    freed=freed,
-                    nodes=tuple(node.id for node in nodes),
-                    token_counts=tuple(len(node.value) for node in nodes),
-                    strategy=self.eviction_policy,
-                    evictable=self._evictable,
-                    protected=self._protected,
-                )
-            )
+        self.tracer.emit(Evicted.of, self, num_tokens, [(node.id, len(node.value)) for node in nodes])
         return freed
 
     # --- looking at it ------------------------------------------------------------------------------------------------

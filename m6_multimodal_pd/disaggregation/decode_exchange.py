@@ -10,11 +10,11 @@ import numpy as np
 
 from m1_single_request.request import FinishError, RequestStatus
 from m1_single_request.tracer import Tracer
+from m4_radix_cache.events import Matched
 from m4_radix_cache.mem_cache.base_prefix_cache import MatchResult
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown
 from m4_radix_cache.schedule_batch import Pools
-from m4_radix_cache.scheduler_events import matched_event
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m6_multimodal_pd.disaggregation.prebuilt import FirstToken
@@ -120,8 +120,7 @@ class DecodeExchange:
             return False
         pools.make_room(needed)
         self._place(req, match)
-        if self.tracer:
-            self.tracer.emit(matched_event(req))
+        self.tracer.emit(Matched.of, req)
         req.status = RequestStatus.RUNNING
         del self.prealloc_queue[req.rid]
         self.transfer_queue[req.rid] = req

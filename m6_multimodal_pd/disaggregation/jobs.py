@@ -98,8 +98,9 @@ def resume(req: Req, output_token_ids: tuple[int, ...]) -> None:
     entry stands in for each, where the request asks for them."""
     sequence = req.sequence
     asked = req.sampling_params.logprobs is not None
-    sequence.output_token_ids.extend(output_token_ids)
-    sequence.output_logprobs.extend({token: TOLD} if asked else None for token in output_token_ids)
+    for token in output_token_ids:
+        sequence.detokenizer.push(token)
+        sequence.add_token_id(token, {token: TOLD} if asked else None)
 
 
 def row_of(named: TokenLogprobs | None) -> Row | None:

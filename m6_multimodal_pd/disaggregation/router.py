@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from m1_single_request.errors import DuplicateRequestError, EngineError, shown
+from m1_single_request.events import RequestAdded
 from m1_single_request.request import BaseFinishReason, FinishError, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.stop_checker import StopChecker
@@ -116,7 +117,7 @@ class Router:
         assert isinstance(request, Req)
         if request.rid in self.requests:
             raise DuplicateRequestError(f"request id {shown(request.rid)} is in use: it has not finished yet")
-        self.updater.trace_arrival(request, num_waiting=len(self.waiting))
+        self.tracer.emit(RequestAdded.of, request, len(self.waiting))
         if request.multimodal_inputs is not None:
             request.multimodal_inputs.trace_arrival(request.rid, self.tracer)
         self.requests[request.rid] = request
