@@ -32,12 +32,16 @@ class RequestUpdater(SingleRequestUpdater):
             output = sequence.output_token_ids
             if stops is None or token_id in stops.stop_ids or len(output) + 1 >= stops.num_output or request.to_finish:
                 others.append(index)
-            else:
-                output.append(token_id)
+                continue
+            try:
                 sequence.detokenizer.push(token_id)
-                sequence.num_computed_tokens += num_new_kv
-                self.tracer.emit(Result.of, request, 1)
-                self.tracer.emit(TextHeld.of, request)
+            except Exception:  # of a user's class; `commit` ends this request with it
+                others.append(index)
+                continue
+            output.append(token_id)
+            sequence.num_computed_tokens += num_new_kv
+            self.tracer.emit(Result.of, request, 1)
+            self.tracer.emit(TextHeld.of, request)
         self.num_output_tokens += len(requests) - len(others)
         return others
 

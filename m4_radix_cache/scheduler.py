@@ -85,7 +85,7 @@ class Scheduler(SchedulerBase):
 
     def trace_batch(self, batch: ScheduleBatch) -> None:
         """Emit the event about a batch."""
-        self.tracer.emit(Batch.of, batch, self.unreported, self.running, self.max_num_batched_tokens)
+        self.tracer.emit(Batch.of, batch, self)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

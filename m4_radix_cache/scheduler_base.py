@@ -99,7 +99,7 @@ class SchedulerBase(ABC):
         self.cur_batch = self.get_next_batch_to_run()
         if self.cur_batch is None and self._is_stuck():
             raise PartError(self.nobody_runs)
-        if self.tracer and self.cur_batch is not None:
+        if self.cur_batch is not None:
             self.trace_batch(self.cur_batch)
             self.unreported = []
         return self.cur_batch
@@ -274,8 +274,7 @@ class SchedulerBase(ABC):
         elif req in self.waiting_queue:
             self.waiting_queue.remove(req)
             self.batch_is_full = False  # perhaps it was the one that stood in the others' way
-        if self.tracer:
-            self.unreported.append(req.rid)
+        self.unreported.append(req.rid)
         self.marked.pop(req.rid, None)
         del self.requests[req.rid]
         self.updater.end(req, req.to_finish)

@@ -5,14 +5,12 @@ What happens in the cache stands in `events.py`. m3's `ParallelSampling` is used
 prefix for a decode; so these are said anew, in tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from m1_single_request.events import Batch as SingleBatch
 from m1_single_request.trace_event import Event, some
-from m4_radix_cache.request import Req
-from m4_radix_cache.schedule_batch import ScheduleBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +219,8 @@ class Batch(SingleBatch):
         return sum(self.prefix_lens) if self.mode == "extend" else 0
 
     @classmethod
-    def of(cls, batch: ScheduleBatch, left: Sequence[str], running: Sequence[Req], budget: int) -> Self:
-        """Build the event for a batch. `left`: requests that ended since the previous one."""
+    def of(cls, batch: Any, scheduler: Any) -> Self:
+        """Build the event for a `ScheduleBatch` and the state of the scheduler."""
         seq_lens = tuple(batch.seq_lens.tolist())
         extend_lens = tuple(batch.extend_lens or [1] * len(seq_lens))
         return cls(
@@ -232,9 +230,9 @@ class Batch(SingleBatch):
             prefix_lens=tuple(after - new for after, new in zip(seq_lens, extend_lens, strict=True)),
             seq_lens=seq_lens,
             out_slots=tuple(batch.out_cache_loc.tolist()),
-            left=tuple(left),
-            num_running=len(running),
-            budget=budget,
+            left=tuple(scheduler.unreported),
+            num_running=len(scheduler.running),
+            budget=scheduler.max_num_batched_tokens,
         )
 
     def brief(self) -> str:

@@ -103,8 +103,8 @@ class Batch(PlainBatch):
     """The request among them whose prompt does not end in this step."""
 
     @classmethod
-    def of(cls, batch: Any, left: Sequence[str], running: Sequence[Req], budget: int) -> Self:
-        """Build the event for a `ScheduleBatch`. `left`: requests that ended since the previous one."""
+    def of(cls, batch: Any, scheduler: Any) -> Self:
+        """Build the event for a `ScheduleBatch` and the state of the scheduler."""
         return cls(
             mode=batch.forward_mode.name.lower(),
             rids=tuple(batch.rids),
@@ -113,11 +113,11 @@ class Batch(PlainBatch):
             seq_lens=tuple(batch.seq_lens.tolist()),
             draft_lens=tuple(map(len, batch.drafts)) or (0,) * len(batch.reqs),
             out_slots=tuple(batch.out_cache_loc.tolist()),
-            left=tuple(left),
+            left=tuple(scheduler.unreported),
             num_prompts=batch.num_prompts,
             chunked=batch.chunked_req.rid if batch.chunked_req else None,
-            num_running=len(running),
-            budget=budget,
+            num_running=len(scheduler.running),
+            budget=scheduler.max_num_batched_tokens,
         )
 
     @property

@@ -94,9 +94,14 @@ def commit_run_simply(updater: RequestUpdater, req: Req, token_ids: list[int]) -
         return False
     if not stops.stop_ids.isdisjoint(token_ids):
         return False
+    before = sequence.detokenizer.mark()
+    try:
+        for token_id in token_ids:
+            sequence.detokenizer.push(token_id)
+    except Exception:  # of a user's class; `commit` ends this request with it
+        sequence.detokenizer.rewind(before)
+        return False
     output.extend(token_ids)
-    for token_id in token_ids:
-        sequence.detokenizer.push(token_id)
     sequence.num_computed_tokens += len(token_ids)
     updater.num_output_tokens += len(token_ids)
     updater.tracer.emit(Result.of, req, len(token_ids))

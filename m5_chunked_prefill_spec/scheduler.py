@@ -125,7 +125,7 @@ class Scheduler(SchedulerBase):
     def trace_batch(self, batch: PlainScheduleBatch) -> None:
         """Emit the event about a batch."""
         assert isinstance(batch, ScheduleBatch)
-        self.tracer.emit(Batch.of, batch, self.unreported, self.running, self.max_num_batched_tokens)
+        self.tracer.emit(Batch.of, batch, self)
 
     # --- what a composer asks for -------------------------------------------------------------------------------------
 

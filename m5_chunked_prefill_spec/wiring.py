@@ -66,8 +66,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         config.cache,
         device,
     )
-    if tracer:
-        trace_start(loaded, config.model, tracer)
+    trace_start(loaded, config.model, tracer)
     kv_cache_config = reserve_kv_memory(executor, config.cache, budget, device, loaded.max_model_len, tracer)
     costs = cost_table(config, limits, runner, tracer)
     pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)

@@ -129,27 +129,52 @@ class Broken(Keeper):
 # --- the tracer -------------------------------------------------------------------------------------------------------
 
 
-def test_a_tracer_is_true_exactly_while_somebody_listens() -> None:
+def has_reader(tracer: Tracer) -> bool:
+    """Whether an event is built."""
+    built: list[object] = []
+    tracer.emit(lambda: built.append(1))
+    return bool(built)
+
+
+def test_an_event_is_built_exactly_while_there_is_a_reader() -> None:
     tracer, reader, other = Tracer(), Keeper(), Keeper()
-    assert not tracer
+    assert not has_reader(tracer)
     tracer.attach(reader)
     tracer.attach(other)
     tracer.detach(reader)
-    assert tracer
+    assert has_reader(tracer)
     tracer.detach(other)
-    assert not tracer
+    assert not has_reader(tracer)
+
+
+def test_a_factory_gets_the_arguments_and_may_build_nothing() -> None:
+    tracer, reader = Tracer(), Keeper()
+    tracer.attach(reader)
+    tracer.emit(Free, owner="a", tokens=3, bytes=96)
+    tracer.emit(lambda first, *, second: STEP if first < second else None, 1, second=2)
+    tracer.emit(lambda first, *, second: STEP if first < second else None, 2, second=1)
+    assert [record.event for record in reader.records] == [Free(owner="a", tokens=3, bytes=96), STEP]
+
+
+def test_an_event_that_cannot_be_built_is_a_warning_and_no_error() -> None:
+    tracer, reader = Tracer(), Keeper()
+    tracer.attach(reader)
+    with pytest.warns(RuntimeWarning, match=r"could not be built: ZeroDivisionError"):
+        tracer.emit(lambda: STEP if 1 // 0 else None)
+    tracer.emit(lambda: STEP)
+    assert [record.event for record in reader.records] == [STEP]
 
 
 def test_every_reader_hears_everything_from_attach_to_detach_stamped_with_step_and_time() -> None:
     tracer, early, late = Tracer(), Keeper(), Keeper()
     tracer.attach(early)
     begin = time.monotonic()
-    tracer.emit(PREFILL)
+    tracer.emit(lambda: PREFILL)
     tracer.step = 5
     tracer.attach(late)
-    tracer.emit(STEP)
+    tracer.emit(lambda: STEP)
     tracer.detach(early)
-    tracer.emit(DECODE)
+    tracer.emit(lambda: DECODE)
     assert [(r.step, r.event) for r in early.records] == [(0, PREFILL), (5, STEP)]
     assert [(r.step, r.event) for r in late.records] == [(5, STEP), (5, DECODE)]
     times = [r.time for r in (*early.records, late.records[-1])]
@@ -176,10 +201,10 @@ def test_closing_the_tracer_closes_all_readers_and_leaves_it_usable() -> None:
     for reader in readers:
         tracer.attach(reader)
     tracer.close()
-    tracer.emit(STEP)
-    assert not tracer and [(reader.closed, reader.records) for reader in readers] == [(1, []), (1, [])]
+    tracer.emit(lambda: STEP)
+    assert not has_reader(tracer) and [(reader.closed, reader.records) for reader in readers] == [(1, []), (1, [])]
     tracer.attach(readers[0])
-    tracer.emit(STEP)
+    tracer.emit(lambda: STEP)
     assert len(readers[0].records) == 1
 
 
@@ -187,10 +212,10 @@ def test_a_reader_that_fails_is_detached_with_a_warning_and_the_others_go_on() -
     tracer, first, broken, last = Tracer(), Keeper(), Broken(nth=2), Keeper()
     for reader in (first, broken, last):
         tracer.attach(reader)
-    tracer.emit(PREFILL)
+    tracer.emit(lambda: PREFILL)
     with pytest.warns(RuntimeWarning, match=r"Broken.*detached.*disk full"):
-        tracer.emit(DECODE)
-    tracer.emit(STEP)
+        tracer.emit(lambda: DECODE)
+    tracer.emit(lambda: STEP)
     assert len(broken.records) == 2
     assert [r.event for r in first.records] == [r.event for r in last.records] == [PREFILL, DECODE, STEP]
 
@@ -201,7 +226,7 @@ def test_a_reader_that_fails_to_close_does_not_keep_the_others_open() -> None:
     tracer.attach(other)
     with pytest.warns(RuntimeWarning, match="still full"):
         tracer.close()
-    assert (broken.closed, other.closed) == (1, 1) and not tracer
+    assert (broken.closed, other.closed) == (1, 1) and not has_reader(tracer)
 
 
 def test_a_reader_may_detach_itself_while_it_reads() -> None:
@@ -213,8 +238,8 @@ def test_a_reader_may_detach_itself_while_it_reads() -> None:
     tracer, once, other = Tracer(), Once(), Keeper()
     tracer.attach(once)
     tracer.attach(other)
-    tracer.emit(PREFILL)
-    tracer.emit(STEP)
+    tracer.emit(lambda: PREFILL)
+    tracer.emit(lambda: STEP)
     assert (len(once.records), once.closed, len(other.records)) == (1, 1, 2)
 
 
@@ -567,7 +592,7 @@ def test_a_real_run_reaches_all_readers_with_the_same_events(loaded_engine: LLME
     loaded_engine.generate([1, 2, 3], params, request_id="mine")
     for reader in readers:
         loaded_engine.tracer.detach(reader)
-    assert not loaded_engine.tracer
+    assert not has_reader(loaded_engine.tracer)
 
     kinds = [r.event.kind for r in keeper.records]
     assert kinds.count("batch") == kinds.count("sampled") == kinds.count("step_done") == 3
@@ -613,7 +638,7 @@ def test_an_unread_trace_costs_less_than_a_thousandth_of_a_step(
             seconds.append(time.perf_counter() - begin)
         return seconds
 
-    assert not loaded_engine.tracer
+    assert not has_reader(loaded_engine.tracer)
     seconds = decode_steps()
     asked: list[Tracer] = []
 
@@ -649,7 +674,7 @@ def test_a_failing_reader_disturbs_nothing_even_where_warnings_are_errors(make_e
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine.generate([5, 6, 7], greedy(3)).token_ids == expected
-    assert not engine.tracer
+    assert not has_reader(engine.tracer)
 
 
 @pytest.mark.parametrize("reader", [object(), 5, "text"])

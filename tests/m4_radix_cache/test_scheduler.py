@@ -464,9 +464,10 @@ def test_a_step_without_a_result_sends_its_requests_back(mode: str) -> None:
     assert bed.drain(limit=100) == {"r0": "length", "r1": "length"}
 
 
-def test_nothing_is_kept_for_a_trace_that_nobody_reads() -> None:
+def test_ended_requests_are_kept_for_the_trace_until_the_next_batch() -> None:
     bed = make_radix_bed(trace=False)
     bed.add(4, max_tokens=1), bed.drain()
+    bed.add(4), bed.step()
     assert bed.scheduler.unreported == []
 
 

@@ -1,5 +1,6 @@
 """Which model may draft for which, and what its draws do: nothing to the distribution of the answers."""
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
@@ -67,7 +68,9 @@ def test_a_draft_model_of_another_vocabulary_is_refused(
     loaded: LoadedModel, loaded_draft: LoadedModel, what: str
 ) -> None:
     if what == "fewer ids":
-        draft = dataclasses.replace(loaded_draft, vocab_size=100)
+        config = copy.deepcopy(loaded_draft.config)
+        config.vocab_size = 100
+        draft = dataclasses.replace(loaded_draft, config=config)
     else:
         vocabulary = {f"<{i}>": i for i in range(loaded.vocab_size)}
         draft = dataclasses.replace(loaded_draft, tokenizer=SimpleNamespace(get_vocab=lambda: vocabulary))  # type: ignore[arg-type]

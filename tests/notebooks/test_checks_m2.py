@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.m2_trace import REQUESTS
+from m2_continuous_batching.events import Batch
 from m2_continuous_batching.request_queue import FCFSRequestQueue
 from m2_continuous_batching.scheduler import Scheduler
 from m2_continuous_batching.step_plan import StepPlan
@@ -205,9 +206,10 @@ def scheduling(decide):
             plan = StepPlan(budget=self.max_num_batched_tokens)
             decide(self, plan, [request for request in self.running if request.to_finish is None])
             announced, self.finished_req_ids = frozenset(self.finished_req_ids), set()
-            if self.tracer and plan.num_scheduled_tokens:
-                self.tracer.emit(plan.event(left=announced))
-            return plan.output(finished_req_ids=announced)
+            output = plan.output(finished_req_ids=announced)
+            if plan.num_scheduled_tokens:
+                self.tracer.emit(Batch.of, output, output.scheduled_new_reqs, self.max_num_batched_tokens)
+            return output
 
     return Decides
 
@@ -259,7 +261,7 @@ def test_a_half_repaired_scheduler_is_met_with_whom_it_starves(decide, hint):
 
 
 def test_the_planted_scheduler_is_caught_when_it_starves_a_writer():
-    planted = LESSON.defined("PromptsFirst", {"Scheduler": Scheduler, "StepPlan": StepPlan})
+    planted = LESSON.defined("PromptsFirst", {"Batch": Batch, "Scheduler": Scheduler, "StepPlan": StepPlan})
     assert_refused(
         "m2.starved_decode", planted, "'second' got a token in step 1, and the next one in step 25. It starves."
     )
