@@ -29,7 +29,7 @@ from m1_single_request.outputs import EngineStats, RequestOutput
 from m1_single_request.part_error import part_error
 from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, Request
 from m1_single_request.sampler import SampledTokens, Sampler, impossible_row, not_finite, prompt_logprobs
-from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
+from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.scheduler import Scheduler, SchedulerOutput
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
@@ -297,7 +297,7 @@ class EngineCore(EngineCoreBase):
         scheduler_output = self._schedule()  # 1 schedule
         inputs = self._attempt(self.model_runner.prepare_inputs, scheduler_output)  # 2 prepare inputs
         logits = self._attempt(self.model_runner.execute_model, inputs)  # 3 execute
-        sampled = self._attempt(self._sample, logits) or {}  # 4 sample
+        sampled = self._attempt(self.sample, logits) or {}  # 4 sample
         changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
         outputs = self._make_outputs(changed)  # 6 make outputs
         self._release(changed)  # 7 release
@@ -321,7 +321,7 @@ class EngineCore(EngineCoreBase):
         self._record.lap("schedule")
         return scheduler_output
 
-    def _sample(self, logits: Mapping[str, Tensor]) -> dict[str, SampledTokens]:
+    def sample(self, logits: Mapping[str, Tensor]) -> dict[str, SampledTokens]:
         """Sample the next token of this step's request from the last row of its logits, float32 `[positions, vocab]`.
 
         The rows before give the log-probabilities of the prompt. Raises `ForwardError` for logits without a token.
@@ -331,13 +331,7 @@ class EngineCore(EngineCoreBase):
         sequence, params = request.sequence, request.sampling_params
         if not rows.isfinite().all():
             raise not_finite(request_id)
-        row = SamplingRow(
-            params=params,
-            seed=request.seed,
-            prompt_token_ids=sequence.prompt_token_ids,
-            output_token_ids=sequence.output_token_ids,
-            stop_ids=self.stop_checker.stop_ids(sequence),
-        )
+        row = request.sampling_row(self.stop_checker.stop_ids(sequence))
         metadata = SamplingMetadata.from_rows([row], vocab_size=rows.shape[-1], device=rows.device)
         chosen = self.sampler(rows[-1:], metadata)
         if chosen.impossible_rows:

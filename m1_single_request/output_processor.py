@@ -62,7 +62,7 @@ class OutputProcessor:
             return text[: sequence.text_end]
         if request.is_finished:
             return text + detokenizer.tail()
-        return text[: len(text) - held_back(text, stops)]
+        return text[: len(text) - held_back(text, stops)] if stops else text
 
 
 def failed_output(request: Request, error: Exception) -> RequestOutput:

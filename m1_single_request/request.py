@@ -12,6 +12,7 @@ from typing import ClassVar
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.outputs import Logprob, TokenLogprobs
 from m1_single_request.sampler import LogprobRow
+from m1_single_request.sampling_metadata import SamplingRow
 from m1_single_request.sampling_params import SamplingParams
 
 
@@ -184,6 +185,11 @@ class Request:
         self.arrival_time = arrival_time
         self.first_token_time: float | None = None
         self.finished_time: float | None = None
+
+    def sampling_row(self, stop_ids: frozenset[int]) -> SamplingRow:
+        """Return the sampler's input for the next token."""
+        prompt, output = self.sequence.prompt_token_ids, self.sequence.output_token_ids
+        return SamplingRow(self.sampling_params, self.seed, prompt, output, stop_ids)
 
     @property
     def num_output_tokens(self) -> int:

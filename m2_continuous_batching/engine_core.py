@@ -10,19 +10,30 @@ changed: the scheduler answers with a batch, an executor runs it. vLLM: `v1/engi
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from m1_single_request.engine_core import EngineCoreBase
+from m1_single_request.errors import ForwardError
 from m1_single_request.input_processor import InputProcessor
+from m1_single_request.output_events import Sampled
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import Request
-from m1_single_request.sampler import SampledTokens
+from m1_single_request.sampler import (
+    SampledTokens,
+    Sampler,
+    impossible_row,
+    not_finite,
+    prompt_logprobs,
+    suspect_rows,
+)
+from m1_single_request.sampling_metadata import SamplingMetadata
+from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.executor import GPUExecutor
 from m2_continuous_batching.input_batch import prepare_inputs_from_scheduler_output
 from m2_continuous_batching.outputs import EngineStats
-from m2_continuous_batching.sampling_step import SamplingStep
 from m2_continuous_batching.scheduler import Scheduler
 from m2_continuous_batching.scheduler_output import SchedulerOutput
 
@@ -36,7 +47,8 @@ class EngineCore(EngineCoreBase):
         input_processor: InputProcessor,
         scheduler: Scheduler,
         executor: GPUExecutor,
-        sampling_step: SamplingStep,
+        sampler: Sampler,
+        stop_checker: StopChecker,
         output_processor: OutputProcessor,
         parts: Mapping[str, Any],
         tracer: Tracer,
@@ -50,7 +62,8 @@ class EngineCore(EngineCoreBase):
         )
         self.scheduler = scheduler
         self.executor = executor
-        self.sampling_step = sampling_step
+        self.sampler = sampler
+        self.stop_checker = stop_checker
         self.kv_bytes_per_token = executor.kv_bytes_per_token
         self._num_useful = self._num_padded = 0
 
@@ -63,7 +76,7 @@ class EngineCore(EngineCoreBase):
         scheduler_output = self._schedule()  # 1 schedule
         input_batch = self._attempt(prepare_inputs_from_scheduler_output, scheduler_output)  # 2 prepare inputs
         logits = self._attempt(self.executor.execute_model_batch, input_batch)  # 3 execute
-        sampled = self._attempt(self._sample, logits) or {}  # 4 sample
+        sampled = self._attempt(self.sample, logits) or {}  # 4 sample
         changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
         outputs = self._make_outputs(changed)  # 6 make outputs
         self._release(changed)  # 7 release
@@ -97,13 +110,33 @@ class EngineCore(EngineCoreBase):
         self._record.lap("schedule")
         return scheduler_output
 
-    def _sample(self, logits: Mapping[str, Tensor]) -> dict[str, SampledTokens]:
-        """Sample a token for every request of this step; a row of logits that cannot be used ends its request."""
-        usage = self.executor.usage()
-        self._num_useful += usage.useful_tokens
-        self._num_padded += usage.padded_tokens
-        requests = [self.scheduler.requests[request_id] for request_id in logits]
-        sampled, errors = self.sampling_step(requests, logits)
+    def sample(self, logits: Mapping[str, Tensor]) -> dict[str, SampledTokens]:
+        """Sample the next token of every request of this step; logits that cannot be used end their request.
+
+        `logits[request_id]` is float32 `[positions, vocab]`: its last row gives the next token, the rows before it the
+        log-probabilities of the prompt, if requested.
+        """
+        self._num_useful += self._record.num_tokens
+        self._num_padded += self.executor.usage().padded_tokens
+        errors = _not_finite(logits)
+        requests = [self.scheduler.requests[request_id] for request_id in logits if request_id not in errors]
+        sampled: dict[str, SampledTokens] = {}
+        if requests:
+            last = torch.stack([logits[request.request_id][-1] for request in requests])  # [requests, vocab]
+            rows = [request.sampling_row(self.stop_checker.stop_ids(request.sequence)) for request in requests]
+            metadata = SamplingMetadata.from_rows(rows, vocab_size=last.shape[-1], device=last.device)
+            chosen = self.sampler(last, metadata)
+            for row, request in enumerate(requests):
+                request_id, sequence, params = request.request_id, request.sequence, request.sampling_params
+                if row in chosen.impossible_rows:
+                    errors[request_id] = impossible_row(request_id)
+                    continue
+                position, text = len(sequence.output_token_ids), sequence.detokenizer.token_text
+                self.tracer.emit(Sampled.of, request_id, params, position, last, metadata, chosen, row, text)
+                of_prompt = None
+                if position == 0:
+                    of_prompt = prompt_logprobs(params, sequence.prompt_token_ids, logits[request_id])
+                sampled[request_id] = SampledTokens((chosen.token_ids[row],), (chosen.logprobs[row],), of_prompt)
         for request_id, error in errors.items():
             self._fail([request_id], error)
         self._record.lap("sample")
@@ -114,3 +147,13 @@ class EngineCore(EngineCoreBase):
         for request in changed:
             if request.is_finished:
                 self.executor.free_request_cache(request.request_id)
+
+
+def _not_finite(logits: Mapping[str, Tensor]) -> dict[str, ForwardError]:
+    """Return an error for each request whose logits contain NaN or infinity."""
+    last = torch.stack([rows[-1] for rows in logits.values()])
+    return {
+        request_id: not_finite(request_id)
+        for (request_id, rows), suspect in zip(logits.items(), suspect_rows(last), strict=True)
+        if (suspect or len(rows) > 1) and not rows.isfinite().all()
+    }

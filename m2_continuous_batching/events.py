@@ -3,7 +3,7 @@
 `Admit` and `Batch` extend m1's; m1's other events are used unchanged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -106,7 +106,7 @@ class Batch(SingleBatch):
         rids = [*(request.req_id for request in joined), *cached.req_ids]
         prefix_lens = [*(request.num_computed_tokens for request in joined), *cached.num_computed_tokens]
         return cls(
-            mode="mixed" if joined and cached.num_reqs else "prefill" if joined else "decode",
+            mode="mixed" if joined and cached.req_ids else "prefill" if joined else "decode",
             rids=tuple(rids),
             extend_lens=tuple(counts[rid] for rid in rids),
             prefix_lens=tuple(prefix_lens),
@@ -187,8 +187,9 @@ class KVUsage(Event):
     """KV memory that is allocated, in bytes."""
 
     @classmethod
-    def of(cls, usage: BatchUsage) -> Self:
+    def of(cls, read_usage: Callable[[], BatchUsage]) -> Self:
         """Build the event from the model runner's counts."""
+        usage = read_usage()
         return cls(
             useful_tokens=usage.useful_tokens,
             padded_tokens=usage.padded_tokens,

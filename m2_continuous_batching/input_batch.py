@@ -71,15 +71,15 @@ class InputBatch:
 def prepare_inputs_from_scheduler_output(scheduler_output: SchedulerOutput) -> InputBatch:
     """Return the rows of a step: its prefills in the order of admission, then its decodes."""
     new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
-    prompts = [request.prompt_token_ids for request in new]
+    prompts, num_cached = [request.prompt_token_ids for request in new], len(cached.req_ids)
     needs_all = [request.sampling_params.prompt_logprobs is not None for request in new]
     return InputBatch(
         req_ids=[request.req_id for request in new] + cached.req_ids,
         token_ids=prompts + cached.new_token_ids,
         start_positions=[request.num_computed_tokens for request in new] + cached.num_computed_tokens,
-        is_prefill=[True] * len(new) + [False] * cached.num_reqs,
-        prompt_lens=[len(prompt) for prompt in prompts] + [0] * cached.num_reqs,
+        is_prefill=[True] * len(new) + [False] * num_cached,
+        prompt_lens=[len(prompt) for prompt in prompts] + [0] * num_cached,
         block_ids=[request.block_ids for request in new] + cached.new_block_ids,
         num_logits=[len(prompt) if every else 1 for prompt, every in zip(prompts, needs_all, strict=True)]
-        + [1] * cached.num_reqs,
+        + [1] * num_cached,
     )

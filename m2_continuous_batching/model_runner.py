@@ -56,7 +56,7 @@ class ModelRunner:
         self._num_tokens = 0
         logits = self.execution.execute(input_batch)
         self._num_tokens = input_batch.num_tokens
-        self.tracer.emit(KVUsage.of, self.usage())
+        self.tracer.emit(KVUsage.of, self.usage)
         return logits
 
     def free_request_cache(self, request_id: str) -> None:

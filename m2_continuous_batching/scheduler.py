@@ -18,7 +18,7 @@ from m1_single_request.tracer import Tracer
 from m2_continuous_batching.config import SchedulerConfig
 from m2_continuous_batching.events import Admit, Batch, LeftOut, NotAdmitted
 from m2_continuous_batching.kv_manager import SlotManager
-from m2_continuous_batching.request_queue import RequestQueue, SchedulingPolicy, create_request_queue
+from m2_continuous_batching.request_queue import FCFSRequestQueue
 from m2_continuous_batching.scheduler_output import SchedulerOutput
 from m2_continuous_batching.step_plan import StepPlan
 
@@ -31,7 +31,7 @@ class Scheduler:
     """
 
     requests: dict[str, Request]
-    waiting: RequestQueue
+    waiting: FCFSRequestQueue[Request]
     running: list[Request]
 
     def __init__(
@@ -44,7 +44,7 @@ class Scheduler:
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
         self.tracer = tracer
         self.requests, self.running = {}, []
-        self.waiting = create_request_queue(SchedulingPolicy.FCFS)
+        self.waiting = FCFSRequestQueue()
         self.finished_req_ids: set[str] = set()  # not announced yet
         self._left_out: list[str] = []  # running requests for which the last step had no token
         self._marked: dict[str, Request] = {}  # these end at the next update
@@ -101,7 +101,8 @@ class Scheduler:
         """
         changed = [request for request in self.running if request.request_id in sampled]
         changed += [request for request in self._marked.values() if request.request_id not in sampled]
-        self.waiting.remove_requests(self._marked.values())
+        if self._marked:
+            self.waiting.remove_requests(self._marked.values())
         for request in changed:
             if request.to_finish is None and scheduler_output is not None:
                 num_new_kv = scheduler_output.num_scheduled_tokens[request.request_id]

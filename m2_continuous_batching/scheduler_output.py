@@ -5,7 +5,7 @@ So a request is sent in full when it joins (`NewRequestData`), and later only it
 worker stores the rest. vLLM: `v1/core/sched/output.py`. SGLang passes a mutable `ScheduleBatch` instead (m4).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from m1_single_request.sampling_params import SamplingParams
 
@@ -27,24 +27,15 @@ class NewRequestData:
 class CachedRequestData:
     """The requests that ran before, as parallel lists of their changes."""
 
-    req_ids: list[str]
-    new_token_ids: list[list[int]]
+    req_ids: list[str] = field(default_factory=list)
+    new_token_ids: list[list[int]] = field(default_factory=list)
     """Input tokens of this step: the newest token of each request."""
-    new_block_ids: list[list[int]]
-    """KV memory newly allocated to each request. Empty in m2, where a slot never grows; used from m3 on."""
-    num_computed_tokens: list[int]
+    new_block_ids: list[list[int]] = field(default_factory=list)
+    """KV memory newly allocated to each request; empty for a slot, which never grows."""
+    num_computed_tokens: list[int] = field(default_factory=list)
     """Tokens of each request with KV. This is the position of its new token: prompt + output - 1."""
-    num_output_tokens: list[int]
+    num_output_tokens: list[int] = field(default_factory=list)
     """Output tokens of each request so far, including the input token of this step."""
-
-    @classmethod
-    def make_empty(cls) -> "CachedRequestData":
-        """Return the data of a step without running requests."""
-        return cls([], [], [], [], [])
-
-    @property
-    def num_reqs(self) -> int:
-        return len(self.req_ids)
 
 
 @dataclass(frozen=True)

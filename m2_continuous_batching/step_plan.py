@@ -12,13 +12,14 @@ class StepPlan:
         self.budget_left = budget
         self.num_scheduled_tokens: dict[str, int] = {}
         self._prefills: list[NewRequestData] = []
-        self._decodes = CachedRequestData.make_empty()
+        self._decodes = CachedRequestData()
 
     def add_prefill(self, request: Request, block_ids: list[int]) -> None:
         """Schedule a whole prompt."""
         prompt = request.prompt_token_ids
         self._prefills.append(NewRequestData(request.request_id, prompt, request.sampling_params, block_ids))
-        self._take(request, len(prompt))
+        self.num_scheduled_tokens[request.request_id] = len(prompt)
+        self.budget_left -= len(prompt)
 
     def add_decode(self, request: Request, new_block_ids: list[int]) -> None:
         """Schedule the newest token of a request that has run before."""
@@ -28,7 +29,8 @@ class StepPlan:
         decodes.new_block_ids.append(new_block_ids)
         decodes.num_computed_tokens.append(sequence.num_computed_tokens)
         decodes.num_output_tokens.append(len(sequence.output_token_ids))
-        self._take(request, 1)
+        self.num_scheduled_tokens[request.request_id] = 1
+        self.budget_left -= 1
 
     def output(self, *, finished_req_ids: frozenset[str]) -> SchedulerOutput:
         """The decision, complete."""
@@ -40,7 +42,3 @@ class StepPlan:
             total_num_scheduled_tokens=self.budget - self.budget_left,
             finished_req_ids=finished_req_ids,
         )
-
-    def _take(self, request: Request, num_tokens: int) -> None:
-        self.num_scheduled_tokens[request.request_id] = num_tokens
-        self.budget_left -= num_tokens

@@ -12,7 +12,6 @@ from m2_continuous_batching.executor import GPUExecutor
 from m2_continuous_batching.input_processor import InputProcessor
 from m2_continuous_batching.kv_manager import SlotManager
 from m2_continuous_batching.model_runner import ModelRunner
-from m2_continuous_batching.sampling_step import SamplingStep
 from m2_continuous_batching.scheduler import Scheduler
 from m2_continuous_batching.worker import GPUWorker
 
@@ -39,7 +38,8 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
             scheduler_config=limits, kv_manager=kv_manager, stop_checker=stop_checker, tracer=tracer
         ),
         executor=parts["executor"](worker=parts["worker"](model_runner=runner)),
-        sampling_step=SamplingStep(sampler=parts["sampler"](), stop_checker=stop_checker, tracer=tracer),
+        sampler=parts["sampler"](),
+        stop_checker=stop_checker,
         output_processor=parts["output_processor"](),
         parts=parts,
         tracer=tracer,

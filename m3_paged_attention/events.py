@@ -1,4 +1,4 @@
-"""Events of m3's start and threads: attention backend, size of the KV memory, CPU threads.
+"""Events of m3's start and model runner: attention backend, size of the KV memory, CPU threads, sampled rows.
 
 Events about blocks are in `kv_events.py`, events about scheduled requests in `scheduler_events.py`.
 """
@@ -7,6 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from torch import Tensor
+
+from m1_single_request.output_events import Sampled
+from m1_single_request.sampler import SamplerOutput
+from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.trace_event import Event, size, some
 from m3_paged_attention.block_pool import blocks_for
 
@@ -155,3 +160,17 @@ class KVSized(Event):
             host = some(self.num_host_blocks, "more block")
             parts.append(f"{host} on the host for swapping take {size(self.num_host_bytes)}")
         return f"KV memory: {'; '.join(parts)}."
+
+
+def sampled_row(
+    request_id: str,
+    batch: Any,
+    logits: Tensor,
+    metadata: SamplingMetadata,
+    chosen: SamplerOutput,
+    row: int,
+    text: Callable[[int], str],
+) -> Sampled:
+    """Build m1's event for one row of a `SamplingBatch`."""
+    position = int(batch.positions[row])
+    return Sampled.of(request_id, batch.params[row], position, logits, metadata, chosen, row, text)

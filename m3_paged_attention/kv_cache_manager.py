@@ -246,6 +246,9 @@ class KVCacheManager:
 
     def take_moves(self) -> BlockMoves:
         """Return the moves noted since the last call, to be made now. The next call implies that they were made."""
+        if not (self._swap_ins or self._swap_outs or self._copies):
+            self._taken = frozenset()
+            return BlockMoves([], [], [], self._taken)
         self._taken = self._owners_of_moves()
         moves = BlockMoves(
             swap_in=[(host_id, block_id) for block_id, host_id in self._swap_ins.items()],
@@ -263,8 +266,6 @@ class KVCacheManager:
     def _owners_of_moves(self) -> frozenset[str]:
         """Whoever owns the target of a noted move: forked children may, too."""
         on_device, on_host = self._swap_ins.keys() | self._copies.keys(), self._swap_outs.keys()
-        if not on_device and not on_host:
-            return frozenset()
         return frozenset(
             request_id
             for request_id, table in self._tables.items()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
-from m3_paged_attention.block_pool import blocks_for
 from m3_paged_attention.input_batch import BatchRow
 
 
@@ -41,7 +40,7 @@ def make_model_input(
     query_lens = [row.num_tokens for row in rows]
     longest = max([row.start + row.num_tokens for row in rows])
     token_ids = [token_id for row in rows for token_id in row.state.token_ids(row.start, row.start + row.num_tokens)]
-    tables = block_tables[[row.state.table_row for row in rows], : blocks_for(longest, block_size)]
+    tables = block_tables[[row.state.table_row for row in rows], : (longest - 1) // block_size + 1]
     layout = _decodes_only(len(rows)) if len(token_ids) == len(rows) else _layout(query_lens, device)
     positions = np.array(starts)[layout.owner] + layout.offsets
     slots = tables[layout.owner, positions // block_size] * np.int64(block_size) + positions % block_size

@@ -75,6 +75,8 @@ class RequestFamilies:
 
     def reported(self, changed: Iterable[Request]) -> list[Request]:
         """Replace changed children by their parents: each request once, in the same order."""
+        if not self._parents:
+            return list(changed)
         found: dict[str, Request] = {}
         for request in changed:
             parent = self._parent_of(request)

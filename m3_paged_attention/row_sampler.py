@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError
-from m1_single_request.output_events import Sampled
-from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs, impossible_row, not_finite
+from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs, impossible_row, not_finite, suspect_rows
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow as SingleSamplingRow
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.tracer import Tracer
-from m2_continuous_batching.sampling_step import suspect_rows
+from m3_paged_attention.events import sampled_row
 
 ROWS_AT_A_TIME = 256  # of prompt logits: [rows, vocabulary] in float32 is the largest tensor of all
 
@@ -131,9 +130,8 @@ class RowSampler:
         impossible = [req_ids[i] for i in chosen.impossible_rows if req_ids[i] not in errors]
         errors |= {req_id: impossible_row(req_id) for req_id in impossible}
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in errors]
-        params, positions, text = batch.params, batch.positions, self.token_text
         for i in kept:
-            self.tracer.emit(Sampled.of, req_ids[i], params[i], int(positions[i]), logits, metadata, chosen, i, text)
+            self.tracer.emit(sampled_row, req_ids[i], batch, logits, metadata, chosen, i, self.token_text)
         return SampledRows(
             req_ids=[req_ids[i] for i in kept],
             token_ids=[[chosen.token_ids[i]] for i in kept],

@@ -133,7 +133,8 @@ class Scheduler:
         else:
             moved = self.kv_manager.touched()
             self._reset([request for request in self.requests.values() if request.request_id in moved])
-        self._start_forks()
+        if self._forks:
+            self._start_forks()
         if marked:
             settled = {request.request_id for request in changed}
             changed += [request for request in marked if request.request_id not in settled]
@@ -180,20 +181,20 @@ class Scheduler:
         Returns who is in need of a block then.
         """
         kv_manager = self.kv_manager
-        while True:
-            in_need = self._in_need(running)
+        while in_need := self._in_need(running):
             needed = kv_manager.num_needed_together(in_need.items())
             if needed <= kv_manager.num_free:
-                return in_need
+                break
             if len(running) == 1:
                 if len(self.running) == 1:  # all blocks are its own; otherwise others leave theirs at the update
                     self._give_up(running.pop())
-                return in_need
+                break
             victim = victim_of(self.preemption, running)
             running.remove(victim)
             take_blocks(victim, kv_manager, swap=self.swaps, needed=needed, tracer=self.tracer)
             self._send_back(victim)
             self.num_preemptions += 1
+        return in_need
 
     def _continue(self, requests: list[Request], plan: StepPlan, in_need: Mapping[str, int]) -> None:
         """Give running requests their next token, as far as the budget reaches. Most have room for it already."""
@@ -264,7 +265,7 @@ class Scheduler:
         """Append the new tokens; return the requests that have any."""
         requests = [self.requests[request_id] for request_id in output.req_ids]
         others: Iterable[int] = range(len(requests))
-        num_cached, counts = scheduler_output.scheduled_cached_reqs.num_reqs, scheduler_output.num_scheduled_tokens
+        num_cached, counts = len(scheduler_output.scheduled_cached_reqs.req_ids), scheduler_output.num_scheduled_tokens
         if num_cached == len(counts):  # one new KV for each
             others = self.updater.commit_simply(requests, [token_ids[0] for token_ids in output.sampled_token_ids])
         for index in others:

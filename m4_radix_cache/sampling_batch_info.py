@@ -125,16 +125,7 @@ class SamplingBatchInfo:
 
         Prompt and output so far make the history, so a retracted request comes back with its penalties.
         """
-        rows = [
-            SamplingRow(
-                params=req.sampling_params,
-                seed=req.seed,
-                prompt_token_ids=req.sequence.prompt_token_ids,
-                output_token_ids=req.sequence.output_token_ids,
-                stop_ids=stop_ids(req.sequence),
-            )
-            for req in reqs
-        ]
+        rows = [req.sampling_row(stop_ids(req.sequence)) for req in reqs]
         params = [row.params for row in rows]
         has_penalties = any(p.has_penalties for p in params)
         blocked_until = [row.params.min_tokens if row.stop_ids else 0 for row in rows]

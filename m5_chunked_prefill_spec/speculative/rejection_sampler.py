@@ -30,10 +30,10 @@ from m1_single_request.sampler import (
     gather_logprobs,
     impossible_row,
     not_finite,
+    suspect_rows,
 )
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.tracer import Tracer
-from m2_continuous_batching.sampling_step import suspect_rows
 from m3_paged_attention.row_sampler import RowSampler, SampledRows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts

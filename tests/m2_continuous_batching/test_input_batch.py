@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def decision(
     new: list[NewRequestData], cached: CachedRequestData | None = None, finished: frozenset[str] = frozenset()
 ) -> SchedulerOutput:
-    cached = cached or CachedRequestData.make_empty()
+    cached = cached or CachedRequestData()
     counts = {data.req_id: len(data.prompt_token_ids) for data in new} | dict.fromkeys(cached.req_ids, 1)
     return SchedulerOutput(new, cached, counts, sum(counts.values()), finished)
 
@@ -39,8 +39,8 @@ MIXED = decision(
 
 
 def test_empty_data_names_nobody_and_every_column_is_its_own() -> None:
-    empty, other = CachedRequestData.make_empty(), CachedRequestData.make_empty()
-    assert empty.num_reqs == 0
+    empty, other = CachedRequestData(), CachedRequestData()
+    assert len(empty.req_ids) == 0
     columns = [getattr(empty, field.name) for field in dataclasses.fields(empty)]
     assert columns == [[]] * 5
     columns += [getattr(other, field.name) for field in dataclasses.fields(other)]

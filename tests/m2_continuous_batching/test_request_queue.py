@@ -8,12 +8,7 @@ from hypothesis import given, strategies as st
 
 from m1_single_request import SamplingParams
 from m1_single_request.request import Request
-from m2_continuous_batching.request_queue import (
-    FCFSRequestQueue,
-    RequestQueue,
-    SchedulingPolicy,
-    create_request_queue,
-)
+from m2_continuous_batching.request_queue import FCFSRequestQueue
 from tests.testbed.fakes import make_request
 
 
@@ -21,26 +16,19 @@ def request(name: str) -> Request:
     return make_request(name, [1, 2, 3], SamplingParams())
 
 
-def names(queue: RequestQueue) -> list[str]:
+def names(queue: FCFSRequestQueue[Request]) -> list[str]:
     return [one.request_id for one in queue]
 
 
-def filled(*ids: str) -> RequestQueue:
-    queue = create_request_queue(SchedulingPolicy.FCFS)
+def filled(*ids: str) -> FCFSRequestQueue[Request]:
+    queue = FCFSRequestQueue[Request]()
     for name in ids:
         queue.add_request(request(name))
     return queue
 
 
-def test_every_policy_has_a_queue_and_it_is_empty() -> None:
-    for policy in SchedulingPolicy:
-        queue = create_request_queue(policy)
-        assert isinstance(queue, RequestQueue) and not queue and len(queue) == 0
-    assert isinstance(create_request_queue(SchedulingPolicy.FCFS), FCFSRequestQueue)
-
-
 def test_two_queues_share_nothing() -> None:
-    queue, other = filled("a"), create_request_queue(SchedulingPolicy.FCFS)
+    queue, other = filled("a"), FCFSRequestQueue[Request]()
     assert len(queue) == 1 and not other
 
 
@@ -55,12 +43,6 @@ def test_a_look_at_the_next_takes_nothing_out() -> None:
     assert queue.peek_request() is queue.peek_request()
     assert names(queue) == ["a", "b"] and len(queue) == 2
     assert queue.peek_request() is queue.pop_request()
-
-
-def test_who_is_prepended_leaves_before_all_others() -> None:
-    queue = filled("a", "b")
-    queue.prepend_request(request("again"))
-    assert names(queue) == ["again", "a", "b"]
 
 
 def test_requests_can_be_taken_out_of_the_middle() -> None:
@@ -81,23 +63,20 @@ def test_it_is_the_request_that_is_taken_out_and_not_one_of_the_same_id() -> Non
 
 
 def test_an_empty_queue_has_no_next() -> None:
-    queue = create_request_queue(SchedulingPolicy.FCFS)
+    queue = FCFSRequestQueue[Request]()
     with pytest.raises(IndexError):
         queue.pop_request()
     with pytest.raises(IndexError):
         queue.peek_request()
 
 
-@given(st.lists(st.sampled_from(["add", "prepend", "pop", "remove"])), st.randoms(use_true_random=False))
+@given(st.lists(st.sampled_from(["add", "pop", "remove"])), st.randoms(use_true_random=False))
 def test_it_behaves_as_a_list_does(verbs: list[str], random: Random) -> None:
-    queue, model = create_request_queue(SchedulingPolicy.FCFS), deque[Request]()
+    queue, model = FCFSRequestQueue[Request](), deque[Request]()
     for number, verb in enumerate(verbs):
         if verb == "add":
             model.append(request(f"r{number}"))
             queue.add_request(model[-1])
-        elif verb == "prepend":
-            model.appendleft(request(f"r{number}"))
-            queue.prepend_request(model[0])
         elif verb == "pop" and model:
             assert queue.peek_request() is model[0]
             assert queue.pop_request() is model.popleft()

