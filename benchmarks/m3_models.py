@@ -39,7 +39,9 @@ class TestedModel:
 
     def __init__(self, name: str, directory: Path, dtype: str, *, dummy: bool, seed: int) -> None:
         self.name, self.directory, self.dtype, self.dummy, self.seed = name, directory, dtype, dummy, seed
-        self.config: DecoderConfig = decoder_config(name, "Qwen3ForCausalLM", AutoConfig.from_pretrained(directory))
+        self.config: DecoderConfig = decoder_config(
+            name, "Qwen3ForCausalLM", AutoConfig.from_pretrained(directory), model_type="qwen3"
+        )
         self._engines: dict[str, LLMEngine] = {}
         self._reference: Any = None
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+TOKENS = 0  # the stream of the draws of tokens
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -21,10 +22,15 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int], stream: int = 0) -> np.ndarray:
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """Return one number in [0, 1) per (seed, position) pair, for the draw of a token: float64 `[n]`."""
+    return draws(seeds, positions, TOKENS)
+
+
+def draws(seeds: Sequence[int], positions: Sequence[int], stream: int) -> np.ndarray:
     """Return one number in [0, 1) per (seed, position) pair: float64 `[n]`, 53 random bits each.
 
-    `stream` separates several draws at one position (a speculative verifier needs more than one).
+    `stream` separates several draws at one position.
     """
     words: np.ndarray = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
     with np.errstate(over="ignore"):

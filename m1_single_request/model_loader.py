@@ -9,7 +9,7 @@ also of other architectures. vLLM: `model_executor/model_loader`.
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -92,21 +92,9 @@ def head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-class ModelChoice(Protocol):
-    """The model fields that every milestone's `ModelConfig` has."""
-
-    @property
-    def model(self) -> str | Path | None: ...
-    @property
-    def max_model_len(self) -> int | None: ...
-    @property
-    def dtype(self) -> str: ...
-    def torch_device(self) -> torch.device: ...
-
-
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model and the tokenizer of `config`. Raises `ModelLoadError` or `ConfigError`, with a remedy."""
-    described = describe(config)
+    described = describe(config, needs_weights=True, architectures=SUPPORTED_ARCHITECTURES)
     name = described.name
     model, report = load_part(
         name,
@@ -138,10 +126,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     )
 
 
-def describe(
-    choice: ModelChoice, *, needs_weights: bool = True, architectures: Sequence[str] = SUPPORTED_ARCHITECTURES
-) -> ModelDescription:
-    """Read and check everything but the weights; `needs_weights=False` for a directory without weights.
+def describe(choice: ModelConfig, *, needs_weights: bool, architectures: Sequence[str]) -> ModelDescription:
+    """Read and check everything but the weights of a model; `needs_weights=False` for a directory without weights.
 
     `architectures` are those that the caller can build. A vision-language config has a part for its language model:
     positions and vocabulary are read from that part, end-of-sequence ids from both.

@@ -107,16 +107,6 @@ def adjusted(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     return logits if metadata.penalties is None else apply_penalties(logits, metadata)
 
 
-def distribution(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Return the distribution that non-greedy rows draw from, float64 `[rows, vocab]`, each row's sum 1.
-
-    `logits` is float32. The result is undefined for rows in which no token is possible.
-    """
-    scaled = (adjusted(logits, metadata) / metadata.temperature[:, None]).clamp(max=LARGEST)
-    probs = filtered_probs(scaled, metadata)
-    return probs / probs.cumsum(dim=-1)[:, -1:]  # `sum` of one long row depends on the number of threads
-
-
 def apply_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Apply repetition (prompt and output), then frequency and presence (output). `[rows, vocab]` in and out."""
     assert metadata.penalties is not None and metadata.seen is not None and metadata.output_counts is not None

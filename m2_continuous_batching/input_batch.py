@@ -52,13 +52,13 @@ class InputBatch:
             num_logits=[self.num_logits[i] for i in rows],
         )
 
-    def to_tensors(self, device: torch.device, pad_token_id: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def to_tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return `(token_ids, attention_mask, positions)`, each int64 `[batch_size, longest row]`, right-padded.
 
         The mask is 1 for tokens and 0 for padding; the position of padding is 0.
         """
         shape = (self.batch_size, max(map(len, self.token_ids), default=0))
-        token_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+        token_ids = torch.zeros(shape, dtype=torch.int64)
         attention_mask = torch.zeros(shape, dtype=torch.int64)
         positions = torch.zeros(shape, dtype=torch.int64)
         for i, (tokens, start) in enumerate(zip(self.token_ids, self.start_positions, strict=True)):

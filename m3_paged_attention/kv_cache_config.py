@@ -156,7 +156,7 @@ def size_kv_cache(
     max_model_len: int,
     max_num_seqs: int | None,
     swap_space_bytes: int | None,
-    size_setting: tuple[str, int] = ("num_blocks", 1),
+    size_setting: tuple[str, int],
     tracer: Tracer,
 ) -> KVCacheConfig:
     """Compute the number of blocks, and emit it with its derivation to the trace.
@@ -203,7 +203,7 @@ def kv_budget(
     device: torch.device,
     max_model_len: int,
     max_num_seqs: int,
-    size_setting: str = "num_blocks",
+    size_setting: str,
     profile: MemoryProfile | None = None,
     num_shares: int = 1,
 ) -> Budget:

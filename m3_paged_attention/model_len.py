@@ -7,7 +7,7 @@ milestone. vLLM: `max_model_len=-1` (`get_kv_cache_configs`); SGLang limits a re
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,29 +25,8 @@ LEAST_MODEL_LEN = 1024
 """Shortest fitted length in tokens. A shorter one is used only if the user set it, or if it is the model's own."""
 
 
-class Limits(Protocol):
-    """Limits of a batch, with every default resolved."""
-
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def max_num_batched_tokens(self) -> int | None: ...
-
-
-class Runs(Protocol):
-    """The parts that run a model with one `max_model_len`. Building them reserves no KV memory."""
-
-    @property
-    def limits(self) -> Any: ...
-    @property
-    def executor(self) -> Any: ...
-
-
-R = TypeVar("R", bound=Runs)
-
-
 class Runner(NamedTuple):
-    """The `Runs` of m3."""
+    """The parts that run a model with one `max_model_len`. Building them reserves no KV memory."""
 
     limits: Any
     executor: Any
@@ -55,15 +34,15 @@ class Runner(NamedTuple):
 
 def fit_model_len(
     loaded: Any,
-    make: Callable[[Any], R],
+    make: Callable[[Any], Any],
     *,
     named: int | None,
     cache_config: KVMemorySettings,
     block_size: int,
     device: torch.device,
-    size_setting: str = "num_blocks",
+    size_setting: str,
     num_shares: int = 1,
-) -> tuple[Any, R, Budget]:
+) -> tuple[Any, Any, Budget]:
     """Measure the memory and fit the length.
 
     Returns `loaded` with that length, the parts that `make` builds for it, and the memory budget. `named`: the user's
@@ -103,7 +82,7 @@ def fit_model_len(
     return *shortened(loaded, runs, make, longest), budget
 
 
-def shortened(loaded: Any, runs: R, make: Callable[[Any], R], max_model_len: int) -> tuple[Any, R]:
+def shortened(loaded: Any, runs: Any, make: Callable[[Any], Any], max_model_len: int) -> tuple[Any, Any]:
     """Return `loaded` and its parts, rebuilt for requests of at most `max_model_len` tokens if that is shorter."""
     if max_model_len == loaded.max_model_len:
         return loaded, runs

@@ -10,15 +10,15 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from m1_single_request.errors import ConfigError, ModelLoadError
-from m1_single_request.model_loader import LoadedModel, ModelDescription, describe, load_part
+from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, LoadedModel, ModelDescription, describe, load_part
 from m1_single_request.precision import count_weights
 from m1_single_request.trace_event import size
 from m2_continuous_batching.memory import available_memory
 from m3_paged_attention.attention.registry import Backend, resolve
 from m3_paged_attention.config import ModelConfig
-from m3_paged_attention.models.architecture import DecoderConfig, decoder_config
+from m3_paged_attention.models.architecture import MODEL_TYPES, DecoderConfig, decoder_config
 from m3_paged_attention.models.decoder import Decoder
-from m3_paged_attention.models.weights import WEIGHT_FILES, DecoderWeights, dummy_weights, load_weights
+from m3_paged_attention.models.weights import PREFIX, WEIGHT_FILES, DecoderWeights, dummy_weights, load_weights
 
 MAX_POSITIONS = 2**24
 
@@ -26,13 +26,16 @@ MAX_POSITIONS = 2**24
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model and the tokenizer of `config`. Raises `ModelLoadError` or `ConfigError`, with a remedy."""
     backend = resolve(config.attention_backend, config.torch_device())
-    return load_described(config, describe(config, needs_weights=config.load_format != "dummy"), backend)
+    needs_weights = config.load_format != "dummy"
+    described = describe(config, needs_weights=needs_weights, architectures=SUPPORTED_ARCHITECTURES)
+    return load_described(config, described, backend)
 
 
 def load_described(config: ModelConfig, described: ModelDescription, backend: Backend) -> LoadedModel:
     """Load the weights of a model whose other files were read by `describe`."""
     check_positions(described)
-    shape = decoder_config(described.name, described.architecture, described.config)
+    architecture = described.architecture
+    shape = decoder_config(described.name, architecture, described.config, model_type=MODEL_TYPES[architecture])
     backend.check_head_dim(shape.head_dim)
     check_room(described, count_weights(described.config))
     weights = load_part(described.name, "its weights", lambda: _weights(config, described, shape))
@@ -70,7 +73,7 @@ def _weights(config: ModelConfig, described: ModelDescription, shape: DecoderCon
     name, device, dtype = described.name, described.device, described.dtype
     if config.load_format == "dummy":
         return dummy_weights(shape, dtype, device, config.seed)
-    return load_weights(name, weights_directory(name), shape, dtype, device)
+    return load_weights(name, weights_directory(name), shape, dtype, device, prefix=PREFIX, not_ours=())
 
 
 def weights_directory(name: str) -> Path:

@@ -1,57 +1,36 @@
-"""Who has to go when the KV memory does not suffice for the next step.
+"""Preemption: take the blocks of a running request if the free blocks do not suffice for the next step.
 
-New in m3: m2's slots were as long as a request may become, so whoever was admitted got to its end. Blocks are given out
-as they are needed, so they can run out under running requests. The rule is one function, so that another can be put in
-its place (`parts={"preemption": ...}`). vLLM preempts the last of the running; SGLang's `retract_decode` has this rule.
+New in m3: m2's slots were as long as a request may become, so every admitted request ran to its end. Blocks are
+allocated as they are needed, so they can run out under running requests. The policy is one class, so that another can
+replace it (`parts={"preemption": ...}`). vLLM preempts the last running request; SGLang's `retract_decode` has this
+policy.
 """
 
-from collections.abc import Sequence as SequenceOf
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from m1_single_request.errors import PartError
-from m1_single_request.request import Sequence
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_events import Preempted
 
 
-class Runs(Protocol):
-    """What there is to know of a running request."""
-
-    number: int
-    sequence: Sequence
-
-    @property
-    def request_id(self) -> str: ...
-
-
-RunsT = TypeVar("RunsT", bound=Runs)
-
-
-class PreemptionPolicy(Protocol):
-    """Chooses one of the running requests."""
-
-    def __init__(self) -> None: ...
-
-    def choose_victim(self, running: SequenceOf[Any]) -> Any:
-        """The request that loses its blocks. `running` is not empty, and is not changed."""
-
-
 class FewestOutputsFirst:
-    """Whoever loses least: fewest output tokens, then the longest prompt (most blocks come free), then the newest."""
+    """The default policy: fewest output tokens, then the longest prompt (it frees most blocks), then the newest."""
 
-    def choose_victim(self, running: SequenceOf[RunsT]) -> RunsT:
+    def choose_victim(self, running: Sequence[Any]) -> Any:
+        """Return the request to preempt. `running`: the running requests, at least one."""
         return min(running, key=_loss)
 
 
-def _loss(request: Runs) -> tuple[int, int, int]:
+def _loss(request: Any) -> tuple[int, int, int]:
     sequence = request.sequence
     return sequence.get_output_len(), -sequence.get_prompt_len(), -request.number
 
 
-def victim_of(policy: PreemptionPolicy, running: SequenceOf[RunsT]) -> RunsT:
-    """Ask the policy. Raises `PartError` if it chooses a request that does not run."""
+def victim_of(policy: FewestOutputsFirst, running: Sequence[Any]) -> Any:
+    """Return the policy's choice. Raises `PartError` if it is none of the running requests."""
     victim = policy.choose_victim(tuple(running))
     if not any(victim is request for request in running):
         part, chosen = type(policy).__name__, getattr(victim, "request_id", victim)
@@ -62,9 +41,9 @@ def victim_of(policy: PreemptionPolicy, running: SequenceOf[RunsT]) -> RunsT:
 
 
 def take_blocks(request: Request, kv_manager: KVCacheManager, *, swap: bool, needed: int, tracer: Tracer) -> None:
-    """Take a running request's blocks away: to the host, if `swap` and there is room; else its KV is dropped.
+    """Free the blocks of a running request. Its KV moves to the host, if `swap` and there is room, or is discarded.
 
-    `needed`: the blocks that are wanted for the next tokens of all.
+    `needed`: number of blocks for the next tokens of all running requests.
     """
     request_id, sequence = request.request_id, request.sequence
     num_blocks, available = len(kv_manager.block_ids(request_id)), kv_manager.num_free

@@ -21,7 +21,7 @@ from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.invariants import check_memory, check_queues
 from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.preemption import PreemptionPolicy, take_blocks, victim_of
+from m3_paged_attention.preemption import FewestOutputsFirst, take_blocks, victim_of
 from m3_paged_attention.request import Request
 from m3_paged_attention.request_queue import PreemptedFirstQueue
 from m3_paged_attention.request_updater import RequestUpdater
@@ -47,7 +47,7 @@ class Scheduler:
         *,
         scheduler_config: SchedulerConfig,
         kv_manager: KVCacheManager,
-        preemption: PreemptionPolicy,
+        preemption: FewestOutputsFirst,
         stop_checker: StopChecker,
         tracer: Tracer,
     ) -> None:

@@ -13,8 +13,7 @@ New in this milestone. vLLM and SGLang bind their threads to cores that are rese
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,19 +48,20 @@ class StepThreads:
         self,
         *,
         tracer: Tracer,
-        num_cores: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        cpu_times: Callable[[], CPUTimes | None] | None = None,
+        num_cores: int,
+        clock: Callable[[], float],
+        cpu_times: Callable[[], CPUTimes | None],
     ) -> None:
-        """`num_cores`: cores that this process may use. `cpu_times` returns None on a system without CPU times; then
-        each step has all threads of its caller."""
-        self._tracer, self._clock, self._cpu_times = tracer, clock, cpu_times or read_cpu_times
-        self._num_cores = num_cores or len(_usable_cores())
+        """`num_cores`: cores that this process may use. `clock` returns monotonic seconds. `cpu_times` returns None on
+        a system without CPU times; then each step has all threads of its caller."""
+        self._tracer, self._clock, self._cpu_times = tracer, clock, cpu_times
+        self._num_cores = num_cores
         self._num_left = self._num_cores  # cores that others do not use
         self._other_cores = 0.0
         self._read_at, self._read = clock(), self._cpu_times()  # time and result of the last read
         self._last: tuple[int, int] | None = None  # threads of the last step, and unused cores at that time
-        self._lowered: tuple[int, int] | None = None  # the caller's number and the step's, if they differ
+        self.lowered: tuple[int, int] | None = None
+        """The caller's number of threads and that of the step that runs, if they differ."""
 
     def choose(self, limit: int) -> int:
         """Return the number of threads of the next step, 1 to `limit`."""
@@ -73,7 +73,7 @@ class StepThreads:
         limit = torch.get_num_threads()
         number = self.choose(limit)
         if number < limit:
-            self._lowered = limit, number
+            self.lowered = limit, number
             torch.set_num_threads(number)
         last, left = self._last or (limit, self._num_left)
         if number != last and (number < limit or left != self._num_left):  # not the caller's change
@@ -82,26 +82,11 @@ class StepThreads:
         self._last = number, self._num_left
 
     def __exit__(self, *_: object) -> None:
-        if self._lowered is not None:
-            limit, number = self._lowered
+        if self.lowered is not None:
+            limit, number = self.lowered
             if torch.get_num_threads() == number:
                 torch.set_num_threads(limit)
-            self._lowered = None
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Restore the caller's number of threads inside a step, for matrix products of torch.
-
-        The last bits of such a product depend on the number of threads.
-        """
-        lowered = self._lowered
-        self.__exit__()
-        try:
-            yield
-        finally:
-            if lowered is not None:
-                self._lowered = lowered
-                torch.set_num_threads(lowered[1])
+            self.lowered = None
 
     def _update_cores(self) -> None:
         """Read the CPU times, and compute the number of cores that others have used since the last read."""
@@ -122,7 +107,8 @@ def step_threads(tracer: Tracer, *loaded: Any) -> StepThreads | None:
     """
     models = [each.model for each in loaded if each is not None]
     if all(model.backend.name == "native" and model.backend.computes(model.config, model.dtype) for model in models):
-        return StepThreads(tracer=tracer)
+        num_cores = len(_usable_cores())
+        return StepThreads(tracer=tracer, num_cores=num_cores, clock=time.monotonic, cpu_times=read_cpu_times)
     return None
 
 

@@ -42,6 +42,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         cache_config=config.cache,
         block_size=config.cache.block_size,
         device=device,
+        size_setting="num_blocks",
         num_shares=2 if mode == "swap" and config.cache.swap_space_bytes is None else 1,  # as much again on the host
     )
     trace_start(loaded, config.model, tracer)
@@ -52,6 +53,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         max_model_len=loaded.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         swap_space_bytes=config.cache.swap_space_bytes if mode == "swap" else 0,
+        size_setting=("num_blocks", 1),
         tracer=tracer,
     )
     executor.initialize_kv_cache(kv_cache_config)

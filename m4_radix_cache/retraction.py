@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from m1_single_request.errors import shown
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import KVCapacityError
-from m3_paged_attention.preemption import PreemptionPolicy, victim_of
+from m3_paged_attention.preemption import FewestOutputsFirst, victim_of
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
@@ -19,7 +19,7 @@ from m4_radix_cache.scheduler_events import Retract
 
 def retract(
     batch: ScheduleBatch,
-    preemption: PreemptionPolicy,
+    preemption: FewestOutputsFirst,
     ratio: NewTokenRatio,
     tracer: Tracer,
     *,

@@ -18,7 +18,7 @@ from m1_single_request.request import BaseFinishReason, FinishError, RequestStat
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.preemption import PreemptionPolicy
+from m3_paged_attention.preemption import FewestOutputsFirst
 from m3_paged_attention.request_updater import RequestUpdater
 from m4_radix_cache.exchange import Exchange, NoExchange
 from m4_radix_cache.invariants import check_scheduler
@@ -65,7 +65,7 @@ class SchedulerBase(ABC):
         pools: Pools,
         policy: SchedulePolicy,
         prefill_adder: Any,
-        preemption: PreemptionPolicy,
+        preemption: FewestOutputsFirst,
         stop_checker: StopChecker,
         vocab_size: int,
         device: torch.device,

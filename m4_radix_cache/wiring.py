@@ -12,7 +12,7 @@ from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import Budget, KVCacheConfig, check_memory_share, size_kv_cache
-from m3_paged_attention.model_len import R, fit_model_len
+from m3_paged_attention.model_len import fit_model_len
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import PARTS as M3_PARTS, trace_start
 from m4_radix_cache.config import CacheConfig, EngineConfig
@@ -131,12 +131,12 @@ def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: Loade
 
 def fit_to_memory(
     loaded: Any,
-    make: Callable[[Any], R],
+    make: Callable[[Any], Any],
     named: int | None,
     cache_config: CacheConfig,
     device: torch.device,
     num_shares: int = 1,
-) -> tuple[Any, R, Budget]:
+) -> tuple[Any, Any, Budget]:
     """m3's `fit_model_len`, for a memory of pages."""
     return fit_model_len(
         loaded,

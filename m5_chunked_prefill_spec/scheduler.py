@@ -17,7 +17,7 @@ from m1_single_request.request import BaseFinishReason, FinishError, RequestStat
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.preemption import PreemptionPolicy
+from m3_paged_attention.preemption import FewestOutputsFirst
 from m4_radix_cache.exchange import Exchange
 from m4_radix_cache.invariants import check_scheduler
 from m4_radix_cache.request import Req
@@ -52,7 +52,7 @@ class Scheduler(SchedulerBase):
         composer: Any,
         speculation: Any,
         chunk_alignment: int,
-        preemption: PreemptionPolicy,
+        preemption: FewestOutputsFirst,
         stop_checker: StopChecker,
         vocab_size: int,
         device: torch.device,

@@ -7,7 +7,8 @@ vLLM: `v1/worker/gpu_model_runner.py`.
 """
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class ModelRunner(TextModelRunner):
         prompts = self.adopt(batch)
         rows = batch.req_pool_indices
         seen = seen_in(prompts, batch.rids)
-        with self.step_threads.lifted() if self.step_threads and seen else nullcontext():  # the tower is torch's
+        with all_threads(self.step_threads) if self.step_threads and seen else nullcontext():  # the tower is torch's
             embeddings = self.encoder.embed(seen) if seen else []
         return ForwardBatch.init_new(text, batch, self.mrope_deltas[rows], prompts, seen, embeddings)
 
@@ -119,3 +120,20 @@ def blank(tower: VisionTower, num_tokens: int) -> tuple[Tensor, Grid]:
     """A square image of about so many tokens, with nothing in it."""
     side = max(math.isqrt(num_tokens), 1) * tower.merge_size
     return torch.zeros(side * side, tower.patch_dim), (1, side, side)
+
+
+@contextmanager
+def all_threads(step_threads: StepThreads) -> Iterator[None]:
+    """Restore the caller's number of threads inside a step, for matrix products of torch.
+
+    The last bits of such a product depend on the number of threads.
+    """
+    lowered = step_threads.lowered
+    if lowered is None:
+        yield
+        return
+    torch.set_num_threads(lowered[0])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(lowered[1])

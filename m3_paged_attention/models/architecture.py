@@ -54,15 +54,13 @@ class DecoderConfig:
     """The standard deviation of `dummy` weights."""
 
 
-def decoder_config(
-    name: str, architecture: str, config: PreTrainedConfig, *, model_type: str | None = None
-) -> DecoderConfig:
+def decoder_config(name: str, architecture: str, config: PreTrainedConfig, *, model_type: str) -> DecoderConfig:
     """Return the configuration of the decoder that `config` describes.
 
     Raises `ModelLoadError`, with the model's `name`, for an unsupported or invalid one. `model_type` is the required
-    `model_type` of `config`; None: that of a text-only model of this architecture.
+    `model_type` of `config`; that of a text-only model is in `MODEL_TYPES`.
     """
-    _check_supported(name, architecture, config, model_type or MODEL_TYPES[architecture])
+    _check_supported(name, architecture, config, model_type)
     attention_bias = bool(getattr(config, "attention_bias", False))
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     decoder = DecoderConfig(

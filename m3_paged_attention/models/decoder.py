@@ -5,8 +5,6 @@ in blocks, and a backend for the computation. The same class runs Qwen3, Qwen2 a
 vLLM: `model_executor/models/llama.py`; SGLang: `models/llama.py`.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -43,27 +41,14 @@ class Decoder:
         Returns the hidden states `[num_tokens, hidden_size]` after the last norm.
         """
         hidden = functional.embedding(input_ids, self.embedding)
-        return self.run_layers(hidden, self.rotary(positions), kv, metadata)
-
-    def run_layers(
-        self,
-        hidden: Tensor,
-        angles: tuple[Tensor, Tensor],
-        kv: KVStorage,
-        metadata: AttentionMetadata,
-        after_layer: Callable[[int, Tensor], None] | None = None,
-    ) -> Tensor:
-        """Run all layers on embeddings, and return the result of `forward`; both `[num_tokens, hidden_size]`.
-
-        `angles` are cosine and sine, each `[num_tokens, head_dim / 2]` and the same for all layers. `after_layer`
-        receives the index of a layer and the output of its MLP, and may add to that output in place.
-        """
-        cos, sin = angles
+        cos, sin = self.rotary(positions)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(hidden, residual, cos, sin, kv.layer(index), metadata)
-            if after_layer is not None:
-                after_layer(index, hidden)
+        return self.normed(hidden, residual)
+
+    def normed(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        """Return the last norm of the last layer's output and residual, both `[num_tokens, hidden_size]`."""
         assert residual is not None  # a config has at least one layer
         hidden, _ = self.backend.add_rms_norm(hidden, residual, self.norm, self.config.rms_norm_eps)
         return hidden

@@ -71,7 +71,7 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
     return sharpness(mscale) / sharpness(mscale_all_dim) if mscale and mscale_all_dim else sharpness(1.0)
 
 
-def _unchanged(rope: RopeConfig, base: Tensor) -> Tensor:
+def _unchanged(_rope: RopeConfig, base: Tensor) -> Tensor:
     return base
 
 

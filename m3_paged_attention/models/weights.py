@@ -152,8 +152,8 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    prefix: str = PREFIX,
-    not_ours: tuple[str, ...] = (),
+    prefix: str,
+    not_ours: tuple[str, ...],
 ) -> DecoderWeights:
     """Load the decoder's weights from a directory's safetensors. Raises `ModelLoadError` for a tensor that mismatches.
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from m1_single_request.config import DEFAULT_MODEL
-from m1_single_request.draws import uniforms
+from m1_single_request.draws import draws as stream_draws
 from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
-from m1_single_request.sampler import best_tokens, distribution, draw
+from m1_single_request.sampler import best_tokens, draw
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
@@ -44,7 +44,7 @@ from m5_chunked_prefill_spec.forward_batch import (
     ranges,
 )
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
-from m5_chunked_prefill_spec.speculative.rejection_sampler import DRAFT_STREAM
+from m5_chunked_prefill_spec.speculative.rejection_sampler import DRAFT_STREAM, distribution
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 
 
@@ -196,7 +196,7 @@ class DraftRunner:
         )
         probs = distribution(logits.float(), metadata)
         seeds = [info.seeds[i] for i in rows]
-        numbers_drawn = uniforms(seeds, (info.positions[rows] + offset).tolist(), DRAFT_STREAM)
+        numbers_drawn = stream_draws(seeds, (info.positions[rows] + offset).tolist(), DRAFT_STREAM)
         drawn = draw(probs, torch.from_numpy(numbers_drawn).to(probs.device))
         greedy = torch.from_numpy(numbers["greedy"].copy()).to(logits.device)
         return torch.where(greedy, best, drawn), probs

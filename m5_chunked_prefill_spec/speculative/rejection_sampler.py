@@ -18,15 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m1_single_request.draws import uniforms
+from m1_single_request.draws import draws as stream_draws
 from m1_single_request.errors import ForwardError
 from m1_single_request.output_events import Sampled
 from m1_single_request.sampler import (
+    LARGEST,
     LogprobRow,
     Sampler,
     SamplerOutput,
-    distribution,
+    adjusted,
     draw,
+    filtered_probs,
     gather_logprobs,
     impossible_row,
     not_finite,
@@ -166,12 +168,12 @@ def decide(p: Tensor, q: Tensor, drafts: Sequence[int], seeds: Sequence[int], po
     q(x)`; its replacement is drawn from `max(p - q, 0)`.
     """
     x = torch.tensor(drafts, device=p.device)[:, None]
-    accept = torch.from_numpy(uniforms(seeds, positions, stream=ACCEPT_STREAM)).to(p.device)
+    accept = torch.from_numpy(stream_draws(seeds, positions, stream=ACCEPT_STREAM)).to(p.device)
     is_kept = accept * q.gather(-1, x)[:, 0] < p.gather(-1, x)[:, 0]
     surplus = (p - q).clamp(min=0)
     # Where p and q are equal but for rounding nothing is left, and nothing is rejected but by rounding.
     surplus = torch.where(surplus.sum(dim=-1, keepdim=True) > 0, surplus, p)
-    other = draw(surplus, torch.from_numpy(uniforms(seeds, positions, stream=REPLACE_STREAM)).to(p.device))
+    other = draw(surplus, torch.from_numpy(stream_draws(seeds, positions, stream=REPLACE_STREAM)).to(p.device))
     return torch.where(is_kept, x[:, 0], other).tolist()
 
 
@@ -191,3 +193,13 @@ def _with_logprobs(
             metadata.num_logprobs[row] or 0,
         )
     return tuple(found)
+
+
+def distribution(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Return the distribution that non-greedy rows draw from, float64 `[rows, vocab]`, each row's sum 1.
+
+    `logits` is float32. The result is undefined for rows in which no token is possible.
+    """
+    scaled = (adjusted(logits, metadata) / metadata.temperature[:, None]).clamp(max=LARGEST)
+    probs = filtered_probs(scaled, metadata)
+    return probs / probs.cumsum(dim=-1)[:, -1:]  # `sum` of one long row depends on the number of threads

@@ -122,15 +122,15 @@ class Qwen3VLDecoder(Decoder):
         Where `visual` has something for a token, its id means nothing and may lie outside the vocabulary.
         """
         if visual is None:
-            hidden = functional.embedding(input_ids, self.embedding)
-            return self.run_layers(hidden, self.mrope(positions), kv, metadata)
-        places = visual.places
-        embeddings, *deepstack = visual.embeddings.chunk(1 + self.num_deepstack, 1)  # each [num_visual, hidden_size]
-        hidden = functional.embedding(input_ids.clamp(max=self.config.vocab_size - 1), self.embedding)
-        hidden.index_copy_(0, places, embeddings)
-
-        def add_deepstack(index: int, added: Tensor) -> None:
-            if index < len(deepstack):
-                added.index_add_(0, places, deepstack[index])
-
-        return self.run_layers(hidden, self.mrope(positions), kv, metadata, add_deepstack)
+            hidden, deepstack = functional.embedding(input_ids, self.embedding), []
+        else:
+            hidden = functional.embedding(input_ids.clamp(max=self.config.vocab_size - 1), self.embedding)
+            embeddings, *deepstack = visual.embeddings.chunk(1 + self.num_deepstack, 1)  # [num_visual, hidden_size]
+            hidden.index_copy_(0, visual.places, embeddings)
+        cos, sin = self.mrope(positions)
+        residual: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            hidden, residual = layer(hidden, residual, cos, sin, kv.layer(index), metadata)
+            if visual is not None and index < len(deepstack):
+                hidden.index_add_(0, visual.places, deepstack[index])
+        return self.normed(hidden, residual)

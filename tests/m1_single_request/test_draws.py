@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from m1_single_request import SamplingParams
-from m1_single_request.draws import derive_seed, uniforms
+from m1_single_request.draws import derive_seed, draws, uniforms
 from tests.m1_single_request.helpers import fits, reference_uniform
 
 NUM = 20_000
@@ -15,11 +15,11 @@ LAST_BELOW_ONE = 1 - 2**-53
 
 
 def over_seeds(stream: int = 0, first: int = 0, position: int = 0) -> np.ndarray:
-    return uniforms(range(first, first + NUM), [position] * NUM, stream)
+    return draws(range(first, first + NUM), [position] * NUM, stream)
 
 
 def over_positions(stream: int = 0, seed: int = 1234, first: int = 0) -> np.ndarray:
-    return uniforms([seed] * NUM, range(first, first + NUM), stream)
+    return draws([seed] * NUM, range(first, first + NUM), stream)
 
 
 def looks_uniform(values: np.ndarray, bins: int = 64) -> bool:
@@ -53,7 +53,7 @@ def test_numbers_are_float64_in_the_half_open_unit_interval_with_53_bits() -> No
 @pytest.mark.parametrize("stream", [0, 1, 3])
 def test_numbers_are_those_of_the_reference(seed: int, position: int, stream: int) -> None:
     """Later milestones, other processes and other machines must draw these very numbers."""
-    assert uniforms([seed], [position], stream)[0] == reference_uniform(seed, position, stream)
+    assert draws([seed], [position], stream)[0] == reference_uniform(seed, position, stream)
 
 
 def test_many_at_once_are_the_same_as_one_by_one() -> None:
@@ -103,7 +103,7 @@ def test_streams_are_uniform_and_independent(axis: Callable[..., np.ndarray]) ->
 def test_no_two_of_many_draws_are_the_same() -> None:
     pairs = [(seed, position) for seed in [*range(-50, 50), 2**40, 2**62] for position in range(200)]
     seeds, positions = zip(*pairs, strict=True)
-    values = np.concatenate([uniforms(seeds, positions, stream) for stream in range(3)])
+    values = np.concatenate([draws(seeds, positions, stream) for stream in range(3)])
     assert len(np.unique(values)) == 3 * len(pairs)
 
 

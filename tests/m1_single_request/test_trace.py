@@ -3,9 +3,7 @@
 import dataclasses
 import io
 import json
-import statistics
 import time
-import timeit
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from m1_single_request import (
 from m1_single_request.demo_tour import TourReader
 from m1_single_request.events import Event, Free, RequestAdded, size, some
 from m1_single_request.output_events import Finish, Result
-from tests.m1_single_request.engines import MakeEngine, drain, greedy, scripted, unfinished
+from tests.m1_single_request.engines import MakeEngine, drain, greedy, scripted
 from tests.m1_single_request.event_examples import DECODE, EXAMPLES, GREEDY, PREFILL, STARTED, STEP, finish, result
 
 
@@ -616,45 +614,6 @@ def test_the_configuration_names_the_readers(tmp_path: Path, capsys: pytest.Capt
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-def test_an_unread_trace_costs_less_than_a_thousandth_of_a_step(
-    loaded_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that a site does unread is to ask the tracer; that, times all sites, against a decode step of the real model.
-
-    Measured at about a ten-thousandth. Medians, so that a machine busy with something else disturbs little.
-    """
-    params = SamplingParams(max_tokens=48, ignore_eos=True, stop="never", temperature=1.0)
-
-    def decode_steps() -> list[float]:
-        loaded_engine.add_request([1, 2, 3], params)
-        loaded_engine.step()  # the prefill
-        seconds = []
-        for _ in unfinished(loaded_engine):
-            begin = time.perf_counter()
-            loaded_engine.step()
-            seconds.append(time.perf_counter() - begin)
-        return seconds
-
-    assert not has_reader(loaded_engine.tracer)
-    seconds = decode_steps()
-    asked: list[Tracer] = []
-
-    def ask(tracer: Tracer) -> bool:
-        asked.append(tracer)
-        return False
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Tracer, "__bool__", ask)
-        num_steps = len(decode_steps())
-    sites = len(asked) / num_steps
-    assert sites >= 5, "batch, alloc, sampled, result, step done"
-
-    number = 20_000
-    tests = timeit.repeat("if core.tracer: pass", globals={"core": loaded_engine.engine_core}, number=number, repeat=9)
-    assert sites * statistics.median(tests) / number < statistics.median(seconds) / 1000
 
 
 class FailsAtOnce:

@@ -93,8 +93,8 @@ def test_every_column_of_a_selection_is_as_long() -> None:
 
 
 def test_rows_are_padded_on_the_right() -> None:
-    token_ids, attention_mask, positions = prepare_inputs_from_scheduler_output(MIXED).to_tensors(CPU, pad_token_id=99)
-    assert token_ids.tolist() == [[11, 12, 13], [21, 22, 99], [31, 99, 99], [41, 99, 99]]
+    token_ids, attention_mask, positions = prepare_inputs_from_scheduler_output(MIXED).to_tensors(CPU)
+    assert token_ids.tolist() == [[11, 12, 13], [21, 22, 0], [31, 0, 0], [41, 0, 0]]
     assert attention_mask.tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0]]
     assert positions.tolist() == [[0, 1, 2], [0, 1, 0], [9, 0, 0], [4, 0, 0]]
 
@@ -105,11 +105,6 @@ def test_a_batch_of_decodes_is_one_column_without_padding() -> None:
     assert (token_ids.tolist(), attention_mask.tolist(), positions.tolist()) == ([[31], [41]], [[1], [1]], [[9], [4]])
 
 
-def test_padding_is_token_0_unless_told_otherwise() -> None:
-    token_ids, _, _ = prepare_inputs_from_scheduler_output(MIXED).select([0, 1]).to_tensors(CPU)
-    assert token_ids.tolist() == [[11, 12, 13], [21, 22, 0]]
-
-
 def test_an_empty_batch_has_empty_tensors() -> None:
     for tensor in prepare_inputs_from_scheduler_output(decision([])).to_tensors(CPU):
         assert tuple(tensor.shape) == (0, 0)
@@ -117,9 +112,8 @@ def test_an_empty_batch_has_empty_tensors() -> None:
 
 @given(
     rows=st.lists(st.tuples(st.lists(st.integers(1, 200), min_size=1, max_size=9), st.integers(0, 50)), max_size=6),
-    pad=st.integers(0, 300),
 )
-def test_tensors_hold_the_rows_and_nothing_else(rows: list[tuple[list[int], int]], pad: int) -> None:
+def test_tensors_hold_the_rows_and_nothing_else(rows: list[tuple[list[int], int]]) -> None:
     lens = [len(tokens) for tokens, _ in rows]
     batch = InputBatch(
         req_ids=[str(number) for number in range(len(rows))],
@@ -130,7 +124,7 @@ def test_tensors_hold_the_rows_and_nothing_else(rows: list[tuple[list[int], int]
         block_ids=[[] for _ in rows],
         num_logits=[1] * len(rows),
     )
-    token_ids, attention_mask, positions = batch.to_tensors(CPU, pad)
+    token_ids, attention_mask, positions = batch.to_tensors(CPU)
     for tensor in (token_ids, attention_mask, positions):
         assert tensor.dtype is torch.int64 and tensor.device == CPU
         assert tuple(tensor.shape) == (len(rows), max(lens, default=0))
@@ -139,5 +133,5 @@ def test_tensors_hold_the_rows_and_nothing_else(rows: list[tuple[list[int], int]
         assert token_ids[row, : len(tokens)].tolist() == tokens
         assert positions[row, : len(tokens)].tolist() == [start + place for place in range(len(tokens))]
         assert attention_mask[row, : len(tokens)].all()
-        assert (token_ids[row, len(tokens) :] == pad).all()
+        assert not token_ids[row, len(tokens) :].any()
         assert not positions[row, len(tokens) :].any() and not attention_mask[row, len(tokens) :].any()

@@ -73,6 +73,7 @@ def sized(
         spec,
         budget=kv_budget(
             spec,
+            size_setting="num_blocks",
             cache_config=CacheConfig(block_size=spec.block_size, **settings),
             device=device,
             max_model_len=max_model_len,
@@ -83,6 +84,7 @@ def sized(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         swap_space_bytes=swap_space_bytes if mode == "swap" else 0,
+        size_setting=("num_blocks", 1),
         tracer=tracer or Tracer(),
     )
 
@@ -150,7 +152,14 @@ def test_on_a_cpu_the_default_grows_with_the_requests_up_to_4_gib_or_a_quarter_o
     monkeypatch: pytest.MonkeyPatch, name: str, positions: int, gib: int, tokens: int
 ) -> None:
     monkeypatch.setattr(kv_cache_config, "physical_memory", lambda: gib * GIB)
-    budget = kv_budget(QWEN3[name], cache_config=CacheConfig(), device=CPU, max_model_len=positions, max_num_seqs=16)
+    budget = kv_budget(
+        QWEN3[name],
+        size_setting="num_blocks",
+        cache_config=CacheConfig(),
+        device=CPU,
+        max_model_len=positions,
+        max_num_seqs=16,
+    )
     assert longest_request(QWEN3[name], budget) == tokens
 
 
@@ -159,7 +168,12 @@ def test_on_a_cpu_the_default_does_not_grow_beyond_what_the_requests_need(monkey
 
     def default(max_num_seqs: int) -> int | None:
         budget = kv_budget(
-            QWEN3["8B"], cache_config=CacheConfig(), device=CPU, max_model_len=8192, max_num_seqs=max_num_seqs
+            QWEN3["8B"],
+            size_setting="num_blocks",
+            cache_config=CacheConfig(),
+            device=CPU,
+            max_model_len=8192,
+            max_num_seqs=max_num_seqs,
         )
         return longest_request(QWEN3["8B"], budget)
 
@@ -173,6 +187,7 @@ def test_on_a_cpu_what_the_default_grows_by_is_shared_out(monkeypatch: pytest.Mo
     def default(num_shares: int) -> int:
         budget = kv_budget(
             QWEN3["0.6B"],
+            size_setting="num_blocks",
             cache_config=CacheConfig(),
             device=CPU,
             max_model_len=40_960,

@@ -280,10 +280,10 @@ def test_a_number_that_is_none_is_named_even_where_transformers_lets_it_pass(
     own = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}.get(field, field)
     vars(config)[own] = value
     if (field, value) == ("initializer_range", None):
-        assert decoder_config("somebody", "Qwen3ForCausalLM", config).initializer_range == 0.02
+        assert decoder_config("somebody", "Qwen3ForCausalLM", config, model_type="qwen3").initializer_range == 0.02
         return
     with pytest.raises(ModelLoadError, match=rf"^somebody: .*{field}="):
-        decoder_config("somebody", "Qwen3ForCausalLM", config)
+        decoder_config("somebody", "Qwen3ForCausalLM", config, model_type="qwen3")
 
 
 @pytest.mark.parametrize("device", [10**30, -1, 5, 1.5, True, None, "", "cpu:99999999999999999999", "cpu:-1", "tpu"])

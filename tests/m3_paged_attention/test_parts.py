@@ -119,9 +119,9 @@ class NewestFirst(Scheduler):
     """Last come, first served."""
 
     def _admit(self, plan: StepPlan) -> None:
-        self.waiting._new.reverse()
+        self.waiting.reverse()
         super()._admit(plan)
-        self.waiting._new.reverse()
+        self.waiting.reverse()
 
 
 def test_a_scheduler_of_ones_own_decides_the_order(make_engine: MakeEngine) -> None:

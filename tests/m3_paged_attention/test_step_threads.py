@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from m1_single_request.sampler import distribution
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m1_single_request.tracer import Tracer
 from m3_paged_attention import CacheConfig, LLMEngine, ModelConfig, SamplingParams
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.events import ThreadsChanged
 from m3_paged_attention.model_runner import ModelRunner
-from m3_paged_attention.step_threads import CPUTimes, StepThreads, read_cpu_times
+from m3_paged_attention.step_threads import CPUTimes, StepThreads, read_cpu_times, step_threads
 from m3_paged_attention.worker import GPUWorker
+from m5_chunked_prefill_spec.speculative.rejection_sampler import distribution
+from m6_multimodal_pd.model_runner import all_threads
 from tests.support.engines import Recorder
 
 needs_native = pytest.mark.skipif(native_library.obstacle() is not None, reason="the native kernels cannot run here")
@@ -119,7 +120,9 @@ def test_a_system_that_tells_neither_its_cores_nor_their_use_leaves_each_step_al
     """As macOS."""
     monkeypatch.delattr("os.sched_getaffinity", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    threads = StepThreads(tracer=Tracer(), cpu_times=lambda: None)
+    monkeypatch.setattr("m3_paged_attention.step_threads.read_cpu_times", lambda: None)
+    threads = step_threads(Tracer())
+    assert threads is not None
     assert [threads.choose(limit) for limit in (1, 2, 4, 6)] == [1, 2, 4, 6]
 
 
@@ -142,7 +145,7 @@ def test_the_caller_s_setting_is_back_after_a_step_even_one_that_fails() -> None
     machine.run(1.0, own=1.0, others=1.0)
     with threads:
         assert torch.get_num_threads() == 1
-        with threads.lifted():
+        with all_threads(threads):
             assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2

@@ -18,8 +18,9 @@ from transformers import AutoConfig
 from m1_single_request import ModelLoadError
 from m3_paged_attention import ForwardError, LLMEngine, ModelConfig, SamplingParams
 from m3_paged_attention.attention import native_library
-from m3_paged_attention.models.architecture import DecoderConfig, decoder_config
+from m3_paged_attention.models.architecture import MODEL_TYPES, DecoderConfig, decoder_config
 from m3_paged_attention.models.weights import (
+    PREFIX,
     WEIGHT_FILES,
     DecoderWeights,
     allocate,
@@ -49,11 +50,12 @@ def directory(saved: Path, tmp_path: Path) -> Path:
 
 def shape_of(directory: Path) -> DecoderConfig:
     config = AutoConfig.from_pretrained(directory)
-    return decoder_config(str(directory), config.architectures[0], config)
+    architecture = config.architectures[0]
+    return decoder_config(str(directory), architecture, config, model_type=MODEL_TYPES[architecture])
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> DecoderWeights:
-    return load_weights(str(directory), directory, shape_of(directory), dtype, CPU)
+    return load_weights(str(directory), directory, shape_of(directory), dtype, CPU, prefix=PREFIX, not_ours=())
 
 
 def refusal(directory: Path) -> str:

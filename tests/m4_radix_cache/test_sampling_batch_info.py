@@ -58,11 +58,14 @@ class Req:
     def output(self) -> list[int]:
         return self.sequence.output_token_ids
 
+    def sampling_row(self, stop_ids: frozenset[int]) -> SamplingRow:
+        sequence = self.sequence
+        output = list(sequence.output_token_ids)
+        return SamplingRow(self.sampling_params, self.seed, sequence.prompt_token_ids, output, stop_ids)
+
     @property
     def row(self) -> SamplingRow:
-        sequence = self.sequence
-        stops = stop_ids_of(self.sequence)
-        return SamplingRow(self.sampling_params, self.seed, sequence.prompt_token_ids, list(self.output), stops)
+        return self.sampling_row(stop_ids_of(self.sequence))
 
 
 def stop_ids_of(sequence: Any) -> frozenset[int]:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from m1_single_request import SamplingParams, Tracer
-from m1_single_request.draws import uniforms
+from m1_single_request.draws import draws as stream_draws
 from m1_single_request.request import Request
-from m1_single_request.sampler import Sampler, distribution, draw
+from m1_single_request.sampler import Sampler, draw
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.forward_batch import ranges
-from m5_chunked_prefill_spec.speculative.rejection_sampler import DRAFT_STREAM, RejectionSampler
+from m5_chunked_prefill_spec.speculative.rejection_sampler import DRAFT_STREAM, RejectionSampler, distribution
 from tests.testbed.fakes import make_request
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def drafts_from(table: Table, info: SamplingBatchInfo) -> tuple[Tensor, Tensor]:
     guesses, drawn_from = [], []
     q = table.first.double().softmax(-1).expand(len(info), -1)
     for offset in range(2):
-        numbers = torch.from_numpy(uniforms(info.seeds, (info.positions + offset).tolist(), DRAFT_STREAM))
+        numbers = torch.from_numpy(stream_draws(info.seeds, (info.positions + offset).tolist(), DRAFT_STREAM))
         guesses.append(draw(q, numbers))
         drawn_from.append(q)
         q = table.second.double().softmax(-1)[guesses[0]]

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from m1_single_request.draws import uniforms
+from m1_single_request.draws import draws as stream_draws
 from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
@@ -229,13 +229,13 @@ def test_a_guess_stands_where_the_draft_had_less_than_the_target_and_is_replaced
 def test_what_is_equal_but_for_rounding_is_no_trouble() -> None:
     p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     q = p * (1 + 1e-12)  # nowhere has p more, so there is nothing to replace a guess from
-    rejected = int(uniforms(range(1000), [5] * 1000, ACCEPT_STREAM).argmax())
+    rejected = int(stream_draws(range(1000), [5] * 1000, ACCEPT_STREAM).argmax())
     assert decide(p[None], q[None], [3], [rejected], [5])[0] in range(VOCAB)
     assert set(decided(p.tolist(), q.tolist(), 3)) <= set(range(VOCAB))
 
 
 def test_the_draws_of_a_position_are_independent_of_one_another() -> None:
-    numbers = [uniforms(range(10_000), [5] * 10_000, stream) for stream in range(4)]
+    numbers = [stream_draws(range(10_000), [5] * 10_000, stream) for stream in range(4)]
     for a in range(4):
         for b in range(a):
             assert abs(((numbers[a] - 0.5) * (numbers[b] - 0.5)).mean()) < 0.003

@@ -13,10 +13,11 @@ from hypothesis import given, strategies as st
 
 from m1_single_request.errors import ForwardError
 from m1_single_request.request import Request
-from m1_single_request.sampler import Sampler, adjusted, distribution
+from m1_single_request.sampler import Sampler, adjusted
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.row_sampler import SampledRows
+from m5_chunked_prefill_spec.speculative.rejection_sampler import distribution
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
 from tests.m5_chunked_prefill_spec.guesses import CPU, info_of, m1_rows, make_sampler, row_of
