@@ -5,8 +5,7 @@ this object stores where each request begins:
 
     tokens           | a a a a a | b b | c | d |      two prefills, two decodes
     query_start_loc    0           5     7   8   9
-    context_lens       0           0     30  8        tokens with KV from earlier steps
-    seq_lens           5           2     31  9        those and the new ones
+    seq_lens           5           2     31  9        tokens with KV after the step, the new ones included
 
 Rows with several new tokens come first, then rows with exactly one, because attention computes the two kinds
 differently. (A row with one token among the first is also correct, only slower.) vLLM: `CommonAttentionMetadata`
@@ -32,8 +31,6 @@ class AttentionMetadata:
 
     query_start_loc: Tensor  # int32 [num_seqs + 1]
     seq_lens: Tensor  # int32 [num_seqs]
-    context_lens: Tensor  # int32 [num_seqs]
-    query_lens: Tensor  # int32 [num_seqs]
     block_tables: Tensor  # int32 [num_seqs, max_blocks]; unused entries point at block 0
     slot_mapping: Tensor  # int64 [total_tokens]: block id * block_size + offset; padding points into block 0
     num_prefills: int
@@ -41,9 +38,7 @@ class AttentionMetadata:
     num_prefill_tokens: int
     num_decodes: int
     """Rows with exactly one new token."""
-    num_decode_tokens: int
     max_query_len: int
-    max_seq_len: int
     query_lens_host: tuple[int, ...]
     seq_lens_host: tuple[int, ...]
 
@@ -65,38 +60,26 @@ class AttentionMetadata:
         seq_lens = tuple([before + new for before, new in zip(context_lens, query_lens, strict=True)])
         num_decodes = query_lens.count(1)
         num_prefills = len(query_lens) - num_decodes
-        starts, lens = _starts(query_lens, device) if num_prefills else _starts_of_decodes(num_decodes, device)
-        # One transfer for both: each transfer to the device has a fixed cost.
-        per_row = torch.as_tensor(np.array([seq_lens, context_lens], dtype=np.int32), device=device)  # [2, num_seqs]
         return cls(
-            query_start_loc=starts,
-            seq_lens=per_row[0],
-            context_lens=per_row[1],
-            query_lens=lens,
+            query_start_loc=_starts(query_lens, device) if num_prefills else _starts_of_decodes(num_decodes, device),
+            seq_lens=torch.as_tensor(np.array(seq_lens, dtype=np.int32), device=device),
             block_tables=torch.as_tensor(block_tables, device=device),
             slot_mapping=torch.as_tensor(slot_mapping, device=device),
             num_prefills=num_prefills,
             num_prefill_tokens=sum(query_lens) - num_decodes,
             num_decodes=num_decodes,
-            num_decode_tokens=num_decodes,
             max_query_len=max(query_lens, default=0),
-            max_seq_len=max(seq_lens, default=0),
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
         )
 
-    @property
-    def num_seqs(self) -> int:
-        return self.num_prefills + self.num_decodes
 
-
-def _starts(query_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `query_start_loc` and `query_lens`."""
-    starts = torch.as_tensor(np.cumsum([0, *query_lens]), dtype=torch.int32, device=device)
-    return starts, torch.tensor(query_lens, dtype=torch.int32, device=device)
+def _starts(query_lens: Sequence[int], device: torch.device) -> Tensor:
+    """Return `query_start_loc`."""
+    return torch.as_tensor(np.cumsum([0, *query_lens]), dtype=torch.int32, device=device)
 
 
 @lru_cache
-def _starts_of_decodes(num_seqs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the same for a step of decodes only, cached because most steps are; the tensors are never modified."""
+def _starts_of_decodes(num_seqs: int, device: torch.device) -> Tensor:
+    """Return the same for a step of decodes only, cached because most steps are; the tensor is never modified."""
     return _starts((1,) * num_seqs, device)

@@ -95,16 +95,12 @@ def _metadata(
     return AttentionMetadata(
         query_start_loc=starts.to(device),
         seq_lens=lengths.to(device),
-        context_lens=(lengths - queries).to(device),
-        query_lens=queries.to(device),
         block_tables=tables.to(device),
         slot_mapping=torch.empty(0, dtype=torch.int64, device=device),  # attention reads, it does not store
         num_prefills=num_prefills,
         num_prefill_tokens=sum(query_lens[:num_prefills]),
         num_decodes=len(query_lens) - num_prefills,
-        num_decode_tokens=len(query_lens) - num_prefills,
         max_query_len=max(query_lens, default=0),
-        max_seq_len=max(seq_lens, default=0),
         query_lens_host=tuple(query_lens),
         seq_lens_host=tuple(seq_lens),
     )
@@ -118,12 +114,8 @@ def decode_row(batch: PagedBatch, row: int) -> PagedBatch:
         metadata,
         query_start_loc=metadata.query_start_loc[:2],
         seq_lens=metadata.seq_lens[row : row + 1],
-        context_lens=metadata.context_lens[row : row + 1],
-        query_lens=metadata.query_lens[row : row + 1],
         block_tables=metadata.block_tables[row : row + 1],
         num_decodes=1,
-        num_decode_tokens=1,
-        max_seq_len=metadata.seq_lens_host[row],
         query_lens_host=(1,),
         seq_lens_host=metadata.seq_lens_host[row : row + 1],
     )

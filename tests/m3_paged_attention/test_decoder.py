@@ -111,16 +111,12 @@ class Paged:
         return AttentionMetadata(
             query_start_loc=ints([sum(new[:number]) for number in range(len(new) + 1)]),
             seq_lens=ints(seq_lens),
-            context_lens=ints(contexts),
-            query_lens=ints(new),
             block_tables=ints([table + [0] * (width - len(table)) for table in tables]),
             slot_mapping=torch.tensor(slots),
             num_prefills=len(prefills),
             num_prefill_tokens=sum(prefills),
             num_decodes=len(new) - len(prefills),
-            num_decode_tokens=len(new) - len(prefills),
             max_query_len=max(new),
-            max_seq_len=max(seq_lens),
             query_lens_host=tuple(new),
             seq_lens_host=tuple(seq_lens),
         )

@@ -61,7 +61,7 @@ def test_a_step_is_one_forward_whatever_it_mixes(make_engine: MakeEngine) -> Non
     shapes: list[tuple[int, int]] = []
     forward = runner.forward
     runner.forward = lambda model_input: (
-        shapes.append((len(model_input.input_ids), model_input.attn_metadata.num_seqs)) or forward(model_input)
+        shapes.append((len(model_input.input_ids), len(model_input.attn_metadata.seq_lens))) or forward(model_input)
     )
     engine.add_request(ids(9), greedy(4))
     engine.step()

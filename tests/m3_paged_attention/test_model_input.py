@@ -34,13 +34,11 @@ def test_prefills_and_decodes_side_by_side() -> None:
     assert metadata.slot_mapping.tolist() == [36, 37, 38, 24, 25, 26, 27, 28, 10]
     assert made.logits_indices.tolist() == [2, 7, 8], "the last token of each"
     assert metadata.query_start_loc.tolist() == [0, 3, 8, 9]
-    assert (metadata.query_lens.tolist(), metadata.context_lens.tolist()) == ([3, 5, 1], [0, 4, 6])
     assert metadata.seq_lens.tolist() == [3, 9, 7] == list(metadata.seq_lens_host)
     assert metadata.query_lens_host == (3, 5, 1)
     assert metadata.block_tables.tolist() == [[9, 3, 0], [5, 6, 7], [1, 2, 0]], "in the order of the rows"
     assert (metadata.num_prefills, metadata.num_prefill_tokens) == (2, 8)
-    assert (metadata.num_decodes, metadata.num_decode_tokens) == (1, 1)
-    assert (metadata.max_query_len, metadata.max_seq_len) == (5, 9)
+    assert (metadata.num_decodes, metadata.max_query_len) == (1, 5)
 
 
 def test_decodes_alone() -> None:
@@ -55,7 +53,7 @@ def test_decodes_alone() -> None:
 
 def test_a_prompt_of_one_token_is_a_decode() -> None:
     metadata = make_model_input([row(1, 0, 1)], TABLES, BLOCK_SIZE, CPU).attn_metadata
-    assert (metadata.num_prefills, metadata.num_decodes, metadata.context_lens.tolist()) == (0, 1, [0])
+    assert (metadata.num_prefills, metadata.num_decodes, metadata.seq_lens.tolist()) == (0, 1, [1])
 
 
 def test_the_kinds_of_numbers() -> None:
@@ -63,8 +61,7 @@ def test_the_kinds_of_numbers() -> None:
     metadata = made.attn_metadata
     for tensor in (made.input_ids, made.positions, made.logits_indices, metadata.slot_mapping):
         assert tensor.dtype == torch.int64
-    small = (metadata.query_start_loc, metadata.seq_lens, metadata.context_lens, metadata.query_lens)
-    for tensor in (*small, metadata.block_tables):
+    for tensor in (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
 
 
@@ -77,8 +74,7 @@ def test_metadata_are_built_from_host_numbers_or_from_tensors_that_are_in_place(
         assert metadata.query_start_loc.tolist() == [0, 3, 8, 9]
         assert metadata.block_tables.tolist() == tables.tolist() and metadata.slot_mapping.tolist() == [*range(9)]
         assert (metadata.query_lens_host, metadata.seq_lens_host) == ((3, 5, 1), (3, 9, 7))
-        assert (metadata.num_seqs, metadata.num_prefills, metadata.num_prefill_tokens) == (3, 2, 8)
-        assert (metadata.num_decodes, metadata.num_decode_tokens) == (1, 1)
+        assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decodes) == (2, 8, 1)
     with pytest.raises(ValueError, match="argument 2"):
         AttentionMetadata.build([3, 5], [0], tables, slots, CPU)
 

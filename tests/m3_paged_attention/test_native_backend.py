@@ -341,12 +341,9 @@ def attend_once(backend: NativeBackend, query: Tensor, batch: PagedBatch) -> flo
 def last_queries(batch: PagedBatch, count: int) -> PagedBatch:
     """The only prompt of a batch, of which all but so many tokens have had their turn."""
     (before,) = batch.metadata.query_lens_host
-    (length,) = batch.metadata.seq_lens_host
     metadata = replace(
         batch.metadata,
         query_start_loc=torch.tensor([0, count], dtype=torch.int32),
-        context_lens=torch.tensor([length - count], dtype=torch.int32),
-        query_lens=torch.tensor([count], dtype=torch.int32),
         num_prefill_tokens=count,
         max_query_len=count,
         query_lens_host=(count,),

@@ -66,7 +66,7 @@ def test_an_extend_as_tensors() -> None:
     metadata = batch.attn_metadata
     assert metadata.slot_mapping.tolist() == [5, 6, 12, 13]
     assert metadata.block_tables.tolist() == [[4, 2, 3], [6, 0, 0]], "what is not used points at page 0"
-    assert metadata.seq_lens.tolist() == [5, 2] and metadata.context_lens.tolist() == [3, 0]
+    assert metadata.seq_lens.tolist() == [5, 2]
     assert metadata.query_lens_host == (2, 2) and metadata.num_prefills == 2
     assert (batch.input_ids.dtype, metadata.block_tables.dtype) == (torch.int64, torch.int32)
 
@@ -79,7 +79,7 @@ def test_a_decode_starts_where_the_kv_ends() -> None:
     assert batch.positions.tolist() == [9, 3, 5]
     assert batch.logits_indices is None and batch.forward_mode.is_decode(), "one row each, and all are asked for"
     metadata = batch.attn_metadata
-    assert metadata.seq_lens.tolist() == [10, 4, 6] and metadata.context_lens.tolist() == [9, 3, 5]
+    assert metadata.seq_lens.tolist() == [10, 4, 6]
     assert (metadata.num_prefills, metadata.num_decodes) == (0, 3)
 
 

@@ -87,7 +87,7 @@ def test_a_mixed_step_as_tensors() -> None:
     assert layout.logits_indices is not None
     assert layout.logits_indices.tolist() == [7, 8, 4, 5, 6], "in the order of the batch; the piece has none"
     metadata: Any = layout.attn_metadata
-    assert metadata.query_lens_host == (4, 3, 1, 1) and metadata.context_lens.tolist() == [8, 9, 0, 5]
+    assert metadata.query_lens_host == (4, 3, 1, 1)
     assert metadata.seq_lens.tolist() == [12, 12, 1, 6]
     assert (metadata.num_prefills, metadata.num_decodes) == (2, 2)
     order = [0, 3, 1, 2]
@@ -154,7 +154,7 @@ def test_tokens_one_after_another_are_laid_out_as_each_alone(
         wanted = ForwardBatch.init_new(alone, runner)
         assert positions.tolist() == wanted.positions.tolist()
         metadata: Any = wanted.attn_metadata
-        for name in ("query_start_loc", "seq_lens", "context_lens", "query_lens", "slot_mapping"):
+        for name in ("query_start_loc", "seq_lens", "slot_mapping"):
             assert getattr(found, name).tolist() == getattr(metadata, name).tolist(), name
         width = metadata.block_tables.shape[1]
         assert found.block_tables[:, :width].tolist() == metadata.block_tables.tolist(), "wider, for what comes"
