@@ -76,6 +76,13 @@ def load_kv_tile(
 
 
 @triton.jit
+def empty_softmax(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Return `row_max`, `row_sum` and `acc` of `online_softmax_step` before the first tile."""
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    return row_max, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, HEAD_PAD], tl.float32)
+
+
+@triton.jit
 def online_softmax_step(scores, value, row_max, row_sum, acc, PRECISION: tl.constexpr):
     """Add one tile of scores to the softmax. The recurrence of the lesson, with base 2 instead of e.
 
@@ -125,15 +132,13 @@ def paged_decode_kernel(
     borders of the splits depend only on this sequence's length, never on other rows of the batch.
     """
     row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
     group = tl.arange(0, GROUP_PAD)
     heads = kv_head * GROUP + group
     out = (row * (NUM_KV_HEADS * GROUP) + heads) * SPLITS + split  # [GROUP_PAD]
     seq_len = tl.load(seq_lens_ptr + first_row + row)
     piece = tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK_N) * BLOCK_N
-    start = split * piece
-    end = tl.minimum(start + piece, seq_len)
+    start, end = split * piece, tl.minimum((split + 1) * piece, seq_len)
     if start >= end:  # the last splits of a short sequence are empty; all splits of a padding row (length 0) are
         tl.store(lse_ptr + out, tl.full([GROUP_PAD], float("-inf"), tl.float32), mask=group < GROUP)
         return
@@ -142,9 +147,7 @@ def paged_decode_kernel(
     query_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
     query = tl.load(query_ptr + (first_token + row) * query_stride + query_offsets, mask=mask, other=0.0)
     table_ptr = block_tables_ptr + (first_row + row) * table_stride
-    row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    row_sum = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    row_max, row_sum, acc = empty_softmax(GROUP_PAD, HEAD_PAD)
     for tile in range(start, end, BLOCK_N):
         positions = tile + tl.arange(0, BLOCK_N)
         key, value = load_kv_tile(
@@ -237,9 +240,7 @@ def paged_prefill_kernel(
     query = tl.load(query_ptr + query_offsets, mask=mask, other=0.0)
     table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
+    row_max, row_sum, acc = empty_softmax(BLOCK_M, HEAD_PAD)
     end = tl.minimum(seq_len - query_len + (tile_m + 1) * BLOCK_M, seq_len)
     for tile in range(0, end, BLOCK_N):
         positions = tile + tl.arange(0, BLOCK_N)

@@ -5,7 +5,9 @@ rejected here, before the weights are read: other activations, sliding windows, 
 models, because they use transformers' own. vLLM: a file per family in `model_executor/models`; SGLang: `models`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
@@ -155,15 +157,7 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelLoadError(f"{name}: partial_rotary_factor is not supported: these families rotate whole heads")
 
-    def number(key: str, default: float | None = None) -> float:
-        value = parameters.get(key)
-        value = default if value is None else value
-        if not _is_number(value) or not 0 < value < LARGEST_NUMBER:  # also rejects NaN
-            raise ModelLoadError(
-                f"{name}: {key}={shown(value)} in rope_parameters must be a positive number, and finite"
-            )
-        return value
-
+    number = partial(_rope_number, name, parameters)
     theta = number("rope_theta", 10_000.0)
     if rope_type in ("default", "dynamic"):
         return RopeConfig(rope_type=rope_type, theta=theta)
@@ -200,3 +194,11 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
         truncate=bool(parameters.get("truncate", True)),
         attention_factor=number("attention_factor", sharpness),
     )
+
+
+def _rope_number(name: str, parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = parameters.get(key)
+    value = default if value is None else value
+    if not _is_number(value) or not 0 < value < LARGEST_NUMBER:  # also rejects NaN
+        raise ModelLoadError(f"{name}: {key}={shown(value)} in rope_parameters must be a positive number, and finite")
+    return value
