@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence as SequenceOf
 from typing import Any, TypedDict, Unpack
 
 from jinja2 import Environment, TemplateError, meta
-from transformers import PreTrainedTokenizerBase
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.draws import derive_seed
@@ -20,6 +19,7 @@ from m1_single_request.errors import (
     is_unicode,
     shown,
 )
+from m1_single_request.model_loader import ModelDescription
 from m1_single_request.prompt_length import LengthBound
 from m1_single_request.request import Request, Sequence
 from m1_single_request.sampling_params import SamplingParams
@@ -51,16 +51,15 @@ class InputProcessor:
         *,
         request_class: type[Request],
         detokenizer_class: type[IncrementalDetokenizer],
-        tokenizer: PreTrainedTokenizerBase,
-        vocab_size: int,
-        max_model_len: int,
+        loaded_model: ModelDescription,
         seed: int,
     ) -> None:
+        """`seed`: the engine's, from which a request without a seed derives one."""
         self.request_class = request_class
         self.detokenizer_class = detokenizer_class
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
+        self.tokenizer = loaded_model.tokenizer
+        self.vocab_size = loaded_model.vocab_size
+        self.max_model_len = loaded_model.max_model_len
         self.seed = seed
         self._length_bound: LengthBound | None = None  # built at the first long text: it reads the vocabulary
 

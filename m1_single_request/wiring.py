@@ -31,9 +31,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         input_processor=parts["input_processor"](
             request_class=parts["request"],
             detokenizer_class=parts["detokenizer"],
-            tokenizer=loaded.tokenizer,
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
+            loaded_model=loaded,
             seed=config.model.seed,
         ),
         scheduler=parts["scheduler"](stop_checker=stop_checker, tracer=tracer),

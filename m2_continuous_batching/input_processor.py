@@ -4,11 +4,10 @@ m2 prefills every prompt whole, so one that is longer than the token budget of a
 m5 cuts prompts into chunks and lifts this limit.
 """
 
-from typing import Any
-
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import PromptTooLongError, shown
 from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor
+from m1_single_request.model_loader import ModelDescription
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 
@@ -21,18 +20,14 @@ class InputProcessor(SingleRequestInputProcessor):
         *,
         request_class: type[Request],
         detokenizer_class: type[IncrementalDetokenizer],
-        tokenizer: Any,
-        vocab_size: int,
-        max_model_len: int,
+        loaded_model: ModelDescription,
         seed: int,
         max_num_batched_tokens: int,
     ) -> None:
         super().__init__(
             request_class=request_class,
             detokenizer_class=detokenizer_class,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
+            loaded_model=loaded_model,
             seed=seed,
         )
         self.max_num_batched_tokens = max_num_batched_tokens

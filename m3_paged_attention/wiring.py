@@ -61,9 +61,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         input_processor=parts["input_processor"](
             request_class=parts["request"],
             detokenizer_class=parts["detokenizer"],
-            tokenizer=loaded.tokenizer,
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
+            loaded_model=loaded,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             num_blocks=kv_cache_config.num_blocks,
             block_size=kv_cache_config.spec.block_size,

@@ -4,11 +4,10 @@ m4 refused a prompt that was longer than the budget of a step. That is over, unl
 remains are the model's length and the memory. A request may also say that nothing is to be guessed for it.
 """
 
-from typing import Any
-
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidRequestError, shown
 from m1_single_request.input_processor import InputProcessor as SingleRequestInputProcessor, check_model_len
+from m1_single_request.model_loader import ModelDescription
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
@@ -26,9 +25,7 @@ class InputProcessor(SingleRequestInputProcessor):
         *,
         request_class: type[Req],
         detokenizer_class: type[IncrementalDetokenizer],
-        tokenizer: Any,
-        vocab_size: int,
-        max_model_len: int,
+        loaded_model: ModelDescription,
         seed: int,
         max_num_batched_tokens: int | None,
         max_total_tokens: int,
@@ -38,9 +35,7 @@ class InputProcessor(SingleRequestInputProcessor):
         super().__init__(
             request_class=request_class,
             detokenizer_class=detokenizer_class,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
+            loaded_model=loaded_model,
             seed=seed,
         )
         self.max_num_batched_tokens = max_num_batched_tokens

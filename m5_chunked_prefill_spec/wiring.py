@@ -124,9 +124,7 @@ def build_input_processor(
     return parts["input_processor"](
         request_class=parts["request"],
         detokenizer_class=parts["detokenizer"],
-        tokenizer=loaded.tokenizer,
-        vocab_size=loaded.vocab_size,
-        max_model_len=loaded.max_model_len,
+        loaded_model=loaded,
         max_num_batched_tokens=None if limits.enable_chunked_prefill else limits.max_num_batched_tokens,
         max_total_tokens=max_total_tokens,
         speculates=config.speculative.method is not None,

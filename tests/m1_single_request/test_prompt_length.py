@@ -2,6 +2,7 @@
 
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,7 @@ def intake(tokenizer: Any, max_model_len: int) -> Any:
     return PARTS["input_processor"](
         request_class=PARTS["request"],
         detokenizer_class=PARTS["detokenizer"],
-        tokenizer=tokenizer,
-        vocab_size=len(tokenizer),
-        max_model_len=max_model_len,
+        loaded_model=SimpleNamespace(tokenizer=tokenizer, vocab_size=len(tokenizer), max_model_len=max_model_len),
         seed=0,
     )
 
