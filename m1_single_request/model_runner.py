@@ -34,8 +34,7 @@ class ModelRunner:
     kv_bytes_per_token: int
 
     def __init__(self, *, loaded_model: LoadedModel, tracer: Tracer) -> None:
-        self.model = loaded_model.model
-        self.device = loaded_model.device
+        self.model, self.device = loaded_model.model, loaded_model.device
         self.kv_bytes_per_token = loaded_model.kv_bytes_per_token
         self.tracer = tracer
         self.request_caches: dict[str, DynamicCache] = {}

@@ -16,7 +16,6 @@ class BatchProgress:
 
     def __init__(self, total: int, *, show: bool | None) -> None:
         console = Console(stderr=True)
-        self._enabled = console.is_terminal if show is None else show
         self._begin = time.monotonic() + (PATIENCE if show is None else 0.0)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -26,23 +25,19 @@ class BatchProgress:
             TimeRemainingColumn(),
             console=console,
             transient=True,
+            disable=not (console.is_terminal if show is None else show),
         )
         self._task = self._bar.add_task("requests", total=total)
-        self._started = False
 
     def update(self, num_finished: int) -> None:
         """Set the number of finished requests."""
-        if not self._enabled:
-            return
-        if not self._started and time.monotonic() >= self._begin:
+        if time.monotonic() >= self._begin:
             self._bar.start()
-            self._started = True
-        if self._started:
             self._bar.update(self._task, completed=num_finished)
 
     def __enter__(self) -> "BatchProgress":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._started:
+        if self._bar.live.is_started:
             self._bar.stop()

@@ -140,9 +140,7 @@ class Scheduler:
         self.tracer.emit(Admit, rid=request.request_id, prefix=0, extend=num_new, num_waiting=num_waiting)
 
     def _finish(self, request: Request, reason: BaseFinishReason) -> None:
-        """Take a request out of all queues. The step releases what the runner holds for it."""
-        for queue in (self.running, self.waiting):
-            if request in queue:
-                queue.remove(request)
+        """Remove a request from its queue and end it. The step frees its KV."""
+        (self.running if request in self.running else self.waiting).remove(request)
         del self.requests[request.request_id]
         self.updater.end(request, reason)

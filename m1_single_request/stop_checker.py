@@ -97,7 +97,5 @@ def _first_match(text: str, already: int, stops: SequenceOf[str]) -> tuple[str, 
 def held_back(text: str, stops: SequenceOf[str]) -> int:
     """Return the number of characters at the end of `text` that may be the beginning of a stop string."""
     longest = max((len(stop) for stop in stops), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        if any(len(stop) > size and stop.startswith(text[-size:]) for stop in stops):
-            return size
-    return 0
+    sizes = range(min(longest - 1, len(text)), 0, -1)
+    return next((n for n in sizes if any(len(stop) > n and stop.startswith(text[-n:]) for stop in stops)), 0)
