@@ -54,10 +54,6 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.append(request)
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs, aborted ones included until their end was reported."""
-        return bool(self.requests)
-
     def schedule(self) -> SchedulerOutput | None:
         """Decide what goes through the model now; None if there is nothing to compute."""
         if not self.running:

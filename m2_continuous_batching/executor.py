@@ -36,10 +36,6 @@ class GPUExecutor:
         """Free the KV of all requests."""
         self.worker.clear_kv_caches()
 
-    def held_request_ids(self) -> list[str]:
-        """Return the ids of the requests that hold KV."""
-        return self.worker.held_request_ids()
-
     def num_kv_tokens(self) -> int:
         """Return the number of tokens with KV."""
         return self.worker.num_kv_tokens()

@@ -67,10 +67,6 @@ class ModelRunner:
         """Free the KV of all requests."""
         self.execution.clear()
 
-    def held_request_ids(self) -> list[str]:
-        """Return the ids of the requests that hold KV."""
-        return list(self.execution.lengths())
-
     def num_kv_tokens(self) -> int:
         """Return the number of tokens with KV."""
         return sum(self.execution.lengths().values())

@@ -36,10 +36,6 @@ class GPUWorker:
         """Free the KV of all requests."""
         self.model_runner.clear_kv_caches()
 
-    def held_request_ids(self) -> list[str]:
-        """Return the ids of the requests that hold KV."""
-        return self.model_runner.held_request_ids()
-
     def num_kv_tokens(self) -> int:
         """Return the number of tokens with KV."""
         return self.model_runner.num_kv_tokens()

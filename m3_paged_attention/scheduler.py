@@ -78,10 +78,6 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs, aborted ones included until their end was reported."""
-        return bool(self.requests)
-
     def schedule(self) -> SchedulerOutput | None:
         """Decide what goes through the model now; None if there is nothing to compute or to move.
 

@@ -165,10 +165,6 @@ class SchedulerBase(ABC):
         if not self.exchange.takes_in(request):
             self.waiting_queue.append(request)
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs, aborted ones included until their end was reported."""
-        return bool(self.requests)
-
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
         known = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]

@@ -122,10 +122,6 @@ class Router:
             request.multimodal_inputs.trace_arrival(request.rid, self.tracer)
         self.requests[request.rid] = request
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.requests)
-
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
         """Mark requests to end with the next update. Returns the ids that were marked."""
         known = {rid: self.requests[rid] for rid in request_ids if rid in self.requests}

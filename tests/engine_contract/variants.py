@@ -176,7 +176,7 @@ def _first_key_of_m2(engine: Any, rid: str) -> Tensor:
 
 def _owners_in_m2(engine: Any) -> list[str]:
     core = engine.engine_core
-    return [*core.executor.held_request_ids(), *core.scheduler.kv_manager.owned()]
+    return [*core.executor.worker.model_runner.execution.lengths(), *core.scheduler.kv_manager.owned()]
 
 
 def _m2(execution: str) -> Variant:

@@ -56,7 +56,7 @@ def check_step(engine: LLMEngine) -> None:
     scheduler.check_invariants()
     computed = {request.request_id: request.sequence.num_computed_tokens for request in scheduler.running}
     assert sum(computed.values()) == held(engine), "KV is held for exactly the computed tokens of the running requests"
-    assert set(executor.held_request_ids()) <= computed.keys()
+    assert set(executor.worker.model_runner.execution.lengths()) <= computed.keys()
     execution = executor.worker.model_runner.execution
     if isinstance(execution, PaddedExecution):
         owned = scheduler.kv_manager.owned()
@@ -69,7 +69,7 @@ def check_drained(engine: LLMEngine) -> None:
     stats = engine.stats()
     assert (stats.num_waiting, stats.num_running, stats.kv_tokens, stats.kv_bytes) == (0, 0, 0, 0)
     assert not core.scheduler.requests and not core.scheduler.kv_manager.owned()
-    assert core.executor.held_request_ids() == []
+    assert core.executor.worker.model_runner.execution.lengths() == {}
     execution = core.executor.worker.model_runner.execution
     if isinstance(execution, PaddedExecution):
         assert not execution.slots and not any(execution.lens)

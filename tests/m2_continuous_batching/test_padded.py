@@ -187,7 +187,7 @@ def test_a_slot_is_wiped_when_its_owner_leaves(pair: SideBySide) -> None:
     pair.free("a")
     assert not pair.kv(0).any()
     assert pair.kv(1).any()
-    assert pair.runner.held_request_ids() == ["b"]
+    assert list(pair.runner.execution.lengths()) == ["b"]
 
 
 def test_what_a_request_left_behind_cannot_spoil_the_next_owner(pair: SideBySide) -> None:
@@ -204,9 +204,9 @@ def test_what_a_request_left_behind_cannot_spoil_the_next_owner(pair: SideBySide
 def test_freeing_a_stranger_does_nothing(pair: SideBySide) -> None:
     pair.step({"a": (0, tokens_of(3))})
     pair.runner.free_request_cache("nobody")
-    assert pair.runner.held_request_ids() == ["a"]
+    assert list(pair.runner.execution.lengths()) == ["a"]
     pair.runner.clear_kv_caches()
-    assert pair.runner.held_request_ids() == [] and pair.runner.num_kv_tokens() == 0
+    assert list(pair.runner.execution.lengths()) == [] and pair.runner.num_kv_tokens() == 0
     assert not pair.kv(0).any()
 
 

@@ -118,7 +118,7 @@ def test_as_many_join_as_may_run(kv_manager_class: type) -> None:
     bed = make_bed(max_num_seqs=2, kv_manager_class=kv_manager_class)
     rids = [bed.add(3, max_tokens=2) for _ in range(5)]
     assert [bed.step().joined for _ in range(6)] == [rids[:2], [], rids[2:4], [], rids[4:], []]
-    assert not bed.scheduler.has_unfinished_requests()
+    assert not bed.scheduler.requests
 
 
 def test_a_slot_that_becomes_free_is_taken_in_the_very_next_step() -> None:
@@ -290,7 +290,7 @@ def test_memory_is_free_in_the_same_step_for_the_last_ones_too() -> None:
     bed.step()
     assert set(bed.scheduler.kv_manager.owned()) == {"r0", "r1"}
     bed.step()
-    assert not bed.scheduler.kv_manager.owned() and not bed.scheduler.has_unfinished_requests()
+    assert not bed.scheduler.kv_manager.owned() and not bed.scheduler.requests
 
 
 def test_every_end_is_announced_once_in_the_next_decision() -> None:

@@ -101,7 +101,7 @@ def play(traffic: Traffic, bed: SchedulerBed, ids: list[str]) -> Iterator[tuple[
     """Let the traffic happen; yields after every whole step what was before it and what it did."""
     for number in range(MANY_STEPS):
         come(traffic, bed, ids, number)
-        if number > 12 and not bed.scheduler.has_unfinished_requests():
+        if number > 12 and not bed.scheduler.requests:
             bed.drain()
             return
         bed.abort(*(ids[who] for step, late, who in traffic.aborts if step == number and not late))

@@ -165,7 +165,7 @@ def test_a_parent_ends_with_its_last_child() -> None:
     parent = bed.parents[rid]
     while not parent.is_finished:
         bed.step()
-    assert bed.ended[f"{rid}/0"] == "stop" and not bed.scheduler.has_unfinished_requests()
+    assert bed.ended[f"{rid}/0"] == "stop" and not bed.scheduler.requests
     times = [child.finished_time for child in parent.children]
     assert parent.finished_time == max(times) and parent.finish_reason == parent.children[0].finish_reason  # type: ignore[type-var]
     assert parent.first_token_time == min(child.first_token_time for child in parent.children)  # type: ignore[type-var]

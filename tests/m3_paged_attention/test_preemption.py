@@ -152,7 +152,7 @@ def test_whoever_was_preempted_goes_before_all_others_oldest_first(swap: bool) -
         bed.add(2, max_tokens=9)
     came: list[str] = []
     for _ in range(200):
-        if not bed.scheduler.has_unfinished_requests():
+        if not bed.scheduler.requests:
             break
         before = bed.waiting()
         preempted = bed.preempted()
@@ -228,7 +228,7 @@ def test_answers_with_forced_preemptions_are_those_without(block_size: int, swap
     kv_manager: Any = bed.scheduler.kv_manager
     for number in range(5):
         bed.add(1 + 3 * number % 7, max_tokens=6 + number, n=1 + number % 2)
-    while bed.scheduler.has_unfinished_requests() and len(bed.steps) < 200:
+    while bed.scheduler.requests and len(bed.steps) < 200:
         kv_manager.due = int(len(bed.steps) % 3 == 2)
         bed.step()
     assert kv_manager.num_forced == bed.scheduler.num_preemptions > 3

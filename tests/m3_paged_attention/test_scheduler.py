@@ -155,7 +155,7 @@ def test_an_id_can_be_used_again_at_once() -> None:
         for face in (bed.scheduler, bed.families):
             with pytest.raises(DuplicateRequestError, match="'same' is in use"):
                 face.add_request(make_request("same", [1], SamplingParams(), request_class=Request))
-        while bed.scheduler.has_unfinished_requests():
+        while bed.scheduler.requests:
             bed.step()
     assert bed.steps[2].output.finished_req_ids == {"same"} == set(bed.steps[2].joined), "the end came first"
     assert len(bed.steps) == 4

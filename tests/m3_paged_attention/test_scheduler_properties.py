@@ -127,7 +127,7 @@ def play(traffic: Traffic, bed: PagedBed, names: list[str]) -> Iterator[Step]:
     ids = scheduled_names(traffic, names)
     for number in range(MANY_STEPS):
         come(traffic, bed, names, number)
-        if number > 12 and not bed.scheduler.has_unfinished_requests():
+        if number > 12 and not bed.scheduler.requests:
             bed.drain()
             return
         bed.abort(*(ids[who] for step, late, who in traffic.aborts if step == number and not late))
@@ -309,7 +309,7 @@ def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None
 def test_there_is_always_somebody_who_goes_on(traffic: Traffic) -> None:
     bed = bed_for(traffic)
     for step in play(traffic, bed, names(traffic)):
-        assert step.counts or "error" in step.ended.values() or not bed.scheduler.has_unfinished_requests()
+        assert step.counts or "error" in step.ended.values() or not bed.scheduler.requests
 
 
 @settings(max_examples=examples(25))

@@ -190,7 +190,7 @@ def test_answers_with_forced_retractions_are_those_without(page_size: int, prefi
     bed = make_radix_bed(page_size=page_size, max_num_seqs=3, tensors=True, prefix_cache=prefix_cache)
     for number in range(5):
         bed.add(1 + 3 * number % 7, max_tokens=6 + number, n=1 + number % 2)
-    while bed.scheduler.has_unfinished_requests() and len(bed.steps) < 300:
+    while bed.scheduler.requests and len(bed.steps) < 300:
         bed.pools.due = int(len(bed.steps) % 3 == 2)
         bed.step()
         bed.pools.release()

@@ -367,7 +367,7 @@ def test_an_id_can_be_used_again_at_once() -> None:
         for face in (bed.scheduler, bed.families):
             with pytest.raises(DuplicateRequestError, match="'same' is in use"):
                 face.add_request(make_request("same", [1], SamplingParams(), request_class=Req))
-        while bed.scheduler.has_unfinished_requests():
+        while bed.scheduler.requests:
             bed.step()
     assert len(bed.steps) == 4
 

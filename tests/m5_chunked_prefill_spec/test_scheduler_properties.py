@@ -149,7 +149,7 @@ def test_no_step_holds_more_tokens_than_its_budget(schedule: str, is_chunked: bo
 def test_there_is_always_somebody_who_goes_on(traffic: Traffic, cuts: Cuts) -> None:
     bed = cuts.bed(traffic)
     for step in play(traffic, bed, names(traffic)):
-        assert step.counts or "error" in step.ended.values() or not bed.scheduler.has_unfinished_requests()
+        assert step.counts or "error" in step.ended.values() or not bed.scheduler.requests
 
 
 @settings(max_examples=examples(10))

@@ -159,10 +159,10 @@ class SchedulerBed:
     def drain(self, *, limit: int = MANY_STEPS) -> dict[str, str]:
         """Step until nothing is left; returns why each request ended, in the order of the ends."""
         for _ in range(limit):
-            if not self.scheduler.has_unfinished_requests():
+            if not self.scheduler.requests:
                 break
             self.step()
-        assert not self.scheduler.has_unfinished_requests(), f"not done after {limit} steps"
+        assert not self.scheduler.requests, f"not done after {limit} steps"
         if self.checks:
             self.checks.nothing_is_left()
         self.scheduler.check_invariants()

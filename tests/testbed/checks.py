@@ -150,7 +150,7 @@ class MessageChecks:
     def nothing_is_left(self) -> None:
         """After a drain."""
         scheduler = self.scheduler
-        assert not self.waiting and not self.running and not scheduler.has_unfinished_requests()
+        assert not self.waiting and not self.running and not scheduler.requests
         assert (len(scheduler.requests), len(scheduler.waiting), len(scheduler.running)) == (0, 0, 0)
         assert not self._owned()
 

@@ -247,7 +247,7 @@ class PagedChecks:
     def nothing_is_left(self) -> None:
         """After a drain."""
         scheduler = self.scheduler
-        assert not self.lives and not self.running and not scheduler.has_unfinished_requests()
+        assert not self.lives and not self.running and not scheduler.requests
         assert (len(scheduler.requests), len(scheduler.waiting), len(scheduler.running)) == (0, 0, 0)
         assert not self.kv.owned() and not self.kv.swapped() and self.kv.num_free == self.kv.num_blocks
 

@@ -215,7 +215,7 @@ class RadixBed(SchedulerBed):
 
     def flush(self) -> None:
         """Forget what is cached, as the engine does when it is idle."""
-        assert not self.scheduler.has_unfinished_requests()
+        assert not self.scheduler.requests
         self.pools.tree_cache.evict(self.pools.token_to_kv_pool_allocator.size)
         assert self.pools.token_to_kv_pool_allocator.available_size() == self.pools.token_to_kv_pool_allocator.size
 

@@ -135,7 +135,7 @@ def play(traffic: Traffic, bed: RadixBed, names: list[str]) -> Iterator[Step]:
     ids = scheduled_names(traffic, names)
     for number in range(MANY_STEPS):
         come(traffic, bed, names, number)
-        if number > 12 and not bed.scheduler.has_unfinished_requests():
+        if number > 12 and not bed.scheduler.requests:
             bed.drain()
             return
         bed.abort(*(ids[who] for step, late, who in traffic.aborts if step == number and not late))
