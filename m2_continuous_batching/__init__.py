@@ -11,65 +11,22 @@ Read `scheduler.py`, then `scheduler_output.py`, `input_batch.py`, `padded.py`, 
 m2 replaces.
 """
 
-from m1_single_request.config import DEFAULT_MODEL, ModelConfig, TraceConfig
-from m1_single_request.errors import (
-    ConfigError,
-    DuplicateRequestError,
-    EngineClosedError,
-    EngineDeadError,
-    EngineError,
-    EngineUsageError,
-    ForwardError,
-    InvalidParamsError,
-    InvalidPromptError,
-    InvalidRequestError,
-    ModelLoadError,
-    PartError,
-    PromptTooLongError,
-)
-from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from m1_single_request.request_stream import RequestStream
-from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
-from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
+from m1_single_request import face
+from m1_single_request.config import DEFAULT_MODEL, ModelConfig
+from m1_single_request.face import *
 from m2_continuous_batching.config import EngineConfig, SchedulerConfig
 from m2_continuous_batching.llm_engine import LLMEngine
 from m2_continuous_batching.outputs import EngineStats
 from m2_continuous_batching.wiring import PARTS, build_engine_core
 
 __all__ = [
+    *face.__all__,
     "DEFAULT_MODEL",
     "PARTS",
-    "ChromeTraceReader",
-    "CompletionOutput",
-    "ConfigError",
-    "ConsoleReader",
-    "DuplicateRequestError",
-    "EngineClosedError",
     "EngineConfig",
-    "EngineDeadError",
-    "EngineError",
     "EngineStats",
-    "EngineUsageError",
-    "ForwardError",
-    "InvalidParamsError",
-    "InvalidPromptError",
-    "InvalidRequestError",
-    "JsonlReader",
     "LLMEngine",
-    "Logprob",
     "ModelConfig",
-    "ModelLoadError",
-    "PartError",
-    "PromptTooLongError",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestStream",
-    "SamplingParams",
     "SchedulerConfig",
-    "TraceConfig",
-    "TraceReader",
-    "TraceRecord",
-    "Tracer",
     "build_engine_core",
 ]

@@ -13,27 +13,9 @@ Read `kv_cache_manager.py`, then `scheduler.py`, `model_input.py`, `models/decod
 what m3 replaces.
 """
 
-from m1_single_request.config import DEFAULT_MODEL, TraceConfig
-from m1_single_request.errors import (
-    ConfigError,
-    DuplicateRequestError,
-    EngineClosedError,
-    EngineDeadError,
-    EngineError,
-    EngineUsageError,
-    ForwardError,
-    InvalidParamsError,
-    InvalidPromptError,
-    InvalidRequestError,
-    ModelLoadError,
-    PartError,
-    PromptTooLongError,
-)
-from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from m1_single_request.request_stream import RequestStream
-from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
-from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
+from m1_single_request import face
+from m1_single_request.config import DEFAULT_MODEL
+from m1_single_request.face import *
 from m3_paged_attention.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.llm_engine import LLMEngine
@@ -41,40 +23,15 @@ from m3_paged_attention.outputs import EngineStats
 from m3_paged_attention.wiring import PARTS, build_engine_core
 
 __all__ = [
+    *face.__all__,
     "DEFAULT_MODEL",
     "PARTS",
     "CacheConfig",
-    "ChromeTraceReader",
-    "CompletionOutput",
-    "ConfigError",
-    "ConsoleReader",
-    "DuplicateRequestError",
-    "EngineClosedError",
     "EngineConfig",
-    "EngineDeadError",
-    "EngineError",
     "EngineStats",
-    "EngineUsageError",
-    "ForwardError",
-    "InvalidParamsError",
-    "InvalidPromptError",
-    "InvalidRequestError",
-    "JsonlReader",
     "KVCapacityError",
     "LLMEngine",
-    "Logprob",
     "ModelConfig",
-    "ModelLoadError",
-    "PartError",
-    "PromptTooLongError",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestStream",
-    "SamplingParams",
     "SchedulerConfig",
-    "TraceConfig",
-    "TraceReader",
-    "TraceRecord",
-    "Tracer",
     "build_engine_core",
 ]

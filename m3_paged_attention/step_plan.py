@@ -4,7 +4,7 @@ m2's plan knew prompts and single tokens. Here a request may also come back with
 on the blocks of a sibling, so a row is: how many tokens, from which position on.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from m1_single_request.stop_checker import StopChecker
 from m2_continuous_batching.scheduler_output import CachedRequestData
@@ -85,7 +85,3 @@ class StepPlan:
             blocks_to_swap_out=moves.swap_out,
             blocks_to_copy=moves.copies,
         )
-
-    def requests(self) -> Iterable[Request]:
-        """Everybody who is scheduled."""
-        return [*(request for request, _ in self._full), *self._decodes]

@@ -13,27 +13,9 @@ Read `mem_cache/radix_cache.py`, then `request.py`, `schedule_policy.py`, `prefi
 `scheduler.py`; `wiring.py` shows what m4 replaces.
 """
 
-from m1_single_request.config import DEFAULT_MODEL, TraceConfig
-from m1_single_request.errors import (
-    ConfigError,
-    DuplicateRequestError,
-    EngineClosedError,
-    EngineDeadError,
-    EngineError,
-    EngineUsageError,
-    ForwardError,
-    InvalidParamsError,
-    InvalidPromptError,
-    InvalidRequestError,
-    ModelLoadError,
-    PartError,
-    PromptTooLongError,
-)
-from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from m1_single_request.request_stream import RequestStream
-from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
-from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
+from m1_single_request import face
+from m1_single_request.config import DEFAULT_MODEL
+from m1_single_request.face import *
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -43,41 +25,16 @@ from m4_radix_cache.outputs import EngineStats
 from m4_radix_cache.wiring import PARTS, build_engine_core
 
 __all__ = [
+    *face.__all__,
     "DEFAULT_MODEL",
     "PARTS",
     "CacheConfig",
-    "ChromeTraceReader",
-    "CompletionOutput",
-    "ConfigError",
-    "ConsoleReader",
-    "DuplicateRequestError",
-    "EngineClosedError",
     "EngineConfig",
-    "EngineDeadError",
-    "EngineError",
     "EngineStats",
-    "EngineUsageError",
-    "ForwardError",
-    "InvalidParamsError",
-    "InvalidPromptError",
-    "InvalidRequestError",
-    "JsonlReader",
     "KVCapacityError",
     "LLMEngine",
-    "Logprob",
     "ModelConfig",
-    "ModelLoadError",
-    "PartError",
     "PoolError",
-    "PromptTooLongError",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestStream",
-    "SamplingParams",
     "SchedulerConfig",
-    "TraceConfig",
-    "TraceReader",
-    "TraceRecord",
-    "Tracer",
     "build_engine_core",
 ]

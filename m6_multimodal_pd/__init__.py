@@ -17,27 +17,8 @@ what m6 replaces. With a `DisaggregationConfig` some engines compute prompts and
 own: read `disaggregation/`: `poll.py`, `prefill_side.py`, `decode_side.py`, `router.py`, `transport.py`.
 """
 
-from m1_single_request.config import TraceConfig
-from m1_single_request.errors import (
-    ConfigError,
-    DuplicateRequestError,
-    EngineClosedError,
-    EngineDeadError,
-    EngineError,
-    EngineUsageError,
-    ForwardError,
-    InvalidParamsError,
-    InvalidPromptError,
-    InvalidRequestError,
-    ModelLoadError,
-    PartError,
-    PromptTooLongError,
-)
-from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from m1_single_request.request_stream import RequestStream
-from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
-from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
+from m1_single_request import face
+from m1_single_request.face import *
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import CacheConfig
@@ -59,50 +40,25 @@ from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.wiring import PARTS, build_engine_core
 
 __all__ = [
+    *face.__all__,
     "DEFAULT_MODEL",
     "PARTS",
     "CacheConfig",
-    "ChromeTraceReader",
-    "CompletionOutput",
-    "ConfigError",
-    "ConsoleReader",
     "CostTable",
     "DisaggregationConfig",
-    "DuplicateRequestError",
-    "EngineClosedError",
     "EngineConfig",
-    "EngineDeadError",
-    "EngineError",
     "EngineLostError",
     "EngineStats",
-    "EngineUsageError",
-    "ForwardError",
     "InvalidMediaError",
-    "InvalidParamsError",
-    "InvalidPromptError",
-    "InvalidRequestError",
-    "JsonlReader",
     "KVCapacityError",
     "LLMEngine",
-    "Logprob",
     "ModelConfig",
-    "ModelLoadError",
     "MultimodalConfig",
-    "PartError",
     "PeerLostError",
     "PoolError",
-    "PromptTooLongError",
     "RemoteError",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestStream",
-    "SamplingParams",
     "SchedulerConfig",
     "SpeculativeConfig",
-    "TraceConfig",
-    "TraceReader",
-    "TraceRecord",
-    "Tracer",
     "TransferError",
     "WireError",
     "build_engine_core",

@@ -43,6 +43,12 @@ class Module:
         return self.name.split(".")[0]
 
     @cached_property
+    def stars(self) -> list[str]:
+        """Modules of which all names are imported: `from m1_x.face import *`."""
+        nodes = [node for node in self.tree.body if isinstance(node, ast.ImportFrom)]
+        return [node.module or "" for node in nodes if any(alias.name == "*" for alias in node.names)]
+
+    @cached_property
     def imports(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for node in ast.walk(self.tree):
@@ -183,8 +189,13 @@ class Source:
         while name not in self.classes and name not in seen:
             seen.add(name)
             owner, _, last = name.rpartition(".")
-            name = self.modules[owner].imports.get(last, name) if owner in self.modules else name
+            name = self._imported(self.modules[owner], last) or name if owner in self.modules else name
         return name
+
+    def _imported(self, module: Module, name: str) -> str:
+        """What `name` is imported from, also by `from m1_x.face import *`; "" if it is not imported."""
+        stars = [self.modules[star] for star in module.stars if star in self.modules]
+        return module.imports.get(name) or next((s.imports[name] for s in stars if name in s.imports), "")
 
     def bases(self, cls: Class) -> list[Class]:
         """Its direct bases among the milestones' classes."""
