@@ -1,11 +1,11 @@
-"""Engine core: the step that everything in this course hangs on, and what surrounds it.
+"""Engine core: one step of the engine, and the intake, errors and totals around it.
 
     schedule -> prepare inputs -> execute -> sample -> update -> make outputs -> release
 
 `EngineCore.step` does these seven in this order. They are in a class of their own, because each milestone that changes
-the step writes it whole in its own `engine_core.py`; what surrounds a step in all of them (intake, aborts, errors,
-totals) is `EngineCoreBase`. m3 moves preparing and sampling into the model runner, next to the tensors. vLLM:
-`v1/engine/core.py`; SGLang: `Scheduler.event_loop_normal`.
+the step writes it whole in its own `engine_core.py`. All milestones share `EngineCoreBase`: intake, aborts, errors and
+totals. m3 moves preparing and sampling into the model runner, next to the tensors. vLLM: `v1/engine/core.py`; SGLang:
+`Scheduler.event_loop_normal`.
 """
 
 import time
@@ -68,7 +68,7 @@ class StepRecord:
 
 
 class EngineCoreBase(ABC):
-    """What surrounds a step in every milestone. Single-threaded: nothing happens outside `run_step()`."""
+    """Intake, aborts, errors and totals around a step, for every milestone. It has no thread of its own."""
 
     kv_bytes_per_token: int
     """Bytes of K and V of one token in all layers."""
@@ -82,8 +82,8 @@ class EngineCoreBase(ABC):
         parts: Mapping[str, Any],
         tracer: Tracer,
     ) -> None:
-        """`queues`: the owner of all unfinished requests, a scheduler or what stands before it. `parts`: the table that
-        the engine is assembled from, for error messages."""
+        """`queues`: the owner of all unfinished requests, the scheduler or a part in front of it. `parts`: classes by
+        role, for error messages."""
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.tracer = tracer
@@ -101,7 +101,7 @@ class EngineCoreBase(ABC):
 
     @abstractmethod
     def step(self) -> dict[str, RequestOutput]:
-        """Compute one step; return the new output of every request that changed. `run_step` is what others call."""
+        """Compute one step; return the new output of every request that changed. Called by `run_step`."""
 
     @abstractmethod
     def clear_kv_caches(self) -> None:
@@ -114,8 +114,8 @@ class EngineCoreBase(ABC):
     def run_step(self) -> dict[str, RequestOutput]:
         """Run one step and add it to the totals; return the outputs of `step`, `{}` on an idle engine.
 
-        What `step` raises was raised while queues or memory were written: all requests end with that error, and the
-        memory is empty afterwards.
+        An exception of `step` was raised while queues or memory were written. Then all requests end with that error,
+        and the memory is empty afterwards.
         """
         self._check_alive()
         if not self.has_unfinished_requests():

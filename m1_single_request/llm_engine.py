@@ -1,4 +1,4 @@
-"""What a user holds: prompts in, outputs out.
+"""The public face of the engine: prompts in, outputs out.
 
 Written once for all milestones. A milestone's own `LLMEngine` names its table of parts, its configuration type and its
 default model, and inherits everything else. The face is vLLM's `LLM` and `LLMEngine` in one; SGLang calls it `Engine`.
@@ -187,17 +187,17 @@ class LLMEngine:
             return self.engine_core.abort_request(request_id)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step()` has anything to compute or to report."""
+        """Return whether `step()` has anything to compute or to report."""
         self._begin_call()
         return not self._closed and (self.engine_core.has_unfinished_requests() or bool(self._outputs))
 
     def stats(self) -> EngineStats:
-        """Totals since the engine was built, and what it holds now."""
+        """Return totals since the engine was built, and the current number of requests and KV tokens."""
         self._begin_call()
         return self.engine_core.stats()
 
     def close(self) -> None:
-        """Release everything. Open requests end without a further output; the engine cannot be used any more."""
+        """Release all memory. Open requests end without a further output; the engine cannot be used any more."""
         if self._closed:
             return
         self._check_usable()
@@ -280,7 +280,7 @@ class LLMEngine:
         return f"req-{self._number}"
 
     def _is_taken(self, request_id: str) -> bool:
-        """Whether a request with this id is unfinished, or its last output was not fetched yet."""
+        """Return whether a request with this id is unfinished, or its last output was not fetched yet."""
         is_fetched = request_id not in self._outputs and request_id not in self._mailboxes
         return self.engine_core.is_unfinished(request_id) or not is_fetched
 
@@ -301,7 +301,7 @@ class LLMEngine:
         self._abandon(request_id, mailbox)
 
     def _abandon(self, request_id: str, mailbox: Mailbox) -> None:
-        """Abort the request of a stream that nobody reads any more, unless the request has ended."""
+        """Abort the request of a stream that is not read any more, unless the request has ended."""
         if self._mailboxes.get(request_id) is mailbox:
             with self.engine_core.changing():
                 self._mailboxes[request_id] = ABANDONED

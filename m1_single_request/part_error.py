@@ -1,6 +1,6 @@
 """Names the part that an exception was raised in: its role, its class and the line.
 
-An error in the bookkeeping of a step ends all requests, and each of them returns it to its caller. The message says
+An error in the bookkeeping of a step ends all requests, and each of them returns it to its caller. The message names
 which part to repair; it may be one that the caller has put in.
 """
 

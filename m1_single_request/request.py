@@ -1,4 +1,4 @@
-"""A request on its way through the engine: what it asked for, what it has so far, and why it ended.
+"""A request in the engine: its parameters, its tokens, its status, and its finish reason.
 
 The scheduled unit is a `Request` with exactly one `Sequence`. Only the scheduler changes these objects. vLLM calls the
 same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the family of finish reasons is SGLang's.
@@ -17,7 +17,7 @@ from m1_single_request.sampling_params import SamplingParams
 
 
 class RequestStatus(Enum):
-    """Where a request is in its life."""
+    """The states of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -31,7 +31,8 @@ class RequestStatus(Enum):
 
 @dataclass(frozen=True)
 class BaseFinishReason:
-    """Why a request ended. `reason` is what the output says, `stop_reason` the id or string that did it, if one did."""
+    """The reason why a request ended. `reason` is the output's `finish_reason`; `stop_reason` is the id or string that
+    ended it, or None."""
 
     reason: ClassVar[str]
 
@@ -41,7 +42,7 @@ class BaseFinishReason:
 
     @property
     def matched(self) -> int | str | None:
-        """What was met: the stop token's id, the stop string, the name of the limit; for the trace."""
+        """The stop token's id, the stop string, or the name of the limit; for the trace."""
         return self.stop_reason
 
 
@@ -140,7 +141,7 @@ class Sequence:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether all of the prompt's tokens have their log-probabilities."""
+        """True if all of the prompt's tokens have their log-probabilities."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) >= self.get_prompt_len()
 
     def named(self, row: LogprobRow) -> TokenLogprobs:

@@ -46,7 +46,7 @@ class RequestStream(Iterator[RequestOutput]):
         return output
 
     def is_ready(self) -> bool:
-        """Whether `next()` has an output at once, without a step."""
+        """Return whether `next()` has an output at once, without a step."""
         return bool(self.mailbox)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Who runs now: one request at a time, in order of arrival.
+"""Scheduler: choose the request that runs in the next step, one at a time, in order of arrival.
 
-Every scheduler of the course has the same two verbs. `schedule()` decides what goes through the model in the coming
-step; `update_from_output()` takes what came out and decides who goes on. Here the decision is small: the oldest request
-runs alone, its whole prompt first (prefill), then one token a step (decode). m2 lets many requests share a step.
+Every scheduler of the course has the same two verbs. `schedule()` decides the tokens of the next forward;
+`update_from_output()` commits the result and ends finished requests. Here the decision is small: the oldest request
+runs alone, its whole prompt first (prefill), then one token per step (decode). m2 lets many requests share a step.
 vLLM: `v1/core/sched/scheduler.py`; SGLang: `managers/scheduler.py`.
 """
 
@@ -21,7 +21,7 @@ from m1_single_request.tracer import Tracer
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """What goes through the model in one step: the decision, frozen. The runner needs nothing else."""
+    """The decision of one step: the new tokens of one request. The runner needs nothing else."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """The only one that changes requests. Nothing is released between `schedule` and `update_from_output`."""
+    """Owns all unfinished requests. No memory is released between `schedule` and `update_from_output`."""
 
     requests: dict[str, Request]
     """All unfinished requests by id, in order of arrival."""
@@ -55,7 +55,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> SchedulerOutput | None:
-        """Decide what goes through the model now; None if there is nothing to compute."""
+        """Return the decision of the next step; None if there is nothing to compute."""
         if not self.running:
             self._admit()
         if not self.running or self.running[0].to_finish is not None:
@@ -78,7 +78,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput | None, sampled: Mapping[str, SampledTokens]
     ) -> list[Request]:
-        """Commit a step: append tokens, end what is to end. Returns the requests that changed, oldest first.
+        """Commit a step: append tokens, end finished requests. Returns the requests that changed, oldest first.
 
         `sampled` holds the new tokens by request id; it is empty if the step failed or ran nothing. A request that was
         marked to finish (abort, error) ends now and its tokens of this step are dropped.
@@ -125,7 +125,7 @@ class Scheduler:
             assert sequence.num_computed_tokens == done, "a decoding request has KV for all tokens but the newest"
 
     def _admit(self) -> None:
-        """Let the oldest waiting request run. One that is marked to finish stays: the update will end it."""
+        """Admit the oldest waiting request. One that is marked to finish stays in the queue: the update ends it."""
         request = next((r for r in self.waiting if r.to_finish is None), None)
         if request is None:
             return

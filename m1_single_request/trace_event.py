@@ -1,8 +1,8 @@
-"""What every trace event can do, whichever milestone it belongs to.
+"""Base class of all trace events.
 
-An event is a frozen dataclass with the numbers behind one decision. The readers of the trace know no other class than
-`Event`: what a console line, a lane or a curve shows of an event, the event itself says. So a milestone's `events.py`
-derives its events from this one, and every reader understands them at once. vLLM and SGLang log numbers and texts.
+An event is a frozen dataclass with the numbers behind one decision. The readers of the trace use only this class: an
+event returns the text for the console and the values for lanes and curves itself. So every reader can show the events
+of every milestone. vLLM and SGLang log numbers and texts.
 """
 
 import re
@@ -14,64 +14,64 @@ WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def volatile() -> Any:
-    """A field whose value differs between runs or machines."""
+    """Return a field whose value differs between runs or machines."""
     return field(metadata={"volatile": True})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """The root of all events. Every event has its `explain`; of the rest it overrides what it has something to say to.
+    """Base class of all events. An event implements `explain`, and overrides other methods where it has a value.
 
-    Its sentences name the requests: a step may have many.
+    Its sentences name the requests, because a step may have many.
     """
 
     style: ClassVar[str] = "default"
     """The console's colour."""
     detail: ClassVar[bool] = False
-    """Whether the verbose console shows it one level deeper."""
+    """True: the verbose console indents it one level more."""
     headline: ClassVar[bool] = False
-    """Whether it stands above all steps: both consoles say it in full."""
+    """True: it belongs to no step, and both consoles show it in full."""
     ends_step: ClassVar[bool] = False
-    """Whether a step is over with it: the readers then show what they have gathered of the step."""
+    """True: it is the last event of a step, and the readers show that step."""
 
     @property
     def kind(self) -> str:
-        """The class name in snake case: `step_done`, `kv_usage`."""
+        """The class name in snake case, such as `step_done` or `kv_usage`."""
         return WORD_BREAK.sub("_", type(self).__name__).lower()
 
     def explain(self) -> str:
-        """One or two sentences with the numbers in them."""
+        """Return the event as one or two sentences with its numbers."""
         raise NotImplementedError
 
     def brief(self) -> str | None:
-        """The few words about it in the summary console's line of the step; None: nothing."""
+        """Return a few words for the step's line in the summary console, or None."""
         return None
 
     def request_ids(self) -> tuple[str, ...]:
-        """The requests that it is about: what its field `rids`, `rid` or `owner` names, if it has one of these."""
+        """Return the requests of the event: the value of its field `rids`, `rid` or `owner`, if it has one of these."""
         one = getattr(self, "rid", getattr(self, "owner", None))
         return tuple(getattr(self, "rids", () if one is None else (one,)))
 
     def lanes(self) -> tuple[tuple[str, str], ...]:
-        """The requests that have a bar for this step in the Chrome trace, each with the bar's label."""
+        """Return the requests that have a bar for this step in the Chrome trace, each with the bar's label."""
         return ()
 
     def counters(self) -> dict[str, float]:
-        """Values of the Chrome trace's curves from now on, by the curve's name."""
+        """Return the new values of the Chrome trace's curves, by the curve's name."""
         return {}
 
     def phases(self) -> dict[str, float]:
-        """If it ends a step: where the step's time went, in milliseconds, in order."""
+        """Return the phases of the step that it ends, in order, with their milliseconds."""
         return {}
 
     def data(self, *, stable: bool = False) -> dict[str, Any]:
-        """The fields as plain JSON values; without the volatile ones if `stable`."""
+        """Return the fields as plain JSON values; without the volatile ones if `stable`."""
         kept = [f for f in fields(self) if not (stable and f.metadata.get("volatile"))]
         return {f.name: getattr(self, f.name) for f in kept}
 
 
 def size(num_bytes: int) -> str:
-    """A number of bytes for people: `96.0 KiB`."""
+    """Return a number of bytes as text, such as `96.0 KiB`."""
     value, unit = float(num_bytes), "bytes"
     for larger in ("KiB", "MiB", "GiB"):
         if value < 1024:
@@ -81,6 +81,6 @@ def size(num_bytes: int) -> str:
 
 
 def some(count: int, noun: str) -> str:
-    """`1 token`, `3 tokens`; `2 guesses`."""
+    """Return a count with its noun, such as `1 token`, `3 tokens` or `2 guesses`."""
     plural = "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{'' if count == 1 else plural}"
