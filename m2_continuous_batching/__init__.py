@@ -1,9 +1,9 @@
 """Milestone 2: requests join and leave a running batch at every step.
 
-m1 answered one request after another, and a decode step read all weights for a single token. Here the scheduler decides
-anew at every step who runs (iteration-level scheduling), and all decodes of a step share one pass of the model. What
-changed since m1: the scheduler and its messages, an executor over a runner that takes batches, and KV memory in slots.
-The loop, the sampler, the stops and the face are m1's.
+m1 answered one request after another, and a decode step read all weights for a single token. Here the scheduler chooses
+the running requests at every step (iteration-level scheduling), and all decodes of a step share one forward pass. New
+since m1: the scheduler and its messages, an executor over a runner that takes batches, and KV memory in slots. The
+order of the stages, the sampler, the stop conditions and the public interface are m1's.
 
     from m2_continuous_batching import LLMEngine, SamplingParams, SchedulerConfig
 

@@ -1,6 +1,6 @@
-"""The demo's tour: three requests and a burst of late ones, drawn step by step; then three ways to batch, compared.
+"""Tour of the demo: three requests and a burst of later ones, drawn step by step; then three ways to batch, compared.
 
-Part of `python -m m2_continuous_batching.demo`; nothing in the engine depends on it.
+Part of `python -m m2_continuous_batching.demo`; no part of the engine depends on it.
 """
 
 import time
@@ -37,22 +37,22 @@ FIRST = ("What is the capital of France?", "Hello world!", "Explain quantum comp
 LATE = ("What is a KV cache?", "What is padding waste?", "Thank you!", "{facts}", "What is prefill?")
 LATE_AFTER = 4  # steps
 NOUNS = ("zebra", "otter", "lamp", "eagle", "candle", "goat", "kite")
-PACE = 0.05  # seconds that a step takes at least when somebody watches it
+PACE = 0.05  # minimum time of a step in the live view, in seconds
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: in a line for the reader, and as the model gets it."""
+    """A question: its title in the table, and the token ids of its prompt."""
 
     title: str
     token_ids: list[int]
     changes: dict[str, Any] = field(default_factory=dict)
-    """Sampling parameters that this one has for itself."""
+    """Sampling parameters of this question only."""
 
 
 @dataclass(frozen=True)
 class Story:
-    """The questions at the start, and those that come while they are being answered."""
+    """Questions that arrive at the start, and later ones that arrive during the answers."""
 
     first: list[Question]
     late: list[Question]
@@ -71,7 +71,7 @@ def tour(
     *,
     num_prompts: int,
 ) -> None:
-    """Both parts. Without a token budget the engine gets one that the longest prompt of the story nearly fills."""
+    """Show both parts. The default token budget is one token more than the longest prompt of the story."""
     configs: dict[str, Any] = {"model_config": model, "parts": {"model_loader": cache(LLMEngine.parts["model_loader"])}}
     with LLMEngine(scheduler_config=replace(scheduler, max_num_seqs=1), **configs) as single:
         story = make_story(single, scheduler.max_num_batched_tokens)
@@ -80,7 +80,7 @@ def tour(
         scheduler = replace(scheduler, max_num_batched_tokens=budget)
         with LLMEngine(scheduler_config=scheduler, trace_config=trace, **configs) as engine:
             show_timeline(engine, story, params, console, live=not trace.readers)
-            engine.tracer.close()  # what follows is measured without a trace
+            engine.tracer.close()  # the comparison is measured without a trace
             text = [token_id for question in story.questions for token_id in question.token_ids]
             workload = make_workload(num_prompts, text, params, longest_prompt=budget // scheduler.max_num_seqs)
             show_comparison(engine, single, workload, console)
@@ -90,7 +90,7 @@ def tour(
 
 
 def make_story(engine: AnyEngine, budget: int | None) -> Story:
-    """The questions as prompts of this model. One is a list of facts: as many as can run."""
+    """Return the questions as prompts of this model. One prompt is a list of facts, as long as the limits allow."""
     intake = engine.engine_core.input_processor
     limit = min(budget or intake.max_model_len, intake.max_model_len - 1)
 
@@ -99,9 +99,9 @@ def make_story(engine: AnyEngine, budget: int | None) -> Story:
         return Question(title or text, intake.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt))
 
     for count in range(len(NOUNS), 0, -1):
-        told = "".join(f"The code of {noun} is {4821 - 531 * i:04}. " for i, noun in enumerate(NOUNS[:count]))
+        stated = "".join(f"The code of {noun} is {4821 - 531 * i:04}. " for i, noun in enumerate(NOUNS[:count]))
         asked = f"What is the code of {NOUNS[0]}?"
-        recall = question(told + asked, f"{asked} ({count} facts)")
+        recall = question(stated + asked, f"{asked} ({count} facts)")
         if len(recall.token_ids) <= limit:
             break
     late = [recall if text == "{facts}" else question(text) for text in LATE]
@@ -111,7 +111,7 @@ def make_story(engine: AnyEngine, budget: int | None) -> Story:
 def show_timeline(
     engine: LLMEngine, story: Story, params: SamplingParams, console: Console, *, live: bool = True
 ) -> None:
-    """Run the story, draw it, and say what there is to see. `live`: draw it while it runs, too, on a terminal."""
+    """Run the story, draw its timeline and print the facts. `live`: on a terminal, also draw it during the run."""
     limits, timeline = engine.config.scheduler, Timeline()
     console.rule("[bold]1. Requests join and leave at every step")
     longest = max(len(question.token_ids) for question in story.questions)
@@ -119,8 +119,8 @@ def show_timeline(
     console.print(
         f"[italic]{len(story.first)} questions at the start, {len(story.late)} more after step {LATE_AFTER}. At most "
         f"{limits.max_num_seqs} requests run at a time (max_num_seqs). At most {limits.max_num_batched_tokens} new "
-        f"tokens go through the model in a step (max_num_batched_tokens){chosen}. The first three lie outside of what "
-        f"the model that ships was trained on: watch when it answers, not what.[/italic]\n"
+        f"tokens go through the model in a step (max_num_batched_tokens){chosen}. The model of the course was not "
+        f"trained on the first three questions: watch the times of its answers, not their text.[/italic]\n"
     )
     engine.tracer.attach(timeline)
     live = live and console.is_terminal and not console.is_dumb_terminal
@@ -129,17 +129,17 @@ def show_timeline(
     console.print(timeline.draw(console.width))
     console.print()
     console.print(answers_table(story, outputs))
-    console.print("\n[bold]What there is to see")
-    said = Table.grid(padding=(0, 1))
+    console.print("\n[bold]Facts of this run")
+    lines = Table.grid(padding=(0, 1))
     for fact in facts(timeline):
-        said.add_row("-", Text(fact))
-    console.print(said)
+        lines.add_row("-", Text(fact))
+    console.print(lines)
 
 
 def run_story(
     engine: AnyEngine, story: Story, params: SamplingParams, step_done: Callable[[], None]
 ) -> list[RequestOutput]:
-    """Step until all are answered. The late ones come when it is time, or when nothing else is left to do."""
+    """Run steps until all questions are answered. Late ones arrive after `LATE_AFTER` steps or when none is left."""
 
     def ask(questions: list[Question]) -> list[str]:
         return [engine.add_request(each.token_ids, replace(params, **each.changes)) for each in questions]
@@ -161,7 +161,7 @@ def run_story(
 
 @contextmanager
 def live_view(timeline: Timeline, console: Console) -> Iterator[Callable[[], None]]:
-    """The end of the timeline, drawn anew after each step, slowly enough to be watched. It leaves nothing behind."""
+    """Yield a function that draws the end of the timeline after each step and waits; remove the drawing at the end."""
     with Live(console=console, auto_refresh=False, transient=True) as live:
 
         def step_done() -> None:
@@ -173,9 +173,9 @@ def live_view(timeline: Timeline, console: Console) -> Iterator[Callable[[], Non
 
 
 def answers_table(story: Story, outputs: list[RequestOutput]) -> Table:
-    """A line for each answer: what was asked and said, as far as the line goes."""
+    """Return a table with one line per answer: the question, the number of tokens and the text, cut to the width."""
     table = Table(box=None, padding=(0, 2, 0, 0), expand=True)
-    several = any(len(output.outputs) > 1 for output in outputs)  # of later milestones' n
+    several = any(len(output.outputs) > 1 for output in outputs)  # with `n` of later milestones
     widest = max(len(output.request_id) for output in outputs) + (2 if several else 0)
     for name, share, width in (("", 0, widest), ("question", 2, 0), ("tokens", 0, 9), ("answer", 3, 0)):
         table.add_column(name, ratio=share or None, min_width=width, no_wrap=True, overflow="ellipsis")
@@ -198,8 +198,8 @@ def show_comparison(
     console.rule("[bold]2. Static batching against continuous batching")
     lengths = [params.max_tokens for params in workload.params]
     console.print(
-        f"[italic]{len(lengths)} requests, all there at the start, with {min(lengths)} to {max(lengths)} output "
-        f"tokens: the same ones in each column.[/italic]\n"
+        f"[italic]{len(lengths)} requests that all arrive at the start, with {min(lengths)} to {max(lengths)} output "
+        f"tokens: the same requests in each column.[/italic]\n"
     )
     with console.status("measuring", refresh_per_second=2):
         measured = compare(engine, single, workload, rounds=rounds)

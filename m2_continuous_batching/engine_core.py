@@ -1,10 +1,10 @@
-"""One step of the engine: m1's loop, with a batch in it.
+"""Engine core: the seven stages of m1's step, for a batch of requests.
 
     schedule -> prepare inputs -> execute -> sample -> update -> make outputs -> release
 
-Compare it with m1's: the order is the same, and no stage knows how many requests there are. What goes through it has
-changed: the scheduler answers with a batch, an executor runs it. vLLM: `v1/engine/core.py`; SGLang:
-`Scheduler.event_loop_normal`.
+Compare it with m1's: the order is the same, and no stage depends on the number of requests. The data have changed: the
+scheduler returns a batch, an executor runs it, and all its rows are sampled together. vLLM: `v1/engine/core.py`;
+SGLang: `Scheduler.event_loop_normal`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ from m2_continuous_batching.scheduler_output import SchedulerOutput
 
 
 class EngineCore(EngineCoreBase):
-    """Runs a batch of requests per step. `stats` adds the padding and the memory reserved."""
+    """Engine core that runs a batch of requests per step. `stats` adds the padding and the reserved memory."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class EngineCore(EngineCoreBase):
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of every request that changed.
 
-        An exception in the model or the sampler ends the requests of this step, and only them; a row of logits that
-        cannot be used ends its own request; a lost device (`EngineDeadError`) ends all, and the engine with them.
+        An exception in the model or the sampler ends only the requests of this step. A row of logits that cannot be
+        used ends only its own request. A lost device (`EngineDeadError`) ends all requests and the engine.
         """
         scheduler_output = self._schedule()  # 1 schedule
         input_batch = self._attempt(prepare_inputs_from_scheduler_output, scheduler_output)  # 2 prepare inputs
@@ -91,7 +91,7 @@ class EngineCore(EngineCoreBase):
         return self.executor.num_kv_tokens()
 
     def stats(self) -> EngineStats:
-        """Totals so far, what is held now, and the waste of both."""
+        """Return the totals so far, the memory in use, the padding and the reserved memory."""
         return EngineStats(
             **vars(super().stats()),
             useful_tokens=self._num_useful,
@@ -100,7 +100,7 @@ class EngineCore(EngineCoreBase):
         )
 
     def _schedule(self) -> SchedulerOutput | None:
-        """Ask the scheduler; note what runs, for the totals."""
+        """Run the scheduler; record the requests and tokens of the step."""
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is not None:
             self._record.request_ids = scheduler_output.num_scheduled_tokens

@@ -1,7 +1,7 @@
-"""Intake with one more limit: a prompt that cannot pass in a single step is refused at once.
+"""Input processor with one more limit: a prompt that is longer than the token budget of a step is rejected.
 
-m2 prefills every prompt whole, so one that is longer than the token budget of a step would wait for ever.
-m5 cuts prompts into chunks and lifts this limit.
+m2 prefills every prompt whole, in one step, so such a prompt would wait for ever. m5 splits prompts into chunks and
+removes this limit.
 """
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
@@ -13,7 +13,7 @@ from m1_single_request.sampling_params import SamplingParams
 
 
 class InputProcessor(SingleRequestInputProcessor):
-    """m1's, with the token budget in `check_limits`."""
+    """m1's input processor, with the token budget in `check_limits`."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class InputProcessor(SingleRequestInputProcessor):
         self.max_num_batched_tokens = max_num_batched_tokens
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
-        """Refuse what this engine can never run (`InvalidRequestError`)."""
+        """Reject a request that this engine can never run (`InvalidRequestError`)."""
         super().check_limits(token_ids, params, request_id)
         check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
 
 
 def check_token_budget(token_ids: list[int], max_num_batched_tokens: int, request_id: str) -> None:
-    """Refuse a prompt that is longer than a step's budget (`PromptTooLongError`)."""
+    """Reject a prompt that is longer than the token budget of a step (`PromptTooLongError`)."""
     if len(token_ids) > max_num_batched_tokens:
         raise PromptTooLongError(
             f"request {shown(request_id)} has {len(token_ids)} prompt tokens; a prompt goes through the model in one "

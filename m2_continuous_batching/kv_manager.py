@@ -1,9 +1,9 @@
-"""Who owns which piece of KV memory: the scheduler's side of it, numbers without tensors.
+"""KV manager: the owner of each piece of KV memory, by number; the tensors are the runner's.
 
-New in m2: a request is admitted only if its keys and values have a place. Here a place is a slot, a row of the dense
-cache that is as long as the longest request may become, so whoever was admitted gets to its end. m3 hands out small
-blocks behind the same three verbs (can hold, reserve, release); how the scheduler asks stays, and what it does when a
-running request is refused comes with m3. vLLM: `v1/core/kv_cache_manager.py`; SGLang: `mem_cache/memory_pool.py`.
+New in m2: a request is admitted only if there is KV memory for it. Here the unit is a slot, a row of the dense cache
+with the length of the longest possible request. So every admitted request can run to its end. m3 allocates small
+blocks, with the same `reserve` and `release`, and preempts running requests if the free blocks are too few. vLLM:
+`v1/core/kv_cache_manager.py`; SGLang: `mem_cache/memory_pool.py`.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ class SlotManager:
     def __init__(self, *, max_num_seqs: int, max_model_len: int) -> None:
         self.num_slots = max_num_seqs
         self.slot_len = max_model_len
-        self._slots: dict[str, int] = {}  # the only record: what stands here is owned, all else is free
+        self._slots: dict[str, int] = {}  # slot of each owner; every other slot is free
 
     def can_hold(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether the request can have room for `num_tokens` tokens in all, with what it owns already.
+        """Return whether the request can have room for `num_tokens` tokens in all, its present slot included.
 
         The scheduler cannot preempt a request. So once this is True for a request, it stays True until the request
         ends, up to `max_model_len` tokens.
@@ -29,7 +29,7 @@ class SlotManager:
     def reserve(self, request_id: str, num_tokens: int) -> list[int]:
         """Give the request room for `num_tokens` tokens in all; return the slots that are new to it. `can_hold` must be
         True."""
-        if request_id in self._slots:  # a slot never grows: it was as large as can be from the start
+        if request_id in self._slots:  # a slot never grows: it has its full length from the start
             return []
         taken = set(self._slots.values())
         slot = self._slots[request_id] = next(slot for slot in range(self.num_slots) if slot not in taken)

@@ -1,4 +1,4 @@
-"""m2's engine: m1's face over m2's parts."""
+"""m2's engine: m1's public interface with m2's parts."""
 
 from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
 from m2_continuous_batching.config import EngineConfig
@@ -6,7 +6,7 @@ from m2_continuous_batching.wiring import PARTS
 
 
 class LLMEngine(SingleRequestEngine):
-    """Runs many requests at a time. `scheduler_config=SchedulerConfig(...)` says how many, and how."""
+    """Engine that runs many requests at a time. `scheduler_config=SchedulerConfig(...)` sets the limits of a batch."""
 
     parts = PARTS
     config_type = EngineConfig

@@ -63,7 +63,7 @@ class PaddedExecution:
         self.tracer.emit(Free, owner=request_id, tokens=tokens, bytes=tokens * self.kv_bytes_per_token)
 
     def clear(self) -> None:
-        """Wipe all slots."""
+        """Free all slots, and set their KV to zero."""
         written, self.written = self.written, [0] * len(self.written)
         self.lens = [0] * len(self.lens)
         self.slots.clear()

@@ -14,7 +14,7 @@ RequestT = TypeVar("RequestT", bound=Request)
 
 
 class FCFSRequestQueue(deque[RequestT]):
-    """First come, first served: a deque, whose both ends cost the same however long it is."""
+    """First-come-first-served queue: a deque, in which an operation at either end takes constant time."""
 
     def add_request(self, request: RequestT) -> None:
         """Add a new request."""

@@ -1,8 +1,8 @@
-"""Who runs now: as many requests as two limits allow, decided anew at every step.
+"""Scheduler: choose the requests of every step, within two limits.
 
-m1 ran one request to its end. Here a step is a batch: requests join it when there is room and leave it the moment they
-end, and nobody waits for the slowest (iteration-level scheduling; Yu et al., "Orca", OSDI 2022). `max_num_seqs` bounds
-how many run, `max_num_batched_tokens` how many new tokens go through the model in one step. vLLM:
+m1 ran one request to its end. Here a step runs a batch. A request joins it as soon as there is room and leaves it in
+the step in which it ends, so no request waits for the longest one (iteration-level scheduling; Yu et al., "Orca", OSDI
+2022). `max_num_seqs` limits the running requests, `max_num_batched_tokens` the new tokens of one step. vLLM:
 `v1/core/sched/scheduler.py`; SGLang: `Scheduler.get_next_batch_to_run`.
 """
 
@@ -24,10 +24,10 @@ from m2_continuous_batching.step_plan import StepPlan
 
 
 class Scheduler:
-    """The only one that changes requests. Nothing is released between `schedule` and `update_from_output`.
+    """The only part that changes requests. No memory is released between `schedule` and `update_from_output`.
 
-    A request is in `requests` from its arrival to its end, and either in `waiting` or in `running`. `running` is in
-    order of admission, and each request there owns KV memory.
+    A request is in `requests` from its arrival to its end. Between two steps it is also in `waiting` or in `running`.
+    `running` is in order of admission, and each request in it owns KV memory.
     """
 
     requests: dict[str, Request]
@@ -45,12 +45,12 @@ class Scheduler:
         self.tracer = tracer
         self.requests, self.running = {}, []
         self.waiting = FCFSRequestQueue()
-        self.finished_req_ids: set[str] = set()  # not announced yet
-        self._left_out: list[str] = []  # running requests for which the last step had no token
-        self._marked: dict[str, Request] = {}  # these end at the next update
+        self.finished_req_ids: set[str] = set()  # in no `SchedulerOutput` yet
+        self._left_out: list[str] = []  # running requests without a token in the last step
+        self._marked: dict[str, Request] = {}  # to end at the next update
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that has passed the checks of intake."""
+        """Queue a request that the input processor has checked."""
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
         self.tracer.emit(RequestAdded.of, request, len(self.waiting))
@@ -58,14 +58,14 @@ class Scheduler:
         self.waiting.add_request(request)
 
     def schedule(self) -> SchedulerOutput | None:
-        """Decide what goes through the model now; None if there is nothing to compute.
+        """Choose the requests and the tokens of the next step; return None if there is nothing to compute.
 
-        1. Whole prompts of waiting requests, oldest first, as long as both limits and the KV memory allow. The first
-           that does not fit ends the phase: nobody overtakes.
-        2. One token for every other running request, as far as the budget reaches.
+        1. Admit waiting requests with their whole prompts, oldest first, while both limits and the KV memory allow.
+           The first request that does not fit ends the phase, so no request overtakes another.
+        2. Schedule one token for every other running request, while the budget lasts.
 
-        Phase 1 alone would starve phase 2 while prompts keep coming. So the requests that the budget left out go first
-        in the next step, before any request is admitted. If one of them does not fit, none is admitted.
+        New prompts could use up the budget at every step and starve phase 2. So the requests that the budget left out
+        are scheduled first in the next step. If one of them does not fit, no request is admitted.
         """
         plan = StepPlan(budget=self.max_num_batched_tokens)
         running = [request for request in self.running if request.to_finish is None]
@@ -90,10 +90,10 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput | None, sampled: Mapping[str, SampledTokens]
     ) -> list[Request]:
-        """Commit a step: append tokens, end what is to end, release its KV memory. Returns the requests that changed.
+        """Commit a step: append tokens, end finished requests, free their KV memory. Return the changed requests.
 
-        `sampled` holds the new tokens by request id; a request that failed has none. A request that was marked to
-        finish (abort, error) ends now and its tokens of this step are dropped.
+        `sampled` holds the new tokens by request id; a failed request has none. A request that is marked to finish
+        (abort, error) ends now, and its tokens of this step are dropped.
         """
         changed = [request for request in self.running if request.request_id in sampled]
         changed += [request for request in self._marked.values() if request.request_id not in sampled]
@@ -108,14 +108,14 @@ class Scheduler:
         return changed
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
-        """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
+        """Mark unfinished requests to end with `reason` at the next update. Return the marked ids."""
         known = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
         marked = {request.request_id: request for request in known if self.updater.mark(request, reason)}
         self._marked |= marked
         return list(marked)
 
     def reset(self, reason: BaseFinishReason) -> None:
-        """End all requests with `reason`, outside a step; queues are empty afterwards, and all KV memory is free."""
+        """End all requests with `reason`, outside a step. Afterwards the queues are empty and all KV memory is free."""
         requests, self.requests = self.requests, {}
         self.waiting.remove_requests(requests.values())
         self.running.clear()
@@ -126,7 +126,7 @@ class Scheduler:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens since the start, of all requests."""
+        """Number of output tokens since the start, of all requests."""
         return self.updater.num_output_tokens
 
     def check_invariants(self) -> None:
@@ -136,7 +136,7 @@ class Scheduler:
         assert sorted(waiting + running) == sorted(self.requests), (waiting, running, list(self.requests))
         assert all(r.status is RequestStatus.WAITING for r in self.waiting)
         assert all(r.status is RequestStatus.RUNNING for r in self.running)
-        assert sorted(self.kv_manager.owned()) == sorted(running), "whoever runs owns memory, and nobody else"
+        assert sorted(self.kv_manager.owned()) == sorted(running), "exactly the running requests own KV memory"
         assert set(self._left_out) <= set(running)
         for request in self.running:
             sequence = request.sequence
@@ -150,7 +150,7 @@ class Scheduler:
             plan.add_decode(request, self.kv_manager.reserve(request.request_id, total))
 
     def _admit(self, plan: StepPlan) -> None:
-        """Phase 1. A waiting request that is marked to finish is only taken out: the update ends it."""
+        """Admit waiting requests (phase 1). One that is marked to finish only leaves the queue; the update ends it."""
         while self.waiting:
             request = self.waiting.peek_request()
             if request.to_finish is not None:
@@ -187,7 +187,7 @@ class Scheduler:
             )
 
     def _refusal(self, request: Request, num_tokens: int, plan: StepPlan) -> tuple[str, int, int] | None:
-        """The limit that keeps a request out, what it needs and what there is; None if it may join."""
+        """Return the reached limit, the amount needed and the amount available; None if the request may join."""
         if len(self.running) >= self.max_num_seqs:
             return "max_num_seqs", len(self.running) + 1, self.max_num_seqs
         if num_tokens > plan.budget_left:
@@ -197,7 +197,7 @@ class Scheduler:
         return None
 
     def _finish(self, request: Request, reason: BaseFinishReason) -> None:
-        """Take a request out of all queues and release its memory. The step releases what the runner holds for it."""
+        """Remove a request and release its KV memory. The runner's tensors are freed by the last stage of the step."""
         request_id = request.request_id
         if request in self.running:
             self.running.remove(request)

@@ -1,11 +1,11 @@
-"""A step's decision while it is being made: the token budget, and who has a share of it."""
+"""Plan of one step: the token budget, and the tokens scheduled for each request."""
 
 from m1_single_request.request import Request
 from m2_continuous_batching.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 
 class StepPlan:
-    """Filled by the scheduler, one request at a time; `output` is what leaves it."""
+    """A plan that the scheduler fills one request at a time; `output` makes the `SchedulerOutput` of it."""
 
     def __init__(self, *, budget: int) -> None:
         self.budget = budget
@@ -22,7 +22,7 @@ class StepPlan:
         self.budget_left -= len(prompt)
 
     def add_decode(self, request: Request, new_block_ids: list[int]) -> None:
-        """Schedule the newest token of a request that has run before."""
+        """Schedule the newest token of a running request."""
         sequence, decodes = request.sequence, self._decodes
         decodes.req_ids.append(request.request_id)
         decodes.new_token_ids.append(sequence.output_token_ids[-1:])
@@ -33,7 +33,7 @@ class StepPlan:
         self.budget_left -= 1
 
     def output(self, *, finished_req_ids: frozenset[str]) -> SchedulerOutput:
-        """The decision, complete."""
+        """Return the complete decision."""
         rows = [*(request.req_id for request in self._prefills), *self._decodes.req_ids]
         return SchedulerOutput(
             scheduled_new_reqs=self._prefills,

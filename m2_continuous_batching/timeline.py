@@ -1,12 +1,12 @@
-"""The timeline of a run: a lane for each request, a column for each step.
+"""Timeline of a run: a lane for each request, a column for each step.
 
     step   1        10        20
     req-0  P-------------------|
     req-1  P----x-----|
     req-2        ......P-------|
 
-A reader of the trace, like the console's: attach it (`engine.tracer.attach(timeline)`), run, and draw it, during the
-run or after it. It shows what continuous batching is about: who was in the batch at which step, and who was not.
+A trace reader, like the console reader: attach it (`engine.tracer.attach(timeline)`), run the engine, and draw it
+during the run or afterwards. It shows which requests were in the batch at each step, and which were not.
 """
 
 from collections.abc import Iterator
@@ -34,40 +34,40 @@ GLYPHS = {
 """Letter and colour of each state. Where several steps share a column, it shows the first of these that occurs."""
 LEGEND = {"queued": "queued", "prefill": "prefill", "decode": "decode", "left out": "left out by the budget"}
 DONE = ("|", "bold")
-MOST_BLOCKS = 4  # a run that is longer than so many lines of the terminal gets several steps in a column
+MOST_BLOCKS = 4  # a run that needs more lines of the terminal than this gets several steps in a column
 
 
 @dataclass
 class Lane:
-    """One request: how many steps were over when it came, then its state in each step until it ended."""
+    """Lane of one request: the number of steps before its arrival, then its state in each step until its end."""
 
     begin: int
     states: list[str] = field(default_factory=list)
     finished: bool = False
 
     def state(self, step: int, num_steps: int) -> str | None:
-        """The most remarkable state in these steps, counted from 0; None where there is none."""
+        """Return the first of `GLYPHS` that occurs in these steps, counted from 0; None if none does."""
         here = self.states[max(0, step - self.begin) : max(0, step + num_steps - self.begin)]
         return next((state for state in GLYPHS if state in here), None)
 
 
 class Timeline:
-    """Gathers lanes from the trace, and keeps the records for whoever wants to know more (`of`)."""
+    """Trace reader that builds the lanes and keeps all records (`of`)."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
-        self.steps: list[int] = []  # the engine's number of each step that is over
+        self.steps: list[int] = []  # the engine's number of each completed step
         self.records: list[TraceRecord] = []
-        self._now: dict[str, str] = {}  # states in the step that runs
-        self._ended: list[str] = []  # requests that end with it
+        self._now: dict[str, str] = {}  # states in the current step
+        self._ended: list[str] = []  # requests that end in the current step
 
     def read(self, record: TraceRecord) -> None:
-        """Take one record."""
+        """Add one record."""
         event = record.event
         self.records.append(record)
         if isinstance(event, RequestAdded):
             self.lanes[event.rid] = Lane(begin=len(self.steps))
-        self._now |= dict(event.lanes())  # any milestone's batch says who does what
+        self._now |= dict(event.lanes())  # the lanes of any milestone's `Batch`
         if isinstance(event, LeftOut):
             self._now |= dict.fromkeys(event.rids, "left out")
         elif isinstance(event, Finish):
@@ -76,21 +76,21 @@ class Timeline:
             self._end_step(record.step)
 
     def close(self) -> None:
-        """Everything stays: it can be drawn after the run."""
+        """Keep all data, so that the timeline can be drawn after the run."""
 
     def of(self, kind: type[E]) -> Iterator[tuple[int, E]]:
-        """All events of a kind so far, each with its step."""
+        """Yield all events of a kind so far, each with its step."""
         for record in self.records:
             if isinstance(record.event, kind):
                 yield record.step, record.event
 
     def draw(self, width: int, *, latest: bool = False) -> Group:
-        """The timeline in lines of at most `width` characters, and a legend. `latest`: its end only, for a live view.
+        """Return the timeline in lines of at most `width` characters, and a legend.
 
-        A line that is full goes on below, with the lanes that have anything there.
+        A full line continues below, with the lanes that have a state there. `latest`: only the end, for a live view.
         """
         labels = max([len("step"), *map(len, self.lanes)]) + 2
-        room = max(1, width - labels - 1)  # columns of a line; the one left over is for the mark of an end
+        room = max(1, width - labels - 1)  # columns of a line; one more is for the mark of an end
         each = 1 if latest else max(1, ceil(len(self.steps) / (room * MOST_BLOCKS)))  # steps in a column
         columns = ceil(len(self.steps) / each)
         begins = [max(0, columns - room)] if latest else range(0, columns, room)
@@ -108,7 +108,7 @@ class Timeline:
 
     def _end_step(self, step: int) -> None:
         self.steps.append(step)
-        for request_id in self._now:  # one that was there before this reader has no lane yet
+        for request_id in self._now:  # a request added before this reader was attached has no lane yet
             self.lanes.setdefault(request_id, Lane(begin=len(self.steps) - 1))
         for request_id, lane in self.lanes.items():
             if request_id in self._now:
@@ -120,7 +120,7 @@ class Timeline:
         self._ended.clear()
 
     def _block(self, columns: range, each: int, labels: int, *, every_lane: bool) -> list[Text]:
-        """A ruler and the lanes, for some of the columns."""
+        """Return a ruler and the lanes for some of the columns."""
         lines = [Text("step".ljust(labels) + self._ruler(columns, each), style="dim")]
         for request_id, lane in self.lanes.items():
             last = (lane.begin + len(lane.states) - 1) // each  # its last column
@@ -136,7 +136,7 @@ class Timeline:
         return lines
 
     def _ruler(self, columns: range, each: int) -> str:
-        """Step numbers, each above the column that begins with it: the first of the line, and every tenth column."""
+        """Return the step numbers above the first column of a line and above every tenth column."""
         ruler = ""
         for place, column in enumerate(columns):
             number = str(self.steps[column * each])

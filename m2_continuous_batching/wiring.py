@@ -1,4 +1,4 @@
-"""m2's table of contents: m1's table with the roles that a batch changes, and how the parts are put together."""
+"""m2's parts: m1's table with the roles that a batch changes, and the function that builds the engine core."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from m2_continuous_batching.worker import GPUWorker
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
-    """Load the model and put the parts together."""
+    """Load the model and build the engine core from the parts."""
     loaded = parts["model_loader"](config.model)
     tracer.emit(EngineStarted.of, loaded)
     limits = config.scheduler.resolved(loaded.max_model_len)

@@ -107,7 +107,7 @@ def test_the_limits_are_those_of_the_flags(tmp_path: Path, capsys: pytest.Captur
     out, err = capsys.readouterr()
     assert err == ""
     assert "At most 2 requests run at a time" in words(out) and "At most 60 new tokens" in words(out)
-    assert "of 2" in out and "Nothing is reserved in vain" in words(out)
+    assert "of 2" in out and "No reserved memory is empty" in words(out)
     events = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
     kinds = [event["event"] for event in events]
     assert kinds[0] == "engine_started" and "forward" not in kinds and "kv_usage" in kinds
@@ -243,7 +243,7 @@ def test_no_terminal_is_not_waited_for(make_engine: MakeEngine, monkeypatch: pyt
     for options in ({}, {"force_terminal": True, "_environ": {"TERM": "dumb"}}):
         console = Console(file=io.StringIO(), width=60, **options)  # type: ignore[arg-type]
         show_timeline(engine, make_story(engine, 128), greedy(3), console)
-        assert "What there is to see" in console.file.getvalue()  # type: ignore[attr-defined]
+        assert "Facts of this run" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("max_tokens", "arrival"), [(20, demo_tour.LATE_AFTER), (3, 3)])

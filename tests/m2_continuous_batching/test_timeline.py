@@ -210,7 +210,7 @@ def test_what_it_says_has_the_numbers_of_the_run(story: tuple[Timeline, dict[str
         "req-5 waits longest, 7 steps: 5 behind others in the queue, 2 as the first in line, because as many run as "
         "max_num_seqs = 3 allows. It joins in step 10, right after the end of req-4.",
         "Step 5 has no token for req-1 and req-2: the prompt of req-3 takes 24 of the 24 that max_num_batched_tokens "
-        "allows. In step 6 they run before anybody is admitted.",
+        "allows. In step 6 they run before any request is admitted.",
         "33.0 KiB held keys and values (step 7)",
         f"21 steps made the {sum(lengths.values())} output tokens of 6 requests: 2.2 a step.",
     ):
@@ -237,9 +237,9 @@ def test_it_says_what_was_padding_and_what_was_reserved(make_engine: MakeEngine)
         said[execution] = "\n".join(facts(timeline))
     assert "2 rows of 5, as long as the longest prompt: 2 of its 10 places are padding" in said["padded"]
     assert "Padding: 2 of 12 places in the tensors of these 2 steps hold no token (17%)" in said["padded"]
-    assert "reserved" in said["padded"] and "Nothing is reserved in vain" not in said["padded"]
+    assert "reserved" in said["padded"] and "No reserved memory is empty" not in said["padded"]
     assert "each prompt in a pass of its own" in said["per_request"]
-    assert "Padding: none" in said["per_request"] and "Nothing is reserved in vain" in said["per_request"]
+    assert "Padding: none" in said["per_request"] and "No reserved memory is empty" in said["per_request"]
 
 
 def test_a_run_of_one_request_has_little_to_say(make_engine: MakeEngine) -> None:
