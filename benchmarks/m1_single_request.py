@@ -58,7 +58,7 @@ class Bench:
         """The time of one token when `length` tokens are there: all read again, or only the newest."""
         ids = torch.tensor([self.prompt(length)])
         cache = DynamicCache(config=self.model.config)
-        self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
         cache.crop(-1)
 
         def recompute() -> float:
@@ -68,7 +68,7 @@ class Bench:
 
         def remember() -> float:
             begin = time.perf_counter()
-            self.model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self.model(input_ids=ids[:, -1:], cache=cache, use_cache=True, logits_to_keep=1)
             seconds = time.perf_counter() - begin
             cache.crop(-1)
             return seconds

@@ -1,6 +1,6 @@
 """Model runner: run the model on one step's tokens and return logits. Only this part uses the model and the KV cache.
 
-The model is transformers' own, with one `past_key_values` per request: after the prefill it holds the keys and values
+The model is transformers' own, with one `DynamicCache` per request: after the prefill it holds the keys and values
 of the whole prompt, and each decode step appends those of one token. m2 batches requests; m3 adds the project's own
 model and a KV cache in blocks. vLLM: `v1/worker/gpu_model_runner.py`; SGLang: `model_executor/model_runner.py`.
 """
@@ -63,7 +63,7 @@ class ModelRunner:
         output = self.model(
             input_ids=inputs.input_ids,
             position_ids=inputs.positions,
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
             logits_to_keep=inputs.num_logits,
         )

@@ -146,7 +146,7 @@ class PaddedExecution:
             input_ids=token_ids,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=self.cache,
+            cache=self.cache,
             use_cache=True,
         )
         return output.last_hidden_state

@@ -1,7 +1,7 @@
 """Per-request execution: run the rows of a batch one after the other. Correct, simple, and no faster than m1.
 
-Each request has its own `past_key_values`, as in m1, whose runner is used. There is no padding, and no KV memory is
-reserved without use. But every row launches all operations and reads all weights again.
+Each request has its own KV cache, as in m1, whose runner is used. There is no padding, and no KV memory is reserved
+without use. But every row launches all operations and reads all weights again.
 """
 
 from torch import Tensor

@@ -126,6 +126,3 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.cache.slot_len
-
-    def get_max_cache_shape(self) -> int:
-        return self.cache.slot_len
