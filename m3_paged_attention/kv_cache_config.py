@@ -40,8 +40,6 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    companion_bytes_per_token: int = 0
-    """Bytes of a second model's KV per token (the draft model, from m5 on)."""
 
     @property
     def page_size_bytes(self) -> int:
@@ -50,8 +48,8 @@ class KVCacheSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of K and V of a block in all layers, including the second model's."""
-        return self.num_layers * self.page_size_bytes + self.block_size * self.companion_bytes_per_token
+        """Bytes of K and V of a block in all layers."""
+        return self.num_layers * self.page_size_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -79,10 +77,6 @@ class KVCacheConfig:
     @property
     def num_blocks_total(self) -> int:
         return self.num_blocks + 1
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.spec.block_size
 
     @property
     def num_bytes(self) -> int:

@@ -38,10 +38,12 @@ class KVStorage:
         self.config = config
         block = (spec.block_size, spec.num_kv_heads, spec.head_dim)
         try:
-            self._blocks = torch.empty(
+            self.blocks = torch.empty(
                 (spec.num_layers * 2, config.num_blocks_total, *block), dtype=spec.dtype, device=device
             )
-            self._host_blocks = torch.empty(  # a block of all layers is contiguous, so it is one copy
+            """All blocks: `blocks[:, i]` is block i, with the keys of layer 0, its values, the keys of layer 1, and so
+            on. `layer` returns views of it."""
+            self.host_blocks = torch.empty(  # a block of all layers is contiguous, so it is one copy
                 (config.num_host_blocks, spec.num_layers * 2, *block),
                 dtype=spec.dtype,
                 pin_memory=device.type == "cuda" and config.num_host_blocks > 0,
@@ -52,45 +54,26 @@ class KVStorage:
                 f"{f' and {size(config.num_host_bytes)} on the host' if config.num_host_blocks else ''}, which cannot "
                 f"be allocated: {error}"
             ) from error
-        self._blocks[:, 0] = 0
-        self._layers = [KVLayer(*layer) for layer in self._blocks.view(spec.num_layers, 2, *self._blocks.shape[1:])]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the device, including block 0."""
-        return self._blocks.nbytes
-
-    @property
-    def num_host_bytes(self) -> int:
-        """Bytes on the host, for swapping."""
-        return self._host_blocks.nbytes
+        self.blocks[:, 0] = 0
+        self._layers = [KVLayer(*layer) for layer in self.blocks.view(spec.num_layers, 2, *self.blocks.shape[1:])]
 
     def layer(self, index: int) -> KVLayer:
         """Return the KV tensors of one layer, to read and write in place."""
         return self._layers[index]
 
-    @property
-    def blocks(self) -> Tensor:
-        """The tensor of all blocks: `blocks[:, i]` is block i, K and V of all layers.
-
-        `[num_layers * 2, num_blocks_total, block_size, num_kv_heads, head_dim]`; keys of layer 0, values of layer 0,
-        keys of layer 1, and so on. It shares its memory with the tensors of `layer`.
-        """
-        return self._blocks
-
     def copy_blocks(self, pairs: Pairs) -> None:
         """Copy blocks `(source, target)`. All sources are read before any target is written."""
         targets = {target for _, target in pairs}
-        saved = {source: self._blocks[:, source].clone() for source, _ in pairs if source in targets}
+        saved = {source: self.blocks[:, source].clone() for source, _ in pairs if source in targets}
         for source, target in pairs:
-            self._blocks[:, target].copy_(saved[source] if source in saved else self._blocks[:, source])
+            self.blocks[:, target].copy_(saved[source] if source in saved else self.blocks[:, source])
 
     def swap_out(self, pairs: Pairs) -> None:
         """Copy blocks `(device block, host block)` to the host."""
         for block_id, host_id in pairs:
-            self._host_blocks[host_id].copy_(self._blocks[:, block_id], non_blocking=True)
+            self.host_blocks[host_id].copy_(self.blocks[:, block_id], non_blocking=True)
 
     def swap_in(self, pairs: Pairs) -> None:
         """Copy blocks `(host block, device block)` to the device."""
         for host_id, block_id in pairs:
-            self._blocks[:, block_id].copy_(self._host_blocks[host_id], non_blocking=True)
+            self.blocks[:, block_id].copy_(self.host_blocks[host_id], non_blocking=True)

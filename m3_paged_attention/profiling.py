@@ -42,4 +42,4 @@ def run_largest_step(model: Decoder, num_tokens: int, *, longest: int, max_num_s
     on_device = torch.as_tensor(positions, device=device)
     hidden = model.forward(torch.zeros_like(on_device), on_device, kv, metadata)
     model.compute_logits(hidden[:max_num_seqs])
-    return kv.num_bytes
+    return kv.blocks.nbytes

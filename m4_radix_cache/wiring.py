@@ -45,7 +45,8 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     )
     trace_start(loaded, config.model, tracer)
     kv_cache_config = reserve_kv_memory(executor, config.cache, budget, device, loaded.max_model_len, tracer)
-    pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
+    num_tokens = kv_cache_config.num_blocks * config.cache.page_size
+    pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
             request_class=parts["request"],

@@ -7,7 +7,7 @@ and catches up after it. SGLang: `EAGLEWorker.forward_batch_generation` around i
 """
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -33,6 +33,18 @@ from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 
 MAX_VERIFIED = 16
 """Of how many tokens a measured step computes the logits: few steps look at more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecWithDraft(KVCacheSpec):
+    """The shape of a page, with the draft model's KV of the same tokens."""
+
+    draft_bytes_per_token: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of K and V of a page in all layers of both models."""
+        return super().block_bytes + self.block_size * self.draft_bytes_per_token
 
 
 class ModelRunner:
@@ -74,8 +86,10 @@ class ModelRunner:
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """The shape of a page of this model, and what the draft model's takes besides."""
-        companion = 0 if self.draft_runner is None else self.draft_runner.kv_bytes_per_token
-        return replace(kv_cache_spec_of(self.model, block_size), companion_bytes_per_token=companion)
+        spec = kv_cache_spec_of(self.model, block_size)
+        if self.draft_runner is None:
+            return spec
+        return SpecWithDraft(**vars(spec), draft_bytes_per_token=self.draft_runner.kv_bytes_per_token)
 
     @torch.inference_mode()
     def measure_costs(self, most: int) -> CostTable:

@@ -69,9 +69,10 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     trace_start(loaded, config.model, tracer)
     kv_cache_config = reserve_kv_memory(executor, config.cache, budget, device, loaded.max_model_len, tracer)
     costs = cost_table(config, limits, runner, tracer)
-    pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
+    num_tokens = kv_cache_config.num_blocks * config.cache.page_size
+    pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
     return parts["engine_core"](
-        input_processor=build_input_processor(config, limits, parts, loaded, kv_cache_config.num_tokens),
+        input_processor=build_input_processor(config, limits, parts, loaded, num_tokens),
         scheduler=build_scheduler(config, limits, parts, pools, loaded, costs, tracer),
         executor=executor,
         output_processor=parts["output_processor"](),

@@ -108,7 +108,8 @@ class PreparedEngine:
         )
         costs = cost_table(config, limits, runner, tracer)
         cache_class = prefix_cache_class(config.cache, parts)
-        pools = build_pools(kv_cache_config.num_tokens, rows, config.cache, parts, cache_class, tracer)
+        num_tokens = kv_cache_config.num_blocks * config.cache.page_size
+        pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
         sighted = dict(parts) | {"prefill_adder": adder_of(config, parts, loaded, self.embeddings)}
         others = {} if make_exchange is None else {"exchange": make_exchange(pools)}
         core: EngineCore = parts["engine_core"](
@@ -117,7 +118,7 @@ class PreparedEngine:
                 limits,
                 parts,
                 loaded,
-                kv_cache_config.num_tokens,
+                num_tokens,
                 sight=self.sight,
                 guesses_texts_only=self.has_draft_model,
             ),

@@ -81,13 +81,13 @@ def test_blocks_are_moved_before_the_forward_in_their_order(make_engine: MakeEng
     with torch.inference_mode():
         for block in range(5):
             kv.blocks[:, block] = block
-        kv._host_blocks[:] = 10
+        kv.host_blocks[:] = 10
     decision = engine.engine_core.scheduler.schedule()
     nothing = dataclasses.replace(decision, scheduled_new_reqs=[], num_scheduled_tokens={})
     moves = {"blocks_to_swap_in": [(0, 3)], "blocks_to_swap_out": [(3, 1), (1, 2)], "blocks_to_copy": [(2, 1), (4, 2)]}
     engine.engine_core.executor.execute_model(dataclasses.replace(nothing, **moves))
     assert [kv.blocks[0, block].unique().tolist() for block in range(5)] == [[0], [2], [4], [10], [4]]
-    assert [kv._host_blocks[block].unique().tolist() for block in range(3)] == [[10], [10], [1]]
+    assert [kv.host_blocks[block].unique().tolist() for block in range(3)] == [[10], [10], [1]]
     run(engine)
 
 

@@ -260,7 +260,7 @@ def test_requests_are_swapped_to_pinned_memory_and_back(directory: Callable[[str
     prompts = [[31, 32, 33, 34], [41, 42], [51, 52, 53], [61]]
     with build(directory("qwen3"), num_blocks=9, block_size=4, scheduler=scheduler, parts=parts) as engine:
         kv = engine.engine_core.executor.worker.model_runner.kv
-        assert kv._host_blocks.is_pinned() and kv._host_blocks.device.type == "cpu"
+        assert kv.host_blocks.is_pinned() and kv.host_blocks.device.type == "cpu"
         recorder = Recorder(engine.tracer)
         outputs = engine.generate_batch(prompts, greedy(12))
         directions = {event.direction for event in recorder.events("blocks_swapped")}

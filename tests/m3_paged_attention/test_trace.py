@@ -83,8 +83,8 @@ def test_the_sizing_can_be_computed_again_from_its_event(make_engine: MakeEngine
             assert event.num_blocks == min(event.fitting_blocks - 1, most)
         else:
             assert (event.source, event.num_blocks) == ("num_blocks", 9)
-        assert event.num_bytes == (event.num_blocks + 1) * event.block_bytes == kv.num_bytes
-        assert event.num_host_bytes == event.num_host_blocks * event.block_bytes == kv.num_host_bytes
+        assert event.num_bytes == (event.num_blocks + 1) * event.block_bytes == kv.blocks.nbytes
+        assert event.num_host_bytes == event.num_host_blocks * event.block_bytes == kv.host_blocks.nbytes
         assert (event.num_host_blocks > 0) == (engine.config.scheduler.preemption_mode == "swap")
         assert engine.stats().num_blocks == event.num_blocks
 

@@ -38,7 +38,7 @@ class Memory:
             for model in models
         ]
         for storage in self.storages:
-            noise = torch.randint(256, (storage.num_bytes,), dtype=torch.uint8, generator=generator)
+            noise = torch.randint(256, (storage.blocks.nbytes,), dtype=torch.uint8, generator=generator)
             storage.blocks.copy_(noise.view(storage.blocks.dtype).view_as(storage.blocks))
         self.store = PageStore(self.storages)
 
