@@ -98,8 +98,9 @@ def test_min_tokens_keeps_stops_away(make_engine: MakeEngine, free: RequestOutpu
 DRAWN = {"temperature": 1.5, "max_tokens": 8, "ignore_eos": True}
 
 
-def test_a_seed_fixes_the_answer_in_every_company(make_engine: MakeEngine) -> None:
-    params = SamplingParams(**DRAWN, seed=7)
+@pytest.mark.parametrize("seed", [7, 0])
+def test_a_seed_fixes_the_answer_in_every_company(make_engine: MakeEngine, seed: int) -> None:
+    params = SamplingParams(**DRAWN, seed=seed)
     expected = make_engine().generate(PROMPT, params).token_ids
     engine = make_engine(seed=5)
     engine.generate("before", SamplingParams(**DRAWN))
