@@ -65,30 +65,8 @@ class OutputProcessor:
         return text[: len(text) - held_back(text, stops)] if stops else text
 
 
-def failed_output(request: Request, error: Exception) -> RequestOutput:
-    """The output of a request whose text cannot be made: its tokens, and what went wrong."""
-    completion = CompletionOutput(
-        index=0,
-        text="",
-        token_ids=tuple(request.sequence.output_token_ids),
-        cumulative_logprob=None,
-        logprobs=None,
-        finish_reason=FinishError.reason,
-    )
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=tuple(request.prompt_token_ids),
-        prompt_logprobs=None,
-        outputs=(completion,),
-        finished=True,
-        metrics=make_metrics(request),
-        error=error,
-    )
-
-
 def make_metrics(request: Request) -> RequestMetrics:
-    """The request's times and token counts as of now."""
+    """Return the request's times and token counts as of now."""
     return RequestMetrics(
         arrival_time=request.arrival_time,
         first_token_time=request.first_token_time,
@@ -101,17 +79,26 @@ def make_metrics(request: Request) -> RequestMetrics:
     )
 
 
+def failed_output(request: Request, error: Exception) -> RequestOutput:
+    """Return the output of a request whose text cannot be made: its tokens and the error."""
+    prompt_ids, output_ids = tuple(request.prompt_token_ids), tuple(request.sequence.output_token_ids)
+    return _error_output(request.request_id, request.prompt, prompt_ids, output_ids, make_metrics(request), error)
+
+
 def rejected_output(request_id: str, prompt: Any, error: InvalidRequestError) -> RequestOutput:
     """Return the output of a request that was not queued."""
-    now = time.monotonic()
+    now, text = time.monotonic(), prompt if isinstance(prompt, str) else None
     ids = tuple(i for i in islice(prompt if isinstance(prompt, Sequence) else (), MAX_PROMPT_IDS) if isinstance(i, int))
-    return RequestOutput(
-        request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=ids,
-        prompt_logprobs=None,
-        outputs=(CompletionOutput(0, "", (), None, None, finish_reason="error"),),
-        finished=True,
-        metrics=RequestMetrics(now, None, now, len(ids), 0, 0),
-        error=error,
-    )
+    return _error_output(request_id, text, ids, (), RequestMetrics(now, None, now, len(ids), 0, 0), error)
+
+
+def _error_output(
+    request_id: str,
+    prompt: str | None,
+    prompt_ids: tuple[int, ...],
+    output_ids: tuple[int, ...],
+    metrics: RequestMetrics,
+    error: Exception,
+) -> RequestOutput:
+    completion = CompletionOutput(0, "", output_ids, None, None, FinishError.reason)
+    return RequestOutput(request_id, prompt, prompt_ids, None, (completion,), True, metrics, error)
