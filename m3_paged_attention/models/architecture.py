@@ -13,20 +13,11 @@ from typing import Any, TypeGuard
 from transformers import PreTrainedConfig
 
 from m1_single_request.errors import ModelLoadError, shown
-from m1_single_request.model_loader import LARGEST_NUM_LAYERS, LARGEST_SIZE, head_dim
+from m1_single_request.model_loader import LARGEST_SIZE, head_dim
 from m3_paged_attention.models.rotary import FREQUENCIES, RopeConfig, yarn_attention_factor
 
 MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 SILU_NAMES = ("silu", "swish")
-LARGEST_SIZES = {
-    "num_layers": LARGEST_NUM_LAYERS,
-    "hidden_size": LARGEST_SIZE,
-    "num_heads": LARGEST_SIZE,
-    "num_kv_heads": LARGEST_SIZE,
-    "head_dim": LARGEST_SIZE,
-    "intermediate_size": LARGEST_SIZE,
-    "vocab_size": LARGEST_SIZE,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +112,7 @@ def check_size(name: str, field: str, value: Any, largest: int = LARGEST_SIZE) -
 
 
 def _check_sizes(name: str, decoder: DecoderConfig) -> None:
-    for field, largest in LARGEST_SIZES.items():
-        check_size(name, field, getattr(decoder, field), largest)
+    check_size(name, "head_dim", decoder.head_dim)  # it may be derived; `describe` has checked the others
     for field in ("rms_norm_eps", "initializer_range"):
         value = getattr(decoder, field)
         if not _is_number(value) or not 0 <= value < LARGEST_NUMBER:
