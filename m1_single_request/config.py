@@ -41,7 +41,7 @@ class ModelConfig:
     """Seed of the engine. A request without a seed derives one from this and its number."""
 
     def __post_init__(self) -> None:
-        check_model(self.model)
+        check_path("model", self.model, "a directory or a hub id", optional=True)
         check_whole_number("max_model_len", self.max_model_len, low=2, optional=True)
         check_whole_number("seed", self.seed)
         check_dtype(self.dtype)
@@ -71,10 +71,8 @@ class TraceConfig:
             raise ConfigError(f"console={shown(self.console)} is unknown: use off, summary or verbose")
         if not isinstance(self.readers, tuple):
             raise ConfigError(f"readers={shown(self.readers)} must be a tuple of trace readers")
-        for name in ("jsonl", "chrome"):
-            value = getattr(self, name)
-            if value is not None:
-                check_path(name, value)
+        check_path("jsonl", self.jsonl, optional=True)
+        check_path("chrome", self.chrome, optional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,44 +83,32 @@ class EngineConfig:
     trace: TraceConfig = field(default_factory=TraceConfig)
 
 
-def check_model(model: Any) -> None:
-    """Raise `ConfigError` for a value that cannot name a model."""
-    if model is not None:
-        check_path("model", model, "a directory or a hub id")
-
-
-def check_path(name: str, value: Any, what: str = "a path") -> None:
-    """Raise `ConfigError` for a value that is neither a string nor a `Path`, or that is no valid file name."""
-    if not isinstance(value, str | Path) or not str(value):
-        raise ConfigError(f"{name}={shown(value)} must be {what}")
-    text = str(value)
-    if len(text) > LONGEST_PATH or "\0" in text or not is_unicode(text):
-        raise ConfigError(
-            f"{name}={shown(value)} must be {what}: at most {LONGEST_PATH:,} characters, no NUL, no half of a "
-            f"surrogate pair"
-        )
+def check_path(name: str, value: Any, what: str = "a path", *, optional: bool = False) -> None:
+    """Raise `ConfigError` unless `value` is a string or a `Path` and a valid file name; None is valid if `optional`."""
+    if value is None and optional:
+        return
+    text = str(value) if isinstance(value, str | Path) else ""
+    if not 0 < len(text) <= LONGEST_PATH or "\0" in text or not is_unicode(text):
+        raise ConfigError(f"{name}={shown(value)} must be {what}: valid text of 1 to {LONGEST_PATH:,} characters")
 
 
 def check_whole_number(name: str, value: Any, *, low: int | None = None, optional: bool = False) -> None:
     """Raise `ConfigError` unless `value` is a 64-bit whole number and at least `low`; None is valid if `optional`."""
     if value is None and optional:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
+    least = -LARGEST_NUMBER if low is None else low
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST_NUMBER:
         bound = "" if low is None else f" of at least {low}"
-        raise ConfigError(f"{name}={shown(value)} must be a whole number{bound}")
-    if abs(value) > LARGEST_NUMBER:
-        raise ConfigError(f"{name}={shown(value)} is too large: a whole number has at most 63 bits")
+        raise ConfigError(f"{name}={shown(value)} must be a whole number{bound}, with at most 63 bits")
 
 
 def resolve_device(name: Any) -> torch.device:
     """Return the torch device `name`; `auto` is CUDA if there is a GPU. Raises `ConfigError` if there is none."""
-    if not isinstance(name, str):
-        raise ConfigError(f"device={shown(name)} must be the name of a torch device: use auto, cpu or cuda")
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except (RuntimeError, ValueError) as error:  # an unknown name, or text that is not valid Unicode
-        raise ConfigError(f"device={shown(name)} is not a torch device: use auto, cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
+    except (RuntimeError, ValueError, TypeError):  # an unknown name, no valid Unicode, no string
+        device = torch.device("meta")
+    if not isinstance(name, str) or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={shown(name)} is not supported: use auto, cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={shown(name)}: torch finds {torch.cuda.device_count()} CUDA devices here")

@@ -28,14 +28,7 @@ from m1_single_request.output_processor import OutputProcessor, failed_output
 from m1_single_request.outputs import EngineStats, RequestOutput
 from m1_single_request.part_error import part_error
 from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, Request
-from m1_single_request.sampler import (
-    SampledTokens,
-    Sampler,
-    impossible_row,
-    not_finite,
-    prompt_logprobs,
-    suspect_rows,
-)
+from m1_single_request.sampler import SampledTokens, Sampler, impossible_row, not_finite, prompt_logprobs, suspect_rows
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.scheduler import Scheduler, SchedulerOutput
 from m1_single_request.stop_checker import StopChecker

@@ -10,35 +10,28 @@ import reprlib
 
 LONGEST_SHOWN = 80
 LONGEST_REASON = 300
-NESTED = reprlib.Repr()
-NESTED.maxlevel, NESTED.maxlist, NESTED.maxtuple, NESTED.maxset, NESTED.maxdict = 4, 20, 20, 20, 20
-NESTED.maxstring = NESTED.maxlong = NESTED.maxother = LONGEST_REASON
 LONGEST_PATH = 240
+NESTED = reprlib.Repr()
+NESTED.maxlevel, NESTED.maxlist, NESTED.maxtuple, NESTED.maxstring = 4, 20, 20, LONGEST_REASON
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair: no text contains one
 
 
 def shown(value: object, longest: int = LONGEST_SHOWN) -> str:
     """Return `value` as text for a message: one line of at most `longest` characters. Arrays: dtype and shape."""
+    if isinstance(value, str | bytes | bytearray):
+        value = value[:longest]  # the rest would be cut off
     try:
-        text = _text_of(value, longest).replace("\n", " ")
-    except RecursionError:
-        text = f"a {type(value).__name__} of thousands of levels"
+        shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
+        if dtype is not None and len(shape):
+            text = f"{type(value).__name__} of {dtype} and shape {tuple(shape)}"
+        else:  # `repr` of nested shared lists can be huge
+            nested = isinstance(value, list | tuple | dict | set | frozenset)
+            text = (NESTED.repr(value) if nested else repr(value)).replace("\n", " ")
     except ValueError:  # Python limits the number of digits (sys.set_int_max_str_digits)
         text = "a number of thousands of digits"
     except Exception:  # `__repr__` of a user's class failed
         text = f"a {type(value).__name__}"
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
-
-
-def _text_of(value: object, longest: int) -> str:
-    shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
-    if dtype is not None and len(shape):
-        return f"{type(value).__name__} of {dtype} and shape {tuple(shape)}"
-    if isinstance(value, str | bytes | bytearray) and len(value) > longest:
-        value = value[:longest]  # the rest would be cut off
-    if isinstance(value, list | tuple | dict | set | frozenset):  # `repr` of nested shared lists can be huge
-        return NESTED.repr(value)
-    return repr(value)
 
 
 def shown_path(path: object) -> str:

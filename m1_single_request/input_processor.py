@@ -5,6 +5,7 @@ limit. vLLM: `v1/engine/input_processor.py`; SGLang: `tokenizer_manager.py`, a s
 """
 
 from collections.abc import Mapping, Sequence as SequenceOf
+from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
 from jinja2 import Environment, TemplateError, meta
@@ -20,7 +21,7 @@ from m1_single_request.errors import (
     shown,
 )
 from m1_single_request.model_loader import ModelDescription
-from m1_single_request.prompt_length import LengthBound
+from m1_single_request.prompt_length import NFC_SHRINKS_BY, characters_per_token
 from m1_single_request.request import Request, Sequence
 from m1_single_request.sampling_params import SamplingParams
 
@@ -61,7 +62,6 @@ class InputProcessor:
         self.vocab_size = loaded_model.vocab_size
         self.max_model_len = loaded_model.max_model_len
         self.seed = seed
-        self._length_bound: LengthBound | None = None  # built at the first long text: it reads the vocabulary
 
     def process_request(
         self,
@@ -112,10 +112,7 @@ class InputProcessor:
         check_messages(messages)
         for message in messages:
             if not isinstance(message.get("content"), str):
-                raise InvalidPromptError(
-                    f"message {shown(message)} needs a content that is a string; pictures and other parts are for "
-                    "m6_multimodal_pd"
-                )
+                raise InvalidPromptError(f"message {shown(message)}: content must be text; pictures are for m6_multimodal_pd")
         return self.encode(self.render_chat(messages, options), add_special_tokens=False)
 
     def render_chat(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> str:
@@ -140,22 +137,25 @@ class InputProcessor:
         Raises `InvalidPromptError` if `text` is not valid text. Raises `PromptTooLongError`, without tokenizing, if the
         number of characters alone shows that no output token would fit.
         """
-        self._check_characters(text)
+        if isinstance(text, str) and len(text) >= self.max_model_len:
+            self._check_characters(text)
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate is not valid text
             raise InvalidPromptError(f"the prompt is not valid text: {shown(text)}") from error
 
     def _check_characters(self, text: str) -> None:
-        if not isinstance(text, str) or len(text) < self.max_model_len:
-            return
-        if self._length_bound is None:
-            self._length_bound = LengthBound(self.tokenizer)
-        if (at_least := self._length_bound(text)) >= self.max_model_len:
+        characters = len(text) if text.isascii() else len(text) // NFC_SHRINKS_BY
+        at_least = characters // self._characters_per_token if self._characters_per_token else 0
+        if at_least >= self.max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {len(text):,} characters, which are at least {at_least:,} tokens; max_model_len is "
                 f"{self.max_model_len} for prompt and output together"
             )
+
+    @cached_property
+    def _characters_per_token(self) -> int | None:  # at the first long text: it reads the vocabulary
+        return characters_per_token(self.tokenizer)
 
     def _check_template_options(self, options: Mapping[str, Any]) -> None:
         """Reject an option that the template never reads; Jinja would ignore it silently."""
@@ -168,18 +168,13 @@ class InputProcessor:
             return
         for name in options:
             if name not in names | TEMPLATE_ARGUMENTS:
-                reads = ", ".join(sorted(names))
-                raise InvalidPromptError(
-                    f"chat_template_kwargs: this model's template has no variable {shown(name)}; it reads {reads}"
-                )
+                known = ", ".join(sorted(names))
+                raise InvalidPromptError(f"chat_template_kwargs: the template has no variable {shown(name)}, only {known}")
 
     def _check_params(self, params: SamplingParams) -> None:
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
-            for token_id in ids:
-                if token_id >= self.vocab_size:
-                    raise InvalidParamsError(
-                        f"{name}: token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})"
-                    )
+            if ids and (largest := max(ids)) >= self.vocab_size:
+                raise InvalidParamsError(f"{name}: token id {largest} is outside the vocabulary of {self.vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > self.vocab_size:
@@ -199,34 +194,24 @@ class InputProcessor:
 
     def _check_tokens(self, token_ids: list[int], request_id: str) -> None:
         if not token_ids:
-            raise InvalidPromptError(
-                f"request {shown(request_id)} has an empty prompt: there is no token to continue from"
-            )
+            raise InvalidPromptError(f"request {shown(request_id)} has an empty prompt; give at least one token")
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
-                number = str(token_id) if abs(token_id) < 10**100 else "of over 100 digits"
-                raise InvalidPromptError(f"token id {number} is outside the vocabulary (0 to {self.vocab_size - 1})")
+                raise InvalidPromptError(f"token id {shown(token_id)} is outside the vocabulary of {self.vocab_size}")
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
         """Raise `InvalidRequestError` for a request that this engine can never run."""
         if params.n > 1:
             raise InvalidParamsError(
-                f"n={params.n}: several outputs of one prompt share its KV, which needs the blocks of "
-                f"m3_paged_attention; here n must be 1"
+                f"n={params.n} must be 1: several outputs share KV blocks, from m3_paged_attention"
             )
         check_model_len(token_ids, self.max_model_len, request_id)
 
 
 def check_name(name: str, value: Any) -> None:
     """Raise `InvalidRequestError` for a request id or a cache salt that cannot be sent between processes."""
-    if not isinstance(value, str) or not value:
-        raise InvalidRequestError(f"{name}={shown(value)} must be a string that is not empty")
-    if len(value) > LONGEST_NAME:
-        raise InvalidRequestError(
-            f"{name}={shown(value)} has {len(value):,} characters; at most {LONGEST_NAME:,} are possible"
-        )
-    if not is_unicode(value):
-        raise InvalidRequestError(f"{name}={shown(value)} has half a surrogate pair, which no text can contain")
+    if not isinstance(value, str) or not 0 < len(value) <= LONGEST_NAME or not is_unicode(value):
+        raise InvalidRequestError(f"{name}={shown(value)} must be valid text of 1 to {LONGEST_NAME:,} characters")
 
 
 def check_messages(messages: Any) -> None:

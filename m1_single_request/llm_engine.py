@@ -8,9 +8,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, NoReturn, Self, Unpack
+
+from tqdm import tqdm
 
 from m1_single_request.config import DEFAULT_MODEL, EngineConfig, assemble_config
 from m1_single_request.errors import (
@@ -25,7 +27,6 @@ from m1_single_request.input_processor import Message, Prompt, RequestOptions, c
 from m1_single_request.output_processor import rejected_output
 from m1_single_request.outputs import EngineStats, RequestOutput
 from m1_single_request.parts import check_built, check_parts
-from m1_single_request.progress import BatchProgress
 from m1_single_request.request_stream import Mailbox, RequestStream
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import readers_of
@@ -34,6 +35,7 @@ from m1_single_request.wiring import PARTS
 
 Params = SamplingParams | None
 MAX_PROMPTS = 2**20  # of a batch
+PATIENCE = 1.0  # seconds; a shorter batch shows no progress bar
 ABANDONED: Mailbox = deque(maxlen=0)  # of streams that were closed before the end of their request
 
 
@@ -83,7 +85,7 @@ class LLMEngine:
     ) -> RequestOutput:
         """Answer one prompt (text or token ids) and return the finished output."""
         with self._open(prompt, params, request_id, options, final_only=True) as outputs:
-            return _last(outputs)
+            return next(outputs)
 
     def generate_batch(
         self,
@@ -113,12 +115,12 @@ class LLMEngine:
                     self._number += 1
                     results[request_id] = rejected_output(request_id, prompt, error)
             streams = {rid: result for rid, result in results.items() if isinstance(result, RequestStream)}
-            with BatchProgress(len(results), show=progress) as bar:
+            with _progress_bar(len(results), len(results) - len(streams), progress) as bar:
                 while streams:  # every request ends, so this does
                     for request_id in self._advance():
                         if request_id in streams:
                             results[request_id] = next(streams.pop(request_id))
-                    bar.update(len(results) - len(streams))
+                            bar.update()
             return {rid: result for rid, result in results.items() if isinstance(result, RequestOutput)}
         finally:
             for result in results.values():
@@ -350,8 +352,10 @@ class LLMEngine:
             raise EngineUsageError("the engine is inside a step; a trace reader must not call it")
 
 
-def _last(outputs: Iterable[RequestOutput]) -> RequestOutput:
-    return deque(outputs, maxlen=1)[0]
+def _progress_bar(total: int, finished: int, show: bool | None) -> "tqdm[NoReturn]":
+    """Return a bar on stderr that disappears at its end. `show=None`: on a terminal, for a long batch."""
+    disable, delay = (None, PATIENCE) if show is None else (not show, 0.0)
+    return tqdm(total=total, initial=finished, desc="requests", leave=False, disable=disable, delay=delay)
 
 
 def _one_per_prompt(prompts: Sequence[Prompt], params: Params | Sequence[SamplingParams]) -> list[Params]:

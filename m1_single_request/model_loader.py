@@ -33,15 +33,7 @@ LONGEST_ID = 96  # characters of a hub id; the hub has none longer
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 LARGEST_SIZE = 2**48  # of a field; larger sizes overflow in C code before the memory check rejects them
 LARGEST_NUM_LAYERS = 10_000  # each layer is a list of Python objects before any tensor takes memory
-LARGEST_SIZES: dict[str, int | None] = {
-    "num_hidden_layers": LARGEST_NUM_LAYERS,
-    "hidden_size": LARGEST_SIZE,
-    "num_attention_heads": LARGEST_SIZE,
-    "num_key_value_heads": LARGEST_SIZE,
-    "intermediate_size": LARGEST_SIZE,
-    "vocab_size": LARGEST_SIZE,
-    "max_position_embeddings": None,  # checked in `_max_model_len`, together with the configured length
-}
+SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 
 
@@ -94,8 +86,9 @@ def head_dim(config: PreTrainedConfig) -> int:
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model and the tokenizer of `config`. Raises `ModelLoadError` or `ConfigError`, with a remedy."""
-    described = describe(config, needs_weights=True, architectures=SUPPORTED_ARCHITECTURES)
+    described = describe(config, SUPPORTED_ARCHITECTURES)
     name = described.name
+    check_weight_files(name)
     model, report = load_part(
         name,
         "its weights",
@@ -126,14 +119,14 @@ def load_model(config: ModelConfig) -> LoadedModel:
     )
 
 
-def describe(choice: ModelConfig, *, needs_weights: bool, architectures: Sequence[str]) -> ModelDescription:
-    """Read and check everything but the weights of a model; `needs_weights=False` for a directory without weights.
+def describe(choice: ModelConfig, architectures: Sequence[str]) -> ModelDescription:
+    """Read and check everything but the weights of a model.
 
     `architectures` are those that the caller can build. A vision-language config has a part for its language model:
     positions and vocabulary are read from that part, end-of-sequence ids from both.
     """
     name = str(DEFAULT_MODEL if choice.model is None else choice.model)
-    _check_directory(name, needs_weights)
+    _check_directory(name)
     config = load_part(name, "its config", lambda: _read_config(name))
     named = getattr(config, "architectures", None)
     architecture = named[0] if isinstance(named, list) and named else "none"
@@ -142,7 +135,6 @@ def describe(choice: ModelConfig, *, needs_weights: bool, architectures: Sequenc
         shortened = architecture if isinstance(architecture, str) and len(architecture) <= 80 else shown(architecture)
         raise ModelLoadError(f"{name}: architecture {shortened} is not supported; supported are {supported}")
     text = _text_config(name, config)
-    max_model_len = _max_model_len(name, choice.max_model_len, text)
     generation = _generation_config(name)
     tokenizer = load_part(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     eos = _eos_token_ids(config, text, generation, tokenizer)
@@ -153,7 +145,7 @@ def describe(choice: ModelConfig, *, needs_weights: bool, architectures: Sequenc
         config=config,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(i for i in eos if 0 <= i < text.vocab_size),  # others are never sampled
-        max_model_len=max_model_len,
+        max_model_len=_max_model_len(name, choice.max_model_len, text.max_position_embeddings),
         device=device,
         dtype=choose_dtype(choice.dtype, named, count_weights(config), device),
         named_dtype=named,
@@ -215,7 +207,15 @@ def _check_stored_types(name: str, keys: Collection[str]) -> None:
                     check_stored_type(name, key, tensors.get_slice(key).get_dtype())
 
 
-def _check_directory(name: str, needs_weights: bool) -> None:
+def check_weight_files(name: str) -> None:
+    """Raise `ModelLoadError` for a directory without weights in safetensors files."""
+    if Path(name).is_dir() and not any(Path(name).glob("*.safetensors")):
+        raise ModelLoadError(
+            f"{name} has no .safetensors file; only those are read: write them with transformers' save_pretrained"
+        )
+
+
+def _check_directory(name: str) -> None:
     path = Path(name)
     try:
         is_directory, is_there = path.is_dir(), path.exists()
@@ -225,10 +225,6 @@ def _check_directory(name: str, needs_weights: bool) -> None:
     if is_directory:
         if not (path / "config.json").exists():
             raise ModelLoadError(f"{name} has no config.json: is it a Hugging Face model directory?")
-        if needs_weights and not any(path.glob("*.safetensors")):
-            raise ModelLoadError(
-                f"{name} has no .safetensors file; only those are read: write them with transformers' save_pretrained"
-            )
         if (path / "adapter_config.json").exists():
             raise ModelLoadError(f"{name} is an adapter (adapter_config.json): merge it into its base model first")
         if not (path / "tokenizer.json").exists() and not (path / "tokenizer_config.json").exists():
@@ -244,12 +240,8 @@ def _read_config(name: str) -> PreTrainedConfig:
     """Read config.json. Checks the number of layers first: transformers makes a list that long before any check."""
     stored, _ = PreTrainedConfig.get_config_dict(name)
     for part in (stored, stored.get("text_config")):
-        num_layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
-        if isinstance(num_layers, int) and not 1 <= num_layers <= LARGEST_NUM_LAYERS:
-            raise ModelLoadError(
-                f"{name}: num_hidden_layers={shown(num_layers)} in config.json must be a whole number from 1 to "
-                f"{LARGEST_NUM_LAYERS:,}"
-            )
+        if isinstance(part, dict) and isinstance(num_layers := part.get("num_hidden_layers"), int):
+            check_size(name, "num_hidden_layers", num_layers, high=LARGEST_NUM_LAYERS)
     config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     return config
 
@@ -259,27 +251,26 @@ def _text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config()
     if not isinstance(text, PreTrainedConfig):
         raise ModelLoadError(
-            f"{name}: text_config={shown(text)} in config.json is no part of a model with model_type="
-            f"{shown(config.model_type)}; correct the file"
+            f"{name}: text_config={shown(text)} in config.json is no part of a model; correct the file"
         )
-    optional = {"head_dim": LARGEST_SIZE} if getattr(text, "head_dim", None) is not None else {}
-    for field, largest in (LARGEST_SIZES | optional).items():
-        value = getattr(text, field, None)
-        if not isinstance(value, int) or isinstance(value, bool) or (largest and not 1 <= value <= largest):
-            limit = f" from 1 to {largest:,}" if largest else ""
-            raise ModelLoadError(
-                f"{name}: config.json leads to {field}={shown(value)}, which must be a whole number{limit}; model_type "
-                f"is {shown(config.model_type)}"
-            )
+    for field in SIZES:
+        check_size(name, field, getattr(text, field, None))
+    if getattr(text, "head_dim", None) is not None:
+        check_size(name, "head_dim", text.head_dim)
+    check_size(name, "num_hidden_layers", getattr(text, "num_hidden_layers", None), high=LARGEST_NUM_LAYERS)
+    check_size(name, "max_position_embeddings", getattr(text, "max_position_embeddings", None), low=2)
     return text
 
 
-def _max_model_len(name: str, requested: int | None, config: PreTrainedConfig) -> int:
-    limit = config.max_position_embeddings
-    if limit < 2:
+def check_size(name: str, field: str, value: Any, *, low: int = 1, high: int = LARGEST_SIZE) -> None:
+    """Raise `ModelLoadError` unless a field of config.json is a whole number from `low` to `high`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ModelLoadError(
-            f"{name}: max_position_embeddings={shown(limit)} in config.json leaves no room for a token"
+            f"{name}: config.json leads to {field}={shown(value)}, which must be a whole number from {low} to {high:,}"
         )
+
+
+def _max_model_len(name: str, requested: int | None, limit: int) -> int:
     if requested is not None and requested > limit:
         raise ConfigError(f"max_model_len={requested} is more than the {limit} positions of {name}")
     return requested or limit
@@ -287,20 +278,15 @@ def _max_model_len(name: str, requested: int | None, config: PreTrainedConfig) -
 
 def _generation_config(name: str) -> GenerationConfig | None:
     """Read generation_config.json, or return None. The model's loader would ignore a broken file and its EOS ids."""
-
-    def read() -> GenerationConfig | None:
-        try:
-            cached_file(name, "generation_config.json")
-        except OSError:  # many models have none; a connection error would have failed at config.json
-            return None
-        return GenerationConfig.from_pretrained(name)
-
-    return load_part(name, "its generation config", read)
+    try:
+        cached_file(name, "generation_config.json")
+    except OSError:  # many models have none; a connection error would have failed at config.json
+        return None
+    config: GenerationConfig = load_part(name, "its generation config", lambda: GenerationConfig.from_pretrained(name))
+    return config
 
 
-def _eos_token_ids(
-    *named_by: PreTrainedConfig | GenerationConfig | PreTrainedTokenizerBase | None,
-) -> frozenset[int]:
+def _eos_token_ids(*named_by: PreTrainedConfig | GenerationConfig | PreTrainedTokenizerBase | None) -> frozenset[int]:
     ids: set[int] = set()
     for value in (getattr(named, "eos_token_id", None) for named in named_by):
         several = value if isinstance(value, list | tuple) else [] if value is None else [value]

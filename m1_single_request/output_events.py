@@ -181,13 +181,9 @@ class Finish(Event):
     @classmethod
     def of(cls, request: Request, reason: BaseFinishReason) -> Self:
         """Build the event for a request that ended with `reason`."""
-        return cls(
-            rid=request.request_id,
-            reason=reason.reason,
-            matched=reason.matched,
-            why=_in_words(reason, request),
-            out_len=request.sequence.get_output_len(),
-        )
+        matched, why = _cause(reason, request)
+        out_len = request.sequence.get_output_len()
+        return cls(rid=request.request_id, reason=reason.reason, matched=matched, why=why, out_len=out_len)
 
     def explain(self) -> str:
         return f"{self.rid} ends after {some(self.out_len, 'output token')} ({self.reason}): {self.why}."
@@ -196,14 +192,16 @@ class Finish(Event):
         return f"{self.rid} ends: {self.reason}"
 
 
-def _in_words(reason: BaseFinishReason, request: Request) -> str:
+def _cause(reason: BaseFinishReason, request: Request) -> tuple[int | str | None, str]:
+    """Return the token, string or limit that ended a request, or None, and the reason in words."""
     if isinstance(reason, FinishMatchedToken):
         kind = "the end-of-sequence token" if reason.is_eos else "the stop token"
-        return f"{kind} {reason.token_id} ({request.sequence.detokenizer.token_text(reason.token_id)!r}) came"
+        text = request.sequence.detokenizer.token_text(reason.token_id)
+        return reason.token_id, f"{kind} {reason.token_id} ({text!r}) came"
     if isinstance(reason, FinishMatchedStr):
-        return f"the stop string {reason.text!r} appeared"
+        return reason.text, f"the stop string {reason.text!r} appeared"
     if isinstance(reason, FinishLength):
-        return f"{reason.limit} = {reason.value} is reached"
+        return reason.limit, f"{reason.limit} = {reason.value} is reached"
     if isinstance(reason, FinishError):
-        return f"{type(reason.error).__name__}: {reason.error}"
-    return "the caller gave it up"
+        return None, f"{type(reason.error).__name__}: {reason.error}"
+    return None, "the caller gave it up"

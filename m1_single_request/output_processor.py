@@ -82,23 +82,15 @@ def make_metrics(request: Request) -> RequestMetrics:
 def failed_output(request: Request, error: Exception) -> RequestOutput:
     """Return the output of a request whose text cannot be made: its tokens and the error."""
     prompt_ids, output_ids = tuple(request.prompt_token_ids), tuple(request.sequence.output_token_ids)
-    return _error_output(request.request_id, request.prompt, prompt_ids, output_ids, make_metrics(request), error)
+    completion = CompletionOutput(0, "", output_ids, None, None, "error")
+    metrics = make_metrics(request)
+    return RequestOutput(request.request_id, request.prompt, prompt_ids, None, (completion,), True, metrics, error)
 
 
 def rejected_output(request_id: str, prompt: Any, error: InvalidRequestError) -> RequestOutput:
     """Return the output of a request that was not queued."""
     now, text = time.monotonic(), prompt if isinstance(prompt, str) else None
     ids = tuple(i for i in islice(prompt if isinstance(prompt, Sequence) else (), MAX_PROMPT_IDS) if isinstance(i, int))
-    return _error_output(request_id, text, ids, (), RequestMetrics(now, None, now, len(ids), 0, 0), error)
-
-
-def _error_output(
-    request_id: str,
-    prompt: str | None,
-    prompt_ids: tuple[int, ...],
-    output_ids: tuple[int, ...],
-    metrics: RequestMetrics,
-    error: Exception,
-) -> RequestOutput:
-    completion = CompletionOutput(0, "", output_ids, None, None, FinishError.reason)
-    return RequestOutput(request_id, prompt, prompt_ids, None, (completion,), True, metrics, error)
+    completion = CompletionOutput(0, "", (), None, None, "error")
+    metrics = RequestMetrics(now, None, now, len(ids), 0, 0)
+    return RequestOutput(request_id, text, ids, None, (completion,), True, metrics, error)

@@ -12,12 +12,6 @@ from typing import Any, get_args, get_type_hints
 
 from m1_single_request.errors import ConfigError, shown
 
-NAMED = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.KEYWORD_ONLY,
-)
-
 
 def check_parts(parts: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for an unknown role, or for a part that cannot take the place of the default one."""
@@ -93,11 +87,11 @@ def _refusal(own: Callable[..., Any], expected: Callable[..., Any], *, only_requ
         signature = inspect.signature(own)
     except ValueError:  # a built-in type tells nothing about its arguments
         return None
-    given = [p for p in inspect.signature(expected).parameters.values() if p.kind in NAMED]
-    if only_required:
-        given = [p for p in given if p.default is p.empty]
+    given = [
+        p for p in inspect.signature(expected).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     by_place = [p for p in given if p.kind is not p.KEYWORD_ONLY and p.default is p.empty]
-    by_name = {p.name: None for p in given if p not in by_place}
+    by_name = {p.name: None for p in given if p not in by_place and (p.default is p.empty or not only_required)}
     try:
         signature.bind(*by_place, **by_name)
     except TypeError as error:

@@ -40,11 +40,6 @@ class BaseFinishReason:
     def stop_reason(self) -> int | str | None:
         return None
 
-    @property
-    def matched(self) -> int | str | None:
-        """The stop token's id, the stop string, or the name of the limit; for the trace."""
-        return self.stop_reason
-
 
 @dataclass(frozen=True)
 class FinishMatchedToken(BaseFinishReason):
@@ -58,10 +53,6 @@ class FinishMatchedToken(BaseFinishReason):
     def stop_reason(self) -> int | str | None:
         """The id for `stop_token_ids`, None for the model's own end of sequence (as in vLLM)."""
         return None if self.is_eos else self.token_id
-
-    @property
-    def matched(self) -> int | str | None:
-        return self.token_id
 
 
 @dataclass(frozen=True)
@@ -83,10 +74,6 @@ class FinishLength(BaseFinishReason):
     reason: ClassVar[str] = "length"
     limit: str
     value: int
-
-    @property
-    def matched(self) -> int | str | None:
-        return self.limit
 
 
 @dataclass(frozen=True)
@@ -163,14 +150,7 @@ class Sequence:
 class Request:
     """One request: its prompt, its parameters, its sequence and the times of its life (monotonic seconds)."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        sequence: Sequence,
-        seed: int,
-        arrival_time: float,
-    ) -> None:
+    def __init__(self, request_id: str, prompt: str | None, sequence: Sequence, seed: int, arrival_time: float) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.sequence = sequence

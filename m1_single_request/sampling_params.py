@@ -17,6 +17,8 @@ LARGEST = 2**63 - 1  # of a whole number: no request needs more, and messages be
 MAX_TOKEN_IDS = 2**20  # entries of stop_token_ids and of logit_bias; no vocabulary is larger
 MAX_STOP_CHARACTERS = 2**16  # of all stop strings together
 GREEDY_EPSILON = 1e-5  # a temperature below this means greedy
+BEFORE_GREEDY = ("min_tokens", "logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty")
+AFTER_GREEDY = ("temperature", "min_p", "top_k", "top_p")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer(self, "max_tokens", low=1)
-        _integer(self, "min_tokens", low=0, high=self.max_tokens, high_is="max_tokens")
+        _integer(self, "min_tokens", low=0, high=self.max_tokens, high_is="max_tokens=")
         _integer(self, "n", low=1)
         _integer(self, "seed", low=-(2**63), high=2**63 - 1, optional=True)
         _integer(self, "logprobs", low=0, optional=True)
@@ -102,18 +104,9 @@ class SamplingParams:
 
     def describe(self) -> str:
         """Return the settings that act on the logits, in the order in which they act; empty for plain greedy."""
-        settings = [
-            ("min_tokens", self.min_tokens > 0),
-            ("logit_bias", self.logit_bias is not None),
-            ("repetition_penalty", self.repetition_penalty != 1),
-            ("frequency_penalty", self.frequency_penalty != 0),
-            ("presence_penalty", self.presence_penalty != 0),
-            ("temperature", not self.is_greedy),
-            ("min_p", not self.is_greedy and self.min_p > 0),
-            ("top_k", not self.is_greedy and self.top_k > 0),
-            ("top_p", not self.is_greedy and self.top_p < 1),
-        ]
-        return ", ".join(f"{name} {getattr(self, name)}" for name, acts in settings if acts)
+        names = BEFORE_GREEDY if self.is_greedy else BEFORE_GREEDY + AFTER_GREEDY
+        values = {name: getattr(self, name) for name in names}  # the class has the defaults, which change nothing
+        return ", ".join(f"{name} {value}" for name, value in values.items() if value != getattr(SamplingParams, name))
 
 
 def _integer(
@@ -124,11 +117,8 @@ def _integer(
         return
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidParamsError(f"{name}={shown(value)} must be a whole number")
-    if value < low:
-        raise InvalidParamsError(f"{name}={shown(value)} is too small: it must be at least {low}")
-    if value > high:
-        ceiling = f"{high_is} ({high})" if high_is else str(high)
-        raise InvalidParamsError(f"{name}={shown(value)} is too large: it must be at most {ceiling}")
+    if not low <= value <= high:
+        raise InvalidParamsError(f"{name}={shown(value)} is out of range: it must be from {low} to {high_is}{high}")
 
 
 def _number(
@@ -147,25 +137,17 @@ def _number(
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
-        raise InvalidParamsError(f"stop={shown(stop)} must be a string or a list of strings, none of them empty")
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s and is_unicode(s) for s in strings):
+        raise InvalidParamsError(f"stop={shown(stop)} must be valid text or a list of texts, none of them empty")
     if sum(map(len, strings)) > MAX_STOP_CHARACTERS:
         raise InvalidParamsError(f"stop={shown(stop)} has more than {MAX_STOP_CHARACTERS:,} characters in all")
-    if not all(map(is_unicode, strings)):
-        raise InvalidParamsError(f"stop={shown(stop)} has half a surrogate pair, which no text can contain")
     return tuple(dict.fromkeys(strings))
 
 
 def _token_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    if (
-        isinstance(ids, str | bytes | bytearray)
-        or not isinstance(ids, Sequence)
-        or len(ids) > MAX_TOKEN_IDS
-        or not all(_is_token_id(i) for i in ids)
-    ):
-        raise InvalidParamsError(
-            f"stop_token_ids={shown(ids)} must be a list of at most {MAX_TOKEN_IDS:,} token ids (whole numbers from 0)"
-        )
+    is_list = isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray) and len(ids) <= MAX_TOKEN_IDS
+    if not is_list or not all(map(_is_token_id, ids)):
+        raise InvalidParamsError(f"stop_token_ids={shown(ids)} must be a list of at most {MAX_TOKEN_IDS:,} token ids")
     return tuple(dict.fromkeys(ids))
 
 

@@ -9,13 +9,7 @@ SGLang has `Req.check_finished`.
 from collections.abc import Iterable, Sequence as SequenceOf
 from dataclasses import dataclass
 
-from m1_single_request.request import (
-    BaseFinishReason,
-    FinishLength,
-    FinishMatchedStr,
-    FinishMatchedToken,
-    Sequence,
-)
+from m1_single_request.request import BaseFinishReason, FinishLength, FinishMatchedStr, FinishMatchedToken, Sequence
 
 NO_IDS: frozenset[int] = frozenset()
 
@@ -83,15 +77,10 @@ def _first_match(text: str, already: int, stops: SequenceOf[str]) -> tuple[str, 
     No stop string ends within the first `already` characters. The earliest end is chosen, so the result does not depend
     on how the text is split into tokens; of two with the same end, the longer.
     """
-    found = []
-    for stop in stops:
-        start = text.find(stop, max(0, already - len(stop) + 1))
-        if start >= 0:
-            found.append((start + len(stop), -len(stop), stop))
-    if not found:
-        return None
-    end, _, stop = min(found)
-    return stop, end
+    starts = {stop: text.find(stop, max(0, already - len(stop) + 1)) for stop in stops}
+    found = [(start + len(stop), -len(stop), stop) for stop, start in starts.items() if start >= 0]
+    end, _, stop = min(found, default=(0, 0, ""))
+    return (stop, end) if stop else None
 
 
 def held_back(text: str, stops: SequenceOf[str]) -> int:

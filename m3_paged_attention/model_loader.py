@@ -10,7 +10,14 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from m1_single_request.errors import ConfigError, ModelLoadError
-from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, LoadedModel, ModelDescription, describe, load_part
+from m1_single_request.model_loader import (
+    SUPPORTED_ARCHITECTURES,
+    LoadedModel,
+    ModelDescription,
+    check_weight_files,
+    describe,
+    load_part,
+)
 from m1_single_request.precision import count_weights
 from m1_single_request.trace_event import size
 from m2_continuous_batching.memory import available_memory
@@ -26,9 +33,7 @@ MAX_POSITIONS = 2**24
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model and the tokenizer of `config`. Raises `ModelLoadError` or `ConfigError`, with a remedy."""
     backend = resolve(config.attention_backend, config.torch_device())
-    needs_weights = config.load_format != "dummy"
-    described = describe(config, needs_weights=needs_weights, architectures=SUPPORTED_ARCHITECTURES)
-    return load_described(config, described, backend)
+    return load_described(config, describe(config, SUPPORTED_ARCHITECTURES), backend)
 
 
 def load_described(config: ModelConfig, described: ModelDescription, backend: Backend) -> LoadedModel:
@@ -78,5 +83,6 @@ def _weights(config: ModelConfig, described: ModelDescription, shape: DecoderCon
 
 def weights_directory(name: str) -> Path:
     """Return the directory of a model's weights; for a hub id, download the needed files first."""
+    check_weight_files(name)
     directory = Path(name)
     return directory if directory.is_dir() else Path(snapshot_download(name, allow_patterns=list(WEIGHT_FILES)))

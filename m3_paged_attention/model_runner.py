@@ -73,13 +73,12 @@ class ModelRunner:
         An exception fails only the requests of this step; `torch.AcceleratorError` means that the device is lost.
         """
         rows = self.input_batch.update(scheduler_output)
-        for move, blocks in (
-            (self.kv.swap_in, scheduler_output.blocks_to_swap_in),  # in this order: a block that was
-            (self.kv.swap_out, scheduler_output.blocks_to_swap_out),  # swapped out may be the target
-            (self.kv.copy_blocks, scheduler_output.blocks_to_copy),  # of a copy in the same step
-        ):
-            if blocks:
-                move(blocks)
+        if scheduler_output.blocks_to_swap_in:
+            self.kv.swap_in(scheduler_output.blocks_to_swap_in)
+        if scheduler_output.blocks_to_swap_out:
+            self.kv.swap_out(scheduler_output.blocks_to_swap_out)
+        if scheduler_output.blocks_to_copy:  # last: a block that was swapped out may be the target of a copy
+            self.kv.copy_blocks(scheduler_output.blocks_to_copy)
         if not rows:
             return ModelRunnerOutput([], [], [])
         model_input = self.prepare_inputs(rows)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from m1_single_request.config import check_model, check_whole_number
+from m1_single_request.config import check_path, check_whole_number
 from m1_single_request.errors import ConfigError, shown
 from m2_continuous_batching.config import LEAST_BATCHED_TOKENS
 from m3_paged_attention.config import check_choice
@@ -102,7 +102,7 @@ class SpeculativeConfig:
         check_whole_number("num_speculative_tokens", self.num_speculative_tokens, low=1)
         check_whole_number("prompt_lookup_max", self.prompt_lookup_max, low=1)
         check_whole_number("prompt_lookup_min", self.prompt_lookup_min, low=1)
-        check_model(self.model)
+        check_path("model", self.model, "a directory or a hub id", optional=True)
         check_flag("back_off", self.back_off)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(

@@ -67,7 +67,7 @@ class DescribedModel:
 
 def describe_model(config: ModelConfig) -> DescribedModel:
     """Read and check everything but the weights. Raises `ModelLoadError` or `ConfigError`, as `load_model` would."""
-    described = describe(config, needs_weights=config.load_format != "dummy", architectures=ALL_ARCHITECTURES)
+    described = describe(config, ALL_ARCHITECTURES)
     vision_facts, media_tokens = None, None
     vocab_size = described.config.get_text_config().vocab_size
     if described.architecture == qwen3_vl.ARCHITECTURE:
@@ -92,7 +92,7 @@ def describe_model(config: ModelConfig) -> DescribedModel:
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
     backend = resolve(config.attention_backend, config.torch_device())
-    described = describe(config, needs_weights=config.load_format != "dummy", architectures=ALL_ARCHITECTURES)
+    described = describe(config, ALL_ARCHITECTURES)
     if described.architecture == qwen3_vl.ARCHITECTURE:
         return _load_vl(config, described, backend)
     return LoadedModel(**vars(load_described(config, described, backend)))

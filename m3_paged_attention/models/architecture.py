@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from transformers import PreTrainedConfig
 
 from m1_single_request.errors import ModelLoadError, shown
-from m1_single_request.model_loader import LARGEST_SIZE, head_dim
+from m1_single_request.model_loader import check_size, head_dim
 from m3_paged_attention.models.rotary import FREQUENCIES, RopeConfig, yarn_attention_factor
 
 MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
@@ -101,14 +101,6 @@ def check_not_quantized(name: str, config: PreTrainedConfig) -> None:
     """Raise `ModelLoadError` if the weights are quantized."""
     if getattr(config, "quantization_config", None):
         raise ModelLoadError(f"{name} is quantized (quantization_config in config.json): give the original weights")
-
-
-def check_size(name: str, field: str, value: Any, largest: int = LARGEST_SIZE) -> None:
-    """Raise `ModelLoadError` unless `value` is a whole number from 1 to `largest`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-        raise ModelLoadError(
-            f"{name}: config.json leads to {field}={shown(value)}, which must be a whole number from 1 to {largest:,}"
-        )
 
 
 def _check_sizes(name: str, decoder: DecoderConfig) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from m1_single_request.errors import ModelLoadError, shown
-from m3_paged_attention.models.architecture import check_size
+from m1_single_request.model_loader import check_size
 from m3_paged_attention.models.weights import check_headers, draw, fill, read_headers
 from m6_multimodal_pd.models.qwen3_vl import VLDecoderConfig
 
@@ -121,7 +121,7 @@ def check_vision_config(name: str, config: PreTrainedConfig, language: VLDecoder
     """Raise `ModelLoadError`, with the model's `name`, for a tower that cannot be built or does not fit `language`."""
     if config.model_type != MODEL_TYPE:
         raise ModelLoadError(f"{name}: vision_config has model_type={shown(config.model_type)}, not {MODEL_TYPE!r}")
-    check_size(name, "vision_config.depth", config.depth, LARGEST_DEPTH)
+    check_size(name, "vision_config.depth", config.depth, high=LARGEST_DEPTH)
     for field in SIZES:
         check_size(name, f"vision_config.{field}", getattr(config, field))
     if config.out_hidden_size != language.decoder.hidden_size:

@@ -101,7 +101,7 @@ def described(model: Path, **config: Any) -> Any:
 
     architectures = (*SUPPORTED_ARCHITECTURES, "Qwen3VLForConditionalGeneration")
     choice = ModelConfig(**{"model": model, "load_format": "dummy", "device": "cpu"} | config)
-    return describe(choice, needs_weights=False, architectures=architectures)
+    return describe(choice, architectures)
 
 
 # --- the length -------------------------------------------------------------------------------------------------------

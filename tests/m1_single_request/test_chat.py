@@ -60,7 +60,7 @@ def test_messages_that_are_none_are_refused(engine: LLMEngine, messages: Any) ->
 
 def test_whoever_shows_a_picture_is_told_who_can_see(engine: LLMEngine) -> None:
     parts = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is it?"}]
-    with pytest.raises(InvalidPromptError, match="a string; pictures and other parts are for m6_multimodal_pd"):
+    with pytest.raises(InvalidPromptError, match="content must be text; pictures are for m6_multimodal_pd"):
         engine.chat([{"role": "user", "content": parts}])
 
 
