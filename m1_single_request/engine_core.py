@@ -68,7 +68,6 @@ class EngineCoreBase(ABC):
 
     def __init__(
         self,
-        *,
         input_processor: InputProcessor,
         queues: Any,
         output_processor: OutputProcessor,
@@ -275,13 +274,7 @@ class EngineCore(EngineCoreBase):
         parts: Mapping[str, Any],
         tracer: Tracer,
     ) -> None:
-        super().__init__(
-            input_processor=input_processor,
-            queues=scheduler,
-            output_processor=output_processor,
-            parts=parts,
-            tracer=tracer,
-        )
+        super().__init__(input_processor, scheduler, output_processor, parts, tracer)
         self.scheduler = scheduler
         self.model_runner = model_runner
         self.sampler = sampler

@@ -72,19 +72,16 @@ class EngineStarted(Event):
         )
 
     def explain(self) -> str:
+        value_bytes = self.kv_bytes_per_token // (2 * self.num_layers * self.num_kv_heads * self.head_dim)
         is_changed = self.named_dtype == "float16" != self.dtype
         named = " (config.json names float16)" if is_changed else ""
         limit = f" A request has at most {self.max_model_len:,} tokens, of {self.num_positions:,} that the model takes."
         return (
             f"{self.architecture} ({self.model}) is ready on {self.device}: {self.num_parameters / 1e6:,.1f} M "
             f"parameters, {size(self.weight_bytes)} as {self.dtype}{named}. The KV of one token takes 2 (K and V) x "
-            f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim} x {self.kv_bytes_per_value} "
+            f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim} x {value_bytes} "
             f"bytes = {self.kv_bytes_per_token:,} bytes.{limit if self.max_model_len < self.num_positions else ''}"
         )
-
-    @property
-    def kv_bytes_per_value(self) -> int:
-        return self.kv_bytes_per_token // (2 * self.num_layers * self.num_kv_heads * self.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)

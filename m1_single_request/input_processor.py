@@ -112,7 +112,9 @@ class InputProcessor:
         check_messages(messages)
         for message in messages:
             if not isinstance(message.get("content"), str):
-                raise InvalidPromptError(f"message {shown(message)}: content must be text; pictures are for m6_multimodal_pd")
+                raise InvalidPromptError(
+                    f"message {shown(message)}: content must be text; pictures are for m6_multimodal_pd"
+                )
         return self.encode(self.render_chat(messages, options), add_special_tokens=False)
 
     def render_chat(self, messages: SequenceOf[Message], options: Mapping[str, Any] | None = None) -> str:
@@ -169,7 +171,9 @@ class InputProcessor:
         for name in options:
             if name not in names | TEMPLATE_ARGUMENTS:
                 known = ", ".join(sorted(names))
-                raise InvalidPromptError(f"chat_template_kwargs: the template has no variable {shown(name)}, only {known}")
+                raise InvalidPromptError(
+                    f"chat_template_kwargs: the template has no variable {shown(name)}, only {known}"
+                )
 
     def _check_params(self, params: SamplingParams) -> None:
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):

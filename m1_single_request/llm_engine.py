@@ -27,6 +27,7 @@ from m1_single_request.input_processor import Message, Prompt, RequestOptions, c
 from m1_single_request.output_processor import rejected_output
 from m1_single_request.outputs import EngineStats, RequestOutput
 from m1_single_request.parts import check_built, check_parts
+from m1_single_request.request import Request
 from m1_single_request.request_stream import Mailbox, RequestStream
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import readers_of
@@ -84,7 +85,7 @@ class LLMEngine:
         self, prompt: Prompt, params: Params = None, *, request_id: str | None = None, **options: Unpack[RequestOptions]
     ) -> RequestOutput:
         """Answer one prompt (text or token ids) and return the finished output."""
-        with self._open(prompt, params, request_id, options, final_only=True) as outputs:
+        with self._open(self._request(prompt, params, request_id, options), final_only=True) as outputs:
             return next(outputs)
 
     def generate_batch(
@@ -110,7 +111,7 @@ class LLMEngine:
             for prompt, own in zip(prompts, each, strict=True):
                 request_id = self._new_id()
                 try:
-                    results[request_id] = self._open(prompt, own, request_id, options, final_only=True)
+                    results[request_id] = self._open(self._request(prompt, own, request_id, options), final_only=True)
                 except InvalidRequestError as error:
                     self._number += 1
                     results[request_id] = rejected_output(request_id, prompt, error)
@@ -156,7 +157,7 @@ class LLMEngine:
 
         Several streams may be open at once, beside `step()`. Closing one early aborts its request.
         """
-        return self._open(prompt, params, request_id, options)
+        return self._open(self._request(prompt, params, request_id, options))
 
     # --- step by step -------------------------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class LLMEngine:
         self, prompt: Prompt, params: Params = None, *, request_id: str | None = None, **options: Unpack[RequestOptions]
     ) -> str:
         """Queue a prompt and return its request id; `step()` reports it. Raises before anything changes."""
-        return self._submit(prompt, params, request_id, options)
+        return self._queue(self._request(prompt, params, request_id, options))
 
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; returns the new state of the requests of `add_request` that changed, `{}` on an idle engine.
@@ -223,29 +224,8 @@ class LLMEngine:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _open(
-        self,
-        prompt: Prompt,
-        params: Params,
-        request_id: str | None,
-        options: RequestOptions,
-        *,
-        final_only: bool = False,
-    ) -> RequestStream:
-        stream = RequestStream(read=self._next_output, close=self._close_stream, drop=self._dropped.append)
-        self._submit(prompt, params, request_id, options, stream, final_only=final_only)
-        return stream
-
-    def _submit(
-        self,
-        prompt: Prompt,
-        params: Params,
-        request_id: str | None,
-        options: RequestOptions,
-        stream: RequestStream | None = None,
-        *,
-        final_only: bool = False,
-    ) -> str:
+    def _request(self, prompt: Prompt, params: Params, request_id: str | None, options: RequestOptions) -> Request:
+        """Build a request from checked values; nothing is queued."""
         self._check_usable()
         self._check_options(options)
         if request_id is None:
@@ -253,22 +233,27 @@ class LLMEngine:
         check_name("request_id", request_id)
         if self._is_taken(request_id):
             raise DuplicateRequestError(f"request id {shown(request_id)} is in use: unfinished, or its end not fetched")
-        request = self.engine_core.input_processor.process_request(
-            request_id,
-            prompt,
-            SamplingParams() if params is None else params,
-            number=self._number,
-            arrival_time=time.monotonic(),
-            **options,
-        )
+        params = SamplingParams() if params is None else params
+        now, processor = time.monotonic(), self.engine_core.input_processor
+        return processor.process_request(request_id, prompt, params, number=self._number, arrival_time=now, **options)
+
+    def _open(self, request: Request, *, final_only: bool = False) -> RequestStream:
+        """Queue a request and return its stream; with `final_only`, the stream has the last output alone."""
         request.final_only = final_only
+        stream = RequestStream(
+            request.request_id, read=self._next_output, close=self._close_stream, drop=self._dropped.append
+        )
+        self._queue(request, stream.mailbox)
+        return stream
+
+    def _queue(self, request: Request, mailbox: Mailbox | None = None) -> str:
+        request_id = request.request_id
         try:
             with self.engine_core.changing():
                 self.engine_core.add_request(request)
                 self._number += 1
-                if stream is not None:
-                    self._mailboxes[request_id] = stream.mailbox
-                    stream.begin(request_id)
+                if mailbox is not None:
+                    self._mailboxes[request_id] = mailbox
         except BaseException:  # Ctrl-C, for example: the caller gets no id, so the request is aborted
             if self.engine_core.abort_request(request_id):
                 self._mailboxes[request_id] = ABANDONED

@@ -102,12 +102,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
             ignore_mismatched_sizes=True,  # so that they are reported; `check_tensors` rejects them
         ),
     )
-    check_tensors(
-        name,
-        missing=report["missing_keys"],
-        unexpected=report["unexpected_keys"],
-        misshapen=[key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]],
-    )
+    misshapen = [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]
+    check_tensors(name, report["missing_keys"], report["unexpected_keys"], misshapen)
     load_part(name, "its weights", lambda: _check_stored_types(name, model.state_dict().keys()))
     model.config.return_dict = True  # the runner reads outputs by name; the config may disable that
     parameters = list(model.parameters())
@@ -131,10 +127,13 @@ def describe(choice: ModelConfig, architectures: Sequence[str]) -> ModelDescript
     named = getattr(config, "architectures", None)
     architecture = named[0] if isinstance(named, list) and named else "none"
     if architecture not in architectures:
-        supported = ", ".join(architectures)
-        shortened = architecture if isinstance(architecture, str) and len(architecture) <= 80 else shown(architecture)
-        raise ModelLoadError(f"{name}: architecture {shortened} is not supported; supported are {supported}")
+        known = ", ".join(architectures)
+        raise ModelLoadError(f"{name}: architecture {shown(architecture)} is not supported; supported are {known}")
     text = _text_config(name, config)
+    limit = text.max_position_embeddings
+    max_model_len = choice.max_model_len or limit
+    if max_model_len > limit:
+        raise ConfigError(f"max_model_len={max_model_len} is more than the {limit} positions of {name}")
     generation = _generation_config(name)
     tokenizer = load_part(name, "its tokenizer", lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     eos = _eos_token_ids(config, text, generation, tokenizer)
@@ -145,7 +144,7 @@ def describe(choice: ModelConfig, architectures: Sequence[str]) -> ModelDescript
         config=config,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(i for i in eos if 0 <= i < text.vocab_size),  # others are never sampled
-        max_model_len=_max_model_len(name, choice.max_model_len, text.max_position_embeddings),
+        max_model_len=max_model_len,
         device=device,
         dtype=choose_dtype(choice.dtype, named, count_weights(config), device),
         named_dtype=named,
@@ -176,7 +175,7 @@ def load_part(name: str, part: str, call: Callable[[], Any]) -> Any:
             hf_logging.enable_progress_bar()
 
 
-def check_tensors(name: str, *, missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[str]) -> None:
+def check_tensors(name: str, missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[str]) -> None:
     """Raise `ModelLoadError` if the tensors of the weight files do not match config.json."""
     for problem, tensors in (
         ("lack", sorted(missing)),
@@ -192,9 +191,8 @@ def check_tensors(name: str, *, missing: Iterable[str], unexpected: Iterable[str
 def check_stored_type(name: str, tensor: str, dtype: str) -> None:
     """Raise `ModelLoadError` for a tensor of a quantized or integer type: converted, its values are wrong."""
     if dtype not in FLOAT_TYPES:
-        raise ModelLoadError(
-            f"{name}: {tensor} is stored as {dtype}; only {', '.join(FLOAT_TYPES)} are read: give the original weights"
-        )
+        known = ", ".join(FLOAT_TYPES)
+        raise ModelLoadError(f"{name}: {tensor} is stored as {dtype}, not as {known}: give the original weights")
 
 
 def _check_stored_types(name: str, keys: Collection[str]) -> None:
@@ -270,12 +268,6 @@ def check_size(name: str, field: str, value: Any, *, low: int = 1, high: int = L
         )
 
 
-def _max_model_len(name: str, requested: int | None, limit: int) -> int:
-    if requested is not None and requested > limit:
-        raise ConfigError(f"max_model_len={requested} is more than the {limit} positions of {name}")
-    return requested or limit
-
-
 def _generation_config(name: str) -> GenerationConfig | None:
     """Read generation_config.json, or return None. The model's loader would ignore a broken file and its EOS ids."""
     try:
@@ -292,7 +284,7 @@ def _eos_token_ids(*named_by: PreTrainedConfig | GenerationConfig | PreTrainedTo
         several = value if isinstance(value, list | tuple) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in several):
             raise ModelLoadError(
-                f"eos_token_id={shown(value)} must be a token id or a list of them; correct the model's config"
+                f"eos_token_id={shown(value)} must be a token id or a list of them; correct the config"
             )
         ids.update(several)
     return frozenset(ids)

@@ -19,10 +19,9 @@ class RequestStream(Iterator[RequestOutput]):
     Closing it before the end aborts the request. If it is garbage-collected, the next call of the engine does so.
     """
 
-    request_id: str
-
     def __init__(
         self,
+        request_id: str,
         *,
         read: Callable[[str, Mailbox], RequestOutput | None],
         close: Callable[[str, Mailbox], None],
@@ -30,13 +29,10 @@ class RequestStream(Iterator[RequestOutput]):
     ) -> None:
         """`read` runs steps until the mailbox has an output, and takes it; None if none will come. `close` and `drop`
         abort the request, now or at the engine's next call."""
+        self.request_id = request_id
         self.mailbox: Mailbox = deque()
         self._read, self._close, self._drop = read, close, drop
-        self._finished = True
-
-    def begin(self, request_id: str) -> None:
-        """The engine has queued the request."""
-        self.request_id, self._finished = request_id, False
+        self._finished = False
 
     def __next__(self) -> RequestOutput:
         output = None if self._finished else self._read(self.request_id, self.mailbox)

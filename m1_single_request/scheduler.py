@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from m1_single_request.errors import DuplicateRequestError, shown
 from m1_single_request.events import Admit, Batch, RequestAdded
 from m1_single_request.request import BaseFinishReason, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
@@ -47,9 +46,7 @@ class Scheduler:
         self.requests, self.waiting, self.running = {}, deque(), []
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that has passed the checks of intake."""
-        if request.request_id in self.requests:
-            raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
+        """Queue a request that has passed the checks of intake, with an id that is not in use."""
         self.tracer.emit(RequestAdded.of, request, len(self.waiting))
         self.requests[request.request_id] = request
         self.waiting.append(request)

@@ -53,13 +53,7 @@ class EngineCore(EngineCoreBase):
         parts: Mapping[str, Any],
         tracer: Tracer,
     ) -> None:
-        super().__init__(
-            input_processor=input_processor,
-            queues=scheduler,
-            output_processor=output_processor,
-            parts=parts,
-            tracer=tracer,
-        )
+        super().__init__(input_processor, scheduler, output_processor, parts, tracer)
         self.scheduler = scheduler
         self.executor = executor
         self.sampler = sampler

@@ -43,13 +43,7 @@ class EngineCore(EngineCoreBase):
         tracer: Tracer,
     ) -> None:
         self.families = RequestFamilies(scheduler=scheduler, tracer=tracer)
-        super().__init__(
-            input_processor=input_processor,
-            queues=self.families,
-            output_processor=output_processor,
-            parts=parts,
-            tracer=tracer,
-        )
+        super().__init__(input_processor, self.families, output_processor, parts, tracer)
         self.scheduler = scheduler
         self.executor = executor
         self.kv_bytes_per_token = kv_bytes_per_token

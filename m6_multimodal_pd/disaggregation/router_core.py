@@ -55,13 +55,7 @@ class RouterCore(EngineCoreBase):
         self.router = router
         self.families = RequestFamilies(scheduler=router, tracer=tracer)
         own: RouterCore = weakref.proxy(self)  # without cycles a group ends where its last user drops it
-        super().__init__(
-            input_processor=input_processor,
-            queues=self.families,
-            output_processor=output_processor,
-            parts=parts,
-            tracer=tracer,
-        )
+        super().__init__(input_processor, self.families, output_processor, parts, tracer)
         self._num_calls = 0
         self._unheard: dict[int, Member] = {}
         """Calls for stats without an answer, and the engine of each: it may come when a step is over."""

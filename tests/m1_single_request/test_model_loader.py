@@ -282,7 +282,7 @@ def test_a_config_value_that_makes_no_sense_is_named(directory: Path, values: di
 def test_another_architecture_is_refused_with_those_that_are_supported(directory: Path) -> None:
     GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1, n_positions=8)).save_pretrained(directory)
     message = refusal(directory)
-    assert "architecture GPT2LMHeadModel is not supported" in message
+    assert "architecture 'GPT2LMHeadModel' is not supported" in message
     assert all(name in message for name in SUPPORTED_ARCHITECTURES)
 
 

@@ -223,12 +223,12 @@ def test_dummy_weights_need_no_files_and_follow_from_the_seed(directory: Path) -
 def test_another_architecture_is_refused_with_all_that_are_supported(directory: Path, name: str) -> None:
     edit_config(directory, architectures=[name])
     message = refusal(directory)
-    assert f"architecture {name} is not supported" in message
+    assert f"architecture '{name}' is not supported" in message
     assert all(supported in message for supported in (*SUPPORTED_ARCHITECTURES, ARCHITECTURE))
 
 
 def test_earlier_loaders_refuse_a_model_that_sees(saved: Path) -> None:
-    with pytest.raises(ModelLoadError, match=f"{ARCHITECTURE} is not supported; supported are Qwen3ForCausalLM") as no:
+    with pytest.raises(ModelLoadError, match=f"{ARCHITECTURE}' is not supported; supported are Qwen3ForCausalLM") as no:
         m3_loader.load_model(ModelConfig(model=saved, device="cpu"))
     assert not str(no.value).endswith(ARCHITECTURE)
 
