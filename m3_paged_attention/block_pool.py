@@ -25,8 +25,6 @@ class BlockMoves(NamedTuple):
     swap_in: Pairs  # (host block, device block)
     swap_out: Pairs  # (device block, host block)
     copies: Pairs  # (source, target), both on the device
-    owners: frozenset[str]
-    """Whose data it is. If the moves are not made, it is lost: these requests must be computed again."""
 
 
 class BlockUsage(NamedTuple):

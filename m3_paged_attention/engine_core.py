@@ -56,7 +56,9 @@ class EngineCore(EngineCoreBase):
         """
         scheduler_output = self._schedule()  # 1 schedule
         output = self._attempt(self._execute, scheduler_output)  # 2 execute
-        changed = self._update(scheduler_output, output)  # 3 update
+        changed = self.scheduler.update_from_output(scheduler_output, output)  # 3 update
+        if output is not None:
+            self.tracer.emit(KVUsage.of, self.scheduler.kv_manager, self.num_kv_tokens)
         outputs = self._make_outputs(self.families.reported(changed))  # 4 make outputs
         self._release(changed)  # 5 release
         return outputs
@@ -111,13 +113,6 @@ class EngineCore(EngineCoreBase):
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
         return output
-
-    def _update(self, scheduler_output: SchedulerOutput | None, output: ModelRunnerOutput | None) -> list[Request]:
-        """Let the scheduler commit the step; trace how full the blocks are."""
-        changed = self.scheduler.update_from_output(scheduler_output, output)
-        if output is not None:
-            self.tracer.emit(KVUsage.of, self.scheduler.kv_manager, self.num_kv_tokens)
-        return list(changed)
 
     def _release(self, changed: Iterable[Request]) -> None:
         """Let the runner forget the requests that have ended; their blocks are free already."""

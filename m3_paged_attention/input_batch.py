@@ -85,8 +85,9 @@ class InputBatch:
         for request_id, token_ids, block_ids, start in zip(*columns, strict=True):
             state = self.states[request_id]
             state.output_token_ids += token_ids
-            if block_ids:
-                self._add_blocks(state, block_ids, start)
+            if block_ids:  # appended, or a copy that replaces the last block; the last one holds position `start`
+                end = start // self.block_size + 1
+                self.block_tables[state.table_row, end - len(block_ids) : end] = block_ids
             short.append(BatchRow(state, start, 1, False))
         return long + short
 
@@ -108,8 +109,3 @@ class InputBatch:
         table = self.block_tables[state.table_row]
         table[:] = 0
         table[: len(block_ids)] = block_ids
-
-    def _add_blocks(self, state: CachedRequestState, block_ids: list[int], position: int) -> None:
-        """Append new blocks to the table, or replace its last block by a copy; the last new block holds `position`."""
-        end = position // self.block_size + 1
-        self.block_tables[state.table_row, end - len(block_ids) : end] = block_ids

@@ -59,10 +59,6 @@ class KVCacheSpec:
         """Return the number of blocks for `num_tokens` tokens, rounded up."""
         return blocks_for(num_tokens, self.block_size)
 
-    def max_bytes(self, max_model_len: int) -> int:
-        """Return the bytes of the longest request."""
-        return self.blocks_for(max_model_len) * self.block_bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig:
@@ -185,11 +181,6 @@ def needs_profile(cache_config: KVMemorySettings, device: torch.device) -> bool:
     return device.type == "cuda" and not given
 
 
-def gpu_budget_bytes(profile: MemoryProfile, share: float) -> int:
-    """Return the bytes left for KV if weights, activations and KV together may use `share` of the device."""
-    return int(profile.total_bytes * share) - profile.peak_bytes
-
-
 def kv_budget(
     spec: KVCacheSpec,
     *,
@@ -210,16 +201,16 @@ def kv_budget(
         return Budget(source=size_setting, num_blocks=cache_config.num_blocks)
     if not needs_profile(cache_config, device):
         named = cache_config.kv_cache_memory_bytes
-        num_bytes = named or _cpu_bytes(spec, max_num_seqs * spec.max_bytes(max_model_len), num_shares)
+        num_bytes = named or _cpu_bytes(spec, max_num_seqs * spec.blocks_for(max_model_len), num_shares)
         return Budget(source="kv_cache_memory_bytes", num_bytes=num_bytes, is_default=named is None)
     assert profile is not None, "a share of the device needs a profiling run"
     share = cache_config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-    num_bytes = gpu_budget_bytes(profile, share)
+    num_bytes = int(profile.total_bytes * share) - profile.peak_bytes
     return Budget(source="gpu_memory_utilization", num_bytes=num_bytes, share=share, profile=profile)
 
 
-def _cpu_bytes(spec: KVCacheSpec, needed: int, num_shares: int) -> int:
-    """Return the default on a CPU in bytes: `needed` and block 0, at least `CPU_KV_BYTES`, at most a limit.
+def _cpu_bytes(spec: KVCacheSpec, num_blocks: int, num_shares: int) -> int:
+    """Return the default on a CPU in bytes: `num_blocks` and block 0, at least `CPU_KV_BYTES`, at most a limit.
 
     The limit is `MAX_CPU_KV_BYTES` or a quarter of the physical memory, whichever is smaller; its part above
     `CPU_KV_BYTES` is divided by `num_shares`. Free memory has no influence, so the result is the same at every start on
@@ -229,7 +220,7 @@ def _cpu_bytes(spec: KVCacheSpec, needed: int, num_shares: int) -> int:
     limit = MAX_CPU_KV_BYTES if physical is None else min(MAX_CPU_KV_BYTES, physical // 4)
     if limit > CPU_KV_BYTES:
         limit = CPU_KV_BYTES + (limit - CPU_KV_BYTES) // num_shares
-    return max(CPU_KV_BYTES, min(needed, limit) + spec.block_bytes)
+    return max(CPU_KV_BYTES, min(num_blocks * spec.block_bytes, limit) + spec.block_bytes)
 
 
 def physical_memory() -> int | None:

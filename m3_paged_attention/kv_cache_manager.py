@@ -248,13 +248,12 @@ class KVCacheManager:
         """Return the moves noted since the last call, to be made now. The next call implies that they were made."""
         if not (self._swap_ins or self._swap_outs or self._copies):
             self._taken = frozenset()
-            return BlockMoves([], [], [], self._taken)
+            return BlockMoves([], [], [])
         self._taken = self._owners_of_moves()
         moves = BlockMoves(
             swap_in=[(host_id, block_id) for block_id, host_id in self._swap_ins.items()],
             swap_out=[(block_id, host_id) for host_id, block_id in self._swap_outs.items()],
             copies=[(source, target) for target, source in self._copies.items()],
-            owners=self._taken,
         )
         self._forget_moves()
         return moves
@@ -300,7 +299,7 @@ class KVCacheManager:
         """Return the number of slots that hold a token if each request of `lengths` has so many computed tokens. A
         shared slot counts once."""
         tables = [(t, lengths[r]) for r, t in self._tables.items() if r in lengths and not t.on_host]
-        if sum(len(t.block_ids) for t in self._tables.values() if not t.on_host) == self.num_blocks - self.num_free:
+        if not self.pool.num_shared:
             return sum(min(length, len(table.block_ids) * self.block_size) for table, length in tables)
         held: dict[int, int] = {}  # by block; of several holders, whoever has the most tokens in it counts
         for table, length in tables:

@@ -21,8 +21,8 @@ class RequestUpdater(SingleRequestUpdater):
         super().__init__(stop_checker=stop_checker, tracer=tracer)
         self._is_usual = type(stop_checker).check is StopChecker.check  # a user's may have other rules
 
-    def commit_simply(self, requests: Sequence[Request], token_ids: Sequence[int], *, num_new_kv: int = 1) -> list[int]:
-        """Append one token to each request that it cannot end; `num_new_kv` of its tokens got their KV in this step.
+    def commit_simply(self, requests: Sequence[Request], token_ids: Sequence[int]) -> list[int]:
+        """Append one token to each request that it cannot end, and count the KV of one token.
 
         Return the indices of the other requests, which are unchanged and need `commit`.
         """
@@ -39,7 +39,7 @@ class RequestUpdater(SingleRequestUpdater):
                 others.append(index)
                 continue
             output.append(token_id)
-            sequence.num_computed_tokens += num_new_kv
+            sequence.num_computed_tokens += 1
             self.tracer.emit(Result.of, request, 1)
             self.tracer.emit(TextHeld.of, request)
         self.num_output_tokens += len(requests) - len(others)

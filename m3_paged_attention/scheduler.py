@@ -211,7 +211,8 @@ class Scheduler:
         """Let waiting requests join. One that is marked to finish is only taken out: the update ends it."""
         while self.waiting:
             request = self.waiting.peek_request()
-            if request.to_finish is None and self._is_too_long(request):
+            num_blocks = self.kv_manager.blocks_for(request.sequence.get_len())
+            if request.to_finish is None and num_blocks > self.kv_manager.num_blocks:
                 self._give_up(request)
             if request.to_finish is not None:
                 self.waiting.pop_request()
@@ -245,9 +246,8 @@ class Scheduler:
         self._left_out = set()
         if len(plan.num_scheduled_tokens) == len(self.running):
             return
-        pending = {request.request_id for requests in self._forks.values() for request in requests}
-        left = [r.request_id for r in self.running if r.to_finish is None and r.request_id not in pending]
-        left = [request_id for request_id in left if request_id not in plan.num_scheduled_tokens]
+        served = {*plan.num_scheduled_tokens, *(r.request_id for forks in self._forks.values() for r in forks)}
+        left = [r.request_id for r in self.running if r.to_finish is None and r.request_id not in served]
         self._left_out = set(left)
         if left:
             limit, available = "max_num_batched_tokens", self.max_num_batched_tokens
@@ -300,10 +300,6 @@ class Scheduler:
         self.updater.end(request, request.to_finish)
 
     # --- back to the queue --------------------------------------------------------------------------------------------
-
-    def _is_too_long(self, request: Request) -> bool:
-        """Whether a request needs more blocks than there are at all."""
-        return self.kv_manager.blocks_for(request.sequence.get_len()) > self.kv_manager.num_blocks
 
     def _give_up(self, request: Request) -> None:
         """Mark a request that has outgrown the whole memory."""

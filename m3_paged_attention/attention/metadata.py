@@ -61,7 +61,7 @@ class AttentionMetadata:
         num_decodes = query_lens.count(1)
         num_prefills = len(query_lens) - num_decodes
         return cls(
-            query_start_loc=_starts(query_lens, device) if num_prefills else _starts_of_decodes(num_decodes, device),
+            query_start_loc=_starts(query_lens, device),
             seq_lens=torch.as_tensor(np.array(seq_lens, dtype=np.int32), device=device),
             block_tables=torch.as_tensor(block_tables, device=device),
             slot_mapping=torch.as_tensor(slot_mapping, device=device),
@@ -74,12 +74,7 @@ class AttentionMetadata:
         )
 
 
-def _starts(query_lens: Sequence[int], device: torch.device) -> Tensor:
-    """Return `query_start_loc`."""
-    return torch.as_tensor(np.cumsum([0, *query_lens]), dtype=torch.int32, device=device)
-
-
 @lru_cache
-def _starts_of_decodes(num_seqs: int, device: torch.device) -> Tensor:
-    """Return the same for a step of decodes only, cached because most steps are; the tensor is never modified."""
-    return _starts((1,) * num_seqs, device)
+def _starts(query_lens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return `query_start_loc`, cached because most steps are decodes only; the tensor is never modified."""
+    return torch.as_tensor(np.cumsum([0, *query_lens]), dtype=torch.int32, device=device)

@@ -58,7 +58,7 @@ def load() -> ctypes.CDLL:
         identity.update(hashlib.sha256(part).digest())
     name = f"native-{identity.hexdigest()[:24]}.so"
     try:
-        directory = _cache_directory()
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepwise"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(directory)
         _remove_stale_builds(directory)
@@ -163,10 +163,6 @@ def _remove_stale_builds(directory: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - build_directory.stat().st_mtime > 2 * SECONDS:
                 shutil.rmtree(build_directory)
-
-
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepwise"
 
 
 def _version(compiler: str) -> bytes:

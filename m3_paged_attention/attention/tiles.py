@@ -34,7 +34,8 @@ class Scratch:
     def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return an uninitialised tensor of this shape. The next call may return the same memory."""
         size = torch.Size(shape).numel()
-        if self._buffer is None or self._buffer.numel() < size or not _alike(self._buffer, like):
+        kind = like.dtype, like.device
+        if self._buffer is None or self._buffer.numel() < size or (self._buffer.dtype, self._buffer.device) != kind:
             self._buffer = like.new_empty(size)
         return self._buffer[:size].view(shape)
 
@@ -198,7 +199,3 @@ def _split(lens: Sequence[int], max_tokens: int) -> Iterator[slice]:
 
 def _model_of(query: Tensor, layer: KVLayer) -> tuple[torch.dtype, torch.Size, torch.Size]:
     return query.dtype, query.shape, layer.key_cache.shape
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.device == b.device

@@ -18,7 +18,6 @@ from m3_paged_attention.kv_cache_config import (
     KVCacheSpec,
     MemoryProfile,
     check_cache_config,
-    gpu_budget_bytes,
     kv_budget,
     longest_request,
     needs_profile,
@@ -109,7 +108,7 @@ def test_the_bytes_of_a_block() -> None:
 
 
 def test_16384_tokens_of_a_7b_model_take_exactly_8_gib() -> None:
-    assert LLAMA_7B.max_bytes(16384) == 8 * GIB
+    assert LLAMA_7B.blocks_for(16384) * LLAMA_7B.block_bytes == 8 * GIB
     config = KVCacheConfig(spec=LLAMA_7B, num_blocks=1024)
     assert config.num_blocks * LLAMA_7B.block_size == 16384
     assert config.num_bytes == 8 * GIB + LLAMA_7B.block_bytes, "block 0 comes on top"
@@ -117,7 +116,6 @@ def test_16384_tokens_of_a_7b_model_take_exactly_8_gib() -> None:
 
 def test_the_last_block_counts_whole() -> None:
     assert [LLAMA_7B.blocks_for(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
-    assert LLAMA_7B.max_bytes(17) == 2 * LLAMA_7B.block_bytes
 
 
 # --- where the number comes from --------------------------------------------------------------------------------------
@@ -239,7 +237,6 @@ def test_a_number_of_blocks_is_taken_as_it_is() -> None:
 
 
 def test_on_cuda_the_budget_is_a_share_of_the_device_less_all_else() -> None:
-    assert gpu_budget_bytes(H100, 0.9) == 72 * GIB - 16 * GIB
     config = sized(LLAMA_7B, device=CUDA, profile=H100, gpu_memory_utilization=0.5, max_num_seqs=10**6)
     assert config.num_blocks == 24 * 128 - 1
     assert sized(LLAMA_7B, device=CUDA, profile=H100, max_num_seqs=10**6).num_blocks == 56 * 128 - 1, "0.9 by itself"

@@ -118,7 +118,7 @@ class World:
     def step(self) -> None:
         """Make the moves, write the tokens, and look at everything."""
         moves = self.kv.take_moves()
-        assert moves.owners <= self.tokens.keys()
+        assert self.kv.touched() <= self.tokens.keys()
         for sources_and_targets in (moves.swap_in, moves.swap_out, moves.copies):
             targets = [target for _, target in sources_and_targets]
             assert len(targets) == len(set(targets))
