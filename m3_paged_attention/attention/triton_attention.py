@@ -12,7 +12,8 @@ of a tile. Three rules hold in all kernels:
 - A tile of BLOCK_N positions looks up BLOCK_N pages at once, one per position. So the width of a tile is chosen for the
   hardware, independently of the page size, and a page may begin or end anywhere inside a tile.
 - Nothing is read after the end of a sequence: neither its block table nor the memory of its last page.
-- Arithmetic is fp32. Only the operands of a matrix product and the stored results are 16 bits wide.
+- Arithmetic is fp32 ("ieee": fp32 operands are not rounded to tf32). With a 16-bit model only the operands of a matrix
+  product and the stored results are 16 bits wide.
 
 `online_softmax_step` is the same in both attention kernels; they differ in the part of the work of one program.
 New in this milestone: m2's attention was the one inside transformers. vLLM: `triton_unified_attention.py` (both kernels
@@ -83,7 +84,7 @@ def empty_softmax(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
 
 
 @triton.jit
-def online_softmax_step(scores, value, row_max, row_sum, acc, PRECISION: tl.constexpr):
+def online_softmax_step(scores, value, row_max, row_sum, acc):
     """Add one tile of scores to the softmax. The recurrence of the lesson, with base 2 instead of e.
 
         scores  [M, N]        this tile's query-key products, in units of log2, -inf where masked
@@ -97,7 +98,7 @@ def online_softmax_step(scores, value, row_max, row_sum, acc, PRECISION: tl.cons
     shrink = tl.exp2(row_max - new_max)
     weights = tl.exp2(scores - new_max[:, None])
     row_sum = row_sum * shrink + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
     return new_max, row_sum, acc
 
 
@@ -123,7 +124,6 @@ def paged_decode_kernel(
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Decode: one new token per sequence. A program computes one sequence, one KV head and one of SPLITS splits.
 
@@ -153,9 +153,9 @@ def paged_decode_kernel(
         key, value = load_kv_tile(
             key_cache_ptr, value_cache_ptr, table_ptr, positions, end, kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE
         )
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where((positions < end)[None, :], scores, float("-inf"))
-        row_max, row_sum, acc = online_softmax_step(scores, value, row_max, row_sum, acc, PRECISION)
+        row_max, row_sum, acc = online_softmax_step(scores, value, row_max, row_sum, acc)
     tl.store(partial_ptr + out[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None], mask=mask)
     tl.store(lse_ptr + out, row_max + tl.log2(row_sum), mask=group < GROUP)
 
@@ -213,7 +213,6 @@ def paged_prefill_kernel(
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Prefill: many new tokens per sequence. A program computes BLOCK_M of one sequence's tokens, for one query head.
 
@@ -247,9 +246,9 @@ def paged_prefill_kernel(
         key, value = load_kv_tile(
             key_cache_ptr, value_cache_ptr, table_ptr, positions, end, kv_head, NUM_KV_HEADS, HEAD_DIM, HEAD_PAD, PAGE
         )
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         # Position 0 is visible to every query, so the first tile leaves no row at -inf.
         scores = tl.where(positions[None, :] <= query_positions[:, None], scores, float("-inf"))
-        row_max, row_sum, acc = online_softmax_step(scores, value, row_max, row_sum, acc, PRECISION)
+        row_max, row_sum, acc = online_softmax_step(scores, value, row_max, row_sum, acc)
     out_offsets = (tokens * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_offsets, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

@@ -46,8 +46,6 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    precision: str
-    """Precision of fp32 matrix products (`tl.dot`); no effect on 16-bit matrices."""
 
 
 class TritonBackend:
@@ -116,7 +114,6 @@ class TritonBackend:
             PAGE=layer.key_cache.shape[1],
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
-            PRECISION=tile.precision,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -149,7 +146,6 @@ class TritonBackend:
             PAGE=layer.key_cache.shape[1],
             BLOCK_N=tile.block_n,
             SPLITS=splits,
-            PRECISION=tile.precision,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -230,12 +226,12 @@ def prefill_tile(head_dim: int, dtype: torch.dtype, device_type: str) -> Tile:
     """Return the tile of prefill. On a CPU (interpreter) tiles are small, so that short tests use several."""
     head_pad = _padded_head(head_dim)
     if device_type == "cpu":
-        return Tile(16, 32, 4, 1, "ieee")
+        return Tile(16, 32, 4, 1)
     if dtype == torch.float32:
-        return Tile(32, 16, 8, 1, "ieee")
+        return Tile(32, 16, 8, 1)
     if head_pad <= 64:
-        return Tile(64, 64, 4, 3, "tf32")
-    return Tile(128, 64, 8, 2, "tf32") if head_pad == 128 else Tile(64, 32, 8, 2, "tf32")
+        return Tile(64, 64, 4, 3)
+    return Tile(128, 64, 8, 2) if head_pad == 128 else Tile(64, 32, 8, 2)
 
 
 @functools.cache
@@ -243,10 +239,10 @@ def decode_tile(head_dim: int, group: int, dtype: torch.dtype, device_type: str)
     """Return the tile of decode. Its rows are the `group` query heads of a KV head, padded to 16 (one mma) or more."""
     head_pad, rows = _padded_head(head_dim), max(16, _power_of_two(group))
     if device_type == "cpu":
-        return Tile(rows, 16, 4, 1, "ieee")
+        return Tile(rows, 16, 4, 1)
     if dtype == torch.float32:
-        return Tile(rows, 16, 8, 1, "ieee")
-    return Tile(rows, 64 if head_pad <= 128 else 32, 4, 3, "tf32")
+        return Tile(rows, 16, 8, 1)
+    return Tile(rows, 64 if head_pad <= 128 else 32, 4, 3)
 
 
 @functools.cache
