@@ -44,10 +44,8 @@ def checked(output: Any, expected: Mapping[str, int]) -> ModelRunnerOutput:
         raise PartError(f"{source} returned {output!r:.80}, which is not a ModelRunnerOutput")
     req_ids, token_ids, logprobs = output.req_ids, output.sampled_token_ids, output.logprobs
     if not len(req_ids) == len(token_ids) == len(logprobs):
-        raise PartError(
-            f"{source} returned {len(req_ids)} ids, {len(token_ids)} rows of tokens and "
-            f"{len(logprobs)} log-probabilities"
-        )
+        lengths = f"{len(req_ids)} ids, {len(token_ids)} rows of tokens and {len(logprobs)} of logprobs"
+        raise PartError(f"{source} returned {lengths}")
     if not isinstance(output.errors, Mapping) or not isinstance(output.prompt_logprobs, Mapping):
         raise PartError(f"{source} returned errors or prompt_logprobs that are not a mapping by request id")
     returned = set(req_ids)
@@ -58,23 +56,21 @@ def checked(output: Any, expected: Mapping[str, int]) -> ModelRunnerOutput:
     is_complete = returned.union(output.errors) >= {r for r, n in expected.items() if n}
     if is_complete and not has_duplicates and all(map(_is_valid, token_ids, logprobs, most)):
         return output
-    num_rows = Counter(req_ids)
-    errors = dict(output.errors)
-    for request_id in expected:
+    num_rows, errors, valid = Counter(req_ids), dict(output.errors), []
+    for request_id, limit in expected.items():
         count = num_rows[request_id]
-        if count != (1 if expected[request_id] else 0) and not (count == 0 and request_id in errors):
-            errors[request_id] = PartError(f"{source} returned {count} rows for request {shown(request_id)}")
-    valid = []
-    for index, request_id in enumerate(req_ids):
-        if num_rows[request_id] != 1 or not most[index]:
-            continue
-        if _is_valid(token_ids[index], logprobs[index], most[index]):
-            valid.append(index)
+        if limit and count == 1:
+            index = req_ids.index(request_id)
+            if _is_valid(token_ids[index], logprobs[index], limit):
+                valid.append(index)
+                continue
+            tokens = "one token" if limit == 1 else f"1 to {limit} tokens"
+            wrong = f"{token_ids[index]!r:.80} for request {shown(request_id)} in place of {tokens}"
+        elif count or (limit and request_id not in errors):
+            wrong = f"{count} rows for request {shown(request_id)}"
         else:
-            tokens = "one token" if most[index] == 1 else f"1 to {most[index]} tokens"
-            errors[request_id] = PartError(
-                f"{source} returned {token_ids[index]!r:.80} for request {shown(request_id)} in place of {tokens}"
-            )
+            continue
+        errors[request_id] = PartError(f"{source} returned {wrong}")
     return replace(
         output,
         req_ids=[req_ids[i] for i in valid],

@@ -6,7 +6,7 @@ models, because they use transformers' own. vLLM: a file per family in `model_ex
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -86,9 +86,7 @@ def _check_supported(name: str, architecture: str, config: PreTrainedConfig, mod
         )
     check_not_quantized(name, config)
     if config.hidden_act not in SILU_NAMES:
-        raise ModelLoadError(
-            f"{name}: hidden_act={shown(config.hidden_act)} is not supported; the decoder computes silu"
-        )
+        raise ModelLoadError(f"{name}: hidden_act={shown(config.hidden_act)} is not supported: use silu")
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if layer_types:
         raise ModelLoadError(
@@ -108,13 +106,9 @@ def _check_sizes(name: str, decoder: DecoderConfig) -> None:
     for field in ("rms_norm_eps", "initializer_range"):
         value = getattr(decoder, field)
         if not _is_number(value) or not 0 <= value < LARGEST_NUMBER:
-            raise ModelLoadError(
-                f"{name}: {field}={shown(value)} in config.json must be a number of at least 0, and finite"
-            )
+            raise ModelLoadError(f"{name}: {field}={shown(value)} in config.json must be finite and at least 0")
     if decoder.num_heads % decoder.num_kv_heads:
-        raise ModelLoadError(
-            f"{name}: {decoder.num_heads} attention heads are not a multiple of {decoder.num_kv_heads} KV heads"
-        )
+        raise ModelLoadError(f"{name}: {decoder.num_heads} heads are not a multiple of {decoder.num_kv_heads} KV heads")
     if decoder.head_dim % 2:
         raise ModelLoadError(f"{name}: head_dim={decoder.head_dim} is odd, but rotary embedding needs pairs of values")
 
@@ -140,35 +134,33 @@ def _rope_config(name: str, config: PreTrainedConfig) -> RopeConfig:
         raise ModelLoadError(f"{name}: partial_rotary_factor is not supported: these families rotate whole heads")
 
     number = partial(_rope_number, name, parameters)
-    theta = number("rope_theta", 10_000.0)
+    rope = RopeConfig(rope_type, theta=number("rope_theta", 10_000.0))
     if rope_type in ("default", "dynamic"):
-        return RopeConfig(rope_type=rope_type, theta=theta)
+        return rope
     if rope_type == "linear":
-        return RopeConfig(rope_type=rope_type, theta=theta, factor=number("factor"))
+        return replace(rope, factor=number("factor"))
     original = number("original_max_position_embeddings", config.max_position_embeddings)
     if rope_type == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
         if high <= low:
             raise ModelLoadError(f"{name}: high_freq_factor={high} must be greater than low_freq_factor={low}")
-        return RopeConfig(
-            rope_type=rope_type,
-            theta=theta,
+        return replace(
+            rope,
             factor=number("factor"),
             original_max_position_embeddings=int(original),
             low_freq_factor=low,
             high_freq_factor=high,
         )
-    if theta <= 1 or original < 1:
+    if rope.theta <= 1 or original < 1:
         raise ModelLoadError(
             f"{name}: yarn needs a rope_theta greater than 1 and original_max_position_embeddings of at least 1, not "
-            f"{theta} and {original}"
+            f"{rope.theta} and {original}"
         )
     factor = number("factor", config.max_position_embeddings / original)
     scales = [None if parameters.get(key) is None else number(key) for key in ("mscale", "mscale_all_dim")]
     sharpness = yarn_attention_factor(factor, *scales)
-    return RopeConfig(
-        rope_type=rope_type,
-        theta=theta,
+    return replace(
+        rope,
         factor=factor,
         original_max_position_embeddings=int(original),
         beta_fast=number("beta_fast", 32.0),

@@ -111,8 +111,8 @@ def test_what_keeps_auto_from_the_fastest_can_be_asked(
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("triton", CPU) == (
-        "attention_backend='triton' cannot run here: triton compiles for GPUs, and device='cpu' is not a GPU "
-        "(for tests, TRITON_INTERPRET=1 set before the start runs its kernels in Python)"
+        "attention_backend='triton' cannot run here: device='cpu' is not a GPU "
+        "(for tests, TRITON_INTERPRET=1 runs its kernels in Python)"
     )
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "device='cpu' is not a GPU" in refusal("triton", CPU)
@@ -140,7 +140,7 @@ def test_an_interpreter_that_its_numpy_breaks_is_refused(
         assert registry.choose("triton", CPU) == "triton"
     else:
         message = refusal("triton", CPU)
-        assert f"triton {triton} needs numpy < 2.4, and numpy {numpy} is installed" in message
+        assert f"triton {triton} needs numpy < 2.4, not {numpy}" in message
 
 
 @pytest.mark.parametrize("name", ["Triton", "flash", "", None])
