@@ -1,11 +1,11 @@
 """m3: KV memory in blocks, a forward pass of our own, and kernels of our own.
 
-Since m2: a request's keys and values lie in blocks of a few tokens that may be anywhere, found through its block table
-(Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023). So nothing
-is reserved for tokens that may never come; a prompt is stored once for all continuations that start from it (`n > 1`),
-and copied where they part; a request can lose its blocks and come back. Attention must follow the tables, which
-transformers' model cannot, so from here on the model is ours: Qwen3, Qwen2 and Llama over one flat row of tokens, with
-kernels in torch, C++ or Triton.
+Since m2: the keys and values of a request are stored in blocks of a few tokens, anywhere in memory; its block table
+lists them (Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023).
+So no memory is reserved for tokens that may never come. A prompt is stored once for all its continuations (`n > 1`),
+and a shared block is copied before a write. A request can be preempted and resumed. Attention must follow the tables,
+which transformers' model cannot, so from here on the model is ours: Qwen3, Qwen2 and Llama over one flat row of tokens,
+with kernels in torch, C++ or Triton.
 
     from m3_paged_attention import LLMEngine, SamplingParams, CacheConfig
 

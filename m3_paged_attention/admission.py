@@ -1,8 +1,8 @@
-"""How a waiting request could start, and what stands in its way.
+"""Admission: the way in which a waiting request can start, and the limits that prevent it.
 
-m2 asked for a slot. Here there are three ways in: a request is computed from its tokens; or it was swapped out and
-comes back to the device; or a sibling has the KV of their prompt, and it starts on the same blocks. Each way has its
-price in tokens and in blocks, and the price is all that decides. SGLang: `PrefillAdder`; vLLM does this inside
+m2 checked for a free slot. Here a request starts in one of three ways: its tokens are computed; or it was swapped out
+and its KV is copied back to the device; or a sibling has the KV of their prompt, and the request starts on the same
+blocks. Each way costs tokens and blocks, which are compared with the limits. SGLang: `PrefillAdder`; vLLM does this in
 `Scheduler.schedule`.
 """
 
@@ -19,22 +19,22 @@ from m3_paged_attention.step_plan import StepPlan
 
 
 class WayIn(NamedTuple):
-    """How a request would start, and what that takes."""
+    """The way in which a request would start, and its cost."""
 
     how: str
     """`prefill`, `swap_in` or `fork`."""
     num_tokens: int
-    """That go through the model now."""
+    """Tokens that go through the model in this step."""
     num_blocks: int
-    """Free blocks that it takes now."""
+    """Free blocks that it takes in this step."""
     source: Request | None = None
-    """The sibling on whose blocks it would start."""
+    """In a fork, the sibling whose blocks it would share."""
     is_ready: bool = True
-    """Whether the sibling's prompt has its KV; else it is computed in this step, and the fork starts in the next."""
+    """False if the sibling's prompt is computed in this step, so that the fork starts in the next."""
 
 
 class Admission:
-    """Judges one waiting request at a time; changes nothing."""
+    """Checks one waiting request at a time, without changing it."""
 
     def __init__(self, *, scheduler_config: SchedulerConfig, kv_manager: KVCacheManager, tracer: Tracer) -> None:
         self.max_num_seqs = scheduler_config.max_num_seqs
@@ -42,13 +42,13 @@ class Admission:
         self.tracer = tracer
 
     def way_in(self, request: Request, running: Sequence[Request], plan: StepPlan) -> WayIn:
-        """The cheapest way for this request to start."""
+        """Return the cheapest way for this request to start."""
         sequence = request.sequence
         num_blocks = self.kv_manager.blocks_for(sequence.get_len())
         if self.kv_manager.is_swapped(request.request_id):
             return WayIn("swap_in", 1, num_blocks)
         can_fork = request.parent_id is not None and not sequence.get_output_len()
-        if can_fork and request.sampling_params.prompt_logprobs is None:  # those come from computing the prompt
+        if can_fork and request.sampling_params.prompt_logprobs is None:  # they need the prompt's logits
             for sibling in running:
                 if sibling.parent_id != request.parent_id or sibling.to_finish is not None:
                     continue
@@ -61,10 +61,10 @@ class Admission:
     def is_refused(
         self, request: Request, way: WayIn, running: Sequence[Request], plan: StepPlan, *, num_waiting: int
     ) -> bool:
-        """Whether a limit keeps the request out of this step.
+        """Return whether a limit excludes the request from this step; if so, emit the limit.
 
-        One block per running request stays free, so that each can have its next token. A request that comes back may
-        have grown beyond any token budget: alone in its step it runs all the same.
+        One block per running request stays free, for its next token. A resumed request may have grown beyond the whole
+        token budget: if no other request is scheduled yet, the budget does not exclude it.
         """
         limit, needed, available, kept_free = "", 0, 0, 0
         is_alone = not plan.num_scheduled_tokens and request.status is RequestStatus.PREEMPTED

@@ -1,9 +1,8 @@
-"""The block map: who holds which block of KV memory, step by step, told by the trace alone.
+"""Block map: the holders of every KV block after each step, computed from the trace.
 
-A reader of the trace, as m2's timeline is one: attach it before the first request, run, and look at its `frames`, one
-for each step. A frame is numbers and names; `demo_parts/block_map_view.py` draws it on a console, and whoever has
-another way to draw starts from the same frames. m2 had nothing to map: a request had its slot from beginning to end.
-vLLM and SGLang report how many blocks are in use, but not whose they are.
+Like m2's timeline, it is a trace reader: attach it before the first request, run, and read its `frames`, one per step.
+A frame is numbers and names; `demo_parts/block_map_view.py` draws it on a console, and other views can use the same
+frames. New in m3: in m2 a request kept one slot. vLLM and SGLang report the number of used blocks, without owners.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ DECISIONS = (
     Preempted, BlockCopied, BlocksForked, BlocksSwapped, NotAdmitted, Admit, ParallelSampling, Finish,
     BlocksFreed, BlocksAllocated,
 )  # fmt: skip
-"""The events that change the map or say why it does not change, the most remarkable kind first."""
+"""Events that change the map or give the reason why it does not change, the most remarkable kind first."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,9 @@ class Block:
 
     block_id: int
     holders: tuple[str, ...]
-    """The requests in whose tables it stands, in the order of their arrival; nobody: it is free."""
+    """The requests whose tables contain it, in the order of arrival; empty if the block is free."""
     num_tokens: int
-    """Its slots that hold a token's keys and values."""
+    """Number of its slots that hold the KV of a token."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +46,29 @@ class Frame:
 
     step: int
     num_blocks: int
-    """Blocks that can be handed out; their ids are 1 to `num_blocks`."""
+    """Blocks that can be allocated; their ids are 1 to `num_blocks`."""
     block_size: int
     """Tokens per block."""
     requests: tuple[str, ...]
-    """All requests so far, in the order of their arrival: a request keeps its place, so a place can be a colour."""
+    """All requests so far, in the order of arrival. The index of a request never changes, so it can select a colour."""
     tables: Tables
-    """The blocks of each request that has any, in the order of its tokens."""
+    """Device blocks by request id, in the order of the request's tokens."""
     host_tables: Tables
-    """The same for requests that are swapped out: their blocks in host memory."""
+    """Host blocks of swapped-out requests by request id."""
     num_kv: Mapping[str, int]
-    """Tokens of each request in `tables` whose keys and values are in its blocks."""
+    """Number of tokens with KV, for each request in `tables`."""
     waiting: tuple[str, ...]
-    """Requests that have neither ended nor run."""
+    """Unfinished requests that do not run."""
     preempted: frozenset[str]
-    """Those of the waiting that ran before."""
+    """Waiting requests that were preempted."""
     events: tuple[Event, ...]
-    """What was decided in this step, of the kinds in `DECISIONS`, in the order in which it was decided."""
+    """Events of this step of the kinds in `DECISIONS`, in the order of the trace."""
     usage: KVUsage | None = None
-    """How full the memory is, as the engine counts it; None after a step that ran nothing."""
+    """The engine's own count of used blocks and tokens; None after a step without a forward."""
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Every block, in the order of the ids."""
+        """All blocks, in the order of their ids."""
         holders: dict[int, list[str]] = {}
         filled: dict[int, int] = {}
         for request_id in sorted(self.tables, key=self.requests.index):
@@ -91,19 +90,19 @@ class Frame:
         return sum(len(block.holders) > 1 for block in self.blocks)
 
     def of(self, kind: type[E]) -> list[E]:
-        """The decisions of one kind."""
+        """Return the decisions of one kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
     def decisions(self) -> list[Event]:
-        """All decisions, the most remarkable first. Of a preemption its own event says enough."""
+        """Return all decisions, the most remarkable first, without the `BlocksFreed` of preempted requests."""
         preempted = {event.rid for event in self.of(Preempted)}
-        told = [e for e in self.events if not (isinstance(e, BlocksFreed) and e.owner in preempted)]
-        return sorted(told, key=lambda event: DECISIONS.index(type(event)))
+        shown = [e for e in self.events if not (isinstance(e, BlocksFreed) and e.owner in preempted)]
+        return sorted(shown, key=lambda event: DECISIONS.index(type(event)))
 
 
 @dataclass
 class _State:
-    """What is known between two events."""
+    """State of the map between two events."""
 
     tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
     host_tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -113,47 +112,47 @@ class _State:
 
 
 class BlockMap:
-    """Follows the blocks through the trace, and keeps a frame of every step."""
+    """Trace reader that stores a frame of every step."""
 
     def __init__(self) -> None:
         self.sized: KVSized | None = None
-        """How the memory was sized; None if the engine was there before this reader."""
+        """The event of the memory's size; None if the reader was attached later."""
         self.frames: list[Frame] = []
         self.prompt_lens: dict[str, int] = {}
-        """Tokens of each prompt, by request id."""
+        """Number of prompt tokens by request id."""
         self._num_blocks = 0
         self._block_size = 1
         self._requests: list[str] = []
         self._now = _State()
         self._events: list[Event] = []
         self._usage: KVUsage | None = None
-        self._refused: NotAdmitted | None = None  # the last one: a request that waits on is no news
+        self._last_refusal: NotAdmitted | None = None  # the last one, to skip repetitions
 
     def read(self, record: TraceRecord) -> None:
-        """Take one record."""
+        """Apply one record."""
         event = record.event
         change = CHANGES.get(type(event))
         if change is not None:
             change(self, event)
-        if isinstance(event, DECISIONS) and self._is_news(event):
+        if isinstance(event, DECISIONS) and self._is_new(event):
             self._events.append(event)
         if event.ends_step:
             self._end_step(record.step)
 
     def close(self) -> None:
-        """Everything stays: it can be drawn after the run."""
+        """Keep all frames, so that they can be drawn after the run."""
 
     def of(self, kind: type[E]) -> Iterator[tuple[Frame, E]]:
-        """All decisions of a kind so far, each with the frame of its step."""
+        """Yield all decisions of one kind so far, each with the frame of its step."""
         for frame in self.frames:
             for event in frame.of(kind):
                 yield frame, event
 
-    def _is_news(self, event: Event) -> bool:
-        """A request that still waits, for the same reason, is none."""
+    def _is_new(self, event: Event) -> bool:
+        """Return False for a `NotAdmitted` with the same request and reason as the last one."""
         if not isinstance(event, NotAdmitted):
             return True
-        last, self._refused = self._refused, event
+        last, self._last_refusal = self._last_refusal, event
         return last is None or (last.rid, last.limit) != (event.rid, event.limit)
 
     def _end_step(self, step: int) -> None:
@@ -186,7 +185,7 @@ class BlockMap:
         self._num_blocks, self._block_size = event.num_used + event.num_free, event.block_size
 
     def _arrive(self, event: RequestAdded) -> None:
-        self._meet(event.rid)
+        self._add_request(event.rid)
         self.prompt_lens[event.rid] = event.len
         self._now.waiting[event.rid] = None
 
@@ -195,11 +194,11 @@ class BlockMap:
         self._now.preempted.discard(event.rid)
 
     def _allocate(self, event: BlocksAllocated) -> None:
-        self._meet(event.owner)
+        self._add_request(event.owner)
         self._now.tables[event.owner] = (*self._now.tables.get(event.owner, ()), *event.block_ids)
 
     def _fork(self, event: BlocksForked) -> None:
-        self._meet(event.owner)
+        self._add_request(event.owner)
         self._now.tables[event.owner] = event.block_ids
         self._now.num_kv[event.owner] = event.num_tokens
 
@@ -208,7 +207,7 @@ class BlockMap:
         self._now.tables[event.owner] = tuple(event.target if b == event.source else b for b in table)
 
     def _swap(self, event: BlocksSwapped) -> None:
-        self._leave(event.owner, keep_length=True)
+        self._remove_blocks(event.owner, keep_length=True)
         if event.direction == "out":
             self._now.host_tables[event.owner] = event.host_block_ids
         else:
@@ -221,27 +220,27 @@ class BlockMap:
         self._send_back(event.rid)
 
     def _free(self, event: BlocksFreed) -> None:
-        self._leave(event.owner)
+        self._remove_blocks(event.owner)
 
     def _finish(self, event: Finish) -> None:
-        self._leave(event.rid)
+        self._remove_blocks(event.rid)
         self._now.waiting.pop(event.rid, None)
         self._now.preempted.discard(event.rid)
 
-    def _meet(self, request_id: str) -> None:
-        """Remember a request; one that was there before this reader is met with its first block."""
+    def _add_request(self, request_id: str) -> None:
+        """Add a request to the list. For one that arrived before the reader, this is at its first block."""
         if request_id not in self._requests:
             self._requests.append(request_id)
 
-    def _leave(self, request_id: str, *, keep_length: bool = False) -> None:
-        """A request holds nothing any more, wherever it was."""
+    def _remove_blocks(self, request_id: str, *, keep_length: bool = False) -> None:
+        """Remove the blocks of a request, on the device and on the host."""
         self._now.tables.pop(request_id, None)
         self._now.host_tables.pop(request_id, None)
         if not keep_length:
             self._now.num_kv.pop(request_id, None)
 
     def _send_back(self, request_id: str) -> None:
-        """A request that ran waits again, before all that never did."""
+        """Put a preempted request before the waiting ones."""
         self._now.waiting = {request_id: None} | self._now.waiting
         self._now.preempted.add(request_id)
 
@@ -260,4 +259,4 @@ CHANGES: dict[type[Event], Callable[[BlockMap, Any], None]] = {
     BlocksFreed: BlockMap._free,
     Finish: BlockMap._finish,
 }
-"""What the map does with an event, by its kind; it hears all others without a change."""
+"""Event type -> method that applies it; other events do not change the map."""

@@ -34,7 +34,7 @@ class BlockUsage(NamedTuple):
     num_free: int
     num_used: int
     num_shared: int
-    """Those among the used ones that stand in more than one table."""
+    """Used blocks that are in more than one table."""
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -1,10 +1,10 @@
-"""One step of the engine, after m3 moved the tensors' work to where the tensors are.
+"""Engine core: one step, with three of m2's stages moved to the model runner.
 
     m1, m2    schedule -> prepare inputs -> execute -> sample -> update -> make outputs -> release
     m3        schedule -> execute ( prepare -> forward -> sample ) -> update -> make outputs -> release
 
-What comes back from the executor are tokens. They fit into a message, logits do not; from here on the engine core could
-stand in another process than the model. Requests with `n > 1` are several inside and one outside. vLLM:
+The executor returns tokens. They fit into a message, logits do not; from here on the engine core could run in another
+process than the model. A request with `n > 1` is several requests for the scheduler and one for the caller. vLLM:
 `v1/engine/core.py`; SGLang: `Scheduler.event_loop_normal`.
 """
 
@@ -26,9 +26,9 @@ from m3_paged_attention.scheduler_output import SchedulerOutput
 
 
 class EngineCore(EngineCoreBase):
-    """Runs a batch of requests per step, with sampling in the model runner.
+    """Engine core that samples in the model runner.
 
-    `stats` adds the blocks and preemptions, `close` shuts the executor down.
+    `stats` adds the blocks and the preemptions; `close` also shuts the executor down.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class EngineCore(EngineCoreBase):
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of every request that changed.
 
-        An exception in the model ends the requests of this step, and only them; a row of logits that cannot be used
-        ends its own request; a lost device (`EngineDeadError`) ends all, and the engine with them.
+        An exception in the model ends only the requests of this step. A row of logits that cannot be used ends only
+        its own request. A lost device (`EngineDeadError`) ends all requests and the engine.
         """
         scheduler_output = self._schedule()  # 1 schedule
         output = self._attempt(self._execute, scheduler_output)  # 2 execute
@@ -64,22 +64,22 @@ class EngineCore(EngineCoreBase):
         return outputs
 
     def clear_kv_caches(self) -> None:
-        """Let the runner forget all requests; the scheduler has released their blocks."""
+        """Remove the runner's state of all requests; the scheduler has freed their blocks."""
         for request_id in self.executor.held_request_ids():
             self.executor.free_request(request_id)
 
     def num_kv_tokens(self) -> int:
-        """Return the number of slots in the device's blocks that hold a token's KV; a shared one counts once."""
+        """Return the number of slots in the device's blocks that hold the KV of a token; a shared slot counts once."""
         lengths = {r.request_id: r.sequence.num_computed_tokens for r in self.scheduler.running}
         return self.scheduler.kv_manager.num_tokens_held(lengths)
 
     def close(self) -> None:
-        """Release the blocks of all requests, then the KV memory and the model: the engine object may live on."""
+        """End all requests, then free the KV memory and the model, even while the caller keeps the engine object."""
         super().close()
         self.executor.shutdown()
 
     def stats(self) -> EngineStats:
-        """Totals so far, and the state of the blocks."""
+        """Return the totals so far, and the state of the blocks."""
         kv_manager = self.scheduler.kv_manager
         usage, block_bytes = kv_manager.usage(), kv_manager.block_size * self.kv_bytes_per_token
         return EngineStats(
@@ -92,7 +92,7 @@ class EngineCore(EngineCoreBase):
         )
 
     def _schedule(self) -> SchedulerOutput | None:
-        """Ask the scheduler; note what runs, for the totals."""
+        """Schedule the step, and record its requests and tokens for the totals."""
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is not None:
             counts = scheduler_output.num_scheduled_tokens
@@ -104,7 +104,7 @@ class EngineCore(EngineCoreBase):
         return scheduler_output
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run the decision; a request without a token in the output ends with its error."""
+        """Run the scheduler's output. A request with an error in place of a token ends with this error."""
         output = self.executor.execute_model(scheduler_output)
         output = checked(output, dict.fromkeys(scheduler_output.num_scheduled_tokens, 1))
         for request_id, error in output.errors.items():
@@ -115,7 +115,7 @@ class EngineCore(EngineCoreBase):
         return output
 
     def _release(self, changed: Iterable[Request]) -> None:
-        """Let the runner forget the requests that have ended; their blocks are free already."""
+        """Remove the runner's state of finished requests; the update has freed their blocks."""
         for request in changed:
             if request.is_finished:
                 self.executor.free_request(request.request_id)

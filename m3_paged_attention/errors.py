@@ -4,8 +4,8 @@ from m1_single_request.errors import EngineError, InvalidRequestError
 
 
 class OutOfBlocksError(EngineError, RuntimeError):
-    """More blocks were asked for than are free. Nothing was allocated; the scheduler never lets a caller see this."""
+    """An allocation needs more blocks than are free; none was allocated. The scheduler checks before it allocates."""
 
 
 class KVCapacityError(InvalidRequestError):
-    """A request that cannot fit into the KV memory even alone: refused at intake, or ended when it outgrew it."""
+    """A request that does not fit into the KV memory even alone, at intake or after it has grown."""

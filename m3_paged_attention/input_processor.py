@@ -1,6 +1,6 @@
-"""Intake for a memory of blocks: `n > 1` is welcome, and a prompt that no pool could hold is refused at once.
+"""Input processor: accept `n > 1`, and reject a prompt that does not fit into the KV memory.
 
-m2 refused prompts longer than a step's token budget; that stays, since prompts still run whole. vLLM:
+m2's check of the token budget stays, because a prompt is still computed in one step. vLLM:
 `v1/engine/input_processor.py`.
 """
 
@@ -19,7 +19,7 @@ from m3_paged_attention.block_pool import blocks_for
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.request import ParentRequest
 
-MAX_N = 16_384  # each is a request of its own, with its own record; the number is vLLM's
+MAX_N = 16_384  # continuations of one request; vLLM's number
 
 
 class InputProcessor(SingleRequestInputProcessor):
@@ -47,7 +47,7 @@ class InputProcessor(SingleRequestInputProcessor):
         self.block_size = block_size
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
-        """Refuse what this engine can never run (`InvalidRequestError`)."""
+        """Raise `InvalidRequestError` for a request that this engine can never run."""
         check_n(params)
         check_model_len(token_ids, self.max_model_len, request_id)
         check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
@@ -68,7 +68,7 @@ class InputProcessor(SingleRequestInputProcessor):
         seed: int,
         arrival_time: float,
     ) -> Request:
-        """A request, or a parent of `n` of them."""
+        """Build a request, or for `n > 1` a parent of `n` requests."""
         build_one = super().build_request
         if params.n == 1:
             return build_one(request_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
@@ -80,18 +80,18 @@ class InputProcessor(SingleRequestInputProcessor):
 
 
 def check_n(params: SamplingParams) -> None:
-    """Refuse more continuations than one request may have (`InvalidParamsError`)."""
+    """Raise `InvalidParamsError` if `n` is greater than `MAX_N`."""
     if params.n > MAX_N:
-        raise InvalidParamsError(f"n={params.n} continuations are too many for one request: at most {MAX_N:,}")
+        raise InvalidParamsError(f"n={params.n} is too large: one request has at most {MAX_N:,} continuations")
 
 
 def build_parent(
     request_id: str, params: SamplingParams, seed: int, build_child: Callable[[str, SamplingParams, int], Any]
 ) -> ParentRequest:
-    """A parent of `n` requests: child i is `request_id/i` and draws from `seed + i`.
+    """Build a parent of `n` requests: child i is `request_id/i` and draws from `seed + i`.
 
-    The prompt's log-probabilities are the same for all children; the first one brings them. `build_child` makes a
-    request from its id, parameters and seed, of any class with a `parent_id`.
+    The prompt's log-probabilities are the same for all children, so only the first one computes them. `build_child`
+    makes a request from its id, parameters and seed, of any class with a `parent_id`.
     """
     first, others = replace(params, n=1), replace(params, n=1, prompt_logprobs=None)
     children = [build_child(f"{request_id}/{i}", others if i else first, seed + i) for i in range(params.n)]

@@ -1,7 +1,7 @@
 """Conditions that must hold of queues and blocks between two steps; the tests check them after every step.
 
-m1 and m2 check theirs in their schedulers. Here a request may wait with blocks on the host and run with shared ones, so
-the conditions stand apart from the decisions. vLLM and SGLang check the pools when they are idle.
+m1 and m2 check theirs in their schedulers. Here a waiting request may own host blocks and a running one shared blocks,
+so the conditions are in their own file. vLLM and SGLang check the pools when they are idle.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from m3_paged_attention.request import Request
 
 
 def check_queues(requests: Mapping[str, Request], running: Sequence[Request], waiting: Sequence[Request]) -> None:
-    """Raise AssertionError unless each request is in one queue, and preempted ones wait in front of all others."""
+    """Raise AssertionError unless each request is in one queue, and preempted ones wait before all others."""
     ids = [request.request_id for request in (*waiting, *running)]
     assert sorted(ids) == sorted(requests), (ids, list(requests))
     assert all(request.status is RequestStatus.RUNNING for request in running)
@@ -22,7 +22,7 @@ def check_queues(requests: Mapping[str, Request], running: Sequence[Request], wa
 
 
 def check_memory(running: Sequence[Request], waiting: Iterable[Request], kv_manager: KVCacheManager) -> None:
-    """Raise AssertionError unless exactly the running requests own blocks, and as many as their tokens fill."""
+    """Raise AssertionError unless exactly the running requests own device blocks, as many as their tokens fill."""
     swapped = [request.request_id for request in waiting if kv_manager.is_swapped(request.request_id)]
     assert sorted(kv_manager.owned()) == sorted(request.request_id for request in running)
     assert sorted(kv_manager.swapped()) == sorted(swapped)

@@ -1,14 +1,15 @@
-"""Who owns which KV blocks: a block table per request, numbers without tensors.
+"""KV cache manager: the block table of each request, as block ids without tensors.
 
-m2 gave a request one slot as long as the longest may become. Here it gets blocks of a few tokens, one more whenever it
-has filled the last, and they may lie anywhere:
+m2 gave a request one slot for the longest possible request. Here a request gets blocks of a few tokens, anywhere in
+memory, and one more whenever the last is full:
 
     request a   tokens 0-15 in block 7, 16-31 in block 2, 32-33 in block 9        block_ids  [7, 2, 9]
     slot of token 33 = block_ids[33 // 16] * 16 + 33 % 16 = 9 * 16 + 1
 
-Indirection buys three things. Two requests may share blocks (`fork`), until one of them writes: then it gets a copy of
-its own (copy on write). A request may leave for host memory and come back to other blocks (`swap_out`, `swap_in`). And
-who has no room left takes any free block. Moves of data are only noted here; the worker makes them before the forward.
+The table makes three things possible. A request that needs room takes any free block. Requests may share blocks
+(`fork`); one that writes into a shared block gets a copy of it first (copy on write). And a request may be moved to
+host memory and back to other blocks (`swap_out`, `swap_in`). The manager only notes moves of data; the model runner
+makes them before the forward.
 
 vLLM: `v1/core/kv_cache_manager.py`, and for fork, swap and copy the `BlockSpaceManager` of its first engine; SGLang:
 `mem_cache/allocator.py`.
@@ -24,22 +25,22 @@ from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksFor
 
 
 class BlockTable:
-    """What one request owns."""
+    """The blocks of one request."""
 
     __slots__ = ("block_ids", "on_host", "room")
 
     def __init__(self, block_ids: list[int], *, room: int = 0, on_host: bool = False) -> None:
         self.block_ids = block_ids
-        """In the order of its tokens; host blocks if `on_host`."""
+        """Block ids in the order of the request's tokens; host blocks if `on_host`."""
         self.room = room
-        """Up to so many tokens it can have without asking further. A fork sets it to 0: then holders are counted."""
+        """Number of tokens that need no other block. A fork sets it to 0, so that `reserve` checks for sharing."""
         self.on_host = on_host
 
 
 class KVCacheManager:
     """Allocates blocks on demand: shared by forks, copied on write, swapped to the host.
 
-    `can_hold` is valid for the next `reserve` only: a running request may lack a block in the next step.
+    The result of `can_hold` is valid for the next `reserve` only.
     """
 
     def __init__(self, *, kv_cache_config: KVCacheConfig, tracer: Tracer) -> None:
@@ -50,11 +51,11 @@ class KVCacheManager:
         self.reset()
 
     def reset(self) -> None:
-        """Free all blocks, and forget noted moves."""
+        """Free all blocks, and drop noted moves."""
         self.pool = BlockPool(self.num_blocks)
         self.host_pool = BlockPool(self.num_host_blocks, first_id=0)
-        self._tables: dict[str, BlockTable] = {}  # the only record: what stands here is owned, all else is free
-        self._taken: frozenset[str] = frozenset()  # owners of the moves taken last, which may not have been made
+        self._tables: dict[str, BlockTable] = {}  # by request id; a block in no table is free
+        self._taken: frozenset[str] = frozenset()  # owners of the data in the moves taken last
         self._forget_moves()
 
     @property
@@ -69,12 +70,12 @@ class KVCacheManager:
     # --- room for tokens ----------------------------------------------------------------------------------------------
 
     def num_needed(self, request_id: str, num_tokens: int) -> int:
-        """Return the number of free blocks that the request needs to have room for `num_tokens` tokens in all; for a
-        swapped request, to be swapped in first."""
+        """Return the number of free blocks that the request needs for `num_tokens` tokens in all. For a swapped request
+        this includes the blocks to swap it in."""
         table = self._tables.get(request_id)
         if table is None:
             return self.blocks_for(num_tokens)
-        if num_tokens <= table.room:  # nearly always: this is asked for every running request in every step
+        if num_tokens <= table.room:  # the usual case, for every running request in every step
             return 0
         last = (num_tokens - 1) // self.block_size  # the block with the token to be written
         if table.on_host:
@@ -86,7 +87,7 @@ class KVCacheManager:
     def num_needed_together(self, lengths: Iterable[tuple[str, int]]) -> int:
         """Return the same for several running requests, by (request id, number of tokens).
 
-        It may be less than the sum: of the requests that share the block that they write to, the last one keeps it.
+        It may be less than the sum: if all holders of a shared block write into it, the last one needs no copy.
         """
         num_needed, writers = 0, Counter[int]()
         for request_id, num_tokens in lengths:
@@ -96,21 +97,21 @@ class KVCacheManager:
         return num_needed + sum(min(count, self.pool.ref_count(b) - 1) for b, count in writers.items())
 
     def can_hold(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether the request can have room for `num_tokens` tokens in all, with what it owns already."""
+        """Return whether its blocks and the free ones suffice for `num_tokens` tokens of the request in all."""
         return self.num_needed(request_id, num_tokens) <= self.pool.num_free
 
     def in_need(self, lengths: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return those of these (request id, number of tokens) for which `reserve` may change anything, in order."""
+        """Return those of these (request id, number of tokens) for which `reserve` may take a block, in order."""
         tables = self._tables
         return [one for one in lengths if one[1] > tables[one[0]].room]
 
     def reserve(self, request_id: str, num_tokens: int) -> list[int]:
-        """Give the request room for `num_tokens` tokens in all; return the blocks that are new to it. Raises
+        """Allocate blocks for `num_tokens` tokens of the request in all; return the new ones. Raises
         `OutOfBlocksError`, and then changes nothing.
 
-        A request that owns blocks already writes one token next, number `num_tokens - 1`. If the block that this token
-        goes to is shared, a fresh one takes its place and the copy is noted; else the new ids are appended. Either way
-        the last new id belongs at index `(num_tokens - 1) // block_size` of the table.
+        A request that already owns blocks writes one token next, at position `num_tokens - 1`. If the block of this
+        position is shared, a new block replaces it in the table and the copy is noted; else new blocks are appended. In
+        both cases the last new id is at index `(num_tokens - 1) // block_size` of the table.
         """
         table = self._tables.get(request_id)
         if table is None:
@@ -133,16 +134,16 @@ class KVCacheManager:
                 num_owned=len(block_ids),
                 num_free=self.pool.num_free,
             )
-        table.room = (last + 1) * self.block_size  # to the end of this block, which is its own now
+        table.room = (last + 1) * self.block_size  # to the end of this block, which is not shared now
         return new_ids
 
     def _copy_on_write(self, request_id: str, block_ids: list[int], index: int) -> list[int]:
-        """Make sure that nobody else reads the block at `index`; returns the one that takes its place, if it must."""
+        """Replace the block at `index` by a copy if other requests hold it, too. Return the new block, if any."""
         source = block_ids[index]
-        if self.pool.ref_count(source) == 1:  # the others have their copies, or have ended
+        if self.pool.ref_count(source) == 1:  # no other request holds it any more
             return []
         new_ids = self.pool.allocate(1)
-        self._copies[new_ids[0]] = self._copies.get(source, source)  # the data may still be where it is copied from
+        self._copies[new_ids[0]] = self._copies.get(source, source)  # the source itself may be a copy of this step
         block_ids[index] = new_ids[0]
         self.pool.free([source])
         holders, free = self.pool.ref_count(source), self.pool.num_free
@@ -182,7 +183,7 @@ class KVCacheManager:
             )
 
     def _free(self, table: BlockTable) -> list[int]:
-        """Give a table's blocks back; what was to be written into those that nobody holds now is noted no longer."""
+        """Free a table's blocks; drop the noted moves whose targets are free now."""
         pool, noted = (self.host_pool, self._swap_outs) if table.on_host else (self.pool, self._copies)
         freed = pool.free(table.block_ids)
         if noted:
@@ -203,7 +204,7 @@ class KVCacheManager:
             return False
         host_ids = self.host_pool.allocate(len(table.block_ids))
         for block_id, host_id in zip(table.block_ids, host_ids, strict=True):
-            self._swap_outs[host_id] = self._copies.get(block_id, block_id)  # copies are made after swaps
+            self._swap_outs[host_id] = self._copies.get(block_id, block_id)  # a copy of this step: its source
         self._tables[request_id] = BlockTable(host_ids, on_host=True)
         self._free(table)
         self._trace_swap(request_id, "out", table.block_ids, host_ids)
@@ -219,7 +220,7 @@ class KVCacheManager:
         block_ids = self.pool.allocate(len(table.block_ids))
         read_later = {*self._swap_outs.values(), *self._copies.values()}
         assert read_later.isdisjoint(block_ids) and self._swap_outs.keys().isdisjoint(table.block_ids), (
-            f"{request_id} would overwrite what is still to be read: swap in before anybody is thrown out"
+            f"{request_id} would overwrite blocks to be read: swap in before others are swapped out"
         )
         self._swap_ins.update(zip(block_ids, table.block_ids, strict=True))
         self._tables[request_id] = BlockTable(block_ids, room=len(block_ids) * self.block_size)
@@ -263,7 +264,7 @@ class KVCacheManager:
         return self._taken | self._owners_of_moves()
 
     def _owners_of_moves(self) -> frozenset[str]:
-        """Whoever owns the target of a noted move: forked children may, too."""
+        """Return the requests that own the target of a noted move; forked children may own it, too."""
         on_device, on_host = self._swap_ins.keys() | self._copies.keys(), self._swap_outs.keys()
         return frozenset(
             request_id
@@ -291,17 +292,17 @@ class KVCacheManager:
         return {request_id: list(t.block_ids) for request_id, t in self._tables.items() if t.on_host}
 
     def usage(self) -> BlockUsage:
-        """Return how many of the device blocks are free, used and shared."""
+        """Return the numbers of free, used and shared device blocks."""
         num_free = self.pool.num_free
         return BlockUsage(self.num_blocks, num_free, self.num_blocks - num_free, self.pool.num_shared)
 
     def num_tokens_held(self, lengths: Mapping[str, int]) -> int:
-        """Return the number of slots that hold a token if each request of `lengths` has so many computed tokens. A
-        shared slot counts once."""
+        """Return the number of slots that hold a token; a shared slot counts once. `lengths`: computed tokens by
+        request id."""
         tables = [(t, lengths[r]) for r, t in self._tables.items() if r in lengths and not t.on_host]
         if not self.pool.num_shared:
             return sum(min(length, len(table.block_ids) * self.block_size) for table, length in tables)
-        held: dict[int, int] = {}  # by block; of several holders, whoever has the most tokens in it counts
+        held: dict[int, int] = {}  # block id -> most tokens that one of its holders has in it
         for table, length in tables:
             for block_id, first in zip(table.block_ids, range(0, length, self.block_size), strict=False):
                 held[block_id] = max(held.get(block_id, 0), min(length - first, self.block_size))
@@ -318,7 +319,7 @@ class KVCacheManager:
         for request_id, table in tables[False].items():
             own = table.block_ids[table.room // self.block_size - 1 :][:1] if table.room else []
             assert table.room <= len(table.block_ids) * self.block_size, f"{request_id} has room {table.room}"
-            assert all(self.pool.ref_count(b) == 1 for b in own), f"{request_id} may write into what others hold"
+            assert all(self.pool.ref_count(b) == 1 for b in own), f"{request_id} may write into a shared block"
         index_of: dict[int, int] = {}
-        for table in tables[False].values():  # what is shared is a common beginning
+        for table in tables[False].values():  # only a common prefix is shared
             assert all(index_of.setdefault(block_id, i) == i for i, block_id in enumerate(table.block_ids)), index_of

@@ -52,7 +52,7 @@ class BlocksFreed(Event):
 
     def explain(self) -> str:
         block = "host block" if self.on_host else "block"
-        freed = f"gives {_blocks(self.block_ids)} back" if self.block_ids else "gives no block back"
+        freed = f"frees {_blocks(self.block_ids)}"
         stay = "stays in use, because others hold it" if self.num_kept == 1 else "stay in use, because others hold them"
         kept = f"; {self.num_kept:,} {stay}" if self.num_kept else ""
         return f"{self.owner} {freed}{kept}; {_are_free(self.num_free, block)}."
@@ -101,8 +101,8 @@ class BlockCopied(Event):
     def explain(self) -> str:
         return (
             f"{self.owner} is about to write into block {self.source}, which {some(self.num_holders, 'other')} "
-            f"{'holds' if self.num_holders == 1 else 'hold'}, too: it is copied to block {self.target}, and "
-            f"{self.owner} goes on there; {_are_free(self.num_free)}."
+            f"{'holds' if self.num_holders == 1 else 'hold'}, too: it gets a copy, block {self.target}; "
+            f"{_are_free(self.num_free)}."
         )
 
 
@@ -196,12 +196,12 @@ class KVUsage(Event):
 
 
 def _are_free(count: int, noun: str = "") -> str:
-    """`1 is free`, `3 blocks are free`."""
+    """Format a number of free blocks: `1 is free`, `3 blocks are free`."""
     return f"{some(count, noun) if noun else f'{count:,}'} {'is' if count == 1 else 'are'} free"
 
 
 def _blocks(block_ids: tuple[int, ...]) -> str:
-    """`block 3`, `blocks 3-7, 9`: neighbours are told as one range."""
+    """Format block ids: `block 3`, or `blocks 3-7, 9` with adjacent ids as a range."""
     if not block_ids:
         return "no block"
     runs: list[list[int]] = []

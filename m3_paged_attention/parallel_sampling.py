@@ -26,7 +26,7 @@ class RequestFamilies:
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """The scheduled requests: children, not parents."""
+        """Scheduled requests by id: children, not parents."""
         return self.scheduler.requests
 
     @property
@@ -97,5 +97,5 @@ class RequestFamilies:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens since the start, of all requests."""
+        """Number of output tokens since the start, of all requests."""
         return self.scheduler.num_output_tokens

@@ -1,8 +1,8 @@
-"""m1's commit, and a short one for steps in which most requests only get one more token.
+"""Request updater: m1's commit, and a faster one for the usual case, one more token that does not end the request.
 
-A decode step of 256 requests commits 256 tokens. Nearly all of them end nothing, and no text is asked for. For these
-requests the stop checker has said once which ids and which length can end them, and `commit_simply` compares with that.
-New in m3, whose steps are the first with so many requests. vLLM and SGLang run the whole check for each token.
+A decode step of 256 requests commits 256 tokens, and few of them end a request. The stop condition of most requests is
+a set of ids and a length. `commit_simply` computes it once per request and compares each token with it. New in m3,
+whose steps are the first with so many requests. vLLM and SGLang run the whole check for each token.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ class RequestUpdater(SingleRequestUpdater):
 
     def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None:
         super().__init__(stop_checker=stop_checker, tracer=tracer)
-        self._is_usual = type(stop_checker).check is StopChecker.check  # a user's may have other rules
+        self._is_usual = type(stop_checker).check is StopChecker.check  # a user's class may have other rules
 
     def commit_simply(self, requests: Sequence[Request], token_ids: Sequence[int]) -> list[int]:
-        """Append one token to each request that it cannot end, and count the KV of one token.
+        """Append one token, with one new KV, to each request that this token cannot end.
 
         Return the indices of the other requests, which are unchanged and need `commit`.
         """
@@ -35,7 +35,7 @@ class RequestUpdater(SingleRequestUpdater):
                 continue
             try:
                 sequence.detokenizer.push(token_id)
-            except Exception:  # of a user's class; `commit` ends this request with it
+            except Exception:  # in a user's class; `commit` ends this request with the error
                 others.append(index)
                 continue
             output.append(token_id)
@@ -46,7 +46,7 @@ class RequestUpdater(SingleRequestUpdater):
         return others
 
     def simple_stops(self, request: Request) -> SimpleStops | None:
-        """Store and return the stop condition of a request; None if it has more to it."""
+        """Store and return the stop condition of a request; None if it is more than ids and a length."""
         params, sequence = request.sampling_params, request.sequence
         asks_more = params.stop or params.logprobs is not None or sequence.get_output_len() < params.min_tokens
         if asks_more or not self._is_usual:

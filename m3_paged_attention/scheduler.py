@@ -1,8 +1,8 @@
-"""Who runs now, when memory is handed out in blocks as it is needed.
+"""Scheduler: choose the requests of every step, with KV blocks that are allocated as they are needed.
 
-m2 admitted a request only if its whole life had a place. Here it is admitted if its prompt has one: blocks follow as it
-grows. So more requests run at once, and the memory can run out under them; then one is preempted and waits again, in
-front. Siblings (`n > 1`) start on the blocks of the first one. Everything is decided anew at every step. vLLM:
+m2 reserved a slot for the longest possible request. Here a request is admitted if there are blocks for its prompt, and
+gets more blocks as it grows. So more requests run at once, and the blocks can run out; then a running request is
+preempted and waits again, before all new ones. Siblings (`n > 1`) start on the blocks of the first one. vLLM:
 `v1/core/sched/scheduler.py`; SGLang: `Scheduler.get_next_batch_to_run` and `retract_decode`.
 """
 
@@ -31,10 +31,10 @@ from m3_paged_attention.step_plan import StepPlan
 
 
 class Scheduler:
-    """The only one that changes requests. Nothing is released between `schedule` and `update_from_output`.
+    """The only part that changes requests. A step's requests keep their blocks from `schedule` to the update.
 
-    `requests` holds every unfinished request, in order of arrival; each is in `running`, where it owns blocks, or in
-    `waiting`. Preempted requests stand first in `waiting`, the oldest arrival before the others.
+    `requests` holds all unfinished requests, in the order of arrival. Each is in `running`, where it owns blocks, or in
+    `waiting`. Preempted requests are first in `waiting`, in the order of arrival.
     """
 
     requests: dict[str, Request]
@@ -61,15 +61,15 @@ class Scheduler:
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)
         self.tracer = tracer
         self.requests, self.waiting, self.running = {}, PreemptedFirstQueue(), []
-        self.finished_req_ids: set[str] = set()  # not announced yet
+        self.finished_req_ids: set[str] = set()  # in no `SchedulerOutput` yet
         self.num_preemptions = 0
         self._num_arrivals = 0
-        self._left_out: set[str] = set()  # running requests that got no token in the last step
-        self._forks: dict[str, list[Request]] = {}  # siblings that start after this step, by the request they share
-        self._marked: dict[str, Request] = {}  # these end at the next update
+        self._left_out: set[str] = set()  # running requests without a token in the last step
+        self._forks: dict[str, list[Request]] = {}  # siblings that start after this step, by source id
+        self._marked: dict[str, Request] = {}  # to end at the next update
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that has passed the checks of intake."""
+        """Queue a request that the input processor has checked."""
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request id {shown(request.request_id)} is in use: it has not finished yet")
         self.tracer.emit(RequestAdded.of, request, len(self.waiting))
@@ -79,15 +79,15 @@ class Scheduler:
         self.waiting.add_request(request)
 
     def schedule(self) -> SchedulerOutput | None:
-        """Decide what goes through the model now; None if there is nothing to compute or to move.
+        """Choose the requests and the tokens of the next step; return None if there is nothing to compute or to move.
 
-        1. If the running requests' next tokens need more blocks than are free, some are preempted.
-        2. Otherwise waiting requests join, preempted ones first, as long as tokens, places and blocks allow. The first
-           that does not fit ends the phase: nobody overtakes. One block per running request stays free.
-        3. One token for every other running request, as far as the token budget reaches.
+        1. Preempt running requests until the free blocks suffice for the next tokens of the others.
+        2. If no request was preempted, admit waiting requests, preempted ones first, while both limits and the blocks
+           allow; one block per running request stays free. The first request that does not fit ends the phase.
+        3. Schedule one token for every other running request, while the budget lasts.
 
-        The requests that the budget left out in the last step go before phase 2; if one of them does not fit, none is
-        admitted.
+        The requests that the last step left out are scheduled before phase 2. If one of them does not fit, no request
+        is admitted.
         """
         plan = StepPlan(budget=self.max_num_batched_tokens)
         running = [request for request in self.running if request.to_finish is None]
@@ -99,7 +99,7 @@ class Scheduler:
             if all(request.request_id in plan.num_scheduled_tokens for request in first):
                 self._admit(plan)
             running = [request for request in running if request.request_id not in plan.num_scheduled_tokens]
-            in_need = self._in_need(running)  # a request whose blocks are shared now must copy before it writes
+            in_need = self._in_need(running)  # a request whose blocks were forked may need a copy of the last one
         self._continue(running, plan, in_need)
         self._note_left_out(plan)
         moves = self.kv_manager.take_moves()
@@ -116,13 +116,13 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput | None, output: ModelRunnerOutput | None
     ) -> list[Request]:
-        """Commit a step: append tokens, end what is to end, release its blocks. Returns the requests that changed.
+        """Commit a step: append tokens, end finished requests, free their blocks. Return the changed requests.
 
-        `output` is None if the step ran nothing or failed. After a failure it is unknown whether blocks were moved, and
-        the requests that own them start over. A request that was marked to finish (abort, error) ends now, without a
-        token.
+        `output` is None if the step ran no model or failed. After a failure it is unknown whether blocks were moved, so
+        the requests with data in such blocks are computed again. A request that is marked to finish (abort, error) ends
+        now, and its token of this step is dropped.
         """
-        marked = list(self._marked.values())  # a request that is marked from now on ends with the next update
+        marked = list(self._marked.values())  # a request that is marked during this update ends with the next one
         changed: list[Request] = []
         if scheduler_output is not None and output is not None:
             changed = self._commit(scheduler_output, output)
@@ -139,14 +139,14 @@ class Scheduler:
         return changed
 
     def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
-        """Mark unfinished requests to end with `reason` at the next update. Returns the ids that were marked."""
+        """Mark unfinished requests to end with `reason` at the next update. Return the marked ids."""
         known = [self.requests[request_id] for request_id in request_ids if request_id in self.requests]
         marked = {request.request_id: request for request in known if self.updater.mark(request, reason)}
         self._marked |= marked
         return list(marked)
 
     def reset(self, reason: BaseFinishReason) -> None:
-        """End all requests with `reason`, outside a step; queues are empty afterwards, and all blocks are free."""
+        """End all requests with `reason`, outside a step. Afterwards the queues are empty and all blocks are free."""
         requests, self.requests = self.requests, {}
         self.waiting, self.running = PreemptedFirstQueue(), []
         self.finished_req_ids, self._left_out, self._forks, self._marked = set(), set(), {}, {}
@@ -156,7 +156,7 @@ class Scheduler:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens since the start, of all requests."""
+        """Number of output tokens since the start, of all requests."""
         return self.updater.num_output_tokens
 
     def check_invariants(self) -> None:
@@ -168,13 +168,13 @@ class Scheduler:
     # --- phases of schedule -------------------------------------------------------------------------------------------
 
     def _in_need(self, running: list[Request]) -> dict[str, int]:
-        """Those of the running requests whose next token may take a block, with their length after it."""
+        """Return the running requests whose next token may need a block, and their length with it, in tokens."""
         return dict(self.kv_manager.in_need([(r.request_id, r.sequence.num_computed_tokens + 1) for r in running]))
 
     def _make_room(self, running: list[Request]) -> dict[str, int]:
-        """Preempt until the next tokens of all `running` requests have room; takes the preempted out of it.
+        """Preempt requests, and remove them from `running`, until the free blocks suffice for the others' next tokens.
 
-        Returns who is in need of a block then.
+        Return the remaining requests that need a block, as `_in_need`.
         """
         kv_manager = self.kv_manager
         while in_need := self._in_need(running):
@@ -182,7 +182,7 @@ class Scheduler:
             if needed <= kv_manager.num_free:
                 break
             if len(running) == 1:
-                if len(self.running) == 1:  # all blocks are its own; otherwise others leave theirs at the update
+                if len(self.running) == 1:  # it owns all blocks; otherwise the update frees those of ending requests
                     self._give_up(running.pop())
                 break
             victim = victim_of(self.preemption, running)
@@ -193,13 +193,13 @@ class Scheduler:
         return in_need
 
     def _continue(self, requests: list[Request], plan: StepPlan, in_need: Mapping[str, int]) -> None:
-        """Give running requests their next token, as far as the budget reaches. Most have room for it already."""
+        """Schedule the next token of running requests, while budget and blocks last. Most need no block for it."""
         kv_manager, decodes, new_block_ids = self.kv_manager, [], {}
         for request in requests[: max(0, plan.budget_left)]:
             request_id = request.request_id
             if request_id in in_need:
                 if not kv_manager.can_hold(request_id, in_need[request_id]):
-                    continue  # those who are about to end leave their blocks at the update
+                    continue  # until the update frees the blocks of ending requests
                 new_block_ids[request_id] = kv_manager.reserve(request_id, in_need[request_id])
             if request.is_sent:
                 decodes.append(request)
@@ -208,7 +208,7 @@ class Scheduler:
         plan.add_decodes(decodes, new_block_ids)
 
     def _admit(self, plan: StepPlan) -> None:
-        """Let waiting requests join. One that is marked to finish is only taken out: the update ends it."""
+        """Admit waiting requests. One that is marked to finish only leaves the queue; the update ends it."""
         while self.waiting:
             request = self.waiting.peek_request()
             num_blocks = self.kv_manager.blocks_for(request.sequence.get_len())
@@ -223,7 +223,7 @@ class Scheduler:
             self._start(request, way, plan)
 
     def _start(self, request: Request, way: WayIn, plan: StepPlan) -> None:
-        """Move a request from waiting to running, and give it its blocks."""
+        """Move a request from waiting to running, and allocate its blocks."""
         request_id, sequence, kv_manager = request.request_id, request.sequence, self.kv_manager
         self.waiting.pop_request()
         request.status = RequestStatus.RUNNING
@@ -242,7 +242,7 @@ class Scheduler:
         self.tracer.emit(Admit.of, self, request, way, plan.budget_left)
 
     def _note_left_out(self, plan: StepPlan) -> None:
-        """Remember which running requests have no token in this step, for want of budget or of a block."""
+        """Store the running requests without a token in this step, because budget or blocks were used up."""
         self._left_out = set()
         if len(plan.num_scheduled_tokens) == len(self.running):
             return
@@ -258,11 +258,11 @@ class Scheduler:
     # --- parts of update ----------------------------------------------------------------------------------------------
 
     def _commit(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
-        """Append the new tokens; return the requests that have any."""
+        """Append the new tokens; return the requests that have one."""
         requests = [self.requests[request_id] for request_id in output.req_ids]
         others: Iterable[int] = range(len(requests))
         num_cached, counts = len(scheduler_output.scheduled_cached_reqs.req_ids), scheduler_output.num_scheduled_tokens
-        if num_cached == len(counts):  # one new KV for each
+        if num_cached == len(counts):  # decodes only: one new KV for each
             others = self.updater.commit_simply(requests, [token_ids[0] for token_ids in output.sampled_token_ids])
         for index in others:
             request = requests[index]
@@ -276,7 +276,7 @@ class Scheduler:
         return requests
 
     def _start_forks(self) -> None:
-        """The prompts that others wait for have their KV now, or will never have it."""
+        """Start the siblings that wait for a prompt of this step, or queue them again if the step failed."""
         for source_id, requests in self._forks.items():
             source = self.requests[source_id]
             if source.sequence.num_computed_tokens:
@@ -287,7 +287,7 @@ class Scheduler:
         self._forks = {}
 
     def _finish(self, request: Request) -> None:
-        """Take a request out of its queue and release its blocks. The step releases what the runner holds for it."""
+        """Remove a request and free its blocks. The last stage of the step removes the runner's state of it."""
         assert request.to_finish is not None
         if request in self.running:
             self.running.remove(request)
@@ -302,7 +302,7 @@ class Scheduler:
     # --- back to the queue --------------------------------------------------------------------------------------------
 
     def _give_up(self, request: Request) -> None:
-        """Mark a request that has outgrown the whole memory."""
+        """Mark a request that needs more than all blocks to end with `KVCapacityError`."""
         num_tokens, kv_manager = request.sequence.get_len(), self.kv_manager
         error = KVCapacityError(
             f"request {shown(request.request_id)} has grown to {num_tokens} tokens, which need "
@@ -312,7 +312,7 @@ class Scheduler:
         self.finish_requests([request.request_id], FinishError(error))
 
     def _send_back(self, request: Request) -> None:
-        """Let a request that ran wait before all others; among its like the oldest arrival comes first."""
+        """Move a request back to the waiting queue as preempted."""
         request.status = RequestStatus.PREEMPTED
         request.is_sent = False
         if request in self.running:
@@ -321,7 +321,7 @@ class Scheduler:
         self.waiting.add_request(request)
 
     def _reset(self, requests: Iterable[Request]) -> None:
-        """These have blocks of which nobody knows what they hold: they start over."""
+        """Free the blocks of requests whose KV is unknown after a failed step, and queue the requests again."""
         for request in requests:
             if request.to_finish is None:
                 self.kv_manager.release(request.request_id)

@@ -126,7 +126,7 @@ class LeftOut(BatchLeftOut):
     def explain(self) -> str:
         why = {
             "max_num_batched_tokens": f"the budget of {self.available:,} is used up",
-            "blocks": f"too few blocks are free ({self.available:,}) before those that end have left theirs",
+            "blocks": f"too few blocks are free ({self.available:,}) until the requests that end free theirs",
         }[self.limit]
         return f"No token for {', '.join(self.rids)}: {why}. In the next step they run before anybody is admitted."
 
@@ -164,7 +164,7 @@ class Preempted(Event):
         )
         return (
             f"{self.rid} is preempted: the next tokens need {some(self.needed, 'new block')}, {self.available:,} "
-            f"{'is' if self.available == 1 else 'are'} free, and it has the fewest outputs ({self.num_output_tokens}). "
-            f"{self.num_freed} of its {some(self.num_blocks, 'block')} come free; {fate}. It waits in front of all "
-            f"others."
+            f"{'is' if self.available == 1 else 'are'} free. It has {some(self.num_output_tokens, 'output token')}. "
+            f"{self.num_freed} of its {some(self.num_blocks, 'block')} are freed; {fate}. It waits before all new "
+            f"requests."
         )

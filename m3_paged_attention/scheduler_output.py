@@ -1,9 +1,9 @@
-"""What the scheduler tells the rest of the engine: m2's messages, and now also which KV blocks are to be moved.
+"""Scheduler output: m2's message from the scheduler to the model runner, and the KV blocks to move.
 
-A request is described in full when it runs for the first time (`NewRequestData`), and again, but for its prompt, when
-it comes back after a preemption (`ResumedReqData`); in between only by what changed (`CachedRequestData`, m2's). Before
-the forward the worker moves blocks: swaps in, swaps out, copies, in this order. vLLM: `v1/core/sched/output.py`; the
-three lists of moves are those of vLLM's first engine, which swapped and forked as this one does.
+A request is sent in full in its first step (`NewRequestData`). A preempted request that resumes is sent again without
+its prompt (`ResumedReqData`). All others are sent as changes (`CachedRequestData`, m2's). Before the forward the runner
+moves blocks: swaps in, swaps out, copies, in this order. vLLM: `v1/core/sched/output.py`; the three lists of moves are
+those of vLLM's first engine, which swapped and forked as this one does.
 """
 
 from dataclasses import dataclass
@@ -15,39 +15,39 @@ from m3_paged_attention.block_pool import Pairs
 
 @dataclass(frozen=True)
 class NewRequestData:
-    """A request that runs for the first time."""
+    """A request in its first step."""
 
     req_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     seed: int
-    """For its draws: the sampler sits on the other side of this message."""
+    """Seed of its draws, which the runner makes."""
     stop_token_ids: frozenset[int]
-    """Every id that ends it; `min_tokens` forbids them for a while."""
+    """Ids that end it; they cannot be sampled before `min_tokens` output tokens."""
     block_ids: list[int]
     num_computed_tokens: int = 0
-    """Tokens whose KV exists already: a sibling's prompt but for its last token, or none."""
+    """Tokens with KV: the prompt without its last token if the request starts on a sibling's blocks, else 0."""
 
 
 @dataclass(frozen=True)
 class ResumedReqData:
-    """A request that ran before, was preempted and comes back: what the runner knew of its place is void."""
+    """A preempted request that resumes, with other blocks than before."""
 
     req_id: str
     output_token_ids: list[int]
-    """All that it has said."""
+    """All output tokens so far."""
     block_ids: list[int]
     """Its whole block table."""
     num_computed_tokens: int
-    """Tokens whose KV exists: 0 if it is computed again, all but the newest if it was swapped in."""
+    """Tokens with KV: 0 if its KV is computed again, all but the newest if it was swapped in."""
 
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """One step's decision, complete. Nobody changes it.
+    """The decision for one step. Never modified.
 
-    Of the new blocks of a cached request the last belongs where its newest token goes. So it is appended to the block
-    table, or takes the place of the last one there, if that was copied because others hold it, too.
+    The last of the new blocks of a cached request holds its newest token. It is appended to the block table, or it
+    replaces the last block there: then it is the request's copy of a shared block.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -57,7 +57,7 @@ class SchedulerOutput:
     """New tokens by request id."""
     total_num_scheduled_tokens: int
     finished_req_ids: frozenset[str]
-    """Requests that ended since the last decision."""
+    """Requests that ended since the last `SchedulerOutput`."""
     blocks_to_swap_in: Pairs
     """(host block, device block)."""
     blocks_to_swap_out: Pairs

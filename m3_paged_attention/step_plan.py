@@ -1,7 +1,7 @@
-"""A step's decision while it is being made: the token budget, who has a share of it, and which blocks are new to whom.
+"""Step plan: the scheduled requests of a step, their new blocks, and the rest of the token budget.
 
-m2's plan knew prompts and single tokens. Here a request may also come back with everything it had said so far, or start
-on the blocks of a sibling, so a row is: how many tokens, from which position on.
+m2's plan had rows of two kinds, whole prompts and single tokens. Here a request may also be resumed with its output so
+far, or start on the blocks of a sibling. So a row is a number of tokens from any position on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from m3_paged_attention.block_pool import BlockMoves
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_output import NewRequestData, ResumedReqData, SchedulerOutput
 
-NO_BLOCKS: list[int] = []  # the same for everybody; nobody changes a message
+NO_BLOCKS: list[int] = []  # the same list for all requests; a message is never modified
 
 
 class StepPlan:
-    """Filled by the scheduler, one request at a time; `output` is what leaves it."""
+    """Collects the requests of a step; `output` returns them as the scheduler's output."""
 
     def __init__(self, *, budget: int) -> None:
         self.budget = budget
@@ -27,7 +27,7 @@ class StepPlan:
         self._new_block_ids: list[list[int]] = []  # of each decode
 
     def add_full(self, request: Request, block_ids: list[int]) -> None:
-        """Schedule every token without KV of a request that the runner does not know, or no longer."""
+        """Schedule all tokens without KV of a new or resumed request. `block_ids`: its whole block table."""
         self._full.append((request, block_ids))
         request.is_sent = True
         num_tokens = request.sequence.get_len() - request.sequence.num_computed_tokens
@@ -35,7 +35,7 @@ class StepPlan:
         self.budget_left -= num_tokens
 
     def add_decodes(self, requests: Sequence[Request], new_block_ids: Mapping[str, list[int]]) -> None:
-        """Schedule the newest token of requests that the runner knows. `new_block_ids` of those that got any."""
+        """Schedule the newest token of requests whose state the runner has. `new_block_ids`: by request id, if any."""
         req_ids = [request.request_id for request in requests]
         self._decodes += requests
         self._new_block_ids += [new_block_ids.get(request_id, NO_BLOCKS) for request_id in req_ids]
@@ -45,7 +45,7 @@ class StepPlan:
     def output(
         self, *, finished_req_ids: frozenset[str], moves: BlockMoves, stop_checker: StopChecker
     ) -> SchedulerOutput:
-        """The decision, complete."""
+        """Return the message that describes this step."""
         sequences = [request.sequence for request in self._decodes]
         return SchedulerOutput(
             scheduled_new_reqs=[

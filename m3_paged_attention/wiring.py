@@ -1,7 +1,7 @@
-"""m3's table of contents: m2's table with the roles that blocks change, and how the parts are put together.
+"""m3's parts: m2's table with the roles that blocks change, and the function that builds the engine core.
 
-What is sized when: the model comes first, then a profiling run where one is needed, then the longest request, then the
-number of blocks, then everything that must know these.
+The order of sizing: load the model, run the profiling step if one is needed, fit the longest request, compute the
+number of blocks, then build the parts that depend on these.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from m3_paged_attention.worker import GPUWorker
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
-    """Load the model, size the KV memory, and put the parts together."""
+    """Load the model, size the KV memory, and build the engine core from the parts."""
     mode, device = config.scheduler.preemption_mode, config.model.torch_device()
     check_cache_config(config.cache, preemption_mode=mode, device=device)
     loaded, (limits, executor), budget = fit_model_len(
@@ -99,7 +99,7 @@ PARTS: dict[str, Any] = M2_PARTS | {
 
 
 def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
-    """What runs requests of at most `loaded.max_model_len` tokens."""
+    """Build the parts that run requests of at most `loaded.max_model_len` tokens."""
     limits = config.scheduler.resolved(loaded.max_model_len)
     runner = parts["model_runner"](
         loaded_model=loaded,

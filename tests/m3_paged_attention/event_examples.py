@@ -79,11 +79,11 @@ EXAMPLES: dict[Event, list[str]] = {
         "12 are free",
     ],
     BlocksFreed(owner="a", block_ids=(3,), num_kept=1, on_host=False, num_free=12): [
-        "a gives block 3 back",
+        "a frees block 3",
         "1 stays in use",
     ],
     BlocksFreed(owner="a", block_ids=(), num_kept=2, on_host=True, num_free=12): [
-        "gives no block back",
+        "frees no block",
         "2 stay in use",
         "12 host blocks are free",
     ],
@@ -94,7 +94,7 @@ EXAMPLES: dict[Event, list[str]] = {
     BlockCopied(owner="a/1", source=4, target=9, num_holders=1, num_free=3): [
         "a/1 is about to write into block 4",
         "1 other holds",
-        "copied to block 9",
+        "gets a copy, block 9",
     ],
     BlocksSwapped(owner="a", direction="out", block_ids=(1, 2), host_block_ids=(0, 7), num_free=3, num_host_free=1): [
         "a is swapped out: blocks 1-2 to host blocks 0, 7"
@@ -130,7 +130,7 @@ EXAMPLES: dict[Event, list[str]] = {
     LeftOut(rids=("a", "b"), limit="max_num_batched_tokens", available=64): [
         "No token for a, b: the budget of 64 is used up",
     ],
-    LeftOut(rids=("a",), limit="blocks", available=0): ["too few blocks are free (0) before those that end"],
-    PREEMPTED: ["2 new blocks", "1 is free", "3 of its 5 blocks come free", "70 tokens is dropped", "in front of all"],
+    LeftOut(rids=("a",), limit="blocks", available=0): ["too few blocks are free (0) until the requests that end"],
+    PREEMPTED: ["2 new blocks", "1 is free", "3 of its 5 blocks are freed", "70 tokens is dropped", "before all new"],
     dataclasses.replace(PREEMPTED, mode="swap"): ["70 tokens moves to host memory"],
 }

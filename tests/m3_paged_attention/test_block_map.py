@@ -247,7 +247,7 @@ def test_a_frame_has_a_cell_for_every_block_and_the_decisions_beside_them() -> N
     assert drawn(second, most=1)[:3] == [
         "step 2: 3 of 8 blocks in use, 1 of them by several requests; 5 free",
         "A a  B b  C c (preempted)",
-        "   1  A2 A  b  .  .  .  .  .    c is preempted: the next tokens need 2 new blocks, 1 is free, and it",
+        "   1  A2 A  b  .  .  .  .  .    c is preempted: the next tokens need 2 new blocks, 1 is free. It has",
     ]
 
 

@@ -147,7 +147,7 @@ def test_a_fork_shares_the_blocks_with_its_first_tokens() -> None:
     assert kv.block_ids("c") == [1] and kv.block_ids("d") == []
     assert kv.reserve("c", 5) == [3], "what it shares is full: it goes on in a block of its own"
     assert kv.reserve("d", 1) == [4]
-    assert kv.take_moves() == ([], [], [], frozenset())
+    assert kv.take_moves() == ([], [], [])
 
 
 def test_whoever_writes_into_a_shared_block_first_gets_a_copy_and_the_last_one_needs_none() -> None:
@@ -160,8 +160,8 @@ def test_whoever_writes_into_a_shared_block_first_gets_a_copy_and_the_last_one_n
     assert kv.num_needed_together([("a", 9), ("b", 12), ("c", 6)]) == 3, "two new blocks and a copy"
     assert kv.reserve("a", 7) == [4] and kv.block_ids("a") == [1, 4]
     assert kv.num_needed("c", 6) == 0 and kv.reserve("c", 6) == [] and kv.block_ids("c") == [1, 2]
-    assert kv.take_moves() == ([], [], [(2, 3), (2, 4)], {"a", "b"})
-    assert kv.take_moves() == ([], [], [], frozenset()), "moves are taken once"
+    assert kv.take_moves() == ([], [], [(2, 3), (2, 4)])
+    assert kv.take_moves() == ([], [], []), "moves are taken once"
 
 
 def test_a_copy_is_made_once() -> None:
@@ -243,14 +243,14 @@ def test_a_swapped_request_owns_host_blocks_and_comes_back_to_any_others() -> No
     assert kv.swap_out("a")
     assert kv.is_swapped("a") and not kv.is_swapped("b") and not kv.is_swapped("nobody")
     assert kv.owned() == {"b": [3]} and kv.swapped() == {"a": [0, 1]} and kv.num_free == 2
-    assert kv.take_moves() == ([], [(1, 0), (2, 1)], [], {"a"})
+    assert kv.take_moves() == ([], [(1, 0), (2, 1)], [])
     assert kv.reserve("b", 5) == [1]
     assert kv.num_needed("a", 6) == 2 and not kv.can_hold("a", 6)
     kv.release("b")
     assert kv.num_needed("a", 9) == 3 and kv.num_needed("a", 1) == 2
     kv.swap_in("a")
     assert kv.owned() == {"a": [2, 3]} and kv.swapped() == {} and not kv.is_swapped("a")
-    assert kv.take_moves() == ([(0, 2), (1, 3)], [], [], {"a"})
+    assert kv.take_moves() == ([(0, 2), (1, 3)], [], [])
     assert kv.reserve("a", 8) == [] and kv.reserve("a", 9) == [1]
 
 
@@ -258,7 +258,7 @@ def test_without_room_on_the_host_nothing_changes() -> None:
     kv = manager(3, host=1)
     kv.reserve("a", 6)
     assert not kv.swap_out("a")
-    assert kv.owned() == {"a": [1, 2]} and kv.swapped() == {} and kv.take_moves() == ([], [], [], frozenset())
+    assert kv.owned() == {"a": [1, 2]} and kv.swapped() == {} and kv.take_moves() == ([], [], [])
 
 
 def test_without_room_on_the_device_nothing_changes() -> None:
@@ -268,7 +268,7 @@ def test_without_room_on_the_device_nothing_changes() -> None:
     kv.reserve("b", 5)
     with pytest.raises(OutOfBlocksError):
         kv.swap_in("a")
-    assert kv.swapped() == {"a": [0, 1]} and kv.take_moves() == ([], [], [], frozenset())
+    assert kv.swapped() == {"a": [0, 1]} and kv.take_moves() == ([], [], [])
     kv.check_invariants()
 
 
@@ -295,7 +295,7 @@ def test_a_copy_that_is_swapped_out_before_it_is_made_comes_from_its_source() ->
     kv = forked(num_tokens=5, host=2)
     kv.reserve("b", 6)
     kv.swap_out("b")
-    assert kv.take_moves() == ([], [(1, 0), (2, 1)], [], {"b"})
+    assert kv.take_moves() == ([], [(1, 0), (2, 1)], [])
 
 
 def test_a_request_may_come_in_and_go_out_in_one_step() -> None:
@@ -304,7 +304,7 @@ def test_a_request_may_come_in_and_go_out_in_one_step() -> None:
     kv.swap_out("a"), kv.take_moves()
     kv.swap_in("a")
     kv.swap_out("a")
-    assert kv.take_moves() == ([(0, 1), (1, 2)], [(1, 0), (2, 1)], [], {"a"})
+    assert kv.take_moves() == ([(0, 1), (1, 2)], [(1, 0), (2, 1)], [])
     assert kv.swapped() == {"a": [0, 1]}
 
 
@@ -313,7 +313,7 @@ def test_a_released_request_leaves_the_host_and_is_not_moved_there() -> None:
     kv.reserve("a", 8)
     kv.swap_out("a")
     kv.release("a")
-    assert kv.swapped() == {} and kv.take_moves() == ([], [], [], frozenset())
+    assert kv.swapped() == {} and kv.take_moves() == ([], [], [])
     kv.reserve("b", 8)
     assert kv.swap_out("b")
 
@@ -325,7 +325,7 @@ def test_swapping_in_over_what_is_still_to_be_read_is_a_bug_of_ours() -> None:
     kv.swap_out("a"), kv.take_moves()
     kv.reserve("b", 8)
     kv.swap_out("b")
-    with pytest.raises(AssertionError, match="swap in before anybody is thrown out"):
+    with pytest.raises(AssertionError, match="swap in before others are swapped out"):
         kv.swap_in("a")
 
 
@@ -411,11 +411,11 @@ SENTENCES: list[tuple[Event, str]] = [
     ),
     (
         BlocksFreed(owner="req-1", block_ids=(7,), num_kept=2, on_host=False, num_free=9),
-        "req-1 gives block 7 back; 2 stay in use, because others hold them; 9 blocks are free.",
+        "req-1 frees block 7; 2 stay in use, because others hold them; 9 blocks are free.",
     ),
     (
         BlocksFreed(owner="req-1", block_ids=(), num_kept=1, on_host=True, num_free=9),
-        "req-1 gives no block back; 1 stays in use, because others hold it; 9 host blocks are free.",
+        "req-1 frees no block; 1 stays in use, because others hold it; 9 host blocks are free.",
     ),
     (
         BlocksForked(owner="req-1/1", parent="req-1/0", block_ids=(7, 2), num_tokens=21),
@@ -424,13 +424,11 @@ SENTENCES: list[tuple[Event, str]] = [
     ),
     (
         BlockCopied(owner="req-1/1", source=2, target=9, num_holders=1, num_free=3),
-        "req-1/1 is about to write into block 2, which 1 other holds, too: it is copied to block 9, and req-1/1 goes "
-        "on there; 3 are free.",
+        "req-1/1 is about to write into block 2, which 1 other holds, too: it gets a copy, block 9; 3 are free.",
     ),
     (
         BlockCopied(owner="req-1/1", source=2, target=9, num_holders=3, num_free=3),
-        "req-1/1 is about to write into block 2, which 3 others hold, too: it is copied to block 9, and req-1/1 goes "
-        "on there; 3 are free.",
+        "req-1/1 is about to write into block 2, which 3 others hold, too: it gets a copy, block 9; 3 are free.",
     ),
     (
         BlocksSwapped(owner="a", direction="out", block_ids=(4, 5), host_block_ids=(0, 1), num_free=3, num_host_free=6),

@@ -284,7 +284,7 @@ def test_the_consoles_show_blocks(make_engine: MakeEngine, capsys: pytest.Captur
             assert "a asks for 2 continuations: a/0, a/1" in said
             assert "a/1 joins on the blocks of a/0; it starts when that prompt is computed" in said
             assert "is preempted: the next tokens need" in said
-            assert "gives blocks" in said
+            assert "frees blocks" in said
         else:
             assert "preempted: " in said
             assert len(said.split("step ")) - 1 == engine.stats().num_steps

@@ -1,7 +1,7 @@
-// Attention over KV in blocks, read where it lies.
+// Attention over KV in blocks, which are read in place.
 //
-// One pass over the keys and values of a sequence, 16 tokens at a time, where they lie. Nobody knows the largest score
-// before the end, so the sums are kept relative to the largest so far and scaled down when a larger one comes:
+// One pass over the keys and values of a sequence, 16 tokens at a time. The largest score is not known before the end,
+// so the sums are relative to the largest score so far, and are scaled down when a larger one comes:
 //
 //     largest' = max(largest, scores)      scale = e^(largest - largest')
 //     total'   = total * scale + sum e^(scores - largest')
@@ -25,13 +25,13 @@ struct Shape {  // queries of [num_seqs] sequences over [blocks, block_size, kv_
     long query_stride;  // elements from the query of one token to that of the next
     long table_stride;  // the same for block tables
 
-    // Where the keys and values of a token begin.
+    // Offset of the keys and values of a token, in elements.
     long offset_of(const int32_t* table, long token) const {
         return (table[token / block_size] * block_size + token % block_size) * kv_heads * head_dim;
     }
 };
 
-struct Chunk {  // some tokens of a sequence, and where the keys and values of their first head begin
+struct Chunk {  // some tokens of a sequence, and the offsets of the keys and values of their first head
     long count, at[CHUNK];
 
     Chunk(const int32_t* table, long token, long length, const Shape& shape) {
@@ -40,13 +40,13 @@ struct Chunk {  // some tokens of a sequence, and where the keys and values of t
     }
 };
 
-template <class T> struct Head {  // one query head on its way through its sequence
+template <class T> struct Head {  // state of one query head during the pass over its sequence
     const T* query;
     float* output;  // [head_dim]
     float largest = -INFINITY, total = 0.0f;
 };
 
-// The largest score, if there is one: where all so far were minus infinity, their weights are zeros and no NaN.
+// The largest score, or 0 where all scores so far are minus infinity: then their weights are zeros, not NaN.
 inline float finite(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
 // sum + a * b, 32 elements, in 16 lanes
@@ -63,10 +63,11 @@ inline Floats add_products(Floats sum, const bfloat16* a, const bfloat16* b) {
 #endif
 }
 
-// --8<-- [start:see]
-// HEADS query heads of one KV head see a chunk of its keys and values; the next one is fetched meanwhile.
+// --8<-- [start:attend_chunk]
+// Attention of HEADS query heads of one KV head over a chunk of its keys and values; the next chunk is prefetched.
 template <class T, int HEADS>
-void see(Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, const Chunk& next, long dim, float scale) {
+void attend_chunk(Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, const Chunk& next, long dim,
+                  float scale) {
     Floats products[HEADS][CHUNK] = {};
     for (long t = 0; t < chunk.count; t++) {
         const T* key = keys + chunk.at[t];
@@ -101,16 +102,16 @@ void see(Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, con
         for (int h = 0; h < HEADS; h++) store(heads[h].output + i, output[h]);
     }
 }
-// --8<-- [end:see]
+// --8<-- [end:attend_chunk]
 
 template <class T>
-void see(long num_heads, Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, const Chunk& next,
-         long dim, float scale) {
+void attend_chunk(long num_heads, Head<T>* heads, const T* keys, const T* values, const Chunk& chunk, const Chunk& next,
+                  long dim, float scale) {
     switch (num_heads) {
-        case 1: return see<T, 1>(heads, keys, values, chunk, next, dim, scale);
-        case 2: return see<T, 2>(heads, keys, values, chunk, next, dim, scale);
-        case 3: return see<T, 3>(heads, keys, values, chunk, next, dim, scale);
-        default: return see<T, MAX_HEADS>(heads, keys, values, chunk, next, dim, scale);
+        case 1: return attend_chunk<T, 1>(heads, keys, values, chunk, next, dim, scale);
+        case 2: return attend_chunk<T, 2>(heads, keys, values, chunk, next, dim, scale);
+        case 3: return attend_chunk<T, 3>(heads, keys, values, chunk, next, dim, scale);
+        default: return attend_chunk<T, MAX_HEADS>(heads, keys, values, chunk, next, dim, scale);
     }
 }
 
@@ -137,7 +138,7 @@ void attend(const T* query, const T* keys, const T* values, const int32_t* table
                 next = Chunk(table, token + CHUNK, length, shape);
                 for (long h = 0; h < num_heads; h += std::min(MAX_HEADS, group - h % group)) {
                     const long at = (first + h / group) * dim;
-                    see(group - h % group, &heads[h], keys + at, values + at, chunk, next, dim, scale);
+                    attend_chunk(group - h % group, &heads[h], keys + at, values + at, chunk, next, dim, scale);
                 }
             }
             for (long h = 0; h < num_heads; h++)
@@ -146,12 +147,12 @@ void attend(const T* query, const T* keys, const T* values, const int32_t* table
         }
 }
 
-// Prompts: many queries, so the products are those of linear layers. 64 tokens at a time, keys and values are copied into
-// panels, and a tile of queries is multiplied with them: scores with the keys, their softmax with the values.
+// Prompts have many queries, so the products are those of linear layers. Keys and values are copied into panels of 64
+// tokens, and a tile of queries is multiplied with them: scores with the keys, their softmax with the values.
 
-constexpr long TILE_ROWS = 96;  // queries of one KV head that use a copy of keys and values
+constexpr long TILE_ROWS = 96;  // maximum queries of one KV head that use a copy of keys and values
 
-template <class T> struct Room {  // for some elements, on a cache line's border
+template <class T> struct Room {  // memory for some elements, aligned to a cache line
     std::vector<char> memory;
     T* begin;
     explicit Room(long size) : memory(size * sizeof(T) + 64) {
@@ -159,7 +160,7 @@ template <class T> struct Room {  // for some elements, on a cache line's border
     }
 };
 
-// Keys as a panel whose features are tokens: [dim / PAIR][64 tokens][PAIR]. Four bytes move at a time, 16 x 16 of them.
+// Keys as a panel whose features are tokens: [dim / PAIR][64 tokens][PAIR]. In units of four bytes, 16 x 16 at once.
 template <class T> void pack_keys(const T* keys, const long* at, long dim, T* panel) {
     uint32_t* to = (uint32_t*)panel;
     for (long first = 0; first < PANEL; first += LANES)
@@ -171,7 +172,7 @@ template <class T> void pack_keys(const T* keys, const long* at, long dim, T* pa
         }
 }
 
-// The values of one token, or of two that make pairs; there may be no second.
+// The values of one token, or of a pair of tokens; the second one of a pair may be missing.
 inline void interleave(const float* one, const float*, long width, float* to) {
     for (long i = 0; i < width; i += LANES) store(to + i, load(one + i));
 }
@@ -200,26 +201,26 @@ template <class T> void multiply_all(const T* x, const T* panel, float* sums, lo
         multiply(std::min(GROUP, rows - r), x + r * in, panel, sums + r * PANEL, in, 0, in, panel);
 }
 
-struct Rows {  // 16 queries on their way through their sequence
+struct Rows {  // state of 16 queries during the pass over their sequence
     Floats largest = all(-INFINITY), total = {};
 
-    // Of each of `rows` of them, scores of 64 tokens, of which it sees `seen`, become weights. Returns what earlier sums
-    // shrink by.
-    template <class T> Floats weigh(long rows, float* scores, const long* seen, float scale, T* weights) {
+    // Convert the scores of 64 tokens to weights, for each of `rows` queries; a query attends to its first `visible`
+    // tokens. Returns the factor of the earlier sums.
+    template <class T> Floats weigh(long rows, float* scores, const long* visible, float scale, T* weights) {
         const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         Floats most[LANES] = {}, sum_of_weights[LANES] = {};
         for (long r = 0; r < rows; r++) {
             most[r] = all(-INFINITY);
             for (long v = 0; v < VECTORS; v++) {
                 float* at = scores + r * PANEL + v * LANES;
-                const Floats score = pick(lane + (int)(v * LANES) < (int)seen[r], load(at) * scale, all(-INFINITY));
+                const Floats score = pick(lane + (int)(v * LANES) < (int)visible[r], load(at) * scale, all(-INFINITY));
                 store(at, score);
                 most[r] = larger(score, most[r]);
             }
         }
         const Floats before = largest;
         largest = larger(largests(most), before);
-        const Floats base = pick(largest == -INFINITY, Floats{}, largest);  // where none was seen, weights are zeros
+        const Floats base = pick(largest == -INFINITY, Floats{}, largest);  // without a token, the weights are zeros
         for (long r = 0; r < rows; r++)
             for (long v = 0; v < VECTORS; v++) {
                 const Floats weight = exp(load(scores + r * PANEL + v * LANES) - base[r]);
@@ -232,7 +233,7 @@ struct Rows {  // 16 queries on their way through their sequence
     }
 };
 
-// `count` queries from `first` on, of one sequence and one KV head. The last query of the sequence sees all of it.
+// `count` queries from `first` on, of one sequence and one KV head. The last query attends to the whole sequence.
 template <class T>
 void attend_to_tile(const T* query, const T* keys, const T* values, const int32_t* table, long context, long first,
                     long count, T* output, const Shape& shape, long kv_head, float scale) {
@@ -249,7 +250,7 @@ void attend_to_tile(const T* query, const T* keys, const T* values, const int32_
     for (long token = 0; token < length; token += PANEL) {
         const long num_tokens = std::min(PANEL, length - token);
         long at[PANEL];
-        for (long t = 0; t < PANEL; t++)  // beyond the last token, which nobody sees, its key will do
+        for (long t = 0; t < PANEL; t++)  // after the end, which no query attends to, its key is repeated
             at[t] = shape.offset_of(table, std::min(token + t, length - 1)) + kv_head * dim;
         pack_keys(keys, at, dim, key_panel.begin);
         pack_values(values, at, num_tokens, dim, value_panels.begin);
@@ -257,10 +258,11 @@ void attend_to_tile(const T* query, const T* keys, const T* values, const int32_
         multiply_all(queries.begin, key_panel.begin, scores.begin, rows, dim);
         for (long from = 0; from < rows; from += LANES) {
             const long some = std::min((long)LANES, rows - from);
-            long seen[LANES];
-            for (long r = 0; r < some; r++) seen[r] = context + first + (from + r) / group + 1 - token;
+            long visible[LANES];
+            for (long r = 0; r < some; r++) visible[r] = context + first + (from + r) / group + 1 - token;
             const long at = from * PANEL;
-            const Floats shrink = states[from / LANES].weigh(some, scores.begin + at, seen, scale, weights.begin + at);
+            float* of_rows = scores.begin + at;
+            const Floats shrink = states[from / LANES].weigh(some, of_rows, visible, scale, weights.begin + at);
             for (long r = 0; r < some; r++)
                 for (long p = 0; shrink[r] != 1.0f && p < num_panels; p++)
                     for (long v = 0; v < VECTORS; v++) {

@@ -1,7 +1,7 @@
-// The kernels of the `native` backend: what a CPU can do with KV in blocks when nobody copies them first.
+// The kernels of the `native` backend, which read KV blocks in place.
 //
-// Compiled on the machine that runs them (native_library.py), so there is one source and no table of processors. All
-// arithmetic is in float32. What a row becomes never depends on the rows beside it: a request gets bit for bit the same
+// They are compiled on the machine that runs them (native_library.py), so one source serves all processors. All
+// arithmetic is in float32. The result of a row never depends on the other rows: a request gets bitwise the same
 // numbers alone and in a batch.
 //
 //     vectors.h      load, store, sum, exp
@@ -13,7 +13,7 @@
 #include "linear.h"
 #include "pointwise.h"
 
-// What Python calls: every function for float32 and bfloat16.
+// The functions that Python calls, each for float32 and bfloat16.
 #define EXPORTS(T, suffix)                                                                                             \
     void pack_##suffix(const T* weight, T* packed, long in, long out, int threads) {                                   \
         pack(weight, packed, in, out, threads);                                                                        \

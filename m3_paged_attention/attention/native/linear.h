@@ -1,11 +1,11 @@
-// Linear layers for few rows: weights in the order in which they are read.
+// Linear layers for few rows, with the weights in the order in which they are read.
 //
-// Decoding is waiting for weights: each is used once per row, and there are few rows. So they lie in the order in which
-// they are read, in panels of 64 output features:
+// A decode step mostly waits for weights from memory: each weight is used once per row, and there are few rows. So the
+// weights are stored in the order in which they are read, in panels of 64 output features:
 //
 //     [out_features / 64][in_features / PAIR][64][PAIR]      PAIR: 1 float or 2 bfloat16, four bytes
 //
-// A group of up to six rows keeps its 6 x 64 sums in registers while a panel streams past. Missing features are zeros.
+// A group of up to six rows keeps its 6 x 64 sums in registers while a panel is read. Missing features are zeros.
 
 #pragma once
 
@@ -14,10 +14,10 @@
 namespace {
 
 constexpr long PANEL = 64, VECTORS = PANEL / LANES;
-constexpr long GROUP = 6;          // rows whose sums fit into 32 registers beside a piece of a panel
-constexpr long ROW_BLOCK = 96;     // at most so many rows share a panel while it is in the cache
+constexpr long GROUP = 6;          // maximum rows whose sums fit into 32 registers, with a part of a panel
+constexpr long ROW_BLOCK = 96;     // maximum rows that share a panel while it is in the cache
 constexpr long DEPTH_BLOCK = 512;  // input features of a panel at a time: 64 or 128 KiB, less than a core's own cache
-constexpr long AHEAD = 8192;       // bytes between what is read and what is fetched
+constexpr long AHEAD = 8192;       // distance of the prefetch, in bytes
 
 template <class T> constexpr long PAIR = 4 / sizeof(T);
 
@@ -34,9 +34,9 @@ inline Floats add_product(Floats sum, const bfloat16* weights, const bfloat16* x
 #endif
 }
 
-// sums [ROWS][PANEL] += x [ROWS][from..to] * panel [from..to][PANEL]; `ahead`, from..to, is fetched meanwhile
+// sums [ROWS][PANEL] += x [ROWS][from..to] * panel [from..to][PANEL]; `ahead`, from..to, is prefetched
 template <class T, int ROWS>
-__attribute__((noinline))  // or its sums share registers with whoever calls
+__attribute__((noinline))  // inlined, its sums would share registers with the caller's variables
 void multiply(const T* x, const T* panel, float* sums, long in, long from, long to, const T* ahead) {
     Floats s[ROWS][VECTORS];
     for (int r = 0; r < ROWS; r++)
@@ -71,7 +71,7 @@ void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
     for (long block = 0; block < num_blocks; block++)
         for (long p = 0; p < num_panels; p++) {
-            const long first = block * rows / num_blocks;  // of equal size, or a thread would wait for the other
+            const long first = block * rows / num_blocks;  // of equal size, or one thread would wait for the other
             const long count = (block + 1) * rows / num_blocks - first;
             const long feature = p * PANEL, width = std::min(PANEL, out - feature);
             const T *panel = packed + feature * in, *next = p + 1 < num_panels ? panel + PANEL * in : panel;
@@ -84,7 +84,7 @@ void linear(const T* x, const T* packed, const T* bias, T* y, long rows, long in
                 const long to = std::min(in, from + DEPTH_BLOCK);
                 for (long g = 0; g < num_groups; g++) {  // of equal size: 8 rows are 4 and 4
                     const long r = g * count / num_groups, size = (g + 1) * count / num_groups - r;
-                    // The first group waits for memory. While the last one works on what is there, memory is free.
+                    // The first group waits for memory. The last one reads the cache, so memory is free to prefetch.
                     const T* ahead = g > 0 && g + 1 == num_groups ? next : panel + AHEAD / (long)sizeof(T);
                     multiply(size, x + (first + r) * in, panel, sums + r * PANEL, in, from, to, ahead);
                 }

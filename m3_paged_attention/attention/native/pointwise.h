@@ -1,4 +1,4 @@
-// What lies between the products: norms, rotary positions, SiLU.
+// Operations between the matrix products: norms, rotary embedding, SiLU.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr long WORTH_A_THREAD = 1 << 14;  // elements; starting the threads costs as much as a few thousand
+constexpr long SERIAL_SIZE = 1 << 14;  // elements; starting the threads costs as much as a few thousand elements
 
 template <class T> void norm_row(const T* from, const T* weight, T* to, long width, float eps) {
     Floats squares = {};
@@ -19,7 +19,7 @@ template <class T> void norm_row(const T* from, const T* weight, T* to, long wid
 template <class T>
 void rms_norm(const T* x, const T* weight, T* y, long rows, long heads, long width, long stride, bool weight_per_head,
               float eps, int threads) {
-#pragma omp parallel for if (rows * heads * width > WORTH_A_THREAD) num_threads(threads)
+#pragma omp parallel for if (rows * heads * width > SERIAL_SIZE) num_threads(threads)
     for (long r = 0; r < rows; r++)
         for (long h = 0; h < heads; h++) {
             const T* own = weight + (weight_per_head ? h * width : 0);
@@ -33,17 +33,17 @@ template <class T> void add(const T* x, T* residual, long size) {
 
 template <class T>
 void add_rms_norm(const T* x, T* residual, const T* weight, T* y, long rows, long width, float eps, int threads) {
-#pragma omp parallel for if (rows * width > WORTH_A_THREAD) num_threads(threads)
+#pragma omp parallel for if (rows * width > SERIAL_SIZE) num_threads(threads)
     for (long r = 0; r < rows; r++) {
         add(x + r * width, residual + r * width, width);
         norm_row(residual + r * width, weight, y + r * width, width, eps);
     }
 }
 
-// In place: pairs (i, i + half) of every head, turned by the angle of their token.
+// Rotate pairs (i, i + half) of every head by the angle of their token, in place.
 template <class T>
 void rotary(T* x, const float* cos, const float* sin, long tokens, long heads, long half, long stride, int threads) {
-#pragma omp parallel for if (tokens * heads * half > WORTH_A_THREAD) num_threads(threads)
+#pragma omp parallel for if (tokens * heads * half > SERIAL_SIZE) num_threads(threads)
     for (long t = 0; t < tokens; t++)
         for (long h = 0; h < heads; h++) {
             T *first = x + t * stride + h * 2 * half, *second = first + half;
@@ -57,7 +57,7 @@ void rotary(T* x, const float* cos, const float* sin, long tokens, long heads, l
 }
 
 template <class T> void silu_mul(const T* gate_up, T* y, long rows, long width, int threads) {
-#pragma omp parallel for if (rows * width > WORTH_A_THREAD) num_threads(threads)
+#pragma omp parallel for if (rows * width > SERIAL_SIZE) num_threads(threads)
     for (long r = 0; r < rows; r++) {
         const T *gate = gate_up + r * 2 * width, *up = gate + width;
         for (long i = 0; i < width; i += LANES) {

@@ -1,7 +1,7 @@
-// Sixteen floats at once, and the two precisions in which they lie in memory.
+// Vectors of sixteen floats, and the two precisions in which they are stored.
 //
-// The vectors are the compiler's own and become whatever the processor has. The one thing that compilers do not find by
-// themselves is the product of pairs of bfloat16.
+// The vectors are the compiler's extension, so the compiler selects the processor's instructions. Only the product of
+// pairs of bfloat16 needs an intrinsic, because compilers do not generate it.
 
 #pragma once
 
@@ -76,8 +76,8 @@ inline float sum(Floats v) {  // always in the same order
 #define LANES_OF(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
-// Over the lanes of each of 16 vectors, one result in each lane: bit for bit `sum` of each, if `both` adds. Halves of two
-// vectors are joined at once: 16 vectors become 8, then 4, 2 and 1.
+// Reduce the lanes of each of 16 vectors, with one result in each lane: bitwise `sum` of each vector, if `both` adds.
+// Halves of two vectors are joined at once: 16 vectors become 8, then 4, 2 and 1.
 template <class Join> inline Floats join(const Floats* v, Join both) {
     Floats a[8], b[4], c[2];
     for (int i = 0; i < 8; i++)
@@ -140,7 +140,7 @@ inline Floats exp(Floats x) {
     return pick(too_small, Floats{}, pick(too_large, all(INFINITY), p * power));
 }
 
-// Have `size` elements brought into the core's second cache: the first has room for too few requests on their way.
+// Prefetch `size` elements into the core's second cache: the first one supports too few outstanding requests.
 template <class T> inline void fetch(const T* from, long size) {
     for (long i = 0; i < size; i += 64 / (long)sizeof(T)) __builtin_prefetch(from + i, 0, 2);
 }
