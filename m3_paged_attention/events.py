@@ -29,11 +29,6 @@ class BackendChosen(Event):
     obstacle: str | None
     """Reason why `auto` did not select the fastest backend of this device; None if it did, or without `auto`."""
 
-    @classmethod
-    def of(cls, asked: str, backend: str, find_obstacle: Callable[[], str | None]) -> Self:
-        """Build the event. `find_obstacle` returns the reason why the fastest backend cannot run here, or None."""
-        return cls(asked=asked, backend=backend, obstacle=find_obstacle() if asked == "auto" else None)
-
     def explain(self) -> str:
         if self.obstacle is not None:
             return f"Kernels: {self.backend}; the faster ones cannot run here: {self.obstacle}."

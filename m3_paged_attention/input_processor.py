@@ -37,10 +37,7 @@ class InputProcessor(SingleRequestInputProcessor):
         block_size: int,
     ) -> None:
         super().__init__(
-            request_class=request_class,
-            detokenizer_class=detokenizer_class,
-            loaded_model=loaded_model,
-            seed=seed,
+            request_class=request_class, detokenizer_class=detokenizer_class, loaded_model=loaded_model, seed=seed
         )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_blocks = num_blocks

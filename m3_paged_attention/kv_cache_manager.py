@@ -277,7 +277,7 @@ class KVCacheManager:
         self._swap_outs: dict[int, int] = {}
         self._copies: dict[int, int] = {}
 
-    # --- what can be asked --------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def block_ids(self, request_id: str) -> list[int]:
         """Return all blocks of the request, in the order of its tokens."""

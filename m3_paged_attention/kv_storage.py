@@ -6,7 +6,6 @@ token = block id * block_size + offset. Block 0 has no owner; padding is written
 `v1/worker/gpu_model_runner.py` and `csrc/cache_kernels.cu`; SGLang: `mem_cache/memory_pool.py`.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.trace_event import size
+from m3_paged_attention.block_pool import Pairs
 from m3_paged_attention.kv_cache_config import KVCacheConfig
-
-Pairs = Sequence[tuple[int, int]]
 
 
 class KVLayer(NamedTuple):

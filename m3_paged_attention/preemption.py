@@ -21,12 +21,7 @@ class FewestOutputsFirst:
 
     def choose_victim(self, running: Sequence[Any]) -> Any:
         """Return the request to preempt. `running`: the running requests, at least one."""
-        return min(running, key=_loss)
-
-
-def _loss(request: Any) -> tuple[int, int, int]:
-    sequence = request.sequence
-    return sequence.get_output_len(), -sequence.get_prompt_len(), -request.number
+        return min(running, key=lambda r: (r.sequence.get_output_len(), -r.sequence.get_prompt_len(), -r.number))
 
 
 def victim_of(policy: FewestOutputsFirst, running: Sequence[Any]) -> Any:

@@ -5,7 +5,6 @@ number of blocks, then build the parts that depend on these.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from m1_single_request.events import EngineStarted
@@ -115,5 +114,6 @@ def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: Loade
 def trace_start(loaded: LoadedModel, config: ModelConfig, tracer: Tracer) -> None:
     """Emit the events that describe the model and its kernels."""
     tracer.emit(EngineStarted.of, loaded)
-    find_obstacle = partial(obstacle_to_best, config.torch_device())
-    tracer.emit(BackendChosen.of, config.attention_backend, loaded.model.backend.name, find_obstacle)
+    asked, backend = config.attention_backend, loaded.model.backend.name
+    obstacle = obstacle_to_best(config.torch_device()) if asked == "auto" else None
+    tracer.emit(BackendChosen, asked=asked, backend=backend, obstacle=obstacle)

@@ -119,7 +119,7 @@ template <class T>
 void attend(const T* query, const T* keys, const T* values, const int32_t* tables, const int32_t* lengths, T* output,
             const Shape& shape, float scale, int threads) {
     const long dim = shape.head_dim, group = shape.heads / shape.kv_heads;
-    // A thread takes whole tokens, which lie in one piece. Only where sequences are few do threads share a sequence.
+    // A thread computes all heads of a token, which are adjacent in memory. Threads share only few sequences.
     const long parts = shape.num_seqs >= 2 * threads ? 1 : std::min(shape.kv_heads, (long)threads);
 #pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
     for (long seq = 0; seq < shape.num_seqs; seq++)
