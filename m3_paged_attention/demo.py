@@ -33,7 +33,7 @@ MAX_THREADS = 1024
 
 
 def make_parser(prog: str = "python -m m3_paged_attention.demo") -> argparse.ArgumentParser:
-    """m1's and m2's flags, and those of a memory of blocks."""
+    """Return the parser of m1's and m2's flags, and of the flags of a KV memory in blocks."""
     parser = m1.make_parser(prog)
     parser.add_argument(
         "--n",
@@ -63,7 +63,7 @@ def make_parser(prog: str = "python -m m3_paged_attention.demo") -> argparse.Arg
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a memory of blocks; later milestones have them, too."""
+    """Add the flags of a KV memory in blocks; later milestones have them, too."""
     memory = parser.add_argument_group(
         "KV memory",
         "Give at most one of the three sizes. Without one the tour has little memory; else the engine decides.",
@@ -91,12 +91,12 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo; return the exit status."""
     return m1.exit_status(run, make_parser().parse_args(argv))
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """Do what the flags say."""
+    """Run the mode that the flags select."""
     check_flags(args)
     params = replace(m1.sampling_params(args), n=1 if args.n is None else args.n)
     trace = m1.trace_config(args, m1.console_reader(args, console))
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise `ConfigError` for what no configuration checks."""
+    """Raise `ConfigError` for invalid flags that no configuration class checks."""
     m2.check_num_prompts(args)
     if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
         raise ConfigError(f"threads={args.threads} must be from 1 to {MAX_THREADS}")
@@ -122,14 +122,14 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:
-    """The model flags, checked."""
+    """Return the model configuration of the flags, checked."""
     return ModelConfig(
         **vars(m1.model_config(args)), load_format=args.load_format, attention_backend=args.attention_backend
     )
 
 
 def scheduler_config(args: argparse.Namespace) -> SchedulerConfig:
-    """The flags of a batch, checked."""
+    """Return the scheduler configuration of the flags, checked."""
     return SchedulerConfig(
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -138,7 +138,7 @@ def scheduler_config(args: argparse.Namespace) -> SchedulerConfig:
 
 
 def cache_config(args: argparse.Namespace) -> CacheConfig:
-    """The flags of the KV memory, checked. The tour takes blocks of its own size, and few of them."""
+    """Return the cache configuration of the flags, checked. The tour has few blocks, of its own size."""
     given = {
         name: getattr(args, name)
         for name in ("block_size", "num_blocks", "kv_cache_memory_bytes", "gpu_memory_utilization")

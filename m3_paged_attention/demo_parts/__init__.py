@@ -1,1 +1,1 @@
-"""What `demo.py` shows: its tour, what is to be seen in a block map, and m2 and m3 on the same requests."""
+"""Parts of `demo.py`: the tour, the views and facts of a block map, and the comparison of m2 and m3."""

@@ -1,4 +1,4 @@
-"""What a block map shows: the frames worth a look, and sentences with the numbers of that run.
+"""Facts of a block map: the frames to look at, and sentences with the numbers of that run.
 
 Pure functions of the frames, like m2's `timeline_facts.py`: nothing is said where there is nothing to say.
 """
@@ -14,7 +14,7 @@ from m3_paged_attention.scheduler_events import Admit, Preempted
 
 
 def highlights(block_map: BlockMap) -> list[tuple[str, Frame]]:
-    """The first frame of everything that can happen to blocks, with a title, in the order of the steps."""
+    """Return the first frame of each kind of change of blocks, with a title, in the order of the steps."""
     frames = block_map.frames
     if not frames:
         return []
@@ -29,7 +29,7 @@ def highlights(block_map: BlockMap) -> list[tuple[str, Frame]]:
 
 
 def is_resumed(admit: Admit) -> bool:
-    """Whether it was in the batch before."""
+    """Return whether the request was in the batch before."""
     return admit.how == "swap_in" or admit.num_output_tokens > 0
 
 
@@ -42,12 +42,12 @@ SIGHTS: tuple[tuple[str, Callable[[Frame], bool]], ...] = (
 
 
 def facts(block_map: BlockMap) -> list[str]:
-    """What there is to see, in the order in which it happens."""
+    """Return the sentences about a run, in the order of the events."""
     return [said for fact in FACTS if (said := fact(block_map)) is not None]
 
 
 def in_flight(block_map: BlockMap) -> str | None:
-    """How many requests ran at once at most, and what m2 would have needed for them."""
+    """Describe the maximum number of running requests, and the memory that m2 would need for them."""
     frame = max(block_map.frames, key=lambda frame: len(frame.tables), default=None)
     if frame is None or not frame.tables:
         return None
@@ -67,7 +67,7 @@ def in_flight(block_map: BlockMap) -> str | None:
 
 
 def shared_prompt(block_map: BlockMap) -> str | None:
-    """What the forks saved, and what the copies cost."""
+    """Describe the blocks that the forks saved and the copies used."""
     forks = [event for _, event in block_map.of(BlocksForked)]
     if not forks:
         return None
@@ -88,7 +88,7 @@ def shared_prompt(block_map: BlockMap) -> str | None:
 
 
 def preempted(block_map: BlockMap) -> str | None:
-    """Who had to go, for how long, and what it cost."""
+    """Describe the preempted requests: their number, the time until they resumed, and the cost."""
     losses = list(block_map.of(Preempted))
     if not losses:
         return None
@@ -109,7 +109,7 @@ def preempted(block_map: BlockMap) -> str | None:
 
 
 def waste(block_map: BlockMap) -> str | None:
-    """How much was reserved for nothing."""
+    """Describe the share of slots that were reserved but empty."""
     usage = [frame.usage for frame in block_map.frames if frame.usage is not None and frame.usage.num_used]
     if not usage:
         return None
@@ -126,13 +126,13 @@ FACTS: tuple[Callable[[BlockMap], str | None], ...] = (shared_prompt, in_flight,
 
 
 def longest_request(block_map: BlockMap) -> int:
-    """Tokens of the longest request that has ended, prompt and output."""
+    """Return the tokens, prompt and output, of the longest request that has ended."""
     ended = [block_map.prompt_lens.get(event.rid, 0) + event.out_len for _, event in block_map.of(Finish)]
     return max(ended, default=0)
 
 
 def num_slots(num_bytes: int, slot_bytes: int) -> str:
-    """How many slots of a size so many bytes are, as far as the number says anything."""
+    """Return the number of m2's slots of a size in so many bytes, as text."""
     count = num_bytes / slot_bytes
     return f"{count:.2f}" if count < 1 else f"{int(count):,}"
 

@@ -1,4 +1,4 @@
-"""Frames of the block map, drawn on a console: a cell for each block, and the decisions of the step beside it.
+"""Frames of the block map on a console: a cell for each block, and the decisions of the step beside them.
 
     step 6: 9 of 16 blocks in use, 2 of them by several requests; 7 free
     A req-0  B req-1/0  C req-1/1
@@ -30,21 +30,21 @@ CELL = 3  # characters: a letter, a mark, a gap
 MOST_ROWS = 16  # more than so many lines, and the free ones among them are told in one
 LEAST_WORDS = 32  # columns that the decisions need to stand beside the grid; with fewer they go below it
 KEY = "A  full block of A    a  A still fills it    A3  held by 3, A first    .  free"
-"""How to read a cell."""
+"""Legend of the cells."""
 
 
 def letter(frame: Frame, request_id: str) -> str:
-    """The request's letter; after the 26th they begin anew."""
+    """Return the request's letter; after the 26th they begin anew."""
     return ascii_uppercase[frame.requests.index(request_id) % len(ascii_uppercase)]
 
 
 def colour(frame: Frame, request_id: str) -> str:
-    """The request's colour; letters and colours repeat at different distances."""
+    """Return the request's colour; letters and colours repeat at different distances."""
     return COLOURS[frame.requests.index(request_id) % len(COLOURS)]
 
 
 def draw(frame: Frame, width: int, *, said: Sequence[tuple[int, Event]] | None = None, most: int = 3) -> Group:
-    """A frame in lines of at most `width` characters.
+    """Draw a frame in lines of at most `width` characters.
 
     Beside the grid stand the frame's own decisions, the most remarkable first, or whatever is `said`: decisions with
     their steps. At most `most` of them; the others are counted.
@@ -62,7 +62,7 @@ def draw(frame: Frame, width: int, *, said: Sequence[tuple[int, Event]] | None =
 
 
 def _words(told: Sequence[tuple[list[str], Event]], most: int) -> Table:
-    """Decisions in sentences, each behind the step that stands with it, if one does; what is too much is counted."""
+    """Return the decisions as sentences, each after its step number if it has one; the rest is only counted."""
     words = Table.grid(padding=(0, 1, 0, 0))
     for step, event in told[:most]:
         words.add_row(*(Text(n, style="dim") for n in step), Text(event.explain(), style=event.style))
@@ -73,13 +73,13 @@ def _words(told: Sequence[tuple[list[str], Event]], most: int) -> Table:
 
 
 def per_row(frame: Frame, width: int) -> int:
-    """Cells in a line: eight, or so many times eight that the grid is not too high, as far as half the width goes."""
+    """Return the cells per line: a multiple of eight that limits the height, within half the width."""
     room = (width // 2 - _label(frame)) // (8 * CELL)
     return 8 * max(1, min(room, ceil(frame.num_blocks / (8 * MOST_ROWS))))
 
 
 def _label(frame: Frame) -> int:
-    """Columns before the grid: the number of a line's first block."""
+    """Return the columns before the grid, for the number of a line's first block."""
     return max(4, len(str(frame.num_blocks))) + 2
 
 
@@ -90,7 +90,7 @@ def _title(frame: Frame) -> Text:
 
 
 def _names(frame: Frame, width: int) -> Iterator[Text]:
-    """Who is who, in lines that break between names: those that hold blocks, and those that wait."""
+    """Return the letters of requests with blocks, then of waiting ones, in lines that break between names."""
     line = Text("")
     for request_id in [*sorted(frame.tables, key=frame.requests.index), *frame.waiting]:
         name = _name(frame, request_id)
@@ -109,7 +109,7 @@ def _name(frame: Frame, request_id: str) -> Text:
 
 
 def _rows(frame: Frame, width: int) -> Iterator[Text]:
-    """The lines of the grid; where they are too many, free ones that stand together become one."""
+    """Return the lines of the grid; if they are too many, adjacent free ones become one."""
     each, label = per_row(frame, width), _label(frame)
     rows = [frame.blocks[first : first + each] for first in range(0, frame.num_blocks, each)]
     free: list[Sequence[Block]] = []
@@ -136,14 +136,14 @@ def _cell(frame: Frame, block: Block) -> Text:
 
 
 def _host_line(frame: Frame) -> list[Text]:
-    """Whose blocks lie on the host; there is no grid of them, since their places do not matter to anybody."""
+    """Return the host blocks by request, without a grid."""
     held = [f"{letter(frame, rid)} {some(len(blocks), 'block')}" for rid, blocks in frame.host_tables.items()]
     return [Text(f"on the host: {', '.join(held)}", style="yellow")] if held else []
 
 
 @contextmanager
 def live_view(block_map: BlockMap, console: Console, pause: Callable[[Frame], None]) -> Iterator[Callable[[], None]]:
-    """The map drawn anew after each step, with the latest decisions on top of each other. It leaves nothing behind.
+    """View that draws the map anew after each step, with the latest decisions. At the end it is erased.
 
     Yields what is to be called after each step; `pause` then waits as long as a frame should be seen.
     """

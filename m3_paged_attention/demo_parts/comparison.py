@@ -1,4 +1,4 @@
-"""m2 against m3 on the same requests: what they reserve, how much of it holds anything, and how fast they are.
+"""m2 and m3 on the same requests: the memory that they reserve, the part of it with tokens, and their speed.
 
 Part of `python -m m3_paged_attention.demo`. m2 runs twice: with as many slots as m3 has requests in flight, and with as
 many as m3's memory has room for. The second is more than fair to it: its slots are cut to the longest request of the
@@ -28,7 +28,7 @@ WIDE, TIGHT, PAGED = "m2, as many", "m2, same bytes", "m3"
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine, and the pieces that its KV memory is made of."""
+    """An engine, and the units of its KV memory."""
 
     engine: AnyEngine
     noun: str
@@ -38,17 +38,17 @@ class Contender:
 
     @property
     def num_bytes(self) -> int:
-        """The whole KV memory, used or not."""
+        """Bytes of the whole KV memory, used or not."""
         return self.num_pieces * self.piece_bytes
 
     def reserved(self, stats: Any) -> int:
-        """Bytes that are reserved for running requests: blocks of theirs, or a slot for each."""
+        """Return the bytes reserved for running requests: their blocks, or a slot for each."""
         return int(stats.kv_bytes_reserved if self.noun == "block" else stats.num_running * self.piece_bytes)
 
 
 @dataclass(frozen=True)
 class Contest:
-    """Who takes part, by name, and why somebody does not."""
+    """The engines by name, and the reasons why others are missing."""
 
     contenders: dict[str, Contender]
     notes: list[str] = field(default_factory=list)
@@ -56,18 +56,18 @@ class Contest:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a workload. The lists have an entry for each step: what was there when it had ended."""
+    """One run of a workload. The lists have an entry for the end of each step."""
 
     seconds: float
     num_steps: int
     num_preemptions: int
     running: list[int]
     reserved: list[int]
-    """Bytes of KV memory that are the running requests', so that nobody else can have them."""
+    """Bytes of KV memory reserved for the running requests."""
     used: list[int]
-    """Bytes of KV memory that hold keys and values."""
+    """Bytes of KV memory with tokens."""
     token_ids: list[tuple[int, ...]]
-    """The answers, in the order of the workload."""
+    """Outputs, in the order of the workload."""
 
     @property
     def num_tokens(self) -> int:
@@ -79,13 +79,13 @@ class Run:
 
     @property
     def waste(self) -> float:
-        """The share of the reserved bytes that hold nothing, over all steps."""
+        """Share of the reserved bytes without tokens, over all steps."""
         return 1 - sum(self.used) / max(1, sum(self.reserved))
 
 
 @contextmanager
 def contest(engine: LLMEngine, workload: Workload) -> Iterator[Contest]:
-    """m3's engine, and m2's engines on the same model while the context lasts.
+    """Yield m3's engine, and m2's engines on the same model while the context lasts.
 
     Those of m2 that cannot be are noted, with the reason.
     """
@@ -123,7 +123,7 @@ def contest(engine: LLMEngine, workload: Workload) -> Iterator[Contest]:
 
 
 def run(contender: Contender, workload: Workload) -> Run:
-    """Hand everything in and step until all have ended, with a look at the memory after every step."""
+    """Submit all requests and step until they have ended; record the memory after every step."""
     engine, outputs = contender.engine, dict[str, RequestOutput]()
     looks: list[tuple[int, int, int]] = []
     before, begin = engine.stats(), time.perf_counter()
@@ -150,7 +150,7 @@ def run(contender: Contender, workload: Workload) -> Run:
 
 
 def compare(contest: Contest, workload: Workload, *, rounds: int = 2) -> dict[str, Run]:
-    """Everybody's fastest run of several, by name."""
+    """Return each engine's fastest run of several, by name."""
     measured: dict[str, list[Run]] = {name: [] for name in contest.contenders}
     for contender in contest.contenders.values():  # the first steps of an engine are slower
         run(contender, Workload(workload.prompts[:1], workload.params[:1]))
@@ -161,7 +161,7 @@ def compare(contest: Contest, workload: Workload, *, rounds: int = 2) -> dict[st
 
 
 def comparison_table(contest: Contest, measured: dict[str, Run]) -> Table:
-    """All numbers, a column for each engine. The caption says what they are of."""
+    """Return a table of all numbers, a column for each engine, with the workload in the caption."""
     table = Table(caption=CAPTION if len(measured) > 1 else None, caption_justify="left")
     table.add_column("")
     for name in measured:
@@ -202,7 +202,7 @@ CAPTION = (
 
 
 def what_it_shows(measured: dict[str, Run]) -> list[str]:
-    """The differences, a sentence or two each."""
+    """Return the differences, in one or two sentences each."""
     m3, said = measured[PAGED], []
     if WIDE in measured:
         said.append(
@@ -234,5 +234,5 @@ def what_it_shows(measured: dict[str, Run]) -> list[str]:
 
 
 def mean(numbers: list[int]) -> float:
-    """The average of a list that is not empty."""
+    """Return the average of a list that is not empty."""
     return sum(numbers) / len(numbers)

@@ -1,4 +1,4 @@
-"""The demo's tour: m2's burst of questions in a KV memory of a few blocks, with a map of them; then m2 against m3.
+"""Tour of the demo: m2's burst of questions in a KV memory of a few blocks, with a map of them; then m2 and m3.
 
 Part of `python -m m3_paged_attention.demo`; nothing in the engine depends on it.
 """
@@ -47,7 +47,7 @@ def tour(
     num_answers: int,
     num_prompts: int,
 ) -> None:
-    """Both parts, on one engine."""
+    """Run both parts of the tour on one engine."""
     block_map = BlockMap()
     with LLMEngine(
         model_config=model,
@@ -63,14 +63,14 @@ def tour(
 
 
 def most_tokens(engine: LLMEngine) -> int:
-    """Tokens of the longest prompt that this engine can run."""
+    """Return the tokens of the longest prompt that this engine can run."""
     core = engine.engine_core
     pool = core.scheduler.kv_manager.num_blocks * core.scheduler.kv_manager.block_size
     return min(pool, core.scheduler.max_num_batched_tokens)
 
 
 def fork_one(story: Story, params: SamplingParams, num_answers: int) -> Story:
-    """The same story, and one question wants several answers: drawn ones, because greedy ones would all be the same."""
+    """Return m2's questions, one of them with several answers: drawn ones, because greedy ones would all be equal."""
     changes: dict[str, Any] = {"n": num_answers}
     if params.is_greedy:
         changes |= {"temperature": 1.0, "top_p": 0.95, "seed": 6}
@@ -87,7 +87,7 @@ def show_block_map(
     *,
     live: bool = True,
 ) -> None:
-    """Run the story, draw the blocks, and say what there is to see. `live`: draw every step, too, on a terminal."""
+    """Run the requests, draw the blocks, and print the facts. `live`: also draw every step, on a terminal."""
     console.rule("[bold]1. A burst of requests in a few blocks")
     console.print(f"[italic]{introduction(block_map, story)}[/italic]\n")
     console.print(Text(KEY))
@@ -105,9 +105,9 @@ def show_block_map(
 
 
 def introduction(block_map: BlockMap, story: Story) -> str:
-    """What is asked, and what m2 could do with the memory."""
+    """Describe the requests, and the number of m2's slots in the same memory."""
     sized = block_map.sized
-    assert sized is not None, "the map hears how the memory is sized"
+    assert sized is not None, "the map has the size of the memory"
     slot_bytes = sized.max_model_len * sized.bytes_per_token
     no_slot = ", and run nothing" if sized.num_bytes < slot_bytes else ""
     several = [
@@ -144,7 +144,7 @@ def show_comparison(engine: LLMEngine, workload: Workload, console: Console) -> 
 
 
 def bullets(sentences: list[str]) -> Table:
-    """A list, each with a dash."""
+    """Return a list with a dash before each item."""
     table = Table.grid(padding=(0, 1))
     for sentence in sentences:
         table.add_row("-", Text(sentence))
@@ -152,7 +152,7 @@ def bullets(sentences: list[str]) -> Table:
 
 
 def pacer() -> Callable[[Frame], None]:
-    """Waits after each frame; longer where something happens for the first time."""
+    """Trace reader that waits after each frame, longer at the first event of a kind."""
     seen: set[type] = set()
 
     def pause(frame: Frame) -> None:
