@@ -23,7 +23,7 @@ from m3_paged_attention import (
     SchedulerConfig,
     TraceConfig,
 )
-from m3_paged_attention.events import BackendChosen
+from m3_paged_attention.events import BackendChosen, ThreadsChanged
 
 MODEL = ModelConfig(max_model_len=32)
 MEMORY = CacheConfig(block_size=4, num_blocks=8)
@@ -47,7 +47,7 @@ class Decisions(TraceReader):
 
     def read(self, record: TraceRecord) -> None:
         """Pass on what is the same on every machine."""
-        if not isinstance(record.event, BackendChosen | EngineStarted | Sampled | StepDone):
+        if not isinstance(record.event, BackendChosen | EngineStarted | Sampled | StepDone | ThreadsChanged):
             self.reader.read(record)
 
     def close(self) -> None:

@@ -164,7 +164,6 @@ class Preempted(Event):
         )
         return (
             f"{self.rid} is preempted: the next tokens need {some(self.needed, 'new block')}, {self.available:,} "
-            f"{'is' if self.available == 1 else 'are'} free. It has {some(self.num_output_tokens, 'output token')}. "
-            f"{self.num_freed} of its {some(self.num_blocks, 'block')} are freed; {fate}. It waits before all new "
-            f"requests."
+            f"{'is' if self.available == 1 else 'are'} free. It has {some(self.num_output_tokens, 'output token')} "
+            f"and frees {self.num_freed} of its {some(self.num_blocks, 'block')}; {fate}. It waits before new requests."
         )

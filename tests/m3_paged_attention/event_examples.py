@@ -131,6 +131,6 @@ EXAMPLES: dict[Event, list[str]] = {
         "No token for a, b: the budget of 64 is used up",
     ],
     LeftOut(rids=("a",), limit="blocks", available=0): ["too few blocks are free (0) until the requests that end"],
-    PREEMPTED: ["2 new blocks", "1 is free", "3 of its 5 blocks are freed", "70 tokens is dropped", "before all new"],
+    PREEMPTED: ["2 new blocks", "1 is free", "frees 3 of its 5 blocks", "70 tokens is dropped", "before new requests"],
     dataclasses.replace(PREEMPTED, mode="swap"): ["70 tokens moves to host memory"],
 }
