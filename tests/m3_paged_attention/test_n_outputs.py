@@ -118,7 +118,7 @@ def test_the_largest_seed_has_children_too(engine: LLMEngine) -> None:
 
 def test_more_continuations_than_an_engine_can_keep_are_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    with pytest.raises(InvalidParamsError, match="n=1000000000 continuations are too many"):
+    with pytest.raises(InvalidParamsError, match="n=1000000000 is too large"):
         engine.add_request(PROMPT, SamplingParams(n=10**9))
     assert not engine.has_unfinished_requests()
 

@@ -239,7 +239,7 @@ NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
     (
         "text_config",
         {"num_attention_heads": 3, "num_key_value_heads": 2},
-        "3 attention heads are not a multiple of 2 KV heads",
+        "3 heads are not a multiple of 2 KV heads",
     ),
     ("text_config", {"num_hidden_layers": 0}, "num_hidden_layers=0"),
     ("text_config", {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
