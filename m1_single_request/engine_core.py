@@ -156,8 +156,7 @@ class EngineCoreBase(ABC):
 
     def close(self) -> None:
         """Release the KV of all requests."""
-        with self.changing():
-            self._forget_all(FinishAbort())
+        self._forget_all(FinishAbort())
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -171,8 +170,8 @@ class EngineCoreBase(ABC):
             except BaseException as interrupt:
                 self.dead = EngineDeadError(f"a call was stopped in the middle by {type(interrupt).__name__}")
                 self.was_interrupted = True
-                self._forget_all(FinishError(self.dead))
                 self._open.clear()
+                self._forget_all(FinishError(self.dead))
                 raise
             finally:
                 self.is_changing = before

@@ -204,12 +204,13 @@ class LLMEngine:
         if self._closed:
             return
         self._check_usable()
-        try:
-            self.engine_core.close()
-        except Exception:
+        with self.engine_core.changing():
+            try:
+                self.engine_core.close()
+            except Exception:
+                self._end()
+                raise
             self._end()
-            raise
-        self._end()
 
     def _end(self) -> None:
         self._outputs, self._mailboxes = {}, {}
@@ -278,10 +279,9 @@ class LLMEngine:
             if self._mailboxes.get(request_id) is not mailbox:
                 return None
             self._advance()
-        output = mailbox.popleft()
-        if output.finished:
+        if mailbox[0].finished and self._mailboxes.get(request_id) is mailbox:
             del self._mailboxes[request_id]
-        return output
+        return mailbox.popleft()  # last, so that an interrupted call can be made again
 
     def _close_stream(self, request_id: str, mailbox: Mailbox) -> None:
         self._begin_call()

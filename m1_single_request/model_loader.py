@@ -248,9 +248,8 @@ def _text_config(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the part of a config that describes the language model; the whole config if the model is text-only."""
     text = config.get_text_config()
     if not isinstance(text, PreTrainedConfig):
-        raise ModelLoadError(
-            f"{name}: text_config={shown(text)} in config.json is no part of a model; correct the file"
-        )
+        given = f"model_type={shown(config.model_type)} and text_config={shown(text)}"
+        raise ModelLoadError(f"{name}: config.json has {given}, which do not go together")
     for field in SIZES:
         check_size(name, field, getattr(text, field, None))
     if getattr(text, "head_dim", None) is not None:

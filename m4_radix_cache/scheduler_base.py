@@ -88,7 +88,7 @@ class SchedulerBase(ABC):
         self.last_batch: ScheduleBatch | None = None  # of the step before, if that was an extend
         self.cur_batch: ScheduleBatch | None = None  # of the step that was decided last
         self.num_retractions = self.num_cached_tokens = 0
-        self.unreported: list[str] = []  # ended since the last `Batch` event
+        self.unreported: list[str] = []  # left the batch since the last `Batch` event
         self.marked: dict[str, Req] = {}  # these end at the next update
         self._num_arrivals = 0
 
@@ -184,7 +184,7 @@ class SchedulerBase(ABC):
         self.last_batch = self.cur_batch = None
         self.batch_is_full = False
         self.new_token_ratio.reset()
-        self.marked.clear()
+        self.unreported, self.marked = [], {}
         for req in requests.values():
             self.updater.end(req, reason)
 
@@ -267,10 +267,10 @@ class SchedulerBase(ABC):
         if req.req_pool_idx is not None:
             self.tree_cache.cache_finished_req(req, is_insert=not isinstance(req.to_finish, FinishError))
             self.batch_is_full = False
+            self.unreported.append(req.rid)
         elif req in self.waiting_queue:
             self.waiting_queue.remove(req)
             self.batch_is_full = False  # perhaps it was the one that stood in the others' way
-        self.unreported.append(req.rid)
         self.marked.pop(req.rid, None)
         del self.requests[req.rid]
         self.updater.end(req, req.to_finish)

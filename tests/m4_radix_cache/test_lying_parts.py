@@ -392,7 +392,7 @@ def test_a_row_that_cannot_be_used_fails_its_request_alone(
     [
         (lambda output: None, "returned None, which is not a ModelRunnerOutput"),
         (lambda output: replace(output, req_ids=["ghost", *output.req_ids[1:]]), "a row for 'ghost', which is not in"),
-        (lambda output: replace(output, req_ids=output.req_ids[:-1]), "2 ids, 3 rows of tokens and 3 log-prob"),
+        (lambda output: replace(output, req_ids=output.req_ids[:-1]), "2 ids, 3 rows of tokens and 3 of logprobs"),
     ],
     ids=["nothing", "a stranger", "an id too few"],
 )
