@@ -273,7 +273,7 @@ class LLMEngine:
         return self.engine_core.is_unfinished(request_id) or not is_fetched
 
     def _next_output(self, request_id: str, mailbox: Mailbox) -> RequestOutput | None:
-        """Run steps until the mailbox of a stream has an output, and take it. None if its last one was taken before."""
+        """Run steps until the mailbox of a stream has an output; return it. None if the last one was taken before."""
         self._check_usable()
         while not mailbox:
             if self._mailboxes.get(request_id) is not mailbox:
@@ -281,7 +281,7 @@ class LLMEngine:
             self._advance()
         if mailbox[0].finished and self._mailboxes.get(request_id) is mailbox:
             del self._mailboxes[request_id]
-        return mailbox.popleft()  # last, so that an interrupted call can be made again
+        return mailbox[0]
 
     def _close_stream(self, request_id: str, mailbox: Mailbox) -> None:
         self._begin_call()

@@ -27,8 +27,8 @@ class RequestStream(Iterator[RequestOutput]):
         close: Callable[[str, Mailbox], None],
         drop: Callable[[tuple[str, Mailbox]], None],
     ) -> None:
-        """`read` runs steps until the mailbox has an output, and takes it; None if none will come. `close` and `drop`
-        abort the request, now or at the engine's next call."""
+        """`read` runs steps until the mailbox has an output, and returns it; None if none will come. `close` and
+        `drop` abort the request, now or at the engine's next call."""
         self.request_id = request_id
         self.mailbox: Mailbox = deque()
         self._read, self._close, self._drop = read, close, drop
@@ -39,6 +39,7 @@ class RequestStream(Iterator[RequestOutput]):
         if output is None:
             raise StopIteration
         self._finished = output.finished
+        del self.mailbox[0]  # after every call: an interrupted `next()` loses no output
         return output
 
     def is_ready(self) -> bool:

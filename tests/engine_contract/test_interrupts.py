@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import m1_single_request
-from m1_single_request import EngineDeadError
+from m1_single_request import EngineClosedError, EngineDeadError, PartError
 from tests.engine_contract.crowd import (
     NUM_TOKENS,
     PROMPTS,
@@ -32,7 +32,7 @@ from tests.engine_contract.crowd import (
     run,
     submit,
 )
-from tests.engine_contract.variants import Variant, calling
+from tests.engine_contract.variants import M1, VARIANTS, Variant, calling
 from tests.m6_multimodal_pd.pd_engines import Group
 from tests.support.engines import EngineMaker, greedy, unfinished
 
@@ -47,6 +47,12 @@ def python_s_own_handler() -> Iterator[None]:
     yield
     left = signal.signal(signal.SIGINT, before)
     assert left is signal.default_int_handler, "a call of the engine left its own handler behind"
+
+
+@pytest.fixture(params=[M1, *VARIANTS], ids=str)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    """Every milestone, in each of its ways to run."""
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -78,41 +84,72 @@ class Storm:
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         is_ours = event in ("call", "c_return") and frame.f_code.co_filename.startswith(MILESTONES)
-        if is_ours and not self.has_sent and self.rng.random() < 1 / self.every:
+        if is_ours and not self.has_sent and self._strikes():
             self.has_sent = True
             self.num_sent += 1
             signal.raise_signal(signal.SIGINT)
 
+    def _strikes(self) -> bool:
+        return self.rng.random() < 1 / self.every
 
-def calm(engine: Any, storm: Storm, call: Callable[[], Any]) -> Any:
+
+class Bolt(Storm):
+    """Sends one SIGINT: at the `at`th call or return inside the code of the milestones."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(seed=0, every=1)
+        self.num_left = at
+
+    def _strikes(self) -> bool:
+        self.num_left -= 1
+        return self.num_left == 0
+
+
+def calm(storm: Storm, call: Callable[[], Any]) -> Any:
     """Make a call again until it is not interrupted; returns its result."""
     while True:
         with storm.rages():
             return call()
 
 
+def keywords(engine: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and options of a request that is more than a prompt, as far as the milestone knows them."""
+    return (
+        {"n": 2} if type(engine).__module__ >= "m3" else {},
+        {"cache_salt": "s"} if "cache_salt" in engine.request_options else {},
+    )
+
+
 def serve(engine: Any, storm: Storm) -> dict[str, Any]:
     """Serve the crowd through a storm, by every kind of call; returns the last outputs by their names in `PROMPTS`."""
-    names = {
-        calm(engine, storm, lambda p=p, n=n: engine.add_request(PROMPTS[p], greedy(n))): p
-        for p, n in NUM_TOKENS.items()
-    }
-    gone = calm(engine, storm, lambda: engine.add_request([7, 8, 9], greedy(40)))
-    stream, streamed = calm(engine, storm, lambda: engine.stream(PROMPTS["a"], greedy(NUM_TOKENS["a"]))), None
+    names = {calm(storm, lambda p=p, n=n: engine.add_request(PROMPTS[p], greedy(n))): p for p, n in NUM_TOKENS.items()}
+    gone = calm(storm, lambda: engine.add_request([7, 8, 9], greedy(40)))
+    params, options = keywords(engine)
+    family = calm(storm, lambda: engine.add_request(PROMPTS["a"], greedy(NUM_TOKENS["a"], **params), **options))
+    stream, streamed = calm(storm, lambda: engine.stream(PROMPTS["a"], greedy(NUM_TOKENS["a"]))), None
     last: dict[str, Any] = {}
     for number, _ in enumerate(unfinished(engine)):
-        if number == 3:
-            calm(engine, storm, lambda: engine.abort_request(gone))
         with storm.rages():
             for rid, output in engine.step().items():
                 assert rid not in last or not last[rid].finished, "reported after its end"
                 last[rid] = output
+        if number == 2:
+            calm(storm, lambda: engine.abort_request(gone))
+        if number == 5:
+            with storm.rages():
+                engine.generate_batch([PROMPTS["b"], PROMPTS["c"]], greedy(2))
         if number % 2 and (streamed is None or not streamed.finished):
             with storm.rages():
                 streamed = next(stream)
+        for ask in (engine.stats, getattr(engine, "flush_cache", engine.stats)):
+            with storm.rages():
+                ask()
     assert last.pop(gone).finish_reason == "abort"
-    assert streamed is not None and [*[streamed], *stream][-1].finished
-    return {names[rid]: output for rid, output in last.items()}
+    answers = [answer.token_ids for answer in last.pop(family).outputs]
+    of_names = {names[rid]: output for rid, output in last.items()}
+    assert answers == [of_names["a"].token_ids] * params.get("n", 1)
+    assert [streamed, *stream][-1].token_ids == answers[0]
+    return of_names
 
 
 def check_answers(last: dict[str, Any], expected: Answers) -> None:
@@ -151,15 +188,6 @@ def test_thousands_of_interrupts_change_no_answer_and_leave_nothing(
         variant.check_drained(engine)
 
 
-def test_interrupts_at_random_moments_do_m1_no_harm(loaded_m1: Any, expected: Answers) -> None:
-    make = EngineMaker(m1_single_request, loaded_m1)
-    engine, num_sent = weather(make, expected, rounds=3, every=100)
-    assert num_sent > 60
-    engine.engine_core.scheduler.check_invariants()
-    assert engine.stats().kv_tokens == 0
-    make.check()
-
-
 def test_interrupts_at_random_moments_do_a_group_of_engines_no_harm(tiny_directory: Path, expected: Answers) -> None:
     with Group(tiny_directory, 1, 2) as group:
         _, num_sent = weather(lambda: group.engine, expected, rounds=2, every=250)
@@ -184,6 +212,78 @@ def test_an_interrupted_call_for_answers_gives_up_its_requests(
     assert run(variant, engine) == {}
     assert engine.stats().num_finished == {"abort": 2 if call == "generate_batch" else 1}
     assert engine.generate(PROMPTS["a"], greedy(NUM_TOKENS["a"])).token_ids == expected["a"]
+
+
+def test_an_interrupted_stream_can_be_read_on_and_loses_no_output(variant: Variant, make_engine: MakeEngine) -> None:
+    def read(storm: Storm) -> list[tuple[Any, Any]]:
+        outputs: list[Any] = []
+        stream = make_engine(seats=SEATS).stream(PROMPTS["a"], greedy(12, logprobs=1))
+        while not outputs or not outputs[-1].finished:
+            with storm.rages():
+                outputs.append(next(stream))
+        assert list(stream) == []
+        return [(output.token_ids, output.outputs[0].cumulative_logprob) for output in outputs]
+
+    calm_answer = read(Storm(0, every=10**9))
+    for seed in range(4):
+        storm = Storm(seed, every=5)
+        assert read(storm) == calm_answer and storm.num_sent > 10
+
+
+class Interrupts:
+    """Sends SIGINT, `num` times, when a method of a part has done its work the next time."""
+
+    num = 0
+
+    def after(self, base: Any, method: str) -> Any:
+        """A class like `base` with this method."""
+        original = getattr(base, method)
+
+        def interrupted(part: Any, *arguments: Any, **keywords: Any) -> Any:
+            result = original(part, *arguments, **keywords)
+            num, self.num = self.num, 0
+            for _ in range(num):
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        return type("Interrupting", (base,), {method: interrupted})
+
+
+@pytest.mark.parametrize("call", ["add_request", "stream"])
+def test_an_interrupted_arrival_is_given_up_and_its_id_is_free(
+    variant: Variant, make_engine: MakeEngine, expected: Answers, call: str
+) -> None:
+    interrupts = Interrupts()
+    engine = make_engine({"scheduler": interrupts.after(variant.part("scheduler"), "add_request")}, seats=SEATS)
+    params, options = keywords(engine)
+    interrupts.num = 1
+    with pytest.raises(KeyboardInterrupt):
+        getattr(engine, call)(PROMPTS["a"], greedy(4, **params), request_id="late", **options)
+    assert run(variant, engine) == {}
+    assert engine.stats().num_finished == {"abort": 1}
+    engine.add_request(PROMPTS["a"], greedy(NUM_TOKENS["a"]), request_id="late")
+    assert run(variant, engine)["late"].token_ids == expected["a"]
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_an_interrupted_flush_is_whole_or_leaves_a_dead_engine(
+    variant: Variant, make_engine: MakeEngine, expected: Answers, num: int
+) -> None:
+    interrupts = Interrupts()
+    engine = make_engine({"scheduler": interrupts.after(variant.part("scheduler"), "reset")}, seats=SEATS)
+    if not hasattr(engine, "flush_cache"):
+        assert variant.milestone < "m4"
+        return
+    assert engine.generate(PROMPTS["a"], greedy(NUM_TOKENS["a"])).token_ids == expected["a"]
+    before, interrupts.num = engine.stats(), num
+    with pytest.raises(KeyboardInterrupt):
+        engine.flush_cache()
+    assert not engine.stats().evictable_size
+    if num == 2:
+        check_dead(variant, engine, before)
+    else:
+        submit(engine)
+        check_answers(run(variant, engine), expected)
 
 
 def interrupt_once(*, times: int = 1, at: int = 2) -> Callable[[Any, Any], None]:
@@ -283,12 +383,13 @@ def test_a_second_interrupt_inside_a_step_stops_it_at_once_and_leaves_a_dead_eng
     check_dead(variant, engine, before)
 
 
-@pytest.mark.parametrize("role", ["output_processor", "sampler"])
+@pytest.mark.parametrize("role", ["output_processor", "sampler", "detokenizer"])
 def test_a_part_that_raises_what_is_no_exception_leaves_a_dead_engine(
     variant: Variant, make_engine: MakeEngine, role: str
 ) -> None:
-    """In the middle of outputs, or between the forward and the update."""
-    base, method = variant.part(role), {"output_processor": "make_output", "sampler": "__call__"}[role]
+    """In the middle of outputs, between the forward and the update, or in the middle of the update."""
+    methods = {"output_processor": "make_output", "sampler": "__call__", "detokenizer": "push"}
+    base, method = variant.part(role), methods[role]
     calls: list[int] = []
 
     def interrupted(part: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -304,6 +405,30 @@ def test_a_part_that_raises_what_is_no_exception_leaves_a_dead_engine(
         for _ in unfinished(engine):
             before = engine.stats()
             engine.step()
+    check_dead(variant, engine, before)
+
+
+@pytest.mark.parametrize(
+    ("call", "method"),
+    [
+        (lambda engine, stream: engine.add_request([7, 8], greedy(1)), "add_request"),
+        (lambda engine, stream: engine.abort_request("a"), "finish_requests"),
+        (lambda engine, stream: stream.close(), "finish_requests"),
+        (lambda engine, stream: engine.close(), "reset"),
+    ],
+    ids=["add_request", "abort_request", "stream.close", "close"],
+)
+def test_a_second_interrupt_inside_another_call_leaves_a_dead_engine_too(
+    variant: Variant, make_engine: MakeEngine, call: Callable[[Any, Any], Any], method: str
+) -> None:
+    interrupts = Interrupts()
+    engine = make_engine({"scheduler": interrupts.after(variant.part("scheduler"), method)}, seats=SEATS)
+    submit(engine)
+    stream = engine.stream(PROMPTS["a"], greedy(9))
+    engine.step()
+    before, interrupts.num = engine.stats(), 2
+    with pytest.raises(KeyboardInterrupt):
+        call(engine, stream)
     check_dead(variant, engine, before)
 
 
@@ -376,14 +501,98 @@ def test_an_engine_of_another_thread_leaves_interrupts_to_the_main_thread(
     check_answers(found, expected)
 
 
-@pytest.mark.sample(3)
-def test_an_interrupted_close_frees_everything(variant: Variant, make_engine: MakeEngine) -> None:
-    engine = make_engine(seats=SEATS)
-    submit(engine)
-    engine.step()
-    storm = Storm(3, every=1)
-    with storm.rages():
-        engine.close()
-    assert storm.num_sent
+def check_closed(engine: Any, stream: Any) -> None:
+    assert not engine.has_unfinished_requests() and not engine.abort_request("a")
+    for call in [*calls_of(engine), lambda: next(stream)]:
+        with pytest.raises(EngineClosedError):
+            call()
     engine.close()
-    assert not list(variant.owners(engine)) and not engine.has_unfinished_requests()
+
+
+def test_an_interrupt_inside_close_is_delivered_when_the_engine_is_closed(
+    variant: Variant, make_engine: MakeEngine
+) -> None:
+    interrupts = Interrupts()
+    engine = make_engine({"scheduler": interrupts.after(variant.part("scheduler"), "reset")}, seats=SEATS)
+    submit(engine)
+    stream = engine.stream(PROMPTS["a"], greedy(9))
+    engine.step()
+    interrupts.num = 1
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert not list(variant.owners(engine))
+    check_closed(engine, stream)
+
+
+def test_a_close_that_is_interrupted_anywhere_can_be_made_again(variant: Variant, make_engine: MakeEngine) -> None:
+    for at in (1, 2, 4, 8, 12, 20, 35, 60, 100):
+        engine, bolt = make_engine(seats=SEATS), Bolt(at)
+        submit(engine)
+        stream = engine.stream(PROMPTS["a"], greedy(9))
+        engine.step()
+        with bolt.rages():
+            engine.close()
+        engine.close()
+        assert not list(variant.owners(engine))
+        check_closed(engine, stream)
+
+
+# --- a group of engines -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def busy_group(tiny_directory: Path) -> Iterator[Group]:
+    """A group in this process with the crowd inside; tokens have come."""
+    with Group(tiny_directory, 1, 2) as group:
+        submit(group.engine)
+        group.until(lambda: bool(group.last))
+        yield group
+
+
+def test_a_second_interrupt_leaves_a_dead_group(busy_group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, interrupts = busy_group.engine, Interrupts()
+    stream, before = engine.stream(PROMPTS["a"], greedy(9)), engine.stats()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(busy_group.router), "listen", interrupts.after(type(busy_group.router), "listen").listen)
+        interrupts.num = 2
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    for call in calls_of(engine):
+        with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+            call()
+    assert list(stream) == [] and not engine.has_unfinished_requests() and not engine.abort_request("a")
+    assert engine.stats().num_finished == before.num_finished
+    busy_group.settle()
+
+
+def test_an_error_of_the_router_ends_all_requests_and_the_group_goes_on(
+    busy_group: Group, expected: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(timeout_s: float) -> Any:
+        raise RuntimeError("the router is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(busy_group.router, "listen", fail)
+        outputs = busy_group.engine.step()
+    unfinished_ones = [rid for rid in PROMPTS if rid not in busy_group.last or not busy_group.last[rid].finished]
+    assert sorted(outputs) == sorted(unfinished_ones)
+    assert all(isinstance(output.error, PartError) for output in outputs.values())
+    assert all("the router is broken" in str(output.error) for output in outputs.values())
+    busy_group.settle()
+    busy_group.last.clear()
+    submit(busy_group.engine)
+    check_answers(busy_group.run(), expected)
+
+
+def test_an_interrupt_inside_close_of_a_group_is_delivered_when_it_is_closed(
+    busy_group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, interrupts = busy_group.engine, Interrupts()
+    stream = engine.stream(PROMPTS["a"], greedy(9))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(busy_group.router), "reset", interrupts.after(type(busy_group.router), "reset").reset)
+        interrupts.num = 1
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    check_closed(engine, stream)
+    assert not busy_group.engines

@@ -160,6 +160,30 @@ def failing_sampler(variant: Variant, error: BaseException, *, call: int) -> Any
     return FailingSampler
 
 
+# --- m1 ---------------------------------------------------------------------------------------------------------------
+
+
+def _check_drained_m1(engine: Any) -> None:
+    core = engine.engine_core
+    core.scheduler.check_invariants()
+    assert not core.scheduler.requests and not core.model_runner.request_caches
+
+
+M1 = Variant(
+    milestone="m1_single_request",
+    limits=lambda seats, budget, room: {},
+    run_step="execute_model",
+    starts=lambda inputs: {inputs.request_id: inputs.num_computed_tokens},
+    layers=lambda runner: runner.model.model.layers,
+    embedding=lambda runner: runner.model.get_input_embeddings().weight,
+    first_key=lambda engine, rid: engine.engine_core.model_runner.request_caches[rid].layers[0].keys[0, :, 0],
+    owners=lambda engine: list(engine.engine_core.model_runner.request_caches),
+    check_step=lambda engine: engine.engine_core.scheduler.check_invariants(),
+    check_drained=_check_drained_m1,
+)
+"""Has no batches, so it is not in `VARIANTS`; tests of what it promises, too, add it."""
+
+
 # --- m2 ---------------------------------------------------------------------------------------------------------------
 
 

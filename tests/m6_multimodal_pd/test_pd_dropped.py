@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from m6_multimodal_pd import CacheConfig, EngineConfig, LLMEngine, ModelConfig
+from m6_multimodal_pd import CacheConfig, EngineConfig, EngineDeadError, LLMEngine, ModelConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.processes import started
@@ -100,6 +100,30 @@ def test_processes_that_have_not_joined_end_when_the_collector_finds_their_group
 
     in_a_thread(drop, END_S)
     assert own_engines() == before
+
+
+@pytest.mark.exhaustive
+def test_a_group_that_a_second_interrupt_killed_ends_its_processes_at_close(
+    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = own_engines(), num_sockets()
+    with group_of(seeing_directory) as engine:
+        router = engine.engine_core.router
+        stream, group, listen = engine.stream([5, 6, 7], greedy(200)), router.links._group, router.listen
+        next(stream)
+
+        def interrupted(timeout_s: float) -> Any:
+            changed = listen(timeout_s)
+            signal.raise_signal(signal.SIGINT), signal.raise_signal(signal.SIGINT)
+            return changed
+
+        monkeypatch.setattr(router, "listen", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+            engine.step()
+        assert not engine.has_unfinished_requests() and len(own_engines()) == len(before[0]) + 2
+    assert (own_engines(), num_sockets(), segments(group)) == (*before, [])
 
 
 @pytest.mark.exhaustive
