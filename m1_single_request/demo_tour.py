@@ -22,6 +22,7 @@ from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import ConsoleReader
 from m1_single_request.tracer import TraceReader, TraceRecord
 
+FULL_STEPS = 2  # at the start of each request
 QUESTION = "What is a KV cache?"
 FACTS = "The code of zebra is 4821. The code of lamp is 0937. The code of otter is 6650."
 
@@ -71,8 +72,7 @@ class TourReader:
     requests in it together.
     """
 
-    def __init__(self, console: Console, *, full_steps: int = 2) -> None:
-        self.full_steps = full_steps
+    def __init__(self, console: Console) -> None:
         self._console = ConsoleReader(console=console)
         self._step: list[TraceRecord] = []
         self._held = False
@@ -84,7 +84,7 @@ class TourReader:
         if event.headline or event.ends_step or isinstance(event, RequestAdded):
             events = [kept.event for kept in self._step]
             lengths = [e.out_len for e in events if isinstance(e, Result)]
-            early = not lengths or min(lengths) <= self.full_steps
+            early = not lengths or min(lengths) <= FULL_STEPS
             held = any(isinstance(e, TextHeld) for e in events)
             self._console.verbose = early or held or self._held or any(isinstance(e, Finish) for e in events)
             for kept in self._step:

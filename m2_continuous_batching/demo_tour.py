@@ -37,6 +37,7 @@ FIRST = ("What is the capital of France?", "Hello world!", "Explain quantum comp
 LATE = ("What is a KV cache?", "What is padding waste?", "Thank you!", "{facts}", "What is prefill?")
 LATE_AFTER = 4  # steps
 NOUNS = ("zebra", "otter", "lamp", "eagle", "candle", "goat", "kite")
+ROUNDS = 2  # of the comparison
 PACE = 0.05  # minimum time of a step in the live view, in seconds
 
 
@@ -190,9 +191,7 @@ def answers_table(story: Story, outputs: list[RequestOutput]) -> Table:
 # --- 2. the comparison ------------------------------------------------------------------------------------------------
 
 
-def show_comparison(
-    engine: LLMEngine, single: LLMEngine, workload: Workload, console: Console, *, rounds: int = 2
-) -> None:
+def show_comparison(engine: LLMEngine, single: LLMEngine, workload: Workload, console: Console) -> None:
     """Measure static batching, continuous batching and one by one on the same requests."""
     console.print()
     console.rule("[bold]2. Static batching against continuous batching")
@@ -202,7 +201,7 @@ def show_comparison(
         f"tokens: the same requests in each column.[/italic]\n"
     )
     with console.status("measuring", refresh_per_second=2):
-        measured = compare(engine, single, workload, rounds=rounds)
+        measured = compare(engine, single, workload, rounds=ROUNDS)
     console.print(comparison_table(measured))
     console.print()
     console.print(Text(what_it_shows(measured)))

@@ -581,7 +581,7 @@ def test_the_verbose_console_says_an_event_of_another_milestone() -> None:
 
 def test_the_tour_shows_a_step_in_full_while_any_request_in_it_is_new() -> None:
     file = io.StringIO()
-    reader = TourReader(Console(file=file, width=400, highlight=False), full_steps=2)
+    reader = TourReader(Console(file=file, width=400, highlight=False))
     for step, lengths in ((3, (9, 2)), (4, (10, 3))):
         for event in (MIXED, *(result(rid, n, " x") for rid, n in zip("ab", lengths, strict=True)), STEP):
             reader.read(record(event, step=step))
