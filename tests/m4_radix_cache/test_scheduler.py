@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from m1_single_request import DuplicateRequestError, SamplingParams
+from m1_single_request.request import FinishAbort
 from m4_radix_cache.errors import PoolError
 from m4_radix_cache.mem_cache.base_prefix_cache import MatchResult
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
@@ -464,10 +465,21 @@ def test_a_step_without_a_result_sends_its_requests_back(mode: str) -> None:
     assert bed.drain(limit=100) == {"r0": "length", "r1": "length"}
 
 
-def test_ended_requests_are_kept_for_the_trace_until_the_next_batch() -> None:
+def test_who_left_the_batch_is_kept_for_the_trace_until_the_next_batch() -> None:
     bed = make_radix_bed(trace=False)
     bed.add(4, max_tokens=1), bed.drain()
+    assert bed.scheduler.unreported == ["r0"]
     bed.add(4), bed.step()
+    assert bed.scheduler.unreported == []
+
+
+def test_who_was_in_no_batch_is_not_kept_and_a_reset_forgets_the_others() -> None:
+    bed = make_radix_bed(trace=False)
+    bed.add(4, max_tokens=1), bed.drain()
+    for rid in ("r1", "r2"):
+        bed.add(4), bed.abort(rid), bed.step()
+    assert bed.scheduler.unreported == ["r0"]
+    bed.scheduler.reset(FinishAbort())
     assert bed.scheduler.unreported == []
 
 
