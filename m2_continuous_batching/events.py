@@ -82,7 +82,7 @@ class LeftOut(Event):
     def explain(self) -> str:
         return (
             f"No token for {', '.join(self.rids)}: the budget of {self.available:,} is used up. In the "
-            f"next step they run before anybody is admitted."
+            f"next step they run before any request is admitted."
         )
 
 

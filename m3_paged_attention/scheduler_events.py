@@ -128,7 +128,7 @@ class LeftOut(BatchLeftOut):
             "max_num_batched_tokens": f"the budget of {self.available:,} is used up",
             "blocks": f"too few blocks are free ({self.available:,}) until the requests that end free theirs",
         }[self.limit]
-        return f"No token for {', '.join(self.rids)}: {why}. In the next step they run before anybody is admitted."
+        return f"No token for {', '.join(self.rids)}: {why}. In the next step they run before any request is admitted."
 
 
 @dataclass(frozen=True, kw_only=True)
