@@ -1,4 +1,4 @@
-"""Engine core: one step, with three of m2's stages moved to the model runner.
+"""Engine core: one step. Preparing the inputs and sampling have moved to the model runner.
 
     m1, m2    schedule -> prepare inputs -> execute -> sample -> update -> make outputs -> release
     m3        schedule -> execute ( prepare -> forward -> sample ) -> update -> make outputs -> release

@@ -5,7 +5,7 @@ All decisions here depend on shapes and types, never on values on the device, so
 splits and the work of a program do not depend on the other rows of the batch: the attention of a request is bitwise the
 same alone and in any batch.
 
-For CUDA graphs (a later milestone captures the decode step): the grid of decode is rows x KV heads x splits and does
+For CUDA graphs (no milestone captures a decode step yet): the grid of decode is rows x KV heads x splits and does
 not depend on lengths. Rows of length 0 are valid, and their output is zeros. Outputs come from torch's caching
 allocator; a captured graph keeps its own memory.
 
