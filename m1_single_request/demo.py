@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """Do what the flags say."""
+    """Run the mode that the flags select."""
     params = sampling_params(args)
     reader = TourReader(console) if is_tour(args) and args.trace is None else console_reader(args, console)
     with LLMEngine(model_config=model_config(args), trace_config=trace_config(args, reader)) as engine:
@@ -124,7 +124,7 @@ def console_reader(args: argparse.Namespace, console: Console) -> TraceReader | 
 
 
 def converse(engine: LLMEngine, args: argparse.Namespace, params: SamplingParams, console: Console) -> None:
-    """What `--prompt` and `--chat` do."""
+    """Run the mode of `--prompt` or `--chat`."""
     if args.chat:
         chat(engine, params, console)
     else:
@@ -147,8 +147,8 @@ def as_prompt(engine: LLMEngine, text: str, *, raw: bool = False) -> str | list[
 
 
 Commands = Mapping[str, Callable[[str], str]]
-"""What a later milestone's conversation knows besides /quit: by name, what is done with the rest of the line. It
-returns what to say. One for /reset is done besides forgetting the conversation."""
+"""Commands of a later milestone's conversation besides /quit: name -> function that gets the rest of the line and
+returns the answer. One for /reset runs in addition to clearing the conversation."""
 
 
 def chat(engine: LLMEngine, params: SamplingParams, console: Console, commands: Commands | None = None) -> None:

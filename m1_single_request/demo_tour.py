@@ -93,7 +93,7 @@ class TourReader:
             self._step.clear()
 
     def close(self) -> None:
-        """Nothing is left between steps."""
+        """Do nothing: no text is kept after the end of a step."""
 
 
 def tour(engine: LLMEngine, params: SamplingParams, console: Console, reader: TraceReader | None) -> None:
@@ -182,7 +182,7 @@ def why_memory_bound(engine: LLMEngine, output: RequestOutput) -> str:
 
 
 def measure_machine(like: torch.Tensor) -> tuple[float, float]:
-    """Operations per second of a matrix product and bytes per second of a large read, where `like` lives."""
+    """Return FLOP per second of a matrix product and bytes per second of a large read, on the device of `like`."""
     square = torch.randn(512, 512, device=like.device, dtype=like.dtype)
     large = torch.ones(64 * 2**20, device=like.device)  # 256 MiB: larger than any cache
 

@@ -304,7 +304,7 @@ class EngineCore(EngineCoreBase):
         return self.model_runner.num_kv_tokens()
 
     def _schedule(self) -> SchedulerOutput | None:
-        """Ask the scheduler; record what runs, for the totals."""
+        """Run the scheduler; record the requests and tokens of the step, for the totals."""
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is not None:
             self._record.request_ids = [scheduler_output.request_id]

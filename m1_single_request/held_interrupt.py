@@ -1,4 +1,4 @@
-"""Ctrl-C waits until a step is whole.
+"""Hold Ctrl-C until a step is complete.
 
 A signal's exception can be raised between any two lines of Python: between the two lists that a request moves through,
 or between a layer's keys and values. The calls that change the engine hold SIGINT instead, so that a step runs to its

@@ -52,8 +52,8 @@ class LLMEngine:
     config_type: ClassVar[type] = EngineConfig
     default_model: ClassVar[str | Path] = DEFAULT_MODEL
     request_options: ClassVar[Sequence[str]] = ()
-    """Keywords that a request may come with besides its parameters; here none, in later milestones `priority`, say.
-    Every call that takes a prompt takes them."""
+    """Keywords of a request besides its parameters: none here, `priority` for example in later milestones. Every call
+    with a prompt accepts them."""
 
     def __init__(
         self, model: str | Path | None = None, *, parts: Mapping[str, Any] | None = None, **configs: Any

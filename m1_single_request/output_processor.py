@@ -1,7 +1,7 @@
-"""Turns a request's state into the `RequestOutput` that its caller sees.
+"""Output processor: make the `RequestOutput` of a request from its state.
 
 Text that may still be the beginning of a stop string is held back until that is decided, so that a stream never shows
-what a stop would cut. vLLM: `v1/engine/output_processor.py`; SGLang does this in its detokenizer process.
+text that a stop would cut. vLLM: `v1/engine/output_processor.py`; SGLang does this in its detokenizer process.
 """
 
 import time

@@ -1,7 +1,7 @@
-"""Names the part that an exception was raised in: its role, its class and the line.
+"""Name the part in which an exception was raised: its role, its class and the line.
 
 An error in the bookkeeping of a step ends all requests, and each of them returns it to its caller. The message names
-which part to repair; it may be one that the caller has put in.
+the part to repair, which may be one of the caller's own.
 """
 
 import traceback

@@ -1,4 +1,4 @@
-"""Check the parts that a user puts in: each must offer what the part that it replaces offers.
+"""Check the parts of a user: each must have the methods and attributes of the part that it replaces.
 
 `LLMEngine(parts={"scheduler": MyScheduler})` replaces the class of one role for one engine. The new part is compared
 with the default one before anything is loaded: its public methods (those of the abstract class, if the default part has
@@ -85,7 +85,7 @@ def _refusal(own: Callable[..., Any], expected: Callable[..., Any], *, only_requ
     """Return why `own` cannot be called with the arguments of `expected`, all or the required ones, or None."""
     try:
         signature = inspect.signature(own)
-    except ValueError:  # a built-in type tells nothing about its arguments
+    except ValueError:  # a built-in type has no signature
         return None
     given = [
         p for p in inspect.signature(expected).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

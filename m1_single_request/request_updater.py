@@ -1,7 +1,7 @@
 """Request updater: commit the tokens of a step to a request, or end it.
 
 Every scheduler of the course updates its requests through this one part, whatever it decides about queues and memory.
-The stop checker is asked before anything is committed, and a commit happens whole or not at all. vLLM keeps the same
+The stop checker runs before anything is committed, and a commit is made whole or not at all. vLLM keeps the same
 rules in `Scheduler.update_from_output` and `check_stop`; SGLang in `Req` and its output processor mixin.
 """
 

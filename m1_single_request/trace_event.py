@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 WORD_BREAK = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""Where a word begins within a class name; capitals in a row are one word."""
+"""Matches the beginning of each word within a class name; capitals in a row are one word."""
 
 
 def volatile() -> Any:

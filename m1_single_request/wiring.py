@@ -1,6 +1,6 @@
-"""The engine's table of contents: which class plays which role, and how the parts are put together.
+"""m1's parts: the class or function of each role, and the function that builds the engine core from them.
 
-`PARTS` is the summary of a milestone: each later one is the previous table with the roles it replaces.
+`PARTS` is the summary of a milestone: each later one is the previous table with the roles that it replaces.
 `LLMEngine(parts={"scheduler": MyScheduler})` replaces one for a single engine.
 """
 
@@ -23,7 +23,7 @@ from m1_single_request.tracer import Tracer
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
-    """Load the model and put the parts together."""
+    """Load the model and build the engine core from the parts."""
     loaded = parts["model_loader"](config.model)
     tracer.emit(EngineStarted.of, loaded)
     stop_checker = parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len)

@@ -1,7 +1,7 @@
 """Many requests in little memory: `python -m m3_paged_attention.demo`.
 
 Without flags: m2's burst of questions in a KV memory that is less than a tenth of one of m2's slots, with a map of its
-blocks that shows at every step whose they are; what there is to see in it, with its numbers; then m2 and m3 measured on
+blocks that shows the requests in them at every step; facts of this run, with its numbers; then m2 and m3 measured on
 the same requests. `--prompt`, `--chat` and most other flags are m1's and m2's; m2's `--execution` is gone, because a
 batch without padding leaves nothing to choose.
 """

@@ -1,6 +1,6 @@
 """Facts of a block map: the frames to look at, and sentences with the numbers of that run.
 
-Pure functions of the frames, like m2's `timeline_facts.py`: nothing is said where there is nothing to say.
+Pure functions of the frames, like m2's `timeline_facts.py`. A fact that does not apply is omitted.
 """
 
 from collections.abc import Callable

@@ -5,8 +5,8 @@
        1  A  A  A  a  B2 B2 b  c     req-0 needs room for 25 tokens: it gets ...
        9  B  .  .  .  .  .  .  .     ...
 
-Letters say all that colours say, so nothing is lost on a screen without them. What the map is made of stands in
-`block_map.py`; nothing here knows the engine.
+Letters have the same meaning as colours, for a screen without colours. `block_map.py` computes the map; this file does
+not use the engine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +27,14 @@ COLOURS = (
     "bright_green", "bright_red",
 )  # fmt: skip
 CELL = 3  # characters: a letter, a mark, a gap
-MOST_ROWS = 16  # more than so many lines, and the free ones among them are told in one
-LEAST_WORDS = 32  # columns that the decisions need to stand beside the grid; with fewer they go below it
+MOST_ROWS = 16  # with more lines than this, the free ones among them are shown as one
+LEAST_WORDS = 32  # columns that the decisions need beside the grid; with fewer they are below it
 KEY = "A  full block of A    a  A still fills it    A3  held by 3, A first    .  free"
 """Legend of the cells."""
 
 
 def letter(frame: Frame, request_id: str) -> str:
-    """Return the request's letter; after the 26th they begin anew."""
+    """Return the request's letter; after the 26th the letters repeat."""
     return ascii_uppercase[frame.requests.index(request_id) % len(ascii_uppercase)]
 
 
@@ -46,8 +46,8 @@ def colour(frame: Frame, request_id: str) -> str:
 def draw(frame: Frame, width: int, *, said: Sequence[tuple[int, Event]] | None = None, most: int = 3) -> Group:
     """Draw a frame in lines of at most `width` characters.
 
-    Beside the grid stand the frame's own decisions, the most remarkable first, or whatever is `said`: decisions with
-    their steps. At most `most` of them; the others are counted.
+    Beside the grid are the decisions of `said` with their steps, or the frame's own, the most important first: at most
+    `most` of them, and the number of the others.
     """
     grid = Group(*_rows(frame, width), *_host_line(frame))
     words = _words([([], e) for e in frame.decisions()] if said is None else [([str(n)], e) for n, e in said], most)

@@ -2,7 +2,7 @@
 
 Part of `python -m m3_paged_attention.demo`. m2 runs twice: with as many slots as m3 has requests in flight, and with as
 many as m3's memory has room for. The second is more than fair to it: its slots are cut to the longest request of the
-workload, which nobody knows beforehand.
+workload, which is not known beforehand.
 """
 
 import time

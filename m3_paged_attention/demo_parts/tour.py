@@ -29,10 +29,10 @@ from m3_paged_attention.llm_engine import LLMEngine
 from m3_paged_attention.scheduler_events import Preempted
 
 BLOCK_SIZE = 8  # half of the engine's own, so that more of them change
-POOL_TOKENS = 288  # a little less than the story would fill at its widest, so that somebody has to go
+POOL_TOKENS = 288  # a little less than the tour would fill at most, so that a request is preempted
 FORKED = FIRST[1]  # the question that gets several answers
 NUM_ANSWERS = 3
-PACE = 0.05  # seconds that a step takes at least when somebody watches it
+PACE = 0.05  # pause after each step on a terminal, in seconds
 PAUSE = 0.9  # the same where something happens for the first time
 
 
