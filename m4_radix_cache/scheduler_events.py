@@ -203,7 +203,7 @@ class Batch(SingleBatch):
     out_slots: tuple[int, ...]
     """Where the KV of the new tokens goes: the slots of the first request, then those of the next one."""
     left: tuple[str, ...]
-    """Requests that ended since the batch before, those included that never ran."""
+    """Requests that ended since the batch before; those that were in no batch are not listed."""
     num_running: int
     """Requests that run; in an extend, those that must wait for it with their next token are among them."""
     budget: int
