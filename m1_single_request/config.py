@@ -32,7 +32,7 @@ class ModelConfig:
     dtype: str = "auto"
     """`float32`, `bfloat16` or `float16`.
 
-    `auto` on CUDA: the precision of config.json, bfloat16 where that is float32. `auto` on a CPU: float32; bfloat16 if
+    `auto` on CUDA: the precision of config.json, but bfloat16 instead of float32. `auto` on a CPU: float32; bfloat16 if
     config.json names it, the weights have more than 256 MiB, and the processor multiplies bfloat16.
     """
     max_model_len: int | None = None

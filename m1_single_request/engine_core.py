@@ -3,12 +3,14 @@
     schedule -> prepare inputs -> execute -> sample -> update -> make outputs -> release
 
 `EngineCore.step` does these seven in this order. They are in a class of their own, because each milestone that changes
-the step writes it whole in its own `engine_core.py`. All milestones share `EngineCoreBase`: intake, aborts, errors and
-totals. m3 moves preparing and sampling into the model runner, next to the tensors. vLLM: `v1/engine/core.py`; SGLang:
+the step writes it whole in its own `engine_core.py`. All milestones share `EngineCoreBase`. Its `_run_or_fail` catches
+an exception of the model or the sampler, `run_step` any other exception of a step, and `changing` holds Ctrl-C. m3
+moves preparing and sampling into the model runner, next to the tensors. vLLM: `v1/engine/core.py`; SGLang:
 `Scheduler.event_loop_normal`.
 """
 
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -45,7 +47,7 @@ class StepRecord:
     lap_began: float = field(default_factory=time.perf_counter)
     ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     request_ids: Iterable[str] = ()
-    """The requests in the batch."""
+    """The requests in the batch: those that end if the model fails."""
     num_tokens: int = 0
     """Tokens in the batch, padding not counted."""
     num_prompt_tokens: int = 0
@@ -160,7 +162,7 @@ class EngineCoreBase(ABC):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold Ctrl-C in the block. If the block is interrupted all the same, the engine is dead and holds nothing."""
+        """Hold Ctrl-C in the block. A second Ctrl-C stops the block; then the engine is dead and holds nothing."""
         with HeldInterrupt():
             before, self.is_changing = self.is_changing, True
             try:
@@ -178,7 +180,7 @@ class EngineCoreBase(ABC):
 
     # --- parts of a step ----------------------------------------------------------------------------------------------
 
-    def _attempt(self, call: Callable[[Any], ResultT], argument: Any) -> ResultT | None:
+    def _run_or_fail(self, call: Callable[[Any], ResultT], argument: Any) -> ResultT | None:
         """Return `call(argument)`. Return None if there is no argument, or if the call raises: then the requests of
         this step end with that error, and all requests if the device is lost."""
         if argument is None:
@@ -186,6 +188,7 @@ class EngineCoreBase(ABC):
         try:
             return call(argument)
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold tensors of the forward, and the outputs hold them
             self._fail(self._record.request_ids, error)
             self._record.num_prompt_tokens = 0
             return None
@@ -287,9 +290,9 @@ class EngineCore(EngineCoreBase):
         (`EngineDeadError`) ends all, and the engine with them.
         """
         scheduler_output = self._schedule()  # 1 schedule
-        inputs = self._attempt(self.model_runner.prepare_inputs, scheduler_output)  # 2 prepare inputs
-        logits = self._attempt(self.model_runner.execute_model, inputs)  # 3 execute
-        sampled = self._attempt(self.sample, logits) or {}  # 4 sample
+        inputs = self._run_or_fail(self.model_runner.prepare_inputs, scheduler_output)  # 2 prepare inputs
+        logits = self._run_or_fail(self.model_runner.execute_model, inputs)  # 3 execute
+        sampled = self._run_or_fail(self.sample, logits) or {}  # 4 sample
         changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
         outputs = self._make_outputs(changed)  # 6 make outputs
         self._release(changed)  # 7 release

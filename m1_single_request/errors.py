@@ -1,8 +1,9 @@
-"""Error types: every error that a user can cause or receive is an `EngineError`.
+"""Error types: every error that a call raises is an `EngineError`.
 
-An error is raised before any state changes. Its message names the problem, the value and the remedy. A request that
-fails after it was accepted does not raise: it ends with `finish_reason="error"` and its output contains the error, so
-that other requests continue. vLLM has `EngineDeadError` and plain `ValueError`s for the same.
+A rejected call changes nothing. The message names the problem, the value and the remedy. A request that fails after it
+was accepted does not raise: it ends with `finish_reason="error"` and its output contains the error, also of another
+type (`torch.OutOfMemoryError`, for example), so that other requests continue. vLLM has `EngineDeadError` and plain
+`ValueError`s for the same.
 """
 
 import reprlib
@@ -68,7 +69,7 @@ class InvalidPromptError(InvalidRequestError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt leaves no room for a single output token within `max_model_len`."""
+    """The prompt does not fit into `max_model_len` with one output token, or into a step (`max_num_batched_tokens`)."""
 
 
 class DuplicateRequestError(InvalidRequestError):
@@ -76,7 +77,7 @@ class DuplicateRequestError(InvalidRequestError):
 
 
 class ForwardError(EngineError, RuntimeError):
-    """The model ran, but its output is unusable. The requests of that step fail."""
+    """The model ran, but its logits for a request are unusable. The request ends with this error."""
 
 
 class PartError(EngineError, RuntimeError):
@@ -92,4 +93,4 @@ class EngineClosedError(EngineUsageError):
 
 
 class EngineDeadError(EngineError, RuntimeError):
-    """The device failed permanently, or an interrupt stopped a step in the middle. `close()` is the only call left."""
+    """The device failed permanently, or an interrupt stopped a step in the middle. The engine can only be closed."""

@@ -225,7 +225,7 @@ class Abort(Event):
     rid: str
     """Request id."""
     state: str
-    """Status of the request: `waiting` or `running`."""
+    """Status of the request: `waiting`, `running` or `preempted`."""
 
     def explain(self) -> str:
         return f"{self.rid} is aborted while {self.state}; what it holds is released at the end of the next step."

@@ -1,9 +1,9 @@
 """Hold Ctrl-C until a step is complete.
 
 A signal's exception can be raised between any two lines of Python: between the two lists that a request moves through,
-or between a layer's keys and values. The calls that change the engine hold SIGINT instead, so that a step runs to its
-end or not at all, and no line inside has to be ordered for an interrupt. vLLM and SGLang run the engine in a process of
-its own, which ignores SIGINT.
+or between a layer's keys and values. The calls that change the engine hold SIGINT instead
+(`EngineCoreBase.changing`), so that a step runs to its end or not at all, and no line inside has to be ordered for an
+interrupt. vLLM and SGLang run the engine in a process of its own, which ignores SIGINT.
 """
 
 import os
@@ -18,8 +18,8 @@ NOTICE = b"\nstopping after this step; press Ctrl-C again to stop now\n"
 class HeldInterrupt:
     """Holds SIGINT inside its `with` block, in the main thread, unless the program ignores SIGINT.
 
-    The first SIGINT is delivered when the block ends. A second one inside the block goes to the previous handler at
-    once, which raises `KeyboardInterrupt` by default.
+    The first SIGINT is delivered when the block ends; if the block raises, its exception takes the place of the SIGINT.
+    A second one inside the block goes to the previous handler at once, which raises `KeyboardInterrupt` by default.
     """
 
     _previous: Any = None  # None: nothing is held

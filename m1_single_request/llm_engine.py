@@ -181,7 +181,7 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> bool:
         """End a request, in whatever state it is: the next step reports `finish_reason="abort"`.
 
-        Takes exact ids. Returns False if there is no such unfinished request.
+        Returns False if no unfinished request has exactly this id.
         """
         self._begin_call()
         if self._closed or not isinstance(request_id, str):

@@ -2,8 +2,8 @@
 
 `LLMEngine(parts={"scheduler": MyScheduler})` replaces the class of one role for one engine. The new part is compared
 with the default one before anything is loaded: its public methods (those of the abstract class, if the default part has
-one) with their required arguments, and its constructor with all arguments. Attributes exist only on the built part and
-are checked there: those that the default class annotates, and its properties.
+one) with their required arguments, and its constructor with all arguments. Attributes exist only on the built part:
+those that the default class annotates, and its properties, are checked on the parts that the engine core holds.
 """
 
 import inspect
@@ -18,7 +18,8 @@ def check_parts(parts: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     for role, part in parts.items():
         if role not in defaults:
             raise ConfigError(f"parts: there is no role {shown(role)}; the roles are {', '.join(defaults)}")
-        if not callable(part):
+        is_object = isinstance(defaults[role], type) and isinstance(part, defaults[role])
+        if is_object or not callable(part):
             raise ConfigError(f"parts: {role!r} must be a class or a function, not {shown(part)}")
         problem = _problem(part, defaults[role])
         if problem is not None:
@@ -60,7 +61,7 @@ def _role_class(default: Any) -> type | None:
 
 
 def _methods(role_class: type) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of a class by name, inherited ones included; if it is called, `__call__` alone."""
+    """Return the public methods of a class by name, inherited ones included; if it has `__call__`, this one alone."""
     members = {name: value for cls in reversed(role_class.__mro__) for name, value in vars(cls).items()}
     methods = {name: value for name, value in members.items() if inspect.isfunction(value)}
     if "__call__" in methods:

@@ -20,7 +20,7 @@ SMALL_BYTES = 256 * 2**20
 def choose_dtype(requested: str, named: torch.dtype, num_weights: int, device: torch.device) -> torch.dtype:
     """Return the precision of weights and KV. `requested`: the user's `dtype`; `named`: that of config.json.
 
-    `auto` on CUDA: the named one, bfloat16 where that is float32. On a CPU: bfloat16 if it is named, the processor
+    `auto` on CUDA: the named one, but bfloat16 instead of float32. On a CPU: bfloat16 if it is named, the processor
     multiplies it, and the weights have more than `SMALL_BYTES`; else float32, also for float16.
     """
     if requested != "auto":

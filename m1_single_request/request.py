@@ -1,7 +1,8 @@
 """A request in the engine: its parameters, its tokens, its status, and its finish reason.
 
-The scheduled unit is a `Request` with exactly one `Sequence`. Only the scheduler changes these objects. vLLM calls the
-same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the family of finish reasons is SGLang's.
+The scheduled unit is a `Request` with exactly one `Sequence`. The scheduler changes their tokens and status. vLLM
+calls the same things `Request` and (once) `Sequence`, SGLang puts both into `Req`; the family of finish reasons is
+SGLang's.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -22,7 +23,7 @@ class RequestStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """It ran and lost its KV memory to others, so it waits again (from m3 on)."""
+    """It ran and lost its KV memory, to other requests or in a failed step, so it waits again (from m3 on)."""
     FINISHED = "finished"
 
 
@@ -85,7 +86,7 @@ class FinishAbort(BaseFinishReason):
 
 @dataclass(frozen=True)
 class FinishError(BaseFinishReason):
-    """The request failed; other requests went on."""
+    """The request failed: alone, with the other requests of its step, or with all requests."""
 
     reason: ClassVar[str] = "error"
     error: BaseException
@@ -121,8 +122,8 @@ class Sequence:
         self.output_logprobs.append(logprobs)
 
     def add_prompt_logprobs(self, rows: SequenceOf[LogprobRow]) -> None:
-        """Append the log-probabilities of the prompt's next tokens; the first token has none. If all are there, begin
-        again."""
+        """Append the log-probabilities of the prompt's next tokens; the first token has none. A complete list is
+        replaced: the prompt was computed again."""
         known = [None] if self.has_prompt_logprobs else self.prompt_logprobs or [None]
         self.prompt_logprobs = [*known, *map(self.named, rows)]
 

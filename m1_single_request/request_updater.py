@@ -35,9 +35,9 @@ class RequestUpdater:
     def commit(self, request: Request, sampled: SampledTokens, *, num_new_kv: int) -> None:
         """Append the tokens that the stop checker accepts, and mark the request if they end it.
 
-        `num_new_kv`: number of its earlier tokens that got their KV in this step. Of several accepted tokens all but
-        the last one have theirs, too. An exception, of a user's tokenizer for example, marks only this request to end
-        with that error.
+        `num_new_kv`: number of the request's earlier tokens whose KV this step computed, 1 in a decode step. If several
+        tokens are accepted (m5), their KV exists, too, except that of the last one. An exception, of a user's tokenizer
+        for example, marks only this request to end with that error.
         """
         sequence = request.sequence
         before = sequence.detokenizer.mark()

@@ -5,9 +5,9 @@ The order is fixed, as in vLLM; each filter acts on the tokens that the filter b
     logits -> min_tokens, logit_bias -> penalties -> greedy? take the best
                                                   -> temperature -> min_p -> top_k -> top_p -> draw
 
-Log-probabilities are those of the unmodified logits. A draw inverts the cumulative distribution, in token-id order, at
-the row's own random number (`draws.py`), so a row's token does not depend on the other rows. vLLM:
-`v1/sample/sampler.py`.
+Log-probabilities are those of the unmodified logits. A draw adds up the probabilities in the order of token ids, and
+takes the token at which the sum exceeds the row's own random number (`draws.py`); so a row's token does not depend on
+the other rows. vLLM: `v1/sample/sampler.py`.
 """
 
 import math
@@ -54,7 +54,10 @@ class SampledTokens:
 
 
 class Sampler:
-    """Stateless sampler: all parameters come in the metadata."""
+    """Stateless sampler: all parameters come in the metadata.
+
+    The engine calls it as a function. A subclass can override `choose` alone.
+    """
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Choose one token per row of `logits` `[rows, vocab]`, of any float type. Does not modify `logits`."""
@@ -65,11 +68,11 @@ class Sampler:
         if impossible:
             tokens = tokens.clamp(max=logits.shape[-1] - 1)
         logprobs: list[LogprobRow | None] = [None] * len(tokens)
-        chosen = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
-        if chosen:
+        asked = [i for i, k in enumerate(metadata.num_logprobs) if k is not None]
+        if asked:
             counts = [k for k in metadata.num_logprobs if k is not None]
-            rows = gather_logprobs(logits[chosen], tokens[chosen], max(counts))
-            for i, k, row in zip(chosen, counts, rows, strict=True):
+            rows = gather_logprobs(logits[asked], tokens[asked], max(counts))
+            for i, k, row in zip(asked, counts, rows, strict=True):
                 logprobs[i] = _best(row, k)
         return SamplerOutput(token_ids, tuple(logprobs), impossible)
 

@@ -1,9 +1,10 @@
 """Stop conditions of a request in one place: stop strings, stop ids, length limits.
 
 The scheduler calls the checker before it commits new tokens: tokens after a stop must enter neither the output nor a
-cache. A step may give a request several tokens (from m5 on); the earliest stop among them applies. At the same token a
-string has priority over an id, and an id over a length. vLLM splits this between `check_stop` and the detokenizer;
-SGLang has `Req.check_finished`.
+cache. The tokens of a stop string stay in `token_ids`; `OutputProcessor.visible_text` cuts the string from the text. A
+step may give a request several tokens (from m5 on); the earliest stop among them applies. At the same token a string
+has priority over an id, and an id over a length. vLLM splits this between `check_stop` and the detokenizer; SGLang has
+`Req.check_finished`.
 """
 
 from collections.abc import Iterable, Sequence as SequenceOf
@@ -39,10 +40,10 @@ class StopChecker:
         return models.union(params.stop_token_ids) if params.stop_token_ids else models
 
     def check(self, sequence: Sequence, new_token_ids: SequenceOf[int]) -> StopVerdict:
-        """Check `new_token_ids`, which are not in the sequence yet.
+        """Push `new_token_ids`, which are not in the sequence yet, into its detokenizer, and check them for a stop.
 
-        Afterwards the sequence's detokenizer holds exactly the accepted tokens, except a stop token that the output
-        text excludes. Text is decoded only for requests with stop strings.
+        Afterwards the detokenizer holds exactly the accepted tokens, except a stop token that the output text excludes.
+        Text is decoded only for requests with stop strings.
         """
         params, detokenizer = sequence.sampling_params, sequence.detokenizer
         stop_ids, num_output = self.stop_ids(sequence), len(sequence.output_token_ids)

@@ -68,9 +68,9 @@ class EngineCore(EngineCoreBase):
         used ends only its own request. A lost device (`EngineDeadError`) ends all requests and the engine.
         """
         scheduler_output = self._schedule()  # 1 schedule
-        input_batch = self._attempt(prepare_inputs_from_scheduler_output, scheduler_output)  # 2 prepare inputs
-        logits = self._attempt(self.executor.execute_model_batch, input_batch)  # 3 execute
-        sampled = self._attempt(self.sample, logits) or {}  # 4 sample
+        input_batch = self._run_or_fail(prepare_inputs_from_scheduler_output, scheduler_output)  # 2 prepare inputs
+        logits = self._run_or_fail(self.executor.execute_model_batch, input_batch)  # 3 execute
+        sampled = self._run_or_fail(self.sample, logits) or {}  # 4 sample
         changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
         outputs = self._make_outputs(changed)  # 6 make outputs
         self._release(changed)  # 7 release

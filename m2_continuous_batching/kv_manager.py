@@ -19,16 +19,16 @@ class SlotManager:
         self._slots: dict[str, int] = {}  # slot of each owner; every other slot is free
 
     def can_hold(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether the request can have room for `num_tokens` tokens in all, its present slot included.
+        """Return whether the request can have room for `num_tokens` tokens in total, its present slot included.
 
-        The scheduler cannot preempt a request. So once this is True for a request, it stays True until the request
-        ends, up to `max_model_len` tokens.
+        The scheduler cannot preempt a request. So for a request with a slot this stays True until the request ends, up
+        to `max_model_len` tokens.
         """
         return num_tokens <= self.slot_len and (request_id in self._slots or len(self._slots) < self.num_slots)
 
     def reserve(self, request_id: str, num_tokens: int) -> list[int]:
-        """Give the request room for `num_tokens` tokens in all; return the slots that are new to it. `can_hold` must be
-        True."""
+        """Give the request room for `num_tokens` tokens in total; return the slots that are new to it. `can_hold` must
+        be True."""
         if request_id in self._slots:  # a slot never grows: it has its full length from the start
             return []
         taken = set(self._slots.values())

@@ -1,7 +1,8 @@
 """Queue of waiting requests, in the order in which they leave it.
 
-m1 had a bare deque. Here the order has a class of its own, because it is a policy. vLLM:
-`v1/core/sched/request_queue.py`; SGLang sorts its `waiting_queue` by `SchedulePolicy`.
+m1 had a bare deque. Here the order is a class of its own: override `add_request` to let other requests in first, and
+create the queue in your `Scheduler`. vLLM: `v1/core/sched/request_queue.py`; SGLang sorts its `waiting_queue` by
+`SchedulePolicy`.
 """
 
 from collections import deque

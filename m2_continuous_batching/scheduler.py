@@ -24,7 +24,7 @@ from m2_continuous_batching.step_plan import StepPlan
 
 
 class Scheduler:
-    """The only part that changes requests. No memory is released between `schedule` and `update_from_output`.
+    """Decides about requests and moves them. No memory is released between `schedule` and `update_from_output`.
 
     A request is in `requests` from its arrival to its end. Between two steps it is also in `waiting` or in `running`.
     `running` is in order of admission, and each request in it owns KV memory.

@@ -1,8 +1,9 @@
-"""The scheduler's output: one step's decision, sent to the workers.
+"""The scheduler's output: one step's decision, as plain data.
 
-In m1 the decision was one request and its tokens. Now it is a batch, which may be sent to a worker in another process.
-So a request is sent in full when it joins (`NewRequestData`), and later only its changes (`CachedRequestData`); the
-worker stores the rest. vLLM: `v1/core/sched/output.py`. SGLang passes a mutable `ScheduleBatch` instead (m4).
+In m1 the decision was one request and its tokens. Now it is a batch. A request is described in full when it joins
+(`NewRequestData`), and later only its changes are (`CachedRequestData`). m2's engine core makes the input batch from
+it; from m3 on it is sent to the worker, which stores the rest. vLLM: `v1/core/sched/output.py`. SGLang passes a mutable
+`ScheduleBatch` instead (m4).
 """
 
 from dataclasses import dataclass, field
@@ -48,5 +49,5 @@ class SchedulerOutput:
     """New tokens by request id, in the order of the batch."""
     total_num_scheduled_tokens: int
     finished_req_ids: frozenset[str]
-    """Requests that ended since the last decision, each listed exactly once; their memory is already free. An id reused
-    at once is both here and in `scheduled_new_reqs`: the end came first."""
+    """Requests that ended since the last decision, each listed exactly once; their memory is already free. If the
+    caller uses an id again at once, it is also in `scheduled_new_reqs`: there the id names the new request."""

@@ -2,7 +2,7 @@
 
 New in m2: the engine calls an executor instead of its runner, and the executor calls one worker per device. Here there
 is one of each, in this process. The interface would also fit several processes: it passes plain data down and logits
-up, and no code below it uses the queues. The name is the field's; the device may also be a CPU. vLLM:
+up, and no code below it uses the queues. The name is the usual one; the device may also be a CPU. vLLM:
 `v1/worker/gpu_worker.py`; SGLang: `managers/tp_worker.py`.
 """
 

@@ -42,7 +42,7 @@ class Admission:
         self.tracer = tracer
 
     def way_in(self, request: Request, running: Sequence[Request], plan: StepPlan) -> WayIn:
-        """Return the cheapest way for this request to start."""
+        """Return the first way that is possible: swap in, fork, prefill."""
         sequence = request.sequence
         num_blocks = self.kv_manager.blocks_for(sequence.get_len())
         if self.kv_manager.is_swapped(request.request_id):
@@ -63,8 +63,8 @@ class Admission:
     ) -> bool:
         """Return whether a limit excludes the request from this step; if so, emit the limit.
 
-        One block per running request stays free, for its next token. A resumed request may have grown beyond the whole
-        token budget: if no other request is scheduled yet, the budget does not exclude it.
+        One block per running request stays free, for its next token. A preempted request can have more tokens than the
+        whole budget of a step. So the budget does not exclude it if it is alone in the step.
         """
         limit, needed, available, kept_free = "", 0, 0, 0
         is_alone = not plan.num_scheduled_tokens and request.status is RequestStatus.PREEMPTED

@@ -3,7 +3,8 @@
     m1, m2    schedule -> prepare inputs -> execute -> sample -> update -> make outputs -> release
     m3        schedule -> execute ( prepare -> forward -> sample ) -> update -> make outputs -> release
 
-The executor returns tokens. They fit into a message, logits do not; from here on the engine core could run in another
+In m3 the update frees the KV blocks, and the release removes the runner's state of the requests that ended. The
+executor returns tokens. They fit into a message, logits do not; from here on the engine core could run in another
 process than the model. A request with `n > 1` is several requests for the scheduler and one for the caller. vLLM:
 `v1/engine/core.py`; SGLang: `Scheduler.event_loop_normal`.
 """
@@ -51,11 +52,11 @@ class EngineCore(EngineCoreBase):
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of every request that changed.
 
-        An exception in the model ends only the requests of this step. A row of logits that cannot be used ends only
-        its own request. A lost device (`EngineDeadError`) ends all requests and the engine.
+        An exception in the model ends only the requests of this step (`_run_or_fail`, m1). A row of logits that cannot
+        be used ends only its own request. A lost device (`EngineDeadError`) ends all requests and the engine.
         """
         scheduler_output = self._schedule()  # 1 schedule
-        output = self._attempt(self._execute, scheduler_output)  # 2 execute
+        output = self._run_or_fail(self._execute, scheduler_output)  # 2 execute
         changed = self.scheduler.update_from_output(scheduler_output, output)  # 3 update
         if output is not None:
             self.tracer.emit(KVUsage.of, self.scheduler.kv_manager, self.num_kv_tokens)

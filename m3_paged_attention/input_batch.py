@@ -1,7 +1,7 @@
 """Input batch: the runner's state of each request between steps (tokens, sampling parameters, block table).
 
-The scheduler sends a request in full once, and later only changes. m2's runner stored only the slot, which never
-changes. Here `update` applies the changes: it appends the newest token, appends new blocks to the block table, and
+The scheduler sends a request in full once, and later only changes. m2's runner stored the slot and
+its length. Here `update` applies the changes: it appends the newest token, appends new blocks to the block table, and
 replaces a copied block. It returns the rows of the step, those with several new tokens first. vLLM:
 `v1/worker/gpu_input_batch.py` and `_update_states` in `gpu_model_runner.py`.
 """
@@ -69,7 +69,7 @@ class InputBatch:
         long: list[BatchRow] = []
         short: list[BatchRow] = []
         for new in scheduler_output.scheduled_new_reqs:
-            self.remove(new.req_id)  # a failed step in which its blocks were moved may have sent it before
+            self.remove(new.req_id)  # it is there if a step failed after it was sent, and it starts again
             state = self.states[new.req_id] = CachedRequestState(new, self._take_row())
             self._set_blocks(state, new.block_ids)
             row = BatchRow(state, new.num_computed_tokens, counts[new.req_id], new.num_computed_tokens == 0)

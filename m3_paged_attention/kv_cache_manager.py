@@ -70,8 +70,8 @@ class KVCacheManager:
     # --- room for tokens ----------------------------------------------------------------------------------------------
 
     def num_needed(self, request_id: str, num_tokens: int) -> int:
-        """Return the number of free blocks that the request needs for `num_tokens` tokens in all. For a swapped request
-        this includes the blocks to swap it in."""
+        """Return the number of free blocks that the request needs for `num_tokens` tokens in total. For a swapped
+        request this includes the blocks to swap it in."""
         table = self._tables.get(request_id)
         if table is None:
             return self.blocks_for(num_tokens)
@@ -87,7 +87,8 @@ class KVCacheManager:
     def num_needed_together(self, lengths: Iterable[tuple[str, int]]) -> int:
         """Return the same for several running requests, by (request id, number of tokens).
 
-        It may be less than the sum: if all holders of a shared block write into it, the last one needs no copy.
+        It may be less than the sum. Example: two requests share a block, and both write into it. The first one needs a
+        copy; then the block is no longer shared, and the second one writes into it.
         """
         num_needed, writers = 0, Counter[int]()
         for request_id, num_tokens in lengths:
@@ -97,7 +98,7 @@ class KVCacheManager:
         return num_needed + sum(min(count, self.pool.ref_count(b) - 1) for b, count in writers.items())
 
     def can_hold(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether its blocks and the free ones suffice for `num_tokens` tokens of the request in all."""
+        """Return whether its blocks and the free ones suffice for `num_tokens` tokens of the request in total."""
         return self.num_needed(request_id, num_tokens) <= self.pool.num_free
 
     def in_need(self, lengths: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -106,7 +107,7 @@ class KVCacheManager:
         return [one for one in lengths if one[1] > tables[one[0]].room]
 
     def reserve(self, request_id: str, num_tokens: int) -> list[int]:
-        """Allocate blocks for `num_tokens` tokens of the request in all; return the new ones. Raises
+        """Allocate blocks for `num_tokens` tokens of the request in total; return the new ones. Raises
         `OutOfBlocksError`, and then changes nothing.
 
         A request that already owns blocks writes one token next, at position `num_tokens - 1`. If the block of this
@@ -160,7 +161,7 @@ class KVCacheManager:
         assert child_id not in self._tables, f"{child_id} owns blocks already"
         assert not parent.on_host and count <= len(parent.block_ids), f"{parent_id} has not {num_tokens} tokens here"
         shared = parent.block_ids[:count]
-        parent.room = 0  # its last block may be shared from now on
+        parent.room = 0  # its last block may be shared now: before its next token `reserve` must check that
         self.pool.share(shared)
         self._tables[child_id] = BlockTable(shared)
         block_ids = tuple(shared)

@@ -28,7 +28,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, tuple[LogprobRow, ...]] = field(default_factory=dict)
     """Request id -> log-probabilities of the prompt's tokens after the first, if requested; in the prefill's step."""
     errors: Mapping[str, Exception] = field(default_factory=dict)
-    """Request id -> error."""
+    """Request id -> the error that ends the request, such as logits that are not finite."""
     sample_seconds: float = 0.0
     """Duration of sampling, in seconds."""
 

@@ -1,7 +1,8 @@
 """Parallel sampling (`n > 1`): one request for the caller, n requests for the scheduler.
 
-The engine core calls this class instead of the scheduler. It queues the children of a `ParentRequest`, and reports the
-parent when children change; a request with `n = 1` is passed on unchanged. New in m3, because children of one prompt
+The engine core calls this class instead of the scheduler. It queues the children of a `ParentRequest` (made by
+`build_parent` in `input_processor.py`), and reports the parent when children change; a request with `n = 1` is passed
+on unchanged. New in m3, because children of one prompt
 are worthwhile only if they share its KV. vLLM: `v1/engine/parallel_sampling.py`; SGLang expands `n` in its tokenizer
 manager.
 """

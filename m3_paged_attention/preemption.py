@@ -35,22 +35,25 @@ def victim_of(policy: FewestOutputsFirst, running: Sequence[Any]) -> Any:
     return victim
 
 
-def take_blocks(request: Request, kv_manager: KVCacheManager, *, swap: bool, needed: int, tracer: Tracer) -> None:
-    """Free the blocks of a running request. Its KV moves to the host, if `swap` and there is room, or is discarded.
+def preempt(request: Request, kv_manager: KVCacheManager, *, swap: bool, needed: int, tracer: Tracer) -> None:
+    """Free the blocks of a running request. Its KV moves to the host if `swap` is True and the host has room; else the
+    KV is discarded and computed again later.
 
     `needed`: number of blocks for the next tokens of all running requests.
     """
     request_id, sequence = request.request_id, request.sequence
     num_blocks, available = len(kv_manager.block_ids(request_id)), kv_manager.num_free
     num_tokens = sequence.num_computed_tokens
-    is_swapped = swap and kv_manager.swap_out(request_id)
-    if not is_swapped:
+    mode = "recompute"
+    if swap and kv_manager.swap_out(request_id):
+        mode = "swap"
+    else:
         kv_manager.release(request_id)
         sequence.num_computed_tokens = 0
     tracer.emit(
         Preempted,
         rid=request_id,
-        mode="swap" if is_swapped else "recompute",
+        mode=mode,
         num_blocks=num_blocks,
         num_freed=kv_manager.num_free - available,
         needed=needed,

@@ -27,7 +27,7 @@ class Request(SingleRequest):
     parent_id: str | None = None
     """Id of the parent of a continuation."""
     is_sent: bool = False
-    """True if the runner has the request's tokens and blocks, so that only changes are sent."""
+    """True if a step has sent the request's tokens and blocks to the runner, so that only changes are sent."""
     number: int = 0
     """Number of the request in the order of arrival."""
     simple_stops: SimpleStops | None = None

@@ -15,7 +15,7 @@ class PreemptedFirstQueue(FCFSRequestQueue[Request]):
     def add_request(self, request: Request) -> None:
         """Add a request; a preempted one goes before new ones and before preempted ones that arrived later."""
         if request.status is not RequestStatus.PREEMPTED:
-            self.append(request)
+            super().add_request(request)
             return
         before = [r for r in self if r.status is RequestStatus.PREEMPTED and r.number < request.number]
         self.insert(len(before), request)

@@ -21,7 +21,7 @@ from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.invariants import check_memory, check_queues
 from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.preemption import FewestOutputsFirst, take_blocks, victim_of
+from m3_paged_attention.preemption import FewestOutputsFirst, preempt, victim_of
 from m3_paged_attention.request import Request
 from m3_paged_attention.request_queue import PreemptedFirstQueue
 from m3_paged_attention.request_updater import RequestUpdater
@@ -31,7 +31,7 @@ from m3_paged_attention.step_plan import StepPlan
 
 
 class Scheduler:
-    """The only part that changes requests. A step's requests keep their blocks from `schedule` to the update.
+    """Decides about requests and moves them. A step's requests keep their blocks from `schedule` to the update.
 
     `requests` holds all unfinished requests, in the order of arrival. Each is in `running`, where it owns blocks, or in
     `waiting`. Preempted requests are first in `waiting`, in the order of arrival.
@@ -65,7 +65,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_arrivals = 0
         self._left_out: set[str] = set()  # running requests without a token in the last step
-        self._forks: dict[str, list[Request]] = {}  # siblings that start after this step, by source id
+        self._siblings: dict[str, list[Request]] = {}  # forked in this step; they start after it, by source id
         self._marked: dict[str, Request] = {}  # to end at the next update
 
     def add_request(self, request: Request) -> None:
@@ -99,7 +99,7 @@ class Scheduler:
             if all(request.request_id in plan.num_scheduled_tokens for request in first):
                 self._admit(plan)
             running = [request for request in running if request.request_id not in plan.num_scheduled_tokens]
-            in_need = self._in_need(running)  # a request whose blocks were forked may need a copy of the last one
+            in_need = self._in_need(running)  # a fork shares the last block of its source, which may need a copy now
         self._continue(running, plan, in_need)
         self._note_left_out(plan)
         moves = self.kv_manager.take_moves()
@@ -128,9 +128,9 @@ class Scheduler:
             changed = self._commit(scheduler_output, output)
         else:
             moved = self.kv_manager.touched()
-            self._reset([request for request in self.requests.values() if request.request_id in moved])
-        if self._forks:
-            self._start_forks()
+            self._compute_again([request for request in self.requests.values() if request.request_id in moved])
+        if self._siblings:
+            self._start_siblings()
         if marked:
             settled = {request.request_id for request in changed}
             changed += [request for request in marked if request.request_id not in settled]
@@ -148,8 +148,9 @@ class Scheduler:
     def reset(self, reason: BaseFinishReason) -> None:
         """End all requests with `reason`, outside a step. Afterwards the queues are empty and all blocks are free."""
         requests, self.requests = self.requests, {}
-        self.waiting, self.running = PreemptedFirstQueue(), []
-        self.finished_req_ids, self._left_out, self._forks, self._marked = set(), set(), {}, {}
+        self.waiting.clear()
+        self.running = []
+        self.finished_req_ids, self._left_out, self._siblings, self._marked = set(), set(), {}, {}
         self.kv_manager.reset()
         for request in requests.values():
             self.updater.end(request, reason)
@@ -182,12 +183,12 @@ class Scheduler:
             if needed <= kv_manager.num_free:
                 break
             if len(running) == 1:
-                if len(self.running) == 1:  # it owns all blocks; otherwise the update frees those of ending requests
+                if len(self.running) == 1:  # if others run, they end now, and the update frees their blocks
                     self._give_up(running.pop())
                 break
             victim = victim_of(self.preemption, running)
             running.remove(victim)
-            take_blocks(victim, kv_manager, swap=self.swaps, needed=needed, tracer=self.tracer)
+            preempt(victim, kv_manager, swap=self.swaps, needed=needed, tracer=self.tracer)
             self._send_back(victim)
             self.num_preemptions += 1
         return in_need
@@ -235,7 +236,7 @@ class Scheduler:
             if way.is_ready:
                 sequence.num_computed_tokens = sequence.get_prompt_len() - 1
             else:
-                self._forks.setdefault(way.source.request_id, []).append(request)
+                self._siblings.setdefault(way.source.request_id, []).append(request)
         if way.num_tokens:
             kv_manager.reserve(request_id, sequence.get_len())
             plan.add_full(request, kv_manager.block_ids(request_id))
@@ -246,7 +247,7 @@ class Scheduler:
         self._left_out = set()
         if len(plan.num_scheduled_tokens) == len(self.running):
             return
-        served = {*plan.num_scheduled_tokens, *(r.request_id for forks in self._forks.values() for r in forks)}
+        served = {*plan.num_scheduled_tokens, *(r.request_id for siblings in self._siblings.values() for r in siblings)}
         left = [r.request_id for r in self.running if r.to_finish is None and r.request_id not in served]
         self._left_out = set(left)
         if left:
@@ -275,16 +276,17 @@ class Scheduler:
                 self.updater.commit(request, sampled, num_new_kv=counts[request.request_id])
         return requests
 
-    def _start_forks(self) -> None:
-        """Start the siblings that wait for a prompt of this step, or queue them again if the step failed."""
-        for source_id, requests in self._forks.items():
+    def _start_siblings(self) -> None:
+        """Start the siblings that wait for a prompt of this step. If the step failed (the source has no KV), queue them
+        again."""
+        for source_id, requests in self._siblings.items():
             source = self.requests[source_id]
             if source.sequence.num_computed_tokens:
                 for request in requests:
                     request.sequence.num_computed_tokens = request.sequence.get_prompt_len() - 1
             else:
-                self._reset(requests)
-        self._forks = {}
+                self._compute_again(requests)
+        self._siblings = {}
 
     def _finish(self, request: Request) -> None:
         """Remove a request and free its blocks. The last stage of the step removes the runner's state of it."""
@@ -320,7 +322,7 @@ class Scheduler:
         self.waiting.remove_requests([request])
         self.waiting.add_request(request)
 
-    def _reset(self, requests: Iterable[Request]) -> None:
+    def _compute_again(self, requests: Iterable[Request]) -> None:
         """Free the blocks of requests whose KV is unknown after a failed step, and queue the requests again."""
         for request in requests:
             if request.to_finish is None:

@@ -86,7 +86,7 @@ class EngineCore(EngineCoreBase):
         ends its own request; a lost device (`EngineDeadError`) ends all, and the engine with them.
         """
         batch = self._schedule()  # 1 schedule
-        output = self._attempt(self._execute, batch)  # 2 execute
+        output = self._run_or_fail(self._execute, batch)  # 2 execute
         changed = self._update(batch, output)  # 3 update
         return self._make_outputs(self.families.reported(changed))  # 4 make outputs
 

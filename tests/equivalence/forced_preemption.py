@@ -5,7 +5,7 @@ Each time it is another one's turn, so that sooner or later everybody is hit, in
 
 from typing import Any
 
-from m3_paged_attention.preemption import take_blocks
+from m3_paged_attention.preemption import preempt
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler import Scheduler
 
@@ -23,7 +23,7 @@ class ForcedPreemption(Scheduler):
         if self.num_steps % 3 or not running:
             return in_need
         victim = running.pop(self.num_steps // 3 % len(running))
-        take_blocks(victim, self.kv_manager, swap=self.swaps, needed=0, tracer=self.tracer)
+        preempt(victim, self.kv_manager, swap=self.swaps, needed=0, tracer=self.tracer)
         self._send_back(victim)
         self.num_preemptions += 1
         return self._in_need(running)
