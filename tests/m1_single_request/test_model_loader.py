@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as hf_logging
 
-from m1_single_request import DEFAULT_MODEL, ConfigError, LLMEngine, ModelConfig, ModelLoadError, SamplingParams
+from m1_single_request import (
+    DEFAULT_MODEL,
+    ConfigError,
+    LLMEngine,
+    ModelConfig,
+    ModelLoadError,
+    SamplingParams,
+    model_loader,
+)
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, LoadedModel, load_model
 from tests.equivalence.models import ARCHITECTURES, save_random_model
 from tests.m1_single_request.engines import MAX_MODEL_LEN, greedy
@@ -334,20 +342,19 @@ def test_an_end_of_sequence_that_is_no_token_id_is_refused(directory: Path, eos:
         load(directory)
 
 
+SIZES = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+)
+
+
 @pytest.mark.parametrize("family", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize("value", [0, -8, 10**30])
-@pytest.mark.parametrize(
-    "field",
-    [
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_hidden_layers",
-        "hidden_size",
-        "intermediate_size",
-        "vocab_size",
-        "head_dim",
-    ],
-)
+@pytest.mark.parametrize("field", [*SIZES, "head_dim"])
 def test_a_size_that_none_can_be_is_named(directory: Path, family: str, field: str, value: int) -> None:
     """`head_dim` follows from hidden size and heads in Qwen2."""
     config = json.loads((directory / "config.json").read_text()) | {"architectures": [family]}
@@ -358,6 +365,18 @@ def test_a_size_that_none_can_be_is_named(directory: Path, family: str, field: s
         del config["layer_types"]
     (directory / "config.json").write_text(json.dumps(config))
     assert f"{field}={value}" in refusal(directory)
+
+
+@pytest.mark.parametrize("value", ["8", None, [8], float("nan"), float("inf"), True], ids=repr)
+@pytest.mark.parametrize("field", [*SIZES, "max_position_embeddings"])
+def test_a_size_that_is_no_whole_number_is_named_even_where_transformers_lets_it_pass(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
+) -> None:
+    """Its older releases read what they find."""
+    config = AutoConfig.from_pretrained(model_dir)
+    vars(config)[field] = value
+    monkeypatch.setattr(model_loader.AutoConfig, "from_pretrained", lambda *args, **settings: config)
+    assert f"{field}={value!r}, which must be a whole number" in refusal(model_dir)
 
 
 @pytest.mark.parametrize("positions", [-5, 0, 1])

@@ -1,10 +1,14 @@
 """How much is computed when requests begin alike, counted to the token."""
 
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import m1_single_request
+import m2_continuous_batching
+import m3_paged_attention
 from m4_radix_cache import LLMEngine
 from tests.equivalence.forced_retraction import ForcedRetraction
 from tests.equivalence.traffic import prompt_of, tree_prompt
@@ -159,6 +163,11 @@ def test_what_matters_most_is_kept_longest_if_priorities_decide(make_engine: Mak
 
 
 # --- forgetting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", [m1_single_request, m2_continuous_batching, m3_paged_attention])
+def test_before_m4_there_is_no_cache_to_flush(package: ModuleType) -> None:
+    assert "flush_cache" not in dir(package.LLMEngine)
 
 
 def test_a_flush_is_refused_while_anybody_waits_or_runs(make_engine: MakeEngine, cache: str) -> None:

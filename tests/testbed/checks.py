@@ -75,9 +75,11 @@ class MessageChecks:
     def scheduled(self, output: Any) -> None:
         """A decision was made; None: there is nothing to compute."""
         self.owned = self._owned()
+        if output is not None:
+            self._decided(output)
         self._memory_belongs_to_the_running()
-        if output is None:
-            return
+
+    def _decided(self, output: Any) -> None:
         new, cached, counts = output.scheduled_new_reqs, output.scheduled_cached_reqs, output.num_scheduled_tokens
         ids = [data.req_id for data in new] + cached.req_ids
         assert len(set(ids)) == len(ids) <= self.max_num_seqs
@@ -89,7 +91,6 @@ class MessageChecks:
         for data in new:
             self.new_request(data, counts[data.req_id])
         self.cached_requests(cached, counts)
-        assert [request.request_id for request in self.scheduler.running] == list(self.running), "in order of admission"
 
     def new_request(self, data: Any, num_scheduled: int) -> None:
         """The full data of a request, which must be the oldest that waits."""
@@ -110,7 +111,6 @@ class MessageChecks:
 
     def cached_requests(self, cached: Any, counts: Mapping[str, int]) -> None:
         """The differences of the requests that were sent before."""
-        assert len(cached.req_ids) == len(cached.req_ids)
         columns = (cached.new_token_ids, cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids)
         for rid, tokens, start, num_output, blocks in zip(cached.req_ids, *columns, strict=True):
             life = self.running[rid]
@@ -164,6 +164,7 @@ class MessageChecks:
     def _memory_belongs_to_the_running(self) -> None:
         running = [request.request_id for request in self.scheduler.running]
         assert len(running) <= self.max_num_seqs
+        assert running == list(self.running), "in order of admission"
         owned = self._owned()
         assert owned.keys() == set(running), "whoever runs owns memory, and nobody else"
         blocks = [block for ids in owned.values() for block in ids]

@@ -174,7 +174,6 @@ class PagedChecks:
 
     def _cached(self, cached: Any, counts: Mapping[str, int]) -> None:
         """The differences of the requests that go on."""
-        assert len(cached.req_ids) == len(cached.req_ids)
         columns = (cached.new_token_ids, cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids)
         for rid, tokens, start, num_output, blocks in zip(cached.req_ids, *columns, strict=True):
             life = self.running[rid]

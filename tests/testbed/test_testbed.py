@@ -217,6 +217,20 @@ def test_a_part_that_breaks_a_rule_is_noticed(parts: dict[str, Any]) -> None:
         bed.step(between=lambda output: bed.abort(rids[0]))
 
 
+@pytest.mark.parametrize("moment", ["a decision", "no decision", "an update"])
+def test_running_requests_in_another_order_are_noticed_at_once(moment: str) -> None:
+    bed = make_bed()
+    bed.add(3), bed.add(4)
+    bed.step()
+    decision = bed.schedule() if moment == "a decision" else None
+    bed.scheduler.running.reverse()
+    with pytest.raises(AssertionError, match="in order of admission"):
+        if moment == "an update":
+            bed.checks.updated({}, [])
+        else:
+            bed.checks.scheduled(decision)
+
+
 # --- interrupts -------------------------------------------------------------------------------------------------------
 
 
