@@ -5,6 +5,7 @@ every milestone promises about failures: `tests/engine_contract`.
 """
 
 import gc
+import signal
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from m6_multimodal_pd import EngineDeadError, ForwardError, LLMEngine, ModelConfig
+from m4_radix_cache.request import Req
+from m5_chunked_prefill_spec.scheduler import Scheduler
+from m6_multimodal_pd import EngineDeadError, ForwardError, LLMEngine, ModelConfig, PartError
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
@@ -207,6 +210,27 @@ def test_a_device_that_is_lost_in_the_tower_fails_every_request_and_then_every_c
     assert engine.engine_core.companion.cache.used_bytes == 0
 
 
+def test_a_second_interrupt_in_the_tower_leaves_a_dead_engine_without_embeddings(make_engine: MakeEngine) -> None:
+    def interrupt(made: Sequence[Tensor]) -> Sequence[Tensor]:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        return made
+
+    engine: Any = make_engine(Tower(interrupt, call=2).parts, **setting(8, 32, multimodal={"encoder_budget": 10}))
+    for rid, conversation in ASKED.items():
+        engine.add_request(asking(*conversation), greedy(NUM_TOKENS), request_id=rid)
+    engine.step()
+    assert engine.stats().embedding_cache_bytes > 0
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    stats = engine.stats()
+    assert (stats.num_waiting, stats.num_running, stats.kv_tokens, stats.embedding_cache_bytes) == (0, 0, 0, 0)
+    for call in [*calls_of(engine), lambda: engine.chat(asking("a", 1))]:
+        with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+            call()
+    engine.close()
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("state", ["idle", "inside a picture"])
 def test_a_closed_engine_holds_neither_tower_nor_embeddings(seeing_directory: Path, state: str) -> None:
@@ -227,6 +251,42 @@ def test_a_closed_engine_holds_neither_tower_nor_embeddings(seeing_directory: Pa
     assert [reference() for reference in references] == [None, None]
     assert engine.stats().embedding_cache_bytes == 0 and counts(engine)[0] == runs
     engine.close()
+
+
+# --- the update -------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_an_update_ends_all_requests_and_forgets_all_pictures(
+    make_engine: MakeEngine, their_model: Theirs
+) -> None:
+    """With a picture in pieces, and another one that is kept."""
+    due: list[Exception] = []
+
+    class Fails(Scheduler):
+        def update_from_output(self, batch: Any, output: Any) -> list[Req]:
+            changed = super().update_from_output(batch, output)
+            if due:
+                raise due.pop()
+            return changed
+
+    engine: Any = make_engine({"scheduler": Fails}, **setting(8, 9, multimodal={"encoder_budget": 20}))
+    asked = {"long": ("c", 2), "waits": ("b", 1), "text": (3,)}
+    assert engine.chat(asking("a", 1), greedy(2)).error is None
+    for rid, conversation in asked.items():
+        engine.add_request(asking(*conversation), greedy(NUM_TOKENS), request_id=rid)
+    while not is_inside(engine, "long"):
+        engine.step()
+    assert engine.stats().num_waiting and len(engine.engine_core.companion.cache) == 2
+    due.append(RuntimeError("the update broke"))
+    outputs = engine.step()
+    assert outputs.keys() == asked.keys() and all(isinstance(o.error, PartError) for o in outputs.values())
+    check_step(engine)
+    check_drained(engine)
+    assert engine.stats().embedding_cache_bytes == 0
+    again = serve(engine, {"kept": ("a", 1), **asked})
+    for rid, output in again.items():
+        prompt = engine.chat_prompt(asking(*{"kept": ("a", 1), **asked}[rid]))
+        assert output.token_ids == their_model.answer(prompt).token_ids[:NUM_TOKENS], rid
 
 
 # --- the reader of media ----------------------------------------------------------------------------------------------
