@@ -205,6 +205,27 @@ def test_an_adder_that_fails_ends_all_requests_and_the_engine_goes_on(
     check_drained(engine)
 
 
+def test_a_function_that_fails_to_build_the_adder_is_named(make_engine: MakeEngine) -> None:
+    """In the third step, with a prompt in pieces and another one that waits."""
+    calls: list[int] = []
+
+    def make(**settings: Any) -> PrefillAdder:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("no adder")
+        return PrefillAdder(**settings)
+
+    engine = make_engine({"prefill_adder": make}, **setting(4, 8))
+    for name in ("r0", "r1"):
+        engine.add_request(ids(30), greedy(3), request_id=name)
+    outputs = run(engine)
+    assert outputs.keys() == {"r0", "r1"} and engine.stats().num_steps == len(calls) == 3
+    for output in outputs.values():
+        assert isinstance(output.error, PartError) and "the part 'prefill_adder' (make), in line" in str(output.error)
+    assert engine.generate(ids(30), greedy(3)).finish_reason == "length"
+    check_drained(engine)
+
+
 def test_a_policy_that_fails_ends_the_prompt_in_pieces_too(make_engine: MakeEngine) -> None:
     class Fails(SchedulePolicy):
         def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
