@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from m1_single_request import EngineDeadError, ForwardError, RequestOutput
+from m1_single_request import EngineDeadError, ForwardError, PartError, RequestOutput
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.request import Request
 from tests.engine_contract.crowd import (
@@ -32,6 +32,7 @@ from tests.engine_contract.variants import (
     Variant,
     calling,
     failing_sampler,
+    failing_scheduler,
     runner_of,
 )
 from tests.support.engines import greedy
@@ -205,6 +206,36 @@ def test_an_output_that_cannot_be_made_fails_its_request_alone(
     engine = make_engine({"output_processor": Refuses}, seats=SEATS)
     submit(engine)
     check_the_rest(variant, engine, run(variant, engine), expected, {"b": 2}, BOOM)
+
+
+# --- what takes all requests along ------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_an_error_in_an_update_ends_families_and_those_that_wait_and_the_engine_goes_on(
+    variant: Variant, make_engine: MakeEngine, expected: Answers, call: int
+) -> None:
+    """Each has one output, whether its children run, or wait for a sibling's prompt or for a seat."""
+    n, error = 3 if variant.has_families else 1, RuntimeError("the update broke")
+    engine = make_engine({"scheduler": failing_scheduler(variant, error, call=call)}, seats=SEATS)
+    asked = {"a": greedy(6, n=n), "d": greedy(6), "e": greedy(4, n=n)}
+    for rid, params in asked.items():
+        engine.add_request(PROMPTS[rid], params, request_id=rid)
+    last = run(variant, engine)
+    assert last.keys() == asked.keys() and engine.stats().num_finished == {"error": 3}
+    assert engine.stats().num_steps == call
+    for rid, output in last.items():
+        assert isinstance(output.error, PartError) and output.error.__cause__ is error
+        assert "the part 'scheduler' (FailingScheduler)" in str(output.error)
+        assert len(output.outputs) == asked[rid].n
+        for completion in output.outputs:
+            assert completion.finish_reason == "error"
+            assert completion.token_ids == expected[rid][: len(completion.token_ids)]
+    assert last["a"].token_ids, "the first one ran"
+    for rid, params in asked.items():
+        again = engine.generate(PROMPTS[rid], params, request_id=rid)
+        assert [completion.token_ids for completion in again.outputs] == [expected[rid]] * params.n
 
 
 # --- a lost device ----------------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ class Variant:
     """Parts of all its engines: those that look at what passes through them."""
     mixes: bool = True
     """Whether prompts and decodes share a step, so that nobody waits longer than the token budget demands."""
+    has_families: bool = True
+    """Whether a request may ask for several outputs."""
     cuts: bool = False
     """Whether prompts are cut, so that none is too long for a step, and no running request is ever left out."""
 
@@ -160,6 +162,25 @@ def failing_sampler(variant: Variant, error: BaseException, *, call: int) -> Any
     return FailingSampler
 
 
+def failing_scheduler(variant: Variant, error: BaseException, *, call: int) -> Any:
+    """A scheduler that raises at the end of its `call`th update: tokens are committed, and not reported."""
+    base = variant.part("scheduler")
+
+    class FailingScheduler(base):  # type: ignore[misc,valid-type]
+        """What the milestone has, except for once."""
+
+        calls = 0
+
+        def update_from_output(self, *args: Any) -> Any:
+            changed = super().update_from_output(*args)
+            self.calls += 1
+            if self.calls == call:
+                raise error
+            return changed
+
+    return FailingScheduler
+
+
 # --- m1 ---------------------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +201,7 @@ M1 = Variant(
     owners=lambda engine: list(engine.engine_core.model_runner.request_caches),
     check_step=lambda engine: engine.engine_core.scheduler.check_invariants(),
     check_drained=_check_drained_m1,
+    has_families=False,
 )
 """Has no batches, so it is not in `VARIANTS`; tests of what it promises, too, add it."""
 
@@ -216,6 +238,7 @@ def _m2(execution: str) -> Variant:
         owners=_owners_in_m2,
         check_step=m2.check_step,
         check_drained=m2.check_drained,
+        has_families=False,
     )
 
 

@@ -1,6 +1,8 @@
 """When something breaks inside: the requests of that step fail with it, what they held is freed, the engine goes on."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from m1_single_request import EngineDeadError, EngineError, ForwardError, LLMEngine
+from m1_single_request import EngineDeadError, EngineError, ForwardError, LLMEngine, PartError
 from m1_single_request.detokenizer import IncrementalDetokenizer
+from m1_single_request.engine_core import EngineCore
 from m1_single_request.model_runner import ModelInputs, ModelRunner
+from m1_single_request.request import Request
 from m1_single_request.sampler import Sampler, SamplerOutput
 from m1_single_request.sampling_metadata import SamplingMetadata
-from m1_single_request.scheduler import SchedulerOutput
+from m1_single_request.scheduler import Scheduler, SchedulerOutput
 from tests.m1_single_request.engines import MakeEngine, drain, failing_runner, greedy, held
 
 PROMPT = [31, 32, 33]
@@ -194,7 +198,47 @@ def test_a_lost_device_fails_every_request_and_then_every_call(make_engine: Make
     engine.close()
 
 
-# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+# --- errors outside model and sampler ---------------------------------------------------------------------------------
+
+
+class FailsToUpdate(Scheduler):
+    """Raises at its third update, when the token is committed."""
+
+    num_updates = 0
+
+    def update_from_output(self, scheduler_output: Any, sampled: Any) -> list[Request]:
+        changed = super().update_from_output(scheduler_output, sampled)
+        self.num_updates += 1
+        if self.num_updates == 3:
+            raise RuntimeError("the update broke")
+        return changed
+
+
+def test_an_error_in_an_update_ends_all_requests_with_the_name_of_the_part(
+    make_engine: MakeEngine, expected: tuple[int, ...]
+) -> None:
+    engine = make_engine({"scheduler": FailsToUpdate})
+    outputs = run_three(engine)
+    for output in outputs:
+        assert output.finish_reason == "error" and isinstance(output.error, PartError)
+        assert re.fullmatch(
+            r"the part 'scheduler' \(FailsToUpdate\), in line \d+ of test_failures.py, failed: "
+            "RuntimeError: 'the update broke'",
+            str(output.error),
+        )
+    assert [output.token_ids for output in outputs] == [expected[:3], (), ()]
+    assert engine.stats().num_finished == {"error": 3} and engine.stats().num_output_tokens == 3
+    assert engine.generate(PROMPT, greedy(6)).token_ids == expected
+
+
+def test_an_error_outside_all_parts_is_the_engine_s(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step() -> Any:
+        raise RuntimeError("the step broke")
+
+    engine = make_engine({"engine_core": partial(EngineCore)})  # so the core is of no class in the table
+    monkeypatch.setattr(engine.engine_core, "step", step)
+    error = engine.generate(PROMPT, greedy(6)).error
+    assert isinstance(error, PartError) and str(error) == "the engine failed: RuntimeError: 'the step broke'"
 
 
 def test_errors_of_ours_have_one_root() -> None:
