@@ -11,9 +11,9 @@ from typing import Any
 from benchmarks import interleaved
 from benchmarks.m3_models import MAX_MODEL_LEN, TestedModel
 from benchmarks.m3_workload import EngineSide, Ragged, Side, watched
-from m2_continuous_batching.events import Batch, KVUsage as DenseUsage
+from m2_continuous_batching.events import Batch, BlocksUsed as DenseUsage
 from m3_paged_attention import CacheConfig, LLMEngine, SamplingParams
-from m3_paged_attention.kv_events import BlockCopied, KVUsage
+from m3_paged_attention.kv_events import BlockCopied, BlocksUsed
 from m3_paged_attention.scheduler_events import Preempted
 
 BLOCK_SIZES = (1, 4, 16, 64, 128)
@@ -54,7 +54,7 @@ def _paged(model: TestedModel, max_num_seqs: int, *, block_size: int = 16) -> LL
 
 
 def _paged_steps(engine: LLMEngine, call: Callable[[], object]) -> Steps:
-    usage: list[KVUsage] = watched(engine, call, KVUsage).events
+    usage: list[BlocksUsed] = watched(engine, call, BlocksUsed).events
     return [{"reserved": u.num_used * u.block_size, "held": u.tokens_held, "shared": u.num_shared} for u in usage]
 
 
@@ -160,8 +160,8 @@ def parallel_sampling(model: TestedModel, *, prompt_len: int, num_tokens: int, r
 
 def _sharing(engine: LLMEngine, call: Callable[[], object]) -> Row:
     """One more run, with a reader attached: tokens that were prefilled, blocks that were taken."""
-    seen = watched(engine, call, Batch, KVUsage, BlockCopied)
-    usage = seen.of(KVUsage)
+    seen = watched(engine, call, Batch, BlocksUsed, BlockCopied)
+    usage = seen.of(BlocksUsed)
     return {
         "prefill_tokens": sum(n for batch in seen.of(Batch) for n in batch.extend_lens if n > 1),
         "peak_blocks": max(u.num_used for u in usage),

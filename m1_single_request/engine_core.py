@@ -51,7 +51,7 @@ class StepRecord:
     num_tokens: int = 0
     """Tokens in the batch, padding not counted."""
     num_prompt_tokens: int = 0
-    """Prompt tokens among them; 0 if the model failed."""
+    """Prompt tokens among them; 0 if the model or the sampler failed."""
     changed: list[Request] = field(default_factory=list)
     """The requests that have an output."""
 
@@ -111,7 +111,7 @@ class EngineCoreBase(ABC):
         An exception of `step` was raised while queues or memory were written. Then all requests end with that error,
         and the memory is empty afterwards.
         """
-        self._check_alive()
+        self.check_alive()
         if not self.has_unfinished_requests():
             return {}
         self.tracer.step = self.iteration + 1
@@ -125,7 +125,7 @@ class EngineCoreBase(ABC):
 
     def add_request(self, request: Request) -> None:
         """Queue a checked request; it runs in later steps."""
-        self._check_alive()
+        self.check_alive()
         self._queues.add_request(request)
         self._open[request.request_id] = request
 
@@ -180,9 +180,9 @@ class EngineCoreBase(ABC):
 
     # --- parts of a step ----------------------------------------------------------------------------------------------
 
-    def _run_or_fail(self, call: Callable[[Any], ResultT], argument: Any) -> ResultT | None:
-        """Return `call(argument)`. Return None if there is no argument, or if the call raises: then the requests of
-        this step end with that error, and all requests if the device is lost."""
+    def _run_or_fail(self, phase: str, call: Callable[[Any], ResultT], argument: Any) -> ResultT | None:
+        """Return `call(argument)`, whose time is that of `phase`. Return None if there is no argument, or if the call
+        raises: then the requests of this step end with that error, and all requests if the device is lost."""
         if argument is None:
             return None
         try:
@@ -193,7 +193,7 @@ class EngineCoreBase(ABC):
             self._record.num_prompt_tokens = 0
             return None
         finally:
-            self._record.lap("execute")
+            self._record.lap(phase)
 
     def _make_outputs(self, changed: Iterable[Request]) -> dict[str, RequestOutput]:
         """Return the outputs of the requests that changed, by request id; with `final_only` at their end alone."""
@@ -239,9 +239,11 @@ class EngineCoreBase(ABC):
 
     def _forget_all(self, reason: BaseFinishReason) -> None:
         """End all requests without a step. Queues, KV memory and caches are as they were at the start."""
-        self._queues.reset(reason)
-        with suppress(torch.AcceleratorError):  # a lost device holds nothing any more
-            self.clear_kv_caches()
+        try:
+            self._queues.reset(reason)
+        finally:
+            with suppress(torch.AcceleratorError):  # a lost device holds nothing any more
+                self.clear_kv_caches()
 
     def _add_to_totals(self, record: StepRecord) -> None:
         """Add a finished step to the totals, and emit its `StepDone`."""
@@ -256,7 +258,8 @@ class EngineCoreBase(ABC):
                 self._open.pop(request.request_id, None)
         self.tracer.emit(StepDone.of, record, self._queues, self.num_kv_tokens)
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise `EngineDeadError` if the device was lost, or an interrupt stopped a call in the middle."""
         if self.dead is not None:
             raise EngineDeadError(f"the engine is dead and accepts nothing: {self.dead}") from self.dead
 
@@ -273,6 +276,7 @@ class EngineCore(EngineCoreBase):
         sampler: Sampler,
         stop_checker: StopChecker,
         output_processor: OutputProcessor,
+        kv_bytes_per_token: int,
         parts: Mapping[str, Any],
         tracer: Tracer,
     ) -> None:
@@ -281,7 +285,7 @@ class EngineCore(EngineCoreBase):
         self.model_runner = model_runner
         self.sampler = sampler
         self.stop_checker = stop_checker
-        self.kv_bytes_per_token = model_runner.kv_bytes_per_token
+        self.kv_bytes_per_token = kv_bytes_per_token
 
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of the request that changed.
@@ -290,9 +294,9 @@ class EngineCore(EngineCoreBase):
         (`EngineDeadError`) ends all, and the engine with them.
         """
         scheduler_output = self._schedule()  # 1 schedule
-        inputs = self._run_or_fail(self.model_runner.prepare_inputs, scheduler_output)  # 2 prepare inputs
-        logits = self._run_or_fail(self.model_runner.execute_model, inputs)  # 3 execute
-        sampled = self._run_or_fail(self.sample, logits) or {}  # 4 sample
+        inputs = self._run_or_fail("execute", self.model_runner.prepare_inputs, scheduler_output)  # 2 prepare inputs
+        logits = self._run_or_fail("execute", self.model_runner.execute_model, inputs)  # 3 execute
+        sampled = self._run_or_fail("sample", self.sample, logits) or {}  # 4 sample
         changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
         outputs = self._make_outputs(changed)  # 6 make outputs
         self._release(changed)  # 7 release
@@ -334,7 +338,6 @@ class EngineCore(EngineCoreBase):
         position, text = len(sequence.output_token_ids), sequence.detokenizer.token_text
         self.tracer.emit(Sampled.of, request_id, params, position, rows[-1:], metadata, chosen, 0, text)
         of_prompt = prompt_logprobs(params, sequence.prompt_token_ids, rows) if position == 0 else None
-        self._record.lap("sample")
         return {request_id: SampledTokens(chosen.token_ids, chosen.logprobs, of_prompt)}
 
     def _release(self, changed: Iterable[Request]) -> None:

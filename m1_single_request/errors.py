@@ -85,7 +85,7 @@ class PartError(EngineError, RuntimeError):
 
 
 class EngineUsageError(EngineError, RuntimeError):
-    """The engine was used in an unsupported way: from a second thread, in a forked process, or from inside a step."""
+    """The engine was used in an unsupported way: from a second thread, a forked process, or inside another call."""
 
 
 class EngineClosedError(EngineUsageError):
@@ -93,4 +93,4 @@ class EngineClosedError(EngineUsageError):
 
 
 class EngineDeadError(EngineError, RuntimeError):
-    """The device failed permanently, or an interrupt stopped a step in the middle. The engine can only be closed."""
+    """The device failed permanently, or an interrupt stopped a step. Only `close()` and calls for numbers work."""

@@ -131,7 +131,7 @@ class Admit(Event):
     rid: str
     """Request id."""
     prefix: int
-    """Tokens whose KV exists already; always 0 before m4."""
+    """Tokens whose KV exists already; 0 in m1 and m2."""
     extend: int
     """Tokens to prefill."""
     num_waiting: int

@@ -19,6 +19,7 @@ from m1_single_request.errors import (
     ConfigError,
     DuplicateRequestError,
     EngineClosedError,
+    EngineError,
     EngineUsageError,
     InvalidRequestError,
     shown,
@@ -255,9 +256,12 @@ class LLMEngine:
                 self._number += 1
                 if mailbox is not None:
                     self._mailboxes[request_id] = mailbox
+        except EngineError:  # rejected before any change
+            raise
         except BaseException:  # Ctrl-C, for example: the caller gets no id, so the request is aborted
-            if self.engine_core.abort_request(request_id):
-                self._mailboxes[request_id] = ABANDONED
+            with self.engine_core.changing():
+                if self.engine_core.abort_request(request_id):
+                    self._mailboxes[request_id] = ABANDONED
             raise
         return request_id
 
@@ -273,10 +277,11 @@ class LLMEngine:
         return self.engine_core.is_unfinished(request_id) or not is_fetched
 
     def _next_output(self, request_id: str, mailbox: Mailbox) -> RequestOutput | None:
-        """Run steps until the mailbox of a stream has an output; return it. None if the last one was taken before."""
+        """Run steps until the mailbox of a stream has an output; return it. None if the stream was closed."""
         self._check_usable()
         while not mailbox:
             if self._mailboxes.get(request_id) is not mailbox:
+                self.engine_core.check_alive()
                 return None
             self._advance()
         if mailbox[0].finished and self._mailboxes.get(request_id) is mailbox:
@@ -319,7 +324,7 @@ class LLMEngine:
 
     def _begin_call(self) -> None:
         """Check where a call comes from, and abort the requests of streams that were dropped since the last one."""
-        if os.getpid() != self._process:  # the threads and sockets that would do the work are the parent's
+        if os.getpid() != self._process:  # a fork of it shares memory and device with the engine
             raise EngineUsageError("an engine belongs to the process that built it; start a new process")
         if threading.get_ident() != self._thread:
             raise EngineUsageError("an engine belongs to the thread that built it; this call came from another thread")
@@ -334,7 +339,7 @@ class LLMEngine:
         if self._closed:
             raise EngineClosedError("the engine is closed")
         if self.engine_core.is_changing:
-            raise EngineUsageError("the engine is inside a step; a trace reader must not call it")
+            raise EngineUsageError("the engine is inside another call; a trace reader must not call it")
 
 
 def _progress_bar(total: int, finished: int, show: bool | None) -> "tqdm[NoReturn]":

@@ -31,8 +31,6 @@ class ModelInputs:
 class ModelRunner:
     """Runs the scheduler's output, and owns the KV cache of every started request."""
 
-    kv_bytes_per_token: int
-
     def __init__(self, *, loaded_model: LoadedModel, tracer: Tracer) -> None:
         self.model, self.device = loaded_model.model, loaded_model.device
         self.kv_bytes_per_token = loaded_model.kv_bytes_per_token

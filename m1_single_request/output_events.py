@@ -1,6 +1,6 @@
 """Events of m1's trace about tokens and text: token sampled, result committed, text held back, request finished.
 
-They are built after the step has committed them, and text is decoded for them only then.
+`Result`, `TextHeld` and `Finish` are built after the commit; `Sampled` before it, from logits that are not kept.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The outputs of one request as an iterator: the result of `LLMEngine.stream`, which the other calls read from, too.
+"""The outputs of one request as an iterator: the result of `LLMEngine.stream`; `generate` and `generate_batch` use it.
 
 Reading drives the engine: `next()` runs steps until this request has an output. Several streams can be read side by
 side; each finds in its mailbox the outputs of steps that the others ran. vLLM: `RequestOutputCollector` of its async

@@ -38,7 +38,7 @@ class Scheduler:
     """All unfinished requests by id, in order of arrival."""
     waiting: deque[Request]
     running: list[Request]
-    """None or one."""
+    """Empty, or one request."""
 
     def __init__(self, *, stop_checker: StopChecker, tracer: Tracer) -> None:
         self.updater = RequestUpdater(stop_checker=stop_checker, tracer=tracer)

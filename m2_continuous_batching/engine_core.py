@@ -50,6 +50,7 @@ class EngineCore(EngineCoreBase):
         sampler: Sampler,
         stop_checker: StopChecker,
         output_processor: OutputProcessor,
+        kv_bytes_per_token: int,
         parts: Mapping[str, Any],
         tracer: Tracer,
     ) -> None:
@@ -58,7 +59,7 @@ class EngineCore(EngineCoreBase):
         self.executor = executor
         self.sampler = sampler
         self.stop_checker = stop_checker
-        self.kv_bytes_per_token = executor.kv_bytes_per_token
+        self.kv_bytes_per_token = kv_bytes_per_token
         self._num_useful = self._num_padded = 0
 
     def step(self) -> dict[str, RequestOutput]:
@@ -68,9 +69,9 @@ class EngineCore(EngineCoreBase):
         used ends only its own request. A lost device (`EngineDeadError`) ends all requests and the engine.
         """
         scheduler_output = self._schedule()  # 1 schedule
-        input_batch = self._run_or_fail(prepare_inputs_from_scheduler_output, scheduler_output)  # 2 prepare inputs
-        logits = self._run_or_fail(self.executor.execute_model_batch, input_batch)  # 3 execute
-        sampled = self._run_or_fail(self.sample, logits) or {}  # 4 sample
+        batch = self._run_or_fail("execute", prepare_inputs_from_scheduler_output, scheduler_output)  # 2 prepare inputs
+        logits = self._run_or_fail("execute", self.executor.execute_model_batch, batch)  # 3 execute
+        sampled = self._run_or_fail("sample", self.sample, logits) or {}  # 4 sample
         changed = self.scheduler.update_from_output(scheduler_output, sampled)  # 5 update
         outputs = self._make_outputs(changed)  # 6 make outputs
         self._release(changed)  # 7 release
@@ -133,7 +134,6 @@ class EngineCore(EngineCoreBase):
                 sampled[request_id] = SampledTokens((chosen.token_ids[row],), (chosen.logprobs[row],), of_prompt)
         for request_id, error in errors.items():
             self._fail([request_id], error)
-        self._record.lap("sample")
         return sampled
 
     def _release(self, changed: Iterable[Request]) -> None:

@@ -15,11 +15,8 @@ from m2_continuous_batching.worker import GPUWorker
 class GPUExecutor:
     """Executor of one worker in the same process."""
 
-    kv_bytes_per_token: int
-
     def __init__(self, *, worker: GPUWorker) -> None:
         self.worker = worker
-        self.kv_bytes_per_token = worker.kv_bytes_per_token
 
     def execute_model_batch(self, input_batch: InputBatch) -> dict[str, Tensor]:
         """Run all rows, and return the logits by request id: float32 `[num_logits, vocab]`.

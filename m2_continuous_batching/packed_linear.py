@@ -20,7 +20,6 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.packed = pack_weight(linear.weight, NUM_ROWS)
 

@@ -117,7 +117,7 @@ class Scheduler:
     def reset(self, reason: BaseFinishReason) -> None:
         """End all requests with `reason`, outside a step. Afterwards the queues are empty and all KV memory is free."""
         requests, self.requests = self.requests, {}
-        self.waiting.remove_requests(requests.values())
+        self.waiting.clear()
         self.running.clear()
         self.finished_req_ids, self._left_out, self._marked = set(), [], {}
         for request in requests.values():

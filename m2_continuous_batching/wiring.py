@@ -39,6 +39,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
         sampler=parts["sampler"](),
         stop_checker=stop_checker,
         output_processor=parts["output_processor"](),
+        kv_bytes_per_token=loaded.kv_bytes_per_token,
         parts=parts,
         tracer=tracer,
     )

@@ -19,7 +19,6 @@ class GPUWorker:
 
     def __init__(self, *, model_runner: ModelRunner) -> None:
         self.model_runner = model_runner
-        self.kv_bytes_per_token = model_runner.kv_bytes_per_token
 
     @torch.inference_mode()
     def execute_model_batch(self, input_batch: InputBatch) -> dict[str, Tensor]:

@@ -15,7 +15,14 @@ from m1_single_request.output_events import Finish
 from m1_single_request.tracer import TraceRecord
 from m2_continuous_batching.events import Batch
 from m3_paged_attention.events import KVSized
-from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped, KVUsage
+from m3_paged_attention.kv_events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksForked,
+    BlocksFreed,
+    BlocksSwapped,
+    BlocksUsed,
+)
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, ParallelSampling, Preempted
 
 E = TypeVar("E", bound=Event)
@@ -63,7 +70,7 @@ class Frame:
     """Waiting requests that were preempted."""
     events: tuple[Event, ...]
     """Events of this step of the kinds in `DECISIONS`, in the order of the trace."""
-    usage: KVUsage | None = None
+    usage: BlocksUsed | None = None
     """The engine's own count of used blocks and tokens; None after a step without a forward."""
 
     @cached_property
@@ -125,7 +132,7 @@ class BlockMap:
         self._requests: list[str] = []
         self._now = _State()
         self._events: list[Event] = []
-        self._usage: KVUsage | None = None
+        self._usage: BlocksUsed | None = None
         self._last_refusal: NotAdmitted | None = None  # the last one, to skip repetitions
 
     def read(self, record: TraceRecord) -> None:
@@ -180,7 +187,7 @@ class BlockMap:
         self.sized = event
         self._num_blocks, self._block_size = event.num_blocks, event.block_size
 
-    def _count(self, event: KVUsage) -> None:
+    def _count(self, event: BlocksUsed) -> None:
         self._usage = event
         self._num_blocks, self._block_size = event.num_used + event.num_free, event.block_size
 
@@ -247,7 +254,7 @@ class BlockMap:
 
 CHANGES: dict[type[Event], Callable[[BlockMap, Any], None]] = {
     KVSized: BlockMap._size,
-    KVUsage: BlockMap._count,
+    BlocksUsed: BlockMap._count,
     RequestAdded: BlockMap._arrive,
     Admit: BlockMap._admit,
     BlocksAllocated: BlockMap._allocate,

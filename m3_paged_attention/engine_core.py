@@ -19,7 +19,7 @@ from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import Request
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
-from m3_paged_attention.kv_events import KVUsage
+from m3_paged_attention.kv_events import BlocksUsed
 from m3_paged_attention.outputs import EngineStats, ModelRunnerOutput, checked
 from m3_paged_attention.parallel_sampling import RequestFamilies
 from m3_paged_attention.scheduler import Scheduler
@@ -56,10 +56,10 @@ class EngineCore(EngineCoreBase):
         be used ends only its own request. A lost device (`EngineDeadError`) ends all requests and the engine.
         """
         scheduler_output = self._schedule()  # 1 schedule
-        output = self._run_or_fail(self._execute, scheduler_output)  # 2 execute
+        output = self._run_or_fail("execute", self._execute, scheduler_output)  # 2 execute
         changed = self.scheduler.update_from_output(scheduler_output, output)  # 3 update
         if output is not None:
-            self.tracer.emit(KVUsage.of, self.scheduler.kv_manager, self.num_kv_tokens)
+            self.tracer.emit(BlocksUsed.of, self.scheduler.kv_manager, self.num_kv_tokens)
         outputs = self._make_outputs(self.families.reported(changed))  # 4 make outputs
         self._release(changed)  # 5 release
         return outputs
@@ -76,8 +76,10 @@ class EngineCore(EngineCoreBase):
 
     def close(self) -> None:
         """End all requests, then free the KV memory and the model, even while the caller keeps the engine object."""
-        super().close()
-        self.executor.shutdown()
+        try:
+            super().close()
+        finally:
+            self.executor.shutdown()
 
     def stats(self) -> EngineStats:
         """Return the totals so far, and the state of the blocks."""
@@ -110,7 +112,6 @@ class EngineCore(EngineCoreBase):
         output = checked(output, dict.fromkeys(scheduler_output.num_scheduled_tokens, 1))
         for request_id, error in output.errors.items():
             self._fail([request_id], error)
-        self._record.lap("execute")
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
         return output

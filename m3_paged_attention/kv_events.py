@@ -134,7 +134,7 @@ class BlocksSwapped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVUsage(Event):
+class BlocksUsed(Event):
     """Use of the blocks after a step. Slots that a request reserves beyond its tokens are lost to all others."""
 
     style: ClassVar[str] = "magenta"

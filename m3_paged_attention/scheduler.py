@@ -40,6 +40,7 @@ class Scheduler:
     requests: dict[str, Request]
     waiting: PreemptedFirstQueue
     running: list[Request]
+    kv_manager: KVCacheManager
     num_preemptions: int
 
     def __init__(

@@ -86,7 +86,7 @@ class EngineCore(EngineCoreBase):
         ends its own request; a lost device (`EngineDeadError`) ends all, and the engine with them.
         """
         batch = self._schedule()  # 1 schedule
-        output = self._run_or_fail(self._execute, batch)  # 2 execute
+        output = self._run_or_fail("execute", self._execute, batch)  # 2 execute
         changed = self._update(batch, output)  # 3 update
         return self._make_outputs(self.families.reported(changed))  # 4 make outputs
 
@@ -117,9 +117,11 @@ class EngineCore(EngineCoreBase):
 
     def close(self) -> None:
         """Forget all KV, then let go of the KV memory and the model: the engine object may live on."""
-        super().close()
-        self.executor.shutdown()
-        self.companion.close()
+        try:
+            super().close()
+        finally:
+            self.executor.shutdown()
+            self.companion.close()
 
     def stats(self) -> SingleRequestStats:
         """Totals so far, and the state of the cache."""
@@ -139,7 +141,6 @@ class EngineCore(EngineCoreBase):
         output = checked(self.executor.execute_model(worker_batch), worker_batch.num_samples)
         for request_id, error in output.errors.items():
             self._fail([request_id], error)
-        self._record.lap("execute")
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
         return output

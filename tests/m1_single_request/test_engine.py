@@ -402,7 +402,7 @@ def test_a_trace_reader_cannot_run_the_engine(engine: LLMEngine, name: str, kind
     reader = OnEvent(engine.tracer, kind, lambda: calls[name](engine))
     last = drain(engine)
     assert reader.acted and isinstance(reader.error, EngineUsageError)
-    assert "inside a step" in str(reader.error)
+    assert "inside another call" in str(reader.error)
     assert last[mine].token_ids == engine.generate("mine", greedy(4)).token_ids
     assert len(list(stream)) == 2
 

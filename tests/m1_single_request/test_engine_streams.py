@@ -310,3 +310,12 @@ def test_what_a_reader_of_the_output_does_to_it_changes_no_later_output(make_eng
             last.outputs[0].logprobs[0].clear()
             last.prompt_logprobs[1].clear()
     assert (last.outputs, last.prompt_logprobs) == (expected.outputs, expected.prompt_logprobs)
+
+
+def test_a_stream_is_ready_while_an_output_waits_in_its_mailbox(engine: LLMEngine) -> None:
+    first, second = engine.stream([1, 2], greedy(2)), engine.stream([3], greedy(1))
+    assert not first.is_ready()
+    list(second)
+    assert first.is_ready()
+    assert [len(output.token_ids) for output in first] == [1, 2]
+    assert not first.is_ready()

@@ -105,7 +105,7 @@ def test_several_outputs_are_refused_with_the_milestone_that_brings_them(engine:
 
 def test_stats_count_work_and_waste(make_engine: MakeEngine) -> None:
     engine = make_engine(**limits(4))
-    per_token = engine.engine_core.executor.kv_bytes_per_token
+    per_token = engine.engine_core.kv_bytes_per_token
     reserved = 4 * MAX_MODEL_LEN * per_token
     assert (engine.stats().useful_tokens, engine.stats().padded_tokens, engine.stats().kv_bytes_reserved) == (
         0,

@@ -132,7 +132,7 @@ def test_idle_slots_are_padding(make_engine: MakeEngine) -> None:
 
 def test_kv_usage_says_what_is_reserved_and_what_of_it_is_used(make_engine: MakeEngine, execution: str) -> None:
     engine, recorder = traced(make_engine, **limits(4, 50, execution))
-    per_token = engine.engine_core.executor.kv_bytes_per_token
+    per_token = engine.engine_core.kv_bytes_per_token
     engine.add_request([5] * 7, greedy(3), request_id="a")
     engine.add_request([5] * 2, greedy(1), request_id="b")
     run(engine)

@@ -4,7 +4,14 @@ import dataclasses
 
 from m1_single_request.trace_event import Event
 from m3_paged_attention.events import BackendChosen, KVSized, ThreadsChanged
-from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped, KVUsage
+from m3_paged_attention.kv_events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksForked,
+    BlocksFreed,
+    BlocksSwapped,
+    BlocksUsed,
+)
 from m3_paged_attention.scheduler_events import Admit, LeftOut, NotAdmitted, ParallelSampling, Preempted
 
 SIZED = KVSized(
@@ -49,7 +56,7 @@ PREEMPTED = Preempted(
     num_tokens=70,
     num_output_tokens=9,
 )
-USAGE = KVUsage(num_used=10, num_free=1000, num_shared=3, num_host_used=0, block_size=16, tokens_held=152)
+USAGE = BlocksUsed(num_used=10, num_free=1000, num_shared=3, num_host_used=0, block_size=16, tokens_held=152)
 
 EXAMPLES: dict[Event, list[str]] = {
     BackendChosen(asked="auto", backend="native", obstacle=None): ["Kernels: native, the fastest here."],

@@ -45,7 +45,7 @@ def test_an_abort_when_a_step_counts_its_blocks_takes_effect_in_the_next(
     """The update has ended whom it had to."""
     engine = make_engine(**setting(3))
     submit(engine)
-    reader = OnEvent(engine.tracer, "kv_usage", lambda: engine.abort_request("b"), nth=4)
+    reader = OnEvent(engine.tracer, "blocks_used", lambda: engine.abort_request("b"), nth=4)
     for _ in range(4):
         assert not engine.step()["b"].finished
     assert (reader.result, reader.error) == (True, None)

@@ -15,7 +15,14 @@ from m3_paged_attention.block_map import Block, BlockMap, Frame
 from m3_paged_attention.demo_parts.block_map_facts import facts, highlights, longest_request, num_slots
 from m3_paged_attention.demo_parts.block_map_view import KEY, MOST_ROWS, draw
 from m3_paged_attention.events import KVSized
-from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped, KVUsage
+from m3_paged_attention.kv_events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksForked,
+    BlocksFreed,
+    BlocksSwapped,
+    BlocksUsed,
+)
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, Preempted
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting, unfinished
 
@@ -84,8 +91,8 @@ def batch(**seq_lens: int) -> Batch:
     )  # fmt: skip
 
 
-def usage(num_used: int, tokens_held: int, num_blocks: int = 8) -> KVUsage:
-    return KVUsage(
+def usage(num_used: int, tokens_held: int, num_blocks: int = 8) -> BlocksUsed:
+    return BlocksUsed(
         num_used=num_used, num_free=num_blocks - num_used, num_shared=0, num_host_used=0, block_size=4,
         tokens_held=tokens_held,
     )  # fmt: skip

@@ -94,7 +94,7 @@ def test_the_tour_maps_explains_and_compares(tmp_path: Path) -> None:
     assert "A  A  a  B3 B3 b3 E  E" in grids[0], "three of the first blocks have three holders"
     events = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
     kinds = {event["event"] for event in events}
-    assert {"kv_sized", "blocks_forked", "block_copied", "preempted", "blocks_freed", "kv_usage"} <= kinds
+    assert {"kv_sized", "blocks_forked", "block_copied", "preempted", "blocks_freed", "blocks_used"} <= kinds
     assert any(event["event"] == "admit" and event["num_output_tokens"] for event in events), "somebody came back"
     assert sum(event["event"] == "finish" for event in events) == 10, "the comparison runs without a trace"
 

@@ -77,7 +77,7 @@ def test_the_stored_trace_shows_every_kind_of_decision() -> None:
             "batch",
         ),
         *("blocks_allocated", "blocks_forked", "block_copied", "blocks_freed", "blocks_swapped", "preempted"),
-        *("kv_usage", "sampled", "result", "text_held", "abort", "finish", "step_done"),
+        *("blocks_used", "sampled", "result", "text_held", "abort", "finish", "step_done"),
     }
     assert {event["mode"] for event in stored if event["event"] == "batch"} == {"prefill", "decode", "mixed"}
     assert {event["how"] for event in stored if event["event"] == "admit"} == {"prefill", "fork", "swap_in"}
@@ -92,8 +92,8 @@ def test_the_stored_trace_shows_every_kind_of_decision() -> None:
 def test_the_stored_steps_add_up() -> None:
     """Tokens of a batch and of its step; blocks of the pool; who is admitted and who joins."""
     for step in GOLDEN.steps("admit"):
-        if "kv_usage" in step:
-            usage = step["kv_usage"]
+        if "blocks_used" in step:
+            usage = step["blocks_used"]
             assert usage["num_used"] + usage["num_free"] == 14
             assert usage["tokens_held"] <= usage["num_used"] * usage["block_size"]
             assert usage["tokens_held"] == step["step_done"]["kv_tokens"]

@@ -11,7 +11,14 @@ from m1_single_request.tracer import Tracer, TraceRecord
 from m3_paged_attention.errors import OutOfBlocksError
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
-from m3_paged_attention.kv_events import BlockCopied, BlocksAllocated, BlocksForked, BlocksFreed, BlocksSwapped, KVUsage
+from m3_paged_attention.kv_events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksForked,
+    BlocksFreed,
+    BlocksSwapped,
+    BlocksUsed,
+)
 
 BLOCK = 4
 
@@ -402,7 +409,7 @@ def test_the_trace_tells_blocks_that_others_keep_and_blocks_on_the_host() -> Non
     ]
 
 
-USAGE = KVUsage(num_used=6, num_free=10, num_shared=2, num_host_used=0, block_size=16, tokens_held=72)
+USAGE = BlocksUsed(num_used=6, num_free=10, num_shared=2, num_host_used=0, block_size=16, tokens_held=72)
 
 SENTENCES: list[tuple[Event, str]] = [
     (
@@ -465,7 +472,7 @@ def test_usage_has_curves_and_an_empty_pool_wastes_nothing() -> None:
         "KV blocks shared": 2,
         "KV fragmentation %": 25.0,
     }
-    empty = KVUsage(num_used=0, num_free=16, num_shared=0, num_host_used=3, block_size=16, tokens_held=0)
+    empty = BlocksUsed(num_used=0, num_free=16, num_shared=0, num_host_used=3, block_size=16, tokens_held=0)
     assert empty.fragmentation == 0 and "3 blocks on the host in use" in empty.explain()
 
 

@@ -413,7 +413,10 @@ def test_ids_of_children_may_not_clash(make_engine: MakeEngine) -> None:
                 engine.add_request([5], drawn(4, n=n), request_id=taken)
     engine.add_request([5], greedy(2), request_id="p/3")
     outputs = run(engine)
-    assert outputs.keys() == {"p", "p/3"} and len(outputs["p"].outputs) == 3
+    assert outputs.keys() == {"p", "p/3"}
+    assert [one.finish_reason for one in outputs["p"].outputs] == ["length"] * 3, "a refused request ended nothing"
+    engine.add_request(PROMPT, drawn(2), request_id="p/0")
+    assert run(engine)["p/0"].finished
     engine.add_request(PROMPT, drawn(2), request_id="p")
     assert run(engine)["p"].finished
 

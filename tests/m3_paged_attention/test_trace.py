@@ -195,13 +195,13 @@ def test_usage_says_how_much_is_reserved_for_nothing(make_engine: MakeEngine) ->
     engine.add_request(ids(5), greedy(3, n=2), request_id="c")
     run(engine)
     wanted = ("num_used", "num_free", "num_shared", "tokens_held")
-    assert fields(recorder.events("kv_usage"), *wanted) == [
+    assert fields(recorder.events("blocks_used"), *wanted) == [
         (4, 16, 1, 7 + 5),  # b has left; c/1 holds c/0's first block, too
         (5, 15, 1, 8 + 6 + 1),
         (2, 18, 0, 6),  # c/1 is left, with all that was c/0's prompt
         (0, 20, 0, 0),
     ]
-    first = recorder.events("kv_usage")[0]
+    first = recorder.events("blocks_used")[0]
     assert first.utilisation == pytest.approx(12 / 16) and first.fragmentation == pytest.approx(4 / 16)
 
 
@@ -232,7 +232,7 @@ def test_a_step_tells_its_story_in_order(make_engine: MakeEngine) -> None:
         *["sampled"] * 2,
         *["result"] * 2,
         *["blocks_freed", "finish"] * 2,
-        "kv_usage",
+        "blocks_used",
         "step_done",
     ]
     done = recorder.records[-1].event
@@ -246,7 +246,7 @@ def test_a_step_that_failed_says_so_and_shows_no_usage(make_engine: MakeEngine) 
     engine.step()
     (finish,) = recorder.events("finish")
     assert finish.reason == "error" and "TypeError" in finish.why
-    assert recorder.events("kv_usage") == recorder.events("sampled") == []
+    assert recorder.events("blocks_used") == recorder.events("sampled") == []
 
 
 # --- readers, and nobody who reads ------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_the_jsonl_trace_holds_every_field_of_every_event(make_engine: MakeEngin
     by_kind = {line["event"]: line for line in lines}
     assert by_kind.keys() >= {
         *("kv_sized", "blocks_allocated", "blocks_freed", "blocks_forked", "block_copied", "blocks_swapped"),
-        *("kv_usage", "parallel_sampling", "admit", "not_admitted", "preempted", "batch", "step_done"),
+        *("blocks_used", "parallel_sampling", "admit", "not_admitted", "preempted", "batch", "step_done"),
     }
     for record in recorder.records:
         assert {field.name for field in dataclasses.fields(record.event)} <= by_kind[record.event.kind].keys()

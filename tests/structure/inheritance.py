@@ -63,7 +63,17 @@ def engines_add_calls(source: Source) -> Iterator[Finding]:
                 yield Finding(f"{cls.name}.{name}", f"{cls.module.name}:{node.lineno}", text)
 
 
+def events_are_extended(source: Source) -> Iterator[Finding]:
+    """An event with the name of an earlier milestone's event inherits from it: one class per thing that happens."""
+    events = [cls for cls in source.classes.values() if is_event(source, cls)]
+    for cls in events:
+        earlier = [one for one in events if one.node.name == cls.node.name and one.package < cls.package]
+        if earlier and not any(one in source.ancestors(cls) for one in earlier):
+            yield Finding(cls.name, cls.at, f"{cls.name} is defined again, and does not extend {earlier[-1].name}")
+
+
 INHERITANCE = (
+    events_are_extended,
     inheritance_takes_two_steps,
     verbs_are_written_out,
     overriding_is_named,
@@ -76,6 +86,11 @@ def num_steps(source: Source, cls: Class) -> int:
     """The most steps from one milestone into another on a way from `cls` to an ancestor."""
     ways = [num_steps(source, base) + (base.package != cls.package) for base in source.bases(cls)]
     return max(ways, default=0)
+
+
+def is_event(source: Source, cls: Class) -> bool:
+    """Return whether it or an ancestor inherits from a class called `Event`."""
+    return any(last_name(base) == "Event" for one in (cls, *source.ancestors(cls)) for base in one.node.bases)
 
 
 def is_record(source: Source, cls: Class) -> bool:

@@ -131,3 +131,16 @@ def test_a_later_engine_sets_attributes_and_adds_calls(body: str, wrong: list[st
     first = "class LLMEngine:\n    def __init__(self): pass\n    def generate(self): return 1"
     later = f"from m1_x.scheduler import LLMEngine as Base\nclass LLMEngine(Base):\n    {body}"
     assert names(inheritance.engines_add_calls, first, later) == wrong
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+ADMIT = "class Event: pass\nclass Admit(Event): pass"
+
+
+def test_an_event_that_is_defined_again_is_found_and_one_that_is_extended_is_fine() -> None:
+    again = "from m1_x.scheduler import Event\nclass Admit(Event): pass"
+    extended = "from m1_x.scheduler import Admit as SingleAdmit\nclass Admit(SingleAdmit): pass"
+    assert names(inheritance.events_are_extended, ADMIT, again) == ["m2_x.scheduler.Admit"]
+    assert names(inheritance.events_are_extended, ADMIT, extended) == []
+    assert names(inheritance.events_are_extended, ADMIT, again.replace("Admit", "Leave")) == []
