@@ -162,7 +162,8 @@ class EngineCoreBase(ABC):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold Ctrl-C in the block. A second Ctrl-C stops the block; then the engine is dead and holds nothing."""
+        """Hold Ctrl-C in the block. A second one stops the block with `KeyboardInterrupt`, by default. After that, and
+        any other exception that is no `Exception`, the engine is dead and holds nothing."""
         with HeldInterrupt():
             before, self.is_changing = self.is_changing, True
             try:

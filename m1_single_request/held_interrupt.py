@@ -1,8 +1,8 @@
 """Hold Ctrl-C until a step is complete.
 
 A signal's exception can be raised between any two lines of Python: between the two lists that a request moves through,
-or between a layer's keys and values. The calls that change the engine hold SIGINT instead
-(`EngineCoreBase.changing`), so that a step runs to its end or not at all, and no line inside has to be ordered for an
+or between a layer's keys and values. The calls that change the engine hold SIGINT instead (`EngineCoreBase.changing`),
+so that a step runs to its end or not at all (unless Ctrl-C comes twice), and no line inside has to be ordered for an
 interrupt. vLLM and SGLang run the engine in a process of its own, which ignores SIGINT.
 """
 
@@ -29,7 +29,7 @@ class HeldInterrupt:
         previous = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN):
             self._previous = previous
-            signal.signal(signal.SIGINT, self._note)
+            signal.signal(signal.SIGINT, self._on_interrupt)
 
     def __exit__(self, kind: object, *error: object) -> None:
         previous, self._previous = self._previous, None
@@ -38,7 +38,8 @@ class HeldInterrupt:
             if self._has_come and kind is None:
                 signal.raise_signal(signal.SIGINT)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Note the first SIGINT; pass the second one to the previous handler at once."""
         if not self._has_come:
             self._has_come = True
             if os.isatty(2):

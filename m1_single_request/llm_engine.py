@@ -182,7 +182,7 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> bool:
         """End a request, in whatever state it is: the next step reports `finish_reason="abort"`.
 
-        Returns False if no unfinished request has exactly this id.
+        Returns False if no unfinished request has exactly this id, or if it is to end already.
         """
         self._begin_call()
         if self._closed or not isinstance(request_id, str):

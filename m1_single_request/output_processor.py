@@ -54,7 +54,7 @@ class OutputProcessor:
         )
 
     def visible_text(self, request: Request) -> str:
-        """Return the text that may be shown now; all of it once the request has finished."""
+        """Return the text that may be shown now, cut at a stop string; all other text once the request has finished."""
         sequence = request.sequence
         detokenizer, stops = sequence.detokenizer, sequence.sampling_params.stop
         text = detokenizer.text

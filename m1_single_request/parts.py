@@ -2,8 +2,9 @@
 
 `LLMEngine(parts={"scheduler": MyScheduler})` replaces the class of one role for one engine. The new part is compared
 with the default one before anything is loaded: its public methods (those of the abstract class, if the default part has
-one) with their required arguments, and its constructor with all arguments. Attributes exist only on the built part:
-those that the default class annotates, and its properties, are checked on the parts that the engine core holds.
+one) with their required arguments (if it has `__call__`, this one alone), and its constructor with all arguments. A
+method that a part overrides for itself, such as `Sampler.choose`, is not compared. Attributes exist only on the built
+part: those that the default class annotates, and its properties, are checked on the parts that the engine core holds.
 """
 
 import inspect

@@ -2,8 +2,8 @@
 
 New in m2: a request is admitted only if there is KV memory for it. Here the unit is a slot, a row of the dense cache
 with the length of the longest possible request. So every admitted request can run to its end. m3 allocates small
-blocks, with the same `reserve` and `release`, and preempts running requests if the free blocks are too few. vLLM:
-`v1/core/kv_cache_manager.py`; SGLang: `mem_cache/memory_pool.py`.
+blocks, with the same `reserve` and `release` (a slot is called a block id already), and preempts running requests if
+the free blocks are too few. vLLM: `v1/core/kv_cache_manager.py`; SGLang: `mem_cache/memory_pool.py`.
 """
 
 from collections.abc import Mapping

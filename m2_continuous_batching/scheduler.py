@@ -60,7 +60,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Choose the requests and the tokens of the next step; return None if there is nothing to compute.
 
-        1. Admit waiting requests with their whole prompts, oldest first, while both limits and the KV memory allow.
+        1. Admit waiting requests with their whole prompts, in the order of the queue, while limits and KV memory allow.
            The first request that does not fit ends the phase, so no request overtakes another.
         2. Schedule one token for every other running request, while the budget lasts.
 

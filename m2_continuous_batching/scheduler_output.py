@@ -21,7 +21,7 @@ class NewRequestData:
     block_ids: list[int]
     """KV memory of the request. In m2 one id, the slot."""
     num_computed_tokens: int = 0
-    """Tokens whose KV exists already; always 0 before m4."""
+    """Tokens whose KV exists already; 0 in m2."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """Parallel sampling (`n > 1`): one request for the caller, n requests for the scheduler.
 
-The engine core calls this class instead of the scheduler. It queues the children of a `ParentRequest` (made by
-`build_parent` in `input_processor.py`), and reports the parent when children change; a request with `n = 1` is passed
-on unchanged. New in m3, because children of one prompt
-are worthwhile only if they share its KV. vLLM: `v1/engine/parallel_sampling.py`; SGLang expands `n` in its tokenizer
-manager.
+The engine core calls this class for intake, aborts and reset, and the scheduler for steps. It queues the children of a
+`ParentRequest` (made by `build_parent` in `input_processor.py`), and reports the parent when children change; a request
+with `n = 1` is passed on unchanged. New in m3, because children of one prompt are worthwhile only if they share its KV.
+vLLM: `v1/engine/parallel_sampling.py`; SGLang expands `n` in its tokenizer manager.
 """
 
 from collections.abc import Iterable, Mapping, Sized
@@ -18,7 +17,7 @@ from m3_paged_attention.scheduler_events import ParallelSampling
 
 
 class RequestFamilies:
-    """A scheduler that accepts parent requests, and reports parents instead of children."""
+    """The queues of a scheduler, for parent requests: they are queued as children, and reported as parents."""
 
     def __init__(self, *, scheduler: Any, tracer: Tracer) -> None:
         self.scheduler = scheduler

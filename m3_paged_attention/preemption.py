@@ -1,9 +1,9 @@
 """Preemption: take the blocks of a running request if the free blocks do not suffice for the next step.
 
 New in m3: m2's slots were as long as a request may become, so every admitted request ran to its end. Blocks are
-allocated as they are needed, so they can run out under running requests. The policy is one class, so that another can
-replace it (`parts={"preemption": ...}`). vLLM preempts the last running request; SGLang's `retract_decode` has this
-policy.
+allocated as they are needed, so they can run out under running requests. The choice of the request is one class, so
+that another can replace it (`parts={"preemption": ...}`); `preempt` chooses between swap and recompute. vLLM preempts
+the last running request; SGLang's `retract_decode` has this policy.
 """
 
 from collections.abc import Sequence

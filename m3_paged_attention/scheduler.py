@@ -123,7 +123,7 @@ class Scheduler:
         the requests with data in such blocks are computed again. A request that is marked to finish (abort, error) ends
         now, and its token of this step is dropped.
         """
-        marked = list(self._marked.values())  # a request that is marked during this update ends with the next one
+        marked = list(self._marked.values())  # of those that are marked from now on, only the changed ones end now
         changed: list[Request] = []
         if scheduler_output is not None and output is not None:
             changed = self._commit(scheduler_output, output)
@@ -278,8 +278,8 @@ class Scheduler:
         return requests
 
     def _start_siblings(self) -> None:
-        """Start the siblings that wait for a prompt of this step. If the step failed (the source has no KV), queue them
-        again."""
+        """Start the siblings that wait for a prompt of this step. If that prompt has no KV (the step or the source
+        failed, or the source was aborted), queue them again."""
         for source_id, requests in self._siblings.items():
             source = self.requests[source_id]
             if source.sequence.num_computed_tokens:
@@ -324,7 +324,7 @@ class Scheduler:
         self.waiting.add_request(request)
 
     def _compute_again(self, requests: Iterable[Request]) -> None:
-        """Free the blocks of requests whose KV is unknown after a failed step, and queue the requests again."""
+        """Free the blocks of requests whose KV is unknown, and queue them again; this does not count as preemption."""
         for request in requests:
             if request.to_finish is None:
                 self.kv_manager.release(request.request_id)
