@@ -9,6 +9,7 @@ interrupt. vLLM and SGLang run the engine in a process of its own, which ignores
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -32,19 +33,26 @@ class HeldInterrupt:
             signal.signal(signal.SIGINT, self._on_interrupt)
 
     def __exit__(self, kind: object, *error: object) -> None:
-        previous, self._previous = self._previous, None
-        if previous is not None:
-            signal.signal(signal.SIGINT, previous)
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
             if self._has_come and kind is None:
-                signal.raise_signal(signal.SIGINT)
+                self._deliver()
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         """Note the first SIGINT; pass the second one to the previous handler at once."""
         if not self._has_come:
             self._has_come = True
-            if os.isatty(2):
-                os.write(2, NOTICE)
+            with suppress(OSError):  # a terminal that takes no output
+                if os.isatty(2):
+                    os.write(2, NOTICE)
             return
         self._has_come = False
         signal.signal(signal.SIGINT, self._previous)
-        signal.raise_signal(signal.SIGINT)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Call the previous handler. A signal would wake an asyncio loop once more: the held one has done so."""
+        if callable(self._previous):
+            self._previous(signal.SIGINT, None)
+        else:
+            signal.raise_signal(signal.SIGINT)

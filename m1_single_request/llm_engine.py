@@ -5,6 +5,7 @@ default model, and inherits everything else. The face is vLLM's `LLM` and `LLMEn
 """
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -344,6 +345,8 @@ class LLMEngine:
 
 def _progress_bar(total: int, finished: int, show: bool | None) -> "tqdm[NoReturn]":
     """Return a bar on stderr that disappears at its end. `show=None`: on a terminal, for a long batch."""
+    if sys.stderr is None or sys.stderr.closed:
+        show = False
     disable, delay = (None, PATIENCE) if show is None else (not show, 0.0)
     return tqdm(total=total, initial=finished, desc="requests", leave=False, disable=disable, delay=delay)
 

@@ -21,7 +21,7 @@ def part_error(error: Exception, parts: Mapping[str, Any]) -> PartError:
     for frame, line in traceback.walk_tb(error.__traceback__):
         if (role := _role_of(frame, parts)) is not None:
             where = f"the part {role}, in line {line} of {Path(frame.f_code.co_filename).name},"
-    found = PartError(f"{where} failed: {type(error).__name__}: {shown(str(error), LONGEST_REASON)}")
+    found = PartError(f"{where} failed: {shown(error, LONGEST_REASON)}")
     found.__cause__ = error
     return found
 

@@ -7,6 +7,7 @@ engine.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from m1_single_request.outputs import RequestOutput
 
@@ -57,6 +58,9 @@ class RequestStream(Iterator[RequestOutput]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a stream cannot be copied or pickled: its outputs can be read once")
 
     def __del__(self) -> None:
         if not getattr(self, "_finished", True):  # the collector runs in any thread, and in the middle of a step

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, Protocol
 
-from m1_single_request.errors import ConfigError
+from m1_single_request.errors import LONGEST_REASON, ConfigError, shown
 from m1_single_request.trace_event import Event
 
 P = ParamSpec("P")
@@ -71,7 +71,7 @@ class Tracer:
         try:
             event = factory(*args, **kwargs)
         except Exception as error:  # a user's tokenizer, for example
-            self._warn(f"a trace event could not be built: {type(error).__name__}: {error}")
+            self._warn(f"a trace event could not be built: {shown(error, LONGEST_REASON)}")
             return
         if event is None:
             return
@@ -93,7 +93,7 @@ class Tracer:
                 with suppress(Exception):  # whatever it still holds, a file perhaps
                     reader.close()
             name = type(reader).__name__
-            self._warn(f"trace reader {name} failed and was detached: {type(error).__name__}: {error}")
+            self._warn(f"trace reader {name} failed and was detached: {shown(error, LONGEST_REASON)}")
 
     def _warn(self, message: str) -> None:
         with suppress(Warning):  # warnings may be errors here, and those of a reader are not the engine's

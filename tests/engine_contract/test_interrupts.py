@@ -5,12 +5,13 @@ program that drives the engine catches `KeyboardInterrupt` and goes on. A second
 exception that is no `Exception`, leaves a dead engine that can be closed.
 """
 
+import asyncio
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -21,6 +22,7 @@ import pytest
 
 import m1_single_request
 from m1_single_request import EngineClosedError, EngineDeadError, PartError
+from m1_single_request.held_interrupt import HeldInterrupt
 from tests.engine_contract.crowd import (
     NUM_TOKENS,
     PROMPTS,
@@ -266,6 +268,19 @@ def test_an_interrupted_arrival_is_given_up_and_its_id_is_free(
     assert run(variant, engine)["late"].token_ids == expected["a"]
 
 
+def test_an_interrupt_while_an_interrupted_arrival_is_given_up_waits_until_it_is(
+    variant: Variant, make_engine: MakeEngine
+) -> None:
+    first, second = Interrupts(), Interrupts()
+    scheduler = second.after(first.after(variant.part("scheduler"), "add_request"), "finish_requests")
+    engine = make_engine({"scheduler": scheduler}, seats=SEATS)
+    first.num = second.num = 1
+    with pytest.raises(KeyboardInterrupt):
+        engine.add_request(PROMPTS["a"], greedy(4))
+    assert run(variant, engine) == {} and second.num == 0
+    assert engine.stats().num_finished == {"abort": 1}
+
+
 @pytest.mark.parametrize("num", [1, 2])
 def test_an_interrupted_flush_is_whole_or_leaves_a_dead_engine(
     variant: Variant, make_engine: MakeEngine, expected: Answers, num: int
@@ -348,6 +363,62 @@ def test_a_file_in_place_of_the_terminal_gets_no_message(
     with (tmp_path / "stderr").open("wb") as file, as_stderr(file.fileno()), pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS["a"], greedy(2))
     assert (tmp_path / "stderr").read_bytes() == b""
+
+
+@pytest.mark.sample(2)
+def test_a_terminal_that_takes_no_output_costs_nothing(
+    variant: Variant, make_engine: MakeEngine, expected: Answers
+) -> None:
+    engine = make_engine({"model_runner": calling(variant, "model_runner", interrupt_once())}, seats=SEATS)
+    submit(engine)
+    master, slave = os.openpty()
+    os.set_blocking(slave, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(slave, b"x" * 1000)
+    last = engine.step()
+    with as_stderr(slave), pytest.raises(KeyboardInterrupt):
+        engine.step()
+    os.close(master)
+    os.close(slave)
+    check_the_rest(variant, engine, last | run(variant, engine), expected, {})
+
+
+def test_a_second_interrupt_on_the_way_out_of_a_call_is_a_keyboard_interrupt_and_the_next_one_too() -> None:
+    """`signal.signal` is a function of Python: a signal can be handled as it begins."""
+    sent: list[int] = []
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is signal.signal.__code__ and len(sent) < 2:
+            sent.append(1)
+            signal.raise_signal(signal.SIGINT)
+
+    def leave() -> None:
+        with HeldInterrupt():
+            sent.append(1)
+            signal.raise_signal(signal.SIGINT)
+            sys.setprofile(look)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            leave()
+    finally:
+        sys.setprofile(None)
+    assert len(sent) == 2 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_asyncio_loop_is_woken_once_for_one_interrupt() -> None:
+    calls: list[int] = []
+
+    async def serve() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: calls.append(1))
+        with HeldInterrupt():
+            signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0.05)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+
+    asyncio.run(serve())
+    assert calls == [1]
 
 
 # --- the second one ---------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Streams: an output after every step that added tokens, side by side, and given up in every way a caller has."""
 
+import copy
 import gc
+import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +321,13 @@ def test_a_stream_is_ready_while_an_output_waits_in_its_mailbox(engine: LLMEngin
     assert first.is_ready()
     assert [len(output.token_ids) for output in first] == [1, 2]
     assert not first.is_ready()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_stream_cannot_be_copied_because_its_outputs_are_read_once(
+    engine: LLMEngine, copied: Callable[[Any], Any]
+) -> None:
+    stream = engine.stream([1, 2], greedy(2))
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copied(stream)
+    assert [len(output.token_ids) for output in stream] == [1, 2]

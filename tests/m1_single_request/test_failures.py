@@ -223,7 +223,7 @@ def test_an_error_in_an_update_ends_all_requests_with_the_name_of_the_part(
         assert output.finish_reason == "error" and isinstance(output.error, PartError)
         assert re.fullmatch(
             r"the part 'scheduler' \(FailsToUpdate\), in line \d+ of test_failures.py, failed: "
-            "RuntimeError: 'the update broke'",
+            r"RuntimeError\('the update broke'\)",
             str(output.error),
         )
     assert [output.token_ids for output in outputs] == [expected[:3], (), ()]
@@ -238,7 +238,7 @@ def test_an_error_outside_all_parts_is_the_engine_s(make_engine: MakeEngine, mon
     engine = make_engine({"engine_core": partial(EngineCore)})  # so the core is of no class in the table
     monkeypatch.setattr(engine.engine_core, "step", step)
     error = engine.generate(PROMPT, greedy(6)).error
-    assert isinstance(error, PartError) and str(error) == "the engine failed: RuntimeError: 'the step broke'"
+    assert isinstance(error, PartError) and str(error) == "the engine failed: RuntimeError('the step broke')"
 
 
 def test_errors_of_ours_have_one_root() -> None:
