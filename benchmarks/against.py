@@ -4,7 +4,7 @@ For a change that should cost no speed. Each case runs in two processes, one wit
 load their engine once, and measure in turns, so that a machine that gets slower slows both. Writes
 `results/against.json`; a ratio is the median over the rounds of this checkout's tokens per second by the other's.
 
-    python -m benchmarks.against ../before              15 rounds of every case, about 8 minutes on two quiet cores
+    python -m benchmarks.against ../before              15 rounds of every case, about 3 minutes on two quiet cores
     python -m benchmarks.against ../before --only m1    one case
 """
 
