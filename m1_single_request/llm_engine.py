@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 from tqdm import tqdm
 
@@ -343,12 +343,18 @@ class LLMEngine:
             raise EngineUsageError("the engine is inside another call; a trace reader must not call it")
 
 
-def _progress_bar(total: int, finished: int, show: bool | None) -> "tqdm[NoReturn]":
+class ProgressBar(tqdm):  # type: ignore[type-arg]
+    """A bar without tqdm's monitor thread."""
+
+    monitor_interval = 0
+
+
+def _progress_bar(total: int, finished: int, show: bool | None) -> ProgressBar:
     """Return a bar on stderr that disappears at its end. `show=None`: on a terminal, for a long batch."""
     if sys.stderr is None or sys.stderr.closed:
         show = False
     disable, delay = (None, PATIENCE) if show is None else (not show, 0.0)
-    return tqdm(total=total, initial=finished, desc="requests", leave=False, disable=disable, delay=delay)
+    return ProgressBar(total=total, initial=finished, desc="requests", leave=False, disable=disable, delay=delay)
 
 
 def _one_per_prompt(prompts: Sequence[Prompt], params: Params | Sequence[SamplingParams]) -> list[Params]:

@@ -3,10 +3,12 @@
 import io
 import re
 import signal
+import threading
 from functools import partial
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from m1_single_request import llm_engine
 from m1_single_request.output_processor import OutputProcessor
@@ -231,7 +233,7 @@ def test_nothing_is_written_to_stdout(
 
 def test_the_bar_counts_refused_prompts_and_reaches_its_end(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Stderr(monkeypatch, terminal=True)
-    monkeypatch.setattr(llm_engine, "tqdm", partial(llm_engine.tqdm, mininterval=0, miniters=1))
+    monkeypatch.setattr(llm_engine, "ProgressBar", partial(llm_engine.ProgressBar, mininterval=0, miniters=1))
     engine.generate_batch(["one", "", "three"], [greedy(1), greedy(1), greedy(3)], progress=True)
     counts = [int(count) for count in re.findall(r"(\d)/3", stderr.getvalue())]
     assert counts[0] == 1 and counts[-1] == 3 and counts == sorted(counts)
@@ -248,6 +250,23 @@ def test_a_failing_batch_takes_its_bar_away(engine: LLMEngine, monkeypatch: pyte
     assert "requests" in stderr.getvalue() and stderr.getvalue().endswith("\r"), "the line is cleared"
     monkeypatch.undo()
     assert run(engine) == {}
+
+
+@pytest.mark.parametrize("asked", [True, None])
+def test_a_bar_starts_no_thread(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, asked: bool | None) -> None:
+    monkeypatch.setattr(tqdm, "monitor", None)
+    before = threading.enumerate()
+    engine.generate_batch(["a"], greedy(1), progress=asked)
+    assert threading.enumerate() == before
+
+
+@pytest.mark.parametrize("stderr", [None, io.StringIO()], ids=["none", "closed"])
+def test_without_a_stderr_there_is_no_bar(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, stderr: Any) -> None:
+    if stderr is not None:
+        stderr.close()
+    monkeypatch.setattr("sys.stderr", stderr)
+    outputs = engine.generate_batch(["a"], greedy(1), progress=True)
+    assert [output.error for output in outputs.values()] == [None]
 
 
 @pytest.mark.parametrize("asked", [1, "yes", 0], ids=repr)
