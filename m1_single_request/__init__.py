@@ -18,7 +18,7 @@ from m1_single_request.outputs import EngineStats
 from m1_single_request.wiring import PARTS, build_engine_core
 
 __all__ = [
-    *face.NAMES,
+    *face.__all__,
     "DEFAULT_MODEL",
     "PARTS",
     "EngineConfig",

@@ -20,7 +20,7 @@ from m2_continuous_batching.outputs import EngineStats
 from m2_continuous_batching.wiring import PARTS, build_engine_core
 
 __all__ = [
-    *face.NAMES,
+    *face.__all__,
     "DEFAULT_MODEL",
     "PARTS",
     "EngineConfig",

@@ -23,7 +23,7 @@ from m3_paged_attention.outputs import EngineStats
 from m3_paged_attention.wiring import PARTS, build_engine_core
 
 __all__ = [
-    *face.NAMES,
+    *face.__all__,
     "DEFAULT_MODEL",
     "PARTS",
     "CacheConfig",

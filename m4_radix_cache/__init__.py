@@ -25,7 +25,7 @@ from m4_radix_cache.outputs import EngineStats
 from m4_radix_cache.wiring import PARTS, build_engine_core
 
 __all__ = [
-    *face.NAMES,
+    *face.__all__,
     "DEFAULT_MODEL",
     "PARTS",
     "CacheConfig",

@@ -27,7 +27,7 @@ from m5_chunked_prefill_spec.outputs import EngineStats
 from m5_chunked_prefill_spec.wiring import PARTS, build_engine_core
 
 __all__ = [
-    *face.NAMES,
+    *face.__all__,
     "DEFAULT_MODEL",
     "PARTS",
     "CacheConfig",

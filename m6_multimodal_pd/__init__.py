@@ -40,7 +40,7 @@ from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.wiring import PARTS, build_engine_core
 
 __all__ = [
-    *face.NAMES,
+    *face.__all__,
     "DEFAULT_MODEL",
     "PARTS",
     "CacheConfig",

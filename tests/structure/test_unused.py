@@ -99,8 +99,8 @@ __all__ = ["Output", "helper"]
 
 
 def test_a_face_that_is_imported_as_a_whole_needs_no_reader() -> None:
-    face = "from m1_x.outputs import Output as Output"
-    exports = "from m1_x import face\nfrom m1_x.face import *\n__all__ = [*face.NAMES]"
+    face = "from m1_x.outputs import Output\n__all__ = ['Output']"
+    exports = "from m1_x import face\nfrom m1_x.face import *\n__all__ = [*face.__all__]"
     outputs = "class Output:\n    def show(self): pass\nclass Other: pass"
     assert names(everything_is_read, "", m1_x=exports, m1_x__face=face, m1_x__outputs=outputs) == ["m1_x.outputs.Other"]
 

@@ -169,19 +169,17 @@ class Usage:
 
 
 def exported(source: Source, module: Module) -> Iterator[str]:
-    """Full names of what a milestone's `__all__` lists, also by `*face.NAMES`."""
+    """Full names of what a milestone's `__all__` lists, also by `*face.__all__`."""
     for star in module.stars if "." not in module.name else []:
         yield from (source.full_name(source.modules[star], ast.Name(name)) for name in listed(source.modules[star]))
     yield from (source.full_name(module, ast.Name(name)) for name in listed(module) if "." not in module.name)
 
 
 def listed(module: Module) -> list[str]:
-    """The names that `__all__` lists itself, and those that are exported by `import name as name`."""
+    """The names that `__all__` lists itself."""
     lists = [n.value for n in module.tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
     names = [name for found in lists if isinstance(found, ast.List) for name in found.elts]
-    aliases = [alias for n in module.tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]
-    exported = [alias.name for alias in aliases if alias.asname == alias.name]
-    return [str(name.value) for name in names if isinstance(name, ast.Constant)] + exported
+    return [str(name.value) for name in names if isinstance(name, ast.Constant)]
 
 
 def kind_of(node: ast.stmt) -> str:
