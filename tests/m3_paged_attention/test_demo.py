@@ -74,7 +74,7 @@ def test_the_tour_maps_explains_and_compares(tmp_path: Path) -> None:
         "The memory is full (preemption)",
         "Who had to go comes back",
         "req-1/1 shares blocks",
-        "it is copied to block",
+        "it gets a copy, block",
         "is preempted",
         "The code of zebra is 4821.",
         "prompt tokens are not computed again",
