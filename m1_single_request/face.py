@@ -4,21 +4,7 @@ Each milestone's `__init__.py` imports it as a whole and adds its own names.
 """
 
 from m1_single_request.config import TraceConfig
-from m1_single_request.errors import (
-    ConfigError,
-    DuplicateRequestError,
-    EngineClosedError,
-    EngineDeadError,
-    EngineError,
-    EngineUsageError,
-    ForwardError,
-    InvalidParamsError,
-    InvalidPromptError,
-    InvalidRequestError,
-    ModelLoadError,
-    PartError,
-    PromptTooLongError,
-)
+from m1_single_request.errors import *
 from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from m1_single_request.request_stream import RequestStream
 from m1_single_request.sampling_params import SamplingParams

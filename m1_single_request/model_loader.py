@@ -25,10 +25,9 @@ from transformers.utils import logging as hf_logging
 from transformers.utils.hub import cached_file
 
 from m1_single_request.config import DEFAULT_MODEL, ModelConfig
-from m1_single_request.errors import ConfigError, ModelLoadError, shown, shown_path
+from m1_single_request.errors import LONGEST_REASON, ConfigError, ModelLoadError, shown, shown_path
 from m1_single_request.precision import choose_dtype, count_weights, named_dtype
 
-LONGEST_REASON = 300  # characters of a library's error message
 LONGEST_ID = 96  # characters of a hub id; the hub has none longer
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 LARGEST_SIZE = 2**48  # of a field; larger sizes overflow in C code before the memory check rejects them
