@@ -1,10 +1,10 @@
 """Random numbers without a generator: each draw is a pure function of (seed, position, stream).
 
 A generator has state, and the state depends on the draws before: a request that is batched with others, preempted or
-retried would draw other numbers. Here the number for output position t depends only on the request's seed and t, so
-none of these changes a sample. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable
-pseudorandom number generators", 2014). vLLM keeps one torch.Generator per seeded request; SGLang hashes (seed,
-position) in its deterministic mode.
+retried would draw other numbers. `derive_seed` gives a request without a seed its own. Here the number for output
+position t depends only on the request's seed and t, so none of these changes a sample. The hash is the finaliser of
+SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014). vLLM keeps one torch.Generator
+per seeded request; SGLang hashes (seed, position) in its deterministic mode.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Output processor: make the `RequestOutput` of a request from its state.
 
 Text that may still be the beginning of a stop string is held back until that is decided, so that a stream never shows
-text that a stop would cut. vLLM: `v1/engine/output_processor.py`; SGLang does this in its detokenizer process.
+text that a stop would cut (`held_back` in `stop_checker.py` counts the characters). vLLM:
+`v1/engine/output_processor.py`; SGLang does this in its detokenizer process.
 """
 
 import time

@@ -100,7 +100,7 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> str | None:
-        """The finish reason of the first completion."""
+        """The finish reason of the first completion. With `n > 1` see each of `outputs`, and `error`."""
         return self.outputs[0].finish_reason
 
 

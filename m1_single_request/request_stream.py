@@ -17,7 +17,8 @@ Mailbox = deque[RequestOutput]
 class RequestStream(Iterator[RequestOutput]):
     """The outputs of one request as they come.
 
-    Closing it before the end aborts the request. If it is garbage-collected, the next call of the engine does so.
+    Closing it before the end aborts the request. If it is garbage-collected, the next call of the engine
+    does so (`LLMEngine._begin_call`).
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m1_single_request.engine_core import EngineCoreBase
+from m1_single_request.engine_core import EngineCoreBase, StepRecord
 from m1_single_request.errors import ForwardError
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_events import Sampled
@@ -33,13 +33,14 @@ from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m2_continuous_batching.executor import GPUExecutor
 from m2_continuous_batching.input_batch import prepare_inputs_from_scheduler_output
-from m2_continuous_batching.outputs import EngineStats
+from m2_continuous_batching.outputs import BatchUsage, EngineStats
 from m2_continuous_batching.scheduler import Scheduler
 from m2_continuous_batching.scheduler_output import SchedulerOutput
 
 
 class EngineCore(EngineCoreBase):
-    """Engine core that runs a batch of requests per step. `stats` adds the padding and the reserved memory."""
+    """Engine core that runs a batch of requests per step. `stats` adds the padding and the reserved memory, and
+    `_add_to_totals` counts the padding."""
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class EngineCore(EngineCoreBase):
         self.stop_checker = stop_checker
         self.kv_bytes_per_token = kv_bytes_per_token
         self._num_useful = self._num_padded = 0
+        self._forward: BatchUsage | None = None  # of this step, if it succeeded
 
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of every request that changed.
@@ -96,6 +98,7 @@ class EngineCore(EngineCoreBase):
 
     def _schedule(self) -> SchedulerOutput | None:
         """Run the scheduler; record the requests and tokens of the step."""
+        self._forward = None
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is not None:
             self._record.request_ids = scheduler_output.num_scheduled_tokens
@@ -111,8 +114,7 @@ class EngineCore(EngineCoreBase):
         `logits[request_id]` is float32 `[positions, vocab]`: its last row gives the next token, the rows before it the
         log-probabilities of the prompt, if requested.
         """
-        self._num_useful += self._record.num_tokens
-        self._num_padded += self.executor.usage().padded_tokens
+        self._forward = self.executor.usage()
         errors = _not_finite(logits)
         requests = [self.scheduler.requests[request_id] for request_id in logits if request_id not in errors]
         sampled: dict[str, SampledTokens] = {}
@@ -135,6 +137,12 @@ class EngineCore(EngineCoreBase):
         for request_id, error in errors.items():
             self._fail([request_id], error)
         return sampled
+
+    def _add_to_totals(self, record: StepRecord) -> None:
+        super()._add_to_totals(record)
+        if self._forward is not None:
+            self._num_useful += self._forward.useful_tokens
+            self._num_padded += self._forward.padded_tokens
 
     def _release(self, changed: Iterable[Request]) -> None:
         """Free the KV of the requests that have ended."""

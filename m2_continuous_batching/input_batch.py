@@ -1,7 +1,7 @@
 """Input batch: the scheduler's output as rows of token ids and positions, ready to become tensors.
 
 Each row is one request: a whole prompt, or one new token. Rows differ in length, and a tensor has one width, so
-`to_tensors` pads them. The runner counts the padding, which is the reason for m3. vLLM: `InputBatch` in
+`to_tensors` pads them. `padded.py` counts the padding, which is the reason for m3. vLLM: `InputBatch` in
 `v1/worker/gpu_input_batch.py`, which is kept across steps there.
 """
 

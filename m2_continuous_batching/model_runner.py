@@ -1,8 +1,9 @@
 """Model runner: run the model on all rows of a step and return logits.
 
 m1's runner ran one request. This one runs all rows of a step, in one of two ways, which the lesson compares:
-`per_request.py` runs them one after the other, `padded.py` all together. It counts the padding and the unused KV memory
-of each. m3 adds the project's own model, which needs no padding. vLLM: `v1/worker/gpu_model_runner.py`.
+`per_request.py` runs them one after the other, `padded.py` all together. It reports the padding, which `padded.py`
+counts, and the unused KV memory of each. m3 adds the project's own model, which needs no padding. vLLM:
+`v1/worker/gpu_model_runner.py`.
 """
 
 from typing import Protocol

@@ -12,7 +12,7 @@ process than the model. A request with `n > 1` is several requests for the sched
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from m1_single_request.engine_core import EngineCoreBase
+from m1_single_request.engine_core import EngineCoreBase, StepRecord
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
@@ -29,7 +29,7 @@ from m3_paged_attention.scheduler_output import SchedulerOutput
 class EngineCore(EngineCoreBase):
     """Engine core that samples in the model runner.
 
-    `stats` adds the blocks and the preemptions; `close` also shuts the executor down.
+    `stats` adds the blocks and the preemptions (`_add_to_totals` counts them); `close` also shuts the executor down.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class EngineCore(EngineCoreBase):
         self.scheduler = scheduler
         self.executor = executor
         self.kv_bytes_per_token = kv_bytes_per_token
+        self._num_preemptions = 0  # up to the last finished step
 
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of every request that changed.
@@ -91,7 +92,7 @@ class EngineCore(EngineCoreBase):
             num_free_blocks=usage.num_free,
             num_shared_blocks=usage.num_shared,
             kv_bytes_reserved=usage.num_used * block_bytes,
-            num_preemptions=self.scheduler.num_preemptions,
+            num_preemptions=self._num_preemptions,
         )
 
     def _schedule(self) -> SchedulerOutput | None:
@@ -115,6 +116,10 @@ class EngineCore(EngineCoreBase):
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
         return output
+
+    def _add_to_totals(self, record: StepRecord) -> None:
+        super()._add_to_totals(record)
+        self._num_preemptions = self.scheduler.num_preemptions
 
     def _release(self, changed: Iterable[Request]) -> None:
         """Remove the runner's state of finished requests; the update has freed their blocks."""

@@ -2,9 +2,10 @@
 
 m2 reserved `max_num_seqs` slots of `max_model_len` tokens, used or not. Here the number of blocks has one of three
 sources: the number itself, a budget in bytes, or on CUDA a share of the device's memory, less the peak of a profiling
-run. A budget in bytes or a share gives at most the blocks that the requests can fill. A size that does not work is an
-error that names one that does. A length that the user did not set is fitted to the memory (`model_len.py`). vLLM:
-`v1/core/kv_cache_utils.py`; SGLang: `profile_max_num_token` in `model_executor/model_runner_kv_cache_mixin.py`.
+run. `kv_budget` chooses the source and the default; `size_kv_cache` turns bytes into blocks. A budget in bytes or a
+share gives at most the blocks that the requests can fill. A size that does not work is an error that names one that
+does. A length that the user did not set is fitted to the memory (`model_len.py`). vLLM: `v1/core/kv_cache_utils.py`;
+SGLang: `profile_max_num_token` in `model_executor/model_runner_kv_cache_mixin.py`.
 """
 
 import math

@@ -2,8 +2,8 @@
 
 m2's tensors had one row of `max_model_len` tokens per request. Here a row is a block of a few tokens. The device does
 not know the owners of a block: only the block tables (`kv_cache_manager.py`) do. Slot of a token = block id *
-block_size + offset. Block 0 has no owner; padding is written there. vLLM: `v1/worker/gpu_model_runner.py` and
-`csrc/cache_kernels.cu`; SGLang: `mem_cache/memory_pool.py`.
+block_size + offset. Block 0 has no owner; padding is written there. A backend's `store_kv` writes the new tokens. vLLM:
+`v1/worker/gpu_model_runner.py` and `csrc/cache_kernels.cu`; SGLang: `mem_cache/memory_pool.py`.
 """
 
 from typing import NamedTuple

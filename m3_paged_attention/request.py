@@ -2,8 +2,8 @@
 
 Each continuation is a separate request, `rid/0`, `rid/1`, ..., with its own seed, text and end. The scheduler treats it
 like any other, except that it may start with the KV blocks of a sibling. `ParentRequest` is the caller's request: it is
-never scheduled, and only collects its children's results. New in m3; vLLM: `ParentRequest` in
-`v1/engine/parallel_sampling.py`.
+never scheduled, and collects its children's results and its finish reason: that of the first child that failed, or of
+the first child. New in m3; vLLM: `ParentRequest` in `v1/engine/parallel_sampling.py`.
 """
 
 from dataclasses import replace
@@ -79,5 +79,5 @@ class ParentRequest(SingleRequest):
             return
         self.finished_time = max(child.finished_time or 0.0 for child in self.children)
         failed = [child for child in self.children if isinstance(child.finish_reason, FinishError)]
-        self.finish_reason = (failed or self.children)[0].finish_reason  # an error must reach the caller
+        self.finish_reason = (failed or self.children)[0].finish_reason  # so that the output has the error
         self.status = RequestStatus.FINISHED

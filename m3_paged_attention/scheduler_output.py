@@ -1,9 +1,10 @@
 """Scheduler output: m2's message from the scheduler to the model runner, and the KV blocks to move.
 
 A request is sent in full in its first step (`NewRequestData`). A preempted request with output tokens is sent again
-without its prompt (`ResumedReqData`). All others are sent as changes (`CachedRequestData`, m2's). Before the forward
-the runner moves blocks: swaps in, swaps out, copies, in this order. vLLM: `v1/core/sched/output.py`; the three lists of
-moves are those of vLLM's first engine, which swapped and forked as this one does.
+without its prompt (`ResumedReqData`). All others are sent as changes (`CachedRequestData`, m2's). `StepPlan.output`
+builds all three. Before the forward the runner moves blocks: swaps in, swaps out, copies, in this order. vLLM:
+`v1/core/sched/output.py`; the three lists of moves are those of vLLM's first engine, which swapped and forked as this
+one does.
 """
 
 from dataclasses import dataclass

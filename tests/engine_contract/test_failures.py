@@ -4,12 +4,13 @@ A forward, a sampler or a preparation that raises takes the requests of its step
 fault it was. Numbers that are no numbers belong to one row, and fail one request. Whoever waited runs on.
 """
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from m1_single_request import EngineDeadError, ForwardError, PartError, RequestOutput
+from m1_single_request import EngineClosedError, EngineDeadError, ForwardError, PartError, RequestOutput
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.request import Request
 from tests.engine_contract.crowd import (
@@ -71,6 +72,43 @@ def test_a_step_that_breaks_fails_those_who_share_it(
     assert rid in failing.hit and len(failing.hit) <= SEATS
     said = {rid: max(0, start - len(PROMPTS[rid]) + 1) for rid, start in failing.hit.items()}
     check_the_rest(variant, engine, last, expected, said, BOOM)
+
+
+def test_a_failed_forward_frees_its_tensors_while_the_caller_keeps_the_outputs(
+    variant: Variant, make_engine: MakeEngine
+) -> None:
+    tensors: list[Any] = []
+
+    def fail(part: Any, starts: Any) -> None:
+        activations = torch.zeros(1000)
+        tensors.append(weakref.ref(activations))
+        raise BOOM
+
+    engine = make_engine({"model_runner": calling(variant, "model_runner", fail)}, seats=SEATS)
+    submit(engine)
+    outputs = engine.step()
+    assert all(output.error is BOOM for output in outputs.values()) and outputs
+    assert tensors[0]() is None
+
+
+def test_a_close_whose_reset_raises_frees_the_memory_all_the_same(variant: Variant, make_engine: MakeEngine) -> None:
+    base, raises = variant.part("scheduler"), [True]
+
+    def reset(part: Any, reason: Any) -> None:
+        base.reset(part, reason)
+        if raises.pop():
+            raise BOOM
+
+    engine = make_engine({"scheduler": type("FailsToReset", (base,), {"reset": reset})}, seats=SEATS)
+    submit(engine)
+    engine.step()
+    runner = runner_of(engine)
+    with pytest.raises(RuntimeError, match="the forward broke"):
+        engine.close()
+    assert not list(variant.owners(engine))
+    assert variant.milestone < "m3" or not hasattr(runner, "kv")
+    with pytest.raises(EngineClosedError):
+        engine.step()
 
 
 def test_a_failed_sampler_fails_the_requests_of_its_step(

@@ -231,6 +231,30 @@ def test_an_error_in_an_update_ends_all_requests_with_the_name_of_the_part(
     assert engine.generate(PROMPT, greedy(6)).token_ids == expected
 
 
+class Mute(Exception):
+    """An error that has no text: `str` and `repr` of it raise."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+    __str__ = __repr__
+
+
+def test_an_error_without_a_text_ends_all_requests_and_the_engine_goes_on(
+    make_engine: MakeEngine, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine_core.scheduler, "schedule", lambda: raise_(Mute()))
+        error = engine.generate(PROMPT, greedy(6)).error
+    assert isinstance(error, PartError) and "failed: a Mute" in str(error)
+    assert engine.generate(PROMPT, greedy(6)).token_ids == expected
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
 def test_an_error_outside_all_parts_is_the_engine_s(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> Any:
         raise RuntimeError("the step broke")

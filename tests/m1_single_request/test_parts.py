@@ -98,6 +98,11 @@ class SchedulerThatUpdatesFromLess(SchedulerOfItsOwn):
     def update_from_output(self, sampled: Any) -> list[Request]: ...  # type: ignore[override]
 
 
+def test_an_object_in_place_of_its_class_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'sampler' must be a class or a function, not <.*Sampler object"):
+        LLMEngine(parts={"sampler": Sampler()})
+
+
 def test_a_part_that_lacks_an_attribute_is_refused_once_it_is_built(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match="SchedulerOfItsOwn has no attribute requests, waiting, running, num_output"):
         make_engine({"scheduler": SchedulerOfItsOwn})

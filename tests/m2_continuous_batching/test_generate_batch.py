@@ -260,12 +260,14 @@ def test_a_bar_starts_no_thread(engine: LLMEngine, monkeypatch: pytest.MonkeyPat
     assert threading.enumerate() == before
 
 
-@pytest.mark.parametrize("stderr", [None, io.StringIO()], ids=["none", "closed"])
-def test_without_a_stderr_there_is_no_bar(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, stderr: Any) -> None:
+@pytest.mark.parametrize(("stderr", "asked"), [(None, True), (io.StringIO(), None)], ids=["none", "closed"])
+def test_without_a_stderr_there_is_no_bar(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, stderr: Any, asked: bool | None
+) -> None:
     if stderr is not None:
         stderr.close()
     monkeypatch.setattr("sys.stderr", stderr)
-    outputs = engine.generate_batch(["a"], greedy(1), progress=True)
+    outputs = engine.generate_batch(["a"], greedy(1), progress=asked)
     assert [output.error for output in outputs.values()] == [None]
 
 

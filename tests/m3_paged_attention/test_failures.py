@@ -255,3 +255,17 @@ def test_a_close_that_was_stopped_in_the_middle_can_be_repeated(make_engine: Mak
     engine.close()
     with pytest.raises(EngineClosedError):
         engine.step()
+
+
+def test_the_preemptions_of_a_step_that_was_stopped_do_not_count(make_engine: MakeEngine) -> None:
+    class Stopped(GPUExecutor):
+        def execute_model(self, *args: Any) -> Any:
+            if engine.engine_core.scheduler.num_preemptions:
+                raise KeyboardInterrupt
+            return super().execute_model(*args)
+
+    engine = make_engine({"executor": Stopped}, **setting(3, block_size=2, blocks=7))
+    submit(engine)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    assert engine.engine_core.scheduler.num_preemptions == 1 and engine.stats().num_preemptions == 0
