@@ -26,10 +26,9 @@ def shown(value: object, longest: int = LONGEST_SHOWN) -> str:
         else:  # `repr` of nested shared lists can be huge
             nested = isinstance(value, list | tuple | dict | set | frozenset)
             text = (NESTED.repr(value) if nested else repr(value)).replace("\n", " ")
-    except ValueError:  # Python limits the number of digits (sys.set_int_max_str_digits)
-        text = "a number of thousands of digits"
-    except Exception:  # `__repr__` of a user's class failed
-        text = f"a {type(value).__name__}"
+    except Exception:  # of a user's `__repr__`, or a number is too long (sys.set_int_max_str_digits)
+        is_number = isinstance(value, int | list | tuple | dict | set | frozenset)  # `NESTED` survives any other
+        text = "a number of thousands of digits" if is_number else f"a {type(value).__name__}"
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
