@@ -81,7 +81,7 @@ def answers(engines: Engines, *, rounds: int) -> Row:
 def tower(engines: Engines, *, numbers: Sequence[int], rounds: int) -> Row:
     """The vision tower over so many pictures: one after the other, and all in one pass."""
     engine = engines.seeing()
-    encoder: Any = engine.engine_core.companion
+    encoder: Any = engine.engine_core.encoder
     found: Row = {}
     for size in (SMALL, LARGE):
         items = []
@@ -119,7 +119,7 @@ def memory(engines: Engines) -> Row:
     """What a picture takes at every station from pixels to KV, in numbers and in bytes."""
     engine = engines.seeing()
     core: Any = engine.engine_core
-    network, config = core.companion.tower, engine.config.multimodal
+    network, config = core.encoder.tower, engine.config.multimodal
     kv_bytes = core.executor.kv_cache_spec(16).bytes_per_token
     pictures = {}
     for size in (SMALL, LARGE):

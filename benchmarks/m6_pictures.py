@@ -66,7 +66,7 @@ def positions(engine: LLMEngine) -> Figure:
 def deepstack(engine: LLMEngine) -> Figure:
     """Tower and decoder side by side, and what goes from one to the other."""
     model: Any = engine.engine_core.executor.worker.model_runner.model
-    tower = engine.engine_core.companion.tower
+    tower = engine.engine_core.encoder.tower
     taps, depth, layers = list(tower.config.deepstack_visual_indexes), tower.config.depth, len(model.layers)
     figure = Figure(figsize=(10, 5.2), layout="constrained")
     axis = figure.subplots()

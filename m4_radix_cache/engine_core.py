@@ -8,9 +8,9 @@ release; `flush_cache` forgets it. `n > 1` stands outside, as in m3. SGLang: `Sc
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from m1_single_request.engine_core import EngineCoreBase
+from m1_single_request.engine_core import EngineCoreBase, StepRecord
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
@@ -27,38 +27,11 @@ from m4_radix_cache.schedule_batch import ScheduleBatch
 from m4_radix_cache.scheduler import Scheduler
 
 
-class Companion(Protocol):
-    """What else outlives requests, besides KV: nothing before m6, which keeps what it has seen of pictures."""
-
-    def clear(self) -> None:
-        """Forget it."""
-        ...
-
-    def close(self) -> None:
-        """Forget it, and let go of what made it."""
-        ...
-
-    def add_to(self, stats: SingleRequestStats) -> SingleRequestStats:
-        """The engine's totals, with its own."""
-        ...
-
-
-class NoCompanion:
-    """There is nothing else."""
-
-    def clear(self) -> None:
-        """Nothing to forget."""
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-    def add_to(self, stats: SingleRequestStats) -> SingleRequestStats:
-        """Nothing to add."""
-        return stats
-
-
 class EngineCore(EngineCoreBase):
-    """Runs a living batch of requests per step. In debug mode `run_step` checks the invariants."""
+    """Runs a living batch of requests per step. In debug mode `run_step` checks the invariants.
+
+    `stats` adds the cache and the retractions (`_add_to_totals` counts them); `close` also shuts the executor down.
+    """
 
     def __init__(
         self,
@@ -70,14 +43,13 @@ class EngineCore(EngineCoreBase):
         kv_bytes_per_token: int,
         parts: Mapping[str, Any],
         tracer: Tracer,
-        companion: Companion | None = None,
     ) -> None:
-        self.companion = NoCompanion() if companion is None else companion
         self.families = RequestFamilies(scheduler=scheduler, tracer=tracer)
         super().__init__(input_processor, self.families, output_processor, parts, tracer)
         self.scheduler = scheduler
         self.executor = executor
         self.kv_bytes_per_token = kv_bytes_per_token
+        self._counters = scheduler.counters()  # up to the last finished step
 
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of every request that changed.
@@ -98,8 +70,7 @@ class EngineCore(EngineCoreBase):
         return outputs
 
     def clear_kv_caches(self) -> None:
-        """Clear what else outlives requests; the scheduler has freed the KV."""
-        self.companion.clear()
+        """Do nothing: the scheduler has freed the KV."""
 
     def num_kv_tokens(self) -> int:
         """Return the number of slots that requests hold, shared ones once; slots that only the cache holds excluded."""
@@ -121,11 +92,10 @@ class EngineCore(EngineCoreBase):
             super().close()
         finally:
             self.executor.shutdown()
-            self.companion.close()
 
     def stats(self) -> SingleRequestStats:
-        """Totals so far, and the state of the cache."""
-        return self.companion.add_to(self.scheduler.stats(vars(super().stats())))
+        """Return the totals up to the last finished step, and the state of the cache."""
+        return self.scheduler.stats(vars(super().stats()) | self._counters)
 
     def _schedule(self) -> ScheduleBatch | None:
         batch = self.scheduler.schedule()
@@ -144,6 +114,10 @@ class EngineCore(EngineCoreBase):
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
         return output
+
+    def _add_to_totals(self, record: StepRecord) -> None:
+        super()._add_to_totals(record)
+        self._counters = self.scheduler.counters()
 
     def _update(self, batch: ScheduleBatch | None, output: ModelRunnerOutput | None) -> list[Req]:
         """Let the scheduler commit the step; with `CacheConfig.debug` trace the balance of the memory."""

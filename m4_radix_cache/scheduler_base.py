@@ -13,7 +13,6 @@ import torch
 
 from m1_single_request.errors import DuplicateRequestError, PartError, shown
 from m1_single_request.events import RequestAdded
-from m1_single_request.outputs import EngineStats as SingleRequestStats
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
@@ -55,6 +54,7 @@ class SchedulerBase(ABC):
 
     batch_class: type[ScheduleBatch] = ScheduleBatch
     """Of its batches."""
+    stats_class: type[EngineStats] = EngineStats
     nobody_runs = "nobody runs"
     """Why a step is empty in which nobody ends."""
 
@@ -193,18 +193,23 @@ class SchedulerBase(ABC):
         """Output tokens since the start, of all requests."""
         return self.updater.num_output_tokens
 
-    def stats(self, totals: Mapping[str, Any]) -> SingleRequestStats:
-        """The engine's totals (the fields of m1's `EngineStats`), and the state of the cache."""
+    def counters(self) -> dict[str, Any]:
+        """Return the totals that `EngineStats` has besides m1's, by field."""
+        return {
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_evicted_tokens": self.tree_cache.num_evicted_tokens,
+            "num_retractions": self.num_retractions,
+        }
+
+    def stats(self, totals: Mapping[str, Any]) -> EngineStats:
+        """Return all totals (those of m1's `EngineStats`, and `counters`), and the state of the cache."""
         allocator, cache = self.pools.token_to_kv_pool_allocator, self.tree_cache
-        return EngineStats(
+        return self.stats_class(
             **totals,
             max_total_tokens=allocator.size,
             available_size=allocator.available_size(),
             evictable_size=cache.evictable_size(),
             protected_size=cache.protected_size(),
-            num_cached_tokens=self.num_cached_tokens,
-            num_evicted_tokens=cache.num_evicted_tokens,
-            num_retractions=self.num_retractions,
         )
 
     def check_invariants(self) -> None:

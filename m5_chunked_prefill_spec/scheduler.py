@@ -8,7 +8,6 @@ a request gets may be several tokens; the slots of wrong guesses go back. SGLang
 `chunked_req`; vLLM V1: `Scheduler.schedule`.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,10 +35,11 @@ from m5_chunked_prefill_spec.speculative.proposer import InvalidDraftsError
 class Scheduler(SchedulerBase):
     """Decides who runs, and with how many tokens, and what a composer asks for; m4's base has the two verbs.
 
-    `reset` forgets the request whose prompt is cut, too.
+    `reset` forgets the request whose prompt is cut, too; `counters` are also those of speculation.
     """
 
     batch_class = ScheduleBatch
+    stats_class = EngineStats
     nobody_runs = "the parts 'schedule_policy', 'prefill_adder' and 'composer' let nobody run"
 
     def __init__(
@@ -202,15 +202,14 @@ class Scheduler(SchedulerBase):
 
     # --- m4's, extended -----------------------------------------------------------------------------------------------
 
-    def stats(self, totals: Mapping[str, Any]) -> EngineStats:
-        """As m4's, and how the guesses fared."""
-        guesses = self.speculation
-        return EngineStats(
-            **vars(super().stats(totals)),
-            num_draft_tokens=guesses.num_draft_tokens,
-            num_accepted_tokens=guesses.num_accepted_tokens,
-            num_verifications=guesses.num_verifications,
-        )
+    def counters(self) -> dict[str, Any]:
+        """As m4's, and those of speculation."""
+        speculation = self.speculation
+        return super().counters() | {
+            "num_draft_tokens": speculation.num_draft_tokens,
+            "num_accepted_tokens": speculation.num_accepted_tokens,
+            "num_verifications": speculation.num_verifications,
+        }
 
     def check_invariants(self) -> None:
         """As m4's; a request in pieces has less KV than tokens."""

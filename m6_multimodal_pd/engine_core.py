@@ -1,19 +1,29 @@
-"""m4's engine core, whose weights can be exchanged and whose steps can be profiled.
+"""m4's engine core with an encoder, whose embeddings outlive requests; weights can be exchanged and steps profiled.
 
-Neither changes the step, so the step is m4's. SGLang: `SchedulerUpdateWeightsMixin` and `SchedulerProfilerMixin`; vLLM:
+The step is m4's. SGLang: `SchedulerUpdateWeightsMixin` and `SchedulerProfilerMixin`; vLLM:
 `reload_weights` and `start_profile` of its workers.
 """
 
+from typing import Any
+
+from m1_single_request.engine_core import StepRecord
 from m1_single_request.errors import EngineUsageError
 from m1_single_request.request import FinishAbort
 from m4_radix_cache.engine_core import EngineCore as RadixEngineCore
+from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.operations import Operations
+from m6_multimodal_pd.outputs import EngineStats
 
 
 class EngineCore(RadixEngineCore):
-    """Adds `operations`, `update_weights`, and their end in `close`."""
+    """Engine core whose model sees pictures: `clear_kv_caches` and `close` also clear the encoder's cache, and `stats`
+    adds its totals (`_add_to_totals` counts them). `close` also ends the profile."""
 
-    operations: Operations
+    def __init__(self, *, encoder: Encoder, operations: Operations, **others: Any) -> None:
+        """`others`: as m4's."""
+        super().__init__(**others)
+        self.encoder, self.operations = encoder, operations
+        self._encoder_counters = encoder.counters()  # up to the last finished step
 
     def update_weights(self, model: str) -> None:
         """Load other weights and forget all KV. Raises `EngineUsageError` while requests are unfinished."""
@@ -26,4 +36,21 @@ class EngineCore(RadixEngineCore):
     def close(self) -> None:
         """Stop a profile that is being recorded, and close as in m4."""
         self.operations.close()
-        super().close()
+        try:
+            super().close()
+        finally:
+            self.encoder.close()
+
+    def clear_kv_caches(self) -> None:
+        """Remove all embeddings; the scheduler has freed the KV."""
+        self.encoder.clear()
+
+    def stats(self) -> EngineStats:
+        """Return the totals up to the last finished step, and the state of both caches."""
+        return EngineStats(
+            **vars(super().stats()), **self._encoder_counters, embedding_cache_bytes=self.encoder.cache.used_bytes
+        )
+
+    def _add_to_totals(self, record: StepRecord) -> None:
+        super()._add_to_totals(record)
+        self._encoder_counters = self.encoder.counters()

@@ -112,7 +112,10 @@ class PreparedEngine:
         pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
         sighted = dict(parts) | {"prefill_adder": adder_of(config, parts, loaded, self.embeddings)}
         others = {} if make_exchange is None else {"exchange": make_exchange(pools)}
-        core: EngineCore = parts["engine_core"](
+        weight_loader = WeightLoader(
+            config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
+        )
+        return parts["engine_core"](
             input_processor=build_input_processor(
                 config,
                 limits,
@@ -128,13 +131,9 @@ class PreparedEngine:
             kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
             parts=parts,
             tracer=tracer,
-            companion=encoder,
+            encoder=encoder,
+            operations=Operations(weight_loader),
         )
-        weight_loader = WeightLoader(
-            config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
-        )
-        core.operations = Operations(weight_loader)
-        return core
 
 
 def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore | RouterCore:

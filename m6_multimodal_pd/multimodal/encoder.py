@@ -9,17 +9,16 @@ cut inside a picture, and for later requests. New in this milestone. SGLang: `ge
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from m1_single_request.outputs import EngineStats as SingleRequestStats
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.events import EncoderHit, EncoderRun
 from m6_multimodal_pd.models.vision import VisionTower
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.inputs import MultimodalDataItem
-from m6_multimodal_pd.outputs import EngineStats
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Seen:
 
 
 class Encoder:
-    """Makes embeddings of pictures, and counts what that took. Also what is kept besides KV (m4's `Companion`)."""
+    """Makes embeddings of pictures, and counts what that took."""
 
     def __init__(self, *, tower: VisionTower | None, cache: EmbeddingCache, budget: int, tracer: Tracer) -> None:
         """`tower`: None for a model that takes texts only. `budget`: what a step may encode, for the trace; the
@@ -69,18 +68,16 @@ class Encoder:
         self.clear()
         self.tower = None
 
-    def add_to(self, stats: SingleRequestStats) -> SingleRequestStats:
-        """The engine's totals, and what the tower did."""
-        return EngineStats(
-            **vars(stats),
-            num_encoder_runs=self.num_runs,
-            num_encoded_items=self.num_items,
-            num_encoded_tokens=self.num_tokens,
-            num_encoder_hits=self.num_hits,
-            encoder_seconds=self.seconds,
-            num_evicted_items=self.cache.num_evicted,
-            embedding_cache_bytes=self.cache.used_bytes,
-        )
+    def counters(self) -> dict[str, Any]:
+        """Return the totals of `EngineStats` that are the encoder's, by field."""
+        return {
+            "num_encoder_runs": self.num_runs,
+            "num_encoded_items": self.num_items,
+            "num_encoded_tokens": self.num_tokens,
+            "num_encoder_hits": self.num_hits,
+            "encoder_seconds": self.seconds,
+            "num_evicted_items": self.cache.num_evicted,
+        }
 
     def _run(self, items: list[MultimodalDataItem], rids: tuple[str, ...]) -> dict[str, Tensor]:
         """Run the tower over some items, for these requests."""

@@ -38,7 +38,7 @@ def setting(*args: Any, multimodal: Mapping[str, Any] | None = None, **limits: A
 def check_step(engine: Any) -> None:
     """What must hold after every step that was not interrupted."""
     check_m5_step(engine)
-    engine.engine_core.companion.cache.check_invariants()
+    engine.engine_core.encoder.cache.check_invariants()
 
 
 def check_flushed(engine: Any) -> None:

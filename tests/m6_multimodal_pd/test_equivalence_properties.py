@@ -135,7 +135,7 @@ def test_any_traffic_gets_the_tokens_of_transformers(
 
 def watch(engine: Any, seen: dict[str, int]) -> None:
     """Count steps that mix, and pieces that end inside a picture; and hold every step to its budget."""
-    scheduler, cache = engine.engine_core.scheduler, engine.engine_core.companion.cache
+    scheduler, cache = engine.engine_core.scheduler, engine.engine_core.encoder.cache
     budget, schedule = engine.config.multimodal.encoder_budget, scheduler.schedule
 
     def noted() -> Any:

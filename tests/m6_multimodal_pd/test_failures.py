@@ -207,7 +207,7 @@ def test_a_device_that_is_lost_in_the_tower_fails_every_request_and_then_every_c
         engine.add_request(asking("a", 1))
     assert engine.stats().num_finished == {"error": len(ASKED)}
     engine.close()
-    assert engine.engine_core.companion.cache.used_bytes == 0
+    assert engine.engine_core.encoder.cache.used_bytes == 0
 
 
 def test_a_second_interrupt_in_the_tower_leaves_a_dead_engine_without_embeddings(make_engine: MakeEngine) -> None:
@@ -231,12 +231,31 @@ def test_a_second_interrupt_in_the_tower_leaves_a_dead_engine_without_embeddings
     engine.close()
 
 
+def test_a_dead_engine_counts_no_pictures_of_the_step_that_was_stopped(make_engine: MakeEngine) -> None:
+    class Interrupted(Encoder):
+        def embed(self, seen: Any) -> list[Tensor]:
+            embeddings = super().embed(seen)
+            if self.num_runs == 2:
+                raise KeyboardInterrupt
+            return embeddings
+
+    engine = make_engine({"encoder": Interrupted}, **setting(8, 32, multimodal={"encoder_budget": 10}))
+    for rid, conversation in ASKED.items():
+        engine.add_request(asking(*conversation), greedy(NUM_TOKENS), request_id=rid)
+    engine.step()
+    before = counts(engine)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert counts(engine) == before and before[0] == 1
+    engine.close()
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("state", ["idle", "inside a picture"])
 def test_a_closed_engine_holds_neither_tower_nor_embeddings(seeing_directory: Path, state: str) -> None:
     config = ModelConfig(model=seeing_directory, device="cpu", dtype="float32")
     engine: Any = LLMEngine(model_config=config, **setting(8, 9))
-    encoder = engine.engine_core.companion
+    encoder = engine.engine_core.encoder
     weights = next(iter(encoder.tower.network.parameters()))
     references = [weakref.ref(each) for each in (encoder.tower, weights.untyped_storage())]
     rid = engine.add_request(asking("c", 1), greedy(3))
@@ -276,7 +295,7 @@ def test_an_error_in_an_update_ends_all_requests_and_forgets_all_pictures(
         engine.add_request(asking(*conversation), greedy(NUM_TOKENS), request_id=rid)
     while not is_inside(engine, "long"):
         engine.step()
-    assert engine.stats().num_waiting and len(engine.engine_core.companion.cache) == 2
+    assert engine.stats().num_waiting and len(engine.engine_core.encoder.cache) == 2
     due.append(RuntimeError("the update broke"))
     outputs = engine.step()
     assert outputs.keys() == asked.keys() and all(isinstance(o.error, PartError) for o in outputs.values())

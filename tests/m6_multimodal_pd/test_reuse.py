@@ -180,4 +180,4 @@ def test_a_closed_engine_holds_no_embeddings(make_engine: MakeEngine) -> None:
     engine = make_engine(**setting(multimodal=vars(MultimodalConfig())))
     engine.chat(asking("a", 1), PARAMS)
     engine.close()
-    assert engine.engine_core.companion.cache.used_bytes == 0
+    assert engine.engine_core.encoder.cache.used_bytes == 0
