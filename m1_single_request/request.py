@@ -24,6 +24,8 @@ class RequestStatus(Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     """It ran and lost its KV memory, to other requests or in a failed step, so it waits again (from m3 on)."""
+    TRANSFERRING = "transferring"
+    """Its KV is on its way to another engine, or from one: it neither runs nor waits (m6)."""
     FINISHED = "finished"
 
 

@@ -1,9 +1,10 @@
-"""Conditions that must hold of queues, batches and memory between two steps; the tests check them after every step.
+"""Conditions of queues, batches and memory between two steps; the tests check them after every step.
 
-m3's hold for blocks of requests. Here pages may belong to the cache, and requests lock what they read of it. SGLang:
+m3's are about blocks of requests. Here pages may belong to the cache, and requests lock what they read of it. SGLang:
 `Scheduler.self_check_during_idle`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,40 +14,36 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools
 
 
-def check_scheduler(scheduler: Any, prefilling: Req | None = None) -> None:
+def check_scheduler(scheduler: Any, waiting: Sequence[Req], running: Sequence[Req]) -> None:
     """Raise AssertionError if queues, batches and memory contradict each other. Between two steps only.
 
-    `prefilling`: a request of whose prompt only a part is computed (from m5 on).
+    `waiting`: all requests without a row. `running`: all requests with a row.
     """
-    batches = [scheduler.running_batch] + ([scheduler.last_batch] if scheduler.last_batch is not None else [])
-    waiting = scheduler.waiting_queue
-    elsewhere = list(scheduler.exchange.held())
-    running = [
-        req for batch in batches for req in batch.reqs if not req.finished() and not scheduler.exchange.holds(req)
-    ]
-    if prefilling is not None and prefilling not in running:
-        running.append(prefilling)
-    assert sorted(req.rid for req in [*waiting, *running, *elsewhere]) == sorted(scheduler.requests)
+    page_size = scheduler.pools.token_to_kv_pool_allocator.page_size
+    assert sorted(req.rid for req in [*waiting, *running]) == sorted(scheduler.requests)
     assert len(running) <= scheduler.max_num_seqs
-    assert all(req.status is RequestStatus.RUNNING and req.req_pool_idx is not None for req in running)
     assert all(req.status is not RequestStatus.RUNNING and req.req_pool_idx is None for req in waiting)
     for req in running:
-        assert req.kv_committed_len == req.kv_allocated_len, (req.rid, req.kv_committed_len, req.kv_allocated_len)
-        assert req.kv_committed_len == req.seqlen - 1 or req is prefilling, (req.rid, req.kv_committed_len)
-        assert req.cache_protected_len % scheduler.pools.token_to_kv_pool_allocator.page_size == 0
-    for batch in batches:
-        columns = (batch.reqs, batch.req_pool_indices, batch.seq_lens, batch.output_ids)
-        assert len({len(column) for column in columns}) == 1, [len(column) for column in columns]
-        assert batch.sampling_info is None or len(batch.sampling_info) == len(batch.reqs)
-    check_memory([*running, *(req for req in elsewhere if req.req_pool_idx is not None)], scheduler.pools)
+        assert req.req_pool_idx is not None, req.rid
+        assert req.cache_protected_len % page_size == 0, req.rid
+        if req.status is RequestStatus.RUNNING:
+            assert req.kv_committed_len == req.kv_allocated_len, (req.rid, req.kv_committed_len, req.kv_allocated_len)
+    for req in scheduler.in_batches():
+        assert req.kv_committed_len == req.seqlen - 1, (req.rid, req.kv_committed_len)
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        if batch is not None:
+            columns = (batch.reqs, batch.req_pool_indices, batch.seq_lens, batch.output_ids)
+            assert len({len(column) for column in columns}) == 1, [len(column) for column in columns]
+            assert batch.sampling_info is None or len(batch.sampling_info) == len(batch.reqs)
+    check_memory(running, scheduler.pools)
 
 
-def check_memory(running: list[Req], pools: Pools) -> None:
-    """Raise AssertionError unless every page is free, the cache's or one request's, and locks are those who run."""
+def check_memory(running: Sequence[Req], pools: Pools) -> None:
+    """Raise AssertionError unless every page is free, the cache's or one request's, and as many are locked as read."""
     allocator, cache, rows = pools.token_to_kv_pool_allocator, pools.tree_cache, pools.req_to_token_pool
     cache.check_invariants()
     shared, own = pages_of(running, pools)
-    assert len(own) == len(set(own)) and 0 not in own, "two requests own the same page, or somebody owns page 0"
+    assert len(own) == len(set(own)) and 0 not in own, "two requests own the same page, or one owns page 0"
     in_use = set(allocator.owned_pages().tolist())
     assert shared | set(own) <= in_use, "a page is both free and mapped"
     assert not shared & set(own), "a request reads a page that another one owns"
@@ -58,8 +55,8 @@ def check_memory(running: list[Req], pools: Pools) -> None:
     assert cache.protected_size() == read, f"{cache.protected_size()} tokens are locked, and {read} are read"
 
 
-def pages_of(running: list[Req], pools: Pools) -> tuple[set[int], list[int]]:
-    """The pages that requests read from the cache, and those that each of them owns, one request after the other."""
+def pages_of(running: Sequence[Req], pools: Pools) -> tuple[set[int], list[int]]:
+    """Return the pages that requests read from the cache, and the pages that they own, request after request."""
     page_size = pools.token_to_kv_pool_allocator.page_size
     shared: set[int] = set()
     own: list[int] = []

@@ -29,8 +29,8 @@ class ForwardMode(IntEnum):
     """Nothing goes through the model: another engine has computed prompts and their first tokens (from m6 on)."""
 
     def is_extend(self) -> bool:
-        """Whether somebody may have more than one new token."""
-        return self not in (ForwardMode.DECODE, ForwardMode.PREBUILT)
+        """Return whether a request may have more than one new token."""
+        return self is not ForwardMode.DECODE
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE

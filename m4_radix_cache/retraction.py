@@ -1,8 +1,8 @@
-"""What happens when memory runs out under the running requests, and nothing is left to evict.
+"""Retraction: a running request loses its place when memory runs out and nothing is left to evict.
 
-m3 took blocks away and kept, dropped or swapped what was in them. Here a request that must go gives up only what is its
-own: what the cache shares of it stays until somebody needs the room, so it often comes back for little. Who goes is
-m3's rule. SGLang: `ScheduleBatch.retract_decode`.
+m3 preempted a request by discarding or swapping its blocks. A retracted request frees only the pages that it owns. Its
+cached pages stay until they are evicted, so that often few of its tokens are computed again. m3's `preemption` chooses
+the request. SGLang: `ScheduleBatch.retract_decode`.
 """
 
 from collections.abc import Sequence
@@ -19,24 +19,20 @@ from m4_radix_cache.scheduler_events import Retract
 
 def retract(
     batch: ScheduleBatch,
+    candidates: Sequence[Req],
     preemption: FewestOutputsFirst,
     ratio: NewTokenRatio,
     tracer: Tracer,
-    *,
-    prefilling: Sequence[Req] = (),
 ) -> list[Req]:
-    """Take requests out of a batch until the others' next tokens have room, or one is left; return the requests taken
-    out.
-
-    `prefilling`: other requests that hold memory and may be taken out as well (from m5 on).
-    """
+    """Retract some of `candidates` until the next tokens of the batch have room, or one candidate is left. Return the
+    retracted requests."""
     retracted: list[Req] = []
-    states, others = [], list(prefilling)
-    while len(batch.reqs) + len(others) > 1 and not batch.check_decode_mem():
-        victim = victim_of(preemption, [*batch.reqs, *others])
+    states, candidates = [], list(candidates)
+    while len(candidates) > 1 and not batch.check_decode_mem():
+        victim = victim_of(preemption, candidates)
         states.append((victim.rid, victim.kv_committed_len, len(victim.output_ids), *batch.room()))
         batch.retract_decode(victim)
-        others = [req for req in others if req is not victim]
+        candidates = [req for req in candidates if req is not victim]
         retracted.append(victim)
     ratio.after_retraction(batch.reqs)
     for rid, num_tokens, num_output_tokens, needed, available in states:
@@ -53,7 +49,7 @@ def retract(
 
 
 def outgrown(req: Req, pools: Pools) -> KVCapacityError:
-    """The error of a request that has no room even alone."""
+    """Return the error of a request that does not fit although it is alone."""
     size = pools.token_to_kv_pool_allocator.size
     return KVCapacityError(
         f"request {shown(req.rid)} has grown to {req.seqlen} tokens, and the KV memory has room for {size}, in pages "

@@ -1,14 +1,14 @@
-"""A batch that lives, in which a request may have several new tokens in a step, and keep only some of them.
+"""A living batch whose requests may have several new tokens in a step, of which some are not kept.
 
-m4's batch was prompts or decodes. Here prompts, or pieces of them, stand in front and those who decode behind, in one
-batch (`mix_with_running`); a decode may carry guesses. For these it takes slots beyond what is certain:
+m4's batch held prompts or decodes. Here one batch may hold both: prompts, or pieces of them, in front, decodes behind
+(`mix_with_running`). A decode may have drafts, which get slots before it is known whether they are right:
 
     0                    kv_committed_len              kv_allocated_len
-    |  KV that is certain       | its newest token | guess | guess |      in flight
-    |  KV that is certain                          | guess |              after the step, if one guess was right
+    |  committed KV             | its newest token | draft | draft |      in flight
+    |  committed KV                                | draft |              after the step, if one draft was right
 
-The rest goes back (`roll_back`): whole pages to the allocator, the slots of a started page to the request's next
-tokens. SGLang: `mix_with_running`, and `EagleVerifyInput.verify` with its `kv_allocated_len`.
+`roll_back` frees the slots of wrong drafts: whole pages go to the allocator, the slots of a started page to the next
+tokens of the request. SGLang: `mix_with_running`, and `EagleVerifyInput.verify` with its `kv_allocated_len`.
 """
 
 from collections.abc import Sequence
@@ -29,28 +29,32 @@ from m5_chunked_prefill_spec.speculative.spec_info import SpecInput
 
 
 class Run(NamedTuple):
-    """What one request got in a step."""
+    """The tokens of one request in a step."""
 
     place: int
     """Its row in the batch."""
     req: Req
     token_ids: list[int]
-    """At least one; with guesses, those that were right and one more."""
+    """At least one; with drafts, the right ones and one more."""
     logprobs: Sequence[LogprobRow | None]
 
 
 class ScheduleBatch(PlainScheduleBatch):
-    """m4's, with pieces of prompts, and with guesses."""
+    """m4's batch with pieces of prompts, and with drafts.
+
+    `prepare_for_extend` notes the piece, `prepare_for_decode` takes drafts, `filter_batch` drops the request in pieces,
+    `get_model_worker_batch` returns m5's.
+    """
 
     def __init__(self, reqs: list[Req], pools: Pools) -> None:
         super().__init__(reqs, pools)
         self.new_lens = NOTHING  # int64 [batch_size]: new tokens of each in this step
         self.num_prompts = 0  # the first so many requests are prefilled in this step
-        self.chunked_req: Req | None = None  # the one among them whose prompt does not end in this step
-        self.drafts: list[list[int]] = []  # guesses in this step, of those behind the prompts; empty: nobody has any
+        self.chunked_req: Req | None = None  # the one of them whose prompt does not end in this step
+        self.drafts: list[list[int]] = []  # drafts of this step, by row; empty: there are none
 
     def prepare_for_extend(self, sampling_info: SamplingBatchInfo) -> None:
-        """As m4's: a row where one is missing, and a slot for each token to compute."""
+        """Give every request a slot for each token to compute, and a row if it has none. As m4's."""
         super().prepare_for_extend(sampling_info)
         assert self.extend_lens is not None
         self.new_lens, self.num_prompts = np.array(self.extend_lens), len(self.reqs)
@@ -60,8 +64,8 @@ class ScheduleBatch(PlainScheduleBatch):
         self.chunked_req = unfinished[0] if unfinished else None
 
     def prepare_for_decode(self, drafts: Sequence[list[int]] = ()) -> None:
-        """The newest token of every request goes through the model, and with it its `drafts` (by row; none: nobody has
-        any). There must be room: `check_decode_mem`, `has_room_for`."""
+        """Prepare the newest token of every request and its `drafts` (by row; empty: there are none). They must have
+        room: `check_decode_mem`, `has_room_for`."""
         pools, rows = self.pools, self.req_pool_indices
         pool = cast(ReqToTokenPool, pools.req_to_token_pool)
         assert (pool.lens[rows] == self.seq_lens).all(), "a row has slots unknown to the batch"
@@ -84,16 +88,8 @@ class ScheduleBatch(PlainScheduleBatch):
             pool.append_runs(rows, slots, self.new_lens)
         self.out_cache_loc, self.seq_lens = slots, self.seq_lens + self.new_lens
 
-    def prepare_for_prebuilt(self, sampling_info: SamplingBatchInfo) -> None:
-        """Nothing goes through the model: all rows hold the KV of a whole prompt, which came from elsewhere (m6)."""
-        self.forward_mode, self.sampling_info, self.num_prompts = ForwardMode.PREBUILT, sampling_info, len(self.reqs)
-        self.req_pool_indices = np.array([req.req_pool_idx for req in self.reqs], dtype=np.int64)
-        self.seq_lens = np.array([len(req.fill_ids) for req in self.reqs], dtype=np.int64)
-        self.new_lens = np.zeros(len(self.reqs), dtype=np.int64)
-        self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)
-
     def mix_with_running(self, running: "ScheduleBatch") -> None:
-        """Let prepared decodes run beside these prepared prompts, behind them, from now on in this batch."""
+        """Append the requests of a prepared batch of decodes to this prepared batch of prompts."""
         self.drafts = running.drafts and [[] for _ in self.reqs] + running.drafts
         tokens, slots = (self.input_ids, running.input_ids), (self.out_cache_loc, running.out_cache_loc)
         self.new_lens = np.concatenate([self.new_lens, running.new_lens])
@@ -101,8 +97,15 @@ class ScheduleBatch(PlainScheduleBatch):
         self.input_ids, self.out_cache_loc = np.concatenate(tokens), np.concatenate(slots)
         self.forward_mode, self.prefix_lens, self.extend_lens = ForwardMode.MIXED, None, None
 
+    def filter_batch(self, keep_indices: Sequence[int] | None = None) -> None:
+        """Keep only these requests; by default those that run on, less the one in pieces. Their order stays."""
+        if keep_indices is None and self.chunked_req is not None:
+            super().filter_batch([i for i, req in enumerate(self.reqs) if req is not self.chunked_req])
+            self.chunked_req = None
+        super().filter_batch(keep_indices)
+
     def get_model_worker_batch(self) -> ModelWorkerBatch:
-        """This step as plain data."""
+        """Return this step as plain data."""
         assert self.sampling_info is not None
         sample_lens = [1] * len(self.reqs)
         if self.drafts:
@@ -128,14 +131,14 @@ class ScheduleBatch(PlainScheduleBatch):
         )
 
     def take_one_each(self, output: ModelRunnerOutput) -> tuple[list[Req], list[int]]:
-        """`take_tokens`, after a step of plain decodes in which everybody got a token: the quick way of `take_runs`."""
+        """Return the requests and their tokens, after a step of decodes without drafts. Faster than `take_runs`."""
         reqs, token_ids = self.take_tokens(output)
         assert self.sampling_info is not None
         self.sampling_info.advance(self.output_ids)
         return reqs, token_ids
 
     def take_runs(self, output: ModelRunnerOutput) -> list[Run]:
-        """What each request got, in the order of the batch; the newest tokens are the next step's input."""
+        """Return the tokens of each request, in the order of the batch, and keep the newest ones as the next input."""
         assert self.sampling_info is not None
         places = {rid: place for place, rid in enumerate(self.rids)} if output.req_ids != self.rids else None
         rows = zip(output.req_ids, output.sampled_token_ids, output.logprobs, strict=True)
@@ -146,7 +149,7 @@ class ScheduleBatch(PlainScheduleBatch):
         if places is not None:
             runs.sort(key=lambda run: run.place)
         counts = [0] * len(self.reqs)
-        newest = [0] * len(self.reqs)  # whoever got none ends now, or is not done
+        newest = [0] * len(self.reqs)  # a request without a token ends now, or is in pieces
         for run in runs:
             counts[run.place], newest[run.place] = len(run.token_ids), run.token_ids[-1]
         self.output_ids = np.array(newest, dtype=np.int64)
@@ -156,7 +159,7 @@ class ScheduleBatch(PlainScheduleBatch):
         return runs
 
     def roll_back(self) -> list[tuple[Req, int]]:
-        """Give back the slots behind what is certain now. Returns from whom how many tokens were taken back."""
+        """Free the slots of wrong drafts. Return the requests that had any, and how many."""
         if not self.drafts:
             return []
         pool, allocator = cast(ReqToTokenPool, self.pools.req_to_token_pool), self.pools.token_to_kv_pool_allocator
@@ -175,10 +178,10 @@ class ScheduleBatch(PlainScheduleBatch):
         return taken_back
 
     def pages_for(self, drafts: Sequence[list[int]]) -> int:
-        """New pages that a step with these drafts would take."""
+        """Return the number of new pages for the next tokens and these drafts."""
         lens = self.seq_lens + 1 + np.array([len(own) for own in drafts])
         return self.pools.token_to_kv_pool_allocator.num_pages_for_extend(self.seq_lens, lens)
 
     def has_room_for(self, drafts: Sequence[list[int]]) -> bool:
-        """Make room for everybody's next token and these drafts; whether there is."""
+        """Evict until the next tokens and these drafts have room; return whether they have."""
         return self.pools.make_room(self.pages_for(drafts) * self.pools.token_to_kv_pool_allocator.page_size)

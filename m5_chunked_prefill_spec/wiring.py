@@ -142,12 +142,8 @@ def build_scheduler(
     loaded: Any,
     costs: CostTable | None,
     tracer: Tracer,
-    **more: Any,
 ) -> Any:
-    """What decides, and whom it asks; `more` is what a later milestone's scheduler needs besides.
-
-    Raises `ConfigError` for a proposer that would never be asked.
-    """
+    """Build the scheduler and the parts that it asks. Raises `ConfigError` for a proposer that would never be asked."""
     proposer = parts["proposer"](config.speculative)
     if proposer is not None and config.speculative.method is None:
         raise ConfigError(
@@ -176,7 +172,6 @@ def build_scheduler(
         vocab_size=loaded.vocab_size,
         device=config.model.torch_device(),
         tracer=tracer,
-        **more,
     )
 
 

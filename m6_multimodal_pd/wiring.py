@@ -16,8 +16,6 @@ from m3_paged_attention.kv_cache_config import Budget, check_memory_share
 from m3_paged_attention.model_len import shortened
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import trace_start
-from m4_radix_cache.exchange import Exchange
-from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.wiring import build_pools, fit_to_memory, prefix_cache_class, reserve_kv_memory
 from m5_chunked_prefill_spec.speculative.draft_runner import limited, load_draft_model
 from m5_chunked_prefill_spec.wiring import (
@@ -95,11 +93,8 @@ class PreparedEngine:
     runs: Runner
     kv_budget: Budget
 
-    def complete(self, max_model_len: int, make_exchange: Callable[[Pools], Exchange] | None = None) -> EngineCore:
-        """Reserve the KV memory, measure, and put the parts together, for requests of at most `max_model_len` tokens.
-
-        `make_exchange`: of an engine that works with others.
-        """
+    def complete(self, max_model_len: int) -> EngineCore:
+        """Reserve the KV memory, measure, and build the parts, for requests of at most `max_model_len` tokens."""
         config, parts, tracer, encoder = self.config, self.parts, self.tracer, self.encoder
         loaded, (limits, executor, rows, runner) = shortened(self.loaded, self.runs, self.make, max_model_len)
         trace_start(loaded, config.model, tracer)
@@ -111,7 +106,6 @@ class PreparedEngine:
         num_tokens = kv_cache_config.num_blocks * config.cache.page_size
         pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
         sighted = dict(parts) | {"prefill_adder": adder_of(config, parts, loaded, self.embeddings)}
-        others = {} if make_exchange is None else {"exchange": make_exchange(pools)}
         weight_loader = WeightLoader(
             config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
         )
@@ -125,7 +119,7 @@ class PreparedEngine:
                 sight=self.sight,
                 guesses_texts_only=self.has_draft_model,
             ),
-            scheduler=build_scheduler(config, limits, sighted, pools, loaded, costs, tracer, **others),
+            scheduler=build_scheduler(config, limits, sighted, pools, loaded, costs, tracer),
             executor=executor,
             output_processor=parts["output_processor"](),
             kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,

@@ -39,6 +39,11 @@ class ReqToTokenPool:
         """Rows that are free."""
         return self.size - len(self._in_use) + len(self._free)
 
+    @property
+    def num_used(self) -> int:
+        """Rows that requests hold."""
+        return self.size - self.available_size()
+
     def alloc(self, need_size: int) -> list[int] | None:
         """Hand out rows, all entries 0. None, and no change, if there are fewer. The first freed come first."""
         if need_size > self.available_size():

@@ -39,6 +39,8 @@ def build_disaggregated(
 ) -> RouterCore:
     """A group of engines behind a router. `prepare`: one engine; `standard`: m6's own parts; the others: as m6's wiring
     and loader have them."""
+    if parts["scheduler"] is not standard["scheduler"]:
+        raise ConfigError("the part 'scheduler' has no effect in a group: its engines have schedulers of their roles")
     group = config.disaggregation
     described = describe(config.model)
     sight = sight_of(config, parts, described)

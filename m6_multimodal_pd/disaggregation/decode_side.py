@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from m1_single_request.request import FinishError
-from m6_multimodal_pd.disaggregation.decode_exchange import DecodeExchange
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide, Occupied
 from m6_multimodal_pd.disaggregation.events import ChunkReceived, RoomTaken
 from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT, row_of, to_row
@@ -37,14 +36,14 @@ from m6_multimodal_pd.errors import TransferError, WireError
 
 
 class DecodeSide(EngineSide[KVReceiver]):
-    """Of an engine whose exchange is a `DecodeExchange`."""
+    """The side of an engine with a `DecodeScheduler`."""
 
     role = "decode"
 
-    def __init__(self, *, exchange: DecodeExchange, target: KVTarget, **settings: Any) -> None:
+    def __init__(self, *, target: KVTarget, **settings: Any) -> None:
         """`settings`: as of every `EngineSide`."""
         super().__init__(**settings)
-        self.exchange, self.target = exchange, target
+        self.target = target
         self.accepted: dict[str, Offer] = {}
         """By prefill engine: the memory between the two."""
         self.of_prompts: dict[int, FirstToken] = {}
@@ -63,7 +62,6 @@ class DecodeSide(EngineSide[KVReceiver]):
             on_change=self.changed(message.room, req.rid),
         )
         self.num_told[message.room] = len(req.output_ids)
-        self.exchange.expected.add(req.rid)
         self.enter(Occupied(message.room, req, message.prefill, transfer))
 
     def hear(self, origin: str, body: PeerMessage) -> None:
@@ -93,7 +91,7 @@ class DecodeSide(EngineSide[KVReceiver]):
 
     def after_step(self) -> None:
         """Take room for those who wait for it; tell the router of new tokens; leave rooms that are over."""
-        for req in self.exchange.preallocate():
+        for req in self.core.scheduler.preallocate():
             occupied = next(o for o in self.rooms.values() if o.req is req)
             occupied.transfer.preallocated(req.kv_committed_len)
             self.tracer.emit(
@@ -112,10 +110,6 @@ class DecodeSide(EngineSide[KVReceiver]):
                 self.leave(occupied)
                 self.of_prompts.pop(occupied.room, None)
                 del self.num_told[occupied.room]
-            elif not (occupied.transfer.state.is_final or self.exchange.holds(occupied.req)):
-                self.fail(
-                    occupied, TransferError("this engine had to give up its KV, and what had come of this prompt")
-                )
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -123,12 +117,12 @@ class DecodeSide(EngineSide[KVReceiver]):
         """Put a chunk into its pages; nothing happens if nobody waits for it any more."""
         occupied = self.rooms.get(chunk.room)
         pages = range(chunk.first_page, chunk.first_page + chunk.num_pages)
-        if occupied is None or occupied.req.rid not in self.exchange.transfer_queue:
+        if occupied is None or occupied.req.rid not in self.core.scheduler.transfer_queue:
             return
         if not occupied.transfer.expects(chunk.number, pages):
             return
         began = time.perf_counter()
-        own = tuple(self.exchange.pages(occupied.req)[pages.start : pages.stop].tolist())
+        own = tuple(self.core.scheduler.pages(occupied.req)[pages.start : pages.stop].tolist())
         self.target.receive(origin, chunk.ticket, own)
         occupied.transfer.arrived(pages)
         self.tracer.emit(
@@ -146,7 +140,7 @@ class DecodeSide(EngineSide[KVReceiver]):
     def _join_if_complete(self, occupied: Occupied[KVReceiver]) -> None:
         if occupied.req.to_finish is None and occupied.transfer.complete():
             first = self.of_prompts[occupied.room]
-            self.exchange.complete(occupied.req.rid, Came(first.token_id, to_row(first.logprobs)))
+            self.core.scheduler.complete(occupied.req.rid, Came(first.token_id, to_row(first.logprobs)))
             self.say(occupied.peer, Received(occupied.room))
 
     def _tell(self, occupied: Occupied[KVReceiver]) -> None:

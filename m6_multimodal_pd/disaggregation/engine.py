@@ -1,11 +1,10 @@
 """An engine among others: an engine core, the side that it takes, and its end of the KV's way.
 
-Everything is m6's engine as it stands alone; only the scheduler has an exchange, a prefill engine says one token of
-each request, and a decode engine takes prebuilt batches. `tick` is the event loop's body: messages, a step if there is
+Everything is m6's engine as it stands alone, but for the scheduler; a prefill engine computes one token of each
+request, and a decode engine takes prebuilt batches. `tick` is the event loop's body: messages, a step if there is
 anything to compute, and what there is to say. SGLang: `event_loop_normal_disagg_prefill` and `..._decode`.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -15,7 +14,7 @@ import msgspec
 
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.decode_exchange import DecodeExchange
+from m6_multimodal_pd.disaggregation.decode_scheduler import DecodeScheduler
 from m6_multimodal_pd.disaggregation.decode_side import DecodeSide
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide
 from m6_multimodal_pd.disaggregation.first_token import FirstTokenOnly
@@ -33,7 +32,7 @@ from m6_multimodal_pd.disaggregation.messages import (
 )
 from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltExecutor
-from m6_multimodal_pd.disaggregation.prefill_exchange import PrefillExchange
+from m6_multimodal_pd.disaggregation.prefill_scheduler import PrefillScheduler
 from m6_multimodal_pd.disaggregation.prefill_side import PrefillSide
 from m6_multimodal_pd.disaggregation.reporter import Reporter
 from m6_multimodal_pd.disaggregation.staging import Segments, StagedSource, StagedTarget
@@ -81,22 +80,21 @@ class Engine:
 
     def start(self, max_model_len: int) -> None:
         """Reserve the KV memory and put the parts together, for requests of at most `max_model_len` tokens."""
-        core, exchange = built(self.role, self.config, self.prepared, max_model_len)
+        core = self.prepared.complete(max_model_len)
         with ExitStack() as undo:
             undo.callback(core.close)
-            self._put_together(core, exchange)
+            self._put_together(core)
             undo.pop_all()
         self.core, self.prepared = core, None
 
-    def _put_together(self, core: Any, exchange: Any) -> None:
-        """The transport and the side around an engine core."""
+    def _put_together(self, core: Any) -> None:
+        """Build the transport and the side around an engine core."""
         role, config = self.role, self.config
         runner = core.executor.worker.model_runner
         drafts = [] if runner.draft_runner is None else [runner.draft_runner.kv]
         self.store = PageStore([runner.kv, *drafts])
         settings: dict[str, Any] = {
             "core": core,
-            "exchange": exchange,
             "page_bytes": self.store.page_bytes,
             "send": self.send,
             "tracer": self.tracer,
@@ -109,6 +107,7 @@ class Engine:
             self.transport = StagedSource(self.store, self.segments, num_frames=frames, checksums=config.cache.debug)
             self.side = PrefillSide(source=self.transport, **settings)
         else:
+            core.executor = PrebuiltExecutor(core.executor, core.scheduler.first_tokens)
             self.transport = StagedTarget(self.store, self.segments)
             self.side = DecodeSide(target=self.transport, **settings)
 
@@ -127,16 +126,9 @@ class Engine:
         )
 
     def has_work(self) -> bool:
-        """Whether a step would do anything: not if all requests are elsewhere."""
+        """Return whether a step would do anything: not while all requests wait for another engine."""
         scheduler = self.core.scheduler
-        return bool(
-            scheduler.waiting_queue
-            or scheduler.running_batch.reqs
-            or scheduler.last_batch is not None
-            or scheduler.chunked_req is not None
-            or scheduler.marked
-            or getattr(scheduler.exchange, "arrivals", None)
-        )
+        return bool(scheduler.marked) or len(scheduler.requests) > len(scheduler.elsewhere)
 
     def tick(self, messages: Iterable[ToEngine] = ()) -> bool:
         """Do what the messages ask for, run a step if there is one to run, and tell. Returns whether a step ran.
@@ -206,26 +198,8 @@ def num_frames(config: DisaggregationConfig, store: PageStore) -> int:
 
 
 def parts_for(role: Role, parts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parts of an engine of this role."""
+    """Return the parts of an engine of this role."""
     if role == "decode":
-        return parts
-    return {**parts, "stop_checker": lambda **settings: FirstTokenOnly(parts["stop_checker"](**settings))}
-
-
-def built(role: Role, config: Any, prepared: Any, max_model_len: int) -> tuple[Any, PrefillExchange | DecodeExchange]:
-    """An engine core for a role, and its exchange."""
-    if role == "prefill":
-        prefill = PrefillExchange()
-        return prepared.complete(max_model_len, lambda pools: prefill), prefill
-    made: list[DecodeExchange] = []
-
-    def make_exchange(pools: Any) -> DecodeExchange:
-        by_priority = config.scheduler.schedule_policy == "priority"
-        made.append(DecodeExchange(pools, prepared.tracer, by_priority=by_priority))
-        return made[0]
-
-    core = prepared.complete(max_model_len, make_exchange)
-    scheduler: Any = weakref.proxy(core.scheduler)
-    made[0].scheduler = scheduler
-    core.executor = PrebuiltExecutor(core.executor, made[0].first_tokens)
-    return core, made[0]
+        return {**parts, "scheduler": DecodeScheduler}
+    first_token_only = lambda **settings: FirstTokenOnly(parts["stop_checker"](**settings))  # noqa: E731
+    return {**parts, "scheduler": PrefillScheduler, "stop_checker": first_token_only}

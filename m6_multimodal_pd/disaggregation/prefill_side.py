@@ -9,6 +9,7 @@ there. SGLang: `SchedulerDisaggregationPrefillMixin.send_kv_chunk`.
 import time
 from typing import Any
 
+from m1_single_request.request import RequestStatus
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide, Occupied
 from m6_multimodal_pd.disaggregation.events import ChunkSent
 from m6_multimodal_pd.disaggregation.first_token import TAKEN_OVER
@@ -26,7 +27,6 @@ from m6_multimodal_pd.disaggregation.messages import (
     Taken,
 )
 from m6_multimodal_pd.disaggregation.poll import KVPoll, KVSender
-from m6_multimodal_pd.disaggregation.prefill_exchange import PrefillExchange
 from m6_multimodal_pd.disaggregation.transport import KVSource
 from m6_multimodal_pd.errors import TransferError, WireError
 
@@ -35,14 +35,14 @@ SHARE_OF_FRAMES = 4
 
 
 class PrefillSide(EngineSide[KVSender]):
-    """Of an engine whose exchange is a `PrefillExchange`."""
+    """The side of an engine with a `PrefillScheduler`."""
 
     role = "prefill"
 
-    def __init__(self, *, exchange: PrefillExchange, source: KVSource, **settings: Any) -> None:
+    def __init__(self, *, source: KVSource, **settings: Any) -> None:
         """`settings`: as of every `EngineSide`."""
         super().__init__(**settings)
-        self.exchange, self.source = exchange, source
+        self.source = source
         self.mapped: dict[str, bool] = {}
         """By decode engine: whether it has mapped the memory between the two."""
         self.refusals: dict[str, str] = {}
@@ -80,8 +80,8 @@ class PrefillSide(EngineSide[KVSender]):
                 self.source.release(origin, number)
             case Preallocated(room, start) if room in self.rooms:
                 occupied = self.rooms[room]
-                if occupied.transfer.preallocated(start) and self.exchange.may_run(occupied.req.rid) is not None:
-                    self.core.scheduler.waiting_queue.append(occupied.req)
+                if occupied.transfer.preallocated(start):
+                    self.core.scheduler.bootstrapped(occupied.req.rid)
             case Received(room) if room in self.rooms:
                 occupied = self.rooms[room]
                 if occupied.transfer.received():
@@ -98,20 +98,7 @@ class PrefillSide(EngineSide[KVSender]):
             if occupied.req.is_finished:
                 self.leave(occupied)
             elif not occupied.transfer.state.is_final and occupied.req.to_finish is None:
-                if self._is_out_of_place(occupied):
-                    self.fail(
-                        occupied, TransferError("this engine had to give up its KV, what was to be sent included")
-                    )
-                else:
-                    self._send_pages(occupied)
-
-    def _is_out_of_place(self, occupied: Occupied[KVSender]) -> bool:
-        """Whether the scheduler has made its books anew, and this request waits as if it were to be answered here."""
-        req, transfer = occupied.req, occupied.transfer
-        if transfer.state is KVPoll.BOOTSTRAPPING:
-            return req.rid not in self.exchange.bootstrap_queue
-        has_token = req.seqlen > transfer.num_tokens
-        return has_token and not transfer.is_told and req.rid not in self.exchange.inflight_queue
+                self._send_pages(occupied)
 
     def _send_pages(self, occupied: Occupied[KVSender]) -> None:
         """The next pages of a request, and behind the last ones its first token."""
@@ -122,7 +109,7 @@ class PrefillSide(EngineSide[KVSender]):
         while pages := transfer.pages_ready(req.kv_committed_len, at_most=at_most):
             if not self.mapped.get(occupied.peer) or not self._send(occupied, pages):
                 return
-        if req.rid in self.exchange.inflight_queue:
+        if req.status is RequestStatus.TRANSFERRING:
             try:
                 self.say(occupied.peer, self._first_token(occupied))
                 transfer.is_told = True

@@ -9,7 +9,9 @@ from typing import Any
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.scheduler import Scheduler
+from m5_chunked_prefill_spec.batch_composer import Work
 from m5_chunked_prefill_spec.scheduler import Scheduler as SchedulerOfPieces
+from m6_multimodal_pd.disaggregation.decode_scheduler import DecodeScheduler
 
 EVERY = 3
 
@@ -52,11 +54,11 @@ class ForcedRetraction(Scheduler):
         self.num_steps_since += 1
         return super().get_next_batch_to_run()
 
-    def update_running_batch(self) -> ScheduleBatch | None:
+    def _update_running_batch(self) -> ScheduleBatch | None:
         if self.num_steps_since >= EVERY and len(self.running_batch.reqs) > 1:
             self.num_steps_since = 0
             self.short.num_denials = 2  # for who looks whether there is room, and for who looks how many must go
-        batch = super().update_running_batch()
+        batch = super()._update_running_batch()
         assert not self.short.num_denials
         return batch
 
@@ -73,14 +75,26 @@ class ForcedRetractionInPieces(SchedulerOfPieces):
         self.num_steps_since = 0
 
     def get_next_batch_to_run(self) -> Any:
+        """m5's, whose composer asks for `ShortWork`."""
         self.num_steps_since += 1
-        return super().get_next_batch_to_run()
+        self.merge_last_batch()
+        self.prompts.check_chunked()
+        return self.composer.compose(ShortWork(self, self.prompts, speculation=self.speculation, cuts=self.cuts))
+
+
+class ForcedRetractionAfterTransfer(DecodeScheduler, ForcedRetractionInPieces):
+    """That of a decode engine, likewise."""
+
+
+class ShortWork(Work):
+    """m5's, which denies that there is room every few steps."""
 
     def update_running_batch(self, max_draft_tokens: int) -> Any:
-        candidates = len(self.running_batch.reqs) + (self.chunked_req is not None)
-        if self.num_steps_since >= EVERY and candidates > 1 and self.running_batch.reqs:
-            self.num_steps_since = 0
-            self.short.num_denials = 2  # for who looks whether there is room, and for who looks how many must go
+        scheduler: Any = self.scheduler
+        reqs = scheduler.running_batch.reqs
+        if scheduler.num_steps_since >= EVERY and reqs and len(reqs) + (scheduler.chunked_req is not None) > 1:
+            scheduler.num_steps_since = 0
+            scheduler.short.num_denials = 2  # for who looks whether there is room, and for who looks how many must go
         batch = super().update_running_batch(max_draft_tokens)
-        assert not self.short.num_denials
+        assert not scheduler.short.num_denials
         return batch

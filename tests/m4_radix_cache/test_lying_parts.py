@@ -127,7 +127,7 @@ def test_a_policy_that_holds_everybody_back_is_no_endless_loop(make_engine: Make
         engine.step()
     engine.add_request(PROMPTS["b"], greedy(NUM_TOKENS), request_id="b")
     outputs = run(engine)
-    assert isinstance(outputs["b"].error, PartError) and "let nobody in, and nobody runs" in str(outputs["b"].error)
+    assert isinstance(outputs["b"].error, PartError) and "admit no request, and none runs" in str(outputs["b"].error)
     assert not runs or outputs["a"].finish_reason == "length"
 
 

@@ -283,8 +283,9 @@ def test_a_scheduler_of_ones_own_decides_what_runs(make_engine: MakeEngine) -> N
     class DecodesFirst(Scheduler):
         """Lets nobody in while anybody runs."""
 
-        def get_new_batch_prefill(self) -> Any:
-            return None if self.running else super().get_new_batch_prefill()
+        def get_next_batch_to_run(self) -> Any:
+            self.batch_is_full = bool(self.running)
+            return super().get_next_batch_to_run()
 
     engine = make_engine({"scheduler": DecodesFirst}, **setting(2))
     recorder = Recorder(engine.tracer)

@@ -14,7 +14,7 @@ from m4_radix_cache.config import SchedulePolicyName
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_policy import Order, SchedulePolicy
-from m5_chunked_prefill_spec.admission import MAX_PASSED_OVER
+from m5_chunked_prefill_spec.batch_composer import MAX_PASSED_OVER
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from tests.m5_chunked_prefill_spec.engines import MakeEngine, Recorder, check_drained, greedy, ids, run, setting
 from tests.testbed.pieces import PiecesBed, make_pieces_bed
@@ -97,7 +97,7 @@ def test_whoever_lost_its_place_goes_before_those_who_were_overtaken() -> None:
     bed = make_pieces_bed(policy_class=NewestFirst, max_num_seqs=2, max_num_batched_tokens=16)
     bed.add(4, max_tokens=200), bed.add(4, max_tokens=2), bed.step()
     old = bed.add(4, max_tokens=2)
-    while bed.scheduler.admission.passed_over.get(old, 0) < MAX_PASSED_OVER:
+    while bed.scheduler.prompts.passed_over.get(old, 0) < MAX_PASSED_OVER:
         bed.add(4, max_tokens=2), bed.step(), bed.step()
     while len(bed.running()) < 2:
         bed.add(4, max_tokens=2), bed.step()
@@ -117,11 +117,11 @@ def test_whoever_does_not_wait_any_more_is_not_counted_any_more() -> None:
     bed.add(4, max_tokens=2), bed.add(4, max_tokens=2), bed.add(4, max_tokens=2)
     while not bed.pieces_of("r3"):
         bed.step()
-    assert bed.scheduler.admission.passed_over == {"r1": 1, "r2": 1}
+    assert bed.scheduler.prompts.passed_over == {"r1": 1, "r2": 1}
     bed.abort("r1"), bed.step()
-    assert bed.scheduler.admission.passed_over == {"r2": 1}
+    assert bed.scheduler.prompts.passed_over == {"r2": 1}
     bed.drain()
-    assert bed.scheduler.admission.passed_over == {}
+    assert bed.scheduler.prompts.passed_over == {}
 
 
 # --- when nobody is asked ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import SchedulePolicyName
-from m5_chunked_prefill_spec import admission
+from m5_chunked_prefill_spec import batch_composer
 from tests.support.amounts import examples
 from tests.testbed.pieces import Guesses, PiecesBed, make_pieces_bed
 from tests.testbed.radix_runner import answer_of
@@ -270,7 +270,7 @@ def test_nobody_waits_or_stands_in_pieces_longer_than_the_bound(policy: str) -> 
         bed.abort(*bed.requests)
         bed.drain()
 
-    with mock.patch.object(admission, "MAX_PASSED_OVER", PATIENCE):
+    with mock.patch.object(batch_composer, "MAX_PASSED_OVER", PATIENCE):
         holds()
     assert seen["waits"] > 20 and (seen["overtaken"] > 5 or policy == "fcfs"), seen
 

@@ -165,10 +165,10 @@ class Group:
         sides = self.sides(rid)
         if "prefill" in sides:
             engine, req = sides["prefill"]
-            scheduler, exchange = engine.core.scheduler, engine.core.scheduler.exchange
-            if req.rid in exchange.bootstrap_queue:
+            scheduler = engine.core.scheduler
+            if req.rid in scheduler.bootstrap_queue:
                 found.add("bootstrap queue")
-            elif req.rid in exchange.inflight_queue:
+            elif req.rid in scheduler.inflight_queue:
                 found.add("inflight")
             elif req is scheduler.chunked_req:
                 found.add("in pieces")
@@ -176,13 +176,13 @@ class Group:
                 found.add("waiting on prefill")
         if "decode" in sides:
             engine, req = sides["decode"]
-            exchange = engine.core.scheduler.exchange
+            scheduler = engine.core.scheduler
             for name in ("prealloc_queue", "transfer_queue", "arrivals"):
-                if req.rid in getattr(exchange, name):
+                if req.rid in getattr(scheduler, name):
                     found.add(name.replace("_", " "))
-            if req in engine.core.scheduler.waiting_queue:
+            if req in scheduler.waiting_queue:
                 found.add("waiting again")
-            elif not exchange.holds(req) and not req.is_finished:
+            elif req in scheduler.running:
                 found.add("running")
         return found or {"at the router"}
 
@@ -247,9 +247,6 @@ class Group:
             engine.core.scheduler.check_invariants()
             if isinstance(engine.transport, StagedSource):
                 engine.transport.check_invariants()
-            exchange = engine.core.scheduler.exchange
-            rids = [req.rid for req in exchange.held()]
-            assert len(rids) == len(set(rids)), "somebody stands in two queues"
             assert {o.req.rid for o in engine.side.rooms.values()} == set(engine.core.scheduler.requests)
         router = self.router
         in_rooms = [attempt.req.rid for attempt in router.attempts.values()]
@@ -265,14 +262,14 @@ class Group:
         assert not any(member.rooms for member in router.members.values())
         for name, engine in self.engines.items():
             scheduler, side = engine.core.scheduler, engine.side
-            pools, exchange = scheduler.pools, scheduler.exchange
+            pools = scheduler.pools
             allocator, tree, rows = pools.token_to_kv_pool_allocator, pools.tree_cache, pools.req_to_token_pool
             assert not scheduler.requests and not scheduler.marked and not side.rooms, name
-            assert not list(exchange.held()), name
+            assert not scheduler.elsewhere, name
             assert rows.available_size() == rows.size and not tree.protected_size(), name
             assert allocator.available_size() + tree.evictable_size() == allocator.size, name
             if engine.role == "decode":
-                assert not exchange.first_tokens and not exchange.expected, name
+                assert not scheduler.first_tokens and not scheduler.arrivals, name
                 assert not side.of_prompts and not side.num_told, name  # type: ignore[attr-defined]
             for target in frames_of(engine):
                 assert engine.transport.num_free_frames(target) == engine.transport.num_frames, (name, target)

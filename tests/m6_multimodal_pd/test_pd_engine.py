@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from m6_multimodal_pd import LLMEngine, RequestOutput, SamplingParams
+from m5_chunked_prefill_spec.scheduler import Scheduler
+from m6_multimodal_pd import ConfigError, LLMEngine, RequestOutput, SamplingParams
 from m6_multimodal_pd.disaggregation.messages import Chunk, Decode, Preallocated, Prefill
-from tests.equivalence.forced_retraction import ForcedRetractionInPieces
+from tests.equivalence.forced_retraction import ForcedRetractionAfterTransfer
 from tests.m6_multimodal_pd.engines import Guessing, greedy
 from tests.m6_multimodal_pd.pd_engines import (
     Asked,
@@ -196,7 +197,7 @@ def test_who_loses_its_place_on_the_decode_side_is_computed_there_again(
     seeing_directory: Path, monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:
     """Nothing is kept back for answers, so they outgrow the memory together."""
-    monkeypatch.setattr("m6_multimodal_pd.disaggregation.decode_exchange.NUM_RESERVED_TOKENS", 0)
+    monkeypatch.setattr("m6_multimodal_pd.disaggregation.decode_scheduler.NUM_RESERVED_TOKENS", 0)
     asked: Asked = {
         "a": (asking("a", 1), greedy(40, logprobs=1), {}),
         "b": (asking("b", 2), greedy(40, temperature=0.9, seed=2), {}),
@@ -219,15 +220,22 @@ def test_answers_survive_retraction_every_three_steps(
     stops: dict[str, tuple[Any, SamplingParams]],
     shape: tuple[int, int],
     cache: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parts = {"scheduler": ForcedRetractionInPieces}
-    with Group(seeing_directory, *shape, parts=parts, **setting(8, 16, cache=cache)) as group:
+    monkeypatch.setattr("m6_multimodal_pd.disaggregation.engine.DecodeScheduler", ForcedRetractionAfterTransfer)
+    with Group(seeing_directory, *shape, **setting(8, 16, cache=cache)) as group:
         check_alike(group.run(crowd(stops)), wanted)
         decodes = [engine.core for engine in group.of_role("decode")]
         assert sum(core.stats().num_retractions for core in decodes) > 5
         was_seen_again = any(core.stats().num_encoder_runs for core in decodes)
         assert was_seen_again == (cache == "chunk"), "only what is not cached must be seen again"
         group.check_flushed()
+
+
+def test_a_scheduler_of_ones_own_is_refused(seeing_directory: Path) -> None:
+    """Its engines have schedulers of their roles."""
+    with pytest.raises(ConfigError, match="'scheduler' has no effect in a group"):
+        Group(seeing_directory, parts={"scheduler": type("Mine", (Scheduler,), {})})
 
 
 # --- caches -----------------------------------------------------------------------------------------------------------

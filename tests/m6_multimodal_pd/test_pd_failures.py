@@ -113,15 +113,15 @@ def test_an_abort_at_any_step_ends_its_request_once_and_disturbs_nobody(
 def watch_arrivals(group: Group, seen: set[str]) -> None:
     """Note whether a request is aborted after all has come and before its first step, which is between two steps."""
     for engine in group.of_role("decode"):
-        exchange: Any = engine.core.scheduler.exchange
-        arrived = exchange.arrived
+        scheduler: Any = engine.core.scheduler
+        get_next = scheduler.get_next_batch_to_run
 
-        def noted(exchange: Any = exchange, arrived: Any = arrived) -> Any:
-            if any(req.to_finish is not None for req in exchange.arrivals.values()):
+        def noted(scheduler: Any = scheduler, get_next: Any = get_next) -> Any:
+            if any(req.to_finish is not None for req in scheduler.arrivals.values()):
                 seen.add("arrivals, aborted")
-            return arrived()
+            return get_next()
 
-        exchange.arrived = noted
+        scheduler.get_next_batch_to_run = noted
 
 
 @pytest.mark.exhaustive
@@ -382,9 +382,9 @@ def test_who_has_no_room_on_the_decode_side_waits_and_is_not_computed(
         most = 0
         while group.engine.has_unfinished_requests():
             group.step()
-            prealloc = decode.core.scheduler.exchange.prealloc_queue
+            prealloc = decode.core.scheduler.prealloc_queue
             most = max(most, len(prealloc))
-            assert len(prefill.core.scheduler.exchange.bootstrap_queue) >= len(prealloc) - 1
+            assert len(prefill.core.scheduler.bootstrap_queue) >= len(prealloc) - 1
         assert most >= 3
         group.run()
         check_alike(group.last, wanted)

@@ -1,24 +1,29 @@
-"""Whose requests an engine of a group knows and does not run: room is taken for them and given back, on real pools.
+"""The queues of prefill and decode schedulers: room is taken for requests and given back, on real pools."""
 
-The scheduler is the little that an exchange asks of one; who runs is for the test to say.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, RequestStatus
+from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import KVCapacityError
+from m3_paged_attention.preemption import FewestOutputsFirst
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import NO_SLOTS, Req
 from m4_radix_cache.schedule_batch import Pools
-from m6_multimodal_pd.disaggregation.decode_exchange import NUM_RESERVED_TOKENS, DecodeExchange
-from m6_multimodal_pd.disaggregation.first_token import HANDED_ON
-from m6_multimodal_pd.disaggregation.prebuilt import FirstToken
-from m6_multimodal_pd.disaggregation.prefill_exchange import PrefillExchange
+from m4_radix_cache.schedule_policy import SchedulePolicy
+from m5_chunked_prefill_spec.batch_composer import DecodeFirst
+from m5_chunked_prefill_spec.config import SchedulerConfig
+from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
+from m6_multimodal_pd.disaggregation.decode_scheduler import NUM_RESERVED_TOKENS, DecodeScheduler
+from m6_multimodal_pd.disaggregation.first_token import HANDED_ON, TAKEN_OVER
+from m6_multimodal_pd.disaggregation.prebuilt import FirstToken, PrebuiltBatch
+from m6_multimodal_pd.disaggregation.prefill_scheduler import PrefillScheduler
 from tests.m4_radix_cache.caches import find, hit, make_cache
 from tests.m4_radix_cache.reqs import fill, make_req
 from tests.support.engines import Recorder
@@ -26,33 +31,27 @@ from tests.support.engines import Recorder
 PAGE_SIZE = 4
 
 
-class Scheduler:
-    """What an exchange asks of a scheduler."""
-
-    def __init__(self) -> None:
-        self.others: list[Req] = []
-        """Who runs, besides those whose KV is coming."""
-        self.exchange: Any = None
-        self.waiting_queue: list[Req] = []
-        self.finished: dict[str, BaseFinishReason] = {}
-
-    @property
-    def running(self) -> list[Req]:
-        coming = [*self.exchange.transfer_queue.values(), *self.exchange.arrivals.values()]
-        return [*self.others, *coming]
-
-    def finish_requests(self, request_ids: Iterable[str], reason: BaseFinishReason) -> list[str]:
-        for rid in request_ids:
-            self.exchange.prealloc_queue[rid].to_finish = reason
-            self.finished[rid] = reason
-        return list(request_ids)
-
-    def sampling_info_of(self, reqs: list[Req]) -> Any:
-        return tuple(req.rid for req in reqs)
+def made(scheduler_class: Any, cache: BasePrefixCache, tracer: Tracer) -> Any:
+    """A scheduler over the pools of a cache."""
+    rows = cache.req_to_token_pool
+    return scheduler_class(
+        scheduler_config=SchedulerConfig(max_num_seqs=rows.size).resolved(10_000),
+        pools=Pools(rows, cache.token_to_kv_pool_allocator, cache),
+        policy=SchedulePolicy("fcfs", tree_cache=cache, seed=0, tracer=tracer),
+        prefill_adder=PrefillAdder,
+        composer=DecodeFirst(),
+        speculation=None,
+        chunk_alignment=1,
+        preemption=FewestOutputsFirst(),
+        stop_checker=StopChecker(eos_token_ids=set(), max_model_len=10_000),
+        vocab_size=20_000,
+        device=torch.device("cpu"),
+        tracer=tracer,
+    )
 
 
 class Bed:
-    """An exchange of a decode engine over small pools."""
+    """The scheduler of a decode engine over small pools."""
 
     def __init__(
         self, num_pages: int = 16, *, page_size: int = PAGE_SIZE, num_rows: int = 4, kind: str = "radix"
@@ -61,10 +60,7 @@ class Bed:
         self.rows, self.allocator = self.cache.req_to_token_pool, self.cache.token_to_kv_pool_allocator
         tracer = Tracer()
         self.recorder = Recorder(tracer)
-        self.exchange = DecodeExchange(Pools(self.rows, self.allocator, self.cache), tracer)
-        self.scheduler = Scheduler()
-        self.scheduler.exchange = self.exchange
-        self.exchange.scheduler = self.scheduler  # type: ignore[assignment]
+        self.scheduler: DecodeScheduler = made(DecodeScheduler, self.cache, tracer)
         self._number = 0
 
     def expect(self, tokens: int | Sequence[int], **settings: Any) -> Req:
@@ -73,26 +69,24 @@ class Bed:
         first = self._number * 1000
         prompt = list(range(first, first + tokens)) if isinstance(tokens, int) else tokens
         req = make_req(self._number, prompt, **settings)
-        self.exchange.expected.add(req.rid)
-        assert self.exchange.takes_in(req)
+        self.scheduler.add_request(req)
         return req
 
     def runs(self, **settings: Any) -> Req:
-        """Somebody else who runs here, and takes no memory."""
-        self._number += 1
-        req = make_req(self._number, [1], **settings)
+        """Another request, which has a row and no KV."""
+        req = self.expect([1], **settings)
+        (req.req_pool_idx,) = self.rows.alloc(1) or ()
         req.status = RequestStatus.RUNNING
-        self.scheduler.others.append(req)
+        del self.scheduler.prealloc_queue[req.rid]
         return req
 
     def preallocate(self) -> list[str]:
-        return [req.rid for req in self.exchange.preallocate()]
+        return [req.rid for req in self.scheduler.preallocate()]
 
     def end(self, req: Req) -> None:
-        """As a scheduler ends it."""
-        self.exchange.let_go(req)
-        if req.req_pool_idx is not None:
-            self.cache.cache_finished_req(req, is_insert=False)
+        """End a request with an error: its KV is not shared."""
+        self.scheduler.finish_requests([req.rid], FinishError(ValueError()))
+        self.scheduler.update_from_output(None, None)
 
     def state(self, *reqs: Req) -> Any:
         """All that may change when room is taken."""
@@ -102,9 +96,8 @@ class Bed:
             self.cache.protected_size(),
             self.rows.available_size(),
         )
-        queues = [
-            list(own) for own in (self.exchange.prealloc_queue, self.exchange.transfer_queue, self.exchange.arrivals)
-        ]
+        scheduler = self.scheduler
+        queues = [list(own) for own in (scheduler.prealloc_queue, scheduler.transfer_queue, scheduler.arrivals)]
         return memory, queues, [(req.req_pool_idx, req.last_node, req.status, req.kv_committed_len) for req in reqs]
 
     def row(self, req: Req) -> list[int]:
@@ -125,12 +118,12 @@ def test_room_for_a_prompt_is_its_pages_and_a_row(kind: str, num_tokens: int, nu
     assert bed.rows.available_size() == 3
     row = bed.row(req)
     assert len(row) == num_tokens == len(set(row))
-    pages = bed.exchange.pages(req).tolist()
+    pages = bed.scheduler.pages(req).tolist()
     assert len(pages) == num_pages == len(set(pages))
     assert row == [pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(num_tokens)], "in their order"
     assert (req.kv_committed_len, req.extend_input_len, req.cached_tokens) == (0, num_tokens, 0)
-    assert req.status is RequestStatus.RUNNING and bed.exchange.transfer_queue == {req.rid: req}
-    assert not bed.exchange.prealloc_queue and bed.preallocate() == [], "once"
+    assert req.status is RequestStatus.TRANSFERRING and bed.scheduler.transfer_queue == {req.rid: req}
+    assert not bed.scheduler.prealloc_queue and bed.preallocate() == [], "once"
     bed.end(req)
     assert bed.state() == Bed(kind=kind).state()
 
@@ -139,7 +132,7 @@ def test_room_for_a_request_that_has_said_something_is_for_that_too() -> None:
     bed = Bed()
     req = bed.expect(6, outputs=(7, 8, 9))
     assert bed.preallocate() == [req.rid]
-    assert len(bed.row(req)) == 9 and len(bed.exchange.pages(req)) == 3
+    assert len(bed.row(req)) == 9 and len(bed.scheduler.pages(req)) == 3
 
 
 @pytest.mark.parametrize(("cached", "num_tokens"), [(4, 10), (8, 10), (8, 12), (12, 12), (8, 9)])
@@ -153,7 +146,7 @@ def test_what_is_cached_is_locked_and_not_sent(cached: int, num_tokens: int) -> 
     missing = -(-num_tokens // PAGE_SIZE) - cached // PAGE_SIZE
     assert available - bed.allocator.available_size() == missing * PAGE_SIZE
     assert bed.row(req)[:cached] == known and len(bed.row(req)) == num_tokens
-    assert not set(bed.exchange.pages(req)[cached // PAGE_SIZE :]) & {slot // PAGE_SIZE for slot in known}
+    assert not set(bed.scheduler.pages(req)[cached // PAGE_SIZE :]) & {slot // PAGE_SIZE for slot in known}
     assert (req.kv_committed_len, req.cache_protected_len, req.cached_tokens) == (cached, cached, cached)
     assert bed.cache.protected_size() == cached and bed.cache.evictable_size() == 0
     bed.cache.evict(1000)
@@ -203,7 +196,7 @@ def test_without_room_nothing_changes(cached: int) -> None:
     for _ in range(3):
         assert bed.preallocate() == []
     assert bed.state(req) == before and req.prefix_indices is NO_SLOTS
-    assert bed.exchange.prealloc_queue == {req.rid: req} and not bed.scheduler.finished
+    assert bed.scheduler.prealloc_queue == {req.rid: req} and req.to_finish is None
     bed.end(other)
     assert bed.preallocate() == [req.rid], "when there is room"
 
@@ -223,7 +216,7 @@ def test_the_oldest_goes_first_and_nobody_overtakes_it() -> None:
     bed.runs(max_tokens=1)
     large, small = bed.expect(64, max_tokens=4), bed.expect(1, max_tokens=1)
     assert bed.preallocate() == []
-    assert list(bed.exchange.prealloc_queue) == [large.rid, small.rid]
+    assert list(bed.scheduler.prealloc_queue) == [large.rid, small.rid]
     large.to_finish = FinishAbort()
     assert bed.preallocate() == [small.rid], "whoever is to end is passed by"
 
@@ -281,7 +274,7 @@ def test_alone_a_request_is_let_in_if_its_next_token_has_room(num_tokens: int, m
     """Then as in an engine that does all of it: the answer may end in the last page."""
     bed = Bed(num_pages=4)
     req = bed.expect(num_tokens, max_tokens=max_tokens)
-    assert bed.preallocate() == [req.rid] and not bed.scheduler.finished
+    assert bed.preallocate() == [req.rid] and req.to_finish is None
 
 
 @pytest.mark.parametrize(
@@ -295,7 +288,7 @@ def test_alone_a_request_that_has_outgrown_the_memory_ends(
     req = bed.expect(num_tokens, max_tokens=max_tokens, outputs=outputs)
     before = bed.state(req)
     assert bed.preallocate() == [] and bed.state(req) == before
-    reason = bed.scheduler.finished[req.rid]
+    reason = req.to_finish
     assert isinstance(reason, FinishError) and isinstance(reason.error, KVCapacityError)
     assert f"{req.seqlen} tokens" in str(reason.error) and "room for 16" in str(reason.error)
     bed.end(req)
@@ -314,7 +307,7 @@ def test_a_request_that_is_too_large_beside_others_waits(who: str) -> None:
         bed.expect(1)
         bed.preallocate()
     req = bed.expect(16, max_tokens=9)
-    assert bed.preallocate() == [] and not bed.scheduler.finished and req.to_finish is None
+    assert bed.preallocate() == [] and req.to_finish is None
 
 
 @given(
@@ -333,7 +326,7 @@ def test_whatever_intake_lets_in_gets_room_when_it_is_alone(
     if max_tokens < 1:
         return
     req = bed.expect(num_tokens, max_tokens=max_tokens)
-    assert bed.preallocate() == [req.rid] and not bed.scheduler.finished
+    assert bed.preallocate() == [req.rid] and req.to_finish is None
 
 
 @given(
@@ -352,77 +345,72 @@ def test_memory_is_held_by_those_in_the_queues_and_by_nobody_else(
         match what:
             case "take":
                 bed.preallocate()
-            case "end" if bed.exchange.holds(req):
+            case "end" if req.rid in bed.scheduler.requests:
                 bed.end(req)
-            case "complete" if req.rid in bed.exchange.transfer_queue:
-                bed.exchange.complete(req.rid, FirstToken(1, None))
-        held = [own for own in bed.exchange.held() if own.req_pool_idx is not None]
-        pages = [page for own in held for page in bed.exchange.pages(own).tolist()]
+            case "complete" if req.rid in bed.scheduler.transfer_queue:
+                bed.scheduler.complete(req.rid, FirstToken(1, None))
+        bed.scheduler.check_invariants()
+        held = [own for own in bed.scheduler.requests.values() if own.req_pool_idx is not None]
+        pages = [page for own in held for page in bed.scheduler.pages(own).tolist()]
         assert len(pages) == len(set(pages)), "no page is of two"
         assert bed.allocator.available_size() == 48 - len(pages) * page_size
-        assert set(bed.exchange.first_tokens) == set(bed.exchange.arrivals)
+        assert set(bed.scheduler.first_tokens) == set(bed.scheduler.arrivals)
     for req in reqs:
         bed.end(req)
-    assert bed.state() == whole and not list(bed.exchange.held())
+    assert bed.state() == whole and not bed.scheduler.elsewhere
 
 
 # --- from queue to queue ----------------------------------------------------------------------------------------------
 
 
-def test_only_those_are_taken_in_whose_kv_is_made_elsewhere() -> None:
-    bed = Bed()
-    own = make_req(9, [1, 2])
-    assert not bed.exchange.takes_in(own) and not bed.exchange.holds(own)
-    req = bed.expect(3)
-    assert bed.exchange.holds(req) and not bed.exchange.expected
-    bed.end(req)
-    assert not bed.exchange.takes_in(req), "it was expected once"
-    assert not bed.exchange.keeps(req)
-
-
 def test_a_request_is_in_one_queue_at_a_time_until_it_joins_a_batch() -> None:
     bed = Bed()
-    exchange = bed.exchange
+    scheduler, transferring = bed.scheduler, RequestStatus.TRANSFERRING
     req, late = bed.expect(10), bed.expect(6)
-    assert exchange.held() == [req, late] and exchange.arrived() is None
+    assert scheduler.elsewhere == [req, late] and scheduler.schedule() is None and not scheduler.running
     bed.preallocate()
-    assert exchange.held() == [req, late] and exchange.holds(req) and exchange.arrived() is None
-    exchange.complete(req.rid, FirstToken(77, None))
-    assert list(exchange.transfer_queue) == [late.rid] and list(exchange.arrivals) == [req.rid]
-    assert exchange.first_tokens == {req.rid: FirstToken(77, None)} and exchange.holds(req)
-    batch = exchange.arrived()
-    assert batch is not None and batch.reqs == [req] and batch.forward_mode is ForwardMode.PREBUILT
+    assert scheduler.elsewhere == [req, late] and scheduler.schedule() is None and not scheduler.running
+    assert req.status is late.status is transferring and not scheduler.waiting
+    scheduler.complete(req.rid, FirstToken(77, None))
+    assert list(scheduler.transfer_queue) == [late.rid] and list(scheduler.arrivals) == [req.rid]
+    assert scheduler.first_tokens == {req.rid: FirstToken(77, None)} and req.status is transferring
+    batch = scheduler.schedule()
+    assert isinstance(batch, PrebuiltBatch) and batch.reqs == [req] and batch.forward_mode is ForwardMode.PREBUILT
     assert batch.seq_lens.tolist() == [10] and batch.req_pool_indices.tolist() == [req.req_pool_idx]
-    assert batch.sampling_info == (req.rid,)
-    assert not exchange.holds(req) and exchange.held() == [late] and exchange.arrived() is None
-    assert req.rid in exchange.first_tokens, "for the step that is to come"
-    exchange.let_go(req)
-    assert not exchange.first_tokens
+    assert batch.sampling_info is not None and len(batch.sampling_info) == 1
+    assert scheduler.elsewhere == [late] and scheduler.running == [req] and not scheduler.arrivals
+    assert req.rid in scheduler.first_tokens, "for the step that is to come"
+    scheduler.update_from_output(batch, None)
+    bed.end(req)
+    assert not scheduler.first_tokens
 
 
-def test_whoever_is_to_end_does_not_join() -> None:
+def test_a_request_that_ends_does_not_join() -> None:
     bed = Bed()
     first, second = bed.expect(3), bed.expect(3)
     bed.preallocate()
     for req in (first, second):
-        bed.exchange.complete(req.rid, FirstToken(1, None))
-    first.to_finish = FinishAbort()
-    batch = bed.exchange.arrived()
-    assert batch is not None and batch.reqs == [second] and bed.exchange.held() == [first]
-    assert bed.exchange.arrived() is None
+        bed.scheduler.complete(req.rid, FirstToken(1, None))
+    bed.scheduler.finish_requests([first.rid], FinishAbort())
+    batch = bed.scheduler.schedule()
+    assert batch is not None and batch.reqs == [second] and list(bed.scheduler.arrivals) == [first.rid]
 
 
+@pytest.mark.parametrize("way", ["end", "reset"])
 @pytest.mark.parametrize("queue", ["prealloc", "transfer", "arrivals"])
-def test_a_request_is_let_go_from_any_queue(queue: str) -> None:
+def test_a_request_leaves_any_queue(queue: str, way: str) -> None:
     bed = Bed()
-    req = bed.expect(5)
+    whole, req = bed.state(), bed.expect(5)
     if queue != "prealloc":
         bed.preallocate()
     if queue == "arrivals":
-        bed.exchange.complete(req.rid, FirstToken(1, None))
-    bed.exchange.let_go(req)
-    assert not bed.exchange.holds(req) and not bed.exchange.held() and not bed.exchange.first_tokens
-    bed.exchange.let_go(req)
+        bed.scheduler.complete(req.rid, FirstToken(1, None))
+    if way == "end":
+        bed.end(req)
+    else:
+        bed.scheduler.reset(FinishAbort())
+    assert bed.state() == whole and not bed.scheduler.first_tokens and req.is_finished
+    bed.scheduler.check_invariants()
 
 
 def test_pages_of_cached_and_new_tokens_are_in_one_order() -> None:
@@ -431,7 +419,7 @@ def test_pages_of_cached_and_new_tokens_are_in_one_order() -> None:
     fill(bed.cache, prompt[:4])
     req = bed.expect(prompt)
     bed.preallocate()
-    pages = bed.exchange.pages(req)
+    pages = bed.scheduler.pages(req)
     assert (pages * PAGE_SIZE).tolist() == bed.row(req)[::PAGE_SIZE]
     assert pages[0] * PAGE_SIZE == find(bed.cache, prompt[:4]).device_indices[0]
 
@@ -439,53 +427,69 @@ def test_pages_of_cached_and_new_tokens_are_in_one_order() -> None:
 # --- the prefill side -------------------------------------------------------------------------------------------------
 
 
-def test_everybody_waits_for_room_elsewhere_first() -> None:
-    exchange = PrefillExchange()
+@pytest.fixture
+def prefill() -> PrefillScheduler:
+    """The scheduler of a prefill engine."""
+    scheduler: PrefillScheduler = made(PrefillScheduler, make_cache(page_size=4, num_pages=16), Tracer())
+    return scheduler
+
+
+def mark_and_update(scheduler: PrefillScheduler, req: Req, reason: BaseFinishReason) -> None:
+    scheduler.finish_requests([req.rid], reason)
+    scheduler.update_from_output(None, None)
+    scheduler.check_invariants()
+
+
+def test_all_requests_wait_for_room_elsewhere_first(prefill: PrefillScheduler) -> None:
     req, other = make_req(1, [1]), make_req(2, [2])
-    assert exchange.takes_in(req) and exchange.takes_in(other)
-    assert exchange.held() == [req, other] and exchange.holds(req)
-    assert exchange.may_run("r1") is req
-    assert exchange.may_run("r1") is None and exchange.may_run("unknown") is None
-    assert not exchange.holds(req) and exchange.held() == [other]
-    assert exchange.arrived() is None
+    prefill.add_request(req), prefill.add_request(other)
+    assert prefill.elsewhere == [req, other] and not prefill.waiting and prefill.schedule() is None
+    prefill.check_invariants()
+    prefill.bootstrapped("r1")
+    assert prefill.elsewhere == [other] and prefill.waiting == [req]
+    prefill.check_invariants()
+    batch = prefill.schedule()
+    assert batch is not None and batch.reqs == [req]
 
 
-def test_whoever_has_its_first_token_is_kept_once() -> None:
-    exchange = PrefillExchange()
+def test_a_request_with_its_first_token_stays_until_it_is_taken_over(prefill: PrefillScheduler) -> None:
     req = make_req(1, [1])
-    req.to_finish = HANDED_ON
-    assert exchange.keeps(req) and req.to_finish is None
-    assert exchange.holds(req) and exchange.held() == [req]
-    req.to_finish = HANDED_ON  # the other side has everything
-    assert not exchange.keeps(req) and req.to_finish is HANDED_ON, "so it ends"
-    exchange.let_go(req)
-    assert not exchange.holds(req) and not exchange.held()
+    prefill.add_request(req), prefill.bootstrapped("r1")
+    batch = prefill.schedule()
+    prefill.finish_requests(["r1"], HANDED_ON)
+    prefill.update_from_output(batch, None)
+    assert req.to_finish is None and req.status is RequestStatus.TRANSFERRING and prefill.elsewhere == [req]
+    assert not prefill.running and not prefill.waiting and prefill.schedule() is None and req.req_pool_idx is not None
+    mark_and_update(prefill, req, TAKEN_OVER)
+    assert req.is_finished and not prefill.elsewhere and not prefill.requests
 
 
-@pytest.mark.parametrize("reason", [None, FinishAbort(), FinishError(ValueError())], ids=["none", "abort", "error"])
-def test_nobody_else_is_kept(reason: BaseFinishReason | None) -> None:
-    """Whoever is aborted in the step of its first token ends."""
-    exchange = PrefillExchange()
+@pytest.mark.parametrize("reason", [FinishAbort(), FinishError(ValueError())], ids=["abort", "error"])
+@pytest.mark.parametrize("queue", ["bootstrap", "running", "inflight"])
+def test_an_abort_or_an_error_ends_a_request_in_any_queue(
+    prefill: PrefillScheduler, queue: str, reason: BaseFinishReason
+) -> None:
     req = make_req(1, [1])
-    req.to_finish = reason
-    assert not exchange.keeps(req) and req.to_finish is reason and not exchange.holds(req)
+    prefill.add_request(req)
+    if queue != "bootstrap":
+        prefill.bootstrapped("r1")
+        batch = prefill.schedule()
+    if queue == "inflight":
+        prefill.finish_requests(["r1"], HANDED_ON)
+        prefill.update_from_output(batch, None)
+    mark_and_update(prefill, req, reason)
+    assert req.finish_reason is reason and not prefill.elsewhere and not prefill.requests
+    assert not prefill.pools.req_to_token_pool.num_used
 
 
-def test_a_request_on_its_way_ends_by_an_abort() -> None:
-    exchange = PrefillExchange()
-    req = make_req(1, [1])
-    req.to_finish = HANDED_ON
-    exchange.keeps(req)
-    req.to_finish = FinishAbort()
-    assert not exchange.keeps(req)
-    exchange.let_go(req)
-    assert not exchange.holds(req)
-
-
-def test_a_request_that_waits_for_room_is_let_go() -> None:
-    exchange = PrefillExchange()
-    req = make_req(1, [1])
-    exchange.takes_in(req)
-    exchange.let_go(req)
-    assert not exchange.held() and exchange.may_run("r1") is None
-    exchange.let_go(req)
+def test_a_reset_empties_both_queues(prefill: PrefillScheduler) -> None:
+    reqs = [make_req(number, [number]) for number in (1, 2, 3)]
+    for req in reqs:
+        prefill.add_request(req)
+    prefill.bootstrapped("r1"), prefill.bootstrapped("r2")
+    batch = prefill.schedule()
+    prefill.finish_requests(["r1"], HANDED_ON)
+    prefill.update_from_output(batch, None)
+    prefill.reset(FinishAbort())
+    assert not prefill.elsewhere and all(req.is_finished for req in reqs)
+    prefill.check_invariants()

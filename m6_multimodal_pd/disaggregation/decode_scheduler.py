@@ -1,0 +1,177 @@
+"""Scheduler of a decode engine: a request takes room for its prompt, waits for the KV, and joins the running batch.
+
+    prealloc_queue  --room here-->  transfer_queue  --KV here-->  arrivals  --prebuilt batch-->  runs
+
+A request takes room for its whole prompt, less what the cache has, before any KV is sent; and only if the running
+requests keep enough for some more tokens, since a request that arrives and is retracted at once was sent in vain. From
+its prebuilt batch on (`prebuilt.py`) it runs as in m5: after a retraction its prompt is computed here. New in this
+milestone. SGLang: `DecodePreallocQueue`, `DecodeTransferQueue` in `disaggregation/decode.py`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
+from m4_radix_cache.events import Matched
+from m4_radix_cache.invariants import check_scheduler
+from m4_radix_cache.mem_cache.base_prefix_cache import MatchResult
+from m4_radix_cache.request import Req
+from m4_radix_cache.retraction import outgrown
+from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+from m5_chunked_prefill_spec.scheduler import Scheduler
+from m6_multimodal_pd.disaggregation.prebuilt import FirstToken, PrebuiltBatch
+
+NUM_RESERVED_TOKENS = 512
+"""Tokens of memory that a running or arriving request keeps for its answer, at most; fewer if its answer is shorter."""
+
+
+class DecodeScheduler(Scheduler):
+    """m5's scheduler with queues before the running batch (`add_request`), whose requests join it in a prebuilt batch
+    (`get_next_batch_to_run`).
+
+    `_finish`, `_is_stuck`, `reset` and `check_invariants` know the requests in these queues.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """`settings`: as m5's."""
+        super().__init__(**settings)
+        self.by_priority = settings["scheduler_config"].schedule_policy == "priority"
+        self.prealloc_queue: dict[str, Req] = {}
+        """By request id: without a row, oldest first."""
+        self.transfer_queue: dict[str, Req] = {}
+        """By request id: with a row, and KV on its way."""
+        self.arrivals: dict[str, Req] = {}
+        """By request id: all KV is here; the next step is theirs."""
+        self.first_tokens: dict[str, FirstToken] = {}
+        """By request id: the token that came with the KV."""
+
+    @property
+    def elsewhere(self) -> list[Req]:
+        """The requests that wait for room, or for a prefill engine."""
+        return [*self.prealloc_queue.values(), *self.transfer_queue.values()]
+
+    def add_request(self, request: Req) -> None:
+        """Queue a request until there is room for its prompt."""
+        super().add_request(request)
+        self.prealloc_queue[request.rid] = self.waiting_queue.pop()
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """Return the requests whose KV has arrived, as a prebuilt batch; if there are none, m5's batch."""
+        coming = [req for req in self.arrivals.values() if req.to_finish is None]
+        if not coming:
+            return super().get_next_batch_to_run()
+        self.merge_last_batch()
+        for req in coming:
+            del self.arrivals[req.rid]
+            req.status = RequestStatus.RUNNING
+        return PrebuiltBatch(coming, self.pools, self.sampling_info_of(coming))
+
+    def _finish(self, req: Req) -> None:
+        """End a request, in whichever queue it is."""
+        for queue in (self.prealloc_queue, self.transfer_queue, self.arrivals):
+            queue.pop(req.rid, None)
+        self.first_tokens.pop(req.rid, None)
+        super()._finish(req)
+
+    def _is_stuck(self) -> bool:
+        """Return whether every step from now on is empty: no request ends, or waits for room or KV."""
+        return not self.elsewhere and super()._is_stuck()
+
+    def reset(self, reason: BaseFinishReason) -> None:
+        """End all requests with `reason`, outside a step. Afterwards queues and cache are empty, all memory is free."""
+        for queue in (self.prealloc_queue, self.transfer_queue, self.arrivals, self.first_tokens):
+            queue.clear()
+        super().reset(reason)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if queues, batches and memory contradict each other; tests call it after each step."""
+        waiting = [*self.waiting_queue, *self.prealloc_queue.values()]
+        transferring = [*self.transfer_queue.values(), *self.arrivals.values()]
+        check_scheduler(self, waiting, self.with_rows() + transferring)
+
+    # --- the queues ---------------------------------------------------------------------------------------------------
+
+    def preallocate(self) -> list[Req]:
+        """Take room for requests of the preallocation queue, oldest (or most urgent) first, until one does not fit.
+        Return those that have room now."""
+        done = []
+        waiting = list(self.prealloc_queue.values())
+        for req in sorted(waiting, key=lambda req: -req.priority) if self.by_priority else waiting:
+            if req.to_finish is not None:
+                continue
+            if not self._take_room(req):
+                break
+            done.append(req)
+        return done
+
+    def complete(self, rid: str, first: FirstToken) -> None:
+        """Let a request join the next step: all its KV is in its pages."""
+        self.first_tokens[rid] = first
+        self.arrivals[rid] = self.transfer_queue.pop(rid)
+
+    def pages(self, req: Req) -> np.ndarray:
+        """Return the pages of all tokens of a request with a row, int64, in order of position."""
+        assert req.req_pool_idx is not None
+        page_size = self.pools.token_to_kv_pool_allocator.page_size
+        slots: np.ndarray = self.pools.req_to_token_pool.read(req.req_pool_idx, 0, len(req.fill_ids))
+        return slots[::page_size] // page_size
+
+    def _take_room(self, req: Req) -> bool:
+        """Give a request a row, and slots for all its tokens. Return False, and change nothing, if there is no room."""
+        pools = self.pools
+        if not pools.req_to_token_pool.available_size():
+            return False
+        req.fill_ids = req.origin_input_ids + req.output_ids
+        match = pools.tree_cache.match_prefix(req.key, len(req.fill_ids))
+        pools.tree_cache.inc_lock_ref(match.last_device_node)
+        needed = self._room_for(req, len(match.device_indices))
+        if needed is None:
+            pools.tree_cache.dec_lock_ref(match.last_device_node)
+            return False
+        pools.make_room(needed)
+        self._place(req, match)
+        self.tracer.emit(Matched.of, req)
+        req.status = RequestStatus.TRANSFERRING
+        self.transfer_queue[req.rid] = self.prealloc_queue.pop(req.rid)
+        return True
+
+    def _room_for(self, req: Req, num_cached: int) -> int | None:
+        """Return the number of slots for the rest of a prompt; None if they are not free now. End the request if it
+        does not fit although it is alone."""
+        allocator = self.pools.token_to_kv_pool_allocator
+        goes_on = req.max_new_tokens - len(req.output_ids) > 1  # after the token that comes with the KV
+        needed, alone = (
+            allocator.num_pages_for_extend(np.array([num_cached]), np.array([length])) * allocator.page_size
+            for length in (len(req.fill_ids), len(req.fill_ids) + goes_on)
+        )
+        free = allocator.available_size() + self.tree_cache.evictable_size()
+        others = [other for other in self.requests.values() if other.req_pool_idx is not None]
+        is_alone = not others and not self.waiting_queue
+        if (alone if is_alone else needed + _reserved([*others, req])) <= free:
+            return needed
+        if is_alone:
+            self.finish_requests([req.rid], FinishError(outgrown(req, self.pools)))
+        return None
+
+    def _place(self, req: Req, match: MatchResult) -> None:
+        """Give a request a row, with the slots of its cached tokens and new slots for the rest."""
+        pool, cached, num_tokens = self.pools.req_to_token_pool, match.device_indices, len(req.fill_ids)
+        rows = pool.alloc(1)
+        slots = self.pools.token_to_kv_pool_allocator.alloc_extend(
+            np.array([len(cached)]), np.array([num_tokens]), np.array([cached[-1] if len(cached) else -1])
+        )
+        assert rows is not None and slots is not None, "there was room"
+        pool.write(rows[0], 0, cached)
+        pool.write(rows[0], len(cached), slots)
+        req.prefix_indices, req.last_node = cached, match.last_device_node
+        req.cache_protected_len = len(cached)
+        req.req_pool_idx, req.req_to_token_pool = rows[0], pool
+        req.kv_committed_len, req.extend_input_len = len(cached), num_tokens - len(cached)
+        req.cached_tokens = len(cached)
+
+
+def _reserved(reqs: list[Req]) -> int:
+    """Return the number of tokens that these requests keep for their answers."""
+    left = (max(req.max_new_tokens - len(req.output_ids), 0) for req in reqs)
+    return sum(min(tokens, NUM_RESERVED_TOKENS) for tokens in left)
