@@ -32,7 +32,7 @@ class OutputProcessor:
             if sequence.prompt_logprobs is None
             else tuple(row and dict(row) for row in sequence.prompt_logprobs),
             outputs=(self._completion(request),),
-            finished=request.is_finished,
+            finished=reason is not None,
             metrics=make_metrics(request),
             error=reason.error if isinstance(reason, FinishError) else None,
         )
@@ -61,7 +61,7 @@ class OutputProcessor:
         text = detokenizer.text
         if sequence.text_end is not None:
             return text[: sequence.text_end]
-        if request.is_finished:
+        if request.finish_reason is not None:
             return text + detokenizer.tail()
         return text[: len(text) - held_back(text, stops)] if stops else text
 

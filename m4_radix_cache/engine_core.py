@@ -10,7 +10,7 @@ release; `flush_cache` forgets it. `n > 1` stands outside, as in m3. SGLang: `Sc
 from collections.abc import Mapping
 from typing import Any
 
-from m1_single_request.engine_core import EngineCoreBase, StepRecord
+from m1_single_request.engine_core import EngineCoreBase
 from m1_single_request.input_processor import InputProcessor
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
@@ -19,10 +19,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.outputs import ModelRunnerOutput, checked
 from m3_paged_attention.parallel_sampling import RequestFamilies
-from m4_radix_cache.events import Audit
-from m4_radix_cache.invariants import pages_of
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
-from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import ScheduleBatch
 from m4_radix_cache.scheduler import Scheduler
 
@@ -30,7 +27,7 @@ from m4_radix_cache.scheduler import Scheduler
 class EngineCore(EngineCoreBase):
     """Runs a living batch of requests per step. In debug mode `run_step` checks the invariants.
 
-    `stats` adds the cache and the retractions (`_add_to_totals` counts them); `close` also shuts the executor down.
+    `stats` adds the cache and the retractions; `close` also shuts the executor down.
     """
 
     def __init__(
@@ -59,12 +56,14 @@ class EngineCore(EngineCoreBase):
         """
         batch = self._schedule()  # 1 schedule
         output = self._run_or_fail("execute", self._execute, batch)  # 2 execute
-        changed = self._update(batch, output)  # 3 update
+        changed = self.scheduler.update_from_output(batch, output)  # 3 update
         return self._make_outputs(self.families.reported(changed))  # 4 make outputs
 
     def run_step(self) -> dict[str, RequestOutput]:
-        """Run one step; with `CacheConfig.debug` raise `AssertionError` if queues and memory contradict each other."""
+        """Run one step and add it to the totals. With `CacheConfig.debug` raise `AssertionError` if queues and memory
+        contradict each other."""
         outputs = super().run_step()
+        self._counters = self.scheduler.counters()
         if self.scheduler.pools.debug:
             self.scheduler.check_invariants()
         return outputs
@@ -104,24 +103,14 @@ class EngineCore(EngineCoreBase):
 
     def _execute(self, batch: ScheduleBatch) -> ModelRunnerOutput:
         """Run a batch; a request without a token in the output ends with its error."""
-        self._record.request_ids = [req.rid for req in batch.reqs]
+        self._record.request_ids = batch.rids
         worker_batch: ModelWorkerBatch = batch.get_model_worker_batch()
         self._record.num_tokens = len(worker_batch.input_ids)
         self._record.num_prompt_tokens = worker_batch.num_prompt_tokens
-        output = checked(self.executor.execute_model(worker_batch), worker_batch.num_samples)
+        expected = dict(zip(worker_batch.rids, worker_batch.sample_lens, strict=True))
+        output = checked(self.executor.execute_model(worker_batch), expected)
         for request_id, error in output.errors.items():
             self._fail([request_id], error)
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
         return output
-
-    def _add_to_totals(self, record: StepRecord) -> None:
-        super()._add_to_totals(record)
-        self._counters = self.scheduler.counters()
-
-    def _update(self, batch: ScheduleBatch | None, output: ModelRunnerOutput | None) -> list[Req]:
-        """Let the scheduler commit the step; with `CacheConfig.debug` trace the balance of the memory."""
-        changed = self.scheduler.update_from_output(batch, output)
-        if self.scheduler.pools.debug:
-            self.tracer.emit(Audit.of, self.scheduler, pages_of)
-        return changed

@@ -72,7 +72,7 @@ class ModelRunner:
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         logits = self.model.compute_logits(last)  # [batch_size, vocab]
         began = time.perf_counter()
-        of_prompts, errors = self._prompt_logprobs(batch, hidden)
+        of_prompts, errors = self._prompt_logprobs(batch, hidden) if batch.prompts_to_rate else ({}, {})
         sampled = self.sampler(batch.rids, batch.sampling_info, logits)
         return ModelRunnerOutput(
             req_ids=sampled.req_ids,
@@ -106,7 +106,7 @@ class ModelRunner:
         found: dict[str, tuple[LogprobRow, ...]] = {}
         errors: dict[str, ForwardError] = {}
         start = 0
-        for rid, num_tokens in batch.num_scheduled_tokens.items() if batch.prompts_to_rate else ():
+        for rid, num_tokens in batch.num_scheduled_tokens.items():
             if rid in batch.prompts_to_rate:
                 token_ids, num_best = batch.prompts_to_rate[rid]
                 try:

@@ -28,13 +28,6 @@ class ForwardMode(IntEnum):
     PREBUILT = auto()
     """Nothing goes through the model: another engine has computed prompts and their first tokens (from m6 on)."""
 
-    def is_extend(self) -> bool:
-        """Return whether a request may have more than one new token."""
-        return self is not ForwardMode.DECODE
-
-    def is_decode(self) -> bool:
-        return self is ForwardMode.DECODE
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWorkerBatch:
@@ -54,18 +47,12 @@ class ModelWorkerBatch:
     """Requests whose prompt's log-probabilities are asked for: its token ids that are in this step, and the next one if
     it is not the last; and how many of the best."""
     sampling_info: SamplingBatchInfo
+    sample_lens: list[int]
+    """The number of tokens that each request may get: one."""
+    num_prompt_tokens: int
+    """The number of prefilled tokens among the new ones."""
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
         """New tokens by request id."""
         return dict(zip(self.rids, self.extend_lens or [1] * len(self.rids), strict=True))
-
-    @property
-    def num_samples(self) -> dict[str, int]:
-        """How many tokens each request may get, by its id."""
-        return dict.fromkeys(self.rids, 1)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """How many of the new tokens are prefilled."""
-        return len(self.input_ids) if self.forward_mode.is_extend() else 0

@@ -149,7 +149,7 @@ class SamplingBatchInfo:
     def metadata(self) -> SamplingMetadata:
         """This step's parameters for the sampler. Valid until `advance`, which writes on in the same tensors."""
         if self.is_plain:
-            return plain_metadata(len(self), self.device)
+            return plain_metadata(len(self.params), self.device)
         draws = None
         if not self.numbers["greedy"].all():
             draws = torch.from_numpy(uniforms(self.seeds, self.positions.tolist())).to(self.device)
@@ -175,13 +175,13 @@ class SamplingBatchInfo:
         """
         before = self.positions
         self.positions = before + (1 if counts is None else counts)
-        assert len(token_ids) == (len(self) if counts is None else counts.sum())
+        assert len(token_ids) == (len(self.params) if counts is None else counts.sum())
         if self.is_plain:
             return
         if self.bias is not None:
             self._allow_stops(self.bias, before)
         if self.seen is not None and self.output_counts is not None:
-            owners = np.repeat(np.arange(len(self)), 1 if counts is None else counts)
+            owners = np.repeat(np.arange(len(self.params)), 1 if counts is None else counts)
             counted = self.numbers["penalised"][owners]
             tokens = np.asarray(token_ids, dtype=np.int64)[counted]
             where = (torch.from_numpy(owners[counted]).to(self.device), torch.from_numpy(tokens).to(self.device))
@@ -207,7 +207,7 @@ class SamplingBatchInfo:
     def merge_batch(self, other: "SamplingBatchInfo") -> None:
         """Take up a copy of the rows of `other`, behind one's own."""
         assert self.vocab_size == other.vocab_size and self.device == other.device
-        counts = (len(self), len(other))
+        counts = (len(self.params), len(other))
         self.bias = _joined(self.bias, other.bias, counts)
         self.seen = _joined(self.seen, other.seen, counts)
         self.output_counts = _joined(self.output_counts, other.output_counts, counts)

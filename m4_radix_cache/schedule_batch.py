@@ -71,9 +71,6 @@ class ScheduleBatch:
         """A batch of requests that were admitted; those with a single new token last, as the device wants them."""
         return cls(sorted(reqs, key=lambda req: req.extend_input_len == 1), pools)
 
-    def is_empty(self) -> bool:
-        return not self.reqs
-
     # --- what goes through the model ----------------------------------------------------------------------------------
 
     def prepare_for_extend(self, sampling_info: SamplingBatchInfo) -> None:
@@ -132,8 +129,9 @@ class ScheduleBatch:
         self.sampling_info.advance(self.output_ids)
 
     def get_model_worker_batch(self) -> ModelWorkerBatch:
-        """This step as plain data."""
+        """Return this step as plain data."""
         assert self.sampling_info is not None
+        is_extend = self.forward_mode is ForwardMode.EXTEND
         return ModelWorkerBatch(
             forward_mode=self.forward_mode,
             rids=self.rids,
@@ -143,8 +141,10 @@ class ScheduleBatch:
             out_cache_loc=self.out_cache_loc,
             prefix_lens=self.prefix_lens,
             extend_lens=self.extend_lens,
-            prompts_to_rate=self._prompts_to_rate(self.reqs if self.forward_mode.is_extend() else []),
+            prompts_to_rate=self._prompts_to_rate(self.reqs) if is_extend else {},
             sampling_info=self.sampling_info,
+            sample_lens=[1] * len(self.rids),
+            num_prompt_tokens=len(self.input_ids) if is_extend else 0,
         )
 
     def _prompts_to_rate(self, prefilled: list[Req]) -> dict[str, tuple[list[int], int]]:
@@ -200,20 +200,16 @@ class ScheduleBatch:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def new_tokens_next_decode(self) -> int:
-        """Slots that must be free for everybody's next token: a page for each request that begins one."""
-        allocator = self.pools.token_to_kv_pool_allocator
-        return allocator.num_pages_for_decode(self.seq_lens + 1) * allocator.page_size
-
     def check_decode_mem(self) -> bool:
-        """Make room for everybody's next token; whether there is."""
-        return self.pools.make_room(self.new_tokens_next_decode())
+        """Evict until the next token of each request has room; return whether it has. A full page needs another one."""
+        allocator = self.pools.token_to_kv_pool_allocator
+        return self.pools.make_room(allocator.num_pages_for_decode(self.seq_lens + 1) * allocator.page_size)
 
     def room(self) -> tuple[int, int]:
-        """Tokens, in whole pages, that everybody's next token needs; and those that are free or can be evicted."""
-        pools = self.pools
-        free = pools.token_to_kv_pool_allocator.available_size() + pools.tree_cache.evictable_size()
-        return self.new_tokens_next_decode(), free
+        """Return the slots, in whole pages, for the next token of each request, and the free or evictable ones."""
+        allocator = self.pools.token_to_kv_pool_allocator
+        needed = allocator.num_pages_for_decode(self.seq_lens + 1) * allocator.page_size
+        return needed, allocator.available_size() + self.pools.tree_cache.evictable_size()
 
     def retract_decode(self, victim: Req) -> None:
         """Take a request out and free what is its own. What the cache has of it stays there, unlocked."""

@@ -22,8 +22,9 @@ from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import FewestOutputsFirst
 from m3_paged_attention.request_updater import RequestUpdater
 from m4_radix_cache.config import SchedulerConfig
-from m4_radix_cache.events import Matched
-from m4_radix_cache.invariants import check_scheduler
+from m4_radix_cache.events import Audit, Matched
+from m4_radix_cache.invariants import check_scheduler, pages_of
+from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.outputs import EngineStats
 from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
@@ -44,6 +45,7 @@ class Scheduler:
     """
 
     batch_class: type[ScheduleBatch] = ScheduleBatch
+    batch_event: type[Any] = Batch
     stats_class: type[EngineStats] = EngineStats
     nothing_runs = "the parts 'schedule_policy' and 'prefill_adder' admit no request, and none runs"
     """The error of a step that is empty, although no request ends."""
@@ -89,7 +91,7 @@ class Scheduler:
         if self.cur_batch is None and self._is_stuck():
             raise PartError(self.nothing_runs)
         if self.cur_batch is not None:
-            self.trace_batch(self.cur_batch)
+            self.tracer.emit(self.batch_event.of, self.cur_batch, self)
             self.unreported = []
         return self.cur_batch
 
@@ -114,6 +116,8 @@ class Scheduler:
         self.last_batch = batch if batch is not self.running_batch else None  # it joins the running batch next
         if not self.requests:
             self.new_token_ratio.reset()
+        if self.pools.debug:
+            self.tracer.emit(Audit.of, self, pages_of)
         return changed
 
     # --- the two decisions --------------------------------------------------------------------------------------------
@@ -127,7 +131,7 @@ class Scheduler:
     def process_batch_result(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
         """Give every request its new token, and the KV of prompts to the cache. Return the requests with a token."""
         reqs, token_ids = batch.take_tokens(output)
-        is_extend = batch.forward_mode.is_extend()
+        is_extend = batch.forward_mode is ForwardMode.EXTEND
         others: Iterable[int] = range(len(reqs))
         if not is_extend:
             others = self.updater.commit_simply(reqs, token_ids)
@@ -167,7 +171,7 @@ class Scheduler:
     def _update_running_batch(self) -> ScheduleBatch | None:
         """Return the running batch with a slot for the next token of each request. Retract requests until they fit."""
         batch = self.running_batch
-        if batch.is_empty():
+        if not batch.reqs:
             return None
         if batch.check_decode_mem():
             self.new_token_ratio.decay()
@@ -236,10 +240,6 @@ class Scheduler:
             protected_size=cache.protected_size(),
         )
 
-    def trace_batch(self, batch: ScheduleBatch) -> None:
-        """Emit the event about a batch."""
-        self.tracer.emit(Batch.of, batch, self)
-
     def check_invariants(self) -> None:
         """Raise AssertionError if queues, batches and memory contradict each other; tests call it after each step."""
         check_scheduler(self, self.waiting_queue, self.in_batches())
@@ -282,7 +282,7 @@ class Scheduler:
         """
         batch, rows = self.running_batch, self.pools.req_to_token_pool
         self._send_back(retract(batch, candidates, self.preemption, self.new_token_ratio, self.tracer))
-        if batch.is_empty():
+        if not batch.reqs:
             return False
         if batch.check_decode_mem():
             return True

@@ -48,6 +48,8 @@ class DecodeFirst:
         decodes = work.update_running_batch(left // 2 if work.wants_prefill else left)
         if decodes is None:
             return work.get_new_batch_prefill(work.max_num_batched_tokens)
+        if not work.wants_prefill:
+            return decodes
         used = int(decodes.new_lens.sum())
         left = work.max_num_batched_tokens - used
         fitting = self._fitting(left, work.prefill_start, decodes)
@@ -107,24 +109,15 @@ class Work:
     ) -> None:
         """`cuts`: where prompts may be cut, as keywords of the `PrefillAdder`."""
         self.scheduler, self.prompts, self.speculation, self.cuts = scheduler, prompts, speculation, cuts
+        self.max_num_batched_tokens = scheduler.max_num_batched_tokens
+        """The token budget of the step."""
+        self.num_running = len(scheduler.running_batch.reqs)
+        """Number of requests that would get a token from `update_running_batch`."""
+        self.wants_prefill = prompts.chunked_req is not None or bool(scheduler.waiting_queue)
+        """Whether a prompt waits, or is in pieces."""
         self._has_retracted = False  # then no request is admitted
 
     # --- what a composer asks -----------------------------------------------------------------------------------------
-
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """The token budget of a step."""
-        return self.scheduler.max_num_batched_tokens
-
-    @property
-    def num_running(self) -> int:
-        """Number of requests that would get a token from `update_running_batch`."""
-        return len(self.scheduler.running_batch.reqs)
-
-    @property
-    def wants_prefill(self) -> bool:
-        """True if a prompt waits, or is in pieces."""
-        return self.prompts.chunked_req is not None or bool(self.scheduler.waiting_queue)
 
     @property
     def prefill_start(self) -> int:
@@ -137,13 +130,13 @@ class Work:
         if they have room. Retract requests until the tokens have room; None if no request can go on."""
         scheduler, batch = self.scheduler, self.scheduler.running_batch
         assert isinstance(batch, ScheduleBatch)
-        if batch.is_empty():
+        if not batch.reqs:
             return None
         if batch.check_decode_mem():
             scheduler.new_token_ratio.decay()
         elif not self._retract(batch):
             return None
-        drafts = self._drafts(batch.reqs, max_draft_tokens)
+        drafts = self._drafts(batch.reqs, max_draft_tokens) if self.speculation.proposer is not None else []
         batch.prepare_for_decode(drafts if drafts and batch.has_room_for(drafts) else [])
         return batch
 

@@ -119,12 +119,17 @@ class ModelRunner:
         Whatever it raises fails the requests of this step, and no other; `torch.AcceleratorError` means that the device
         is lost.
         """
-        batch, drafts = self._drafted(batch)
+        drafts: Drafts | None = None
+        if self.draft_runner is not None or batch.spec_info is not None:
+            batch, drafts = self._drafted(batch)
         forward_batch = self.prepare(batch)
         hidden = self.forward(forward_batch)
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         began = time.perf_counter()
-        of_prompts, errors = self._prompt_logprobs(batch, hidden, forward_batch.starts)
+        of_prompts: dict[str, tuple[LogprobRow, ...]] = {}
+        errors: dict[str, ForwardError] = {}
+        if batch.prompts_to_rate:
+            of_prompts, errors = self._prompt_logprobs(batch, hidden, forward_batch.starts)
         if not any(batch.sample_lens):  # nothing but a piece of a prompt
             return ModelRunnerOutput([], [], [], prompt_logprobs=of_prompts, errors=errors)
         logits = self.model.compute_logits(last)  # [sum(sample_lens), vocab]
@@ -178,7 +183,7 @@ class ModelRunner:
         """For the prompts, or pieces of them, that are to be rated; and the errors of those that cannot be."""
         found: dict[str, tuple[LogprobRow, ...]] = {}
         errors: dict[str, ForwardError] = {}
-        for place, rid in enumerate(batch.rids) if batch.prompts_to_rate else ():
+        for place, rid in enumerate(batch.rids):
             if rid in batch.prompts_to_rate:
                 token_ids, num_best = batch.prompts_to_rate[rid]
                 start = int(starts[place])

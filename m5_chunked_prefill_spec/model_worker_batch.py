@@ -19,22 +19,12 @@ class ModelWorkerBatch(PlainModelWorkerBatch):
     """One step: prompts and their pieces first, then whoever decodes. Rows are in the batch's order, not sorted."""
 
     new_lens: np.ndarray  # int64 [batch_size]: new tokens of each, guesses included
-    sample_lens: list[int]
-    """How many of each request's last new tokens have their logits looked at: as many tokens it may get."""
     num_prompts: int
     """The first so many requests are prefilled."""
     spec_info: SpecInput | None
     """The guesses of this step; None: there are none."""
     multimodal_inputs: Sequence[Any]
     """The pictures of each request that is prefilled; None for each before m6."""
-
-    @property
-    def num_samples(self) -> dict[str, int]:
-        return dict(zip(self.rids, self.sample_lens, strict=True))
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return int(self.new_lens[: self.num_prompts].sum())
 
     def with_drafts(self, drafts: Sequence[Sequence[int]]) -> "ModelWorkerBatch":
         """The same step with these guesses, by row, in the places of those that were unknown when it was decided."""

@@ -11,6 +11,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.request_updater import RequestUpdater
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.events import RolledBack, Verified
 from m5_chunked_prefill_spec.outputs import ModelRunnerOutput as StepOutput
@@ -31,7 +32,7 @@ class ResultProcessor:
 
         Returns those that got any.
         """
-        if batch.forward_mode.is_decode() and output.req_ids == batch.rids:
+        if batch.forward_mode is ForwardMode.DECODE and output.req_ids == batch.rids:
             return self._process_decodes(batch, output)
         runs = batch.take_runs(output)
         prompts = [run for run in runs if run.place < batch.num_prompts]
@@ -53,7 +54,9 @@ class ResultProcessor:
 
     def _process_decodes(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
         """A token for everybody, nothing else: what most steps are, in few words."""
-        reqs, token_ids = batch.take_one_each(output)
+        reqs, token_ids = batch.take_tokens(output)
+        assert batch.sampling_info is not None
+        batch.sampling_info.advance(batch.output_ids)
         for index in self.updater.commit_simply(reqs, token_ids):
             run = Run(index, reqs[index], [token_ids[index]], output.logprobs[index])
             if run.req.to_finish is None:

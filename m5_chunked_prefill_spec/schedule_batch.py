@@ -121,21 +121,15 @@ class ScheduleBatch(PlainScheduleBatch):
             out_cache_loc=self.out_cache_loc,
             prefix_lens=(self.seq_lens - self.new_lens).tolist(),
             extend_lens=self.new_lens.tolist(),
-            prompts_to_rate=self._prompts_to_rate(self.reqs[: self.num_prompts]),
+            prompts_to_rate=self._prompts_to_rate(self.reqs[: self.num_prompts]) if self.num_prompts else {},
             sampling_info=self.sampling_info,
             new_lens=self.new_lens,
             sample_lens=sample_lens,
             num_prompts=self.num_prompts,
+            num_prompt_tokens=int(self.new_lens[: self.num_prompts].sum()) if self.num_prompts else 0,
             spec_info=SpecInput(self.drafts) if self.drafts else None,
             multimodal_inputs=[req.multimodal_inputs for req in self.reqs[: self.num_prompts]],
         )
-
-    def take_one_each(self, output: ModelRunnerOutput) -> tuple[list[Req], list[int]]:
-        """Return the requests and their tokens, after a step of decodes without drafts. Faster than `take_runs`."""
-        reqs, token_ids = self.take_tokens(output)
-        assert self.sampling_info is not None
-        self.sampling_info.advance(self.output_ids)
-        return reqs, token_ids
 
     def take_runs(self, output: ModelRunnerOutput) -> list[Run]:
         """Return the tokens of each request, in the order of the batch, and keep the newest ones as the next input."""

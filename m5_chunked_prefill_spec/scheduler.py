@@ -33,11 +33,12 @@ from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 class Scheduler(RadixScheduler):
     """m4's scheduler with other decisions: `get_next_batch_to_run` and `process_batch_result`.
 
-    `trace_batch` emits m5's event, `counters` adds those of speculation, `_finish` and `reset` also forget a request in
+    `counters` adds those of speculation, `_finish` and `reset` also forget a request in
     pieces, and `in_batches` and `check_invariants` know it.
     """
 
     batch_class = ScheduleBatch
+    batch_event = Batch
     stats_class = EngineStats
     nothing_runs = "the parts 'schedule_policy', 'prefill_adder' and 'composer' let no request run"
 
@@ -99,10 +100,6 @@ class Scheduler(RadixScheduler):
         """Give the requests of a batch their tokens, and free the slots of wrong drafts. Return those with a token."""
         assert isinstance(batch, ScheduleBatch)
         return self.results.process(batch, output)
-
-    def trace_batch(self, batch: PlainScheduleBatch) -> None:
-        """Emit the event about a batch."""
-        self.tracer.emit(Batch.of, batch, self)
 
     def counters(self) -> dict[str, Any]:
         """Return the totals that `EngineStats` has besides m1's, by field."""

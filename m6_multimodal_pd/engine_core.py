@@ -6,8 +6,8 @@ The step is m4's. SGLang: `SchedulerUpdateWeightsMixin` and `SchedulerProfilerMi
 
 from typing import Any
 
-from m1_single_request.engine_core import StepRecord
 from m1_single_request.errors import EngineUsageError
+from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import FinishAbort
 from m4_radix_cache.engine_core import EngineCore as RadixEngineCore
 from m6_multimodal_pd.multimodal.encoder import Encoder
@@ -17,7 +17,7 @@ from m6_multimodal_pd.outputs import EngineStats
 
 class EngineCore(RadixEngineCore):
     """Engine core whose model sees pictures: `clear_kv_caches` and `close` also clear the encoder's cache, and `stats`
-    adds its totals (`_add_to_totals` counts them). `close` also ends the profile."""
+    and `run_step` add its totals. `close` also ends the profile."""
 
     def __init__(self, *, encoder: Encoder, operations: Operations, **others: Any) -> None:
         """`others`: as m4's."""
@@ -51,6 +51,8 @@ class EngineCore(RadixEngineCore):
             **vars(super().stats()), **self._encoder_counters, embedding_cache_bytes=self.encoder.cache.used_bytes
         )
 
-    def _add_to_totals(self, record: StepRecord) -> None:
-        super()._add_to_totals(record)
+    def run_step(self) -> dict[str, RequestOutput]:
+        """Run one step and add it to the totals."""
+        outputs = super().run_step()
         self._encoder_counters = self.encoder.counters()
+        return outputs

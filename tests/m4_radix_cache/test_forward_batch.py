@@ -38,6 +38,8 @@ def batch_of(mode: ForwardMode, lens: dict[str, tuple[int, int]], slots: list[in
         prefix_lens=prefix_lens if is_extend else None,
         extend_lens=extend_lens if is_extend else None,
         prompts_to_rate={},
+        sample_lens=[1] * len(lens),
+        num_prompt_tokens=sum(extend_lens) if is_extend else 0,
         sampling_info=None,  # type: ignore[arg-type]
     )
 
@@ -60,7 +62,7 @@ def test_positions_are_what_a_loop_over_requests_would_count(prefix_lens: list[i
 def test_an_extend_as_tensors() -> None:
     runner = holder(2, [8, 9, 4, 5, 6], [12, 13])
     batch = ForwardBatch.init_new(batch_of(ForwardMode.EXTEND, {"a": (3, 5), "b": (0, 2)}, [5, 6, 12, 13]), runner)
-    assert batch.forward_mode.is_extend() and batch.batch_size == 2
+    assert batch.forward_mode is ForwardMode.EXTEND and batch.batch_size == 2
     assert batch.input_ids.tolist() == [100, 101, 102, 103] and batch.positions.tolist() == [3, 4, 0, 1]
     assert batch.logits_indices is not None and batch.logits_indices.tolist() == [1, 3]
     metadata = batch.attn_metadata
@@ -77,7 +79,9 @@ def test_a_decode_starts_where_the_kv_ends() -> None:
     lens = {"a": (9, 10), "b": (3, 4), "c": (5, 6)}
     batch = ForwardBatch.init_new(batch_of(ForwardMode.DECODE, lens, [13, 19, 29]), holder(4, *rows))
     assert batch.positions.tolist() == [9, 3, 5]
-    assert batch.logits_indices is None and batch.forward_mode.is_decode(), "one row each, and all are asked for"
+    assert batch.logits_indices is None and batch.forward_mode is ForwardMode.DECODE, (
+        "one row each, and all are asked for"
+    )
     metadata = batch.attn_metadata
     assert metadata.seq_lens.tolist() == [10, 4, 6]
     assert (metadata.num_prefills, metadata.num_decodes) == (0, 3)

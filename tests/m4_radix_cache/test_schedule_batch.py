@@ -54,7 +54,7 @@ def say(batch: ScheduleBatch, *token_ids: int) -> None:
     for req, token in zip(reqs, tokens, strict=True):
         req.kv_committed_len = req.kv_allocated_len
         req.sequence.add_token_id(token)
-        if batch.forward_mode.is_extend():
+        if batch.forward_mode is ForwardMode.EXTEND:
             batch.pools.tree_cache.cache_unfinished_req(req)
 
 
@@ -183,7 +183,7 @@ def test_the_next_tokens_need_a_page_for_each_who_begins_one(page_size: int, len
     reqs = [req_of(pools, f"r{i}", range(10 * i, 10 * i + length)) for i, length in enumerate(lens)]
     batch = extend(pools, reqs)
     say(batch, *range(70, 70 + len(lens)))
-    assert batch.new_tokens_next_decode() == needed
+    assert batch.room()[0] == needed
     available = pools.token_to_kv_pool_allocator.available_size()
     assert batch.check_decode_mem() and batch.room()[0] == needed
     batch.prepare_for_decode()
@@ -259,11 +259,11 @@ def test_filter_then_merge_keeps_every_array_as_long_as_the_batch(keep: list[int
 def test_a_batch_that_was_empty_becomes_the_other_one() -> None:
     pools = make_pools()
     batch = ScheduleBatch([], pools)
-    assert batch.is_empty()
+    assert not batch.reqs
     batch.merge_batch(running(pools, "ab"))
     check_columns(batch, "a", "b")
     batch.filter_batch([])
-    assert batch.is_empty()
+    assert not batch.reqs
     batch.merge_batch(running(pools, "c", first=50))
     check_columns(batch, "c")
 
@@ -281,7 +281,7 @@ def test_a_filter_without_indices_keeps_whoever_goes_on() -> None:
     batch = running(pools, "abc")
     batch.filter_batch()
     check_columns(batch, "a", "b", "c")
-    assert not batch.is_empty(), "nobody has left"
+    assert batch.reqs, "nobody has left"
     batch.reqs[0].to_finish = FinishAbort()
     batch.reqs[1].status = RequestStatus.FINISHED
     batch.filter_batch()

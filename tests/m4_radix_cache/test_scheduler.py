@@ -15,6 +15,7 @@ from m1_single_request.request import FinishAbort
 from m4_radix_cache.errors import PoolError
 from m4_radix_cache.mem_cache.base_prefix_cache import MatchResult
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
+from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import ScheduleBatch
 from m4_radix_cache.scheduler import Scheduler
@@ -681,7 +682,7 @@ class ForgetsToMerge(Scheduler):
 class MixesADecodeIn(Scheduler):
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         batch = super().get_next_batch_to_run()
-        if batch is not None and batch.forward_mode.is_extend() and self.running_batch.reqs:
+        if batch is not None and batch.forward_mode is ForwardMode.EXTEND and self.running_batch.reqs:
             batch.reqs.append(self.running_batch.reqs[0])
         return batch
 

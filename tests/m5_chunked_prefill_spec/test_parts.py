@@ -103,7 +103,7 @@ def one_more(batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ModelRunnerO
     """A token more than "a" may get."""
     place = output.req_ids.index("a")
     tokens, logprobs = list(output.sampled_token_ids), list(output.logprobs)
-    most = batch.num_samples["a"]
+    most = batch.sample_lens[batch.rids.index("a")]
     tokens[place], logprobs[place] = [5] * (most + 1), [None] * (most + 1)
     return replace(output, sampled_token_ids=tokens, logprobs=logprobs)
 
@@ -120,7 +120,7 @@ def test_more_tokens_than_were_guessed_fail_their_request_alone(make_engine: Mak
 
 def test_a_token_for_half_a_prompt_fails_its_request_alone(make_engine: MakeEngine, m1: Remembered) -> None:
     def early(batch: ModelWorkerBatch, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        assert batch.num_samples["b"] == 0, "its prompt is in pieces"
+        assert batch.sample_lens[batch.rids.index("b")] == 0, "its prompt is in pieces"
         return replace(
             output,
             req_ids=[*output.req_ids, "b"],

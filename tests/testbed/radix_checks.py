@@ -17,6 +17,7 @@ from m1_single_request.sampler import SampledTokens
 from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.radix_key import decode
+from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import ScheduleBatch
 from tests.testbed.radix_runner import RadixRunner, answer_of, states_of
@@ -99,7 +100,7 @@ class RadixChecks:
         """Prompts, or everybody's next token. `unmarked`: those who ran and may go on."""
         if batch is None:
             assert not unmarked or any(self.lives[rid].marked for rid in self.running), "somebody could run"
-        elif batch.forward_mode.is_extend():
+        elif batch.forward_mode is ForwardMode.EXTEND:
             assert in_batch == joined and not any(self.lives[rid].marked for rid in in_batch)
             self._joined_by_the_rules(batch, joined)
         else:

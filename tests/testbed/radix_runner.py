@@ -15,7 +15,7 @@ import numpy as np
 
 from m1_single_request.sampler import LogprobRow, SampledTokens
 from m4_radix_cache.forward_batch import ForwardBatch
-from m4_radix_cache.model_worker_batch import ModelWorkerBatch
+from m4_radix_cache.model_worker_batch import ForwardMode, ModelWorkerBatch
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools
 from tests.testbed.fakes import CPU, after, letter
@@ -116,7 +116,7 @@ class RadixRunner:
 
     def _rows(self, batch: ModelWorkerBatch) -> list[Row]:
         """The rows of a batch, with everything that is said twice compared."""
-        count, is_extend = len(batch.rids), batch.forward_mode.is_extend()
+        count, is_extend = len(batch.rids), batch.forward_mode is ForwardMode.EXTEND
         assert count and len(set(batch.rids)) == len(set(batch.req_pool_indices.tolist())) == count
         assert len(batch.req_pool_indices) == len(batch.seq_lens) == len(batch.sampling_info) == count
         assert (batch.prefix_lens is None, batch.extend_lens is None) == (not is_extend, not is_extend)
