@@ -57,11 +57,10 @@ class SchedulePolicy:
         self.rng = random.Random(seed)
         self.tracer = tracer
 
-    def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
-        """The order of this round. To look prompts up in the cache refreshes what they find there.
+    def calc_priority(self, waiting: Sequence[Req]) -> Order:
+        """Return the order of this round. Looking prompts up in the cache refreshes what they find there.
 
-        `prefilling`: those whose prompts this round completes, though they do not wait any more (from m5 on).
-        Nobody waits for ever by being held back: whoever it waits for stands in `ready`, before it.
+        No request is held back for ever: the one that it waits for is in `ready`.
         """
         active = self._active_policy(len(waiting))
         arrived = sorted(waiting, key=lambda req: req.number)
@@ -70,7 +69,7 @@ class SchedulePolicy:
         matches: Matches = {}
         if active in CACHE_AWARE:
             matches = {req.rid: self._match(req) for req in retracted + others}
-        ready, held_back = self._hold_back([*prefilling, *retracted], others, matches)
+        ready, held_back = self._hold_back(retracted, others, matches)
         order = Order(retracted + self._sorted(active, ready, matches), held_back)
         if len(waiting) > 1:
             self.tracer.emit(PolicyOrder.of, self.policy, active, order, len(retracted), matches)
@@ -164,10 +163,9 @@ class _Coming:
         return key.extra_key, key.data[: num_tokens * TOKEN_BYTES]
 
 
-def order_of(policy: SchedulePolicy, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
-    """Ask the policy. Raises `PartError` if it does not name each of `waiting` exactly once."""
+def checked(answer: Any, policy: SchedulePolicy, waiting: Sequence[Req]) -> Order:
+    """Return the answer of a policy. Raises `PartError` if it does not name each of `waiting` exactly once."""
     part = f"the part 'schedule_policy' ({type(policy).__name__})"
-    answer = policy.calc_priority(list(waiting), *([prefilling] if prefilling else []))
     if not isinstance(answer, Order):
         raise PartError(f"{part} returned {shown(answer)}, which is no Order")
     order = Order(*map(list, answer))

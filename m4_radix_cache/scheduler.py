@@ -32,7 +32,7 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown, retract
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
-from m4_radix_cache.schedule_policy import SchedulePolicy, order_of
+from m4_radix_cache.schedule_policy import SchedulePolicy, checked
 from m4_radix_cache.scheduler_events import Batch, RequestOptions
 
 
@@ -152,7 +152,7 @@ class Scheduler:
         if self.batch_is_full or not waiting or not rows.available_size():
             return None
         adder = self._new_adder(rows.available_size())
-        for req in order_of(self.policy, waiting).ready:
+        for req in checked(self.policy.calc_priority(list(waiting)), self.policy, waiting).ready:
             req.init_next_round_input(self.tree_cache)
             self.tracer.emit(Matched.of, req)
             result = adder.add_one_req(req)

@@ -18,7 +18,7 @@ from m4_radix_cache.events import Matched
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown
-from m4_radix_cache.schedule_policy import order_of
+from m4_radix_cache.schedule_policy import checked
 from m4_radix_cache.scheduler import Scheduler
 from m5_chunked_prefill_spec.cost_table import CostTable
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
@@ -213,8 +213,10 @@ class Work:
         """Admit waiting requests in the order of the policy, until one does not fit."""
         if not waiting:
             return
-        scheduler = self.scheduler
-        for req in self._fairly(order_of(scheduler.policy, waiting, adder.can_run_list).ready):
+        scheduler, policy = self.scheduler, self.scheduler.policy
+        prefilling = [adder.can_run_list] if adder.can_run_list else []
+        order = checked(policy.calc_priority(list(waiting), *prefilling), policy, waiting)
+        for req in self._fairly(order.ready):
             req.init_next_round_input(scheduler.tree_cache)
             scheduler.tracer.emit(Matched.of, req)
             result = adder.add_one_req(req)

@@ -30,6 +30,7 @@ from m5_chunked_prefill_spec.input_processor import InputProcessor
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
+from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner, limited, load_draft_model
 from m5_chunked_prefill_spec.speculative.proposer import make_proposer
@@ -187,6 +188,7 @@ PARTS: dict[str, Any] = M4_PARTS | {
     "wiring": build_engine_core,
     "input_processor": InputProcessor,
     "req_to_token_pool": ReqToTokenPool,
+    "schedule_policy": SchedulePolicy,
     "prefill_adder": PrefillAdder,
     "composer": make_composer,
     "proposer": make_proposer,

@@ -13,9 +13,10 @@ from m1_single_request.errors import PartError
 from m4_radix_cache.config import SchedulePolicyName
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
-from m4_radix_cache.schedule_policy import Order, SchedulePolicy
+from m4_radix_cache.schedule_policy import Order
 from m5_chunked_prefill_spec.batch_composer import MAX_PASSED_OVER
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
+from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from tests.m5_chunked_prefill_spec.engines import MakeEngine, Recorder, check_drained, greedy, ids, run, setting
 from tests.testbed.pieces import PiecesBed, make_pieces_bed
 

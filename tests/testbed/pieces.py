@@ -15,12 +15,12 @@ from m1_single_request.stop_checker import StopChecker
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import FewestOutputsFirst
 from m4_radix_cache.request import Req
-from m4_radix_cache.schedule_policy import SchedulePolicy
 from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.cost_table import CostTable
 from m5_chunked_prefill_spec.outputs import ModelRunnerOutput as StepOutput
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
+from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m5_chunked_prefill_spec.speculative.speculation import SpecState, Speculation
 from m5_chunked_prefill_spec.wiring import chunk_alignment, make_composer
