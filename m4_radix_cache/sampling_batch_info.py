@@ -168,20 +168,21 @@ class SamplingBatchInfo:
             self._newest = replace(self._newest, uniforms=draws, bias=self.bias)  # the rest is as it was
         return self._newest
 
-    def advance(self, token_ids: SequenceOf[int] | np.ndarray, counts: np.ndarray | None = None) -> None:
-        """The rows have accepted more tokens. Changes the rows in place.
+    def advance(self, token_ids: SequenceOf[int] | np.ndarray, counts: np.ndarray | int) -> None:
+        """Add the newest tokens to the rows, in place.
 
-        `token_ids`: one for each row; or as many as `counts` `[rows]` says (from m5 on), row after row.
+        `token_ids`: those of the first row, then those of the next one. `counts`: how many there are of each row; int64
+        `[rows]`, or one number for all.
         """
         before = self.positions
-        self.positions = before + (1 if counts is None else counts)
-        assert len(token_ids) == (len(self.params) if counts is None else counts.sum())
+        self.positions = before + counts
+        assert len(token_ids) == (self.positions - before).sum()
         if self.is_plain:
             return
         if self.bias is not None:
             self._allow_stops(self.bias, before)
         if self.seen is not None and self.output_counts is not None:
-            owners = np.repeat(np.arange(len(self.params)), 1 if counts is None else counts)
+            owners = np.repeat(np.arange(len(self.params)), counts)
             counted = self.numbers["penalised"][owners]
             tokens = np.asarray(token_ids, dtype=np.int64)[counted]
             where = (torch.from_numpy(owners[counted]).to(self.device), torch.from_numpy(tokens).to(self.device))

@@ -126,7 +126,7 @@ class ScheduleBatch:
         self.input_ids, self.out_cache_loc = self.output_ids, slots
         self.seq_lens = self.seq_lens + 1
         self.prefix_lens = self.extend_lens = None
-        self.sampling_info.advance(self.output_ids)
+        self.sampling_info.advance(self.output_ids, 1)
 
     def get_model_worker_batch(self) -> ModelWorkerBatch:
         """Return this step as plain data."""

@@ -56,7 +56,7 @@ class ResultProcessor:
         """A token for everybody, nothing else: what most steps are, in few words."""
         reqs, token_ids = batch.take_tokens(output)
         assert batch.sampling_info is not None
-        batch.sampling_info.advance(batch.output_ids)
+        batch.sampling_info.advance(batch.output_ids, 1)
         for index in self.updater.commit_simply(reqs, token_ids):
             run = Run(index, reqs[index], [token_ids[index]], output.logprobs[index])
             if run.req.to_finish is None:

@@ -81,7 +81,7 @@ def accept(info: SamplingBatchInfo, reqs: Sequence[Req], token_ids: Sequence[int
     """Every request has one more token, and the batch is told."""
     for req, token_id in zip(reqs, token_ids, strict=True):
         req.output.append(token_id)
-    info.advance(token_ids)
+    info.advance(token_ids, 1)
 
 
 def check(info: SamplingBatchInfo, reqs: Sequence[Req]) -> None:
@@ -216,7 +216,7 @@ def test_a_row_that_may_stop_has_its_logit_bias_back() -> None:
     info = info_of(Req(min_tokens=1, logit_bias={2: 4.0, 3: -1.0}))
     bias = info.metadata().bias
     assert bias is not None and bias[0].tolist() == [0, 0, -np.inf, -1, 0, -np.inf, 0]
-    info.advance([0])
+    info.advance([0], 1)
     bias = info.metadata().bias
     assert bias is not None and bias[0].tolist() == [0, 0, 4, -1, 0, 0, 0]
 
