@@ -267,14 +267,14 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     assert len(set(alone)) == 4
     info = info_of(Req(seed=1, temperature=1.0), Req(seed=9, temperature=1.0))
     found = [numbers(info)[1]]
-    info.advance([4, 4])
+    info.advance([4, 4], 1)
     info.filter_batch([1])
     found.append(numbers(info)[0])
-    info.advance([2])
+    info.advance([2], 1)
     other = info_of(Req(seed=5))
     other.merge_batch(info)
     found.append(numbers(other)[1])
-    other.advance([1, 1])
+    other.advance([1, 1], 1)
     assert [*found, numbers(other)[1]] == alone
 
 
@@ -316,7 +316,7 @@ def test_a_plain_batch_asks_nothing_of_torch() -> None:
         info.merge_batch(more)
         for _ in range(3):
             info.metadata()
-            info.advance([1] * 8)
+            info.advance([1] * 8, 1)
         info.filter_batch(range(7))
         info.metadata()
     assert names == []
@@ -325,7 +325,7 @@ def test_a_plain_batch_asks_nothing_of_torch() -> None:
 def test_a_step_makes_no_tensor_again_that_has_not_changed() -> None:
     info = info_of(Req(temperature=0.7, top_p=0.8), Req(repetition_penalty=1.3))
     first = info.metadata()
-    info.advance([3, 4])
+    info.advance([3, 4], 1)
     second = info.metadata()
     assert second is not first
     for name in ("greedy", "temperature", "top_p", "penalties", "seen", "output_counts"):
