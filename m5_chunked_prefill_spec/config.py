@@ -51,8 +51,8 @@ class SchedulerConfig(RadixSchedulerConfig):
     """With `decode_first`: pieces are so small that a step should take no longer, by the engine's own table of what
     steps cost. A step without prompts may take longer all the same. None: the budget alone decides."""
     cost_table: CostTable | None = None
-    """What steps cost, for `target_gap_ms` and for guesses. None: measured when the engine is built, and recorded in
-    the trace. Given one, an engine decides as the one did that recorded it."""
+    """Costs of steps for `target_gap_ms`. None: measured when the engine is built, and recorded in the trace. With the
+    table of another engine's trace, this engine makes the same decisions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +63,8 @@ class SchedulerConfig(RadixSchedulerConfig):
             check_number("target_gap_ms", self.target_gap_ms, more_than=0)
         if self.cost_table is not None and not isinstance(self.cost_table, CostTable):
             raise ConfigError(f"cost_table={shown(self.cost_table)} must be a CostTable")
+        if self.cost_table is not None and self.target_gap_ms is None:
+            raise ConfigError("cost_table has no effect without target_gap_ms: give both, or neither")
         if not self.enable_chunked_prefill:
             for name in ("chunked_prefill_size", "target_gap_ms"):
                 if getattr(self, name) is not None:
@@ -85,7 +87,8 @@ class SpeculativeConfig:
     """`ngram`: what followed the last tokens when they stood in prompt or output before. `draft_model`: a small model
     says it. None: nothing is guessed."""
     num_speculative_tokens: int = 4
-    """At most so many tokens are guessed for a request in one step."""
+    """Number of drafts for a request in one step; fewer where its answer or the step's budget ends, or where `ngram`
+    finds fewer."""
     prompt_lookup_max: int = 4
     """`ngram`: the longest run of last tokens that is looked for; then shorter ones."""
     prompt_lookup_min: int = 2
@@ -93,8 +96,6 @@ class SpeculativeConfig:
     model: str | Path | None = None
     """`draft_model`: a local directory or hub id, of the target's tokenizer. None: the checkpoint that ships, which
     belongs to the default model."""
-    back_off: bool = True
-    """Guess fewer tokens, or none for a while, for requests of which too few guesses were right to pay for them."""
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -103,7 +104,6 @@ class SpeculativeConfig:
         check_whole_number("prompt_lookup_max", self.prompt_lookup_max, low=1)
         check_whole_number("prompt_lookup_min", self.prompt_lookup_min, low=1)
         check_path("model", self.model, "a directory or a hub id", optional=True)
-        check_flag("back_off", self.back_off)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
@@ -120,7 +120,6 @@ class SpeculativeConfig:
 MAX_SPECULATIVE_TOKENS = 64
 READ_BY: dict[str, tuple[SpeculativeMethod, ...]] = {
     "num_speculative_tokens": ("ngram", "draft_model"),
-    "back_off": ("ngram", "draft_model"),
     "prompt_lookup_max": ("ngram",),
     "prompt_lookup_min": ("ngram",),
     "model": ("draft_model",),

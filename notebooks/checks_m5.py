@@ -397,7 +397,7 @@ def _repeated() -> tuple[list[int], tuple[int, ...]]:
 
 
 def _engine_of(batch_class: type[ScheduleBatch], *, page_size: int, parts: Any = None, **limits: Any) -> LLMEngine:
-    guesses = SpeculativeConfig(method="ngram", back_off=False) if parts else SpeculativeConfig()
+    guesses = SpeculativeConfig(method="ngram") if parts else SpeculativeConfig()
     return new_engine(
         scheduler_config=SchedulerConfig(**limits),
         cache_config=CacheConfig(page_size=page_size, max_total_tokens=2048, debug=True),
