@@ -1,6 +1,6 @@
 """m5's table of contents: m4's table with the roles that pieces and guesses change, and how the parts are put together.
 
-Two models may be loaded now, and what steps cost is measured before anything depends on it.
+Two models may be loaded now; with `target_gap_ms` the costs of steps are measured before the scheduler is built.
 """
 
 from collections.abc import Mapping
