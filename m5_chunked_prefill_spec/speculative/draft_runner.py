@@ -25,6 +25,7 @@ from m1_single_request.draws import draws as stream_draws
 from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.sampler import best_tokens, draw
+from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
@@ -162,24 +163,28 @@ class DraftRunner:
         numbers = info.numbers[rows]
         if not is_drawn:
             return best, None
-        plain = numbers.copy()
-        plain["penalised"] = False
-        metadata = metadata_of(
-            plain,
-            num_logprobs=(None,) * len(rows),
-            vocab_size=logits.shape[-1],
-            device=logits.device,
-            uniforms=None,
-            bias=None,
-            seen=None,
-            output_counts=None,
-        )
-        probs = distribution(logits.float(), metadata)
+        probs = distribution(logits.float(), without_penalties(numbers, logits))
         seeds = [info.seeds[i] for i in rows]
         uniforms = stream_draws(seeds, (info.positions[rows] + offset).tolist(), DRAFT_STREAM)
         drawn = draw(probs, torch.from_numpy(uniforms).to(probs.device))
         greedy = torch.from_numpy(numbers["greedy"].copy()).to(logits.device)
         return torch.where(greedy, best, drawn), probs
+
+
+def without_penalties(numbers: np.ndarray, logits: Tensor) -> SamplingMetadata:
+    """Return the sampling parameters of `numbers` for the rows of `logits`, without penalties and bias."""
+    plain = numbers.copy()
+    plain["penalised"] = False
+    return metadata_of(
+        plain,
+        num_logprobs=(None,) * len(plain),
+        vocab_size=logits.shape[-1],
+        device=logits.device,
+        uniforms=None,
+        bias=None,
+        seen=None,
+        output_counts=None,
+    )
 
 
 def load_draft_model(
@@ -205,12 +210,17 @@ def load_draft_model(
     path = speculative.model or DEFAULT_DRAFT_MODEL
     precision = str(target.dtype).removeprefix("torch.")
     draft = load(replace(config, model=path, dtype=precision))  # of the length that is named, or its own
+    check_vocabulary(draft, target)
+    return draft
+
+
+def check_vocabulary(draft: LoadedModel, target: LoadedModel) -> None:
+    """Raise `ConfigError` if a token id does not stand for the same token in both models."""
     if draft.vocab_size != target.vocab_size or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ConfigError(
             f"{draft.name} cannot guess for {target.name}: their vocabularies differ ({draft.vocab_size:,} and "
             f"{target.vocab_size:,} ids)"
         )
-    return draft
 
 
 def limited(target: Any, draft: LoadedModel | None) -> Any:

@@ -109,44 +109,46 @@ def drafts_of(
     lists of at most `limits[i]` token ids.
     """
     part = f"the part 'proposer' ({type(proposer).__name__})"
-    answer = proposer.propose(list(reqs), list(limits))
-    try:
-        rows = list(islice(answer, len(reqs) + 1))  # an endless answer ends here
-    except Exception as error:
-        reason = shown(str(error), LONGEST_REASON)
-        raise PartError(f"{part} returned {shown(answer)}, whose rows cannot be read: {reason}") from error
-    if len(rows) != len(reqs):
-        number = len(rows) if len(rows) < len(reqs) else "more"
-        raise PartError(f"{part} must guess for {len(reqs)} requests; it did for {number}")
+    rows = _rows(part, proposer.propose(list(reqs), list(limits)), len(reqs))
     drafts: list[list[int]] = [[] for _ in reqs]
     errors: dict[str, PartError] = {}
-    for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
-        if not limit:
-            continue
-        rid = reqs[index].rid
-        try:
-            own = drafts[index] = _token_ids(proposer, row, limit)
-        except PartError as error:
-            errors[rid] = error
-            continue
-        if len(own) > limit:
-            errors[rid] = PartError(f"{part} may guess {limit} tokens for request {shown(rid)}; it guessed more")
-        elif strange := [token_id for token_id in own if not lowest <= token_id < vocab_size]:
-            errors[rid] = PartError(
-                f"{part} guessed {shown(strange[0])} for {shown(rid)}, which is none of {vocab_size:,} token ids"
-            )
+    for index, (req, row, limit) in enumerate(zip(reqs, rows, limits, strict=True)):
+        if limit:
+            try:
+                drafts[index] = _drafts_of_row(part, req.rid, row, limit, range(lowest, vocab_size))
+            except PartError as error:
+                errors[req.rid] = error
     if errors:
         raise InvalidDraftsError(errors)
     return drafts
 
 
-def _token_ids(proposer: Proposer, row: Iterable[Any], limit: int) -> list[int]:
-    """Return the first `limit + 1` token ids of a row. Raises `PartError` for a row that cannot be read."""
+def _rows(part: str, answer: Iterable[Any], number: int) -> list[Any]:
+    """Return the rows of a proposer's answer. Raises `PartError` unless there are `number` rows."""
     try:
-        return [operator.index(token_id) for token_id in islice(row, limit + 1)]
+        rows = list(islice(answer, number + 1))  # the answer may be endless
     except Exception as error:
-        part = f"the part 'proposer' ({type(proposer).__name__})"
+        reason = shown(str(error), LONGEST_REASON)
+        raise PartError(f"{part} returned {shown(answer)}, whose rows cannot be read: {reason}") from error
+    if len(rows) != number:
+        found = len(rows) if len(rows) < number else "more"
+        raise PartError(f"{part} must guess for {number} requests; it did for {found}")
+    return rows
+
+
+def _drafts_of_row(part: str, rid: str, row: Iterable[Any], limit: int, valid: range) -> list[int]:
+    """Return the drafts of one request. Raises `PartError` for more than `limit`, and for ids that are not `valid`."""
+    try:
+        drafts = [operator.index(token_id) for token_id in islice(row, limit + 1)]
+    except Exception as error:
         raise PartError(f"{part} failed: {shown(error, LONGEST_REASON)}") from error
+    if len(drafts) > limit:
+        raise PartError(f"{part} may guess {limit} tokens for request {shown(rid)}; it guessed more")
+    if strange := [token_id for token_id in drafts if token_id not in valid]:
+        raise PartError(
+            f"{part} guessed {shown(strange[0])} for {shown(rid)}, which is none of {valid.stop:,} token ids"
+        )
+    return drafts
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer | None:

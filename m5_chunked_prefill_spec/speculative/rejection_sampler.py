@@ -13,6 +13,7 @@ as for all draws. vLLM: `v1/sample/rejection_sampler.py`; SGLang: `speculative/e
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -127,38 +128,51 @@ class RejectionSampler:
     ) -> SamplerOutput:
         """Return `chosen` with the tokens of drawn drafts' rows replaced by the result of rejection sampling."""
         assert drafts.probs is not None
-        greedy = info.numbers["greedy"]
-        rows: list[int] = []  # of the logits, one for each drawn draft
-        which: list[int] = []  # index among all drafts
-        owners: list[int] = []
-        offsets: list[int] = []
-        tokens: list[int] = []
-        first = num_drafts = 0
-        for place, (count, own_drafts) in enumerate(zip(sample_lens, drafts.token_ids, strict=True)):
-            if not greedy[place]:
-                rows += range(first, first + len(own_drafts))
-                which += range(num_drafts, num_drafts + len(own_drafts))
-                tokens += own_drafts
-                owners += [place] * len(own_drafts)
-                offsets += range(len(own_drafts))
-            first += count
-            num_drafts += len(own_drafts)
-        if not rows:
+        drawn = drawn_drafts(drafts.token_ids, sample_lens, info.numbers["greedy"])
+        if not drawn.rows:
             return chosen
-        index = torch.tensor(rows, device=logits.device)
-        p = distribution(logits, metadata)[index]
-        positions = (info.positions[owners] + np.array(offsets)).tolist()
-        seeds = [info.seeds[place] for place in owners]
-        verified = decide(p, drafts.probs[torch.tensor(which, device=p.device)], tokens, seeds, positions)
+        p = distribution(logits, metadata)[torch.tensor(drawn.rows, device=logits.device)]
+        q = drafts.probs[torch.tensor(drawn.numbers, device=p.device)]
+        positions = (info.positions[drawn.owners] + np.array(drawn.offsets)).tolist()
+        seeds = [info.seeds[owner] for owner in drawn.owners]
+        verified = decide(p, q, drawn.token_ids, seeds, positions)
         token_ids = list(chosen.token_ids)
-        for row, token_id in zip(rows, verified, strict=True):
+        for row, token_id in zip(drawn.rows, verified, strict=True):
             token_ids[row] = token_id
-        asked = [
-            row for row in rows if metadata.num_logprobs[row] is not None and token_ids[row] != chosen.token_ids[row]
-        ]
-        return replace(
-            chosen, token_ids=tuple(token_ids), logprobs=_with_logprobs(logits, metadata, token_ids, asked, chosen)
-        )
+        changed = [row for row in drawn.rows if token_ids[row] != chosen.token_ids[row]]
+        asked = [row for row in changed if metadata.num_logprobs[row] is not None]
+        logprobs = _with_logprobs(logits, metadata, token_ids, asked, chosen)
+        return replace(chosen, token_ids=tuple(token_ids), logprobs=logprobs)
+
+
+class DrawnDrafts(NamedTuple):
+    """The drafts of a step that were drawn from a distribution; an entry of each list per draft."""
+
+    token_ids: list[int]
+    rows: list[int]
+    """The row of the logits in front of the draft: it gives the target's probability of the draft."""
+    numbers: list[int]
+    """Index among all drafts of the step."""
+    owners: list[int]
+    """Row of the request in the batch."""
+    offsets: list[int]
+    """Index among the request's drafts."""
+
+
+def drawn_drafts(token_ids: Sequence[Sequence[int]], sample_lens: Sequence[int], greedy: np.ndarray) -> DrawnDrafts:
+    """Return the drafts of the requests that are not greedy. All arguments are by row of the batch."""
+    drawn = DrawnDrafts([], [], [], [], [])
+    first = num_drafts = 0
+    for owner, (count, own) in enumerate(zip(sample_lens, token_ids, strict=True)):
+        if not greedy[owner]:
+            drawn.token_ids.extend(own)
+            drawn.rows.extend(range(first, first + len(own)))
+            drawn.numbers.extend(range(num_drafts, num_drafts + len(own)))
+            drawn.owners.extend([owner] * len(own))
+            drawn.offsets.extend(range(len(own)))
+        first += count
+        num_drafts += len(own)
+    return drawn
 
 
 def decide(p: Tensor, q: Tensor, drafts: Sequence[int], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
