@@ -1,9 +1,9 @@
-"""What an m5 engine is told: how a step's tokens are shared out, and how tokens are guessed.
+"""Settings of an m5 engine: the contents of a step, and speculative decoding.
 
-Model and cache are configured as in m4. What was the largest prompt there is a budget here: `max_num_batched_tokens`
-new tokens go through the model in one step, those of decodes, guesses and pieces of prompts together, and a prompt of
-any length may come. SGLang: `chunked_prefill_size`, `enable_mixed_chunk`, `speculative_*` of `ServerArgs`; vLLM:
-`SchedulerConfig` and `SpeculativeConfig`.
+Model and cache are configured as in m4. `max_num_batched_tokens` limited the length of a prompt there; here it limits
+the new tokens of a step, those of decodes, drafts and pieces of prompts together, and a prompt may be longer. SGLang:
+`chunked_prefill_size`, `enable_mixed_chunk`, `speculative_*` of `ServerArgs`; vLLM: `SchedulerConfig` and
+`SpeculativeConfig`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -27,8 +27,7 @@ SpeculativeMethod = Literal["ngram", "draft_model"]
 
 DEFAULT_DRAFT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-draft"
 CHUNKED_BATCHED_TOKENS = {"cpu": 128, "cuda": 2048}
-"""By the kind of device: a step of so many tokens keeps the gap between two tokens short, and the matrices still large
-enough to be worth it."""
+"""Default token budget by device type: short gaps between two tokens of a stream, with still efficient matrix sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +35,19 @@ class SchedulerConfig(RadixSchedulerConfig):
     """m4's settings, and the contents of a step: decodes, prompts, and pieces of prompts."""
 
     max_num_batched_tokens: int | None = None
-    """At most so many new tokens go through the model in one step. None: 128 on a CPU, 2,048 on CUDA, and at least
-    `max_num_seqs`; with `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
+    """Maximum number of new tokens in one step. None: 128 on a CPU, 2,048 on CUDA, and at least `max_num_seqs`; with
+    `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
     schedule: ScheduleName = "decode_first"
-    """What a step is filled with. `decode_first`: everybody who runs gets a token, prompts get the rest, to the last
-    token. `prefill_first`: prompts go alone, as in m4, and whoever runs waits for them."""
+    """Order in which a step is filled. `decode_first`: each running request gets a token, prompts get the rest of the
+    budget. `prefill_first`: prompts run alone, as in m4, and running requests wait for them."""
     enable_chunked_prefill: bool = True
-    """Whether a prompt may be cut into pieces. Without, one that is longer than the budget is refused. Any other runs
-    whole, in a step in which those who decode leave room for all of it; at the latest that is when nobody does."""
+    """Whether a prompt may be cut into pieces. If not, a prompt longer than the budget is refused; any other runs whole,
+    in the first step in which the decodes leave room for all of it, at the latest when no request decodes."""
     chunked_prefill_size: int | None = None
-    """At most so many tokens of prompts go through the model in one step, whatever the budget leaves. None: no limit of
-    its own."""
+    """Maximum number of prompt tokens in one step. None: the token budget is the only limit."""
     target_gap_ms: float | None = None
-    """With `decode_first`: pieces are so small that a step should take no longer, by the engine's own table of what
-    steps cost. A step without prompts may take longer all the same. None: the budget alone decides."""
+    """Target duration of a step in milliseconds, with `decode_first`: prompts are cut so that a step stays within it by
+    the cost table. A step without prompts may take longer. None: no target, and no cost table."""
     cost_table: CostTable | None = None
     """Costs of steps for `target_gap_ms`. None: measured when the engine is built, and recorded in the trace. With the
     table of another engine's trace, this engine makes the same decisions."""
@@ -81,21 +79,21 @@ class SchedulerConfig(RadixSchedulerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How the next tokens of requests are guessed, so that one step can verify several of them."""
+    """Settings of speculative decoding: a step verifies several drafted tokens of a request."""
 
     method: SpeculativeMethod | None = None
-    """`ngram`: what followed the last tokens when they stood in prompt or output before. `draft_model`: a small model
-    says it. None: nothing is guessed."""
+    """Source of the drafts. `ngram`: the tokens that followed an earlier occurrence of the last tokens in prompt or
+    output. `draft_model`: a small model. None: no speculation."""
     num_speculative_tokens: int = 4
     """Number of drafts for a request in one step; fewer where its answer or the step's budget ends, or where `ngram`
     finds fewer."""
     prompt_lookup_max: int = 4
-    """`ngram`: the longest run of last tokens that is looked for; then shorter ones."""
+    """`ngram`: length of the longest run of last tokens that is searched."""
     prompt_lookup_min: int = 2
-    """`ngram`: the shortest one."""
+    """`ngram`: length of the shortest run."""
     model: str | Path | None = None
-    """`draft_model`: a local directory or hub id, of the target's tokenizer. None: the checkpoint that ships, which
-    belongs to the default model."""
+    """`draft_model`: a local directory or hub id of a model with the target's tokenizer. None: the embedded checkpoint,
+    the draft model of the default model."""
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -124,7 +122,7 @@ READ_BY: dict[str, tuple[SpeculativeMethod, ...]] = {
     "prompt_lookup_min": ("ngram",),
     "model": ("draft_model",),
 }
-"""Which methods read which field."""
+"""The methods that read a field."""
 
 
 @dataclass(frozen=True, kw_only=True)

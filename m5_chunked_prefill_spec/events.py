@@ -24,11 +24,11 @@ class CostsMeasured(Event):
     num_tokens: tuple[int, ...] = volatile()
     """New tokens in a step."""
     step_ms: tuple[float, ...] = volatile()
-    """Milliseconds of a step of so many."""
+    """Milliseconds of a step with so many new tokens."""
     context_ms: float = volatile()
-    """Milliseconds that each token of a piece of a prompt costs more for each thousand tokens before it."""
+    """Additional milliseconds of one prompt token for each thousand tokens of its context."""
     decode_context_ms: float = volatile()
-    """The same for a decode and its guesses."""
+    """The same for one token of a decode or its drafts."""
 
     @classmethod
     def of(cls, table: CostTable, *, given: bool) -> Self:
