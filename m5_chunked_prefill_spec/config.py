@@ -41,7 +41,7 @@ class SchedulerConfig(RadixSchedulerConfig):
     """Order in which a step is filled. `decode_first`: each running request gets a token, prompts get the rest of the
     budget. `prefill_first`: prompts run alone, as in m4, and running requests wait for them."""
     enable_chunked_prefill: bool = True
-    """Whether a prompt may be cut into pieces. If not, a prompt longer than the budget is refused; any other runs whole,
+    """Whether a prompt may be cut into pieces. If not, a prompt longer than the budget is refused; any other runs whole
     in the first step in which the decodes leave room for all of it, at the latest when no request decodes."""
     chunked_prefill_size: int | None = None
     """Maximum number of prompt tokens in one step. None: the token budget is the only limit."""

@@ -1,8 +1,8 @@
 """Runs the draft model: it computes the tokens of the target model, and then drafts.
 
 The draft model's KV lies in a storage of its own, at the target's slots. A request that starts from a cached prefix
-finds the draft model's KV there as well; allocation, sharing and rollback of slots hold for both models. For
-this, the draft model must have KV for every token that has KV in the target. In each step it computes
+finds the draft model's KV there as well; allocation, sharing and rollback of slots hold for both models. For this,
+the draft model must have KV for every token that has KV in the target. In each step it computes
 
     1. the tokens that the target computes: prompts, pieces of prompts, the newest token of each decode;
     2. one draft of each request from the last of them, and each further draft from the one before it;
@@ -157,7 +157,7 @@ class DraftRunner:
         """Choose a draft for each row, int64 `[rows]`: the most likely token, or a draw at the request's temperature.
 
         Also returns the distributions of the draws, float64 `[rows, vocab]`, if a request of the step draws. Penalties
-        and bias are left out: they change which drafts are accepted, never the output.
+        and bias are left out: they change which drafts are accepted, not the distribution of the output.
         """
         best = best_tokens(logits)
         numbers = info.numbers[rows]

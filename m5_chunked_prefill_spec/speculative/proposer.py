@@ -23,7 +23,7 @@ from m5_chunked_prefill_spec.speculative.spec_info import UNKNOWN
 
 
 class Proposer(Protocol):
-    """Proposes drafts. It changes no request; drafts change the speed of an output, never its tokens."""
+    """Proposes drafts. It changes no request; drafts change the speed of an output, not its distribution."""
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
         """Return for each request at most `limits[i]` next tokens, in order; `UNKNOWN` for drafts of the draft model.
