@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import interleaved
 from benchmarks.m3_models import MAX_MODEL_LEN, TestedModel
 from benchmarks.m3_workload import EngineSide, Ragged, Side, watched
-from m2_continuous_batching.events import Batch, BlocksUsed as DenseUsage
+from m2_continuous_batching.events import Batch, KVUsage as DenseUsage
 from m3_paged_attention import CacheConfig, LLMEngine, SamplingParams
 from m3_paged_attention.kv_events import BlockCopied, BlocksUsed
 from m3_paged_attention.scheduler_events import Preempted

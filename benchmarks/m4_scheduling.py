@@ -69,11 +69,11 @@ def make_scheduler(
     made_by: Callable[..., Any] = Scheduler,
     rows_class: type[ReqToTokenPool] = ReqToTokenPool,
     prompt_of: Callable[[int, int], list[int]] = repeated,
-    spec_state: Callable[[], Any] | None = None,
+    request_class: type[Req] = Req,
 ) -> Any:
     """An m4 scheduler, or what `made_by` makes of the same, with so many requests; none ends within `num_steps` tokens.
 
-    `prompt_of` makes a prompt of a request's number and its length; `spec_state`, what a request keeps of guesses.
+    `prompt_of` makes a prompt of a request's number and its length.
     """
     tracer = Tracer()
     length = PROMPT_LENS.stop + num_steps + 2
@@ -99,8 +99,7 @@ def make_scheduler(
         request_id, params = f"req-{number}", SamplingParams(max_tokens=num_steps + 1)
         prompt = prompt_of(number, PROMPT_LENS[number % len(PROMPT_LENS)])
         sequence = Sequence(request_id, prompt, params, IncrementalDetokenizer(tokenizer))
-        req = Req(request_id, None, sequence, seed=number, arrival_time=0.0)
-        req.spec_state = spec_state and spec_state()
+        req = request_class(request_id, None, sequence, seed=number, arrival_time=0.0)
         scheduler.add_request(req)
     return scheduler
 

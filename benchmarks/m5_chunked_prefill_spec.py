@@ -55,9 +55,9 @@ def parts(rounds: int, quick: bool, draft: Path | None) -> Parts:
 
     traffic = Traffic(stream_tokens=36, prompt_tokens=200, seed=SEED) if quick else Traffic(seed=SEED)
     budgets, targets = ((32, 128), (12.0,)) if quick else (BUDGETS, TARGETS_MS)
-    methods = {"ngram": SpeculativeConfig(method="ngram", back_off=False)}
+    methods = {"ngram": SpeculativeConfig(method="ngram")}
     if draft is not None:
-        methods["draft_model"] = SpeculativeConfig(method="draft_model", model=draft, back_off=False)
+        methods["draft_model"] = SpeculativeConfig(method="draft_model", model=draft)
     return {
         "gaps": lambda: on_engines(
             lambda e: gaps(e, traffic=traffic, budgets=budgets, targets=targets, rounds=2 * rounds - 1)

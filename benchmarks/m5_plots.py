@@ -126,26 +126,20 @@ def speculation(part: Part) -> Figure:
     for batch, axes in zip(batches, grid, strict=True):
         for axis, (kind, by_batch) in zip(axes, part["kinds"].items(), strict=True):
             sides = {name: row for name, row in by_batch[batch].items() if row is not by_batch[batch]["no guesses"]}
-            shown = [name for name in sides if not name.endswith("never backs off")]
-            for offset, tail in ((-0.2, ""), (0.2, ", never backs off")):
-                values = [sides[name + tail]["times_none"] for name in shown]
-                colors = [METHODS[name.split(",")[0]] for name in shown]
-                alpha = 0.4 if tail else 1.0
-                bars = axis.bar([i + offset for i in range(len(shown))], values, 0.38, color=colors, alpha=alpha)
-                rows_of = [sides[name + tail] for name in shown]
-                labels = [f"{row['accept_length']:.1f}" if row["drafted"] else "" for row in rows_of]
-                box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
-                axis.bar_label(bars, labels, fontsize=7, color="0.3", padding=2, bbox=box)
+            colors = [METHODS[name.split(",")[0]] for name in sides]
+            bars = axis.bar(range(len(sides)), [row["times_none"] for row in sides.values()], 0.6, color=colors)
+            labels = [f"{row['accept_length']:.1f}" if row["drafted"] else "" for row in sides.values()]
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
+            axis.bar_label(bars, labels, fontsize=7, color="0.3", padding=2, bbox=box)
             axis.axhline(1, color="0.4", lw=1, ls="--", zorder=0.5)
-            names = [name.replace("draft_model, ", "draft\n").replace("ngram, ", "ngram\n") for name in shown]
-            axis.set_xticks(range(len(shown)), names, **SMALL)
+            names = [name.replace("draft_model, ", "draft\n").replace("ngram, ", "ngram\n") for name in sides]
+            axis.set_xticks(range(len(sides)), names, **SMALL)
             axis.set_title(f"{kind}, {'one' if batch == '1' else batch} at a time", fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
             axis.margins(y=0.12)
         axes[0].set_ylabel("tokens/s, times no guesses")
-    handles = [Patch(color="0.3", label="backs off"), Patch(color="0.3", alpha=0.4, label="never backs off")]
-    handles.append(Patch(color="none", label="above a bar: tokens that a verification brought"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, **SMALL)
+    handles = [Patch(color="none", label="above a bar: tokens that a verification brought")]
+    figure.legend(handles=handles, loc="outside lower center", **SMALL)
     return figure
 
 

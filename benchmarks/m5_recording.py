@@ -61,7 +61,7 @@ def recorded(engine: LLMEngine, run: Any) -> Listener:
 
 def steps(engines: Engines, *, seed: int) -> Row:
     """The same traffic under both schedules, with guesses, step by step."""
-    guess = SpeculativeConfig(method="ngram", num_speculative_tokens=2, back_off=False)
+    guess = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     limits: Row = {"max_num_seqs": 16, "max_num_batched_tokens": BUDGET}
     found = {}
     for schedule in ("decode_first", "prefill_first"):

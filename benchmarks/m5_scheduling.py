@@ -12,17 +12,15 @@ from benchmarks.m3_scheduling import NUM_SEQUENCES, TOKEN
 from benchmarks.m4_scheduling import Times, compared, m4_stepper, make_scheduler, stepper
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst
 from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
-from m5_chunked_prefill_spec.cost_table import CostTable
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
+from m5_chunked_prefill_spec.request import Req
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m5_chunked_prefill_spec.speculative.proposer import Proposer, make_proposer
-from m5_chunked_prefill_spec.speculative.speculation import SpecState, Speculation
+from m5_chunked_prefill_spec.speculative.speculation import Speculation
 
 GUESSES = 4
-COSTS = CostTable((1, 4096), (1.0, 4.0))
-"""Of a model for which guesses pay: so everybody is asked about each time."""
 FIRST_NEW = 2000  # tokens that no prompt has begin here
 Row = dict[str, Any]
 
@@ -48,9 +46,7 @@ def m5_scheduler(num_sequences: int, num_tokens: int, config: SpeculativeConfig,
         )
         return Scheduler(
             composer=DecodeFirst(),
-            speculation=Speculation(
-                proposer=proposer, config=config, max_model_len=2**20, vocab_size=2**20, cost_table=COSTS
-            ),
+            speculation=Speculation(proposer=proposer, config=config, max_model_len=2**20, vocab_size=2**20),
             chunk_alignment=1,
             scheduler_config=limits,
             prefill_adder=PrefillAdder,
@@ -63,7 +59,7 @@ def m5_scheduler(num_sequences: int, num_tokens: int, config: SpeculativeConfig,
         made_by=made,
         rows_class=ReqToTokenPool,
         prompt_of=never_twice,
-        spec_state=SpecState if proposer is not None else None,
+        request_class=Req,
     )
 
 

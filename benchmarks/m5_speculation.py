@@ -51,16 +51,10 @@ def prompts(tokenizer: Any, number: int, seed: int) -> dict[str, list[list[int]]
 def configs(draft: Any) -> dict[str, SpeculativeConfig]:
     """All ways to guess, by name. `draft`: the draft model; None leaves it out."""
     found = {NONE: SpeculativeConfig()}
-    for back_off in (True, False):
-        tail = "" if back_off else ", never backs off"
-        for k in (4, 8):
-            found[f"ngram, k = {k}{tail}"] = SpeculativeConfig(
-                method="ngram", num_speculative_tokens=k, back_off=back_off
-            )
-        for k in (2, 4) if draft is not None else ():
-            found[f"draft_model, k = {k}{tail}"] = SpeculativeConfig(
-                method="draft_model", num_speculative_tokens=k, back_off=back_off, model=draft
-            )
+    for k in (4, 8):
+        found[f"ngram, k = {k}"] = SpeculativeConfig(method="ngram", num_speculative_tokens=k)
+    for k in (2, 4) if draft is not None else ():
+        found[f"draft_model, k = {k}"] = SpeculativeConfig(method="draft_model", num_speculative_tokens=k, model=draft)
     return found
 
 

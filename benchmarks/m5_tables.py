@@ -29,9 +29,8 @@ def tables(results: Row) -> str:
         "gaps_best": ("gaps", _best_gaps),
         "targets": ("gaps", _targets),
         "costs": ("gaps", _costs),
-        "speculation_1": ("speculation", lambda part: _speculation(part, "1", ", never backs off")),
-        "speculation_8": ("speculation", lambda part: _speculation(part, "8", ", never backs off")),
-        "never_backs_off": ("speculation", _never_backs_off),
+        "speculation_1": ("speculation", lambda part: _speculation(part, "1")),
+        "speculation_8": ("speculation", lambda part: _speculation(part, "8")),
         "draft": ("speculation", _draft),
         "scheduling": ("scheduling", _scheduling),
     }
@@ -102,13 +101,8 @@ def _costs(part: Row) -> str:
     )
 
 
-def _speculation(part: Row, batch: str, without: str) -> str:
-    rows = [
-        (kind, name, row)
-        for kind, batches in part["kinds"].items()
-        for name, row in batches[batch].items()
-        if not name.endswith(without)
-    ]
+def _speculation(part: Row, batch: str) -> str:
+    rows = [(kind, name, row) for kind, batches in part["kinds"].items() for name, row in batches[batch].items()]
     return markdown_table(
         rows,
         {
@@ -121,29 +115,6 @@ def _speculation(part: Row, batch: str, without: str) -> str:
             "steps": lambda row: f"{row[2]['steps']:,}",
             "tokens/s": lambda row: f"{row[2]['tokens_per_second']:,.0f}",
             "times none": lambda row: f"{row[2]['times_none']:.2f}",
-        },
-    )
-
-
-def _never_backs_off(part: Row) -> str:
-    tail = ", never backs off"
-    rows = [
-        (kind, batch, name.removesuffix(tail), sides[name.removesuffix(tail)], row)
-        for kind, batches in part["kinds"].items()
-        for batch, sides in batches.items()
-        for name, row in sides.items()
-        if name.endswith(tail)
-    ]
-    return markdown_table(
-        rows,
-        {
-            "text": lambda row: row[0],
-            "at a time": lambda row: row[1],
-            "guesses": lambda row: row[2],
-            "backs off: guessed": lambda row: f"{row[3]['drafted']:,}",
-            "times none": lambda row: f"{row[3]['times_none']:.2f}",
-            "never does: guessed": lambda row: f"{row[4]['drafted']:,}",
-            "times no guesses": lambda row: f"{row[4]['times_none']:.2f}",
         },
     )
 

@@ -26,7 +26,7 @@ from m5_chunked_prefill_spec import (
 MODEL = ModelConfig(max_model_len=96)
 MEMORY = CacheConfig(page_size=4, max_total_tokens=96, debug=True)
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
-GUESSES = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2, back_off=False)
+GUESSES = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2)
 ARRIVALS = {
     1: ("ann", "Repeat this text:\nsee a green lamp and a green bird"),
     4: ("bob", "The code of goat is 6706. The code of lamp is 1234. What is the code of goat?"),

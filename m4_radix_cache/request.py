@@ -53,7 +53,6 @@ class Req(Request):
         self.extend_input_len = 0  # tokens to compute
         self.req_pool_idx: int | None = None  # its row of slots, while it runs
         self.req_to_token_pool: ReqToTokenPool | None = None  # where that row is
-        self.spec_state: Any = None  # how well its next tokens can be guessed: nothing is guessed before m5
         self.multimodal_inputs: Media | None = None  # its pictures: there are none before m6
         self._key: RadixKey | None = None
 

@@ -187,7 +187,7 @@ class Work:
         self.prompts.check_chunked()
         return has_room
 
-    def _drafts(self, reqs: list[Req], most: int) -> list[list[int]]:
+    def _drafts(self, reqs: Sequence[Any], most: int) -> list[list[int]]:
         """Return the drafts of this step. A request with an invalid draft ends; the others go on without drafts for a
         step."""
         try:

@@ -1,9 +1,9 @@
-"""What an m5 engine is told: how a step's tokens are shared out, and how tokens are guessed.
+"""Settings of an m5 engine: the contents of a step, and speculative decoding.
 
-Model and cache are configured as in m4. What was the largest prompt there is a budget here: `max_num_batched_tokens`
-new tokens go through the model in one step, those of decodes, guesses and pieces of prompts together, and a prompt of
-any length may come. SGLang: `chunked_prefill_size`, `enable_mixed_chunk`, `speculative_*` of `ServerArgs`; vLLM:
-`SchedulerConfig` and `SpeculativeConfig`.
+Model and cache are configured as in m4. `max_num_batched_tokens` limited the length of a prompt there; here it limits
+the new tokens of a step, those of decodes, drafts and pieces of prompts together, and a prompt may be longer. SGLang:
+`chunked_prefill_size`, `enable_mixed_chunk`, `speculative_*` of `ServerArgs`; vLLM: `SchedulerConfig` and
+`SpeculativeConfig`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -27,8 +27,7 @@ SpeculativeMethod = Literal["ngram", "draft_model"]
 
 DEFAULT_DRAFT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-draft"
 CHUNKED_BATCHED_TOKENS = {"cpu": 128, "cuda": 2048}
-"""By the kind of device: a step of so many tokens keeps the gap between two tokens short, and the matrices still large
-enough to be worth it."""
+"""Default token budget by device type: short gaps between two tokens of a stream, with still efficient matrix sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +35,22 @@ class SchedulerConfig(RadixSchedulerConfig):
     """m4's settings, and the contents of a step: decodes, prompts, and pieces of prompts."""
 
     max_num_batched_tokens: int | None = None
-    """At most so many new tokens go through the model in one step. None: 128 on a CPU, 2,048 on CUDA, and at least
-    `max_num_seqs`; with `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
+    """Maximum number of new tokens in one step. None: 128 on a CPU, 2,048 on CUDA, and at least `max_num_seqs`; with
+    `enable_chunked_prefill=False` as in m4, so that no prompt is refused for it."""
     schedule: ScheduleName = "decode_first"
-    """What a step is filled with. `decode_first`: everybody who runs gets a token, prompts get the rest, to the last
-    token. `prefill_first`: prompts go alone, as in m4, and whoever runs waits for them."""
+    """Order in which a step is filled. `decode_first`: each running request gets a token, prompts get the rest of the
+    budget. `prefill_first`: prompts run alone, as in m4, and running requests wait for them."""
     enable_chunked_prefill: bool = True
-    """Whether a prompt may be cut into pieces. Without, one that is longer than the budget is refused. Any other runs
-    whole, in a step in which those who decode leave room for all of it; at the latest that is when nobody does."""
+    """Whether a prompt may be cut into pieces. If not, a prompt longer than the budget is refused; any other runs whole
+    in the first step in which the decodes leave room for all of it, at the latest when no request decodes."""
     chunked_prefill_size: int | None = None
-    """At most so many tokens of prompts go through the model in one step, whatever the budget leaves. None: no limit of
-    its own."""
+    """Maximum number of prompt tokens in one step. None: the token budget is the only limit."""
     target_gap_ms: float | None = None
-    """With `decode_first`: pieces are so small that a step should take no longer, by the engine's own table of what
-    steps cost. A step without prompts may take longer all the same. None: the budget alone decides."""
+    """Target duration of a step in milliseconds, with `decode_first`: prompts are cut so that a step stays within it by
+    the cost table. A step without prompts may take longer. None: no target, and no cost table."""
     cost_table: CostTable | None = None
-    """What steps cost, for `target_gap_ms` and for guesses. None: measured when the engine is built, and recorded in
-    the trace. Given one, an engine decides as the one did that recorded it."""
+    """Costs of steps for `target_gap_ms`. None: measured when the engine is built, and recorded in the trace. With the
+    table of another engine's trace, this engine makes the same decisions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,6 +61,8 @@ class SchedulerConfig(RadixSchedulerConfig):
             check_number("target_gap_ms", self.target_gap_ms, more_than=0)
         if self.cost_table is not None and not isinstance(self.cost_table, CostTable):
             raise ConfigError(f"cost_table={shown(self.cost_table)} must be a CostTable")
+        if self.cost_table is not None and self.target_gap_ms is None:
+            raise ConfigError("cost_table has no effect without target_gap_ms: give both, or neither")
         if not self.enable_chunked_prefill:
             for name in ("chunked_prefill_size", "target_gap_ms"):
                 if getattr(self, name) is not None:
@@ -79,22 +79,21 @@ class SchedulerConfig(RadixSchedulerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How the next tokens of requests are guessed, so that one step can verify several of them."""
+    """Settings of speculative decoding: a step verifies several drafted tokens of a request."""
 
     method: SpeculativeMethod | None = None
-    """`ngram`: what followed the last tokens when they stood in prompt or output before. `draft_model`: a small model
-    says it. None: nothing is guessed."""
+    """Source of the drafts. `ngram`: the tokens that followed an earlier occurrence of the last tokens in prompt or
+    output. `draft_model`: a small model. None: no speculation."""
     num_speculative_tokens: int = 4
-    """At most so many tokens are guessed for a request in one step."""
+    """Number of drafts for a request in one step; fewer where its answer or the step's budget ends, or where `ngram`
+    finds fewer."""
     prompt_lookup_max: int = 4
-    """`ngram`: the longest run of last tokens that is looked for; then shorter ones."""
+    """`ngram`: length of the longest run of last tokens that is searched."""
     prompt_lookup_min: int = 2
-    """`ngram`: the shortest one."""
+    """`ngram`: length of the shortest run."""
     model: str | Path | None = None
-    """`draft_model`: a local directory or hub id, of the target's tokenizer. None: the checkpoint that ships, which
-    belongs to the default model."""
-    back_off: bool = True
-    """Guess fewer tokens, or none for a while, for requests of which too few guesses were right to pay for them."""
+    """`draft_model`: a local directory or hub id of a model with the target's tokenizer. None: the embedded checkpoint,
+    the draft model of the default model."""
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -103,7 +102,6 @@ class SpeculativeConfig:
         check_whole_number("prompt_lookup_max", self.prompt_lookup_max, low=1)
         check_whole_number("prompt_lookup_min", self.prompt_lookup_min, low=1)
         check_path("model", self.model, "a directory or a hub id", optional=True)
-        check_flag("back_off", self.back_off)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}"
@@ -120,12 +118,11 @@ class SpeculativeConfig:
 MAX_SPECULATIVE_TOKENS = 64
 READ_BY: dict[str, tuple[SpeculativeMethod, ...]] = {
     "num_speculative_tokens": ("ngram", "draft_model"),
-    "back_off": ("ngram", "draft_model"),
     "prompt_lookup_max": ("ngram",),
     "prompt_lookup_min": ("ngram",),
     "model": ("draft_model",),
 }
-"""Which methods read which field."""
+"""The methods that read a field."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,6 @@ def make_parser(prog: str = "python -m m5_chunked_prefill_spec.demo") -> argpars
         "--num-speculative-tokens", type=int, metavar="K", help="at most so many guesses for a request in one step"
     )
     guesses.add_argument("--draft-model", help="a directory or hub id; default: the draft checkpoint that ships")
-    guesses.add_argument("--no-back-off", action="store_true", help="guess on where it does not pay")
     retell(parser, MEANINGS, MEMORY)
     return parser
 
@@ -152,16 +151,13 @@ def speculative_configs(args: argparse.Namespace) -> dict[str, SpeculativeConfig
     numbers = {} if args.num_speculative_tokens is None else {"num_speculative_tokens": args.num_speculative_tokens}
     if asked == "none":
         more = {"model": args.draft_model} if args.draft_model else {}
-        more |= {"back_off": False} if args.no_back_off else {}
         return {"none": SpeculativeConfig(**numbers, **more)} if numbers or more else {}
     found = {}
     if asked in ("ngram", "both"):
-        found["ngram"] = SpeculativeConfig(method="ngram", back_off=not args.no_back_off, **numbers)
+        found["ngram"] = SpeculativeConfig(method="ngram", **numbers)
     has_draft = args.draft_model is not None or args.model is None
     if asked == "draft_model" or (asked == "both" and has_draft and (args.draft_model or DEFAULT_DRAFT_MODEL.exists())):
-        found["draft_model"] = SpeculativeConfig(
-            method="draft_model", model=args.draft_model, back_off=not args.no_back_off, **numbers
-        )
+        found["draft_model"] = SpeculativeConfig(method="draft_model", model=args.draft_model, **numbers)
     return found
 
 

@@ -15,7 +15,7 @@ from m5_chunked_prefill_spec.cost_table import CostTable
 
 @dataclass(frozen=True, kw_only=True)
 class CostsMeasured(Event):
-    """What steps cost here; every later decision that depends on time goes by this table."""
+    """Costs of steps, given or measured: the table by which `target_gap_ms` limits pieces of prompts."""
 
     style: ClassVar[str] = "dim"
     headline: ClassVar[bool] = True
@@ -24,15 +24,11 @@ class CostsMeasured(Event):
     num_tokens: tuple[int, ...] = volatile()
     """New tokens in a step."""
     step_ms: tuple[float, ...] = volatile()
-    """Milliseconds of a step of so many."""
+    """Milliseconds of a step with so many new tokens."""
     context_ms: float = volatile()
-    """Milliseconds that each token of a piece of a prompt costs more for each thousand tokens before it."""
+    """Additional milliseconds of one prompt token for each thousand tokens of its context."""
     decode_context_ms: float = volatile()
-    """The same for a decode and its guesses."""
-    draft_ms: float = volatile()
-    """Milliseconds of a forward of the draft model with one token; 0 without one."""
-    draft_row_ms: float = volatile()
-    """Milliseconds of each further row of it."""
+    """The same for one token of a decode or its drafts."""
 
     @classmethod
     def of(cls, table: CostTable, *, given: bool) -> Self:
@@ -43,15 +39,12 @@ class CostsMeasured(Event):
             step_ms=table.step_ms,
             context_ms=table.context_ms,
             decode_context_ms=table.decode_context_ms,
-            draft_ms=table.draft_ms,
-            draft_row_ms=table.draft_row_ms,
         )
 
     def explain(self) -> str:
         least, most = (f"{self.num_tokens[i]:,} {self.step_ms[i]:.2f} ms" for i in (0, -1))
-        draft = f"; a token of the draft model {self.draft_ms:.2f} ms" if self.draft_ms else ""
         how = "as given" if self.given else "measured once"
-        return f"Costs of a step by its tokens, {how}: {least}, {most}{draft}."
+        return f"Costs of a step by its tokens, {how}: {least}, {most}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +171,6 @@ class Verified(Event):
     """The guesses as text, each alone."""
     own: str
     """The model's own token as text."""
-    rate: float
-    """How likely the next guess is taken to be right."""
 
     @classmethod
     def of(cls, req: Req, token_ids: Sequence[int], drafted: Sequence[int], method: str) -> Self:
@@ -193,7 +184,6 @@ class Verified(Event):
             tokens=tuple(token_ids),
             texts=tuple(map(text, drafted)),
             own=text(token_ids[-1]),
-            rate=round(req.spec_state.rate, 3) if req.spec_state is not None else 0.0,
         )
 
     @property

@@ -13,8 +13,7 @@ from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.input_processor import check_token_budget
 from m3_paged_attention.input_processor import build_parent, check_n
 from m4_radix_cache.input_processor import check_cache_salt, check_kv_room, check_priority, set_options
-from m4_radix_cache.request import Req
-from m5_chunked_prefill_spec.speculative.speculation import SpecState
+from m5_chunked_prefill_spec.request import Req
 
 
 class InputProcessor(SingleRequestInputProcessor):
@@ -29,9 +28,8 @@ class InputProcessor(SingleRequestInputProcessor):
         seed: int,
         max_num_batched_tokens: int | None,
         max_total_tokens: int,
-        speculates: bool,
     ) -> None:
-        """`max_num_batched_tokens`: None if prompts are cut. `speculates`: whether anything is guessed at all."""
+        """`max_num_batched_tokens`: None if prompts are cut."""
         super().__init__(
             request_class=request_class,
             detokenizer_class=detokenizer_class,
@@ -40,7 +38,6 @@ class InputProcessor(SingleRequestInputProcessor):
         )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_total_tokens = max_total_tokens
-        self.speculates = speculates
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
         """Refuse what this engine can never run (`InvalidRequestError`)."""
@@ -77,7 +74,8 @@ class InputProcessor(SingleRequestInputProcessor):
         def build_child(child_id: str, params: SamplingParams, seed: int) -> Request:
             req = build_one(child_id, text, token_ids, params, seed=seed, arrival_time=arrival_time)
             own = set_options(req, priority, cache_salt, min(self.max_model_len, self.max_total_tokens - 1))
-            own.spec_state = SpecState() if speculate and self.speculates else None
+            assert isinstance(own, Req), "the part `request` must be a Req"
+            own.speculate = speculate
             return own
 
         if params.n == 1:

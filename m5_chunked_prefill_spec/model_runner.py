@@ -7,7 +7,7 @@ and catches up after it. SGLang: `EAGLEWorker.forward_batch_generation` around i
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from m5_chunked_prefill_spec.cost_table import CostTable, measure, milliseconds,
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch, nothing_in_page_0
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
 from m5_chunked_prefill_spec.outputs import ModelRunnerOutput
-from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunnerProtocol
+from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 
@@ -60,7 +60,7 @@ class ModelRunner:
         scheduler_config: SchedulerConfig,
         req_to_token_pool: ReqToTokenPool,
         rejection_sampler: RejectionSampler,
-        draft_runner: DraftRunnerProtocol | None,
+        draft_runner: DraftRunner | None,
     ) -> None:
         self.model = loaded_model.model
         self.device = loaded_model.device
@@ -93,14 +93,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_costs(self, most: int) -> CostTable:
-        """What steps of up to `most` new tokens cost here, and drafts. Writes nothing that anybody reads."""
+        """Measure the costs of steps of up to `most` new tokens. They write into page 0, which no request reads."""
         context = max(min(1024, self.max_model_len // 2), 1)
-        table = measure(self._cost_of, sizes_up_to(most), context=context)
-        if self.draft_runner is None:
-            return table
-        one, several = (self.draft_runner.cost_of(rows) for rows in (1, self.max_num_seqs))
-        per_row = max(several - one, 0.0) / max(self.max_num_seqs - 1, 1)
-        return replace(table, draft_ms=one, draft_row_ms=per_row)
+        return measure(self._cost_of, sizes_up_to(most), context=context)
 
     def _cost_of(self, num_tokens: int, context: int) -> float:
         # No request is longer than the model's positions: a large step has several, alike, some tokens too many.

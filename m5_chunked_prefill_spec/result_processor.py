@@ -69,7 +69,7 @@ class ResultProcessor:
         if drafts:
             self.speculation.verified(req, len(drafts), len(run.token_ids) - 1)
             drafted = output.draft_token_ids.get(req.rid, []) if isinstance(output, StepOutput) else []
-            self.tracer.emit(Verified.of, req, run.token_ids, drafted, self.speculation.algorithm.value)
+            self.tracer.emit(Verified.of, req, run.token_ids, drafted, self.speculation.method)
         is_prompt = run.place < batch.num_prompts
         if not is_prompt and commit_run_simply(self.updater, req, run.token_ids):
             return

@@ -1,11 +1,12 @@
 """m5's table of contents: m4's table with the roles that pieces and guesses change, and how the parts are put together.
 
-Two models may be loaded now, and what steps cost is measured before anything depends on it.
+Two models may be loaded now; with `target_gap_ms` the costs of steps are measured before the scheduler is built.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from m1_single_request.config import DEFAULT_MODEL
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.config import ModelConfig
@@ -30,6 +31,7 @@ from m5_chunked_prefill_spec.input_processor import InputProcessor
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
+from m5_chunked_prefill_spec.request import Req
 from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner, limited, load_draft_model
@@ -57,7 +59,9 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     check_memory_share(config.cache, device)
     cache_class = prefix_cache_class(config.cache, parts)
     loaded = parts["model_loader"](config.model)
-    drafting = load_draft_model(parts["model_loader"], config.model, config.speculative, loaded)
+    drafting = load_draft_model(
+        parts["model_loader"], config.model, config.speculative, loaded, default_models=(DEFAULT_MODEL,)
+    )
     loaded = limited(loaded, drafting)
     threads = step_threads(tracer, loaded, drafting)
     loaded, (limits, executor, rows, runner), budget = fit_to_memory(
@@ -69,7 +73,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     )
     trace_start(loaded, config.model, tracer)
     kv_cache_config = reserve_kv_memory(executor, config.cache, budget, device, loaded.max_model_len, tracer)
-    costs = cost_table(config, limits, runner, tracer)
+    costs = cost_table(limits, runner, tracer)
     num_tokens = kv_cache_config.num_blocks * config.cache.page_size
     pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
     return parts["engine_core"](
@@ -129,7 +133,6 @@ def build_input_processor(
         loaded_model=loaded,
         max_num_batched_tokens=None if limits.enable_chunked_prefill else limits.max_num_batched_tokens,
         max_total_tokens=max_total_tokens,
-        speculates=config.speculative.method is not None,
         seed=config.model.seed,
         **more,
     )
@@ -156,7 +159,6 @@ def build_scheduler(
         config=config.speculative,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
-        cost_table=costs if config.speculative.back_off else None,
     )
     return parts["scheduler"](
         scheduler_config=limits,
@@ -186,6 +188,7 @@ def make_composer(config: SchedulerConfig, costs: CostTable | None) -> DecodeFir
 # --8<-- [start:parts]
 PARTS: dict[str, Any] = M4_PARTS | {
     "wiring": build_engine_core,
+    "request": Req,
     "input_processor": InputProcessor,
     "req_to_token_pool": ReqToTokenPool,
     "schedule_policy": SchedulePolicy,
@@ -201,12 +204,9 @@ PARTS: dict[str, Any] = M4_PARTS | {
 # --8<-- [end:parts]
 
 
-def cost_table(config: Settings, limits: SchedulerConfig, runner: Any, tracer: Tracer) -> CostTable | None:
-    """What steps cost, where somebody asks: given, or measured now. Raises `ConfigError` for a table nobody reads."""
-    asks = limits.target_gap_ms is not None or (config.speculative.method is not None and config.speculative.back_off)
-    if not asks:
-        if limits.cost_table is not None:
-            raise ConfigError("cost_table has no effect: it is for target_gap_ms, or for guesses with back_off")
+def cost_table(limits: SchedulerConfig, runner: Any, tracer: Tracer) -> CostTable | None:
+    """Return the cost table for `target_gap_ms`, given or measured now, and emit it; None without a target."""
+    if limits.target_gap_ms is None:
         return None
     assert limits.max_num_batched_tokens is not None
     table = limits.cost_table or runner.measure_costs(limits.max_num_batched_tokens)

@@ -15,8 +15,8 @@ from m1_single_request.input_processor import Message, Prompt, check_messages
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention.request import ParentRequest
-from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.input_processor import InputProcessor as TextInputProcessor
+from m5_chunked_prefill_spec.request import Req
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import PadValues
@@ -50,7 +50,6 @@ class InputProcessor:
         seed: int,
         max_num_batched_tokens: int | None,
         max_total_tokens: int,
-        speculates: bool,
         sight: Sight | None,
         guesses_texts_only: bool,
     ) -> None:
@@ -62,7 +61,6 @@ class InputProcessor:
             seed=seed,
             max_num_batched_tokens=max_num_batched_tokens,
             max_total_tokens=max_total_tokens,
-            speculates=speculates,
         )
         self.tokenizer, self.max_model_len = self.text.tokenizer, self.text.max_model_len
         self.guesses_texts_only = guesses_texts_only

@@ -22,7 +22,7 @@ from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch as TextForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner as TextModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
-from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunnerProtocol
+from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m6_multimodal_pd.forward_batch import ForwardBatch, PromptPiece, prompts_with_pictures, seen_in
 from m6_multimodal_pd.model_loader import LoadedModel
@@ -43,7 +43,7 @@ class ModelRunner(TextModelRunner):
         scheduler_config: SchedulerConfig,
         req_to_token_pool: ReqToTokenPool,
         rejection_sampler: RejectionSampler,
-        draft_runner: DraftRunnerProtocol | None,
+        draft_runner: DraftRunner | None,
         encoder: Encoder,
         step_threads: StepThreads | None = None,
     ) -> None:

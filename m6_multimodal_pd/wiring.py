@@ -101,7 +101,7 @@ class PreparedEngine:
         kv_cache_config = reserve_kv_memory(
             executor, config.cache, self.kv_budget, config.model.torch_device(), max_model_len, tracer
         )
-        costs = cost_table(config, limits, runner, tracer)
+        costs = cost_table(limits, runner, tracer)
         cache_class = prefix_cache_class(config.cache, parts)
         num_tokens = kv_cache_config.num_blocks * config.cache.page_size
         pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)

@@ -9,17 +9,17 @@ from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m5_chunked_prefill_spec import (
     PARTS,
     CacheConfig,
-    CostTable,
     LLMEngine,
     SamplingParams,
     SchedulerConfig,
     SpeculativeConfig,
 )
 from m5_chunked_prefill_spec.events import Batch
+from m5_chunked_prefill_spec.request import Req
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m5_chunked_prefill_spec.speculative.proposer import NgramProposer
-from m5_chunked_prefill_spec.speculative.speculation import best_number
+from m5_chunked_prefill_spec.speculative.speculation import Speculation
 
 try:  # in the checkout, for the tests
     from notebooks.checks import Mismatch, check, grader, ids_of, short, show_source, tokens_alone
@@ -34,7 +34,16 @@ except ModuleNotFoundError:  # beside the notebook
         tokens_alone,
     )
 
-__all__ = ["ONE_MODEL", "always", "check", "ids_of", "new_engine", "scheduler_with", "show_source"]
+__all__ = [
+    "ONE_MODEL",
+    "always",
+    "check",
+    "ids_of",
+    "new_engine",
+    "scheduler_with",
+    "show_source",
+    "speculation_with",
+]
 
 ONE_MODEL: dict[str, Any] = {"model_loader": functools.cache(PARTS["model_loader"])}
 """Loads each checkpoint once, however many engines are built."""
@@ -50,6 +59,24 @@ def new_engine(*, parts: Mapping[str, Any] | None = None, **configs: Any) -> LLM
 def scheduler_with(batch_class: type[ScheduleBatch]) -> type[Scheduler]:
     """The engine's scheduler, with batches of another kind."""
     return type("Scheduler", (Scheduler,), {"batch_class": batch_class})
+
+
+def speculation_with(policy: Callable[..., Any], step_ms: Callable[[int], float], draft_ms: float) -> type[Speculation]:
+    """The engine's speculation, with a policy for each request that lowers the number of its drafts."""
+
+    class BacksOff(Speculation):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.policies: dict[str, Any] = {}
+
+        def limit(self, req: Req) -> int:
+            return self.policies.setdefault(req.rid, policy(step_ms, draft_ms)).how_many(super().limit(req))
+
+        def verified(self, req: Any, drafted: int, accepted: int) -> None:
+            super().verified(req, drafted, accepted)
+            self.policies[req.rid].verified(drafted, accepted)
+
+    return BacksOff
 
 
 def always(token_id: int) -> Any:
@@ -301,43 +328,79 @@ def _distance(accept: Any, num_draws: int = 20_000) -> float:
     return sum(abs(count / num_draws - real) for count, real in zip(counts, p, strict=True)) / 2
 
 
-# --- exercises: how many guesses --------------------------------------------------------------------------------------
+# --- exercises: back-off ----------------------------------------------------------------------------------------------
 
-FLAT = CostTable((1, 64), (1.0, 1.0))
-STEEP = CostTable((1, 64), (1.0, 64.0))
-GENTLE = CostTable((1, 64), (2.0, 8.3), draft_ms=0.5)
-PRICED = CostTable((1, 2, 64), (1.0, 1.01, 1.02), draft_ms=0.4)
-SLOPE = CostTable((1, 64), (2.0, 14.6))
-JUMP = CostTable((1, 2, 64), (1.0, 1.9, 2.0))
-RATES: tuple[tuple[float, CostTable, str], ...] = (
-    (0.9, FLAT, "If verifying costs nothing, every guess pays."),
-    (0.9, STEEP, "If every token costs as much as a step of its own, none does."),
-    (0.7, SLOPE, "The k-th guess counts only if all before it were right: rate ** k."),
-    (0.5, PRICED, "Making a guess costs, too: k drafts."),
-    (0.0, GENTLE, "Guesses that are never right do not pay."),
-    (1.0, GENTLE, "Guesses that are always right pay here."),
-    (0.8, JUMP, "Look at all numbers: several may pay where one does not."),
+MOST, TAIL = 4, 300
+Costs = tuple[float, float, float]
+"""Milliseconds of a step of one token, of each further token in it, and of making a draft."""
+Phases = Sequence[tuple[int, float]]
+"""Numbers of tokens, and the rate at which the next draft is right if all before it were."""
+BACK_OFFS: tuple[tuple[Costs, Phases, str], ...] = (
+    ((1.0, 0.0, 0.0), [(600, 0.8)], "To verify costs nothing here: ask for all of them."),
+    ((1.0, 1.0, 0.0), [(600, 0.8)], "A token costs as much as a step here: many drafts are right, and none pays."),
+    ((1.0, 0.5, 0.0), [(600, 0.0)], "No draft is right here. Ask for none, and seldom for one to see whether it is."),
+    ((1.0, 0.1, 0.9), [(600, 0.5)], "Making a draft costs `draft_ms`, too."),
+    (
+        (1.0, 0.3, 0.0),
+        [(600, 0.0), (1500, 0.95)],
+        "The text gets better: ask for a draft now and then, or you never see it.",
+    ),
+    ((1.0, 0.5, 0.0), [(3000, 0.95), (600, 0.0)], "The text gets worse: old counts must count less."),
 )
 
 
-@grader("m5.how_many")
-def grade_how_many(how_many: Callable[[float, int, Callable[[int], float], float], int]) -> str:
-    """`how_many(rate, most, step_ms, draft_ms)`: how many guesses make a token cheapest."""
-    rng = Random(0)
-    cases = [(8, *case) for case in RATES]
-    for _ in range(200):
-        slope, draft = rng.choice((0.0, 0.05, 0.2, 0.6)), rng.choice((0.0, 0.1, 0.5))
-        table = CostTable((1, 9), (1.0, 1 + 8 * slope), draft_ms=draft)
-        cases.append((rng.choice((1, 2, 4, 8)), rng.choice((0.1, 0.33, 0.6, 0.8, 0.95)), table, ""))
-    for most, rate, table, hint in cases:
-        wanted, got = best_number(rate, most, 1, table), how_many(rate, most, table.step, table.draft_ms)
-        if got != wanted:
+@grader("m5.back_off")
+def grade_back_off(policy: Callable[..., Any]) -> str:
+    """`policy(step_ms, draft_ms)`: `how_many(most)` drafts are made, and reported to `verified(drafted, accepted)`."""
+    for (first, further, draft_ms), phases, hint in BACK_OFFS:
+        own = policy(lambda n, first=first, further=further: first + further * (n - 1), draft_ms)
+        got, rate = _ms_per_token(own, (first, further, draft_ms), phases), phases[-1][1]
+        fixed = [_fixed_ms(k, (first, further, draft_ms), rate) for k in range(MOST + 1)]
+        if got > 1.25 * min(fixed):
             raise Mismatch(
-                f"Rate {rate}, at most {most} guesses, a step of 1, 2, 9 tokens for "
-                f"{', '.join(f'{table.step(n):.2f}' for n in (1, 2, 9))} ms, a draft for {table.draft_ms} ms: {wanted} "
-                f"guesses are best, you say {short(got)}.{' ' if hint else ''}{hint}"
+                f"Steps of 1 and 2 tokens take {first} and {first + further} ms, a draft {draft_ms} ms; rates of right "
+                f"drafts: {', then '.join(f'{r} for {n} tokens' for n, r in phases)}. At the end your tokens take "
+                f"{got:.2f} ms each, those of a fixed number, {fixed.index(min(fixed))}, {min(fixed):.2f} ms. {hint}"
             )
-    return f"{len(cases)} tables and rates: the number that the engine chooses for one request."
+    always_wrong = {"proposer": always(0), "speculation": speculation_with(policy, lambda n: float(n), 0.0)}
+    said, drafted = zip(*(_wrong_drafts(parts) for parts in (always_wrong, {"proposer": always(0)})), strict=True)
+    if said[0] != said[1] or 2 * drafted[0] > drafted[1]:
+        raise Mismatch(
+            f"In an engine whose drafts are all wrong you ask for {drafted[0]}; a fixed number makes {drafted[1]}."
+        )
+    return (
+        f"On {len(BACK_OFFS)} texts your tokens cost at most a quarter more than with the best fixed number; in an "
+        f"engine with wrong drafts you ask for {drafted[0]} of them instead of {drafted[1]}."
+    )
+
+
+def _ms_per_token(policy: Any, costs: Costs, phases: Phases) -> float:
+    """Milliseconds per token of the last `TAIL` tokens of a simulated text."""
+    (first, further, draft_ms), rng = costs, Random(0)
+    laps: list[float] = []  # by token
+    for num_tokens, rate in phases:
+        end = len(laps) + num_tokens
+        while len(laps) < end:
+            k = policy.how_many(MOST)
+            if k not in range(MOST + 1):
+                raise Mismatch(f"how_many({MOST}) must be a number from 0 to {MOST}, you say {short(k)}.")
+            right = next((i for i in range(k) if rng.random() >= rate), k)
+            if k:
+                policy.verified(k, right)
+            laps += [(first + k * (further + draft_ms)) / (1 + right)] * (1 + right)
+    return sum(laps[-TAIL:]) / TAIL
+
+
+def _fixed_ms(k: int, costs: Costs, rate: float) -> float:
+    first, further, draft_ms = costs
+    return (first + k * (further + draft_ms)) / sum(rate**i for i in range(k + 1))
+
+
+def _wrong_drafts(parts: dict[str, Any]) -> tuple[tuple[int, ...], int]:
+    """The tokens of an answer, and the number of drafts that were made for it."""
+    with new_engine(speculative_config=SpeculativeConfig(method="ngram"), parts=parts) as engine:
+        output = engine.generate(ids_of(20), SamplingParams(max_tokens=40, ignore_eos=True))
+        return output.token_ids, engine.stats().num_draft_tokens
 
 
 # --- the labs ---------------------------------------------------------------------------------------------------------
@@ -397,7 +460,7 @@ def _repeated() -> tuple[list[int], tuple[int, ...]]:
 
 
 def _engine_of(batch_class: type[ScheduleBatch], *, page_size: int, parts: Any = None, **limits: Any) -> LLMEngine:
-    guesses = SpeculativeConfig(method="ngram", back_off=False) if parts else SpeculativeConfig()
+    guesses = SpeculativeConfig(method="ngram") if parts else SpeculativeConfig()
     return new_engine(
         scheduler_config=SchedulerConfig(**limits),
         cache_config=CacheConfig(page_size=page_size, max_total_tokens=2048, debug=True),

@@ -1,1 +1,1 @@
-"""Guessing tokens and verifying the guesses: who proposes, how many are worth it, and which of them are kept."""
+"""Speculative decoding: proposing drafts, limiting their number, verifying them."""

@@ -1,14 +1,13 @@
-"""Who guesses the next tokens of a request.
+"""Proposers: the drafts of a request, made on the host before the step runs.
 
-A proposer is asked on the host, while the step is decided, so that its guesses are part of the step's budget and of its
-memory. `NgramProposer` answers at once: it reads what stands there already (Saxena, "Prompt Lookup Decoding", 2023).
-`DraftModelProposer` only says how many there will be; the tokens are made on the device (`draft_runner.py`), where the
-small model's KV is. vLLM: `NgramProposer`, `DraftModelProposer` in `v1/spec_decode`; SGLang: `NGRAMWorker`,
-`StandaloneWorker`.
+The scheduler calls the proposer while it decides a step, so that drafts take their part of the token budget and of the
+memory. `NgramProposer` finds its drafts in the request's own tokens (Saxena, "Prompt Lookup Decoding", 2023).
+`DraftModelProposer` returns only the number of drafts; `draft_runner.py` makes them on the device. vLLM:
+`NgramProposer`, `DraftModelProposer` in `v1/spec_decode`; SGLang: `NGRAMWorker`, `StandaloneWorker`.
 
-A head that drafts a tree comes in the same two halves, but a tree is more than a chain: `SpecInput` must name each
-guess's parent, positions and attention must go by it, and of the KV an accepted path may leave gaps (`verify_rows.py`,
-`ForwardBatch`, `RejectionSampler`, `ScheduleBatch.roll_back`).
+A head that drafts a tree would also have these two halves. In addition `SpecInput` must store the parent of each draft,
+positions and attention must follow it, and an accepted path may leave gaps in the KV (`verify_rows.py`, `ForwardBatch`,
+`RejectionSampler`, `ScheduleBatch.roll_back`).
 """
 
 import operator
@@ -24,37 +23,37 @@ from m5_chunked_prefill_spec.speculative.spec_info import UNKNOWN
 
 
 class Proposer(Protocol):
-    """Guesses. It changes no request, and what it says decides how fast an answer comes, never what it says."""
+    """Proposes drafts. It changes no request; drafts change the speed of an output, not its distribution."""
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
-        """For each request at most so many tokens that may come next, in order; `UNKNOWN` where the device will say.
+        """Return for each request at most `limits[i]` next tokens, in order; `UNKNOWN` for drafts of the draft model.
 
-        If it raises, all requests that use speculation end. An invalid row ends its own request.
+        An exception ends all requests that use speculation. An invalid row ends its own request.
         """
         ...
 
 
 class NgramProposer:
-    """Looks for the last tokens further up, and proposes what followed them there."""
+    """Finds an earlier occurrence of the last tokens, and proposes the tokens that followed it."""
 
     def __init__(self, *, prompt_lookup_min: int, prompt_lookup_max: int) -> None:
         self.prompt_lookup_min, self.prompt_lookup_max = prompt_lookup_min, prompt_lookup_max
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
-        """The longest run of last tokens that stood there before decides, at its earliest place."""
+        """Return the drafts of each request, by `lookup`."""
         return [
             self.lookup(req.key, limit, req.origin_input_ids) if limit else []
             for req, limit in zip(reqs, limits, strict=True)
         ]
 
     def lookup(self, key: RadixKey, limit: int, prompt: Sequence[int] = ()) -> list[int]:
-        """Up to `limit` tokens that followed the last ones of `key` where they stood first.
+        """Return up to `limit` tokens that followed the first occurrence of the last tokens of `key`.
 
-        The draft ends before the first image. There `key` holds a number outside the vocabulary, which stands for the
-        image's content, and `prompt` holds a placeholder token.
+        The longest run of last tokens that occurs before is used. The drafts end before the first image: there `key`
+        holds a number outside the vocabulary, computed from the image's content, and `prompt` a placeholder token.
         """
         data, after = key.data, 0
-        # Where a run stands, a shorter one does: so the shortest is looked for first, and mostly that is all.
+        # A run occurs only where its shorter suffix does. The shortest is searched first: most searches end there.
         for size in range(self.prompt_lookup_min, min(self.prompt_lookup_max, len(key) - 1) + 1):
             found = first_end(data, size * TOKEN_BYTES, after)
             if found is None:
@@ -69,9 +68,9 @@ class NgramProposer:
 
 
 def first_end(data: bytes, size: int, least: int) -> int | None:
-    """Where the first copy of the last `size` bytes of `data` ends that ends at `least` or later, at a whole token.
+    """Return the end of the first earlier copy of the last `size` bytes of `data`; None if there is no other copy.
 
-    None if there is no other than the last one.
+    The copy ends at a whole token, at `least` or later.
     """
     last, start = data[-size:], max(least - size, 0)
     while (start := data.find(last, start, len(data) - 1)) >= 0:
@@ -91,67 +90,69 @@ class InvalidDraftsError(Exception):
 
 
 class DraftModelProposer:
-    """Leaves it to the draft model, which always has something to say."""
+    """Proposes the largest number of drafts; the draft model makes them."""
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
-        """As many as may be, all of them unknown here."""
+        """Return `limits[i]` placeholders for each request."""
         return [[UNKNOWN] * limit for limit in limits]
 
 
 def drafts_of(
     proposer: Proposer, reqs: Sequence[Req], limits: Sequence[int], *, vocab_size: int, lowest: int = 0
 ) -> list[list[int]]:
-    """The proposer's drafts, checked. The row of a request whose limit is 0 is not read.
+    """Return the proposer's drafts after a check. The row of a request whose limit is 0 is not read.
 
-    A wrong guess costs a little time. But more guesses than were asked for have no memory, and what is no token the
-    model cannot read. `lowest`: the least id; `UNKNOWN` where a draft model replaces them all.
+    A wrong draft costs time only. But there is no memory for more drafts than the limit, and no embedding for an id
+    outside the vocabulary. `lowest`: the least valid id; `UNKNOWN` where the draft model replaces all drafts.
 
-    Raises `PartError` unless the proposer returns one row for each request; `InvalidDraftsError` if some rows are
-    anything but lists of at most so many token ids.
+    Raises `PartError` unless the proposer returns one row for each request; `InvalidDraftsError` for rows that are not
+    lists of at most `limits[i]` token ids.
     """
     part = f"the part 'proposer' ({type(proposer).__name__})"
-    answer = proposer.propose(list(reqs), list(limits))
-    try:
-        rows = list(islice(answer, len(reqs) + 1))  # an endless answer ends here
-    except Exception as error:
-        reason = shown(str(error), LONGEST_REASON)
-        raise PartError(f"{part} returned {shown(answer)}, whose rows cannot be read: {reason}") from error
-    if len(rows) != len(reqs):
-        number = len(rows) if len(rows) < len(reqs) else "more"
-        raise PartError(f"{part} must guess for {len(reqs)} requests; it did for {number}")
+    rows = _rows(part, proposer.propose(list(reqs), list(limits)), len(reqs))
     drafts: list[list[int]] = [[] for _ in reqs]
     errors: dict[str, PartError] = {}
-    for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
-        if not limit:
-            continue
-        rid = reqs[index].rid
-        try:
-            own = drafts[index] = _token_ids(proposer, row, limit)
-        except PartError as error:
-            errors[rid] = error
-            continue
-        if len(own) > limit:
-            errors[rid] = PartError(f"{part} may guess {limit} tokens for request {shown(rid)}; it guessed more")
-        elif strange := [token_id for token_id in own if not lowest <= token_id < vocab_size]:
-            errors[rid] = PartError(
-                f"{part} guessed {shown(strange[0])} for {shown(rid)}, which is none of {vocab_size:,} token ids"
-            )
+    for index, (req, row, limit) in enumerate(zip(reqs, rows, limits, strict=True)):
+        if limit:
+            try:
+                drafts[index] = _drafts_of_row(part, req.rid, row, limit, range(lowest, vocab_size))
+            except PartError as error:
+                errors[req.rid] = error
     if errors:
         raise InvalidDraftsError(errors)
     return drafts
 
 
-def _token_ids(proposer: Proposer, row: Iterable[Any], limit: int) -> list[int]:
-    """The first `limit + 1` token ids of a row. Raises `PartError`."""
+def _rows(part: str, answer: Iterable[Any], number: int) -> list[Any]:
+    """Return the rows of a proposer's answer. Raises `PartError` unless there are `number` rows."""
     try:
-        return [operator.index(token_id) for token_id in islice(row, limit + 1)]
+        rows = list(islice(answer, number + 1))  # the answer may be endless
     except Exception as error:
-        part = f"the part 'proposer' ({type(proposer).__name__})"
+        reason = shown(str(error), LONGEST_REASON)
+        raise PartError(f"{part} returned {shown(answer)}, whose rows cannot be read: {reason}") from error
+    if len(rows) != number:
+        found = len(rows) if len(rows) < number else "more"
+        raise PartError(f"{part} must guess for {number} requests; it did for {found}")
+    return rows
+
+
+def _drafts_of_row(part: str, rid: str, row: Iterable[Any], limit: int, valid: range) -> list[int]:
+    """Return the drafts of one request. Raises `PartError` for more than `limit`, and for ids that are not `valid`."""
+    try:
+        drafts = [operator.index(token_id) for token_id in islice(row, limit + 1)]
+    except Exception as error:
         raise PartError(f"{part} failed: {shown(error, LONGEST_REASON)}") from error
+    if len(drafts) > limit:
+        raise PartError(f"{part} may guess {limit} tokens for request {shown(rid)}; it guessed more")
+    if strange := [token_id for token_id in drafts if token_id not in valid]:
+        raise PartError(
+            f"{part} guessed {shown(strange[0])} for {shown(rid)}, which is none of {valid.stop:,} token ids"
+        )
+    return drafts
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer | None:
-    """The proposer that the configuration names; None: nothing is guessed."""
+    """Return the proposer of `config.method`; None without a method."""
     if config.method == "ngram":
         return NgramProposer(prompt_lookup_min=config.prompt_lookup_min, prompt_lookup_max=config.prompt_lookup_max)
     return None if config.method is None else DraftModelProposer()

@@ -1,18 +1,19 @@
-"""From the logits of guessed tokens to the tokens that a request gets: which guesses are kept, and what comes after.
+"""Verifies drafts: from the logits behind them to the tokens that a request gets.
 
-Behind each new token of a request stands a row of logits: for the token after the newest one, after the first guess,
-and so on. A row counts only if all guesses before it were right. There are two ways to decide that.
+The forward returns a row of logits behind each new token of a request: for the token after the newest one, after the
+first draft, and so on. A row is used only if all drafts before it are accepted. There are two rules.
 
-A guess that was certain (n-gram, or a draft model's best token) is compared with what the target itself takes in that
-row, best token or draw; so the answer is the same, token for token, as without guesses. A guess `x` that was drawn from
-a distribution `q` is kept with probability `min(1, p(x) / q(x))`, and otherwise replaced by a draw from what `p` has
-more than `q`: then every token is distributed as by `p` (Leviathan et al., "Fast Inference from Transformers via
-Speculative Decoding", 2023; Chen et al., 2023). Its numbers are functions of seed and position, as all draws. vLLM:
-`v1/sample/rejection_sampler.py`; SGLang: `speculative/eagle_info.py`.
+A draft that was not drawn (n-gram, or the draft model's most likely token) is compared with the target's own token in
+that row, greedy or drawn; so the output is the same, token for token, as without drafts. A draft `x` that was drawn
+from a distribution `q` is accepted with probability `min(1, p(x) / q(x))`, and otherwise replaced by a draw from
+`max(p - q, 0)`, normalised: then every token has the distribution `p` (Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding", 2023; Chen et al., 2023). The random numbers are functions of seed and position,
+as for all draws. vLLM: `v1/sample/rejection_sampler.py`; SGLang: `speculative/eagle_info.py`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,11 +43,11 @@ from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
 
 ACCEPT_STREAM, REPLACE_STREAM, DRAFT_STREAM = 1, 2, 3
-"""Which draw at a position: stream 0 is the target's own."""
+"""Streams of random numbers at one position; stream 0 is the target's own draw."""
 
 
 class RejectionSampler:
-    """Runs the sampler once for all rows of a step, and reads each request's guesses against what it says."""
+    """Runs the sampler once for all rows of a step, and compares each request's drafts with the sampled tokens."""
 
     def __init__(self, *, sampler: Sampler, token_text: Callable[[int], str], tracer: Tracer) -> None:
         self.sampler = sampler
@@ -62,19 +63,19 @@ class RejectionSampler:
         sample_lens: Sequence[int],
         drafts: Drafts | None,
     ) -> SampledRows:
-        """The tokens of each request: the guesses that are kept, and one more.
+        """Return the tokens of each request: the accepted drafts, and one token of the target.
 
         `logits` float32 `[sum(sample_lens), vocab]`: `sample_lens[i]` rows of the i-th request, one more than it has
-        guesses; or none, if nothing is to be sampled for it.
+        drafts; or none, if no token is sampled for it.
         """
         if drafts is None and all(count == 1 for count in sample_lens):
             return self.one_each(req_ids, info, logits)
-        guesses = drafts.token_ids if drafts is not None else [[] for _ in req_ids]
+        draft_token_ids = drafts.token_ids if drafts is not None else [[] for _ in req_ids]
         broken = {i for i, suspect in enumerate(suspect_rows(logits)) if suspect and not logits[i].isfinite().all()}
         if broken:
             index = torch.tensor(sorted(broken), device=logits.device)
-            logits = logits.index_fill(0, index, 0.0)  # any numbers will do
-        metadata = metadata_of_rows(info, sample_lens, guesses)
+            logits = logits.index_fill(0, index, 0.0)  # finite, and not used
+        metadata = metadata_of_rows(info, sample_lens, draft_token_ids)
         chosen = self.sampler(logits, metadata)
         if drafts is not None and drafts.probs is not None:
             chosen = self._reject(info, logits, metadata, sample_lens, drafts, chosen)
@@ -82,7 +83,7 @@ class RejectionSampler:
         first = 0
         for place, (req_id, count) in enumerate(zip(req_ids, sample_lens, strict=True)):
             if count:
-                run = self._run(req_id, chosen, first, guesses[place], broken, sampled.errors)
+                run = self._run(req_id, chosen, first, draft_token_ids[place], broken, sampled.errors)
                 if run:
                     rows = range(first, first + len(run))
                     sampled.req_ids.append(req_id)
@@ -100,19 +101,19 @@ class RejectionSampler:
         req_id: str,
         chosen: SamplerOutput,
         first: int,
-        guesses: list[int],
+        drafts: list[int],
         broken: set[int],
         errors: dict[str, ForwardError],
     ) -> list[int]:
-        """The tokens of one request, whose rows begin at `first`; none, and an error, if one of them cannot be used."""
+        """Return the tokens of one request, whose rows begin at `first`; none, and an error, if a row is unusable."""
         run: list[int] = []
-        for offset in range(len(guesses) + 1):
+        for offset in range(len(drafts) + 1):
             row = first + offset
             if row in broken or row in chosen.impossible_rows:
                 errors[req_id] = not_finite(req_id) if row in broken else impossible_row(req_id)
                 return []
             run.append(chosen.token_ids[row])
-            if offset < len(guesses) and run[-1] != guesses[offset]:
+            if offset < len(drafts) and run[-1] != drafts[offset]:
                 break
         return run
 
@@ -125,56 +126,69 @@ class RejectionSampler:
         drafts: Drafts,
         chosen: SamplerOutput,
     ) -> SamplerOutput:
-        """`chosen`, with the rows of drawn guesses decided by rejection sampling: a guess that is kept stands there."""
+        """Return `chosen` with the tokens of drawn drafts' rows replaced by the result of rejection sampling."""
         assert drafts.probs is not None
-        greedy = info.numbers["greedy"]
-        rows: list[int] = []  # of the logits, of the guesses that were drawn
-        which: list[int] = []  # their places among all guesses
-        owners: list[int] = []
-        offsets: list[int] = []
-        tokens: list[int] = []
-        first = num_drafts = 0
-        for place, (count, guesses) in enumerate(zip(sample_lens, drafts.token_ids, strict=True)):
-            if not greedy[place]:
-                rows += range(first, first + len(guesses))
-                which += range(num_drafts, num_drafts + len(guesses))
-                tokens += guesses
-                owners += [place] * len(guesses)
-                offsets += range(len(guesses))
-            first += count
-            num_drafts += len(guesses)
-        if not rows:
+        drawn = drawn_drafts(drafts.token_ids, sample_lens, info.numbers["greedy"])
+        if not drawn.rows:
             return chosen
-        index = torch.tensor(rows, device=logits.device)
-        p = distribution(logits, metadata)[index]
-        positions = (info.positions[owners] + np.array(offsets)).tolist()
-        seeds = [info.seeds[place] for place in owners]
-        kept = decide(p, drafts.probs[torch.tensor(which, device=p.device)], tokens, seeds, positions)
+        p = distribution(logits, metadata)[torch.tensor(drawn.rows, device=logits.device)]
+        q = drafts.probs[torch.tensor(drawn.numbers, device=p.device)]
+        positions = (info.positions[drawn.owners] + np.array(drawn.offsets)).tolist()
+        seeds = [info.seeds[owner] for owner in drawn.owners]
+        verified = decide(p, q, drawn.token_ids, seeds, positions)
         token_ids = list(chosen.token_ids)
-        for row, token_id in zip(rows, kept, strict=True):
+        for row, token_id in zip(drawn.rows, verified, strict=True):
             token_ids[row] = token_id
-        asked = [
-            row for row in rows if metadata.num_logprobs[row] is not None and token_ids[row] != chosen.token_ids[row]
-        ]
-        return replace(
-            chosen, token_ids=tuple(token_ids), logprobs=_with_logprobs(logits, metadata, token_ids, asked, chosen)
-        )
+        changed = [row for row in drawn.rows if token_ids[row] != chosen.token_ids[row]]
+        asked = [row for row in changed if metadata.num_logprobs[row] is not None]
+        logprobs = _with_logprobs(logits, metadata, token_ids, asked, chosen)
+        return replace(chosen, token_ids=tuple(token_ids), logprobs=logprobs)
+
+
+class DrawnDrafts(NamedTuple):
+    """The drafts of a step that were drawn from a distribution; an entry of each list per draft."""
+
+    token_ids: list[int]
+    rows: list[int]
+    """The row of the logits in front of the draft: it gives the target's probability of the draft."""
+    numbers: list[int]
+    """Index among all drafts of the step."""
+    owners: list[int]
+    """Row of the request in the batch."""
+    offsets: list[int]
+    """Index among the request's drafts."""
+
+
+def drawn_drafts(token_ids: Sequence[Sequence[int]], sample_lens: Sequence[int], greedy: np.ndarray) -> DrawnDrafts:
+    """Return the drafts of the requests that are not greedy. All arguments are by row of the batch."""
+    drawn = DrawnDrafts([], [], [], [], [])
+    first = num_drafts = 0
+    for owner, (count, own) in enumerate(zip(sample_lens, token_ids, strict=True)):
+        if not greedy[owner]:
+            drawn.token_ids.extend(own)
+            drawn.rows.extend(range(first, first + len(own)))
+            drawn.numbers.extend(range(num_drafts, num_drafts + len(own)))
+            drawn.owners.extend([owner] * len(own))
+            drawn.offsets.extend(range(len(own)))
+        first += count
+        num_drafts += len(own)
+    return drawn
 
 
 def decide(p: Tensor, q: Tensor, drafts: Sequence[int], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """For each guess, drawn from `q`: itself if it is kept, else what stands in its place.
+    """Return for each draft, drawn from `q`, the draft itself if it is accepted, else its replacement.
 
-    `p`, `q` float64 `[guesses, vocab]`, their rows' sums 1. A guess is kept where a uniform number is below `p(x) /
-    q(x)`; its replacement is drawn from `max(p - q, 0)`.
+    `p`, `q` float64 `[drafts, vocab]`, the sum of each row 1. A draft is accepted if a uniform number is below
+    `p(x) / q(x)`; its replacement is drawn from `max(p - q, 0)`.
     """
     x = torch.tensor(drafts, device=p.device)[:, None]
     accept = torch.from_numpy(stream_draws(seeds, positions, stream=ACCEPT_STREAM)).to(p.device)
-    is_kept = accept * q.gather(-1, x)[:, 0] < p.gather(-1, x)[:, 0]
+    is_accepted = accept * q.gather(-1, x)[:, 0] < p.gather(-1, x)[:, 0]
     surplus = (p - q).clamp(min=0)
-    # Where p and q are equal but for rounding nothing is left, and nothing is rejected but by rounding.
+    # If p and q are equal except for rounding, the surplus is 0, and only rounding can reject the draft.
     surplus = torch.where(surplus.sum(dim=-1, keepdim=True) > 0, surplus, p)
     other = draw(surplus, torch.from_numpy(stream_draws(seeds, positions, stream=REPLACE_STREAM)).to(p.device))
-    return torch.where(is_kept, x[:, 0], other).tolist()
+    return torch.where(is_accepted, x[:, 0], other).tolist()
 
 
 def _with_logprobs(
@@ -184,7 +198,7 @@ def _with_logprobs(
     rows: Sequence[int],
     chosen: SamplerOutput,
 ) -> tuple[LogprobRow | None, ...]:
-    """The log-probabilities of `chosen`, those of `rows` for other tokens."""
+    """Return the log-probabilities of `chosen`; those of `rows` are computed again, for their replaced tokens."""
     found = list(chosen.logprobs)
     for row in rows:
         (found[row],) = gather_logprobs(
@@ -196,7 +210,7 @@ def _with_logprobs(
 
 
 def distribution(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Return the distribution that non-greedy rows draw from, float64 `[rows, vocab]`, each row's sum 1.
+    """Return the distribution from which non-greedy rows draw, float64 `[rows, vocab]`, the sum of each row 1.
 
     `logits` is float32. The result is undefined for rows in which no token is possible.
     """

@@ -1,8 +1,7 @@
-"""The sampling parameters of guessed positions: one row for each, as if all guesses before it had been said.
+"""Sampling parameters of the rows behind drafts: one row per draft, as if all drafts before it were output tokens.
 
-Penalties count what was said before, `min_tokens` and the random numbers go by the position; so the row behind the
-second guess has a history with both guesses in it. The rows of a whole step are one `SamplingMetadata`, so that the
-sampler runs once.
+Penalties depend on the output so far, `min_tokens` and random numbers on the position; so the row behind the second
+draft has both drafts in its history. The rows of a step form one `SamplingMetadata`: the sampler runs once.
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from m4_radix_cache.sampling_batch_info import SamplingBatchInfo, metadata_of
 
 
 def metadata_of_rows(
-    info: SamplingBatchInfo, counts: Sequence[int], guesses: Sequence[Sequence[int]]
+    info: SamplingBatchInfo, counts: Sequence[int], drafts: Sequence[Sequence[int]]
 ) -> SamplingMetadata:
-    """`counts[i]` rows for the i-th row of `info`: for the next token, for the one after the first guess, and so on."""
+    """Return `counts[i]` rows for the i-th row of `info`: for the next token, the token after the first draft, ..."""
     if info.is_plain:
         return plain_metadata(sum(counts), info.device)
     repeats = np.array(counts)
@@ -33,7 +32,7 @@ def metadata_of_rows(
         seeds = [info.seeds[i] for i in owners]
         draws = torch.from_numpy(uniforms(seeds, positions.tolist())).to(info.device)
     index = torch.from_numpy(owners).to(info.device)
-    seen, output_counts = _history(info, index, numbers, owners, offsets, guesses)
+    seen, output_counts = _history(info, index, numbers, owners, offsets, drafts)
     return metadata_of(
         numbers,
         num_logprobs=tuple(info.params[i].logprobs for i in owners),
@@ -47,7 +46,7 @@ def metadata_of_rows(
 
 
 def _bias(info: SamplingBatchInfo, index: Tensor, owners: np.ndarray, positions: np.ndarray) -> Tensor | None:
-    """Rows behind guesses may have reached their min_tokens before their request has."""
+    """Return the bias of each row. Rows behind drafts may reach `min_tokens` before their request does."""
     if info.bias is None:
         return None
     bias = info.bias.index_select(0, index)
@@ -65,20 +64,20 @@ def _history(
     numbers: np.ndarray,
     owners: np.ndarray,
     offsets: np.ndarray,
-    guesses: Sequence[Sequence[int]],
+    drafts: Sequence[Sequence[int]],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What penalties go by: the request's history, and the guesses before each row."""
+    """Return the token history for penalties: the request's, and the drafts before each row."""
     if info.seen is None or info.output_counts is None:
         return None, None
     seen, output_counts = info.seen.index_select(0, index), info.output_counts.index_select(0, index)
     behind = np.flatnonzero(numbers["penalised"] & (offsets > 0))
     lens = offsets[behind]
-    said = [
-        token_id for row, n in zip(owners[behind].tolist(), lens.tolist(), strict=True) for token_id in guesses[row][:n]
+    drafted = [
+        token_id for row, n in zip(owners[behind].tolist(), lens.tolist(), strict=True) for token_id in drafts[row][:n]
     ]
     where = (
         torch.from_numpy(np.repeat(behind, lens)).to(info.device),
-        torch.tensor(said, dtype=torch.int64, device=info.device),
+        torch.tensor(drafted, dtype=torch.int64, device=info.device),
     )
     seen[where] = True
     output_counts.index_put_(where, output_counts.new_ones(()), accumulate=True)

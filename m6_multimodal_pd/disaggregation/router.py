@@ -19,7 +19,7 @@ from m1_single_request.request import BaseFinishReason, FinishError, Request, Re
 from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
-from m4_radix_cache.request import Req
+from m5_chunked_prefill_spec.request import Req
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, EngineRefused, Reported, RequestRouted
 from m6_multimodal_pd.disaggregation.jobs import error_of, job_of, sampled_of
@@ -322,7 +322,7 @@ class Router:
         prefill, decode = chosen
         assert prefill is not None and decode is not None
         room, self._next_room = self._next_room, self._next_room + 1
-        job = job_of(req, speculate=self.speculates and req.spec_state is not None)
+        job = job_of(req, speculate=self.speculates and req.speculate)
         attempt = Attempt(room, req, prefill.name, decode.name, self.num_attempts.get(req.rid, 0) + 1)
         self.attempts[room] = attempt
         self._room_of[req.rid] = room

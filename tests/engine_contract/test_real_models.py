@@ -177,7 +177,7 @@ def test_a_draft_model_of_fewer_positions_limits_the_length_and_not_what_fits(
     lengths = []
     for positions in (4096, 40_960):
         draft = text_model(tmp_path / str(positions), **sizes | {"max_position_embeddings": positions})
-        guesses = package.SpeculativeConfig(method="draft_model", model=draft, back_off=False)
+        guesses = package.SpeculativeConfig(method="draft_model", model=draft)
         memory = package.CacheConfig(kv_cache_memory_bytes=2 * 4096 * (8192 + 16))
         with started(milestone, target, settings={"speculative_config": guesses, "cache_config": memory}) as engine:
             lengths.append(engine.stats().max_model_len)
@@ -278,7 +278,7 @@ def test_guesses_do_not_read_what_the_kv_memory_held_before(method: Any) -> None
     prompts = ["What is a KV cache?", "Repeat this text:\nsee a green lamp and a green bird", "What is prefill?"]
     answers = []
     for parts in ({}, {"model_runner": full_of_nan(LLMEngine.parts["model_runner"])}):
-        config = SpeculativeConfig(method=method, back_off=False)
+        config = SpeculativeConfig(method=method)
         with LLMEngine(TEXT_MODEL, parts=parts, speculative_config=config) as engine:
             outputs = engine.generate_batch(prompts, SamplingParams(max_tokens=16)).values()
             answers.append(([output.token_ids for output in outputs], engine.stats().num_accepted_tokens))
@@ -378,7 +378,7 @@ def test_a_draft_model_is_computed_in_its_target_s_precision(milestone: str) -> 
     with package.LLMEngine(
         model_config=package.ModelConfig(model=TEXT_MODEL, device="cpu"),
         parts={"model_loader": loading},
-        speculative_config=package.SpeculativeConfig(method="draft_model", back_off=False),
+        speculative_config=package.SpeculativeConfig(method="draft_model"),
     ):
         assert precisions == [torch.bfloat16, torch.bfloat16]
 

@@ -171,7 +171,7 @@ def _m5(
     configs = {
         "cache_config": cache,
         "scheduler_config": {"max_num_seqs": 16, "max_num_batched_tokens": 64} | dict(scheduler or {}),
-        "speculative_config": {"back_off": False} | dict(guesses) if guesses else {},
+        "speculative_config": dict(guesses or {}),
     }
     if retracted:
         settings |= {"preempts": True}

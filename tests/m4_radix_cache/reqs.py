@@ -1,6 +1,7 @@
 """Requests as intake makes them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from m1_single_request import SamplingParams
 from m1_single_request.request import RequestStatus
@@ -21,11 +22,12 @@ def make_req(
     extra_key: str | None = None,
     is_retracted: bool = False,
     prompt_logprobs: int | None = None,
-) -> Req:
-    """The request `r<number>`, the `number`-th to arrive."""
+    request_class: type[Req] = Req,
+) -> Any:
+    """The request `r<number>`, the `number`-th to arrive: a `Req`, or one of a later milestone."""
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
-    req = make_request(f"r{number}", prompt, params, request_class=Req)
-    assert isinstance(req, Req)
+    req = make_request(f"r{number}", prompt, params, request_class=request_class)
+    assert isinstance(req, request_class)
     req.number, req.priority, req.parent_id = number, priority, parent_id
     req.extra_key = extra_key
     req.output_ids.extend(outputs)

@@ -34,7 +34,7 @@ from tests.support.engines import (
 )
 
 VOCAB_SIZE = 4096
-COSTS = CostTable((1, 16, 256), (1.0, 1.5, 8.0), context_ms=0.1, draft_ms=0.2, draft_row_ms=0.01)
+COSTS = CostTable((1, 16, 256), (1.0, 1.5, 8.0), context_ms=0.1)
 """A table, so that engines of tests need not measure."""
 
 
@@ -65,7 +65,6 @@ def setting(
     debug: bool = True,
     method: Any = None,
     drafts: int = 4,
-    back_off: bool = False,
     draft_model: Any = None,
     **scheduler: Any,
 ) -> dict[str, Any]:
@@ -76,12 +75,12 @@ def setting(
     """
     guesses: dict[str, Any] = {}
     if method is not None:
-        guesses = {"num_speculative_tokens": drafts, "back_off": back_off}
+        guesses = {"num_speculative_tokens": drafts}
         if method == "draft_model":
             guesses["model"] = draft_model
         if method == "ngram":  # random models repeat little
             guesses["prompt_lookup_min"] = 1
-    costs = COSTS if (method and back_off) or scheduler.get("target_gap_ms") else None
+    costs = COSTS if scheduler.get("target_gap_ms") else None
     return {
         "scheduler_config": SchedulerConfig(
             max_num_seqs=max_num_seqs,

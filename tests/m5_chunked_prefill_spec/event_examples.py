@@ -11,8 +11,6 @@ COSTS = CostsMeasured(
     step_ms=(1.5, 2.0, 20.25),
     context_ms=0.1,
     decode_context_ms=0.4,
-    draft_ms=0.0,
-    draft_row_ms=0.0,
 )
 CUT = ChunkCut(rid="a", asked=520, given=60, start=32, total=552, bound_by="max_num_batched_tokens")
 BATCH = Batch(
@@ -37,12 +35,11 @@ VERIFIED = Verified(
     tokens=(7, 9),
     texts=(" the", " cat"),
     own=" dog",
-    rate=0.667,
 )
 
 EXAMPLES: dict[Event, list[str]] = {
     COSTS: ["Costs of a step by its tokens, measured once: 1 1.50 ms, 256 20.25 ms."],
-    replace(COSTS, given=True, draft_ms=0.25): ["as given", "a token of the draft model 0.25 ms"],
+    replace(COSTS, given=True): ["as given"],
     CUT: [
         "a is cut: tokens 32 to 91 of 552 run now, 60 of the 520 that it lacks",
         "what is left of the step's budget",

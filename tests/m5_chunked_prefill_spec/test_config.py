@@ -21,6 +21,7 @@ from m5_chunked_prefill_spec import (
     TraceConfig,
 )
 from m5_chunked_prefill_spec.config import MAX_SPECULATIVE_TOKENS, ScheduleName, SpeculativeMethod
+from m5_chunked_prefill_spec.model_runner import ModelRunner
 from tests.m5_chunked_prefill_spec.engines import COSTS, Guessing, MakeEngine, greedy, ids, scheduler_of, setting
 from tests.support.engines import Recorder
 
@@ -62,7 +63,6 @@ from tests.support.engines import Recorder
         (SpeculativeConfig, {"method": "ngram", "prompt_lookup_min": 1.0}, "prompt_lookup_min=1.0"),
         (SpeculativeConfig, {"method": "ngram", "prompt_lookup_min": 5}, "=5 is more than prompt_lookup_max=4"),
         (SpeculativeConfig, {"method": "draft_model", "model": 5}, "model=5"),
-        (SpeculativeConfig, {"method": "ngram", "back_off": 1}, "back_off=1 must be True or False"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -90,7 +90,7 @@ def test_a_wrong_value_is_refused_with_its_name(make: Any, values: dict[str, Any
             "target_gap_ms has no effect with schedule='prefill_first'",
         ),
         (SpeculativeConfig, {"num_speculative_tokens": 5}, "num_speculative_tokens has no effect with method=None"),
-        (SpeculativeConfig, {"back_off": False}, "back_off has no effect with method=None: use ngram or draft_model"),
+        (SchedulerConfig, {"cost_table": COSTS}, "cost_table has no effect without target_gap_ms: give both"),
         (SpeculativeConfig, {"prompt_lookup_max": 5}, "prompt_lookup_max has no effect with method=None: use ngram"),
         (SpeculativeConfig, {"model": "/there"}, "model has no effect with method=None: use draft_model"),
         (SpeculativeConfig, {"method": "ngram", "model": "/there"}, "model has no effect with method='ngram'"),
@@ -113,7 +113,7 @@ def test_what_is_right_is_accepted() -> None:
     assert SchedulerConfig(target_gap_ms=20, cost_table=COSTS, chunked_prefill_size=8)
     assert SchedulerConfig(schedule="prefill_first", enable_chunked_prefill=False)
     for method in get_args(SpeculativeMethod):
-        assert SpeculativeConfig(method=method, num_speculative_tokens=MAX_SPECULATIVE_TOKENS, back_off=False)
+        assert SpeculativeConfig(method=method, num_speculative_tokens=MAX_SPECULATIVE_TOKENS)
     assert SpeculativeConfig(method="ngram", prompt_lookup_min=3, prompt_lookup_max=3)
 
 
@@ -149,7 +149,7 @@ def test_defaults() -> None:
         True,
     )
     assert (scheduler.chunked_prefill_size, scheduler.target_gap_ms, scheduler.cost_table) == (None, None, None)
-    assert SpeculativeConfig().method is None and SpeculativeConfig().back_off is True
+    assert SpeculativeConfig().method is None
 
 
 @pytest.mark.parametrize(
@@ -208,27 +208,31 @@ def test_prompts_that_are_cut_at_pages_need_a_step_with_room_for_a_page(
     assert make_engine(**setting(page_size=15, schedule="prefill_first", **limits)).generate(ids(40), greedy(2))
 
 
-@pytest.mark.parametrize("more", [{}, {"method": "ngram", "back_off": False}], ids=["nothing", "no back-off"])
-def test_a_cost_table_that_nobody_reads_is_refused(make_engine: MakeEngine, more: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="cost_table has no effect: it is for target_gap_ms, or for guesses"):
-        make_engine(**setting(**more, cost_table=COSTS))
+@pytest.mark.parametrize("more", [{}, {"method": "ngram"}, {"method": "draft_model"}], ids=str)
+def test_steps_are_not_measured_without_a_target(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(ModelRunner, "measure_costs", None)
+    engine = make_engine(**setting(**more))
+    assert scheduler_of(engine).composer.cost_table is None  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):
+        make_engine(**setting(**more, target_gap_ms=50.0, cost_table=None))
 
 
 @pytest.mark.parametrize("max_model_len", [5, 40, 100])
 def test_steps_are_measured_that_are_larger_than_the_longest_request(tiny_directory: Path, max_model_len: int) -> None:
     """A step has a budget of its own: several requests fill it, and none has a position that the model lacks."""
-    limits = setting(max_num_batched_tokens=130, method="ngram", back_off=True, cost_table=None)
+    limits = setting(max_num_batched_tokens=130, target_gap_ms=50.0, cost_table=None)
     model = ModelConfig(model=tiny_directory, device="cpu", max_model_len=max_model_len)
     with LLMEngine(model_config=model, **limits) as engine:
-        table = scheduler_of(engine).speculation.cost_table  # type: ignore[attr-defined]
+        table = scheduler_of(engine).composer.cost_table  # type: ignore[attr-defined]
         assert table.num_tokens[:8] == (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-@pytest.mark.parametrize("more", [{"target_gap_ms": 50.0}, {"method": "ngram", "back_off": True}], ids=str)
-def test_a_cost_table_that_is_given_is_not_measured(make_engine: MakeEngine, more: dict[str, Any]) -> None:
-    engine = make_engine(**setting(**more, cost_table=COSTS))
-    readers = scheduler_of(engine).composer.cost_table, scheduler_of(engine).speculation.cost_table  # type: ignore[attr-defined]
-    assert COSTS in readers and all(table in (COSTS, None) for table in readers)
+def test_a_cost_table_that_is_given_is_not_measured(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRunner, "measure_costs", None)
+    engine = make_engine(**setting(target_gap_ms=50.0, cost_table=COSTS))
+    assert scheduler_of(engine).composer.cost_table == COSTS  # type: ignore[attr-defined]
 
 
 # --- intake -----------------------------------------------------------------------------------------------------------

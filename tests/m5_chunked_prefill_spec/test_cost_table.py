@@ -10,9 +10,7 @@ from m1_single_request.errors import ConfigError
 from m5_chunked_prefill_spec import cost_table
 from m5_chunked_prefill_spec.cost_table import LONGEST_MS, CostTable, measure, milliseconds, sizes_up_to
 
-TABLE = CostTable(
-    (1, 4, 16, 64), (1.0, 1.0, 4.0, 10.0), context_ms=0.5, decode_context_ms=2.0, draft_ms=0.25, draft_row_ms=0.01
-)
+TABLE = CostTable((1, 4, 16, 64), (1.0, 1.0, 4.0, 10.0), context_ms=0.5, decode_context_ms=2.0)
 
 QUARTERS = st.integers(0, 16).map(lambda number: number / 4)
 
@@ -42,10 +40,6 @@ def test_every_token_pays_for_the_tokens_before_it() -> None:
     assert TABLE.step(1, context=1000) - TABLE.step(1) == 0.5
     assert TABLE.step(1, decode_context=1000) - TABLE.step(1) == 2.0
     assert TABLE.step(1, 1000, 1000) - TABLE.step(1) == 2.5
-
-
-def test_a_draft_costs_a_forward_and_a_little_for_each_further_request() -> None:
-    assert [TABLE.draft(rows) for rows in (0, 1, 2, 11)] == pytest.approx([0.25, 0.25, 0.26, 0.35])
 
 
 @given(tables(), st.integers(1, 400), st.integers(0, 10_000))
@@ -111,9 +105,8 @@ NO_TABLES: dict[str, dict[str, Any]] = {
     "words": {"step_ms": ("1", "2")},
     "a negative context": {"context_ms": -0.1},
     "a negative context of decodes": {"decode_context_ms": -0.1},
-    "a draft for less than nothing": {"draft_ms": -1.0},
-    "an endless draft": {"draft_row_ms": float("inf")},
-    "no draft at all": {"draft_ms": None},
+    "an endless context": {"context_ms": float("inf")},
+    "no context at all": {"context_ms": None},
 }
 
 

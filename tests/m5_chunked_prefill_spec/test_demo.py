@@ -58,7 +58,7 @@ def test_the_tour_cuts_guesses_and_explains(tmp_path: Path, capsys: pytest.Captu
     for who, tokens, steps in rows:
         assert (int(steps) == int(tokens)) if who == "nobody" else (0 < int(steps) <= int(tokens))
     kinds = {json.loads(line)["event"] for line in trace.read_text(encoding="utf-8").splitlines()}
-    assert {"chunk_cut", "batch", "verified", "costs_measured", "audit"} <= kinds
+    assert {"chunk_cut", "batch", "verified", "audit"} <= kinds
 
 
 def test_the_first_part_shows_how_a_step_is_filled(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_the_first_part_shows_how_a_step_is_filled(capsys: pytest.CaptureFixture
 
 def test_one_prompt_with_guesses_is_answered_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--prompt", "Repeat this text:\nlamp river goat lamp river", "--speculative", "ngram", "--trace", "verbose"]
-    assert demo.main([*argv, "--no-back-off", "--num-speculative-tokens", "3"]) == 0
+    assert demo.main([*argv, "--num-speculative-tokens", "3"]) == 0
     said = words(capsys.readouterr().out)
     assert "lamp river goat lamp river" in said and "ngram guessed" in said and "Target verify batch" in said
 
@@ -101,7 +101,6 @@ def test_the_flags_of_a_step_change_no_answer(argv: list[str], capsys: pytest.Ca
     [
         (["--num-speculative-tokens", "0", "--speculative", "ngram"], "num_speculative_tokens=0"),
         (["--prompt", "x", "--draft-model", "somewhere"], "has no effect with method=None"),
-        (["--prompt", "x", "--no-back-off"], "back_off has no effect"),
         (["--schedule", "prefill_first", "--target-gap-ms", "3"], "target_gap_ms has no effect"),
         (["--no-chunked-prefill", "--chunked-prefill-size", "8"], "chunked_prefill_size has no effect"),
         (["--max-num-batched-tokens", "3"], "max_num_batched_tokens=3 is less than max_num_seqs=16"),

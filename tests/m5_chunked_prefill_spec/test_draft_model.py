@@ -19,11 +19,11 @@ from m3_paged_attention.kv_cache_config import KVCacheConfig
 from m3_paged_attention.kv_storage import KVStorage
 from m3_paged_attention.profiling import kv_cache_spec_of
 from m5_chunked_prefill_spec import (
-    CostTable,
     LLMEngine,
     SamplingParams,
 )
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch, SomeTokens
+from m5_chunked_prefill_spec.speculative.speculation import Speculation
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.equivalence.traffic import prompt_of
 from tests.m5_chunked_prefill_spec.cached import cached_paths
@@ -220,13 +220,22 @@ def test_what_was_decided_is_not_changed_by_whoever_runs_it(
     assert set(changes) == {(False, False), (True, False)}
 
 
-def test_backing_off_leaves_it_in_step(make_engine: MakeEngine, m1: Remembered, fresh: Fresh) -> None:
+def test_steps_without_guesses_leave_it_in_step(make_engine: MakeEngine, m1: Remembered, fresh: Fresh) -> None:
     """In a step without guesses the draft model reads what the target reads, too."""
-    costs = CostTable((1, 16, 256), (1.0, 12.0, 200.0), draft_ms=2.0)
-    engine = make_engine(**setting(8, method="draft_model", back_off=True, cost_table=costs))
+    engine = make_engine({"speculation": EveryThirdStep}, **setting(8, method="draft_model"))
     asked = traffic()
     check_answers(step_through(engine, asked, fresh), asked, m1)
     assert 0 < engine.stats().num_verifications < 40
+
+
+class EveryThirdStep(Speculation):
+    """Guesses in every third step only."""
+
+    num_steps = 0
+
+    def propose(self, reqs: Any, max_draft_tokens: int) -> list[list[int]]:
+        self.num_steps += 1
+        return super().propose(reqs, max_draft_tokens) if self.num_steps % 3 == 0 else []
 
 
 @pytest.mark.sample(1)

@@ -1,6 +1,6 @@
 """Guesses beside all else that a request may ask for: it gets what m1 gives, and is told how the guesses fared."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,6 @@ from tests.m5_chunked_prefill_spec.engines import (
     MakeEngine,
     Recorder,
     Remembered,
-    check_drained,
     check_flushed,
     check_step,
     greedy,
@@ -224,24 +223,3 @@ def test_a_parent_counts_the_guesses_of_all_its_children(make_engine: MakeEngine
     without = make_engine(**setting(8, method=method)).generate(prompt, params, speculate=False)
     assert without.metrics.num_draft_tokens == 0
     assert [c.token_ids for c in without.outputs] == [c.token_ids for c in output.outputs]
-
-
-# --- backing off ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["right", "random"])
-def test_back_off_changes_how_much_is_guessed_and_no_token(make_engine: MakeEngine, m1: Remembered, kind: str) -> None:
-    wanted = [m1.generate(prompt, greedy(60)) for prompt in PROMPTS]
-    known: Mapping[Any, Any] = {tuple(output.prompt_token_ids): output.token_ids for output in wanted}
-    proposer = knowing(known) if kind == "right" else knowing(known, wrong_every=1)
-    guessed = []
-    for back_off in (False, True):
-        engine = make_engine({"proposer": proposer}, **setting(8, method="ngram", back_off=back_off))
-        for output, right in zip(engine.generate_batch(PROMPTS, greedy(60)).values(), wanted, strict=True):
-            check_same(output, right)
-        check_drained(engine)
-        guessed.append(engine.stats().num_draft_tokens)
-    if kind == "right":
-        assert guessed[1] > 0.8 * guessed[0]
-    else:
-        assert guessed[0] > 10 * guessed[1] > 0

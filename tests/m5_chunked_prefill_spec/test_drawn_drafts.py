@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,13 @@ from m5_chunked_prefill_spec import (
     SpeculativeConfig,
 )
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
-from m5_chunked_prefill_spec.speculative.draft_runner import load_draft_model
+from m5_chunked_prefill_spec.speculative import draft_runner
 from tests.equivalence.traffic import prompt_of
 from tests.m5_chunked_prefill_spec.engines import MakeEngine, setting
 
 # --- which draft model ------------------------------------------------------------------------------------------------
+
+load_draft_model = partial(draft_runner.load_draft_model, default_models=(DEFAULT_MODEL,))
 
 
 def loading(draft: Any) -> Any:

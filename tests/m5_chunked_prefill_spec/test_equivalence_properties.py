@@ -53,7 +53,6 @@ LIMITS = st.fixed_dictionaries(
         "schedule": st.sampled_from(["decode_first", "decode_first", "prefill_first"]),
         "chunked_prefill_size": st.none() | st.none() | st.sampled_from([16, 17, 19]),
         "drafts": st.sampled_from([1, 2, 4, 7]),
-        "back_off": st.sampled_from([False, False, True]),
     }
 )
 SPECULATORS: dict[str, dict[str, Any]] = {
@@ -101,8 +100,6 @@ def test_any_traffic_gets_the_tokens_of_m1(
         def may_fail(ask: SharingAsk, error: Any, num_tokens: int) -> bool:
             return isinstance(error, KVCapacityError) and len(ask.prompt) + num_tokens > tokens
 
-        if own["method"] is None:
-            limits = limits | {"back_off": False}
         configs = setting(
             tokens=tokens, page_size=page_size, cache=cache, max_num_batched_tokens=budget, **own | limits
         )

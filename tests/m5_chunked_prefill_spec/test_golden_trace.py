@@ -36,7 +36,11 @@ def record(path: Path) -> None:
     with LLMEngine(
         model_config=ModelConfig(device="cpu", dtype="float32", attention_backend="torch"),  # runs everywhere
         scheduler_config=SchedulerConfig(
-            max_num_seqs=4, max_num_batched_tokens=BUDGET, schedule_conservativeness=0.0, cost_table=COSTS
+            max_num_seqs=4,
+            max_num_batched_tokens=BUDGET,
+            schedule_conservativeness=0.0,
+            target_gap_ms=50.0,
+            cost_table=COSTS,
         ),
         cache_config=CacheConfig(page_size=PAGE_SIZE, max_total_tokens=MAX_TOTAL_TOKENS, debug=True),
         speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=3),

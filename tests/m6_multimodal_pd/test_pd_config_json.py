@@ -34,16 +34,14 @@ CONFIG = EngineConfig(
     scheduler=SchedulerConfig(
         max_num_seqs=5,
         max_num_batched_tokens=33,
-        schedule="prefill_first",
+        target_gap_ms=5,
         chunked_prefill_size=17,
         schedule_policy="fcfs",
         schedule_conservativeness=0.1,
-        cost_table=CostTable((1, 2, 8), (0.1, 0.25, 1e-300 + 1), 0.3, 0.4, 0.5, 0.6),
+        cost_table=CostTable((1, 2, 8), (0.1, 0.25, 1e-300 + 1), 0.3, 0.4),
     ),
     cache=CacheConfig(page_size=4, eviction_policy="lfu", max_total_tokens=400, debug=True),
-    speculative=SpeculativeConfig(
-        method="ngram", num_speculative_tokens=3, prompt_lookup_max=7, prompt_lookup_min=3, back_off=False
-    ),
+    speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=7, prompt_lookup_min=3),
     multimodal=MultimodalConfig(
         allowed_url_schemes=("https", "file"),
         url_timeout_s=1 / 3,
@@ -80,7 +78,7 @@ OTHERS = [
     ),
     EngineConfig(
         model=ModelConfig(model="."),
-        scheduler=SchedulerConfig(target_gap_ms=5),
+        scheduler=SchedulerConfig(schedule="prefill_first"),
         cache=CacheConfig(gpu_memory_utilization=0.5),
         speculative=SpeculativeConfig(method="draft_model", model=Path("draft")),
     ),

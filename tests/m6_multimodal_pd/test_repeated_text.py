@@ -78,7 +78,7 @@ def make_embedded(loaded_embedded: Any) -> Iterator[MakeEngine]:
 def test_ten_chats_with_images_under_ngram_have_the_tokens_of_a_plain_engine() -> None:
     answers = []
     for method in (None, "ngram"):
-        guesses = SpeculativeConfig(method="ngram", back_off=False) if method else SpeculativeConfig()
+        guesses = SpeculativeConfig(method="ngram") if method else SpeculativeConfig()
         with LLMEngine(
             cache_config=m6_multimodal_pd.CacheConfig(max_total_tokens=4096), speculative_config=guesses
         ) as engine:

@@ -130,7 +130,7 @@ M5 = Exercises(
         "m5.fill": "fill",
         "m5.lookup": "lookup",
         "m5.accept": "accept",
-        "m5.how_many": "how_many",
+        "m5.back_off": "BackOff",
     },
     {"m5.sampled_piece": ScheduleBatch, "m5.overshoot": ScheduleBatch, "m5.starved": DecodeFirst},
     m5_trace.traced_steps,

@@ -169,55 +169,95 @@ def test_an_acceptance_that_is_right_by_hand_is_also_tried_by_drawing():
     assert_refused("m5.accept", keeps_what_the_draft_likes, "20,000 guesses were drawn", "It should be below 0.02")
 
 
-# --- how many ---------------------------------------------------------------------------------------------------------
+# --- back-off ---------------------------------------------------------------------------------------------------------
 
 
-def counting(*, newest=1, drafts=True, one_draft=False, chained=True, most=0, last=False):
-    """`how_many` with a mistake in it."""
-
-    def how_many(rate, limit, step_ms, draft_ms):
-        def per_token(k):
-            tokens = sum(rate**i for i in range(k + 1)) if chained else 1 + rate * k
-            return (step_ms(newest + k) + draft_ms * (bool(k) if one_draft else k) * drafts) / tokens
-
-        numbers = range(limit + 1 - most)
-        return min(reversed(numbers) if last else numbers, key=per_token)
-
-    return how_many
+BackOff = SOLUTIONS["BackOff"]
 
 
-def climbing(rate, most, step_ms, draft_ms):
-    """One guess more as long as that is better: what comes behind a jump of the table is never seen."""
-
-    def per_token(k):
-        return (step_ms(1 + k) + draft_ms * k) / sum(rate**i for i in range(k + 1))
-
-    best = 0
-    while best < most and per_token(best + 1) < per_token(best):
-        best += 1
-    return best
+class NeverBacksOff(BackOff):
+    def how_many(self, most):
+        return most
 
 
-WRONG_NUMBERS = [
-    (lambda rate, most, step_ms, draft_ms: most, "If every token costs as much as a step of its own"),
-    (lambda rate, most, step_ms, draft_ms: round(rate * most), "If verifying costs nothing"),
-    (counting(most=1), "If verifying costs nothing"),
-    (counting(drafts=False), "Making a guess costs, too"),
-    (counting(one_draft=True), "Making a guess costs, too"),
-    (counting(chained=False), "rate ** k"),
-    (climbing, "guesses are best, you say"),
-    (lambda rate, most, step_ms, draft_ms: counting()(rate, 8, step_ms, draft_ms), "guesses are best, you say"),
-    (lambda *_: None, "you say None"),
+class AlwaysBacksOff(BackOff):
+    def how_many(self, most):
+        return 0
+
+
+class IgnoresCosts(BackOff):
+    def how_many(self, most):
+        return round(most * self.right / self.tried)
+
+
+class IgnoresDraftCosts(BackOff):
+    def __init__(self, step_ms, draft_ms):
+        super().__init__(step_ms, 0.0)
+
+
+class NeverPauses(BackOff):
+    def how_many(self, most):
+        self.pause = 0
+        return super().how_many(most)
+
+
+class GivesUp(BackOff):
+    gave_up = False
+
+    def how_many(self, most):
+        wanted = super().how_many(most)
+        self.gave_up = self.gave_up or self.pause > 0
+        return 0 if self.gave_up else wanted
+
+
+class NeverForgets(BackOff):
+    def verified(self, drafted, accepted):
+        self.tried += accepted + (accepted < drafted)
+        self.right += accepted
+
+
+class AsksForMore(BackOff):
+    def how_many(self, most):
+        return most + 1
+
+
+class SaysNothing(BackOff):
+    def how_many(self, most):
+        super().how_many(most)
+
+
+WRONG_BACK_OFFS = [
+    (NeverBacksOff, "many drafts are right, and none pays"),
+    (AlwaysBacksOff, "ask for all of them"),
+    (IgnoresCosts, "many drafts are right, and none pays"),
+    (IgnoresDraftCosts, "Making a draft costs `draft_ms`, too"),
+    (NeverPauses, "Ask for none, and seldom for one"),
+    (GivesUp, "ask for a draft now and then"),
+    (NeverForgets, "old counts must count less"),
+    (AsksForMore, "how_many(4) must be a number from 0 to 4, you say 5"),
+    (SaysNothing, "you say None"),
 ]
 
 
-def test_the_number_that_the_wrong_ones_vary_is_right():
-    assert check("m5.how_many", counting())
+def test_the_back_off_that_the_wrong_ones_vary_is_right():
+    assert check("m5.back_off", BackOff)
 
 
-@pytest.mark.parametrize(("answer", "hint"), WRONG_NUMBERS)
-def test_a_wrong_number_of_guesses_is_met_with_what_it_costs(answer, hint):
-    assert_refused("m5.how_many", answer, hint)
+@pytest.mark.parametrize(("answer", "hint"), WRONG_BACK_OFFS)
+def test_a_wrong_back_off_is_met_with_the_text_on_which_it_loses(answer, hint):
+    assert_refused("m5.back_off", answer, hint)
+
+
+def test_a_back_off_that_is_right_on_simulated_texts_is_also_tried_in_an_engine():
+    class OnTextsOnly(BackOff):
+        def how_many(self, most):
+            return super().how_many(most) if self.step_ms(3) != 3 or self.draft_ms or self.right > 3 else most
+
+        def verified(self, drafted, accepted):
+            if accepted or self.step_ms(3) != 3:
+                super().verified(drafted, accepted)
+
+    assert_refused("m5.back_off", OnTextsOnly, "In an engine whose drafts are all wrong you ask for 38;")
 
 
 # --- the labs ---------------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ from m5_chunked_prefill_spec.cost_table import CostTable
 from m5_chunked_prefill_spec.outputs import ModelRunnerOutput as StepOutput
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
+from m5_chunked_prefill_spec.request import Req as SpeculativeReq
 from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m5_chunked_prefill_spec.scheduler import Scheduler
-from m5_chunked_prefill_spec.speculative.speculation import SpecState, Speculation
+from m5_chunked_prefill_spec.speculative.speculation import Speculation
 from m5_chunked_prefill_spec.wiring import chunk_alignment, make_composer
 from tests.support.engines import Recorder
 from tests.testbed.fakes import CPU, EOS, VOCAB_SIZE, letter
@@ -94,13 +95,15 @@ class PiecesBed(RadixBed):
 
     runner_class = PiecesRunner
     decision_class = MixedDecision
+    req_class = SpeculativeReq
 
     def add(self, prompt: int | Sequence[int], max_tokens: int = 4, *, speculate: bool = True, **settings: Any) -> str:
         """Let a request arrive; with `speculate` its tokens may be guessed."""
         before = len(self.reqs)
         rid = super().add(prompt, max_tokens, **settings)
         for req in list(self.reqs.values())[before:]:
-            req.spec_state = SpecState() if speculate else None
+            assert isinstance(req, SpeculativeReq)
+            req.speculate = speculate
         return rid
 
     def result_of(self, sampled: Any) -> ModelRunnerOutput | None:
@@ -213,10 +216,8 @@ def speculation_of(guesses: Guesses | None, max_model_len: int) -> Speculation:
     """As many guesses as `guesses` may make, always."""
     config = SpeculativeConfig()
     if guesses is not None:
-        config = SpeculativeConfig(method="ngram", num_speculative_tokens=guesses.most, back_off=False)
-    return Speculation(
-        proposer=guesses, config=config, max_model_len=max_model_len, vocab_size=VOCAB_SIZE, cost_table=None
-    )
+        config = SpeculativeConfig(method="ngram", num_speculative_tokens=guesses.most)
+    return Speculation(proposer=guesses, config=config, max_model_len=max_model_len, vocab_size=VOCAB_SIZE)
 
 
 def running_of(scheduler: Any) -> list[Req]:

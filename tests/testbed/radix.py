@@ -74,14 +74,15 @@ class Decision:
 class RadixBed(SchedulerBed):
     """m4's scheduler below its `RequestFamilies`, on simulated memory.
 
-    Seams for a scheduler whose steps do several things at once: `runner_class`, `decision_class`.
+    Seams for a scheduler whose steps do several things at once: `runner_class`, `decision_class`, `req_class`.
     """
 
     runner_class: type[RadixRunner] = RadixRunner
     decision_class: type[Decision] = Decision
+    req_class: type[Req] = Req
 
     def __init__(self, scheduler: Any, *, tensors: bool = False, max_model_len: int, **settings: Any) -> None:
-        super().__init__(scheduler, request_class=Req, **settings)
+        super().__init__(scheduler, request_class=self.req_class, **settings)
         self.runner = self.runner_class(scheduler.pools, self.requests, tensors=tensors)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.pools: Any = scheduler.pools
@@ -115,7 +116,7 @@ class RadixBed(SchedulerBed):
         settings = SamplingParams(max_tokens=max_tokens, **params)
 
         def make(child_id: str, settings: SamplingParams, seed: int) -> Req:  # as intake makes it
-            request = make_request(child_id, prompt, settings, request_class=Req, seed=seed)
+            request = make_request(child_id, prompt, settings, request_class=self.req_class, seed=seed)
             assert isinstance(request, Req)
             request.priority = priority
             request.extra_key = extra_key
