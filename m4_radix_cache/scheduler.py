@@ -11,14 +11,13 @@ from collections.abc import Iterable
 from m1_single_request.request import FinishError
 from m1_single_request.sampler import SampledTokens
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m4_radix_cache.events import Matched
+from m4_radix_cache.events import Batch, Matched
 from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
 from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown
 from m4_radix_cache.schedule_batch import ScheduleBatch
 from m4_radix_cache.schedule_policy import order_of
 from m4_radix_cache.scheduler_base import SchedulerBase
-from m4_radix_cache.scheduler_events import Batch
 
 
 class Scheduler(SchedulerBase):
@@ -42,7 +41,7 @@ class Scheduler(SchedulerBase):
         waiting = [req for req in self.waiting_queue if req.to_finish is None]
         if self.batch_is_full or not waiting or not num_places:
             return None
-        adder = self._new_adder(num_places)
+        adder = self._new_adder(num_places, len(waiting))
         for req in order_of(self.policy, waiting).ready:
             req.init_next_round_input(self.tree_cache)
             self.tracer.emit(Matched.of, req)
@@ -89,7 +88,7 @@ class Scheduler(SchedulerBase):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _new_adder(self, num_places: int) -> PrefillAdder:
+    def _new_adder(self, num_places: int, num_waiting: int) -> PrefillAdder:
         """The part that decides whether another prompt fits into this step."""
         return self.prefill_adder(
             tree_cache=self.tree_cache,
@@ -98,5 +97,6 @@ class Scheduler(SchedulerBase):
             new_token_ratio=self.new_token_ratio.value,
             max_prefill_tokens=self.max_num_batched_tokens,
             max_new_reqs=num_places,
+            num_waiting=num_waiting,
             tracer=self.tracer,
         )

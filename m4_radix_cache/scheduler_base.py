@@ -19,6 +19,7 @@ from m1_single_request.tracer import Tracer
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import FewestOutputsFirst
 from m3_paged_attention.request_updater import RequestUpdater
+from m4_radix_cache.events import RequestOptions
 from m4_radix_cache.exchange import Exchange, NoExchange
 from m4_radix_cache.invariants import check_scheduler
 from m4_radix_cache.new_token_ratio import NewTokenRatio
@@ -28,7 +29,6 @@ from m4_radix_cache.retraction import outgrown, retract
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.schedule_policy import SchedulePolicy
-from m4_radix_cache.scheduler_events import RequestOptions
 
 
 class Limits(Protocol):

@@ -73,6 +73,7 @@ class Admission:
             running=running,
             max_prefill_tokens=num_tokens,
             max_new_reqs=num_places + (chunked is not None),
+            num_waiting=len(waiting),
             has_whole_step=has_whole_step,
             bound_by=bound_by,
         )

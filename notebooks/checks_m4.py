@@ -17,7 +17,7 @@ import numpy as np
 
 from m1_single_request.tracer import Tracer
 from m4_radix_cache import CacheConfig, LLMEngine, SamplingParams, SchedulerConfig
-from m4_radix_cache.mem_cache.allocator import make_allocator
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.eviction import STRATEGIES, EvictionHeap, EvictionStrategy
 from m4_radix_cache.mem_cache.radix_cache import RadixCache, TreeNode
@@ -48,7 +48,7 @@ def tiny_cache(*, num_tokens: int, page_size: int, strategy: str = "lru", tracer
     """A tree of its own, over real pools."""
     return RadixCache(
         req_to_token_pool=ReqToTokenPool(size=1, max_context_len=num_tokens),
-        token_to_kv_pool_allocator=make_allocator(size=num_tokens, page_size=page_size, checked=True),
+        token_to_kv_pool_allocator=TokenToKVPoolAllocator(size=num_tokens, page_size=page_size, checked=True),
         eviction_policy=strategy,
         tracer=tracer or Tracer(),
     )
@@ -149,11 +149,11 @@ def _cache_with(
         def _start_empty(self) -> None:
             super()._start_empty()
             if callable(strategy):
-                self._candidates: EvictionHeap[TreeNode] = EvictionHeap(strategy)
+                self._candidates: EvictionHeap = EvictionHeap(strategy)
 
     return (Tree if cache_class is RadixCache else cache_class)(
         req_to_token_pool=ReqToTokenPool(size=1, max_context_len=1),  # nobody runs, so there are no rows
-        token_to_kv_pool_allocator=make_allocator(size=size, page_size=page_size),
+        token_to_kv_pool_allocator=TokenToKVPoolAllocator(size=size, page_size=page_size),
         eviction_policy="lru" if callable(strategy) else strategy,
         tracer=Tracer(),
     )
