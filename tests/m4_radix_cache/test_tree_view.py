@@ -71,10 +71,11 @@ LEFT, RIGHT = text_ids("One user asks about paged attention today.", 4), text_id
 def test_a_node_shows_its_tokens_as_text_and_where_they_lie() -> None:
     cache, view = viewed(page_size=4)
     put(cache, COMMON)
+    view.look()
     title, text, numbers, legend, *_ = lines(draw(view))
     assert title == "tree of 1 node: 8 tokens cached (0 locked)"
     assert text == f'└──   1  "{said(COMMON)}"'
-    assert numbers.strip() == "8 tokens, slots 4-11, 0 hits, used 2"
+    assert numbers.strip() == "8 tokens, slots 4-11, 0 hits, used 1"
     assert legend.startswith("(in front: the number of the node") and "locks" not in legend
 
 
@@ -82,6 +83,7 @@ def test_what_two_share_stands_once_and_what_they_do_not_hangs_below_it() -> Non
     cache, view = viewed(page_size=4)
     put(cache, COMMON + LEFT)
     put(cache, COMMON + RIGHT)
+    view.look()
     shown = lines(draw(view))
     assert [line.split('"')[0] for line in shown if '"' in line] == ["└──   2  ", "    ├──   1  ", "    └──   3  "]
     assert [line.split('"')[1] for line in shown if '"' in line] == [said(COMMON), said(LEFT), said(RIGHT)]
@@ -91,6 +93,7 @@ def test_a_path_without_a_fork_is_not_indented() -> None:
     cache, view = viewed(page_size=4)
     for length in (4, 8, 12):
         put(cache, [*COMMON, *LEFT][:length])
+    view.look()
     assert [line[:8] for line in lines(draw(view)) if '"' in line] == [
         "└──   1 ",
         "      2 ",
@@ -123,6 +126,7 @@ def test_tenants_stand_apart_under_their_salt() -> None:
     put(cache, COMMON)
     put(cache, COMMON, extra_key="alice")
     put(cache, COMMON + LEFT, extra_key="alice")
+    view.look()
     shown = [line.split('"')[0].rstrip() for line in lines(draw(view)) if '"' in line or "salt" in line]
     assert shown == ["├── cache_salt 'alice'", "│   └──   2", "│         3", "└──   1"]
 
@@ -160,6 +164,7 @@ def test_markup_in_a_text_is_text() -> None:
 def test_a_terminal_without_lines_gets_others() -> None:
     cache, view = viewed(page_size=4)
     put(cache, COMMON)
+    view.look()
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii", errors="replace"), width=80, legacy_windows=False)
     console.print(draw(view))
