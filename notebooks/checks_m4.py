@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,13 +61,19 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def view_of(cache: BasePrefixCache) -> TreeView:
-    """Draws a cache that belongs to no engine, and whose tokens are letters."""
-    core = SimpleNamespace(
-        scheduler=SimpleNamespace(tree_cache=cache), input_processor=SimpleNamespace(tokenizer=Letters())
-    )
-    engine: Any = SimpleNamespace(engine_core=core)
-    return TreeView(engine)
+class LettersView(TreeView):
+    """Draws a cache whose tokens are letters."""
+
+    def draw(self, tokenizer: Any = None) -> Any:
+        """The tree, with letters as texts."""
+        return super().draw(tokenizer or Letters())
+
+
+def view_of(cache: BasePrefixCache) -> LettersView:
+    """Follow a cache that belongs to no engine, from now on."""
+    view = LettersView()
+    cache.tracer.attach(view)
+    return view
 
 
 # --- an hour of many tenants ------------------------------------------------------------------------------------------
