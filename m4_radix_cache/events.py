@@ -173,7 +173,7 @@ class NotAdmitted(BatchNotAdmitted):
     """A waiting request cannot join in this step, and no later one may overtake it.
 
     `limit` is `memory`, `max_num_seqs`, `max_num_batched_tokens` or another limit of a step. `needed`: tokens that it
-    takes now or may take later, running requests with it, or tokens in this step; `available` for it.
+    takes now or may take later, requests admitted in this step with it, or tokens in this step.
     """
 
     is_locked: bool
@@ -188,8 +188,9 @@ class NotAdmitted(BatchNotAdmitted):
     @classmethod
     def of(cls, adder: Any, req: Any, limit: str, needed: int, is_locked: bool) -> Self:
         """Build the event for a request that a `PrefillAdder` rejected."""
+        places = len(adder.can_run_list) + 1, adder.max_new_reqs
         of_step = req.extend_input_len, adder.rem_input_tokens
-        needs, rests = {"memory": (needed, adder.rem_total_tokens), "max_num_seqs": adder.places}.get(limit, of_step)
+        needs, rests = {"memory": (needed, adder.rem_total_tokens), "max_num_seqs": places}.get(limit, of_step)
         return cls(
             rid=req.rid,
             limit=limit,
@@ -207,7 +208,7 @@ class NotAdmitted(BatchNotAdmitted):
         locked = f" once its {some(self.prefix, 'cached token')} are locked" * self.is_locked
         why = {
             "memory": f"it may need {some(self.needed, 'slot')}, which is not less than {budget}{locked}",
-            "max_num_seqs": f"max_num_seqs = {self.available} requests run already",
+            "max_num_seqs": f"this step admits {some(self.available, 'request')}, then max_num_seqs run",
             "max_num_batched_tokens": (
                 f"its {some(self.needed, 'token')}, in whole pages, are not less than the {self.available:,} that are "
                 f"left of this step's budget"

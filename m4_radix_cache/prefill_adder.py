@@ -92,11 +92,6 @@ class PrefillAdder:
         a_page_each = self.page_size * (self._num_running + len(self.can_run_list))
         return self.cur_rem_tokens - max(self._expected, a_page_each)
 
-    @property
-    def places(self) -> tuple[int, int]:
-        """Number of running requests with one more, and the maximum."""
-        return self._num_running + len(self.can_run_list) + 1, self._num_running + self.max_new_reqs
-
     def budget_state(self) -> AddReqResult:
         """Whether it makes sense to try another request."""
         if self.rem_total_tokens <= 0:  # cur_rem_tokens is never less

@@ -34,7 +34,7 @@ class MatchResult(NamedTuple):
     """The longest cached prefix. Valid until the next `evict`; longer only if `last_device_node` is locked first."""
 
     device_indices: Slots
-    """Slots of the matched tokens, a whole number of pages. Read only: it may be the cache's own array."""
+    """Slots of the matched tokens, a whole number of pages."""
     last_device_node: Any
     """The node at which the match ends: the argument of `inc_lock_ref`, `dec_lock_ref` and `record_hit`."""
 
@@ -144,10 +144,9 @@ class BasePrefixCache(ABC):
         slots = self.req_to_token_pool.read(row, 0, req.kv_committed_len)
         num_whole = len(slots) // self.page_size * self.page_size
         existing = self.insert(req.key, slots[:num_whole], req.priority)
-        match = self.match_prefix(req.key, num_whole)
-        cached = match.device_indices
+        cached, node = self.match_prefix(req.key, num_whole)
         self.req_to_token_pool.write(row, req.cache_protected_len, cached[req.cache_protected_len :])
-        self._move_lock(req, match.last_device_node)
+        self._move_lock(req, node)
         self._free_duplicates(req, slots, existing)  # no row contains them any more
         req.prefix_indices = np.concatenate((cached, slots[len(cached) :]))  # the tail of a page is still its own
         req.cache_protected_len = len(cached)
@@ -209,5 +208,4 @@ class BasePrefixCache(ABC):
 def row_of(req: Any) -> int:
     """Return the row of a request that has one."""
     assert req.req_pool_idx is not None, f"{req.rid} has no row"
-    row: int = req.req_pool_idx
-    return row
+    return req.req_pool_idx

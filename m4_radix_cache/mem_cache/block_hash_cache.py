@@ -10,7 +10,6 @@ the last one first, so that a match is always a prefix. vLLM: `v1/core/kv_cache_
 from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import ClassVar
 
 import numpy as np
 
@@ -35,8 +34,6 @@ class Block:
     """Digest of its tokens and all before them."""
     lock_ref: int = 0
     """Locks on it or on blocks after it."""
-    last_access_time: ClassVar[None] = None
-    """The table counts no lookups: unlocked blocks are kept in LRU order."""
 
 
 class BlockHashCache(BasePrefixCache):

@@ -58,7 +58,7 @@ class Inserted(Event):
             pages=tuple((slots[existing :: cache.page_size] // cache.page_size).tolist()),
             extra_key=key.extra_key,
             priority=priority,
-            last_access_time=node.last_access_time,
+            last_access_time=getattr(node, "last_access_time", None),
             evictable=cache.evictable_size(),
             protected=cache.protected_size(),
         )
@@ -142,7 +142,7 @@ class Locked(Event):
             node=node.id,
             delta=delta,
             num_tokens=num_tokens,
-            last_access_time=node.last_access_time,
+            last_access_time=getattr(node, "last_access_time", None),
             evictable=cache.evictable_size(),
             protected=cache.protected_size(),
         )

@@ -41,8 +41,6 @@ class RadixCache(BasePrefixCache):
     def match_prefix(self, key: RadixKey, max_len: int | None = None) -> MatchResult:
         num_tokens = len(key) if max_len is None else max(0, min(len(key), max_len))
         node, values, _ = self._walk(key, num_tokens // self.page_size * self.page_bytes, 0)
-        if len(values) == 1:
-            return MatchResult(values[0], node)
         return MatchResult(np.concatenate(values) if values else NO_SLOTS, node)
 
     def _walk(self, key: RadixKey, end: int, priority: int) -> tuple[TreeNode, list[Slots], int]:

@@ -127,7 +127,7 @@ EXAMPLES: dict[Event, list[str]] = {
     replace(ADMIT, result="other"): ["No other request fits into this step."],
     WAITS: ["a must wait: it may need 95 slots, which is not less than 90 (112 not taken yet, less 22 kept"],
     replace(WAITS, is_locked=True): ["once its 48 cached tokens are locked."],
-    replace(WAITS, limit="max_num_seqs", needed=5, available=4): ["max_num_seqs = 4 requests run already"],
+    replace(WAITS, limit="max_num_seqs", needed=5, available=4): ["this step admits 4 requests, then max_num_seqs run"],
     replace(WAITS, limit="max_num_batched_tokens", needed=31, available=32): [
         "its 31 tokens, in whole pages",
         "the 32",
