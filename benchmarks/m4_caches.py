@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from m1_single_request.tracer import Tracer
-from m4_radix_cache.mem_cache.allocator import make_allocator
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
@@ -33,7 +33,7 @@ class Server:
         self, cache_class: Callable[..., BasePrefixCache], *, num_tokens: int, page_size: int, policy: str = "lru"
     ) -> None:
         self.page_size = page_size
-        self.allocator = make_allocator(size=num_tokens // page_size * page_size, page_size=page_size)
+        self.allocator = TokenToKVPoolAllocator(size=num_tokens // page_size * page_size, page_size=page_size)
         self.cache = cache_class(
             req_to_token_pool=ReqToTokenPool(size=1, max_context_len=1),  # nobody runs, so there are no rows
             token_to_kv_pool_allocator=self.allocator,

@@ -26,7 +26,7 @@ from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import FewestOutputsFirst
 from m4_radix_cache import DEFAULT_MODEL, SamplingParams, SchedulerConfig
 from m4_radix_cache.forward_batch import ForwardBatch
-from m4_radix_cache.mem_cache.allocator import make_allocator
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.prefill_adder import PrefillAdder
@@ -78,7 +78,7 @@ def make_scheduler(
     tracer = Tracer()
     length = PROMPT_LENS.stop + num_steps + 2
     rows = rows_class(size=num_sequences, max_context_len=length)
-    allocator = make_allocator(size=num_sequences * (length // PAGE_SIZE + 3) * PAGE_SIZE, page_size=PAGE_SIZE)
+    allocator = TokenToKVPoolAllocator(size=num_sequences * (length // PAGE_SIZE + 3) * PAGE_SIZE, page_size=PAGE_SIZE)
     cache = RadixCache(
         req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, eviction_policy="lru", tracer=tracer
     )

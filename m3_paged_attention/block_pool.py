@@ -3,7 +3,7 @@
 m2 had slots, one request in each. Several requests may hold a block, because forked requests share their common
 blocks; the block is free when the last of them frees it. Block 0 is never allocated: padding is written there. The pool
 stores only block ids, neither requests nor tensors. vLLM: `v1/core/block_pool.py`; SGLang:
-`PagedTokenToKVPoolAllocator`.
+`TokenToKVPoolAllocator`.
 """
 
 from collections import deque

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from enum import Enum
 
 from m1_single_request.tracer import Tracer
-from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from m4_radix_cache.events import Admit, NotAdmitted
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.request import Req
-from m4_radix_cache.scheduler_events import Admit, NotAdmitted
 
 CLIP_MAX_NEW_TOKENS = 4096
 """Nobody is charged for more future tokens: few requests say all that they may."""
@@ -50,20 +50,24 @@ class PrefillAdder:
         self,
         *,
         tree_cache: BasePrefixCache,
-        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator,
+        token_to_kv_pool_allocator: TokenToKVPoolAllocator,
         running: Sequence[Req],
         new_token_ratio: float,
         max_prefill_tokens: int,
         max_new_reqs: int,
+        num_waiting: int,
         tracer: Tracer,
     ) -> None:
         """`new_token_ratio`: the share of what `running` may still say that is expected. `max_prefill_tokens`: at most
-        so many tokens go through the model. `max_new_reqs`: so many more requests may run.
+        so many tokens go through the model. `max_new_reqs`: so many more requests may run. `num_waiting`:
+        number of waiting requests.
         """
         self.tree_cache = tree_cache
         self.allocator = token_to_kv_pool_allocator
         self.page_size = token_to_kv_pool_allocator.page_size
         self.max_new_reqs = max_new_reqs
+        self.num_waiting = num_waiting
+        """Waiting requests that are not admitted."""
         self.tracer = tracer
         self.can_run_list: list[Req] = []
         """Admitted requests, in order; the `last_node` of each is locked."""
@@ -132,39 +136,15 @@ class PrefillAdder:
         return self.budget_state()
 
     def _admit(self, req: Req) -> AddReqResult:
-        """Take it, and tell the trace by which numbers."""
-        need, rem_total = self._need(req), self.rem_total_tokens
-        cur_rem, rem_input = self.cur_rem_tokens, self.rem_input_tokens
+        """Count an admitted request, and trace the budgets before it."""
+        need, budgets = self._need(req), (self.rem_total_tokens, self.cur_rem_tokens, self.rem_input_tokens)
         result = self._take(req)
-        self.tracer.emit(
-            Admit,
-            rid=req.rid,
-            prefix=len(req.prefix_indices),
-            extend=req.extend_input_len,
-            num_output_tokens=len(req.output_ids),
-            need=need,
-            rem_total=rem_total,
-            cur_rem=cur_rem,
-            rem_input=rem_input,
-            evictable=self.tree_cache.evictable_size(),
-            result=result.value,
-        )
+        self.num_waiting -= 1
+        self.tracer.emit(Admit.of, self, req, need, budgets, result)
         return result
 
     def _refuse(self, req: Req, limit: str, *, is_locked: bool = False) -> AddReqResult:
-        self.tracer.emit(
-            NotAdmitted,
-            rid=req.rid,
-            limit=limit,
-            is_locked=is_locked,
-            prefix=len(req.prefix_indices),
-            extend=req.extend_input_len,
-            need=self._need(req),
-            rem_total=self.rem_total_tokens,
-            cur_rem=self.cur_rem_tokens,
-            rem_input=self.rem_input_tokens,
-            evictable=self.tree_cache.evictable_size(),
-        )
+        self.tracer.emit(NotAdmitted.of, self, req, limit, self._need(req), is_locked)
         return AddReqResult.NO_TOKEN if limit == "memory" else AddReqResult.OTHER
 
     def _lacks_memory(self, req: Req) -> bool:

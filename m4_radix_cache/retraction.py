@@ -11,10 +11,10 @@ from m1_single_request.errors import shown
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.preemption import FewestOutputsFirst, victim_of
+from m4_radix_cache.events import Retract
 from m4_radix_cache.new_token_ratio import NewTokenRatio
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
-from m4_radix_cache.scheduler_events import Retract
 
 
 def retract(
@@ -30,21 +30,13 @@ def retract(
     states, candidates = [], list(candidates)
     while len(candidates) > 1 and not batch.check_decode_mem():
         victim = victim_of(preemption, candidates)
-        states.append((victim.rid, victim.kv_committed_len, len(victim.output_ids), *batch.room()))
+        states.append((victim, victim.kv_committed_len, *batch.room()))
         batch.retract_decode(victim)
         candidates = [req for req in candidates if req is not victim]
         retracted.append(victim)
     ratio.after_retraction(batch.reqs)
-    for rid, num_tokens, num_output_tokens, needed, available in states:
-        tracer.emit(
-            Retract,
-            rid=rid,
-            num_tokens=num_tokens,
-            num_output_tokens=num_output_tokens,
-            needed=needed,
-            available=available,
-            new_token_ratio=ratio.value,
-        )
+    for state in states:
+        tracer.emit(Retract.of, *state, ratio.value)
     return retracted
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from m1_single_request.errors import PartError
 from m1_single_request.request import RequestStatus
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.model_worker_batch import ForwardMode, ModelWorkerBatch
@@ -30,7 +30,7 @@ class Pools:
     def __init__(
         self,
         req_to_token_pool: ReqToTokenPool,
-        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator,
+        token_to_kv_pool_allocator: TokenToKVPoolAllocator,
         tree_cache: BasePrefixCache,
         *,
         debug: bool = False,

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, get_args
 from m1_single_request.errors import ConfigError, PartError, shown
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.config import SchedulePolicyName
+from m4_radix_cache.events import PolicyOrder
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
 from m4_radix_cache.request import Req
-from m4_radix_cache.scheduler_events import PolicyOrder
 
 CACHE_AWARE = ("lpm", "dfs-weight")
 MAX_WAITING_FOR_LPM = 128

@@ -22,7 +22,7 @@ from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.preemption import FewestOutputsFirst
 from m3_paged_attention.request_updater import RequestUpdater
 from m4_radix_cache.config import SchedulerConfig
-from m4_radix_cache.events import Audit, Matched
+from m4_radix_cache.events import Audit, Batch, Matched, RequestOptions
 from m4_radix_cache.invariants import check_scheduler, pages_of
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.new_token_ratio import NewTokenRatio
@@ -33,7 +33,6 @@ from m4_radix_cache.retraction import outgrown, retract
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.schedule_policy import SchedulePolicy, checked
-from m4_radix_cache.scheduler_events import Batch, RequestOptions
 
 
 class Scheduler:
@@ -151,7 +150,7 @@ class Scheduler:
         waiting = [req for req in self.waiting_queue if req.to_finish is None]
         if self.batch_is_full or not waiting or not rows.available_size():
             return None
-        adder = self._new_adder(rows.available_size())
+        adder = self._new_adder(rows.available_size(), len(waiting))
         for req in checked(self.policy.calc_priority(list(waiting)), self.policy, waiting).ready:
             req.init_next_round_input(self.tree_cache)
             self.tracer.emit(Matched.of, req)
@@ -180,7 +179,7 @@ class Scheduler:
         batch.prepare_for_decode()
         return batch
 
-    def _new_adder(self, num_rows: int) -> PrefillAdder:
+    def _new_adder(self, num_rows: int, num_waiting: int) -> PrefillAdder:
         """Return the part that decides which prompts fit into this step."""
         return self.prefill_adder(
             tree_cache=self.tree_cache,
@@ -189,6 +188,7 @@ class Scheduler:
             new_token_ratio=self.new_token_ratio.value,
             max_prefill_tokens=self.max_num_batched_tokens,
             max_new_reqs=num_rows,
+            num_waiting=num_waiting,
             tracer=self.tracer,
         )
 

@@ -18,7 +18,7 @@ from m3_paged_attention.wiring import PARTS as M3_PARTS, trace_start
 from m4_radix_cache.config import CacheConfig, EngineConfig
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.input_processor import InputProcessor
-from m4_radix_cache.mem_cache.allocator import make_allocator
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.chunk_cache import ChunkCache
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
@@ -83,7 +83,7 @@ PARTS: dict[str, Any] = {role: part for role, part in M3_PARTS.items() if role !
     "input_processor": InputProcessor,
     "request": Req,
     "req_to_token_pool": ReqToTokenPool,
-    "token_to_kv_pool_allocator": make_allocator,
+    "token_to_kv_pool_allocator": TokenToKVPoolAllocator,
     "prefix_cache": RadixCache,
     "schedule_policy": SchedulePolicy,
     "prefill_adder": PrefillAdder,

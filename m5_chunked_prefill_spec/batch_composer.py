@@ -162,6 +162,7 @@ class Work:
             new_token_ratio=scheduler.new_token_ratio.value,
             max_prefill_tokens=num_tokens,
             max_new_reqs=num_rows + (chunked is not None),
+            num_waiting=len(waiting),
             has_whole_step=num_tokens == self.max_num_batched_tokens,
             bound_by=bound_by,
             tracer=scheduler.tracer,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, some, volatile
+from m4_radix_cache.events import Batch as PlainBatch
 from m4_radix_cache.request import Req
-from m4_radix_cache.scheduler_events import Batch as PlainBatch
 from m5_chunked_prefill_spec.cost_table import CostTable
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from m1_single_request.tracer import Tracer
-from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder as WholePrefillAdder
 from m4_radix_cache.request import Req
@@ -51,11 +51,12 @@ class PrefillAdder(WholePrefillAdder):
         self,
         *,
         tree_cache: BasePrefixCache,
-        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator,
+        token_to_kv_pool_allocator: TokenToKVPoolAllocator,
         running: Sequence[Req],
         new_token_ratio: float,
         max_prefill_tokens: int,
         max_new_reqs: int,
+        num_waiting: int,
         rem_chunk_tokens: int | None,
         chunk_alignment: int = 1,
         is_chunked: bool = True,
@@ -76,6 +77,7 @@ class PrefillAdder(WholePrefillAdder):
             new_token_ratio=new_token_ratio,
             max_prefill_tokens=max_prefill_tokens,
             max_new_reqs=max_new_reqs,
+            num_waiting=num_waiting,
             tracer=tracer,
         )
         self.is_chunked, self.has_whole_step = is_chunked, has_whole_step

@@ -83,6 +83,8 @@ class PositionsAssigned(Event):
     """Request id."""
     num_tokens: int
     """Tokens of the prompt."""
+    starts: tuple[int, ...]
+    """Index of the first placeholder of each range. The text before and after it counts up on all axes."""
     times: tuple[tuple[int, int], ...]
     """Lowest and highest position in time of each range of placeholders."""
     heights: tuple[tuple[int, int], ...]
@@ -96,11 +98,13 @@ class PositionsAssigned(Event):
     def of(cls, rid: str, inputs: Any) -> Self:
         """Build the event for a request's `MultimodalInputs`."""
         positions = inputs.mrope_positions
-        blocks = [positions[:, start:end] for item in inputs.mm_items for start, end in item.offsets]
+        offsets = [each for item in inputs.mm_items for each in item.offsets]
+        blocks = [positions[:, start:end] for start, end in offsets]
         times, heights, widths = (tuple((int(b[i].min()), int(b[i].max())) for b in blocks) for i in range(3))
         return cls(
             rid=rid,
             num_tokens=positions.shape[1],
+            starts=tuple(start for start, _ in offsets),
             times=times,
             heights=heights,
             widths=widths,

@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from m1_single_request.tracer import Tracer
 from m4_radix_cache import CacheConfig, LLMEngine, SamplingParams, SchedulerConfig
-from m4_radix_cache.mem_cache.allocator import make_allocator
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.eviction import STRATEGIES, EvictionHeap, EvictionStrategy
 from m4_radix_cache.mem_cache.radix_cache import RadixCache, TreeNode
@@ -48,7 +47,7 @@ def tiny_cache(*, num_tokens: int, page_size: int, strategy: str = "lru", tracer
     """A tree of its own, over real pools."""
     return RadixCache(
         req_to_token_pool=ReqToTokenPool(size=1, max_context_len=num_tokens),
-        token_to_kv_pool_allocator=make_allocator(size=num_tokens, page_size=page_size, checked=True),
+        token_to_kv_pool_allocator=TokenToKVPoolAllocator(size=num_tokens, page_size=page_size, checked=True),
         eviction_policy=strategy,
         tracer=tracer or Tracer(),
     )
@@ -62,13 +61,19 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-def view_of(cache: BasePrefixCache) -> TreeView:
-    """Draws a cache that belongs to no engine, and whose tokens are letters."""
-    core = SimpleNamespace(
-        scheduler=SimpleNamespace(tree_cache=cache), input_processor=SimpleNamespace(tokenizer=Letters())
-    )
-    engine: Any = SimpleNamespace(engine_core=core)
-    return TreeView(engine)
+class LettersView(TreeView):
+    """Draws a cache whose tokens are letters."""
+
+    def draw(self, tokenizer: Any = None) -> Any:
+        """The tree, with letters as texts."""
+        return super().draw(tokenizer or Letters())
+
+
+def view_of(cache: BasePrefixCache) -> LettersView:
+    """Follow a cache that belongs to no engine, from now on."""
+    view = LettersView()
+    cache.tracer.attach(view)
+    return view
 
 
 # --- an hour of many tenants ------------------------------------------------------------------------------------------
@@ -149,11 +154,11 @@ def _cache_with(
         def _start_empty(self) -> None:
             super()._start_empty()
             if callable(strategy):
-                self._candidates: EvictionHeap[TreeNode] = EvictionHeap(strategy)
+                self._candidates: EvictionHeap = EvictionHeap(strategy)
 
     return (Tree if cache_class is RadixCache else cache_class)(
         req_to_token_pool=ReqToTokenPool(size=1, max_context_len=1),  # nobody runs, so there are no rows
-        token_to_kv_pool_allocator=make_allocator(size=size, page_size=page_size),
+        token_to_kv_pool_allocator=TokenToKVPoolAllocator(size=size, page_size=page_size),
         eviction_policy="lru" if callable(strategy) else strategy,
         tracer=Tracer(),
     )

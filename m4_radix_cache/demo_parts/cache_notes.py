@@ -11,8 +11,8 @@ from typing import TypeVar
 from m1_single_request.events import Event, some
 from m1_single_request.tracer import TraceRecord
 from m2_continuous_batching.timeline_facts import agree, listed
-from m4_radix_cache.events import Audit, DuplicatesFreed, Evicted, Matched
-from m4_radix_cache.scheduler_events import Admit, Batch, PolicyOrder, Retract
+from m4_radix_cache.events import Admit, Audit, Batch, Matched, PolicyOrder, Retract
+from m4_radix_cache.mem_cache.events import DuplicatesFreed, Evicted
 from m4_radix_cache.tree_view import shorten
 
 E = TypeVar("E", bound=Event)
@@ -130,7 +130,7 @@ def computed_twice(notes: CacheNotes) -> str | None:
 
 
 def evictions(notes: CacheNotes) -> str | None:
-    """What had to leave the cache, and by which rule."""
+    """Tokens evicted from the cache, and the eviction policy that chose them."""
     events = [event for _, event in notes.of(Evicted)]
     if not events:
         return None
@@ -143,7 +143,7 @@ def evictions(notes: CacheNotes) -> str | None:
 
 
 def retractions(notes: CacheNotes) -> str | None:
-    """Who lost its place, and what it cost."""
+    """Requests retracted and the tokens to compute again."""
     events = list(notes.of(Retract))
     if not events:
         return None

@@ -97,7 +97,7 @@ def converse(stage: Stage) -> list[Turn]:
         console.print(Text.assemble((f"Turn {len(turns)}  ", "bold"), question))
         console.print(Text(output.text, style="green"))
         console.print(Text(_reuse(turns), style="dim"))
-        console.print(stage.view.draw())
+        stage.show_cache()
         console.print()
     if not turns:
         raise EngineError("no turn of the conversation fits into this engine")

@@ -14,9 +14,8 @@ from m4_radix_cache.demo_parts import cache_notes, stories
 from m4_radix_cache.demo_parts.measure import checked, run_together
 from m4_radix_cache.demo_parts.stage import Stage, steps_table
 from m4_radix_cache.demo_parts.stories import Ask
-from m4_radix_cache.events import Evicted
-from m4_radix_cache.scheduler_events import Admit, Retract
-from m4_radix_cache.tree_view import runs_of
+from m4_radix_cache.events import Admit, Retract
+from m4_radix_cache.mem_cache.events import Evicted
 
 LITTLE = 416  # tokens: a little less than the users fill at their widest, so that somebody has to go
 CONSERVATIVENESS = 0.1  # lets in who may not find room in the end
@@ -46,9 +45,9 @@ def show_little_memory(stage: Stage) -> list[str]:
     if len(told) > MOST_TOLD:
         console.print(Text(f"... and {len(told) - MOST_TOLD} more like these", style="dim"))
     if not told:
-        console.print("Nothing was evicted, and nobody was retracted.")
+        console.print("Nothing was evicted, and no request was retracted.")
     console.print("\n[bold]What the cache holds now")
-    console.print(stage.view.draw())
+    stage.show_cache()
     said = [cache_notes.evictions(notes), cache_notes.retractions(notes)]
     console.print()
     for ask, output in ((asks[0], outputs[0]), (asks[-1], outputs[-1])):
@@ -72,7 +71,7 @@ def run_staggered(stage: Stage, asks: list[Ask], texts: dict[int, str]) -> list[
             ask = asks[len(request_ids)]
             request_ids.append(engine.add_request(ask.token_ids, params, **stage.settings.options))
         outputs |= engine.step()
-        texts |= {run.number: run.text for run in runs_of(engine) if run.text is not None}
+        texts |= stage.view.texts(stage.tokenizer)
         num_steps += 1
     return checked([outputs[request_id] for request_id in request_ids])
 

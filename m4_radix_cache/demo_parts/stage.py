@@ -56,6 +56,15 @@ class Stage:
     settings: Settings
     console: Console
 
+    def show_cache(self) -> None:
+        """Draw what is cached now."""
+        self.console.print(self.view.draw(self.tokenizer))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's tokenizer, for texts of the cache."""
+        return self.engine.engine_core.input_processor.tokenizer
+
     def headline(self, title: str, introduction: str) -> None:
         """Begin a part."""
         self.console.rule(f"[bold]{title}")

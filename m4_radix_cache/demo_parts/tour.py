@@ -41,11 +41,11 @@ def tour(settings: Settings, console: Console) -> None:
         readers = [stack.enter_context(kept_open(reader)) for reader in readers_of(settings.trace)]
 
         def traced(scheduler: SchedulerConfig, memory: CacheConfig) -> Stage:
-            notes = CacheNotes()
-            trace = TraceConfig(readers=(*readers, notes))
+            notes, view = CacheNotes(), TreeView()
+            trace = TraceConfig(readers=(*readers, notes, view))
             engine = LLMEngine(scheduler_config=scheduler, cache_config=memory, trace_config=trace, **configs)
             stack.callback(engine.close)
-            return Stage(engine, notes, TreeView(engine), settings, console)
+            return Stage(engine, notes, view, settings, console)
 
         scarce = traced(settings.little_scheduler, settings.little_cache)
         stories.check(scarce.engine, stories.strangers(scarce.engine), settings.params)  # what cannot run fails first

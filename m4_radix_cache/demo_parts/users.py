@@ -46,7 +46,7 @@ def show_users(stage: Stage, rivals: Mapping[str, LLMEngine]) -> list[str]:
         console.print(steps_table(cache_notes.why(notes, most.name)))
     said += [faster("In part 1", measured), same_answers(measured, params), a_stranger(stage, prompts[0])]
     console.print("\n[bold]What the cache holds in the end")
-    console.print(stage.view.draw())
+    stage.show_cache()
     return [fact for fact in said if fact is not None]
 
 

@@ -1,1 +1,1 @@
-"""KV memory seen from the scheduler: which slots are free, which belong to whom, and which hold what others may use."""
+"""KV memory on the scheduler's side: free slots, slots of requests, and the prefix caches."""

@@ -1,4 +1,4 @@
-"""What every prefix cache can do, and what happens to a request's KV when it enters the cache.
+"""Interface of the prefix caches, and the steps by which a request's KV enters one.
 
 m3 freed a request's KV when the request ended. A prefix cache keeps it: the next request that begins with the same
 tokens starts from it. A request's slots then have up to three owners, side by side in its row:
@@ -8,21 +8,21 @@ tokens starts from it. A request's slots then have up to three owners, side by s
                |  while it runs         |  (whole pages, tail)   |                   |
 
 `cache_unfinished_req` and `cache_finished_req` move whole pages of the middle part to the left one. They are written
-once, here, and speak to the cache through `match_prefix`, `insert` and the locks only. Of two requests that computed
-the same tokens in one step the second finds them there: its own slots are duplicates, and only those are freed. SGLang:
+once, here, and use only `match_prefix`, `insert` and the locks of the cache. Of two requests that computed the same
+tokens in one step the second finds them cached: its own slots are duplicates, and only those are freed. SGLang:
 `mem_cache/base_prefix_cache.py`; vLLM: `v1/core/kv_cache_manager.py` without an interface.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
-from m4_radix_cache.events import CacheFlushed, DuplicatesFreed, Locked, Released
-from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator, Slots
+from m4_radix_cache.mem_cache.allocator import Slots, TokenToKVPoolAllocator
+from m4_radix_cache.mem_cache.events import CacheFlushed, DuplicatesFreed, Locked, Released
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
@@ -31,65 +31,35 @@ NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 
 
 class MatchResult(NamedTuple):
-    """The longest cached prefix. Safe to use only until the next `evict`, unless `last_device_node` is locked first."""
+    """The longest cached prefix. Valid until the next `evict`; longer only if `last_device_node` is locked first."""
 
     device_indices: Slots
-    """Slots of the matched tokens, a whole number of pages. Read only: it may be the cache's own array."""
+    """Slots of the matched tokens, a whole number of pages."""
     last_device_node: Any
-    """Where the match ends: the handle for `inc_lock_ref`, `dec_lock_ref` and `record_hit`."""
-    last_host_node: Any
-    """The same until there is a cache in host memory."""
-    host_hit_length: int = 0
-    """Further tokens that are cached in host memory only."""
-
-
-class CacheableReq(Protocol):
-    """What a prefix cache reads and writes of a request."""
-
-    @property
-    def rid(self) -> str: ...
-
-    @property
-    def key(self) -> RadixKey:
-        """Prompt and outputs, at least the committed tokens."""
-
-    priority: int
-    req_pool_idx: int | None
-    """Its row."""
-    prefix_indices: Slots
-    """Slots of the tokens that need not be computed."""
-    last_node: Any
-    """The node that it has locked; None before its first match."""
-    cache_protected_len: int
-    """Tokens whose slots the cache owns, a whole number of pages."""
-    kv_committed_len: int
-    """Tokens whose KV has been computed."""
-
-    @property
-    def kv_allocated_len(self) -> int:
-        """Tokens that have a slot."""
-
-    def forget_kv(self) -> None:
-        """Everything was given back: no row, no prefix, no node, all lengths 0."""
+    """The node at which the match ends: the argument of `inc_lock_ref`, `dec_lock_ref` and `record_hit`."""
 
 
 class BasePrefixCache(ABC):
-    """KV that outlives its request. One thread uses it; times are counted operations, never a clock."""
+    """KV that outlives its request. For use by one thread; times are counted operations, not a clock.
+
+    Requests (`Req`) are passed to `cache_unfinished_req` and `cache_finished_req` as `Any`: `request.py` imports this
+    file. A cache changes their `prefix_indices`, `last_node` and `cache_protected_len`.
+    """
 
     disable: ClassVar[bool] = False
-    """True: it keeps nothing, so that to order requests by their prefixes is no use."""
+    """True: the cache keeps nothing, so that cache-aware orders have no use."""
     eviction_policies: ClassVar[Collection[str]] = STRATEGIES
-    """Those that it knows."""
+    """Eviction policies that the cache supports."""
 
     def __init__(
         self,
         *,
         req_to_token_pool: ReqToTokenPool,
-        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator,
+        token_to_kv_pool_allocator: TokenToKVPoolAllocator,
         eviction_policy: str,
         tracer: Tracer,
     ) -> None:
-        """Raises `ConfigError` for an eviction policy that this cache does not know."""
+        """Raises `ConfigError` for an eviction policy that this cache does not support."""
         if eviction_policy not in self.eviction_policies:
             known = ", ".join(self.eviction_policies)
             raise ConfigError(f"eviction_policy={eviction_policy!r} is none of those of {type(self).__name__}: {known}")
@@ -97,124 +67,120 @@ class BasePrefixCache(ABC):
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         self.page_size = token_to_kv_pool_allocator.page_size
         self.page_bytes = self.page_size * TOKEN_BYTES
-        """What a page takes in `RadixKey.data`."""
+        """Size of a page in `RadixKey.data`."""
         self.eviction_policy = eviction_policy
         self.tracer = tracer
         self.num_evicted_tokens = 0
-        """Tokens evicted so far, in all."""
+        """Tokens evicted since the start."""
         self._evictable = self._protected = 0
         self._start_empty()
 
     def reset(self) -> None:
-        """Forget everything. All handles are void; the allocator is not told, its owner clears it."""
+        """Discard everything that is cached. All nodes are invalid after it; the allocator is cleared by its owner."""
         self.tracer.emit(CacheFlushed, evictable=self._evictable, protected=self._protected)
         self._evictable = self._protected = 0
         self._start_empty()
 
     def evictable_size(self) -> int:
-        """Cached tokens that no request has locked."""
+        """Return the number of cached tokens without a lock."""
         return self._evictable
 
     def protected_size(self) -> int:
-        """Cached tokens that some request has locked."""
+        """Return the number of cached tokens with a lock."""
         return self._protected
 
-    # --- what each cache does in its own way --------------------------------------------------------------------------
+    # --- implemented by each cache ------------------------------------------------------------------------------------
 
     @abstractmethod
     def _start_empty(self) -> None:
-        """Begin anew, whatever state the cache was in."""
+        """Make the cache empty, in whatever state it was."""
 
     @abstractmethod
     def match_prefix(self, key: RadixKey, max_len: int | None = None) -> MatchResult:
-        """The longest cached prefix of the first `max_len` tokens, in whole pages.
+        """Return the longest cached prefix of the first `max_len` tokens, in whole pages.
 
-        Refreshes the access times of what it finds, and may split a node; what is cached stays the same.
+        Sets the access times of the nodes on the path, and may split a node; the cached tokens stay the same.
         """
 
     @abstractmethod
     def insert(self, key: RadixKey, value: Slots, priority: int = 0) -> int:
         """Cache the first `len(value)` tokens of `key`, a whole number of pages, whose KV lies in `value`.
 
-        Returns how many of them were there already. Of these the cache keeps the slots that it has, and the caller
+        Returns the number of tokens that were cached already. Of these the cache keeps its own slots, and the caller
         still owns those of `value`: nothing is freed here. The rest of `value` belongs to the cache now.
         """
 
     @abstractmethod
     def inc_lock_ref(self, node: Any) -> None:
-        """Protect `node` and all above it against eviction, once more. Its match must still be valid."""
+        """Add a lock to `node` and all above it, which protects them from eviction. The match must still be valid."""
 
     @abstractmethod
     def dec_lock_ref(self, node: Any) -> None:
-        """Take one such protection back. Without any, the tokens are evictable; they stay until room is needed."""
+        """Remove one such lock. Tokens without a lock are evictable; they stay until an eviction."""
 
     @abstractmethod
     def evict(self, num_tokens: int) -> int:
-        """Free at least so many unlocked tokens, if there are; returns how many. Voids matches that are not locked."""
+        """Free at least `num_tokens` unlocked tokens, if there are so many; return the number of freed tokens.
+
+        Matches that are not locked are invalid after it.
+        """
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Raise AssertionError if the cache contradicts itself. Walks over everything."""
+        """Raise AssertionError if the cache is inconsistent. Visits all nodes."""
 
     def record_hit(self, node: Any) -> None:  # noqa: B027
-        """A request starts from `node`. Strategies may ask how often that was; by default nobody does."""
+        """Count a request that starts from `node`, for eviction policies that use the count; by default none does."""
 
-    # --- a request's way into the cache -------------------------------------------------------------------------------
+    # --- a request's KV enters the cache ------------------------------------------------------------------------------
 
-    def cache_unfinished_req(self, req: CacheableReq) -> None:
-        """Share what the request has computed so far, and let it go on from the cache's copy.
+    def cache_unfinished_req(self, req: Any) -> None:
+        """Insert the computed whole pages of a running request, which continues on the cache's copy.
 
-        Changes its row where the cache had the tokens already, frees its duplicates, moves its lock to the end of what
-        is cached, and sets `prefix_indices`, `last_node` and `cache_protected_len`.
+        Changes its row where the tokens were cached already, frees its duplicates, moves its lock to the end of the
+        cached tokens, and sets `prefix_indices`, `last_node` and `cache_protected_len`.
         """
-        row = _row_of(req)
+        row = row_of(req)
         slots = self.req_to_token_pool.read(row, 0, req.kv_committed_len)
         num_whole = len(slots) // self.page_size * self.page_size
         existing = self.insert(req.key, slots[:num_whole], req.priority)
-        match = self.match_prefix(req.key, num_whole)
-        cached = match.device_indices
+        cached, node = self.match_prefix(req.key, num_whole)
         self.req_to_token_pool.write(row, req.cache_protected_len, cached[req.cache_protected_len :])
-        self._move_lock(req, match.last_device_node)
-        self._free_duplicates(req, slots, existing)  # now that no row names them
+        self._move_lock(req, node)
+        self._free_duplicates(req, slots, existing)  # no row contains them any more
         req.prefix_indices = np.concatenate((cached, slots[len(cached) :]))  # the tail of a page is still its own
         req.cache_protected_len = len(cached)
 
-    def cache_finished_req(self, req: CacheableReq, *, is_insert: bool = True) -> None:
-        """The request ends: what it computed stays in the cache, everything else that it held is free.
+    def cache_finished_req(self, req: Any, *, is_insert: bool = True) -> None:
+        """Insert the computed whole pages of a request that ends, and free all other slots, its row and its lock.
 
-        Without `is_insert` (an error, a retraction) its own tokens are freed, too. Afterwards it has no row, no lock
-        and no KV.
+        Without `is_insert` (an error, a retraction) its own tokens are freed instead of inserted.
         """
-        row = _row_of(req)
+        row = row_of(req)
         slots = self.req_to_token_pool.read(row, 0, req.kv_allocated_len)
-        allocator = self.token_to_kv_pool_allocator
-        allocator.free_group_begin()
-        try:
-            kept = req.cache_protected_len
-            if is_insert:
-                kept = req.kv_committed_len // self.page_size * self.page_size
-                existing = self.insert(req.key, slots[:kept], req.priority)
-                self._free_duplicates(req, slots, existing)
-            own = slots[kept:]
-            allocator.free(own)  # from a page boundary on: no page that the cache has is freed in part
-            if len(own):
-                self.tracer.emit(Released.of, req.rid, kept, own, self.page_size)
-        finally:
-            allocator.free_group_end()
+        kept = req.cache_protected_len
+        if is_insert:
+            kept = req.kv_committed_len // self.page_size * self.page_size
+            existing = self.insert(req.key, slots[:kept], req.priority)
+            self._free_duplicates(req, slots, existing)
+        own = slots[kept:]  # from a page boundary on: no cached page is freed in part
+        self.token_to_kv_pool_allocator.free(own)
+        if len(own):
+            self.tracer.emit(Released.of, req.rid, kept, own, self.page_size)
         self.req_to_token_pool.free(row)
         self._move_lock(req, None)
         req.forget_kv()
 
-    def _free_duplicates(self, req: CacheableReq, slots: Slots, existing: int) -> None:
-        """The cache had `existing` tokens: of these, the request's own slots hold the same KV once more."""
+    def _free_duplicates(self, req: Any, slots: Slots, existing: int) -> None:
+        """Free the request's own slots among the first `existing` tokens, which were cached already."""
         protected = req.cache_protected_len
         assert existing >= protected, f"{req.rid} has locked {protected} tokens, but only {existing} are cached"
         if existing > protected:
             self.token_to_kv_pool_allocator.free(slots[protected:existing])
             self.tracer.emit(DuplicatesFreed, rid=req.rid, start=protected, num_tokens=existing - protected)
 
-    def _move_lock(self, req: CacheableReq, node: Any) -> None:
-        """First the new lock, then the old one: what both protect is never without."""
+    def _move_lock(self, req: Any, node: Any) -> None:
+        """Move the request's lock to `node`. The new lock comes first, so that shared nodes are never without one."""
         if node is req.last_node:
             return
         if node is not None:
@@ -223,26 +189,23 @@ class BasePrefixCache(ABC):
             self.dec_lock_ref(req.last_node)
         req.last_node = node
 
-    # --- what the caches have in common -------------------------------------------------------------------------------
+    # --- shared by the caches -----------------------------------------------------------------------------------------
 
-    def _lock_moved(self, node_id: int, delta: int, num_tokens: int) -> None:
-        """Book `num_tokens` that a lock has newly protected (`delta` 1) or no longer protects (-1).
-
-        `node_id` is 0 for the root.
-        """
+    def _lock_moved(self, node: Any, delta: int, num_tokens: int) -> None:
+        """Count `num_tokens` that a lock on `node` newly protects (`delta` 1) or no longer protects (-1)."""
         self._evictable -= delta * num_tokens
         self._protected += delta * num_tokens
-        if node_id:
-            sizes = {"evictable": self._evictable, "protected": self._protected}
-            self.tracer.emit(Locked, node=node_id, delta=delta, num_tokens=num_tokens, **sizes)
+        if node.parent is not None:
+            self.tracer.emit(Locked.of, self, node, delta, num_tokens)
 
     def _check_pages(self, pages: Slots) -> None:
-        """What is cached stands in the cache once, and is not free."""
+        """Raise AssertionError if a page is cached twice, or cached and free."""
         assert len(np.unique(pages)) == len(pages), "a page is cached twice"
         owned = self.token_to_kv_pool_allocator.owned_pages()
         assert np.isin(pages, owned).all(), f"pages {np.setdiff1d(pages, owned)} are cached, but free"
 
 
-def _row_of(req: CacheableReq) -> int:
+def row_of(req: Any) -> int:
+    """Return the row of a request that has one."""
     assert req.req_pool_idx is not None, f"{req.rid} has no row"
     return req.req_pool_idx

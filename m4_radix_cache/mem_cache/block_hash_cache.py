@@ -1,40 +1,39 @@
-"""The prefix cache as a table of block hashes: vLLM's design, behind the same interface as the tree.
+"""The prefix cache as a table of block hashes: vLLM's design, with the same interface as the tree.
 
 Every full page of a sequence has a digest of its tokens and of the digest before it. So a digest stands for the whole
 prefix, and one dictionary finds it: no tree, no splits, no search for a mismatch. The price is a hash per page where
-the tree compares a whole run at once, and eviction page by page. Blocks that nobody has locked wait in LRU order, in
-each chain the deepest first, so that what is found is always a prefix. vLLM: `v1/core/kv_cache_utils.py` (the chained
-hash), `v1/core/block_pool.py` (the table); there several blocks may have the same digest, here the first one stays.
+the tree compares a whole run at once, and eviction page by page. Unlocked blocks are kept in LRU order, in each chain
+the last one first, so that a match is always a prefix. vLLM: `v1/core/kv_cache_utils.py` (the chained hash),
+`v1/core/block_pool.py` (the table); there several blocks may have the same digest, here the first one stays.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
-from m4_radix_cache.events import Evicted, Inserted
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult
+from m4_radix_cache.mem_cache.events import Evicted, Inserted
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 
 DIGEST_BYTES = 32
-"""256 bits: two different prefixes with one digest will not be met."""
+"""256 bits: two different prefixes with the same digest do not occur."""
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    """A cached page. The handle of a match; only the cache changes it."""
+    """A cached page. Handle of a match; only the cache changes it."""
 
-    __slots__ = ("digest", "lock_ref", "page", "parent")
-
-    def __init__(self, digest: bytes, page: int, parent: "Block | None") -> None:
-        self.digest = digest
-        """Of its tokens and all before them."""
-        self.page = page
-        self.parent = parent
-        """The page before it; None for the root, which holds no page."""
-        self.lock_ref = 0
-        """Locks on it or on blocks behind it."""
+    id: int
+    """The page; 0 for the root, which holds none."""
+    parent: "Block | None"
+    """The page before it; None for the root."""
+    digest: bytes
+    """Digest of its tokens and all before them."""
+    lock_ref: int = 0
+    """Locks on it or on blocks after it."""
 
 
 class BlockHashCache(BasePrefixCache):
@@ -43,9 +42,9 @@ class BlockHashCache(BasePrefixCache):
     eviction_policies = ("lru",)
 
     def _start_empty(self) -> None:
-        self.root = Block(b"", 0, None)
+        self.root = Block(0, None, b"")
         self._blocks: dict[bytes, Block] = {}
-        self._unlocked: OrderedDict[bytes, Block] = OrderedDict()  # the next to go first; children before parents
+        self._unlocked: OrderedDict[bytes, Block] = OrderedDict()  # next to be evicted first; children before parents
 
     # --- match and insert ---------------------------------------------------------------------------------------------
 
@@ -58,14 +57,14 @@ class BlockHashCache(BasePrefixCache):
                 break
             chain.append(block)
         if not chain:
-            return MatchResult(NO_SLOTS, self.root, self.root)
+            return MatchResult(NO_SLOTS, self.root)
         self._touch(chain)
-        pages = np.array([block.page for block in chain])
+        pages = np.array([block.id for block in chain])
         slots = (pages[:, None] * self.page_size + np.arange(self.page_size)).ravel()
-        return MatchResult(slots, chain[-1], chain[-1])
+        return MatchResult(slots, chain[-1])
 
     def insert(self, key: RadixKey, value: Slots, priority: int = 0) -> int:
-        """As the base says; all pages have the same rights, so `priority` changes nothing."""
+        """As in the base class; `priority` has no effect, because the table only evicts in LRU order."""
         if not len(value):
             return 0
         num_pages, rest = divmod(len(value), self.page_size)
@@ -75,29 +74,29 @@ class BlockHashCache(BasePrefixCache):
         for digest, page in zip(self._digests(key, num_pages), pages, strict=True):
             block = self._blocks.get(digest)
             if block is None:
-                block = self._blocks[digest] = self._unlocked[digest] = Block(digest, page, parent)
+                block = self._blocks[digest] = self._unlocked[digest] = Block(page, parent, digest)
                 num_new += 1
             chain.append(block)
             parent = block
         self._touch(chain)
         self._evictable += num_new * self.page_size
         existing = len(value) - num_new * self.page_size
-        above = chain[-1 - num_new].page if num_new < len(chain) else 0
-        self.tracer.emit(Inserted.of, self, parent.page, above, value, existing, key.extra_key)
+        above = chain[-1 - num_new] if num_new < len(chain) else self.root
+        self.tracer.emit(Inserted.of, self, parent, above, key, value, existing, priority)
         return existing
 
     def _digests(self, key: RadixKey, num_pages: int) -> list[bytes]:
-        """Of the first pages of `key`, each chained to the one before it. Computed once for a key."""
+        """Return the digests of the first pages of `key`, each chained to the one before. Computed once per key."""
         digests, size, data = key.page_digests.setdefault(self.page_size, []), self.page_bytes, key.data
         if len(digests) < num_pages:
             digest = digests[-1] if digests else _root_digest(key.extra_key)
             for start in range(len(digests) * size, num_pages * size, size):
-                digest = _digest(digest, data[start : start + size])
+                digest = blake2b(digest + data[start : start + size], digest_size=DIGEST_BYTES).digest()
                 digests.append(digest)
         return digests[:num_pages]
 
     def _touch(self, chain: list[Block]) -> None:
-        """Its unlocked blocks go last from now on, the deepest of them first."""
+        """Make the unlocked blocks of a chain the most recently used, the last of them first."""
         for block in reversed(chain):
             if not block.lock_ref:
                 self._unlocked.move_to_end(block.digest)
@@ -112,26 +111,26 @@ class BlockHashCache(BasePrefixCache):
                 moved += self.page_size
             node.lock_ref += 1
             node = node.parent
-        self._lock_moved(last.page, 1, moved)
+        self._lock_moved(last, 1, moved)
 
     def dec_lock_ref(self, node: Block) -> None:
         last, moved = node, 0
         while node.parent is not None:
-            assert node.lock_ref > 0, f"page {node.page} is not locked"
+            assert node.lock_ref > 0, f"page {node.id} is not locked"
             node.lock_ref -= 1
             if not node.lock_ref:
                 self._unlocked[node.digest] = node
                 moved += self.page_size
             node = node.parent
-        self._lock_moved(last.page, -1, moved)
+        self._lock_moved(last, -1, moved)
 
     def evict(self, num_tokens: int) -> int:
         """Free unlocked pages, least recently used first."""
         pages: list[int] = []
         while len(pages) * self.page_size < num_tokens and self._unlocked:
-            digest, block = self._unlocked.popitem(last=False)  # what is behind it went before it
+            digest, block = self._unlocked.popitem(last=False)  # the blocks after it were evicted before it
             del self._blocks[digest]
-            pages.append(block.page)
+            pages.append(block.id)
         if not pages:
             return 0
         freed = len(pages) * self.page_size
@@ -140,10 +139,6 @@ class BlockHashCache(BasePrefixCache):
         self.token_to_kv_pool_allocator.free(np.array(pages) * self.page_size)
         self.tracer.emit(Evicted.of, self, num_tokens, [(page, self.page_size) for page in pages])
         return freed
-
-    def blocks(self) -> Iterator[Block]:
-        """All cached pages, in the order in which they were first cached."""
-        yield from self._blocks.values()
 
     def check_invariants(self) -> None:
         seen: set[bytes] = set()
@@ -154,25 +149,21 @@ class BlockHashCache(BasePrefixCache):
         num_locked = 0
         for digest, block in self._blocks.items():
             parent = block.parent
-            assert digest == block.digest and (digest in seen) == (block.lock_ref == 0), f"page {block.page}: its lock"
-            assert parent is not None, f"page {block.page} hangs on nothing"
+            assert digest == block.digest and (digest in seen) == (block.lock_ref == 0), f"page {block.id}: its lock"
+            assert parent is not None, f"page {block.id} hangs on nothing"
             if parent is not self.root:
-                assert self._blocks.get(parent.digest) is parent, f"the page before {block.page} is gone"
-                assert parent.lock_ref >= block.lock_ref, f"page {block.page} is locked, the one before it is not"
+                assert self._blocks.get(parent.digest) is parent, f"the page before {block.id} is gone"
+                assert parent.lock_ref >= block.lock_ref, f"page {block.id} is locked, the one before it is not"
             num_locked += block.lock_ref > 0
         sizes = (len(seen) * self.page_size, num_locked * self.page_size)
         assert sizes == (self._evictable, self._protected), "the sizes were counted wrongly"
-        self._check_pages(np.array([block.page for block in self._blocks.values()], dtype=np.int64))
+        self._check_pages(np.array([block.id for block in self._blocks.values()], dtype=np.int64))
 
 
 def _root_digest(extra_key: str | None) -> bytes:
-    """What the first page is chained to. Salts have a hash function of their own: whatever a salt says, it has not the
-    digest of a page."""
+    """Return the digest that the first page is chained to. The hash function for salts is another one than that for
+    pages, so that no salt has the digest of a page."""
     if extra_key is None:
         return bytes(DIGEST_BYTES)
     salt = extra_key.encode("utf-8", "surrogatepass")
     return blake2b(salt, digest_size=DIGEST_BYTES, person=b"cache_salt").digest()
-
-
-def _digest(parent: bytes, data: bytes) -> bytes:
-    return blake2b(parent + data, digest_size=DIGEST_BYTES).digest()

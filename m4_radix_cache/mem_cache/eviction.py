@@ -1,34 +1,24 @@
-"""What goes first when the cache must make room: strategies, and the candidates kept in order.
+"""Eviction order: the strategies, and the candidates in a heap.
 
-A strategy is one function: node in, rank out; the smallest rank goes first. To find the smallest, an eviction could
-walk the whole tree, and would, dozens of times a second in a full pool. Here the candidates - leaves that nobody has
-locked - stand in a heap. An entry whose node has changed since is not searched for; it is recognised when it comes up,
-and thrown away (lazy deletion). m3 never evicted. SGLang: `mem_cache/evict_policy.py`, and a heap built anew for each
-eviction; vLLM: a linked list in LRU order, the only strategy it has.
+A strategy is one function from a node to its rank; the smallest rank is evicted first. To find it, an eviction could
+visit the whole tree, dozens of times a second in a full pool. Here the candidates, unlocked leaves, are kept in a heap.
+An entry whose node has changed since is not searched for; it is discarded when it is popped (lazy deletion). m3 never
+evicted. SGLang: `mem_cache/evict_policy.py`, and a heap built anew for each eviction; vLLM: a linked list in LRU order,
+its only strategy.
 """
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
+from m4_radix_cache.mem_cache.tree_node import TreeNode
 
-class Candidate(Protocol):
-    """What strategies and the heap see of a tree node. Times are counted operations of the cache."""
-
-    id: int
-    last_access_time: int
-    creation_time: int
-    hit_count: int
-    priority: int
-    entry: tuple[Any, ...] | None  # the heap's: the one valid entry of this node, None if it is no candidate
-
-
-EvictionStrategy = Callable[[Any], Any]
-"""From a node to its rank, anything that can be compared and equals itself (NaN does not). It may depend on the fields
-of `Candidate`, nothing else."""
+EvictionStrategy = Callable[[TreeNode], Any]
+"""From a node to its rank: a value that can be compared and equals itself (NaN does not). It may depend on `id`,
+`priority`, `hit_count`, `creation_time` and `last_access_time` only."""
 
 PROBATION_HITS = 2
-"""SLRU protects nodes from which at least so many requests have started."""
+"""SLRU protects nodes from which at least this number of requests has started."""
 
 STRATEGIES: dict[str, EvictionStrategy] = {
     "lru": lambda node: node.last_access_time,
@@ -39,22 +29,20 @@ STRATEGIES: dict[str, EvictionStrategy] = {
 }
 """Least recently used; least frequently; first in, first out; segmented LRU; lowest priority. Ties: the older node."""
 
-Node = TypeVar("Node", bound=Candidate)
 
-
-class EvictionHeap(Generic[Node]):
-    """The candidates for eviction. Whoever changes a candidate's rank pushes it again."""
+class EvictionHeap:
+    """The candidates for eviction. A candidate whose rank changes must be pushed again."""
 
     def __init__(self, strategy: EvictionStrategy) -> None:
         self.strategy = strategy
-        self._heap: list[tuple[Any, int, Node]] = []
+        self._heap: list[tuple[Any, int, TreeNode]] = []
         self._num_live = 0
 
     def __len__(self) -> int:
         return self._num_live
 
-    def push(self, node: Node) -> None:
-        """Make `node` a candidate with its rank of now. An older entry of it is void."""
+    def push(self, node: TreeNode) -> None:
+        """Make `node` a candidate with its present rank. An older entry of it becomes invalid."""
         rank, old = self.strategy(node), node.entry
         if old is None:
             self._num_live += 1
@@ -66,14 +54,14 @@ class EvictionHeap(Generic[Node]):
             self._heap = [entry for entry in self._heap if entry[2].entry is entry]
             heapify(self._heap)
 
-    def discard(self, node: Node) -> None:
-        """`node` is no candidate any more; nothing happens if it was none."""
+    def discard(self, node: TreeNode) -> None:
+        """Remove `node` from the candidates, if it is one."""
         if node.entry is not None:
             node.entry = None
             self._num_live -= 1
 
-    def pop(self) -> Node | None:
-        """Take out the candidate with the smallest rank; None if there is none."""
+    def pop(self) -> TreeNode | None:
+        """Remove and return the candidate with the smallest rank; None without candidates."""
         while self._heap:
             entry = heappop(self._heap)
             node = entry[2]

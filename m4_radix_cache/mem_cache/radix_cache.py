@@ -1,85 +1,38 @@
-"""The prefix cache as a tree: what requests have in common is one path from the root, and is stored once.
+"""The prefix cache as a tree: a common prefix is one path from the root, and is stored once.
 
 A node holds a run of tokens and the slots of their KV, both in whole pages. Its children begin with different pages:
 
     root ── "You are a helpful assistant." ─┬─ " Translate: ..."
              slots 16-47                    └─ " Summarise: ..." ── " In short, ..."
 
-`match_prefix` walks down as far as a request's tokens go, `insert` puts the rest below, both split a node in which they
-end. A lock protects a path while a request reads it; `evict` takes leaves without a lock, so the ends of conversations
-go before what they share. m3 freed everything at once when a request ended. SGLang: `mem_cache/radix_cache.py`.
+`match_prefix` follows a request's tokens down the tree, `insert` adds the rest below, and both split a node in which
+the common tokens end. A lock protects a path while a request reads it; `evict` removes leaves without a lock, so the
+ends of conversations are evicted before the prefixes that they share. m3 freed everything at once when a request ended.
+SGLang: `mem_cache/radix_cache.py`.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from m4_radix_cache.events import Evicted, Inserted, Split
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult
+from m4_radix_cache.mem_cache.events import Evicted, Inserted, Split
 from m4_radix_cache.mem_cache.eviction import STRATEGIES, EvictionHeap, EvictionStrategy
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
-
-Edge = bytes | tuple[str | None, bytes]
-"""What a node is found by among its siblings: its first page; below the root with the namespace before it."""
-
-
-class TreeNode:
-    """A run of cached tokens behind those of its parent. The handle of a match; only the cache changes it."""
-
-    __slots__ = (
-        "children",
-        "creation_time",
-        "edge",
-        "entry",
-        "hit_count",
-        "id",
-        "key",
-        "last_access_time",
-        "lock_ref",
-        "parent",
-        "priority",
-        "value",
-    )
-
-    def __init__(self, node_id: int, *, parent: "TreeNode | None", edge: Edge, key: bytes, value: Slots) -> None:
-        self.id = node_id
-        self.parent = parent
-        """None for the root, and for a node that was evicted."""
-        self.edge = edge
-        self.key = key
-        """Its tokens, as in `RadixKey.data`."""
-        self.value = value
-        """The slots of its tokens, `[num_tokens]`."""
-        self.children: dict[Edge, TreeNode] = {}
-        self.lock_ref = 0
-        """Locks on it or below it."""
-        self.last_access_time = 0
-        self.creation_time = 0
-        self.hit_count = 0
-        """Requests that started from it or from below it."""
-        self.priority = 0
-        """The highest of those who inserted it."""
-        self.entry: tuple[Any, ...] | None = None  # kept by EvictionHeap
-
-    def __repr__(self) -> str:
-        return f"TreeNode({self.id}, {len(self.value)} tokens, {len(self.children)} children, lock_ref={self.lock_ref})"
+from m4_radix_cache.mem_cache.tree_node import Edge, TreeNode
 
 
 class RadixCache(BasePrefixCache):
     """The tree. All sizes are in tokens, and everything in it is a whole number of pages."""
 
     strategies: ClassVar[Mapping[str, EvictionStrategy]] = STRATEGIES
-    """What goes first, by the name of the policy. A cache of your own may have others, if its `eviction_policies` names
-    them, too."""
+    """Strategies by the name of the policy. A subclass may have others, if its `eviction_policies` names them, too."""
 
     def _start_empty(self) -> None:
-        self.root = TreeNode(0, parent=None, edge=b"", key=b"", value=NO_SLOTS)
-        self.root.lock_ref = 1  # it never goes
-        self._candidates: EvictionHeap[TreeNode] = EvictionHeap(
-            self.strategies[self.eviction_policy]
-        )  # unlocked leaves
+        self.root = TreeNode(0, parent=None, edge=b"", key=b"", value=NO_SLOTS, lock_ref=1)  # it is never evicted
+        self._candidates = EvictionHeap(self.strategies[self.eviction_policy])  # unlocked leaves
         self._time = 0
         self._num_nodes_ever = 0
 
@@ -88,14 +41,12 @@ class RadixCache(BasePrefixCache):
     def match_prefix(self, key: RadixKey, max_len: int | None = None) -> MatchResult:
         num_tokens = len(key) if max_len is None else max(0, min(len(key), max_len))
         node, values, _ = self._walk(key, num_tokens // self.page_size * self.page_bytes, 0)
-        if len(values) == 1:
-            return MatchResult(values[0], node, node)
-        return MatchResult(np.concatenate(values) if values else NO_SLOTS, node, node)
+        return MatchResult(np.concatenate(values) if values else NO_SLOTS, node)
 
     def _walk(self, key: RadixKey, end: int, priority: int) -> tuple[TreeNode, list[Slots], int]:
-        """Follow the first `end` bytes of `key` down the tree, and split the node in which they part from it.
+        """Follow the first `end` bytes of `key` down the tree, and split the node in which they differ from it.
 
-        Returns the last node, the slots on the way, and how many bytes were found.
+        Returns the last node, the slots on the path, and the number of bytes found.
         """
         node, offset = self.root, 0
         values: list[Slots] = []
@@ -114,12 +65,12 @@ class RadixCache(BasePrefixCache):
             values.append(node.value)
             offset += len(node.key)
             edge = data[offset : offset + page_bytes]
-        if node.entry is not None:  # of all nodes on the way only the last can be a leaf
+        if node.entry is not None:  # only the last node of a path can be a leaf
             self._candidates.push(node)
         return node, values, offset
 
     def _num_common(self, node_key: bytes, data: bytes, offset: int, end: int) -> int:
-        """How many bytes of whole pages a node has in common with what follows in `data`; at least one page."""
+        """Return the number of bytes, in whole pages, that a node shares with `data` at `offset`; at least one page."""
         count = min(len(node_key), end - offset) // TOKEN_BYTES
         ours = np.frombuffer(node_key, dtype=np.int32, count=count)
         theirs = np.frombuffer(data, dtype=np.int32, count=count, offset=offset)
@@ -140,26 +91,24 @@ class RadixCache(BasePrefixCache):
         if offset < end:
             page = key.data[offset : offset + self.page_bytes]
             edge: Edge = (key.extra_key, page) if parent is self.root else page
-            # A copy: the tree's slots are its own, whatever the caller does with the array.
+            # A copy: the slots of the tree do not change with the caller's array.
             leaf = self._new_node(parent, edge, key.data[offset:end], value[existing:].copy())
             leaf.priority = priority
             self._evictable += len(leaf.value)
             self._candidates.discard(parent)
             self._candidates.push(leaf)
-        self.tracer.emit(Inserted.of, self, leaf.id, parent.id, value, existing, key.extra_key)
+        self.tracer.emit(Inserted.of, self, leaf, parent, key, value, existing, priority)
         return existing
 
     def _new_node(self, parent: TreeNode, edge: Edge, key: bytes, value: Slots) -> TreeNode:
         self._num_nodes_ever += 1
-        node = TreeNode(self._num_nodes_ever, parent=parent, edge=edge, key=key, value=value)
-        node.creation_time = node.last_access_time = self._time
-        parent.children[edge] = node
+        parent.children[edge] = node = TreeNode(self._num_nodes_ever, parent, edge, key, value, self._time, self._time)
         return node
 
     def _split(self, node: TreeNode, num_bytes: int) -> TreeNode:
-        """Put a new node with the first `num_bytes` of `node` above it, and return that.
+        """Insert a new node with the first `num_bytes` of `node` above it, and return the new node.
 
-        The old object keeps the tail: whoever holds it as a handle still has the whole path, locks included.
+        The old object keeps the tail: as a handle it still stands for the whole path, locks included.
         """
         assert node.parent is not None
         num_tokens = num_bytes // TOKEN_BYTES
@@ -171,8 +120,7 @@ class RadixCache(BasePrefixCache):
         upper.children[node.edge] = node
         if node.entry is not None:
             self._candidates.push(node)
-        tail, locks = len(node.value), node.lock_ref
-        self.tracer.emit(Split, node=node.id, upper=upper.id, head=num_tokens, tail=tail, lock_ref=locks)
+        self.tracer.emit(Split.of, upper, node)
         return upper
 
     # --- lock ---------------------------------------------------------------------------------------------------------
@@ -186,7 +134,7 @@ class RadixCache(BasePrefixCache):
                 self._candidates.discard(node)
             node.lock_ref += 1
             node = node.parent
-        self._lock_moved(last.id, 1, moved)
+        self._lock_moved(last, 1, moved)
 
     def dec_lock_ref(self, node: TreeNode) -> None:
         last, moved = node, 0
@@ -198,10 +146,10 @@ class RadixCache(BasePrefixCache):
                 if not node.children:
                     self._candidates.push(node)
             node = node.parent
-        self._lock_moved(last.id, -1, moved)
+        self._lock_moved(last, -1, moved)
 
     def record_hit(self, node: TreeNode) -> None:
-        """Count one request more for `node` and all above it."""
+        """Add one hit to `node` and all above it."""
         last = node
         while node is not self.root:
             assert node.parent is not None, f"{node!r} was evicted"
@@ -213,7 +161,7 @@ class RadixCache(BasePrefixCache):
     # --- evict --------------------------------------------------------------------------------------------------------
 
     def evict(self, num_tokens: int) -> int:
-        """Free whole leaves, the smallest rank first, until `num_tokens` are free; perhaps a few more."""
+        """Free whole leaves, the smallest rank first, until at least `num_tokens` are free."""
         freed = 0
         nodes: list[TreeNode] = []
         while freed < num_tokens and (node := self._candidates.pop()) is not None:
@@ -233,10 +181,10 @@ class RadixCache(BasePrefixCache):
         self.tracer.emit(Evicted.of, self, num_tokens, [(node.id, len(node.value)) for node in nodes])
         return freed
 
-    # --- looking at it ------------------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------------
 
     def nodes(self) -> Iterator[TreeNode]:
-        """All nodes but the root, each before its children, the oldest child first."""
+        """Yield all nodes but the root, each before its children, the oldest child first."""
         stack = list(reversed(self.root.children.values()))
         while stack:
             node = stack.pop()

@@ -1,9 +1,9 @@
-"""Where each token of each running request has its KV: one row of slot numbers per request.
+"""Slots of the tokens of each running request: one row of slot numbers per request.
 
-m3 kept a block table per request, a list that grew. Here it is one matrix for all, because what a step needs of it -
-the slots of 64 prefixes, a new slot for each of 200 decodes - is then one read or one write of an array, without a loop
-over requests. A row says where the KV lies, not who owns it: the slots at its start may belong to the prefix cache, the
-rest belong to the request (see `base_prefix_cache.py`). SGLang: `ReqToTokenPool` in `mem_cache/memory_pool.py`.
+m3 kept a block table per request, a list that grew. Here it is one matrix for all, so that a step reads the slots of 64
+prefixes, or writes a new slot for each of 200 decodes, with one array operation and no loop over requests. A row holds
+the place of the KV, not its owner: the slots at its start may belong to the prefix cache, the rest belong to the
+request (see `base_prefix_cache.py`). SGLang: `ReqToTokenPool` in `mem_cache/memory_pool.py`.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from m1_single_request.errors import ConfigError
 from m4_radix_cache.errors import PoolError
 from m4_radix_cache.mem_cache.allocator import Slots
 
-FIRST_ROWS = 64  # the arrays grow with the requests that run at a time
+FIRST_ROWS = 64  # the arrays grow with the number of running requests
 
 
 class ReqToTokenPool:
@@ -30,13 +30,13 @@ class ReqToTokenPool:
         self.max_context_len = max_context_len
         num_rows = min(size, FIRST_ROWS)
         self.req_to_token: npt.NDArray[np.int32] = np.zeros((num_rows, max_context_len), dtype=np.int32)
-        """`[rows so far, max_context_len]`: the slot of each token. Without a token: 0, for page 0 is nobody's."""
+        """`[rows so far, max_context_len]`: the slot of each token; 0 without a token, because page 0 has no owner."""
         self.lens: npt.NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
-        """`[rows so far]`: how many tokens of each row have a slot, the `kv_allocated_len` of its request."""
+        """`[rows so far]`: number of tokens with a slot in each row, the `kv_allocated_len` of its request."""
         self.clear()
 
     def available_size(self) -> int:
-        """Rows that are free."""
+        """Return the number of free rows."""
         return self.size - len(self._in_use) + len(self._free)
 
     @property
@@ -45,7 +45,7 @@ class ReqToTokenPool:
         return self.size - self.available_size()
 
     def alloc(self, need_size: int) -> list[int] | None:
-        """Hand out rows, all entries 0. None, and no change, if there are fewer. The first freed come first."""
+        """Allocate rows, all entries 0, those that were freed first first. None, and no change, if fewer are free."""
         if need_size > self.available_size():
             return None
         if need_size > len(self._free):
@@ -58,7 +58,7 @@ class ReqToTokenPool:
         return rows
 
     def free(self, rows: int | Sequence[int]) -> None:
-        """Take one row or several back. Raises `PoolError`, changing nothing, for a row that is not in use."""
+        """Free one row or several. Raises `PoolError`, changing nothing, for a row that is not in use."""
         given = [rows] if isinstance(rows, int | np.integer) else list(rows)
         for row in given:
             if not (0 <= row < len(self._in_use) and self._in_use[row]):
@@ -70,28 +70,28 @@ class ReqToTokenPool:
             self._free.append(row)
 
     def write(self, row: int, start: int, slots: Slots) -> None:
-        """Say that the tokens from number `start` on have these slots."""
+        """Set the slots of the tokens from index `start` on."""
         end = start + len(slots)
         self.req_to_token[row, start:end] = slots
         self.lens[row] = max(self.lens[row], end)
 
     def append(self, rows: npt.NDArray[np.int64], slots: Slots) -> None:
-        """One token more for each of `rows`, with these slots."""
+        """Append one token to each of `rows`, with these slots."""
         self.req_to_token[rows, self.lens[rows]] = slots
         self.lens[rows] += 1
 
     def read(self, row: int, start: int, end: int) -> Slots:
-        """The slots of the tokens `start` to `end - 1`: int64, a copy."""
+        """Return the slots of the tokens `start` to `end - 1`: int64, a copy."""
         return self.req_to_token[row, start:end].astype(np.int64)
 
     def last_slots(self, rows: npt.NDArray[np.int64]) -> Slots:
-        """The slot of the last token of each of `rows`: int64, a copy."""
+        """Return the slot of the last token of each of `rows`: int64, a copy."""
         return self.req_to_token[rows, self.lens[rows] - 1].astype(np.int64)
 
     def page_tables(self, rows: npt.NDArray[np.int64], num_tokens: int, page_size: int) -> npt.NDArray[np.int32]:
-        """The pages of the first `num_tokens` tokens of each of `rows`: int32 `[len(rows), pages]`, 0 behind the last.
+        """Return the pages of the first `num_tokens` tokens of each of `rows`, int32 `[len(rows), pages]`; 0: no page.
 
-        What kernels call a block table; a token's slot tells its page.
+        These are the block tables of the kernels; a token's page follows from its slot.
         """
         return self.req_to_token[rows, :num_tokens:page_size] // page_size
 
@@ -101,7 +101,7 @@ class ReqToTokenPool:
         self._in_use = bytearray(len(self.lens))
 
     def _grow(self, missing: int) -> None:
-        """Make at least so many rows more. An interrupt on the way leaves arrays that `clear` makes agree again."""
+        """Add at least `missing` rows."""
         before = len(self._in_use)
         num_rows = min(self.size, max(2 * before, before + missing))
         rows = np.zeros((num_rows, self.max_context_len), dtype=np.int32)

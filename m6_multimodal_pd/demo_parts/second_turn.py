@@ -17,9 +17,9 @@ from m3_paged_attention.demo_parts.tour import bullets
 from m4_radix_cache.demo_parts.stories import as_tokens
 from m5_chunked_prefill_spec.demo_parts.stage import checked, headline
 from m6_multimodal_pd.demo_parts.batch import answer_of, times
-from m6_multimodal_pd.demo_parts.positions import inputs_of, with_pictures
 from m6_multimodal_pd.demo_parts.stage import CHANGED, Ask, Settings, about
 from m6_multimodal_pd.llm_engine import LLMEngine
+from m6_multimodal_pd.multimodal.prompt import ChatPrompt
 
 CAPTION = (
     "prompt, reused, computed: tokens. runs: of the vision tower, and made: embeddings by it. hits: how often "
@@ -53,7 +53,9 @@ def show_second_turn(
     engine: LLMEngine, settings: Settings, ask: Ask, output: RequestOutput, console: Console
 ) -> list[str]:
     """The next question about a picture, the picture in another conversation, and a picture that is a little other."""
-    made = inputs_of(with_pictures(engine, ask)).mm_items[0].num_tokens
+    prompt = as_tokens(engine, ask.messages())
+    assert isinstance(prompt, ChatPrompt) and prompt.multimodal_inputs is not None
+    made = prompt.multimodal_inputs.mm_items[0].num_tokens
     headline(
         console,
         "3. The same picture again",

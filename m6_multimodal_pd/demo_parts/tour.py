@@ -14,14 +14,15 @@ from rich.text import Text
 
 from m1_single_request.config import TraceConfig
 from m1_single_request.events import size, some
+from m1_single_request.outputs import RequestOutput
 from m1_single_request.trace_readers import readers_of
 from m3_paged_attention.demo_parts.tour import bullets
 from m4_radix_cache.demo_parts.tour import CAVEAT, kept_open
 from m6_multimodal_pd.demo_parts.batch import facts, guesses, same_alone, show_batch
 from m6_multimodal_pd.demo_parts.notes import Notes
-from m6_multimodal_pd.demo_parts.positions import show_positions
+from m6_multimodal_pd.demo_parts.positions import Prompt, show_positions
 from m6_multimodal_pd.demo_parts.second_turn import show_second_turn
-from m6_multimodal_pd.demo_parts.stage import Settings, moving, scenes, sees, texts
+from m6_multimodal_pd.demo_parts.stage import Ask, Settings, moving, scenes, sees, texts
 from m6_multimodal_pd.demo_parts.two_engines import configs_of, show_two_engines
 from m6_multimodal_pd.llm_engine import LLMEngine
 
@@ -52,7 +53,9 @@ def tour(settings: Settings, console: Console) -> None:
         said.append(same_alone(alone, settings, asks, outputs))
         console.print()
         if pictures:
-            said += show_positions(engine, pictures[0], pictures[-1], console)
+            tokenizer = engine.engine_core.input_processor.tokenizer
+            still, clip = (prompt_of(asks[i], outputs[i], notes) for i in (0, len(pictures) - 1))
+            said += show_positions(still, clip, lambda token_id: str(tokenizer.decode([token_id])), console)
             console.print()
             said += show_second_turn(engine, settings, pictures[1], outputs[1], console)
             console.print()
@@ -68,6 +71,12 @@ def tour(settings: Settings, console: Console) -> None:
             console.print()
         said.append(WITHOUT_GROUP if group is None else None)
         console.print(bullets([*filter(None, said), CAVEAT.partition(" The tokens")[0]]))
+
+
+def prompt_of(ask: Ask, output: RequestOutput, notes: Notes) -> Prompt:
+    """Return the prompt of a question about a picture, with the events about it."""
+    rid = output.request_id
+    return Prompt(ask.question, output.prompt_token_ids, notes.items[rid], notes.positions[rid])
 
 
 def blind(engine: LLMEngine) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from m1_single_request.trace_event import Event
 from m1_single_request.tracer import Tracer, TraceRecord
-from m4_radix_cache.mem_cache.allocator import BaseTokenToKVPoolAllocator, Slots, make_allocator
+from m4_radix_cache.mem_cache.allocator import Slots, TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.chunk_cache import ChunkCache
@@ -32,13 +32,15 @@ def make_cache(
     """A cache of this kind over an allocator that notices every wrong free."""
     return CACHES[kind](
         req_to_token_pool=ReqToTokenPool(size=num_rows, max_context_len=max_context_len),
-        token_to_kv_pool_allocator=make_allocator(size=num_pages * page_size, page_size=page_size, checked=True),
+        token_to_kv_pool_allocator=TokenToKVPoolAllocator(
+            size=num_pages * page_size, page_size=page_size, checked=True
+        ),
         eviction_policy=policy,
         tracer=tracer or Tracer(),
     )
 
 
-def allocator_of(cache: BasePrefixCache) -> BaseTokenToKVPoolAllocator:
+def allocator_of(cache: BasePrefixCache) -> TokenToKVPoolAllocator:
     return cache.token_to_kv_pool_allocator
 
 

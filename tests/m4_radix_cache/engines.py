@@ -141,7 +141,7 @@ def cached_slots(scheduler: Scheduler, req: Req) -> list[int]:
     elif node is not None:  # a page of the table of hashes
         page_size = scheduler.pools.token_to_kv_pool_allocator.page_size
         while node.parent is not None:
-            values.append(node.page * page_size + np.arange(page_size))
+            values.append(node.id * page_size + np.arange(page_size))
             node = node.parent
     return np.concatenate([*values[::-1], np.zeros(0, dtype=np.int64)]).tolist()
 

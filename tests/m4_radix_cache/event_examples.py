@@ -3,25 +3,33 @@
 from dataclasses import replace
 
 from m1_single_request.trace_event import Event
-from m4_radix_cache.events import (
-    Audit,
+from m4_radix_cache.events import Admit, Audit, Batch, Matched, NotAdmitted, PolicyOrder, RequestOptions, Retract
+from m4_radix_cache.mem_cache.events import (
     CacheFlushed,
     DuplicatesFreed,
     Evicted,
     Inserted,
     Locked,
-    Matched,
     Released,
     Split,
 )
-from m4_radix_cache.scheduler_events import Admit, Batch, NotAdmitted, PolicyOrder, RequestOptions, Retract
 
 MATCHED = Matched(rid="c", query_len=545, limit=544, device_hit=512, host_hit=0)
 INSERTED = Inserted(
-    node=4, parent=2, extra_key=None, insert_len=48, existing=16, pages=(7, 9), evictable=640, protected=1024
+    node=4,
+    parent=2,
+    extra_key=None,
+    insert_len=48,
+    existing=16,
+    token_ids=tuple(range(32)),
+    pages=(7, 9),
+    priority=0,
+    last_access_time=5,
+    evictable=640,
+    protected=1024,
 )
-SPLIT = Split(node=4, upper=9, head=512, tail=32, lock_ref=0)
-LOCKED = Locked(node=4, delta=1, num_tokens=512, evictable=128, protected=1024)
+SPLIT = Split(node=4, upper=9, head=512, tail=32, lock_ref=0, last_access_time=5)
+LOCKED = Locked(node=4, delta=1, num_tokens=512, last_access_time=5, evictable=128, protected=1024)
 EVICTED = Evicted(asked=20, freed=48, nodes=(5, 3), token_counts=(16, 32), strategy="lru", evictable=100, protected=1)
 AUDIT = Audit(available=1000, evictable=500, protected=400, owned=100, total=2000)
 ORDER = PolicyOrder(
@@ -29,8 +37,10 @@ ORDER = PolicyOrder(
 )
 ADMIT = Admit(
     rid="a",
+    node=4,
     prefix=512,
     extend=32,
+    num_waiting=1,
     num_output_tokens=0,
     need=64,
     rem_total=1000,
@@ -43,12 +53,11 @@ WAITS = NotAdmitted(
     rid="a",
     limit="memory",
     is_locked=False,
+    needed=95,
+    available=90,
+    num_waiting=2,
     prefix=48,
-    extend=31,
-    need=95,
-    rem_total=90,
     cur_rem=112,
-    rem_input=2048,
     evictable=0,
 )
 RETRACT = Retract(rid="a", num_tokens=70, num_output_tokens=9, needed=32, available=16, new_token_ratio=0.25)
@@ -67,15 +76,15 @@ BATCH = Batch(
 EXAMPLES: dict[Event, list[str]] = {
     MATCHED: ["c can skip 512 of its 545 tokens, whose KV is in the cache", "544 would be the most", "33 are left"],
     replace(MATCHED, device_hit=544): ["skip 544 of its 545 tokens", "1 is left to compute."],
-    replace(MATCHED, device_hit=0): ["c can skip none of its 545 tokens: nothing of use is cached."],
-    replace(MATCHED, device_hit=0, limit=0): ["none of its 545 tokens: the logits of its whole prompt are wanted."],
+    replace(MATCHED, device_hit=0): ["c can skip none of its 545 tokens: no prefix of it is cached."],
+    replace(MATCHED, device_hit=0, limit=0): ["none of its 545 tokens: the logits of its whole prompt are needed."],
     replace(MATCHED, host_hit=16): ["in the cache, and 16 more in host memory", "17 are left"],
-    INSERTED: ["48 tokens are offered to the cache: it has 16 of them, 32 are new, from node 2 down to node 4."],
+    INSERTED: ["48 tokens are inserted into the cache: 16 are cached already, 32 are new, from node 2 down to node 4."],
     replace(INSERTED, existing=0, parent=0, extra_key="t"): ["under the salt 't': 48 are new, from the root down to"],
-    replace(INSERTED, existing=48, pages=()): ["48 tokens are offered to the cache, which has them all."],
+    replace(INSERTED, existing=48, pages=()): ["48 tokens are inserted into the cache: all are cached already."],
     SPLIT: [
         "Node 4 of 544 tokens is split",
-        "shares only the first 512: these are node 9 now, and it keeps the other 32",
+        "a request shares only its first 512: they become node 9, and node 4 keeps the other 32 below it.",
     ],
     replace(SPLIT, lock_ref=2): ["both have 2 locks."],
     LOCKED: ["The path to node 4 has one lock more: 512 tokens are protected now.", "128 tokens evictable, 1,024 prot"],
@@ -83,21 +92,21 @@ EXAMPLES: dict[Event, list[str]] = {
     replace(LOCKED, num_tokens=0): ["one lock more; all of it was protected already."],
     replace(LOCKED, num_tokens=0, delta=-1): ["one lock less; all of it stays protected."],
     EVICTED: [
-        "20 slots are missing: 2 nodes with 48 tokens go, chosen by lru.",
+        "20 slots are missing: 2 nodes with 48 tokens are evicted, chosen by lru.",
         "Cached now: 100 tokens evictable, 1 p",
     ],
     replace(EVICTED, asked=50, freed=16, nodes=(5,), token_counts=(16,)): [
-        "50 slots are missing: 1 node with 16 tokens goes, chosen by lru, all that nobody has locked."
+        "50 slots are missing: 1 node with 16 tokens is evicted, chosen by lru, all that no request has locked."
     ],
-    CacheFlushed(evictable=512, protected=0): ["The cache is emptied: 512 tokens are forgotten."],
-    CacheFlushed(evictable=0, protected=0): ["The cache is emptied; it held nothing."],
-    CacheFlushed(evictable=1, protected=32): ["33 tokens are forgotten, 32 of them locked."],
+    CacheFlushed(evictable=512, protected=0): ["The cache is flushed: 512 tokens are discarded."],
+    CacheFlushed(evictable=0, protected=0): ["The cache is flushed; it was empty."],
+    CacheFlushed(evictable=1, protected=32): ["33 tokens are discarded, 32 of them locked."],
     DuplicatesFreed(rid="b", start=16, num_tokens=32): [
         "b computed its tokens 16 to 47",
-        "its own, 32 slots, is free.",
+        "its own copy, 32 slots, is freed.",
     ],
-    Released(rid="b", start=48, num_tokens=3, pages=(9,)): ["b gives 1 page back", "its last 3 tokens", "keep: 9."],
-    Released(rid="b", start=16, num_tokens=35, pages=(4, 9, 3)): ["b gives 3 pages back", "keep: 4, 9, 3."],
+    Released(rid="b", start=48, num_tokens=3, pages=(9,)): ["b frees 1 page with its last 3 tokens", "keep: 9."],
+    Released(rid="b", start=16, num_tokens=35, pages=(4, 9, 3)): ["b frees 3 pages", "keep: 4, 9, 3."],
     AUDIT: ["1,000 free + 500 evictable + 400 protected + 100 owned by requests = 2,000 slots: none is lost"],
     replace(AUDIT, owned=84): ["is not 2,000 slots: 16 slots lost."],
     replace(AUDIT, owned=101): ["is not 2,000 slots: 1 slot counted twice."],
@@ -113,18 +122,21 @@ EXAMPLES: dict[Event, list[str]] = {
     ],
     replace(ADMIT, prefix=0, num_output_tokens=9, result="no_token"): [
         "32 tokens to compute; 9 of all are its own output",
-        "Nobody else fits into the memory.",
+        "No other request fits into the memory.",
     ],
-    replace(ADMIT, result="other"): ["Nobody else fits into this step."],
+    replace(ADMIT, result="other"): ["No other request fits into this step."],
     WAITS: ["a must wait: it may need 95 slots, which is not less than 90 (112 not taken yet, less 22 kept"],
-    replace(WAITS, is_locked=True): ["once the 48 tokens that it found there may not be evicted."],
-    replace(WAITS, limit="max_num_seqs"): ["as many run as may"],
-    replace(WAITS, limit="max_num_batched_tokens", rem_input=32): ["its 31 tokens, in whole pages", "the 32"],
+    replace(WAITS, is_locked=True): ["once its 48 cached tokens are locked."],
+    replace(WAITS, limit="max_num_seqs", needed=5, available=4): ["this step admits 4 requests, then max_num_seqs run"],
+    replace(WAITS, limit="max_num_batched_tokens", needed=31, available=32): [
+        "its 31 tokens, in whole pages",
+        "the 32",
+    ],
     RETRACT: [
-        "need 32 slots, 16 are free or can be evicted",
-        "it was chosen, with 9 output tokens so far",
-        "its 70 tokens",
-        "25% of what",
+        "need 32 slots, 16 are free or evictable.",
+        "It keeps its 9 output tokens",
+        "its 70 tokens is freed, except what is cached",
+        "25% of their remaining tokens",
     ],
     BATCH: [
         "Extend batch of 2 requests: 3 tokens to compute, of at most 2,048, and 527 more are read from the cache.",

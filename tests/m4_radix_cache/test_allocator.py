@@ -9,19 +9,14 @@ from hypothesis import given, settings, strategies as st
 
 from m1_single_request.errors import ConfigError
 from m4_radix_cache.errors import PoolError
-from m4_radix_cache.mem_cache.allocator import (
-    BaseTokenToKVPoolAllocator,
-    PagedTokenToKVPoolAllocator,
-    TokenToKVPoolAllocator,
-    make_allocator,
-)
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from tests.support.amounts import examples
 
 PAGE_SIZES = [1, 2, 4, 16]
 
 
-def checked(num_pages: int, page_size: int) -> BaseTokenToKVPoolAllocator:
-    return make_allocator(size=num_pages * page_size, page_size=page_size, checked=True)
+def checked(num_pages: int, page_size: int) -> TokenToKVPoolAllocator:
+    return TokenToKVPoolAllocator(size=num_pages * page_size, page_size=page_size, checked=True)
 
 
 def ints(*values: int) -> Any:
@@ -36,16 +31,10 @@ def test_page_0_is_never_handed_out() -> None:
     assert checked(2, 4).alloc(8).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_the_page_size_decides_who_allocates() -> None:
-    assert isinstance(checked(4, 1), TokenToKVPoolAllocator)
-    assert isinstance(checked(4, 2), PagedTokenToKVPoolAllocator)
-    assert not make_allocator(size=4, page_size=1).checked
-
-
 @pytest.mark.parametrize(("size", "page_size"), [(0, 1), (4, 0), (-4, 4), (6, 4), (2, 4)])
 def test_a_size_that_is_no_whole_number_of_pages_is_refused(size: int, page_size: int) -> None:
     with pytest.raises(ConfigError, match=f"size={size} is no positive multiple of page_size={page_size}"):
-        make_allocator(size=size, page_size=page_size)
+        TokenToKVPoolAllocator(size=size, page_size=page_size)
 
 
 def test_what_was_freed_first_is_handed_out_first() -> None:
@@ -177,19 +166,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["at once", "in a group"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_free_raises_and_changes_nothing(name: str, grouped: bool) -> None:
+def test_a_wrong_free_raises_and_changes_nothing(name: str) -> None:
     slots, message = WRONG[name]
     allocator = checked(5, 4)
     allocator.alloc(12)
     allocator.free(ints(4, 5, 6, 7))
-    if grouped:
-        allocator.free_group_begin()
     with pytest.raises(PoolError, match=message):
         allocator.free(slots)
-    if grouped:
-        allocator.free_group_end()
     assert allocator.available_size() == 12 and allocator.owned_pages().tolist() == [2, 3]
 
 
@@ -204,59 +188,20 @@ def test_single_slots_are_checked_as_pages_are() -> None:
 
 
 def test_more_free_pages_than_there_are_are_noticed_unchecked() -> None:
-    allocator = make_allocator(size=4, page_size=1)
+    allocator = TokenToKVPoolAllocator(size=4, page_size=1)
     with pytest.raises(AssertionError, match="freed twice"):
         allocator.free(ints(1))
-
-
-def test_a_group_of_frees_takes_effect_at_its_end() -> None:
-    """Two of them may name parts of one page: it is freed once."""
-    allocator = checked(4, 4)
-    allocator.alloc(16)
-    allocator.free_group_begin()
-    allocator.free(ints(4, 5))
-    allocator.free(ints(12, 13, 14, 15))
-    allocator.free(ints(6, 7))
-    assert allocator.available_size() == 0 and allocator.alloc(4) is None
-    allocator.free_group_end()
-    assert allocator.available_size() == 8 and allocator.alloc(8).tolist()[::4] == [4, 12]
-
-
-def test_a_slot_that_a_group_has_is_not_freed_again() -> None:
-    allocator = checked(4, 4)
-    allocator.alloc(16)
-    allocator.free_group_begin()
-    allocator.free(ints(4, 5))
-    with pytest.raises(PoolError, match="slot 5 is freed twice"):
-        allocator.free(ints(5, 6))
-    allocator.free_group_end()
-    assert allocator.available_size() == 4
-
-
-def test_groups_nest() -> None:
-    allocator = checked(4, 1)
-    allocator.alloc(4)
-    allocator.free_group_begin()
-    allocator.free_group_begin()
-    allocator.free(ints(1))
-    allocator.free_group_end()
-    assert allocator.available_size() == 0
-    allocator.free_group_end()
-    assert allocator.available_size() == 1
-    with pytest.raises(AssertionError, match="no group"):
-        allocator.free_group_end()
 
 
 def test_clear_takes_everything_back() -> None:
     allocator = checked(3, 2)
     allocator.alloc(4)
-    allocator.free_group_begin()
     allocator.free(ints(2, 3))
     allocator.clear()
     assert allocator.available_size() == 6 and not len(allocator.owned_pages())
     assert allocator.alloc(6).tolist() == [2, 3, 4, 5, 6, 7]
     allocator.free(ints(4))
-    assert allocator.available_size() == 2, "the group is forgotten"
+    assert allocator.available_size() == 2
 
 
 @given(page_size=st.sampled_from(PAGE_SIZES), num_pages=st.integers(1, 8), verbs=st.lists(st.integers(-4, 8)))

@@ -6,8 +6,8 @@ import pytest
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
-from m4_radix_cache.events import CacheFlushed, Evicted, Inserted, Locked
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
+from m4_radix_cache.mem_cache.events import CacheFlushed, Evicted, Inserted, Locked
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from tests.m4_radix_cache.caches import Events, allocator_of, find, hit, make_cache, put
 
@@ -147,13 +147,19 @@ def test_everything_that_happens_is_told() -> None:
     cache.dec_lock_ref(node)
     cache.reset()
     assert events.heard == [
-        Inserted(node=2, parent=0, extra_key=None, insert_len=8, existing=0, pages=(1, 2), evictable=8, protected=0),
-        Inserted(node=5, parent=1, extra_key=None, insert_len=12, existing=4, pages=(4, 5), evictable=16, protected=0),
-        Locked(node=1, delta=1, num_tokens=4, evictable=12, protected=4),
+        Inserted(
+            node=2, parent=0, extra_key=None, insert_len=8, existing=0, token_ids=(*A, *B), pages=(1, 2), priority=0,
+            last_access_time=None, evictable=8, protected=0,
+        ),
+        Inserted(
+            node=5, parent=1, extra_key=None, insert_len=12, existing=4, token_ids=(*C, *D), pages=(4, 5), priority=0,
+            last_access_time=None, evictable=16, protected=0,
+        ),
+        Locked(node=1, delta=1, num_tokens=4, last_access_time=None, evictable=12, protected=4),
         Evicted(asked=8, freed=8, nodes=(2, 5), token_counts=(4, 4), strategy="lru", evictable=4, protected=4),
-        Locked(node=1, delta=-1, num_tokens=4, evictable=8, protected=0),
+        Locked(node=1, delta=-1, num_tokens=4, last_access_time=None, evictable=8, protected=0),
         CacheFlushed(evictable=8, protected=0),
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("what", ["a size", "an order", "a lock", "a page that is free", "a page twice"])
@@ -171,6 +177,6 @@ def test_the_invariants_notice(cache: BlockHashCache, what: str) -> None:
         case "a page that is free":
             allocator_of(cache).free(find(cache, A).device_indices)
         case "a page twice":
-            last.page = last.parent.page
+            last.id = last.parent.id
     with pytest.raises(AssertionError):
         cache.check_invariants()

@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.errors import PoolError
-from m4_radix_cache.events import DuplicatesFreed
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.mem_cache.events import DuplicatesFreed
 from tests.m4_radix_cache.caches import (
     Events,
     FakeReq,

@@ -32,7 +32,7 @@ def test_nothing_is_ever_found() -> None:
     cache.cache_unfinished_req(req)
     for tokens in ([1, 2, 3], []):
         match = find(cache, tokens)
-        assert len(match.device_indices) == match.host_hit_length == 0 and match.last_device_node is None
+        assert len(match.device_indices) == 0 and match.last_device_node is None
     assert cache.evictable_size() == cache.protected_size() == cache.evict(9) == 0
     cache.reset()
     audit(cache, [req])

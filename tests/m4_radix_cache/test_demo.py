@@ -22,8 +22,8 @@ from m4_radix_cache.demo_parts.measure import WITH, WITHOUT, Measured, measure
 from m4_radix_cache.demo_parts.stage import Settings, Stage, faster
 from m4_radix_cache.demo_parts.tour import kept_open
 from m4_radix_cache.demo_parts.users import several, show_users
-from m4_radix_cache.events import Audit, DuplicatesFreed, Evicted, Matched
-from m4_radix_cache.scheduler_events import Admit, PolicyOrder, Retract
+from m4_radix_cache.events import Admit, Audit, Matched, PolicyOrder, Retract
+from m4_radix_cache.mem_cache.events import DuplicatesFreed, Evicted
 from m4_radix_cache.tree_view import TreeView
 from tests.m4_radix_cache.engines import MakeEngine, setting
 
@@ -100,9 +100,9 @@ class Parts:
         self.console = Console(file=io.StringIO(), width=80)
 
     def stage(self, params: SamplingParams | None = None, *, num_users: int = 3, **changes: Any) -> Stage:
-        notes, few = CacheNotes(), SamplingParams(max_tokens=8, ignore_eos=True)
+        notes, view, few = CacheNotes(), TreeView(), SamplingParams(max_tokens=8, ignore_eos=True)
         self.config = setting(**{"max_num_seqs": 8, "page_size": 16} | changes)
-        engine = self.make_engine(**self.config, trace_config=TraceConfig(readers=(notes,)))
+        engine = self.make_engine(**self.config, trace_config=TraceConfig(readers=(notes, view)))
         settings = Settings(
             model=engine.config.model,
             scheduler=self.config["scheduler_config"],
@@ -114,7 +114,7 @@ class Parts:
             num_users=num_users,
             num_answers=1,
         )
-        return Stage(engine, notes, TreeView(engine), settings, self.console)
+        return Stage(engine, notes, view, settings, self.console)
 
     def rivals(self) -> dict[str, LLMEngine]:
         own = self.config["cache_config"]
@@ -147,7 +147,7 @@ def test_without_a_cache_nothing_is_said_to_be_shared(parts: Parts) -> None:
     stage = parts.stage(cache="chunk")
     said = words(" ".join(show_users(stage, {WITHOUT: parts.rivals()[WITHOUT]})))
     assert "nothing was found in a cache" in said and "times as long" not in said and "another tenant" not in said
-    assert "nothing is shared" in parts.out and "ChunkCache: nothing is kept" in parts.out
+    assert "nothing is shared" in parts.out and "empty cache: 0 tokens cached" in parts.out
     assert "skips" not in parts.out and parts.out.count("TTFT question") == 1, "one column of times"
 
 
@@ -184,7 +184,7 @@ def test_a_conversation_that_becomes_too_long_ends(parts: Parts, make_engine: Ma
 
 def test_little_memory_that_is_enough_is_not_said_to_be_too_little(parts: Parts) -> None:
     assert show_little_memory(parts.stage()) == []
-    assert "Nothing was evicted, and nobody was retracted." in parts.out
+    assert "Nothing was evicted, and no request was retracted." in parts.out
 
 
 @pytest.mark.parametrize("cache", ["radix", "hash"])
@@ -207,7 +207,7 @@ def heard(*told: tuple[int, Any]) -> CacheNotes:
 def admit(rid: str, prefix: int, extend: int, num_output_tokens: int = 0) -> Admit:
     return Admit(
         rid=rid, prefix=prefix, extend=extend, num_output_tokens=num_output_tokens, need=9, rem_total=99, cur_rem=99,
-        rem_input=99, evictable=0, result="continue",
+        rem_input=99, evictable=0, result="continue", node=0, num_waiting=0,
     )  # fmt: skip
 
 

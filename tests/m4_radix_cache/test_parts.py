@@ -14,7 +14,7 @@ from m3_paged_attention.worker import GPUWorker
 from m4_radix_cache import PARTS, CacheConfig, ConfigError, LLMEngine, PromptTooLongError
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.input_processor import InputProcessor
-from m4_radix_cache.mem_cache.allocator import PagedTokenToKVPoolAllocator, make_allocator
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.chunk_cache import ChunkCache
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
@@ -80,7 +80,7 @@ class RowsWithoutTables(ReqToTokenPool):
     page_tables = None  # type: ignore[assignment]
 
 
-class AllocatorWithoutDecode(PagedTokenToKVPoolAllocator):
+class AllocatorWithoutDecode(TokenToKVPoolAllocator):
     alloc_decode = None  # type: ignore[assignment]
 
 
@@ -179,7 +179,7 @@ def test_a_cache_may_have_its_own_eviction_strategy(make_engine: MakeEngine) -> 
 def test_an_allocator_of_ones_own_hands_out_the_slots(make_engine: MakeEngine) -> None:
     asked: list[tuple[int, int]] = []
 
-    class Noting(PagedTokenToKVPoolAllocator):
+    class Noting(TokenToKVPoolAllocator):
         def alloc_extend(self, prefix_lens: Any, seq_lens: Any, last_locs: Any) -> Any:
             asked.extend(zip(prefix_lens.tolist(), seq_lens.tolist(), strict=True))
             return super().alloc_extend(prefix_lens, seq_lens, last_locs)
@@ -210,7 +210,7 @@ def test_a_function_that_makes_the_allocator_is_told_what_the_engine_was_told(ma
 
     def make(**arguments: Any) -> Any:
         made.append(arguments)
-        return make_allocator(**arguments)
+        return TokenToKVPoolAllocator(**arguments)
 
     for page_size, debug in ((1, False), (8, True)):
         make_engine({"token_to_kv_pool_allocator": make}, **setting(2, tokens=64, page_size=page_size, debug=debug))

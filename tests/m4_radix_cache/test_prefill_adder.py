@@ -28,6 +28,7 @@ def make_adder(
     ratio: float = 1.0,
     max_prefill_tokens: int = PLENTY,
     max_new_reqs: int = PLENTY,
+    num_waiting: int = PLENTY,
     tracer: Tracer | None = None,
 ) -> PrefillAdder:
     return PrefillAdder(
@@ -37,6 +38,7 @@ def make_adder(
         new_token_ratio=ratio,
         max_prefill_tokens=max_prefill_tokens,
         max_new_reqs=max_new_reqs,
+        num_waiting=num_waiting,
         tracer=tracer or Tracer(),
     )
 
@@ -282,7 +284,7 @@ def test_what_a_request_has_found_cannot_be_evicted_for_it() -> None:
     assert add(adder, req) is NO_TOKEN
     assert (cache.protected_size(), cache.evictable_size()) == (0, 39), "and is not locked"
     (event,) = recorder.events("not_admitted")
-    assert (event.limit, event.is_locked, event.need, event.rem_total, event.evictable) == ("memory", True, 10, 10, 9)
+    assert (event.limit, event.is_locked, event.needed, event.available, event.evictable) == ("memory", True, 10, 10, 9)
     assert add(adder, make_req(2, [7] * 30 + [9] * 8, max_tokens=1)) is CONTINUE
     assert (cache.protected_size(), adder.cur_rem_tokens, adder.rem_total_tokens) == (30, 3, 1)
 
@@ -377,7 +379,7 @@ def test_the_trace_has_the_budget_that_a_request_was_judged_by() -> None:
     cache, tracer = make_cache(page_size=4, num_pages=25), Tracer()
     recorder = Recorder(tracer)
     fill(cache, [7] * 40)
-    adder = make_adder(cache, max_prefill_tokens=16, max_new_reqs=2, tracer=tracer)
+    adder = make_adder(cache, max_prefill_tokens=16, max_new_reqs=2, num_waiting=5, tracer=tracer)
     add(adder, make_req(1, [7] * 20 + [1] * 5, outputs=[2], max_tokens=10, is_retracted=True))
     add(adder, make_req(2, [8] * 60, max_tokens=10))
     add(adder, make_req(3, [8] * 9, max_tokens=1))
@@ -388,16 +390,19 @@ def test_the_trace_has_the_budget_that_a_request_was_judged_by() -> None:
     budget = {"cur_rem": 80, "rem_total": 80, "rem_input": 16, "evictable": 20}
     assert events[0].data() == budget | {
         "rid": "r1",
+        "node": 2,
         "prefix": 20,
         "extend": 6,
+        "num_waiting": 4,
         "num_output_tokens": 1,
         "need": 15,
         "result": "continue",
     }
-    budget = {"cur_rem": 72, "rem_total": 62, "rem_input": 8, "evictable": 20, "is_locked": False, "prefix": 0}
-    assert events[1].data() == budget | {"rid": "r2", "limit": "memory", "extend": 60, "need": 70}
-    assert events[2].data() == budget | {"rid": "r3", "limit": "max_num_batched_tokens", "extend": 9, "need": 10}
-    assert (events[3].result, events[4].limit) == ("continue", "max_num_seqs")
+    budget = {"cur_rem": 72, "evictable": 20, "is_locked": False, "prefix": 0, "num_waiting": 4}
+    assert events[1].data() == budget | {"rid": "r2", "limit": "memory", "needed": 70, "available": 62}
+    assert events[2].data() == budget | {"rid": "r3", "limit": "max_num_batched_tokens", "needed": 9, "available": 8}
+    assert (events[3].result, events[3].num_waiting) == ("continue", 3)
+    assert (events[4].limit, events[4].needed, events[4].available) == ("max_num_seqs", 3, 2)
     assert events[0].explain() == (
         "r1 joins: 6 tokens to compute, 20 more are in the cache; 1 of all are its own output from before it was "
         "retracted. It may need 15 slots of 80 (80 not taken yet, 20 of them only by eviction, less 0 kept for those "

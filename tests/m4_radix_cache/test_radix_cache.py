@@ -1,14 +1,12 @@
 """The tree by named behaviours: what is found, how nodes split, what a lock holds, and who goes first."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.errors import PoolError
-from m4_radix_cache.events import CacheFlushed, Evicted, Inserted, Locked, Split
+from m4_radix_cache.mem_cache.events import CacheFlushed, Evicted, Inserted, Locked, Split
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.radix_key import RadixKey
@@ -39,7 +37,7 @@ def shape(cache: RadixCache) -> list[tuple[int, int]]:
 def test_an_empty_cache_finds_nothing(cache: RadixCache) -> None:
     match = find(cache, A + B)
     assert match.device_indices.tolist() == [] and match.device_indices.dtype == np.int64
-    assert match.last_device_node is match.last_host_node is cache.root and match.host_hit_length == 0
+    assert match.last_device_node is cache.root
 
 
 def test_what_was_inserted_is_found_with_its_slots(cache: RadixCache) -> None:
@@ -364,7 +362,7 @@ def test_everything_that_happens_is_told() -> None:
     tracer = Tracer()
     events, cache = Events(tracer), make_cache(page_size=4, tracer=tracer)
     cache.insert(RadixKey(A + B, "t"), allocator_of(cache).alloc(8))
-    cache.insert(RadixKey(A + C, "t"), allocator_of(cache).alloc(8))
+    cache.insert(RadixKey(A + C, "t"), allocator_of(cache).alloc(8), 5)
     node = find(cache, A + B, extra_key="t").last_device_node
     cache.inc_lock_ref(node)
     cache.inc_lock_ref(node)
@@ -372,18 +370,23 @@ def test_everything_that_happens_is_told() -> None:
     cache.dec_lock_ref(node)
     cache.dec_lock_ref(node)
     cache.reset()
-    sizes: dict[str, Any] = {"evictable": 12, "protected": 0}
     assert events.heard == [
-        Inserted(node=1, parent=0, extra_key="t", insert_len=8, existing=0, pages=(1, 2), evictable=8, protected=0),
-        Split(node=1, upper=2, head=4, tail=4, lock_ref=0),
-        Inserted(node=3, parent=2, extra_key="t", insert_len=8, existing=4, pages=(4,), **sizes),
-        Locked(node=1, delta=1, num_tokens=8, evictable=4, protected=8),
-        Locked(node=1, delta=1, num_tokens=0, evictable=4, protected=8),
+        Inserted(
+            node=1, parent=0, extra_key="t", insert_len=8, existing=0, token_ids=(*A, *B), pages=(1, 2), priority=0,
+            last_access_time=1, evictable=8, protected=0,
+        ),
+        Split(node=1, upper=2, head=4, tail=4, lock_ref=0, last_access_time=2),
+        Inserted(
+            node=3, parent=2, extra_key="t", insert_len=8, existing=4, token_ids=tuple(C), pages=(4,), priority=5,
+            last_access_time=2, evictable=12, protected=0,
+        ),
+        Locked(node=1, delta=1, num_tokens=8, last_access_time=3, evictable=4, protected=8),
+        Locked(node=1, delta=1, num_tokens=0, last_access_time=3, evictable=4, protected=8),
         Evicted(asked=8, freed=4, nodes=(3,), token_counts=(4,), strategy="lru", evictable=0, protected=8),
-        Locked(node=1, delta=-1, num_tokens=0, evictable=0, protected=8),
-        Locked(node=1, delta=-1, num_tokens=8, evictable=8, protected=0),
+        Locked(node=1, delta=-1, num_tokens=0, last_access_time=3, evictable=0, protected=8),
+        Locked(node=1, delta=-1, num_tokens=8, last_access_time=3, evictable=8, protected=0),
         CacheFlushed(evictable=8, protected=0),
-    ]
+    ]  # fmt: skip
 
 
 def broken(cache: RadixCache, what: str) -> None:

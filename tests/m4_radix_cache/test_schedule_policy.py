@@ -387,7 +387,7 @@ def test_the_trace_says_the_order_and_why() -> None:
     }
     assert event.explain() == (
         "Order by lpm, with the tokens that are in the cache: r4 (0), r3 (40), r1 (0). 1 retracted request first. "
-        "Held back for a round, because one before them computes the same prefix: r2 (0)."
+        "Held back for a round, because a request before them computes the same prefix: r2 (0)."
     )
 
 

@@ -24,9 +24,9 @@ from m4_radix_cache import (
     SamplingParams,
     TraceConfig,
     events,
-    scheduler_events,
 )
 from m4_radix_cache.invariants import pages_of
+from m4_radix_cache.mem_cache import events as cache_events
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from tests.m4_radix_cache.engines import (
     MakeEngine,
@@ -142,8 +142,8 @@ def test_a_learner_asks_why_the_third_request_skipped_so_much(make_engine: MakeE
     assert said == [
         (
             1,
-            "Order by lpm, with the tokens that are in the cache: r1 (0). Held back for a round, because one before "
-            "them computes the same prefix: r2 (0), r3 (0).",
+            "Order by lpm, with the tokens that are in the cache: r1 (0). Held back for a round, because a "
+            "request before them computes the same prefix: r2 (0), r3 (0).",
         ),
         (2, "Order by lpm, with the tokens that are in the cache: r2 (40), r3 (40)."),
         (
@@ -165,9 +165,9 @@ def test_whoever_may_skip_nothing_is_told_why(make_engine: MakeEngine) -> None:
     engine.generate(HEAD, greedy(1, prompt_logprobs=1), request_id="rated")
     engine.generate(HEAD, greedy(1), request_id="salted", cache_salt="tenant")
     assert [event.explain() for event in recorder.events("matched")] == [
-        "req-0 can skip none of its 40 tokens: nothing of use is cached.",
-        "rated can skip none of its 40 tokens: the logits of its whole prompt are wanted.",
-        "salted can skip none of its 40 tokens: nothing of use is cached.",
+        "req-0 can skip none of its 40 tokens: no prefix of it is cached.",
+        "rated can skip none of its 40 tokens: the logits of its whole prompt are needed.",
+        "salted can skip none of its 40 tokens: no prefix of it is cached.",
     ]
     assert fields(recorder.events("request_options"), "rid", "priority", "extra_key") == [("salted", 0, "tenant")]
 
@@ -194,9 +194,9 @@ def test_admissions_count_the_budgets_down(make_engine: MakeEngine) -> None:
         ("a", 0, 9, 12, 80, 80, 20, 0, "continue"),
         ("b", 0, 3, 6, 64, 68, 8, 0, "continue"),  # 3 pages taken, one kept for a
     ]
-    wanted = ("rid", "limit", "is_locked", "extend", "need", "rem_total", "cur_rem", "rem_input")
+    wanted = ("rid", "limit", "is_locked", "needed", "available", "cur_rem", "num_waiting")
     assert fields(recorder.events("not_admitted"), *wanted) == [
-        ("c", "max_num_batched_tokens", False, 5, 8, 56, 64, 4)  # 2 pages; d would fit, but nobody overtakes
+        ("c", "max_num_batched_tokens", False, 5, 4, 64, 2)  # 2 pages; d would fit, but nobody overtakes
     ]
     run(engine)
 
@@ -209,9 +209,7 @@ def test_who_must_wait_is_told_which_limit_stands_in_the_way(make_engine: MakeEn
     engine.step()
     (waits,) = recorder.events("not_admitted")
     assert (waits.rid, waits.limit, waits.is_locked, waits.prefix) == ("hit", "memory", True, 16)
-    assert waits.need >= waits.rem_total and "once the 16 tokens that it found there may not be evicted" in (
-        waits.explain()
-    )
+    assert waits.needed >= waits.available and "once its 16 cached tokens are locked" in (waits.explain())
     run(engine)
     engine, recorder = traced(make_engine, **setting(2))
     for rid in ("a", "b", "c"):
@@ -435,7 +433,7 @@ def test_without_a_reader_no_event_is_built(
         raise AssertionError(f"{type(self).__name__} was built")
 
     engine = make_engine(**setting(3, cache=cache, **CROWDED))
-    for module in (events, scheduler_events):
+    for module in (events, cache_events):
         for value in vars(module).values():
             if inspect.isclass(value) and issubclass(value, Event) and value is not Event:
                 monkeypatch.setattr(value, "__init__", built)
@@ -458,10 +456,10 @@ def test_the_consoles_show_what_is_shared(
     for part in (
         [
             "salted has priority 2 and shares KV only with requests under the salt 'tenant'.",
-            "Held back for a round, because one before them computes the same prefix: b (12), whole (12), two/1 (0).",
+            "because a request before them computes the same prefix: b (12), whole (12), two/1 (0).",
             "b can skip 40 of its 43 tokens, whose KV is in the cache",
             "b joins: 3 tokens to compute, 40 more are in the cache.",
-            "is split, because somebody shares only the first",
+            "is split, because a request shares only its first",
             "under the salt 'tenant'",
             "chosen by lru",
             "is retracted: the next tokens need",

@@ -52,6 +52,7 @@ def make_adder(
         new_token_ratio=ratio,
         max_prefill_tokens=tokens,
         max_new_reqs=max_new_reqs,
+        num_waiting=PLENTY,
         rem_chunk_tokens=chunk,
         chunk_alignment=align,
         is_chunked=is_chunked,

@@ -42,6 +42,7 @@ CLIP = ItemReceived(
 POSITIONS = PositionsAssigned(
     rid="a",
     num_tokens=1400,
+    starts=(12, 350),
     times=((12, 12), (50, 50)),
     heights=((12, 26), (50, 51)),
     widths=((12, 31), (50, 52)),

@@ -34,6 +34,7 @@ from m6_multimodal_pd.demo_parts import batch, drawing, picture_view, positions,
 from m6_multimodal_pd.demo_parts.drawing import CELL, CELLS, COLOURS, OUTLINES, Shape
 from m6_multimodal_pd.demo_parts.notes import Notes
 from m6_multimodal_pd.demo_parts.picture_view import HALF, Shown, half_blocks
+from m6_multimodal_pd.demo_parts.tour import prompt_of
 from tests.m6_multimodal_pd.engines import MakeEngine, setting
 from tests.m6_multimodal_pd.seeing import SHOWN, asking, picture
 from training import scenes
@@ -532,24 +533,34 @@ def ask_about(name: str) -> stage.Ask:
     return stage.Ask("what is it?", (SHOWN[name],))
 
 
+def traced_prompt(make_engine: MakeEngine, ask: stage.Ask) -> tuple[positions.Prompt, Any]:
+    """A prompt as its events describe it, and the positions that the model gets."""
+    notes = Notes()
+    engine = make_engine(**setting(), trace_config=TraceConfig(readers=(notes,)))
+    prompt: Any = engine.chat_prompt(ask.messages())
+    output = engine.generate(prompt, SamplingParams(max_tokens=1))
+    return prompt_of(ask, output, notes), prompt.multimodal_inputs
+
+
 @pytest.mark.parametrize("name", ["a", "b", "c", "d", "v"])
 def test_the_table_holds_the_positions_that_the_model_gets(make_engine: MakeEngine, name: str) -> None:
-    engine = make_engine(**setting())
-    prompt = positions.with_pictures(engine, ask_about(name))
-    inputs = positions.inputs_of(prompt)
+    prompt, inputs = traced_prompt(make_engine, ask_about(name))
     found = positions.places(prompt, str)
     item = inputs.mm_items[0]
-    assert [one.place for one in found] == list(range(max(item.start - 4, 0), min(item.end + 4, len(prompt))))
+    assert positions.positions_of(prompt.assigned).tolist() == inputs.mrope_positions.tolist()
+    number = len(prompt.token_ids)
+    assert [one.place for one in found] == list(range(max(item.start - 4, 0), min(item.end + 4, number)))
     for one in found:
         assert one.position == tuple(inputs.mrope_positions[:, one.place].tolist())
         assert one.is_picture == (item.start <= one.place < item.end)
 
 
 def test_the_table_and_the_grids_of_a_picture_of_3_by_3(make_engine: MakeEngine) -> None:
-    engine, console = make_engine(**setting()), Console(file=io.StringIO(), width=80)
-    prompt = positions.with_pictures(engine, ask_about("a"))
-    start = positions.inputs_of(prompt).mm_items[0].start
-    positions.show_positions(engine, ask_about("a"), ask_about("v"), console)
+    console = Console(file=io.StringIO(), width=80)
+    (still, inputs), (clip, _) = (traced_prompt(make_engine, ask_about(name)) for name in ("a", "v"))
+    prompt, start = still.token_ids, inputs.mm_items[0].start
+    tokenizer = make_engine(**setting()).engine_core.input_processor.tokenizer
+    positions.show_positions(still, clip, lambda token_id: str(tokenizer.decode([token_id])), console)
     file: Any = console.file
     out = file.getvalue()
     rows = re.findall(r"^ +(\d+) +<\|image_pad\|> +(\d+) +(\d+) +(\d+)", out, re.MULTILINE)

@@ -69,6 +69,7 @@ def test_an_adder_that_asks_no_other_limit_is_refused(make_engine: MakeEngine) -
             new_token_ratio: float,
             max_prefill_tokens: int,
             max_new_reqs: int,
+            num_waiting: int,
             rem_chunk_tokens: int | None,
             chunk_alignment: int = 1,
             is_chunked: bool = True,

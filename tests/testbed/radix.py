@@ -20,7 +20,7 @@ from m3_paged_attention.parallel_sampling import RequestFamilies
 from m3_paged_attention.preemption import FewestOutputsFirst
 from m3_paged_attention.request import ParentRequest
 from m4_radix_cache.config import SchedulerConfig
-from m4_radix_cache.mem_cache.allocator import make_allocator
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.chunk_cache import ChunkCache
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
@@ -264,7 +264,7 @@ def make_pools(
 ) -> SqueezedPools:
     """Memory for so many tokens, less what fills no page, checked at every free."""
     size = num_tokens // page_size * page_size
-    allocator = make_allocator(size=size, page_size=page_size, checked=True)
+    allocator = TokenToKVPoolAllocator(size=size, page_size=page_size, checked=True)
     tree_cache = cache_class(
         req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, eviction_policy=eviction_policy, tracer=tracer
     )

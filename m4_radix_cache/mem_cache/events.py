@@ -1,0 +1,275 @@
+"""Events of the prefix cache: tokens inserted, evicted, locked and freed, nodes split.
+
+They hold what a view of the cache needs: token ids, pages, locks and access times; `Admit` adds the hits, and the view
+decodes the text. Nodes are named by their number: in a tree that of the node, in a table of hashes the page; 0 is the
+root. SGLang and vLLM export hit rate and sizes as metrics and record no changes of the tree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from m1_single_request.trace_event import Event, some
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inserted(Event):
+    """Tokens were inserted into the cache."""
+
+    style: ClassVar[str] = "green"
+    detail: ClassVar[bool] = True
+    node: int
+    """Node at which the tokens end."""
+    parent: int
+    """Node below which the new tokens are; the same as `node` if no token was new."""
+    extra_key: str | None
+    """The namespace."""
+    insert_len: int
+    """Number of inserted tokens, in whole pages."""
+    existing: int
+    """Number of those that were cached already."""
+    token_ids: tuple[int, ...]
+    """The new tokens."""
+    pages: tuple[int, ...]
+    """Their pages, in order; the cache owns them now. In a table each is a node below the one before it."""
+    priority: int
+    """Priority of the request: the nodes of a tree up to the root have at least this priority."""
+    last_access_time: int | None
+    """New access time of the tree's nodes up to the root, in counted look-ups; None in a table, which counts none."""
+    evictable: int
+    """Cached tokens without a lock, after the event."""
+    protected: int
+    """Cached tokens with a lock, after the event."""
+
+    @property
+    def num_new(self) -> int:
+        """Number of tokens that were not cached before."""
+        return self.insert_len - self.existing
+
+    @classmethod
+    def of(cls, cache: Any, node: Any, parent: Any, key: Any, slots: Any, existing: int, priority: int) -> Self:
+        """Build the event for tokens of a `RadixKey` with KV in `slots`; the first `existing` were cached already."""
+        return cls(
+            node=node.id,
+            parent=parent.id,
+            insert_len=len(slots),
+            existing=existing,
+            token_ids=tuple(key.token_ids()[existing : len(slots)]),
+            pages=tuple((slots[existing :: cache.page_size] // cache.page_size).tolist()),
+            extra_key=key.extra_key,
+            priority=priority,
+            last_access_time=getattr(node, "last_access_time", None),
+            evictable=cache.evictable_size(),
+            protected=cache.protected_size(),
+        )
+
+    def explain(self) -> str:
+        where = "" if self.extra_key is None else f" under the salt {self.extra_key!r}"
+        inserted = f"{some(self.insert_len, 'token')} {_are(self.insert_len)} inserted into the cache{where}"
+        if not self.num_new:
+            return f"{inserted}: all are cached already. {_sizes(self)}"
+        cached = f"{self.existing:,} {_are(self.existing)} cached already, " if self.existing else ""
+        below = f"node {self.parent}" if self.parent else "the root"
+        return (
+            f"{inserted}: {cached}{self.num_new:,} {_are(self.num_new)} new, from {below} down to node {self.node}. "
+            f"{_sizes(self)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(Event):
+    """A node of the tree became two, because a request shares only its first tokens."""
+
+    style: ClassVar[str] = "green"
+    detail: ClassVar[bool] = True
+    node: int
+    """The old node."""
+    upper: int
+    """The new node above it."""
+    head: int
+    """Number of tokens of the new node."""
+    tail: int
+    """Number of tokens that the old node keeps."""
+    lock_ref: int
+    """Locks on each of them."""
+    last_access_time: int
+    """New access time of both nodes and of those above them, in counted look-ups."""
+
+    @classmethod
+    def of(cls, upper: Any, node: Any) -> Self:
+        """Build the event for `node`, whose first tokens are in the new node `upper`."""
+        return cls(
+            node=node.id,
+            upper=upper.id,
+            head=len(upper.value),
+            tail=len(node.value),
+            lock_ref=node.lock_ref,
+            last_access_time=node.last_access_time,
+        )
+
+    def explain(self) -> str:
+        locks = f"; both have {some(self.lock_ref, 'lock')}" if self.lock_ref else ""
+        return (
+            f"Node {self.node} of {some(self.head + self.tail, 'token')} is split, because a request shares only its "
+            f"first {self.head:,}: they become node {self.upper}, and node {self.node} keeps the other {self.tail:,} "
+            f"below it{locks}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locked(Event):
+    """A request starts or stops using a cached prefix. The root needs no lock and has no event."""
+
+    style: ClassVar[str] = "cyan"
+    detail: ClassVar[bool] = True
+    node: int
+    """The deepest locked node; all nodes above it are locked, too."""
+    delta: int
+    """Change of the number of locks: 1 or -1."""
+    num_tokens: int
+    """Number of tokens that became protected or evictable: those without another lock."""
+    last_access_time: int | None
+    """Access time of the node, in counted look-ups; None in a table."""
+    evictable: int
+    """Cached tokens without a lock, after the event."""
+    protected: int
+    """Cached tokens with a lock, after the event."""
+
+    @classmethod
+    def of(cls, cache: Any, node: Any, delta: int, num_tokens: int) -> Self:
+        """Build the event for one lock more or less on `node`."""
+        return cls(
+            node=node.id,
+            delta=delta,
+            num_tokens=num_tokens,
+            last_access_time=getattr(node, "last_access_time", None),
+            evictable=cache.evictable_size(),
+            protected=cache.protected_size(),
+        )
+
+    def explain(self) -> str:
+        path = f"The path to node {self.node} has one lock {'more' if self.delta > 0 else 'less'}"
+        if not self.num_tokens:
+            return f"{path}; all of it {'was protected already' if self.delta > 0 else 'stays protected'}."
+        moved = f"{some(self.num_tokens, 'token')} {_are(self.num_tokens)}"
+        now = "protected now" if self.delta > 0 else "evictable again"
+        return f"{path}: {moved} {now}. {_sizes(self)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evicted(Event):
+    """Cached tokens were evicted."""
+
+    style: ClassVar[str] = "yellow"
+    asked: int
+    """Number of missing slots."""
+    freed: int
+    """Number of evicted tokens."""
+    nodes: tuple[int, ...]
+    """The evicted nodes, in order."""
+    token_counts: tuple[int, ...]
+    """Number of tokens of each."""
+    strategy: str
+    """The eviction policy that chose them."""
+    evictable: int
+    """Cached tokens without a lock, after the event."""
+    protected: int
+    """Cached tokens with a lock, after the event."""
+
+    def brief(self) -> str:
+        return f"evicted: {some(self.freed, 'token')}"
+
+    @classmethod
+    def of(cls, cache: Any, asked: int, evicted: Sequence[tuple[int, int]]) -> Self:
+        """Build the event for `evicted` nodes, each with its number of tokens."""
+        return cls(
+            asked=asked,
+            freed=sum(count for _, count in evicted),
+            nodes=tuple(node for node, _ in evicted),
+            token_counts=tuple(count for _, count in evicted),
+            strategy=cache.eviction_policy,
+            evictable=cache.evictable_size(),
+            protected=cache.protected_size(),
+        )
+
+    def explain(self) -> str:
+        short = "" if self.freed >= self.asked else ", all that no request has locked"
+        return (
+            f"{some(self.asked, 'slot')} {_are(self.asked)} missing: {some(len(self.nodes), 'node')} with "
+            f"{some(self.freed, 'token')} {_are(len(self.nodes))} evicted, chosen by {self.strategy}{short}. "
+            f"{_sizes(self)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFlushed(Event):
+    """All cached tokens were discarded."""
+
+    style: ClassVar[str] = "yellow"
+    evictable: int
+    """Number of those without a lock."""
+    protected: int
+    """Number of those with a lock."""
+
+    def explain(self) -> str:
+        number = self.evictable + self.protected
+        if not number:
+            return "The cache is flushed; it was empty."
+        locked = f", {self.protected:,} of them locked" if self.protected else ""
+        return f"The cache is flushed: {some(number, 'token')} {_are(number)} discarded{locked}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicatesFreed(Event):
+    """A request computed tokens that another request has cached meanwhile; its own copy was freed."""
+
+    style: ClassVar[str] = "yellow"
+    rid: str
+    """Request id."""
+    start: int
+    """Index of the first of these tokens."""
+    num_tokens: int
+    """Number of these tokens."""
+
+    def explain(self) -> str:
+        return (
+            f"{self.rid} computed its tokens {self.start:,} to {self.start + self.num_tokens - 1:,}, which another "
+            f"request has cached meanwhile: its own copy, {some(self.num_tokens, 'slot')}, is freed."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released(Event):
+    """A request finished or was retracted, and the pages of its KV that are not cached were freed."""
+
+    style: ClassVar[str] = "yellow"
+    detail: ClassVar[bool] = True
+    rid: str
+    """Request id."""
+    start: int
+    """Index of the first token on these pages."""
+    num_tokens: int
+    """Number of tokens on these pages."""
+    pages: tuple[int, ...]
+    """The pages, in order."""
+
+    @classmethod
+    def of(cls, rid: str, start: int, slots: Any, page_size: int) -> Self:
+        """Build the event for the release of `slots`, those of the tokens from `start` on."""
+        pages = tuple((slots[::page_size] // page_size).tolist())
+        return cls(rid=rid, start=start, num_tokens=len(slots), pages=pages)
+
+    def explain(self) -> str:
+        pages = some(len(self.pages), "page")
+        return (
+            f"{self.rid} frees {pages} with its last {some(self.num_tokens, 'token')}, which the cache does not keep: "
+            f"{', '.join(map(str, self.pages))}."
+        )
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _sizes(event: Inserted | Locked | Evicted) -> str:
+    return f"Cached now: {some(event.evictable, 'token')} evictable, {event.protected:,} protected."
