@@ -105,7 +105,7 @@ class EngineCore(EngineCoreBase):
     def _execute(self, batch: ScheduleBatch) -> ModelRunnerOutput:
         """Run a batch; a request without a token in the output ends with its error."""
         self._record.request_ids = [req.rid for req in batch.reqs]
-        worker_batch: ModelWorkerBatch = batch.get_model_worker_batch()
+        worker_batch = self._prepare(batch)
         self._record.num_tokens = len(worker_batch.input_ids)
         self._record.num_prompt_tokens = worker_batch.num_prompt_tokens
         output = checked(self.executor.execute_model(worker_batch), worker_batch.num_samples)
@@ -114,6 +114,10 @@ class EngineCore(EngineCoreBase):
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
         return output
+
+    def _prepare(self, batch: ScheduleBatch) -> ModelWorkerBatch:
+        """Return a batch as plain data, for the model runner."""
+        return batch.get_model_worker_batch()
 
     def _add_to_totals(self, record: StepRecord) -> None:
         super()._add_to_totals(record)

@@ -6,7 +6,6 @@ not the last, one, or one more than were guessed - and the guesses. SGLang: `Mod
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -25,8 +24,6 @@ class ModelWorkerBatch(PlainModelWorkerBatch):
     """The first so many requests are prefilled."""
     spec_info: SpecInput | None
     """The guesses of this step; None: there are none."""
-    multimodal_inputs: Sequence[Any]
-    """The pictures of each request that is prefilled; None for each before m6."""
 
     @property
     def num_samples(self) -> dict[str, int]:

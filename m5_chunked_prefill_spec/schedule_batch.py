@@ -124,7 +124,6 @@ class ScheduleBatch(PlainScheduleBatch):
             sample_lens=sample_lens,
             num_prompts=self.num_prompts,
             spec_info=SpecInput(self.drafts) if self.drafts else None,
-            multimodal_inputs=[req.multimodal_inputs for req in self.reqs[: self.num_prompts]],
         )
 
     def take_one_each(self, output: ModelRunnerOutput) -> tuple[list[Req], list[int]]:

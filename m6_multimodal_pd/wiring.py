@@ -32,7 +32,7 @@ from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfi
 from m6_multimodal_pd.disaggregation.assembly import build_disaggregated
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
 from m6_multimodal_pd.engine_core import EngineCore
-from m6_multimodal_pd.input_processor import InputProcessor, Sight
+from m6_multimodal_pd.input_processor import InputProcessor, MultimodalIntake
 from m6_multimodal_pd.model_loader import DescribedModel, LoadedModel, describe_model, load_model
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
@@ -40,6 +40,7 @@ from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.operations import Operations
+from m6_multimodal_pd.request import Req
 from m6_multimodal_pd.weight_loader import WeightLoader
 
 
@@ -87,7 +88,7 @@ class PreparedEngine:
     tracer: Tracer
     loaded: LoadedModel
     """With the longest length that this engine has room for."""
-    sight: Sight | None
+    sight: MultimodalIntake | None
     embeddings: EmbeddingCache
     encoder: Encoder
     has_draft_model: bool
@@ -122,7 +123,7 @@ class PreparedEngine:
                 parts,
                 loaded,
                 num_tokens,
-                sight=self.sight,
+                multimodal=self.sight,
                 guesses_texts_only=self.has_draft_model,
             ),
             scheduler=build_scheduler(config, limits, sighted, pools, loaded, costs, tracer, **others),
@@ -151,12 +152,14 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
     )
 
 
-def sight_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel | DescribedModel) -> Sight | None:
-    """What intake must know of pictures; None for a model that takes texts only."""
+def sight_of(
+    config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel | DescribedModel
+) -> MultimodalIntake | None:
+    """Return the parts of intake that depend on the vision model; None for a model without vision."""
     if loaded.vision is None or loaded.media_tokens is None:
         check_nothing_is_seen(config.multimodal, loaded.name)
         return None
-    return Sight(
+    return MultimodalIntake(
         media=parts["media_reader"](
             name=loaded.name,
             config=config.multimodal,
@@ -198,6 +201,7 @@ PARTS: dict[str, Any] = M5_PARTS | {
     "wiring": build,
     "model_loader": load_model,
     "input_processor": InputProcessor,
+    "request": Req,
     "media_reader": MediaReader,
     "embedding_cache": EmbeddingCache,
     "encoder": Encoder,

@@ -73,7 +73,7 @@ def inputs_of(prompt: ChatPrompt) -> MultimodalInputs:
 
 def block_shape(engine: LLMEngine, prompt: ChatPrompt) -> tuple[int, int]:
     """Rows and columns of merged patches of the first picture."""
-    merged = engine.engine_core.input_processor.prompts.media.merge_size
+    merged = engine.engine_core.input_processor.prompts.media.processor.image.merge_size
     _, high, wide = inputs_of(prompt).mm_items[0].grid_thw
     return high // merged, wide // merged
 

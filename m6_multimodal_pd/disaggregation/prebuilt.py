@@ -24,7 +24,7 @@ class FirstToken:
 
 
 class PrebuiltExecutor:
-    """An executor before another one: a prebuilt step is answered here, with what came; the runner only takes note."""
+    """An executor before another one: a prebuilt step is answered here, with what came."""
 
     def __init__(self, executor: Any, first_tokens: Mapping[str, FirstToken]) -> None:
         """`first_tokens`: by request id, of all requests that will be in such a step."""
@@ -35,7 +35,6 @@ class PrebuiltExecutor:
         if batch.forward_mode is not ForwardMode.PREBUILT:
             output: ModelRunnerOutput = self.executor.execute_model(batch)
             return output
-        self.worker.model_runner.adopt(batch)
         came = [self.first_tokens[rid] for rid in batch.rids]
         return StepOutput(
             req_ids=list(batch.rids),

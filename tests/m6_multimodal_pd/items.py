@@ -27,7 +27,7 @@ def inputs(num_tokens: int, *items: MultimodalDataItem) -> MultimodalInputs:
     """The pictures of a prompt of so many tokens."""
     blocks = [Block(start, 1, end - start) for own in items for start, end in own.offsets]
     positions, delta = get_rope_index(num_tokens, blocks)
-    return MultimodalInputs(items, positions, delta, im_token_id=1, video_token_id=2, im_start_id=3, im_end_id=4)
+    return MultimodalInputs(items, positions, delta)
 
 
 def req(num_tokens: int, *items: MultimodalDataItem) -> Any:
