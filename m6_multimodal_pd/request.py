@@ -7,7 +7,7 @@ SGLang: `Req.multimodal_inputs` in `managers/schedule_batch.py`; vLLM: `Request.
 
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m4_radix_cache.request import Req as RadixReq
-from m6_multimodal_pd.multimodal.inputs import MultimodalInputs
+from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, PaddedKey
 
 
 class Req(RadixReq):
@@ -20,5 +20,5 @@ class Req(RadixReq):
     def key(self) -> RadixKey:
         """Its key in the prefix cache: the prompt with the pad values of its images, then the output tokens."""
         if self._key is None and self.multimodal_inputs is not None:
-            self._key = self.multimodal_inputs.key(self.origin_input_ids, self.extra_key)
+            self._key = PaddedKey(self.origin_input_ids, self.extra_key, self.multimodal_inputs.mm_items)
         return super().key

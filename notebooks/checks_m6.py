@@ -26,6 +26,7 @@ from m6_multimodal_pd.multimodal.inputs import (
     Modality,
     MultimodalDataItem,
     MultimodalInputs,
+    PaddedKey,
     PadValues,
     Range,
     content_hash,
@@ -176,7 +177,7 @@ def _compare_key(
     reference: PadValues,
     hint: str,
 ) -> None:
-    wanted = decode(inputs_of(len(token_ids), items).with_pad_values(reference).key(token_ids).data)
+    wanted = decode(PaddedKey(token_ids, None, inputs_of(0, items).with_pad_values(reference).mm_items).data)
     given = list(token_ids)
     before = dict(known)
     got = key(given, [(content, list(ranges)) for content, ranges in items], known, VOCABULARY)

@@ -3,9 +3,9 @@
 A prompt with an image is a list of token ids like any other: the image is a range of equal placeholder tokens, one for
 each embedding that the vision tower computes. To the prefix cache two prompts with different images would be equal, and
 would share KV. So in the cache's key each placeholder is replaced by its image's `pad_value`, a number outside the
-vocabulary. Such a key is a `RadixKey` and never a list: the ids of a list are token ids, for a tokenizer and the model.
-New in this milestone. SGLang: `MultimodalInputs` and `MultimodalDataItem` in `managers/schedule_batch.py`;
-vLLM: `MultiModalFeatureSpec`, whose `identifier` is part of a block's hash.
+vocabulary. Such a key is a `PaddedKey` and never a list: the ids of a list are token ids, which a tokenizer or the
+model may read. New in this milestone. SGLang: `MultimodalInputs` and `MultimodalDataItem` in
+`managers/schedule_batch.py`; vLLM: `MultiModalFeatureSpec`, whose `identifier` is part of a block's hash.
 """
 
 import hashlib
@@ -83,6 +83,30 @@ class MultimodalDataItem:
         return found
 
 
+class PaddedKey(RadixKey):
+    """Key of a prompt with images: every placeholder is its item's `pad_value`, and `token_ids` ends before them.
+
+    A pad value is no token id, and the placeholders of two images are equal; so neither is ever returned in a list.
+    """
+
+    __slots__ = ("offsets",)
+
+    def __init__(self, token_ids: Sequence[int], extra_key: str | None, items: Sequence[MultimodalDataItem]) -> None:
+        super().__init__(token_ids, extra_key)
+        self.offsets = [one for item in items for one in item.offsets]
+        data = bytearray(self.data)
+        for item in items:
+            assert item.pad_value is not None, "the prompt has not passed the intake of an engine"
+            for start, end in item.offsets:
+                data[start * TOKEN_BYTES : end * TOKEN_BYTES] = RadixKey([item.pad_value] * (end - start)).data
+        self.data = bytes(data)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return the token ids from index `start` to `end`, to the next image, or to the end of the key."""
+        images = (max(first, start) for first, stop in self.offsets if stop > start)
+        return super().token_ids(start, min([end, *images]))
+
+
 @dataclass(frozen=True, eq=False)
 class MultimodalInputs:
     """All images and videos of a prompt, and the positions that they give to its tokens."""
@@ -110,17 +134,6 @@ class MultimodalInputs:
         known = self.mrope_positions.shape[1]
         behind = np.arange(max(start, known), max(end, known)) + self.mrope_position_delta
         return np.concatenate([self.mrope_positions[:, start:end], np.tile(behind, (3, 1))], axis=1)
-
-    def key(self, token_ids: Sequence[int], extra_key: str | None = None) -> RadixKey:
-        """Return the prefix cache's key of a prompt: every placeholder is its item's `pad_value`."""
-        key = RadixKey(token_ids, extra_key)
-        data = bytearray(key.data)
-        for item in self.mm_items:
-            assert item.pad_value is not None, "the prompt has not passed the intake of an engine"
-            for start, end in item.offsets:
-                data[start * TOKEN_BYTES : end * TOKEN_BYTES] = RadixKey([item.pad_value] * (end - start)).data
-        key.data = bytes(data)
-        return key
 
     def trace_arrival(self, rid: str, tracer: Tracer) -> None:
         """Emit the images of request `rid`, and the positions that they give to its tokens."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from m4_radix_cache.mem_cache.radix_key import decode
-from m6_multimodal_pd.multimodal.inputs import Modality, PadValues, content_hash
+from m6_multimodal_pd.multimodal.inputs import Modality, PaddedKey, PadValues, content_hash
 from tests.m6_multimodal_pd.items import flat, inputs, item, rows_of
 
 VOCAB_SIZE = 4096
@@ -55,7 +55,7 @@ def test_behind_the_prompt_positions_count_up_on_all_axes():
 
 def test_in_the_key_every_placeholder_is_the_number_of_its_content():
     own = inputs(12, item("a", (2, 5), pad_value=7001), item("v", (6, 8), (9, 11), pad_value=7002))
-    key = own.key(range(12), "salt")
+    key = PaddedKey(range(12), "salt", own.mm_items)
     assert key.extra_key == "salt"
     assert decode(key.data) == [0, 1, 7001, 7001, 7001, 5, 7002, 7002, 8, 7002, 7002, 11]
 
