@@ -6,17 +6,14 @@ vLLM: `InputProcessor` with its `MultiModalProcessor`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeGuard, Unpack
+from typing import Any, TypeGuard
 
 from m1_single_request.errors import InvalidPromptError, InvalidRequestError
-from m1_single_request.input_processor import Message, Prompt, RequestOptions, check_messages
+from m1_single_request.input_processor import Message, Prompt, check_messages
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention.request import ParentRequest
 from m5_chunked_prefill_spec.input_processor import InputProcessor as TextInputProcessor
-from m6_multimodal_pd.config import MultimodalConfig
-from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, PadValues
 from m6_multimodal_pd.multimodal.media_parts import media_parts, without_media
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
@@ -24,38 +21,18 @@ from m6_multimodal_pd.multimodal.prompt import ChatPrompt, MultimodalPrompts
 from m6_multimodal_pd.request import Req
 
 
-@dataclass(frozen=True)
-class MultimodalIntake:
-    """The parts of intake that depend on the vision model."""
-
-    media: MediaReader
-    tokens: MediaTokens
-    config: MultimodalConfig
-
-
 class InputProcessor(TextInputProcessor):
     """m5's input processor; `process_request` and `apply_chat_template` also take images and videos."""
 
-    def __init__(self, *, multimodal: MultimodalIntake | None, guesses_texts_only: bool, **others: Any) -> None:
-        """`multimodal`: None for a model without vision. `guesses_texts_only`: the draft model has no vision.
+    def __init__(self, *, media: MediaReader | None, guesses_texts_only: bool, **others: Any) -> None:
+        """`media`: None for a model without vision. `guesses_texts_only`: the draft model has no vision.
         `others`: as m5's."""
         super().__init__(**others)
         self.guesses_texts_only = guesses_texts_only
         self.pad_values = PadValues(self.vocab_size)
-        self.prompts: MultimodalPrompts | None = None
-        if multimodal is not None:
-            self.prompts = MultimodalPrompts(text=self, **vars(multimodal))
+        self.prompts = None if media is None else MultimodalPrompts(self, media)
 
-    def process_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        number: int,
-        arrival_time: float,
-        **options: Unpack[RequestOptions],
-    ) -> Request:
+    def process_request(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> Request:
         """Build a request as m1 does; a prompt may also be messages, or the result of `apply_chat_template`.
 
         Raises a subclass of `InvalidRequestError`.
@@ -68,9 +45,7 @@ class InputProcessor(TextInputProcessor):
                 "the draft model cannot see: a request with pictures must come with speculate=False, or the engine "
                 "must guess with method='ngram'"
             )
-        request = super().process_request(
-            request_id, prompt, params, number=number, arrival_time=arrival_time, **options
-        )
+        request = super().process_request(request_id, prompt, params, **options)
         self._add_images(request.children if isinstance(request, ParentRequest) else [request], inputs)
         return request
 

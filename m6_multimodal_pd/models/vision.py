@@ -49,7 +49,6 @@ class VisionTower:
         self.network = built.to(device).eval().requires_grad_(False)
         self.device, self.dtype = device, dtype
         self.num_parameters = sum(parameter.numel() for parameter in self.network.parameters())
-        self.weight_bytes = self.num_parameters * dtype.itemsize
         self.hidden_size: int = self.config.out_hidden_size
         """Of the language model."""
         self.num_deepstack = len(self.config.deepstack_visual_indexes)

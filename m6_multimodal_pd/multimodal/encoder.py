@@ -19,6 +19,7 @@ from m6_multimodal_pd.events import EncoderHit, EncoderRun
 from m6_multimodal_pd.models.vision import VisionTower
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.inputs import MultimodalDataItem
+from m6_multimodal_pd.outputs import EngineStats
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,8 @@ class ItemSlice:
     """Number of embeddings."""
 
 
-TOTALS = (
-    "num_encoder_runs",
-    "num_encoded_items",
-    "num_encoded_tokens",
-    "num_encoder_hits",
-    "encoder_seconds",
-    "num_evicted_items",
-)
-"""Fields of `EngineStats` that the encoder counts."""
+TOTALS = [name for name in EngineStats.__annotations__ if name != "embedding_cache_bytes"]
+"""The fields that m6's `EngineStats` adds and the encoder counts."""
 
 
 class Encoder:

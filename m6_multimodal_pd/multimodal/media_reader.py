@@ -10,6 +10,7 @@ from typing import Any
 from m1_single_request.trace_event import some
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
+from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.decode_image import Picture, load_pixels
 from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling, VideoLoader, VideoOptions
 from m6_multimodal_pd.multimodal.fetch import read_url
@@ -49,15 +50,23 @@ class MediaLoader:
 class MediaReader:
     """Makes patches of media parts as one model's processor does, and keeps nothing of them."""
 
-    def __init__(self, *, name: str | Path, config: MultimodalConfig, vision: Any, max_item_tokens: int) -> None:
-        """`name`: the model's directory or hub id; `vision`: its `vision_config`; `max_item_tokens`: the largest item
-        whose embeddings fit into the embedding cache.
+    def __init__(
+        self,
+        *,
+        name: str | Path,
+        config: MultimodalConfig,
+        vision: Any,
+        tokens: MediaTokens,
+        max_item_tokens: int,
+    ) -> None:
+        """`name`: the model's directory or hub id; `vision`: its `vision_config`; `tokens`: its placeholders;
+        `max_item_tokens`: the largest item whose embeddings fit into the embedding cache.
 
         Raises `ModelLoadError` for a directory without a processor that fits, `ConfigError` for contradictory limits.
         """
         self.processor = VisionProcessor.from_directory(name, config, vision)
         self.loader = MediaLoader(config, self.processor.sampling)
-        self.max_item_tokens = max_item_tokens
+        self.tokens, self.max_items, self.max_item_tokens = tokens, config.max_items, max_item_tokens
         self.options_key = self.processor.options_key
         """All settings of the processor, as a key: see `VisionProcessor.options_key`."""
 

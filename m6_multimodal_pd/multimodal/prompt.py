@@ -14,9 +14,7 @@ from typing import Any
 from m1_single_request.errors import InvalidPromptError, PromptTooLongError
 from m1_single_request.input_processor import InputProcessor, Message, check_messages
 from m1_single_request.trace_event import some
-from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import (
     Modality,
     MultimodalDataItem,
@@ -44,10 +42,9 @@ class ChatPrompt(list[int]):
 class MultimodalPrompts:
     """Makes prompts of conversations with images and videos."""
 
-    def __init__(
-        self, *, text: InputProcessor, media: MediaReader, tokens: MediaTokens, config: MultimodalConfig
-    ) -> None:
-        self.text, self.media, self.tokens, self.config = text, media, tokens, config
+    def __init__(self, text: InputProcessor, media: MediaReader) -> None:
+        self.text, self.media, self.tokens = text, media, media.tokens
+        tokens = self.tokens
         image, video, start, end = (
             str(text.tokenizer.convert_ids_to_tokens(i))
             for i in (tokens.image, tokens.video, tokens.vision_start, tokens.vision_end)
@@ -68,9 +65,9 @@ class MultimodalPrompts:
             for index, message in enumerate(messages)
             for number, part in enumerate(media_parts(message))
         ]
-        if len(parts) > self.config.max_items:
+        if len(parts) > self.media.max_items:
             raise InvalidMediaError(
-                f"{len(parts)} images and videos are more than a request may bring: max_items={self.config.max_items}"
+                f"{len(parts)} images and videos are more than a request may bring: max_items={self.media.max_items}"
             )
         text = self.text.render_chat([without_media(message) for message in messages], options)
         found = [placeholder.group() for placeholder in self._placeholder.finditer(text)]
@@ -121,7 +118,7 @@ class MultimodalPrompts:
         num_tokens = 0
         for part, name in parts:
             items.append(self.media.process(part, name))
-            num_tokens += items[-1].num_tokens
+            num_tokens += items[-1].layout.num_tokens
             if num_tokens >= self.text.max_model_len:  # here, because the patches of many images may take much memory
                 raise PromptTooLongError(
                     f"the images and videos of the messages are {num_tokens:,} tokens, counted up to number "
@@ -138,11 +135,13 @@ class MultimodalPrompts:
         coming = iter(items)
         written = self._placeholder.sub(lambda _: self._written(next(coming)), text)
         ids = self.text.encode(written, add_special_tokens=False)
-        token_ids, ranges = self._repeated(ids, [count for item in items for count in item.frame_tokens])
+        token_ids, ranges = self._repeated(ids, [count for item in items for count in item.layout.frame_tokens])
         frames = iter(ranges)
-        mm_items = tuple(self._item(item, tuple(islice(frames, item.grid_thw[0]))) for item in items)
+        mm_items = tuple(self._item(item, tuple(islice(frames, item.layout.grid_thw[0]))) for item in items)
         blocks = [
-            Block(start, *item.merged_hw) for item, own in zip(items, mm_items, strict=True) for start, _ in own.offsets
+            Block(start, *item.layout.merged_hw)
+            for item, own in zip(items, mm_items, strict=True)
+            for start, _ in own.offsets
         ]
         positions, delta = get_rope_index(len(token_ids), blocks)
         return ChatPrompt(token_ids, MultimodalInputs(mm_items, positions, delta, self.media.options_key))
@@ -167,11 +166,12 @@ class MultimodalPrompts:
         return token_ids, ranges
 
     def _item(self, item: ProcessedItem, offsets: tuple[Range, ...]) -> MultimodalDataItem:
+        grid_thw = item.layout.grid_thw
         return MultimodalDataItem(
             modality=item.modality,
             offsets=offsets,
             feature=item.feature,
-            grid_thw=item.grid_thw,
-            hash=content_hash(item.modality, item.feature, item.grid_thw, self.media.options_key),
+            grid_thw=grid_thw,
+            hash=content_hash(item.modality, item.feature, grid_thw, self.media.options_key),
             size=item.size,
         )

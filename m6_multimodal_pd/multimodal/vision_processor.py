@@ -36,29 +36,10 @@ class Layout:
 
     grid_thw: Grid
     """Patches along time, height and width."""
-    num_tokens: int
-    """Number of placeholders in the prompt, all frames together."""
-    size: tuple[int, int]
-    """Width and height after resizing, in pixels."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessedItem:
-    """One image or video as the vision tower reads it."""
-
-    modality: Modality
-    feature: np.ndarray
-    """float32 `[num_patches, 3 * temporal_patch * patch * patch]`, in the order of `video_patches.pack`."""
-    grid_thw: Grid
-    """Patches along time, height and width."""
     merged_hw: tuple[int, int]
     """Rows and columns of blocks of patches, each of which becomes one token."""
-    timestamps: tuple[float, ...]
-    """Seconds, one for each layer of the grid's time; none for an image."""
     size: tuple[int, int]
-    """Width and height before resizing, in pixels."""
-    num_frames: int
-    """Number of sampled frames; 1 for an image."""
+    """Width and height after resizing, in pixels."""
 
     @property
     def frame_tokens(self) -> list[int]:
@@ -67,8 +48,24 @@ class ProcessedItem:
 
     @property
     def num_tokens(self) -> int:
-        """Number of placeholders."""
+        """Number of placeholders in the prompt."""
         return sum(self.frame_tokens)
+
+
+@dataclass(frozen=True)
+class ProcessedItem:
+    """One image or video as the vision tower reads it."""
+
+    modality: Modality
+    feature: np.ndarray
+    """float32 `[num_patches, 3 * temporal_patch * patch * patch]`, in the order of `video_patches.pack`."""
+    layout: Layout
+    timestamps: tuple[float, ...]
+    """Seconds, one for each layer of the grid's time; none for an image."""
+    size: tuple[int, int]
+    """Width and height before resizing, in pixels."""
+    num_frames: int
+    """Number of sampled frames; 1 for an image."""
 
 
 class VisionProcessor:
@@ -145,30 +142,12 @@ class VisionProcessor:
     def process(self, media: Picture | Frames, what: str = "the item") -> ProcessedItem:
         """Resize, normalise and pack. Raises `InvalidMediaError` for an item that no size fits; `what` names it."""
         layout = self.layout(media, what)
+        height, width = media.pixels.shape[-3:-1]
         if isinstance(media, Picture):
-            return self._item(Modality.IMAGE, media.pixels[None], layout, self._image_rows(media.pixels), ())
+            return ProcessedItem(Modality.IMAGE, self._image_rows(media.pixels), layout, (), (width, height), 1)
         seconds = timestamps(media.indices, media.video_fps, self.video.temporal_patch_size)
-        return self._item(Modality.VIDEO, media.pixels, layout, self._video_rows(media.pixels, layout), seconds)
-
-    def _item(
-        self,
-        modality: Modality,
-        frames: np.ndarray,
-        layout: Layout,
-        feature: np.ndarray,
-        seconds: tuple[float, ...],
-    ) -> ProcessedItem:
-        num_frames, height, width = frames.shape[:3]
-        factor = self.image.factor  # the vision tower's, so that of videos, too
-        return ProcessedItem(
-            modality=modality,
-            feature=feature,
-            grid_thw=layout.grid_thw,
-            merged_hw=(layout.size[1] // factor, layout.size[0] // factor),
-            timestamps=seconds,
-            size=(width, height),
-            num_frames=num_frames,
-        )
+        feature = self._video_rows(media.pixels, layout)
+        return ProcessedItem(Modality.VIDEO, feature, layout, seconds, (width, height), len(media.pixels))
 
     def _image_rows(self, pixels: Pixels) -> np.ndarray:
         # with the place of the channels: of three rows of pixels the processor would guess wrong
@@ -206,4 +185,4 @@ def check_aspect_ratio(width: int, height: int, what: str) -> None:
 
 def _layout(settings: PixelSettings, grid_t: int, width: int, height: int) -> Layout:
     grid = (grid_t, height // settings.patch_size, width // settings.patch_size)
-    return Layout(grid, grid[0] * grid[1] * grid[2] // settings.merge_size**2, (width, height))
+    return Layout(grid, (height // settings.factor, width // settings.factor), (width, height))

@@ -66,7 +66,7 @@ def clip(frames: np.ndarray, video_fps: float = 24.0) -> Frames:
 
 def unpacked(item: ProcessedItem) -> np.ndarray:
     """The pixels [frames, height, width, 3] that an item's rows show, put back one by one."""
-    grid_t, grid_h, grid_w = item.grid_thw
+    grid_t, grid_h, grid_w = item.layout.grid_thw
     pixels = np.zeros((grid_t * 2, grid_h * 16, grid_w * 16, 3), np.float32)
     rows = iter(item.feature)
     for t in range(grid_t):
@@ -93,7 +93,7 @@ def test_images_are_what_transformers_makes_of_them(tmp_path: Path, limits: tupl
         item = processor.process(Picture(pixels))
         np.testing.assert_array_equal(item.feature, made["pixel_values"])
         assert item.feature.dtype == np.float32
-        assert item.grid_thw == tuple(made["image_grid_thw"][0])
+        assert item.layout.grid_thw == tuple(made["image_grid_thw"][0])
         assert (item.timestamps, item.size, item.num_frames) == ((), (width, height), 1)
 
 
@@ -133,9 +133,9 @@ def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
     processor = make(tmp_path, sized(4096, 40000), sized(4096, 40000))
     for height, width in ((1, 1), (50, 9), (64, 200), (300, 300)):
         item, layout = processor.process(Picture(noise(height, width))), processor.image_layout(width, height)
-        assert item.grid_thw == layout.grid_thw and len(item.feature) == 4 * layout.num_tokens
+        assert item.layout.grid_thw == layout.grid_thw and len(item.feature) == 4 * layout.num_tokens
         item, layout = processor.process(clip(noise(5, height, width))), processor.video_layout(5, width, height)
-        assert item.grid_thw == layout.grid_thw and len(item.feature) == 4 * layout.num_tokens
+        assert item.layout.grid_thw == layout.grid_thw and len(item.feature) == 4 * layout.num_tokens
 
 
 def test_limits_of_the_configuration_stand_in_for_the_models(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_every_pixel_of_a_video_is_in_its_place(tmp_path: Path) -> None:
     frames[..., 1] = np.arange(96)
     frames[..., 2] = np.arange(4)[:, None, None]
     item = make(tmp_path, video=sized(4096, 10**6)).process(clip(frames))
-    assert item.grid_thw == (2, 4, 6) and item.feature.shape == (48, 1536)
+    assert item.layout.grid_thw == (2, 4, 6) and item.feature.shape == (48, 1536)
     np.testing.assert_array_equal(np.round((unpacked(item) + 1) * 127.5).astype(np.uint8), frames)
     first = np.round((item.feature[0].reshape(3, 2, 16, 16) + 1) * 127.5)
     assert (first[0, 0, :, 0].tolist(), first[1, 0, 0].tolist()) == (list(range(16)), list(range(16)))
@@ -216,7 +216,7 @@ def test_the_last_frame_of_an_odd_number_is_there_twice(tmp_path: Path) -> None:
     item = make(tmp_path, video=sized(4096, 10**6)).process(clip(frames, video_fps=10))
     again = np.round((unpacked(item) + 1) * 127.5).astype(np.uint8)
     np.testing.assert_array_equal(again, frames[[0, 1, 2, 2]])
-    assert (item.grid_thw[0], item.num_frames) == (2, 3)
+    assert (item.layout.grid_thw[0], item.num_frames) == (2, 3)
     assert item.timestamps == pytest.approx((0.05, 0.2))
 
 
@@ -225,7 +225,7 @@ def test_a_video_of_two_equal_frames_is_the_image_of_that_frame(tmp_path: Path) 
     processor = make(tmp_path, sized(4096, 10**6), sized(4096, 10**6))
     frame = noise(96, 64)
     image, video = processor.process(Picture(frame)), processor.process(clip(np.stack([frame, frame])))
-    assert image.grid_thw == video.grid_thw
+    assert image.layout.grid_thw == video.layout.grid_thw
     np.testing.assert_allclose(image.feature, video.feature, atol=2e-7)
 
 
