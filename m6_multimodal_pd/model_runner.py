@@ -21,7 +21,7 @@ from m6_multimodal_pd.forward_batch import ForwardBatch, slices_of
 from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from m6_multimodal_pd.models.vision import Grid, VisionTower
-from m6_multimodal_pd.multimodal.encoder import Encoder, ItemSlice
+from m6_multimodal_pd.multimodal.encoder import Encoder
 
 
 class ModelRunner(TextModelRunner):
@@ -44,7 +44,10 @@ class ModelRunner(TextModelRunner):
         if not isinstance(batch, ModelWorkerBatch):
             return text
         slices = slices_of(batch)
-        embeddings = self._embed(slices) if slices else []
+        embeddings: list[Tensor] = []
+        if slices:
+            with all_threads(self.step_threads):  # the tower is torch's
+                embeddings = self.encoder.embed(slices)
         return ForwardBatch.with_images(text, batch, slices, embeddings)
 
     def forward(self, batch: TextForwardBatch) -> Tensor:
@@ -78,17 +81,21 @@ class ModelRunner(TextModelRunner):
             ) from error
         return kv_bytes
 
-    def _embed(self, slices: list[ItemSlice]) -> list[Tensor]:
-        """Encode with the caller's number of threads: the last bits of a matrix product of torch depend on it."""
-        lowered = None if self.step_threads is None else self.step_threads.lowered
-        with ExitStack() as after:
-            if lowered is not None:
-                torch.set_num_threads(lowered[0])
-                after.callback(torch.set_num_threads, lowered[1])
-            return self.encoder.embed(slices)
-
 
 def blank(tower: VisionTower, num_tokens: int) -> tuple[Tensor, Grid]:
     """Return a square image of zeros of about `num_tokens` tokens."""
     side = max(math.isqrt(num_tokens), 1) * tower.merge_size
     return torch.zeros(side * side, tower.patch_dim), (1, side, side)
+
+
+def all_threads(step_threads: StepThreads | None) -> ExitStack:
+    """Restore the caller's number of threads inside a step, until the returned context ends.
+
+    For matrix products of torch, whose last bits depend on the number of threads.
+    """
+    after = ExitStack()
+    lowered = None if step_threads is None else step_threads.lowered
+    if lowered is not None:
+        torch.set_num_threads(lowered[0])
+        after.callback(torch.set_num_threads, lowered[1])
+    return after

@@ -51,7 +51,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
 
 
 def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> "PreparedEngine":
-    """Load the models and fit the length of requests to the memory. The KV memory is not reserved yet."""
+    """Load the models and fit the maximum length of requests to the memory, without reserving KV memory."""
     device = config.model.torch_device()
     check_memory_share(config.cache, device)
     prefix_cache_class(config.cache, parts)
@@ -70,7 +70,7 @@ def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> "
         return build_executor(config, parts, loaded, drafting, tracer, threads, encoder=encoder, step_threads=threads)
 
     group = config.disaggregation
-    num_engines = 1 if group is None else group.prefill + group.decode  # on this machine, as far as an engine knows
+    num_engines = 1 if group is None else group.prefill + group.decode  # all may be on this machine
     loaded, runs, kv_budget = fit_to_memory(
         loaded, make, config.model.max_model_len, config.cache, device, num_shares=num_engines
     )
@@ -81,13 +81,13 @@ def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> "
 
 @dataclass(frozen=True)
 class PreparedEngine:
-    """An engine up to the point at which a group agrees on the length of its requests (see `disaggregation/`)."""
+    """An engine before a group agrees on the maximum length of its requests (see `disaggregation/`)."""
 
     config: EngineConfig
     parts: Mapping[str, Any]
     tracer: Tracer
     loaded: LoadedModel
-    """With the longest length that this engine has room for."""
+    """With the maximum length for which this engine has memory."""
     media: MediaReader | None
     embeddings: EmbeddingCache
     encoder: Encoder

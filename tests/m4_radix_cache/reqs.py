@@ -21,10 +21,11 @@ def make_req(
     extra_key: str | None = None,
     is_retracted: bool = False,
     prompt_logprobs: int | None = None,
+    request_class: type[Req] = Req,
 ) -> Req:
     """The request `r<number>`, the `number`-th to arrive."""
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
-    req = make_request(f"r{number}", prompt, params, request_class=Req)
+    req = make_request(f"r{number}", prompt, params, request_class=request_class)
     assert isinstance(req, Req)
     req.number, req.priority, req.parent_id = number, priority, parent_id
     req.extra_key = extra_key

@@ -1,6 +1,7 @@
 """Items and requests for tests that need no model: pictures of any number of tokens at any place."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,10 @@ import numpy as np
 
 from m6_multimodal_pd.multimodal.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
+from m6_multimodal_pd.request import Req
+from tests.m4_radix_cache.reqs import make_req as make_radix_req
+
+make_req = partial(make_radix_req, request_class=Req)
 
 
 def item(content: str, *offsets: tuple[int, int], pad_value: int = 5000) -> MultimodalDataItem:

@@ -37,8 +37,7 @@ from m6_multimodal_pd.errors import RemoteError, TransferError
 from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, content_hash
 from m6_multimodal_pd.multimodal.prompt import ChatPrompt
-from tests.m4_radix_cache.reqs import make_req
-from tests.m6_multimodal_pd.items import inputs, item
+from tests.m6_multimodal_pd.items import inputs, item, make_req
 
 TOKENS = MediaTokens(image=1, video=2, vision_start=3, vision_end=4)
 CODEC: Codec[Any] = Codec(ToEngine, 2**20)

@@ -29,7 +29,7 @@ from m6_multimodal_pd.disaggregation.messages import (
 from m6_multimodal_pd.disaggregation.router import Router
 from m6_multimodal_pd.disaggregation.sockets import EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.wire import Codec
-from tests.m4_radix_cache.reqs import make_req
+from tests.m6_multimodal_pd.items import make_req
 from tests.m6_multimodal_pd.pd_engines import Listener
 
 MAX_BYTES = 2**24
