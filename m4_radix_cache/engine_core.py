@@ -104,7 +104,7 @@ class EngineCore(EngineCoreBase):
     def _execute(self, batch: ScheduleBatch) -> ModelRunnerOutput:
         """Run a batch; a request without a token in the output ends with its error."""
         self._record.request_ids = batch.rids
-        worker_batch: ModelWorkerBatch = batch.get_model_worker_batch()
+        worker_batch = self._prepare(batch)
         self._record.num_tokens = len(worker_batch.input_ids)
         self._record.num_prompt_tokens = worker_batch.num_prompt_tokens
         expected = dict(zip(worker_batch.rids, worker_batch.sample_lens, strict=True))
@@ -114,3 +114,7 @@ class EngineCore(EngineCoreBase):
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
         return output
+
+    def _prepare(self, batch: ScheduleBatch) -> ModelWorkerBatch:
+        """Return a batch as plain data, for the model runner."""
+        return batch.get_model_worker_batch()

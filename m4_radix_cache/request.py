@@ -10,31 +10,17 @@ The tree owns whole pages, so the part that is its own begins on a page. What is
 computed. SGLang: `Req` in `managers/schedule_batch.py`.
 """
 
-from collections.abc import Sequence as SequenceOf
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from m1_single_request.request import RequestStatus, Sequence
-from m1_single_request.tracer import Tracer
 from m3_paged_attention.request import Request
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 
 NO_SLOTS = np.zeros(0, dtype=np.int64)
-
-
-class Media(Protocol):
-    """What a prompt holds besides text: nothing before m6."""
-
-    def padded(self, token_ids: SequenceOf[int]) -> SequenceOf[int]:
-        """The prompt as the cache knows it: a picture by its content."""
-        ...
-
-    def trace_arrival(self, rid: str, tracer: Tracer) -> None:
-        """Tell the trace what request `rid` brings."""
-        ...
 
 
 class Req(Request):
@@ -53,7 +39,6 @@ class Req(Request):
         self.extend_input_len = 0  # tokens to compute
         self.req_pool_idx: int | None = None  # its row of slots, while it runs
         self.req_to_token_pool: ReqToTokenPool | None = None  # where that row is
-        self.multimodal_inputs: Media | None = None  # its pictures: there are none before m6
         self._key: RadixKey | None = None
 
     @property
@@ -92,8 +77,7 @@ class Req(Request):
     def key(self) -> RadixKey:
         """Its tokens as the cache knows them. Each is encoded once, when somebody first asks."""
         if self._key is None:
-            media, prompt = self.multimodal_inputs, self.origin_input_ids
-            self._key = RadixKey(prompt if media is None else media.padded(prompt), self.extra_key)
+            self._key = RadixKey(self.origin_input_ids, self.extra_key)
         missing = self.seqlen - len(self._key)
         if missing > 0:
             self._key.append(self.output_ids[-missing:])

@@ -201,8 +201,6 @@ class Scheduler:
         self.tracer.emit(RequestAdded.of, request, len(self.waiting_queue))
         if request.priority or request.extra_key is not None:
             self.tracer.emit(RequestOptions, rid=request.rid, priority=request.priority, extra_key=request.extra_key)
-        if request.multimodal_inputs is not None:
-            request.multimodal_inputs.trace_arrival(request.rid, self.tracer)
         self._num_arrivals += 1
         request.number = self._num_arrivals
         self.requests[request.request_id] = request

@@ -6,7 +6,6 @@ not the last, one, or one more than were guessed - and the guesses. SGLang: `Mod
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -23,8 +22,6 @@ class ModelWorkerBatch(PlainModelWorkerBatch):
     """The first so many requests are prefilled."""
     spec_info: SpecInput | None
     """The guesses of this step; None: there are none."""
-    multimodal_inputs: Sequence[Any]
-    """The pictures of each request that is prefilled; None for each before m6."""
 
     def with_drafts(self, drafts: Sequence[Sequence[int]]) -> "ModelWorkerBatch":
         """The same step with these guesses, by row, in the places of those that were unknown when it was decided."""

@@ -128,7 +128,6 @@ class ScheduleBatch(PlainScheduleBatch):
             num_prompts=self.num_prompts,
             num_prompt_tokens=int(self.new_lens[: self.num_prompts].sum()) if self.num_prompts else 0,
             spec_info=SpecInput(self.drafts) if self.drafts else None,
-            multimodal_inputs=[req.multimodal_inputs for req in self.reqs[: self.num_prompts]],
         )
 
     def take_runs(self, output: ModelRunnerOutput) -> list[Run]:

@@ -1,20 +1,20 @@
-"""m6: the full engine: images and video in every request, and prefill and decode apart where that is wanted.
+"""m6: the full engine: images and video in every request, and optionally prefill and decode in separate engines.
 
-Since m5: a prompt may hold pictures. They are cut into patches, a vision tower makes embeddings of these, and the
-embeddings stand in the prompt where placeholder tokens stood, at positions of three axes (M-RoPE), with more of them
-added in the first layers (DeepStack): Qwen3-VL (Bai et al. 2025). To the scheduler a picture is so many tokens, which
-may be cut like any others; to the prefix cache it is a token that stands for its content; what the tower made is kept
-for whoever brings the picture again. Everything of m1 to m5 works on prompts with and without pictures, in one batch.
+Since m5: a prompt may contain images. They are cut into patches, a vision tower computes embeddings from these, and the
+embeddings take the place of placeholder tokens, at positions on three axes (M-RoPE), with more features added in the
+first layers (DeepStack): Qwen3-VL (Bai et al. 2025). To the scheduler an image is a range of tokens, which may be cut
+like any other; in the prefix cache's key it is a number for its content; its embeddings are kept for later requests
+with the same image. Everything of m1 to m5 works on prompts with and without images, in one batch.
 
     from m6_multimodal_pd import LLMEngine, MultimodalConfig, SamplingParams
 
     engine.chat([{"role": "user", "content": [{"type": "image", "image": "photo.png"},
                                               {"type": "text", "text": "Describe the picture."}]}])
 
-Read `multimodal/`: `media.py`, `vision_processor.py`, `prompt.py`, `inputs.py`, `mrope.py`; then `models/qwen3_vl.py`,
-`forward_batch.py`, `model_runner.py`; then `multimodal/encoder_budget.py` and `embedding_cache.py`. `wiring.py` shows
-what m6 replaces. With a `DisaggregationConfig` some engines compute prompts and others answer, each in a process of its
-own: read `disaggregation/`: `poll.py`, `prefill_side.py`, `decode_side.py`, `router.py`, `transport.py`.
+Read the way of an image, which `multimodal/__init__.py` lists file by file; then `request.py`, `model_worker_batch.py`,
+`forward_batch.py`, `model_runner.py` and `models/qwen3_vl.py`. `wiring.py` shows what m6 replaces. With a
+`DisaggregationConfig` some engines compute prompts and others decode, each in a process of its own: read
+`disaggregation/`: `poll.py`, `prefill_side.py`, `decode_side.py`, `router.py`, `transport.py`.
 """
 
 from m1_single_request import face

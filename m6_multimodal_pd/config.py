@@ -1,9 +1,9 @@
-"""What an m6 engine is told besides m5's configuration: what it takes as a picture, and what encoding one may cost.
+"""Configuration of an m6 engine: m5's, with limits for images and budgets for their encoder.
 
-Model, scheduler, cache and speculation are configured as in m5. `MultimodalConfig` has two halves: limits that are
-checked before anything is decoded, because pictures come from strangers; and the two numbers that keep the vision
-tower from crowding out everybody else, the budget of a step and the memory for what it has made. vLLM:
-`MultiModalConfig`, `EncoderCacheManager`'s budgets; SGLang: `--mm-...` of `ServerArgs` and `SGLANG_VLM_CACHE_SIZE_MB`.
+Model, scheduler, cache and speculation are configured as in m5. `MultimodalConfig` has two groups of fields: limits,
+which are checked before an image is decoded, because images may come from strangers; and the two limits of the vision
+encoder, the tokens that a step encodes and the memory for embeddings. vLLM: `MultiModalConfig`, `EncoderCacheManager`'s
+budgets; SGLang: `--mm-...` of `ServerArgs` and `SGLANG_VLM_CACHE_SIZE_MB`.
 """
 
 from dataclasses import dataclass, field
@@ -19,40 +19,40 @@ DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-vl"
 
 URL_SCHEMES = ("file", "http", "https")
 ENCODER_BUDGETS = {"cpu": 1024, "cuda": 16384}
-"""By the kind of device: tokens of pictures that the vision tower makes in one step."""
+"""By the kind of device: maximum number of image tokens encoded per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultimodalConfig:
-    """Which images and videos are taken, and how many of them are encoded at a time."""
+    """Limits for images and videos, and for their encoder."""
 
     allowed_url_schemes: tuple[str, ...] = ()
-    """Which of `file`, `http` and `https` a URL may name. None of them by default: a URL makes the engine read what it
-    can reach and the sender cannot. `data:` URLs carry their picture and are always taken."""
+    """Schemes of URLs that are read: `file`, `http`, `https`. None of them by default: a URL makes the engine read what
+    its sender cannot reach. `data:` URLs contain their image and are always accepted."""
     url_timeout_s: float = 10.0
-    """Seconds that a URL may take, its last byte and all redirects included."""
+    """Timeout of a URL in seconds, up to its last byte and including all redirects."""
     max_items: int = 16
-    """Images and videos in one request."""
+    """Maximum number of images and videos in one request."""
     max_file_bytes: int = 32 * 2**20
-    """Of an encoded picture or animation."""
+    """Maximum size of an encoded image or animation."""
     max_image_pixels: int = 2**25
-    """Width times height as the file's header has it, before a pixel is decoded. Files of more than twice
-    `PIL.Image.MAX_IMAGE_PIXELS` are refused by PIL, whatever is said here."""
+    """Maximum width times height, compared with the file's header before a pixel is decoded. PIL rejects files of more
+    than twice `PIL.Image.MAX_IMAGE_PIXELS` with any value of this field."""
     max_video_frames: int = 4096
-    """Frames that may be handed in; fewer are sampled from them."""
+    """Maximum number of frames of a video before sampling."""
     max_video_pixels: int = 2**28
-    """Width times height of all sampled frames together. Of an animation all frames count, because each is drawn over
-    the one before."""
+    """Maximum width times height of all sampled frames together. Of an animation all frames count, because each is
+    drawn over the one before."""
     min_pixels: int | None = None
-    """A smaller image is enlarged to so many pixels. None: as the model's processor has it."""
+    """Minimum number of pixels of an image after resizing. None: that of the model's processor."""
     max_pixels: int | None = None
-    """A larger image is reduced to so many pixels. None: as the model's processor has it."""
+    """Maximum number of pixels of an image after resizing. None: that of the model's processor."""
     encoder_budget: int | None = None
-    """At most so many image tokens are encoded in one step, all requests together; an item that is larger is encoded
-    alone. None: 1,024 on a CPU, 16,384 on CUDA."""
+    """Maximum number of image tokens encoded per step, for all requests together; a larger item is encoded alone. None:
+    1,024 on a CPU, 16,384 on CUDA."""
     embedding_cache_bytes: int = 128 * 2**20
-    """Memory for encoded items, kept for later requests until others need the room. Unlike KV they are shared across
-    `cache_salt`s: how soon a first token comes may tell whether somebody else has shown the same picture."""
+    """Memory for embeddings, which are kept for later requests until others need it. Unlike KV they are shared across
+    `cache_salt`s: the time to a first token may show that another request had the same image."""
 
     def __post_init__(self) -> None:
         check_schemes(self.allowed_url_schemes)
@@ -66,12 +66,12 @@ class MultimodalConfig:
             raise ConfigError(f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}")
 
     def budget(self, device_type: str) -> int:
-        """Image tokens that may be encoded in one step on such a device."""
+        """Return the maximum number of image tokens encoded per step on a device of this type."""
         return self.encoder_budget or ENCODER_BUDGETS.get(device_type, ENCODER_BUDGETS["cpu"])
 
 
 def check_schemes(schemes: object) -> None:
-    """Raise `ConfigError` unless these are names of URL schemes that can be allowed."""
+    """Raise `ConfigError` unless these are names of schemes that can be allowed."""
     if not isinstance(schemes, tuple | list | frozenset | set):
         raise ConfigError(f"allowed_url_schemes={shown(schemes)} must be a tuple of names, such as ('https',)")
     for scheme in schemes:
@@ -85,4 +85,4 @@ class EngineConfig(ChunkedEngineConfig):
 
     multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
     disaggregation: DisaggregationConfig | None = None
-    """Prefill and decode in engines of their own; None: one engine does both."""
+    """Prefill and decode in separate engines; None: one engine does both."""

@@ -1,29 +1,47 @@
-"""m4's engine core with an encoder, whose embeddings outlive requests; weights can be exchanged and steps profiled.
+"""m4's engine core with a vision encoder, whose embeddings outlive requests.
 
-The step is m4's. SGLang: `SchedulerUpdateWeightsMixin` and `SchedulerProfilerMixin`; vLLM:
-`reload_weights` and `start_profile` of its workers.
+The step is m4's; a batch may have images in it. The weights can be replaced between requests, and steps be profiled.
+SGLang: `SchedulerUpdateWeightsMixin` and `SchedulerProfilerMixin`; vLLM: `reload_weights` and `start_profile` of its
+workers.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from m1_single_request.errors import EngineUsageError
 from m1_single_request.outputs import RequestOutput
-from m1_single_request.request import FinishAbort
+from m1_single_request.request import FinishAbort, Request
+from m3_paged_attention.request import ParentRequest
 from m4_radix_cache.engine_core import EngineCore as RadixEngineCore
+from m4_radix_cache.schedule_batch import ScheduleBatch
+from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch as TextModelWorkerBatch
+from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.operations import Operations
 from m6_multimodal_pd.outputs import EngineStats
+from m6_multimodal_pd.request import Req
 
 
 class EngineCore(RadixEngineCore):
-    """Engine core whose model sees pictures: `clear_kv_caches` and `close` also clear the encoder's cache, and `stats`
-    and `run_step` add its totals. `close` also ends the profile."""
+    """Engine core of a model with a vision encoder.
+
+    `add_request` traces the images of a request, and `_prepare` adds those of a step to its batch. `clear_kv_caches`
+    and `close` also clear the embedding cache; `close` also ends a profile. `stats` and `run_step` add the totals of
+    the encoder.
+    """
 
     def __init__(self, *, encoder: Encoder, operations: Operations, **others: Any) -> None:
         """`others`: as m4's."""
         super().__init__(**others)
         self.encoder, self.operations = encoder, operations
-        self._encoder_counters = encoder.counters()  # up to the last finished step
+        self._encoder_totals = encoder.totals  # up to the last finished step
+
+    def add_request(self, request: Request) -> None:
+        """Queue a checked request, and trace its images; it runs in later steps."""
+        super().add_request(request)
+        children: list[Any] = request.children if isinstance(request, ParentRequest) else [request]
+        for child in children:
+            if child.multimodal_inputs is not None:
+                child.multimodal_inputs.trace_arrival(child.request_id, self.tracer)
 
     def update_weights(self, model: str) -> None:
         """Load other weights and forget all KV. Raises `EngineUsageError` while requests are unfinished."""
@@ -48,11 +66,17 @@ class EngineCore(RadixEngineCore):
     def stats(self) -> EngineStats:
         """Return the totals up to the last finished step, and the state of both caches."""
         return EngineStats(
-            **vars(super().stats()), **self._encoder_counters, embedding_cache_bytes=self.encoder.cache.used_bytes
+            **vars(super().stats()), **self._encoder_totals, embedding_cache_bytes=self.encoder.cache.used_bytes
         )
+
+    def _prepare(self, batch: ScheduleBatch) -> TextModelWorkerBatch:
+        text = super()._prepare(batch)
+        assert isinstance(text, TextModelWorkerBatch)
+        inputs = [req.multimodal_inputs for req in cast("list[Req]", batch.reqs)]
+        return ModelWorkerBatch(**vars(text), multimodal_inputs=inputs) if any(inputs) else text
 
     def run_step(self) -> dict[str, RequestOutput]:
         """Run one step and add it to the totals."""
         outputs = super().run_step()
-        self._encoder_counters = self.encoder.counters()
+        self._encoder_totals = self.encoder.totals
         return outputs

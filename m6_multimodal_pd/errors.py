@@ -1,12 +1,12 @@
-"""What can be wrong with a picture, and between engines; all other errors are those of earlier milestones."""
+"""Errors of images, and of engines that work together; all other errors are those of earlier milestones."""
 
 from m1_single_request.errors import EngineError, InvalidRequestError
 
 
 class InvalidMediaError(InvalidRequestError):
-    """An image or a video that cannot be taken: broken, too large, of an unknown form, or from where nothing may come.
+    """An image or a video that cannot be used: broken, too large, of an unknown form, or at a URL that is not allowed.
 
-    Nothing was queued, and no other request is touched.
+    No request was queued, and no other request is affected.
     """
 
 

@@ -1,6 +1,6 @@
-"""Events about pictures: received, positions assigned, encoded, found encoded, evicted.
+"""Events about images: received, positions assigned, encoded, found encoded, evicted.
 
-All other events are those of m1 to m5. In a sentence, a picture is named by the first letters of its content's hash:
+All other events are those of m1 to m5. In a sentence, an image is named by the first letters of its content's hash:
 the same content has the same name in every request. `of` takes objects of `multimodal/` as `Any`, because their files
 import this one.
 """
@@ -69,7 +69,7 @@ class ItemReceived(Event):
         return (
             f"{self.rid} brings {self.modality} {self.index}, {self.size[0]} x {self.size[1]} pixels: {patches} "
             f"patches, merged to {some(self.num_tokens, 'token')} from place {self.offsets[0][0]:,} on. Content "
-            f"{named(self.hash)}, which the prefix cache knows as token {self.pad_value:,}."
+            f"{named(self.hash)}, whose pad value in the prefix cache is {self.pad_value:,}."
         )
 
 
@@ -220,7 +220,7 @@ class ItemEvicted(Event):
 
     def explain(self) -> str:
         return (
-            f"The embeddings of {named(self.hash)} leave the cache ({some(self.num_tokens, 'embedding')}, "
-            f"{size(self.num_bytes)}): nobody uses them now, and they were used least recently. "
+            f"The embeddings of {named(self.hash)} are evicted ({some(self.num_tokens, 'embedding')}, "
+            f"{size(self.num_bytes)}): this step does not read them, and they were used least recently. "
             f"{size(self.used_bytes)} stay."
         )

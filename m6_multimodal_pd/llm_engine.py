@@ -1,6 +1,6 @@
-"""m6's engine: the face over m6's parts. A prompt may be messages with images and video, in every call.
+"""m6's engine: the face with m6's parts. A prompt may be messages with images and video, in every call.
 
-New calls: the weights of an engine can be exchanged between requests, and its steps profiled.
+New calls: the weights of an engine can be replaced between requests, and its steps profiled.
 """
 
 from pathlib import Path
@@ -13,8 +13,8 @@ from m6_multimodal_pd.wiring import PARTS
 
 class LLMEngine(RadixEngine):
     """The full engine. `generate`, `stream`, `add_request` and `chat` take messages whose contents may be lists of
-    texts, images and videos; `chat_prompt` makes a prompt of them that keeps its pictures. A request may come with
-    `priority=`, `cache_salt=` and `speculate=`."""
+    texts, images and videos; `chat_prompt` returns a prompt with its images. A request has the options `priority=`,
+    `cache_salt=` and `speculate=`."""
 
     parts = PARTS
     config_type = EngineConfig
@@ -28,12 +28,12 @@ class LLMEngine(RadixEngine):
         self.engine_core.update_weights(str(model))
 
     def start_profile(self, folder: str | Path) -> None:
-        """Record the steps from now on with torch's profiler; `stop_profile` writes them into this folder."""
+        """Start recording steps with torch's profiler; `stop_profile` writes them into this folder."""
         self._check_usable()
         check_path("folder", folder)
         self.engine_core.operations.start_profile(str(folder))
 
     def stop_profile(self) -> list[Path]:
-        """Stop recording; return the files that were written, for chrome://tracing or Perfetto."""
+        """Stop recording; return the files written, for chrome://tracing or Perfetto."""
         self._check_usable()
         return [Path(name) for name in self.engine_core.operations.stop_profile()]

@@ -1,14 +1,12 @@
-"""Loads a model that sees, or any that only reads.
+"""Model loader for models with and without a vision tower.
 
 Since m3: `Qwen3VLForConditionalGeneration`, from a local Hugging Face directory or a hub id. Its language model is m3's
-decoder under other names, its vision tower lies in the same files. What is not of this family is loaded by m3's loader,
-as it stands. vLLM and SGLang: a registry from the architecture's name to a class that loads itself.
+decoder under other names, and its vision tower is in the same files. Other architectures are loaded by m3's loader.
+vLLM and SGLang: a registry from the architecture's name to a class that loads itself.
 """
 
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from m1_single_request.model_loader import (
     SUPPORTED_ARCHITECTURES,
@@ -31,7 +29,7 @@ ALL_ARCHITECTURES = (*SUPPORTED_ARCHITECTURES, qwen3_vl.ARCHITECTURE)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(LoadedTextModel):
-    """A model in place, with what the engine must know of it. `num_parameters` and `weight_bytes` count the tower."""
+    """A model with its weights. `num_parameters` and `weight_bytes` include the vision tower."""
 
     vision: VisionTower | None = None
     """None: a text model."""
@@ -41,56 +39,38 @@ class LoadedModel(LoadedTextModel):
 
 @dataclass(frozen=True)
 class VisionFacts:
-    """What intake must know of a vision tower that is elsewhere."""
+    """The properties of a vision tower that intake needs, without its weights."""
 
     config: Any
     """The model's `vision_config`."""
     bytes_per_token: int
-    """What keeping an encoded token takes."""
+    """Size of the embeddings of one token."""
 
 
-@dataclass(frozen=True)
-class DescribedModel:
-    """A model without its weights: what intake and the router must know of it."""
+@dataclass(frozen=True, kw_only=True)
+class DescribedModel(ModelDescription):
+    """A model without its weights, for intake and the router."""
 
-    name: str
-    tokenizer: Any
-    device: torch.device
-    eos_token_ids: frozenset[int]
-    max_model_len: int
-    vocab_size: int
-    vision: VisionFacts | None
+    vision: VisionFacts | None = None
     """None: a text model."""
-    media_tokens: MediaTokens | None
+    media_tokens: MediaTokens | None = None
     """None: a text model."""
 
 
 def describe_model(config: ModelConfig) -> DescribedModel:
-    """Read and check everything but the weights. Raises `ModelLoadError` or `ConfigError`, as `load_model` would."""
+    """Read and check everything but the weights. Raises `ModelLoadError` or `ConfigError`, as `load_model` does."""
     described = describe(config, ALL_ARCHITECTURES)
-    vision_facts, media_tokens = None, None
-    vocab_size = described.config.get_text_config().vocab_size
-    if described.architecture == qwen3_vl.ARCHITECTURE:
-        language = vl_decoder_config(described.name, described.config)
-        own = described.config.vision_config
-        check_vision_config(described.name, own, language)
-        width = (1 + language.num_deepstack) * own.out_hidden_size
-        vision_facts, media_tokens = VisionFacts(own, width * described.dtype.itemsize), language.media_tokens
-        vocab_size = language.decoder.vocab_size
-    return DescribedModel(
-        name=described.name,
-        tokenizer=described.tokenizer,
-        device=config.torch_device(),
-        eos_token_ids=described.eos_token_ids,
-        max_model_len=described.max_model_len,
-        vocab_size=vocab_size,
-        vision=vision_facts,
-        media_tokens=media_tokens,
-    )
+    if described.architecture != qwen3_vl.ARCHITECTURE:
+        return DescribedModel(**vars(described))
+    language, vision_config = vl_decoder_config(described.name, described.config), described.config.vision_config
+    check_vision_config(described.name, vision_config, language)
+    width = (1 + language.num_deepstack) * vision_config.out_hidden_size
+    facts = VisionFacts(vision_config, width * described.dtype.itemsize)
+    return DescribedModel(**vars(described), vision=facts, media_tokens=language.media_tokens)
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
-    """Load model and tokenizer as `config` says. Raises `ModelLoadError` or `ConfigError` with what to do about it."""
+    """Load model and tokenizer. Raises `ModelLoadError` or `ConfigError` with advice."""
     backend = resolve(config.attention_backend, config.torch_device())
     described = describe(config, ALL_ARCHITECTURES)
     if described.architecture == qwen3_vl.ARCHITECTURE:
@@ -126,7 +106,7 @@ def _weights(
         tower = VisionTower.dummy(vision_config, dtype, device, config.seed)
         return tower, dummy_weights(language.decoder, dtype, device, config.seed)
     directory = weights_directory(name)
-    tower = VisionTower.load(name, directory, vision_config, dtype, device)  # first: if it does not fit, it was short
+    tower = VisionTower.load(name, directory, vision_config, dtype, device)  # first: an error of its files comes early
     return tower, load_weights(
         name, directory, language.decoder, dtype, device, prefix=qwen3_vl.PREFIX, not_ours=(vision.PREFIX,)
     )

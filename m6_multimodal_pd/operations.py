@@ -1,4 +1,4 @@
-"""Operations on an engine besides requests: its steps are profiled, and its weights are exchanged.
+"""Operations on an engine besides requests: profile its steps, and replace its weights.
 
 A group of engines has another class with the same methods, which calls all engines (`disaggregation/router_core.py`).
 SGLang: `SchedulerProfilerMixin` and `SchedulerUpdateWeightsMixin`; vLLM: `start_profile` and `reload_weights` of its
@@ -17,18 +17,18 @@ class Operations:
         self.profiler = StepProfiler()
 
     def update_weights(self, model: str) -> None:
-        """Load other weights into the model. Raises `ModelLoadError`, and changes nothing, if they do not fit."""
+        """Replace the weights. Raises `ModelLoadError`, and changes nothing, for weights of another shape."""
         self.weight_loader.load(model)
 
     def start_profile(self, folder: str) -> None:
-        """Record the steps from now on. Raises `ConfigError` for a folder that cannot be written, `EngineUsageError`
+        """Start recording steps. Raises `ConfigError` for a folder that cannot be written, `EngineUsageError`
         while a profile is being recorded."""
         self.profiler.start(folder)
 
     def stop_profile(self) -> list[str]:
-        """Stop recording; return the names of the files. Raises `EngineUsageError` if nothing is being recorded."""
+        """Stop recording; return the names of the files. Raises `EngineUsageError` if no profile is being recorded."""
         return self.profiler.stop()
 
     def close(self) -> None:
-        """Stop recording, and write nothing."""
+        """Stop recording without writing a file."""
         self.profiler.drop()

@@ -1,4 +1,4 @@
-"""The totals of an engine that sees."""
+"""Totals of an engine with a vision encoder."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from m5_chunked_prefill_spec.outputs import EngineStats as SpeculationStats
 
 @dataclass(frozen=True)
 class EngineStats(SpeculationStats):
-    """m5's totals, and those of the vision tower."""
+    """m5's totals, and those of the vision encoder."""
 
     num_encoder_runs: int
-    """How often the vision tower ran; once for all new items of a step."""
+    """Number of runs of the vision tower: one for all new items of a step."""
     num_encoded_items: int
-    """Images and videos that it encoded, in all."""
+    """Number of images and videos encoded."""
     num_encoded_tokens: int
-    """Embeddings that it made, in all."""
+    """Number of embeddings computed."""
     num_encoder_hits: int
-    """How often a piece of a prompt found a picture encoded already."""
+    """Number of pieces of prompts whose item was encoded already."""
     encoder_seconds: float
-    """The tower's time, in all."""
+    """Time in the vision tower, in seconds."""
     num_evicted_items: int
-    """Items whose embeddings had to leave their cache, in all."""
+    """Number of items whose embeddings were evicted from the embedding cache."""
     embedding_cache_bytes: int
-    """What that cache holds now."""
+    """Size of the embeddings in the cache, in bytes."""

@@ -1,7 +1,7 @@
-"""torch's profiler around an engine's steps: which operators took how long, for a viewer.
+"""torch's profiler around an engine's steps: the time of each operator, for a viewer.
 
-The trace says what the engine decided; this says what the device did meanwhile. While nothing is recorded it costs
-nothing. SGLang: `SchedulerProfilerMixin`; vLLM: `VLLM_TORCH_PROFILER_DIR` and `start_profile` of its workers.
+The trace records the engine's decisions; the profile records the work of the device. Without a recording it has no
+cost. SGLang: `SchedulerProfilerMixin`; vLLM: `VLLM_TORCH_PROFILER_DIR` and `start_profile` of its workers.
 """
 
 import os
@@ -16,7 +16,7 @@ from m1_single_request.errors import ConfigError, EngineUsageError, shown_path
 
 
 class StepProfiler:
-    """Records everything between `start` and `stop`. torch has one profiler for the whole process."""
+    """Records the operators between `start` and `stop`. torch has one profiler for the whole process."""
 
     _recording: ClassVar["StepProfiler | None"] = None
 
@@ -25,15 +25,15 @@ class StepProfiler:
         self._folder = Path()
 
     def start(self, folder: str) -> None:
-        """Record from now on. Raises `ConfigError` for a folder that cannot be written, `EngineUsageError` if it
-        records already."""
+        """Start recording. Raises `ConfigError` for a folder that cannot be written, `EngineUsageError` during a
+        recording in this process."""
         if StepProfiler._recording is not None:
             raise EngineUsageError("a profile is being recorded in this process already: stop_profile() ends it")
         path = Path(folder).absolute()
         try:
-            str(path).encode()  # torch writes to no other name
+            str(path).encode()  # torch requires it
             path.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:  # it cannot be made, or is no name of a folder
+        except (OSError, ValueError) as error:  # it cannot be created, or the name is invalid
             why = getattr(error, "strerror", None) or error
             raise ConfigError(f"profiles cannot be written to {shown_path(folder)}: {why}") from error
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -44,8 +44,8 @@ class StepProfiler:
         self._profile, self._folder, StepProfiler._recording = profile, path, self
 
     def stop(self) -> list[str]:
-        """Write what was recorded; the file's name. Raises `EngineUsageError` if nothing is being recorded,
-        `ConfigError` if it cannot be written; it is lost then."""
+        """Write the recording; return the file's name. Raises `EngineUsageError` without a recording, and `ConfigError`
+        if it cannot be written; then it is lost."""
         if self._profile is None:
             raise EngineUsageError("no profile is being recorded: start_profile() begins one")
         profile, self._profile, StepProfiler._recording = self._profile, None, None
@@ -57,7 +57,7 @@ class StepProfiler:
         return [str(path)]
 
     def drop(self) -> None:
-        """Stop, and write nothing."""
+        """Stop recording without writing a file."""
         profile, self._profile = self._profile, None
         if profile is not None:
             StepProfiler._recording = None

@@ -1,9 +1,8 @@
-"""Other weights for an engine that runs: loaded, compared with what is there, and put in its place.
+"""Weight loader: replaces the weights of a running engine by those of a model of the same shape.
 
-A model that is trained further, say, is served without starting anew. Between two requests nobody has KV that matters,
-so the models are exchanged as objects: everything that was compiled and measured for the shape stays. What would not
-fit is refused before anything changes. New in this milestone. SGLang: `update_weights_from_disk`; vLLM:
-`reload_weights`.
+A model in training, for example, is served without a restart. Between two requests no KV is in use, so the model object
+is replaced; everything that was compiled and measured for its shape stays. Weights of another shape are rejected before
+any change. New in this milestone. SGLang: `update_weights_from_disk`; vLLM: `reload_weights`.
 """
 
 from dataclasses import replace
@@ -15,18 +14,18 @@ from m3_paged_attention.profiling import kv_cache_spec_of
 
 
 class WeightLoader:
-    """Exchanges the target model, and its vision tower. A draft model stays: it only guesses."""
+    """Replaces the target model and its vision tower. A draft model stays: it only makes drafts."""
 
     def __init__(self, *, config: ModelConfig, load: Any, loaded: Any, runner: Any, encoder: Any) -> None:
-        """`load`: the part `model_loader`; `loaded`: what it has loaded for the engine."""
+        """`load`: the part `model_loader`; `loaded`: the engine's model."""
         precision = str(loaded.dtype).removeprefix("torch.")
-        self.config = replace(config, dtype=precision, max_model_len=loaded.max_model_len)  # as they are settled now
+        self.config = replace(config, dtype=precision, max_model_len=loaded.max_model_len)  # the values in use
         self.load_model, self.runner, self.encoder = load, runner, encoder
         self.shape = shape_of(loaded)
 
     def load(self, model: str) -> None:
-        """Raises `ModelLoadError` for weights that cannot be loaded, or that are not of the same shape, and
-        `ConfigError` for a model of fewer positions than requests may have."""
+        """Replace the weights. Raises `ModelLoadError` for weights that cannot be loaded or have another shape, and
+        `ConfigError` for a model with fewer positions than the engine's `max_model_len`."""
         loaded = self.load_model(replace(self.config, model=model))
         for name, value in shape_of(loaded).items():
             if value != self.shape[name]:
@@ -36,7 +35,7 @@ class WeightLoader:
 
 
 def shape_of(loaded: Any) -> dict[str, Any]:
-    """What must be the same, by what to call it."""
+    """Return the properties that must stay the same, by name."""
     return {
         "architecture": loaded.architecture,
         "shape of KV": kv_cache_spec_of(loaded.model, 1),

@@ -1,7 +1,7 @@
-"""m6's table of contents: m5's table with the roles that pictures change, and how the parts are put together.
+"""m6's table of contents: m5's table with the roles that images change, and the order in which the parts are built.
 
-A model may have a vision tower now; then its processor, the cache of what it makes, and a budget for it are put between
-intake, the adder and the model runner. For a text model everything is m5's.
+A model may have a vision tower now; then a media reader is added to intake, a budget to the prefill adder, and an
+encoder with its cache to the model runner. For a text model everything is m5's.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfi
 from m6_multimodal_pd.disaggregation.assembly import build_disaggregated
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
 from m6_multimodal_pd.engine_core import EngineCore
-from m6_multimodal_pd.input_processor import InputProcessor, Sight
+from m6_multimodal_pd.input_processor import InputProcessor
 from m6_multimodal_pd.model_loader import DescribedModel, LoadedModel, describe_model, load_model
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
@@ -38,6 +38,7 @@ from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.operations import Operations
+from m6_multimodal_pd.request import Req
 from m6_multimodal_pd.weight_loader import WeightLoader
 
 
@@ -48,12 +49,12 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
 
 
 def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> "PreparedEngine":
-    """Load the models and fit the length of requests to the memory. The KV memory is not reserved yet."""
+    """Load the models and fit the maximum length of requests to the memory, without reserving KV memory."""
     device = config.model.torch_device()
     check_memory_share(config.cache, device)
     prefix_cache_class(config.cache, parts)
     loaded = parts["model_loader"](config.model)
-    sight = sight_of(config, parts, loaded)  # first: files that lack something are told before anything is measured
+    media = media_reader_of(config, parts, loaded)  # first: an error of its files comes before any measurement
     drafting = load_draft_model(
         parts["model_loader"], config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
     )
@@ -67,25 +68,25 @@ def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> "
         return build_executor(config, parts, loaded, drafting, tracer, threads, encoder=encoder, step_threads=threads)
 
     group = config.disaggregation
-    num_engines = 1 if group is None else group.prefill + group.decode  # on this machine, as far as an engine knows
+    num_engines = 1 if group is None else group.prefill + group.decode  # all may be on this machine
     loaded, runs, kv_budget = fit_to_memory(
         loaded, make, config.model.max_model_len, config.cache, device, num_shares=num_engines
     )
     return PreparedEngine(
-        config, parts, tracer, loaded, sight, embeddings, encoder, drafting is not None, make, runs, kv_budget
+        config, parts, tracer, loaded, media, embeddings, encoder, drafting is not None, make, runs, kv_budget
     )
 
 
 @dataclass(frozen=True)
 class PreparedEngine:
-    """An engine up to the point at which a group agrees on the length of its requests (see `disaggregation/`)."""
+    """An engine before a group agrees on the maximum length of its requests (see `disaggregation/`)."""
 
     config: EngineConfig
     parts: Mapping[str, Any]
     tracer: Tracer
     loaded: LoadedModel
-    """With the longest length that this engine has room for."""
-    sight: Sight | None
+    """With the maximum length for which this engine has memory."""
+    media: MediaReader | None
     embeddings: EmbeddingCache
     encoder: Encoder
     has_draft_model: bool
@@ -105,7 +106,7 @@ class PreparedEngine:
         cache_class = prefix_cache_class(config.cache, parts)
         num_tokens = kv_cache_config.num_blocks * config.cache.page_size
         pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
-        sighted = dict(parts) | {"prefill_adder": adder_of(config, parts, loaded, self.embeddings)}
+        with_budget = dict(parts) | {"prefill_adder": adder_of(config, parts, loaded, self.embeddings)}
         weight_loader = WeightLoader(
             config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
         )
@@ -116,10 +117,10 @@ class PreparedEngine:
                 parts,
                 loaded,
                 num_tokens,
-                sight=self.sight,
+                media=self.media,
                 guesses_texts_only=self.has_draft_model,
             ),
-            scheduler=build_scheduler(config, limits, sighted, pools, loaded, costs, tracer),
+            scheduler=build_scheduler(config, limits, with_budget, pools, loaded, costs, tracer),
             executor=executor,
             output_processor=parts["output_processor"](),
             kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
@@ -131,7 +132,7 @@ class PreparedEngine:
 
 
 def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore | RouterCore:
-    """One engine; or a group of them, and what stands in front of it."""
+    """Build one engine, or a group of engines and its router."""
     if config.disaggregation is None:
         return build_engine_core(config, parts, tracer)
     return build_disaggregated(
@@ -139,31 +140,30 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
         parts,
         tracer,
         prepare=prepare,
-        sight_of=sight_of,
+        sight_of=media_reader_of,
         describe=describe_model,
         standard=PARTS,
     )
 
 
-def sight_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel | DescribedModel) -> Sight | None:
-    """What intake must know of pictures; None for a model that takes texts only."""
+def media_reader_of(
+    config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel | DescribedModel
+) -> MediaReader | None:
+    """Return the media reader of a model; None for a model without vision."""
     if loaded.vision is None or loaded.media_tokens is None:
-        check_nothing_is_seen(config.multimodal, loaded.name)
+        check_unused(config.multimodal, loaded.name)
         return None
-    return Sight(
-        media=parts["media_reader"](
-            name=loaded.name,
-            config=config.multimodal,
-            vision=loaded.vision.config,
-            max_item_tokens=config.multimodal.embedding_cache_bytes // loaded.vision.bytes_per_token,
-        ),
-        tokens=loaded.media_tokens,
+    return parts["media_reader"](
+        name=loaded.name,
         config=config.multimodal,
+        vision=loaded.vision.config,
+        tokens=loaded.media_tokens,
+        max_item_tokens=config.multimodal.embedding_cache_bytes // loaded.vision.bytes_per_token,
     )
 
 
-def check_nothing_is_seen(config: MultimodalConfig, name: str) -> None:
-    """Raise `ConfigError` for what is said of pictures to a model that takes texts only."""
+def check_unused(config: MultimodalConfig, name: str) -> None:
+    """Raise `ConfigError` for a setting of `MultimodalConfig` for a model without vision."""
     for field in fields(config):
         value = getattr(config, field.name)
         if value != field.default:
@@ -171,7 +171,7 @@ def check_nothing_is_seen(config: MultimodalConfig, name: str) -> None:
 
 
 def adder_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, embeddings: EmbeddingCache) -> Any:
-    """What fills a step with prompts; with a budget for their pictures, if the model sees any."""
+    """Return the prefill adder; for a vision model, with a budget for the images of a step."""
     adder = parts["prefill_adder"]
     if loaded.vision is None:
         return adder
@@ -192,6 +192,7 @@ PARTS: dict[str, Any] = M5_PARTS | {
     "wiring": build,
     "model_loader": load_model,
     "input_processor": InputProcessor,
+    "request": Req,
     "media_reader": MediaReader,
     "embedding_cache": EmbeddingCache,
     "encoder": Encoder,

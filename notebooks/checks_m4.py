@@ -363,7 +363,7 @@ def policy_of(who_goes_first: WhoGoesFirst) -> type[SchedulePolicy]:
         def calc_priority(self, waiting: Sequence[Req]) -> Order:
             arrived = sorted(waiting, key=lambda req: req.number)
             by_name = {req.rid: req for req in arrived}
-            prompts = [(req.rid, req.key.token_ids()) for req in arrived]
+            prompts = [(req.rid, req.key.token_ids(0, len(req.key))) for req in arrived]
             order, held_back = who_goes_first(prompts, self.cached, self.tree_cache.page_size)
             return Order([by_name[rid] for rid in order], [by_name[rid] for rid in held_back])
 

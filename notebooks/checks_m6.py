@@ -14,22 +14,24 @@ import numpy as np
 import torch
 
 from m1_single_request.tracer import Tracer
+from m4_radix_cache.mem_cache.radix_key import decode
 from m6_multimodal_pd import PARTS, CacheConfig, LLMEngine, SamplingParams
 from m6_multimodal_pd.demo_parts.drawing import Shape, picture
 from m6_multimodal_pd.input_processor import InputProcessor
 from m6_multimodal_pd.models.rotary import axes_of_pairs
+from m6_multimodal_pd.multimodal.decode_video import FrameSampling, VideoOptions
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder_budget import Cost, EncoderBudget
 from m6_multimodal_pd.multimodal.inputs import (
     Modality,
     MultimodalDataItem,
     MultimodalInputs,
+    PaddedKey,
     PadValues,
     Range,
     content_hash,
 )
 from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
-from m6_multimodal_pd.multimodal.video import FrameSampling, VideoOptions
 
 try:  # in the checkout, for the tests
     from notebooks.checks import Mismatch, check, grader, short, show_source
@@ -129,7 +131,7 @@ def item_of(content: str, ranges: Ranges) -> MultimodalDataItem:
 def inputs_of(num_tokens: int, items: Sequence[tuple[str, Ranges]]) -> MultimodalInputs:
     """The pictures of a prompt of so many tokens."""
     made = tuple(item_of(*each) for each in items)
-    return MultimodalInputs(made, np.zeros((3, num_tokens), dtype=np.int64), 0, 1, 2, 3, 4)
+    return MultimodalInputs(made, np.zeros((3, num_tokens), dtype=np.int64), 0)
 
 
 PROMPTS: tuple[tuple[list[int], list[tuple[str, list[Range]]], str], ...] = (
@@ -175,7 +177,7 @@ def _compare_key(
     reference: PadValues,
     hint: str,
 ) -> None:
-    wanted = inputs_of(len(token_ids), items).taken_in(reference).padded(token_ids)
+    wanted = decode(PaddedKey(token_ids, None, inputs_of(0, items).with_pad_values(reference).mm_items).data)
     given = list(token_ids)
     before = dict(known)
     got = key(given, [(content, list(ranges)) for content, ranges in items], known, VOCABULARY)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, some
+from m4_radix_cache.mem_cache.radix_key import decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Inserted(Event):
     existing: int
     """Number of those that were cached already."""
     token_ids: tuple[int, ...]
-    """The new tokens."""
+    """The new tokens, as the key has them."""
     pages: tuple[int, ...]
     """Their pages, in order; the cache owns them now. In a table each is a node below the one before it."""
     priority: int
@@ -54,7 +55,7 @@ class Inserted(Event):
             parent=parent.id,
             insert_len=len(slots),
             existing=existing,
-            token_ids=tuple(key.token_ids()[existing : len(slots)]),
+            token_ids=tuple(decode(key.data)[existing : len(slots)]),
             pages=tuple((slots[existing :: cache.page_size] // cache.page_size).tolist()),
             extra_key=key.extra_key,
             priority=priority,

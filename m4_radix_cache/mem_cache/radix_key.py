@@ -17,7 +17,11 @@ TOKEN_BYTES = 4
 
 
 class RadixKey:
-    """Token ids of one request in one namespace; it grows with the request's outputs."""
+    """Token ids of one request in one namespace; it grows with the request's outputs.
+
+    It is neither a sequence nor iterable: a cache takes no list of token ids in its place, and a tokenizer or a model
+    takes no key in place of token ids.
+    """
 
     __slots__ = ("data", "extra_key", "page_digests")
 
@@ -39,9 +43,9 @@ class RadixKey:
         """Put more tokens at the end; only these are encoded."""
         self.data += _encode(token_ids)
 
-    def token_ids(self) -> list[int]:
-        """The tokens back again."""
-        return decode(self.data)
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return the token ids from index `start` to `end`, or to the end of the key."""
+        return decode(self.data[start * TOKEN_BYTES : end * TOKEN_BYTES])
 
 
 def decode(data: bytes) -> list[int]:

@@ -24,8 +24,8 @@ from m6_multimodal_pd.demo_parts.picture_view import Shown
 from m6_multimodal_pd.demo_parts.stage import Ask, Part, Settings, sees
 from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.llm_engine import LLMEngine
-from m6_multimodal_pd.multimodal.media import Picture
-from m6_multimodal_pd.multimodal.sources import scheme_of
+from m6_multimodal_pd.multimodal.decode_image import Picture
+from m6_multimodal_pd.multimodal.fetch import scheme_of
 
 
 class Viewer:

@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 from m1_single_request.errors import EngineDeadError, EngineError
 from m1_single_request.request import FinishAbort, FinishError
 from m1_single_request.tracer import Tracer
-from m4_radix_cache.request import Req
 from m6_multimodal_pd.disaggregation.events import KVPollChanged
 from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT, fault_of, prompt_of, resume
 from m6_multimodal_pd.disaggregation.messages import (
@@ -34,6 +33,7 @@ from m6_multimodal_pd.disaggregation.messages import (
 )
 from m6_multimodal_pd.disaggregation.poll import KVPoll, OnChange, Transfer
 from m6_multimodal_pd.errors import EngineLostError, TransferError
+from m6_multimodal_pd.request import Req
 
 T = TypeVar("T", bound=Transfer)
 

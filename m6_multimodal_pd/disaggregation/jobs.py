@@ -13,12 +13,12 @@ from m1_single_request.outputs import Logprob, TokenLogprobs
 from m1_single_request.sampler import LogprobRow, SampledTokens
 from m3_paged_attention import errors as m3
 from m4_radix_cache import errors as m4
-from m4_radix_cache.request import Req
 from m6_multimodal_pd import errors as m6
 from m6_multimodal_pd.disaggregation.messages import Fault, Item, Job, Media, Row, Tokens
 from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from m6_multimodal_pd.multimodal.prompt import ChatPrompt
+from m6_multimodal_pd.request import Req
 
 KNOWN_ERRORS: dict[str, type[m1.EngineError]] = {
     name: value
@@ -84,10 +84,6 @@ def prompt_of(job: Job, tokens: MediaTokens | None) -> list[int]:
         ),
         mrope_positions=job.media.mrope_positions,
         mrope_position_delta=job.media.mrope_position_delta,
-        im_token_id=tokens.image,
-        video_token_id=tokens.video,
-        im_start_id=tokens.vision_start,
-        im_end_id=tokens.vision_end,
         options_key=job.media.options_key,
     )
     return ChatPrompt(job.prompt_token_ids, inputs)

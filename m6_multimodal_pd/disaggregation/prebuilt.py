@@ -42,8 +42,7 @@ class PrebuiltBatch(ScheduleBatch):
 
 
 class PrebuiltExecutor:
-    """An executor in front of another one: it returns the first tokens of a prebuilt batch, and the model runner only
-    takes note of its requests."""
+    """An executor in front of another one; it returns the first tokens of a prebuilt batch itself."""
 
     def __init__(self, executor: Any, first_tokens: Mapping[str, FirstToken]) -> None:
         """`first_tokens`: by request id, of all requests in prebuilt batches."""
@@ -54,7 +53,6 @@ class PrebuiltExecutor:
         if batch.forward_mode is not ForwardMode.PREBUILT:
             output: ModelRunnerOutput = self.executor.execute_model(batch)
             return output
-        self.worker.model_runner.adopt(batch)
         came = [self.first_tokens[rid] for rid in batch.rids]
         return StepOutput(
             req_ids=list(batch.rids),

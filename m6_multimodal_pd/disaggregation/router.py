@@ -19,7 +19,6 @@ from m1_single_request.request import BaseFinishReason, FinishError, Request, Re
 from m1_single_request.request_updater import RequestUpdater
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
-from m5_chunked_prefill_spec.request import Req
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, EngineRefused, Reported, RequestRouted
 from m6_multimodal_pd.disaggregation.jobs import error_of, job_of, sampled_of
@@ -47,6 +46,7 @@ from m6_multimodal_pd.disaggregation.messages import (
     ToRouter,
 )
 from m6_multimodal_pd.errors import EngineLostError, PeerLostError, TransferError, WireError
+from m6_multimodal_pd.request import Req
 
 ON_JOINING = 0
 """The number of a call that nobody waits for."""

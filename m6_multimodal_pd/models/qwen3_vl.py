@@ -1,9 +1,9 @@
-"""Qwen3-VL's language model: m3's decoder, with pictures in the place of some tokens.
+"""Qwen3-VL's language model: m3's decoder, in which tokens may belong to images.
 
-Since m3: a token may be a part of a picture. Then the vision tower's vector stands where its embedding would stand, its
-position has three axes (M-RoPE), and what the tower saw in its middle layers is added to the hidden state after the
-first layers (DeepStack), at the places of the pictures alone. Everything else is m3's. vLLM:
-`model_executor/models/qwen3_vl.py`; SGLang: `models/qwen3_vl.py`, from which the layout of `VisualTokens` comes.
+Since m3: the embedding of a token of an image is computed by the vision tower, its position has three axes (M-RoPE),
+and features of the tower's middle layers are added to its hidden state after the first layers (DeepStack). Tokens of
+text are computed as in m3. vLLM: `model_executor/models/qwen3_vl.py`; SGLang: `models/qwen3_vl.py`, from which the
+layout of `VisualTokens` comes.
 """
 
 import copy
@@ -24,47 +24,47 @@ from m6_multimodal_pd.models.rotary import MRopeTable, mrope_section
 
 ARCHITECTURE, MODEL_TYPE, TEXT_MODEL_TYPE = "Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl_text"
 PREFIX = "model.language_model."
-"""How the names of the decoder's tensors begin, on the hub and as transformers writes them."""
+"""Prefix of the names of the decoder's tensors, on the hub and in files of transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaTokens:
-    """Token ids that stand for pictures in a prompt."""
+    """Token ids of images and videos in a prompt."""
 
     image: int
-    """The placeholder of an image: one for each of its vectors."""
+    """Placeholder of an image, one for each of its embeddings."""
     video: int
-    """The placeholder of a frame of a video."""
+    """Placeholder of a frame of a video, one for each of its embeddings."""
     vision_start: int
     vision_end: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLDecoderConfig:
-    """The shape of the language model, and how pictures enter it."""
+    """Shape of the language model, and its inputs from the vision tower."""
 
     decoder: DecoderConfig
     mrope_section: tuple[int, int, int]
-    """Pairs of a head that turn with time, height and width."""
+    """Number of pairs of a head that are rotated by time, height and width."""
     num_deepstack: int
-    """After so many of the first layers something of the pictures is added."""
+    """Number of the first layers after which DeepStack adds features."""
     media_tokens: MediaTokens
 
 
 @dataclass(frozen=True)
 class VisualTokens:
-    """What the tokens of a step that are parts of pictures are replaced with."""
+    """Embeddings of the tokens of a step that belong to images."""
 
     places: Tensor
-    """int64 `[num_visual]`: which rows among the step's tokens they are; none twice."""
+    """int64 `[num_visual]`: their indices among the step's tokens, each once."""
     embeddings: Tensor
-    """`[num_visual, (1 + num_deepstack) * hidden_size]`, in the model's precision: the embedding, then what is added
-    after the first layer, after the second, ..."""
+    """`[num_visual, (1 + num_deepstack) * hidden_size]`, in the model's precision: the embedding, then the features to
+    add after the first layer, after the second, ..."""
 
 
 def vl_decoder_config(name: str, config: PreTrainedConfig) -> VLDecoderConfig:
-    """The language model that a `Qwen3VLConfig` describes. Raises `ModelLoadError`, with the model's `name`, for what
-    it cannot be."""
+    """Return the language model that a `Qwen3VLConfig` describes. Raises `ModelLoadError`, with the model's `name`, for
+    a config that is not supported."""
     for part, model_type in ((None, MODEL_TYPE), ("text_config", TEXT_MODEL_TYPE)):
         found = getattr(config if part is None else getattr(config, part), "model_type", None)
         if found != model_type:
@@ -74,7 +74,7 @@ def vl_decoder_config(name: str, config: PreTrainedConfig) -> VLDecoderConfig:
             )
     check_not_quantized(name, config)
     text = copy.copy(config.text_config)
-    text.tie_word_embeddings = config.tie_word_embeddings  # it is the whole model that has the output layer
+    text.tie_word_embeddings = config.tie_word_embeddings  # the output layer belongs to the whole model
     decoder = decoder_config(name, "Qwen3ForCausalLM", text, model_type=TEXT_MODEL_TYPE)
     return VLDecoderConfig(
         decoder=decoder,
@@ -99,12 +99,12 @@ def _media_tokens(name: str, config: PreTrainedConfig, vocab_size: int) -> Media
 
 
 class Qwen3VLDecoder(Decoder):
-    """m3's decoder, which also takes pictures that a vision tower has encoded."""
+    """m3's decoder; its `forward` also takes the embeddings of images."""
 
     def __init__(
         self, config: VLDecoderConfig, weights: DecoderWeights, backend: Backend, *, max_model_len: int
     ) -> None:
-        """Take over `weights`, as m3's decoder does."""
+        """Take ownership of `weights`, as m3's decoder does."""
         super().__init__(config.decoder, weights, backend, max_model_len=max_model_len)
         self.num_deepstack = config.num_deepstack
         self.mrope = MRopeTable(self.rotary, config.mrope_section, backend.name)
@@ -117,9 +117,9 @@ class Qwen3VLDecoder(Decoder):
         metadata: AttentionMetadata,
         visual: VisualTokens | None = None,
     ) -> Tensor:
-        """As in m3, with `positions` int64 `[num_tokens]` or, on three axes, `[3, num_tokens]`.
+        """Return hidden states as in m3. `positions`: int64 `[num_tokens]` or, on three axes, `[3, num_tokens]`.
 
-        Where `visual` has something for a token, its id means nothing and may lie outside the vocabulary.
+        The id of a token in `visual` is not used.
         """
         if visual is None:
             hidden, deepstack = functional.embedding(input_ids, self.embedding), []

@@ -1,9 +1,9 @@
-"""M-RoPE: positions on three axes, time, height and width, each of which turns its own pairs of a head's values.
+"""M-RoPE: positions on three axes, time, height and width, each of which rotates its own pairs of a head's values.
 
-A token of text stands at the same place on all three axes, and then this is m3's rotary embedding. A token of a picture
-stands at its row and its column. The frequencies are dealt out in turn (T H W T H W ...), so that every axis has fast
-and slow ones; what the sections of the config leave over belongs to time. The tables are m3's, for there is still one
-angle per position and pair: only the row is looked up pair by pair. vLLM and SGLang: `MRotaryEmbedding` in
+A token of text has the same position on all three axes, and then this is m3's rotary embedding. A token of an image has
+the positions of its row and its column. The pairs are assigned in turn (T H W T H W ...), so that every axis has fast
+and slow ones; pairs that the sections of the config leave over belong to time. The tables are m3's, because there is
+still one angle per position and pair: only the row is looked up for each pair. vLLM and SGLang: `MRotaryEmbedding` in
 `layers/rotary_embedding`.
 """
 
@@ -18,27 +18,27 @@ from m3_paged_attention.models.rotary import RotaryTable
 
 TIME, HEIGHT, WIDTH = 0, 1, 2
 DEFAULT_SECTION = (24, 20, 20)
-"""What transformers takes for a config that names none: all 64 pairs of a head_dim of 128."""
+"""Default of transformers: all 64 pairs of a head_dim of 128."""
 
 Gather = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Positions `[3, n]`, the tables `[num_positions, pairs]` of cosine and sine, the axis of every pair `[pairs]`: to the
-rows `[n, pairs]` of both."""
+"""Function from positions `[3, n]`, tables `[num_positions, pairs]` of cosine and sine, and the axis of each pair
+`[pairs]`, to the rows `[n, pairs]` of both tables."""
 
 
 class MRopeTable:
     """m3's table, read at positions of one axis or of three."""
 
     def __init__(self, table: RotaryTable, section: tuple[int, int, int], backend: str) -> None:
-        """`section` as `mrope_section` returns it; `backend` is the name of the backend that computes the rest."""
+        """`section`: the result of `mrope_section`; `backend`: name of the attention backend."""
         self.table = table
         axes = axes_of_pairs(section, table.cos.shape[1])
         self.axes = torch.tensor(axes, device=table.cos.device)  # int64 [head_dim / 2]
         self.gather = _gather_of(backend)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, each float32 `[num_tokens, head_dim / 2]`, of these int64 positions.
+        """Return cosine and sine of int64 positions, each float32 `[num_tokens, head_dim / 2]`.
 
-        `[num_tokens]` for a step without pictures, which costs what it cost in m3; `[3, num_tokens]` for any other.
+        `positions`: `[num_tokens]` for a step without images, which is computed as in m3; else `[3, num_tokens]`.
         """
         if positions.dim() == 1:
             return self.table(positions)
@@ -46,10 +46,10 @@ class MRopeTable:
 
 
 def mrope_section(name: str, rope_parameters: Mapping[str, Any], head_dim: int) -> tuple[int, int, int]:
-    """How many pairs of a head turn with time, height and width.
+    """Return the number of pairs of a head that are rotated by time, height and width.
 
-    Raises `ModelLoadError`, with the model's `name`, for sections that do not share out all pairs of `head_dim`, and
-    for a model that deals them out in another order.
+    Raises `ModelLoadError`, with the model's `name`, for sections that do not add up to all pairs of `head_dim`, and
+    for a model that assigns them in another order.
     """
     if rope_parameters.get("mrope_interleaved", True) is not True:
         raise ModelLoadError(
@@ -76,12 +76,12 @@ def mrope_section(name: str, rope_parameters: Mapping[str, Any], head_dim: int) 
 
 
 def axes_of_pairs(section: tuple[int, int, int], pairs: int) -> list[int]:
-    """The axis of each of a head's `pairs`: T H W in turn, then T alone once height and width have had their share."""
+    """Return the axis of each of a head's `pairs`: T H W in turn, then T alone after the pairs of height and width."""
     return [pair % 3 if pair < 3 * section[pair % 3] else TIME for pair in range(pairs)]
 
 
 def gather_with_torch(positions: Tensor, cos: Tensor, sin: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
-    """A `Gather` of tensor operations: each pair looks up the row of its own axis."""
+    """Gather the rows with tensor operations: each pair looks up the position on its own axis."""
     rows = positions.index_select(0, axes).t()  # [n, pairs]
     return cos.gather(0, rows), sin.gather(0, rows)
 
@@ -89,6 +89,6 @@ def gather_with_torch(positions: Tensor, cos: Tensor, sin: Tensor, axes: Tensor)
 def _gather_of(backend: str) -> Gather:
     if backend != "triton":
         return gather_with_torch
-    from m6_multimodal_pd.models.triton_mrope import gather_with_triton  # who does not run triton does not load it
+    from m6_multimodal_pd.models.triton_mrope import gather_with_triton  # imported for this backend alone
 
     return gather_with_triton

@@ -2,10 +2,10 @@
 # ruff: noqa: N803 - capitals mark what is known when the kernel is compiled
 """The angles of a step at positions of three axes, as one Triton kernel.
 
-The same as chains of tensor operations: a copy of the positions for every pair of a head's values, then a lookup in the
-cosines and one in the sines. Fused, a program reads a position where it needs it and writes both rows. It runs once per
-step; the rotary kernel of m3, which turns queries and keys in every layer, stays as it is. vLLM and SGLang fuse
-the lookup into the turning, which every layer does again (`_triton_mrope_forward`, `_triton_mrope_forward_fused`, both
+With tensor operations there is a copy of the positions for every pair of a head's values, then a lookup in the cosines
+and one in the sines. In one kernel, a program reads each position where it needs it and writes both rows. It runs once
+per step; the rotary kernel of m3, which rotates queries and keys in every layer, stays as it is. vLLM and SGLang fuse
+the lookup into the rotation, which every layer repeats (`_triton_mrope_forward`, `_triton_mrope_forward_fused`, both
 in `layers/rotary_embedding`).
 """
 
@@ -45,9 +45,9 @@ def mrope_angles_kernel(
 
 
 def gather_with_triton(positions: Tensor, cos: Tensor, sin: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of `cos` and `sin` `[num_positions, pairs]` at `positions` `[3, num_tokens]`: `[num_tokens, pairs]`.
+    """Return the rows of `cos` and `sin` `[num_positions, pairs]` at `positions` `[3, num_tokens]`.
 
-    `axes` `[pairs]` says which of the three positions of a token each pair reads.
+    Shape of each: `[num_tokens, pairs]`. `axes` `[pairs]` is the axis whose position each pair reads.
     """
     num_tokens, pairs = positions.shape[1], cos.shape[1]
     assert positions.stride(1) == 1 or num_tokens <= 1

@@ -1,10 +1,10 @@
-"""The vision tower: patches of pictures in, one row per token of the prompt out.
+"""Vision tower: from patches of images to one row per token of the prompt.
 
-The network is transformers' own, as in m1: a transformer over patches in which every layer sees itself alone, a merger
-that makes one vector of 2 x 2 patches, and more mergers that look at middle layers (DeepStack). Ours is what surrounds
-it: its weights come from the same safetensors as the decoder's and under the same checks, and all pictures that a step
-needs run in one forward, whoever they belong to. vLLM: `Qwen3_VisionTransformer` in `models/qwen3_vl.py`; SGLang:
-`Qwen3VLMoeVisionModel` in `models/qwen3_vl.py`.
+The network is transformers' own: a transformer over patches, in which a patch attends to its own image (of a video, to
+its own layer of frames), a merger that makes one vector of 2 x 2 patches, and more mergers for middle layers
+(DeepStack). Here its weights are read from the same safetensors as the decoder's with the same checks, and all images
+of a step run in one forward, those of different requests together. vLLM: `Qwen3_VisionTransformer` in
+`models/qwen3_vl.py`; SGLang: `Qwen3VLMoeVisionModel` in `models/qwen3_vl.py`.
 """
 
 import copy
@@ -24,7 +24,7 @@ from m3_paged_attention.models.weights import check_headers, draw, fill, read_he
 from m6_multimodal_pd.models.qwen3_vl import VLDecoderConfig
 
 PREFIX = "model.visual."
-"""How the names of the tower's tensors begin, on the hub and as transformers writes them."""
+"""Prefix of the names of the tower's tensors, on the hub and in files of transformers."""
 MODEL_TYPE = "qwen3_vl_vision"
 SIZES = (
     "hidden_size intermediate_size num_heads in_channels patch_size temporal_patch_size spatial_merge_size "
@@ -33,14 +33,14 @@ SIZES = (
 LARGEST_DEPTH = 10_000
 
 Grid = tuple[int, int, int]
-"""Patches of a picture in time, height and width; the last two are multiples of the merge size."""
+"""Patches of an image in time, height and width; the last two are multiples of the merge size."""
 
 
 class VisionTower:
-    """Encodes pictures. Made by `load` or `dummy`."""
+    """Encodes images and videos. Made by `load` or `dummy`."""
 
     def __init__(self, config: PreTrainedConfig, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """`tensors`: all of the network's, by its own names, in the precision that it is to have."""
+        """`tensors`: all of the network's, by its own names, in its precision."""
         self.config = _settled(config)
         dtype = next(iter(tensors.values())).dtype
         built = _network_class().from_pretrained(
@@ -49,30 +49,29 @@ class VisionTower:
         self.network = built.to(device).eval().requires_grad_(False)
         self.device, self.dtype = device, dtype
         self.num_parameters = sum(parameter.numel() for parameter in self.network.parameters())
-        self.weight_bytes = self.num_parameters * dtype.itemsize
         self.hidden_size: int = self.config.out_hidden_size
-        """Of the language model."""
+        """Hidden size of the language model."""
         self.num_deepstack = len(self.config.deepstack_visual_indexes)
         self.merge_size: int = self.config.spatial_merge_size
-        """The side of the square of patches that becomes one token."""
+        """Patches along a side of the block that becomes one token."""
         self.patch_size: int = self.config.patch_size
         self.temporal_patch_size: int = self.config.temporal_patch_size
         """Frames in a patch."""
         self.patch_dim: int = self.config.in_channels * self.temporal_patch_size * self.patch_size**2
-        """Numbers in a patch."""
+        """Number of values of a patch."""
 
     @property
     def width(self) -> int:
-        """Numbers that a token's row has: the embedding and what DeepStack adds."""
+        """Number of values of a token's row: the embedding and the features of DeepStack."""
         return (1 + self.num_deepstack) * self.hidden_size
 
     @property
     def bytes_per_token(self) -> int:
-        """What keeping an encoded token takes."""
+        """Size of a token's row, in bytes."""
         return self.width * self.dtype.itemsize
 
     def num_tokens(self, grid: Grid) -> int:
-        """Tokens that a picture of so many patches becomes."""
+        """Return the number of tokens of an image with these patches."""
         return math.prod(grid) // self.merge_size**2
 
     @classmethod
@@ -89,7 +88,7 @@ class VisionTower:
 
     @classmethod
     def dummy(cls, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> "VisionTower":
-        """Random weights: as before a training, the same for the same seed on the same device."""
+        """Return a tower with random weights, the same for the same seed on the same device."""
         shapes = _shapes(config)
         tensors = {key: torch.empty_like(tensor, dtype=dtype, device=device) for key, tensor in shapes.items()}
         draw(tensors, config.initializer_range, torch.Generator(device).manual_seed(seed))
@@ -97,10 +96,10 @@ class VisionTower:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[tuple[Tensor, Grid]]) -> list[Tensor]:
-        """Run the tower once for all `items`, each the patches `[num_patches, patch_dim]` of a picture and their grid.
+        """Run the tower once for all `items`, each the patches `[num_patches, patch_dim]` of an image and their grid.
 
         Returns for each `[num_tokens, (1 + num_deepstack) * hidden_size]`, the rows of `VisualTokens.embeddings`. Each
-        is memory of its own: one can be kept while the others go.
+        has memory of its own, so that one can be kept while the others are freed.
         """
         if not items:
             return []
@@ -113,7 +112,7 @@ class VisionTower:
 
 
 def count_weights(config: PreTrainedConfig) -> int:
-    """Weights of the tower that `config` describes."""
+    """Return the number of weights of the tower that `config` describes."""
     return sum(tensor.numel() for tensor in _shapes(config).values())
 
 
@@ -155,21 +154,21 @@ def _check_deepstack(name: str, config: PreTrainedConfig, num_layers: int) -> No
 
 
 def _network_class() -> Any:
-    """Imported when a tower is built: who runs a text model does not load it."""
+    """Import the network's class when a tower is built: an engine of a text model does not load it."""
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
     return Qwen3VLVisionModel
 
 
 def _settled(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy that returns what `encode` reads and nothing else, whatever config.json says."""
+    """Return a copy with which the network returns the fields that `encode` reads, whatever config.json sets."""
     settled = copy.deepcopy(config)
     settled.return_dict, settled.output_hidden_states = True, False
     return settled
 
 
 def _shapes(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """The network's tensors by name, without memory."""
+    """Return the network's tensors by name, without memory."""
     with torch.device("meta"):
         shapes: dict[str, Tensor] = _network_class()(_settled(config)).state_dict()
     return shapes

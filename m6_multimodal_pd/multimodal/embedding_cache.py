@@ -1,9 +1,9 @@
-"""What the vision tower has made, kept for whoever brings the same picture again.
+"""Step 9 of an image's way: its embeddings, kept for the next request with the same image.
 
-The prefix cache saves the KV of a picture that stands behind the same text; this one saves the tower's work wherever
-the picture stands, and for a prompt that is cut inside a picture it keeps the rest for the next piece. Entries are
-known by content. They leave, the least recently used first, only when another one needs the room, and never in a step
-that uses them. New in this milestone. vLLM: `EncoderCacheManager`; SGLang: `MultiModalStaticCache`.
+The prefix cache saves the KV of an image after the same text; this cache saves the work of the vision tower wherever
+the image stands, and the rest of an image for the next piece of a prompt that was cut inside it. An entry is found by
+the hash of its content. The least recently used entries are evicted when another one needs the memory, but never in a
+step that reads them. New in this milestone. vLLM: `EncoderCacheManager`; SGLang: `MultiModalStaticCache`.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ class EmbeddingCache:
 
     @property
     def used_bytes(self) -> int:
-        """What all entries take. Counted when it is asked for: an interrupt cannot leave it wrong."""
+        """Size of all entries, in bytes."""
         return sum(entry.nbytes for entry in self._entries.values())
 
     def __contains__(self, content: str) -> bool:
@@ -36,40 +36,40 @@ class EmbeddingCache:
         return len(self._entries)
 
     def get(self, content: str) -> Tensor | None:
-        """The embeddings `[tokens, width]` of this content, which are now the latest used; None: they are not here."""
+        """Return the embeddings `[tokens, width]` of a content and mark them as the latest used; None on a miss."""
         entry = self._entries.get(content)
         if entry is not None:
             self._entries.move_to_end(content)
         return entry
 
     def put(self, content: str, embeddings: Tensor, in_use: Collection[str]) -> bool:
-        """Keep these embeddings; others may have to leave for them, but none of those that are `in_use`.
+        """Keep these embeddings; evict others for them, but none of those that are `in_use`.
 
-        False if even then there is no room: nothing was kept, and nothing left.
+        Returns False if that leaves too little room: then nothing is kept and nothing evicted.
         """
         if content in self._entries:
             return True
         needed = self.used_bytes + embeddings.nbytes - self.capacity_bytes
-        leaving: list[str] = []
+        victims: list[str] = []
         for other, entry in self._entries.items():
             if needed <= 0:
                 break
             if other not in in_use:
-                leaving.append(other)
+                victims.append(other)
                 needed -= entry.nbytes
         if needed > 0:
             return False
-        for other in leaving:
-            self._evict(other)
+        for victim in victims:
+            self._evict(victim)
         self._entries[content] = embeddings
         return True
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Remove all entries."""
         self._entries.clear()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if it holds more than it may; tests call it after each step."""
+        """Raise AssertionError if the entries exceed the capacity; tests call it after each step."""
         assert self.used_bytes <= self.capacity_bytes
 
     def _evict(self, content: str) -> None:

@@ -1,8 +1,8 @@
-"""The vision tower at work: what a step needs of it is found or made, and kept.
+"""Step 8 of an image's way: the embeddings that a batch needs, from the embedding cache or from the vision tower.
 
-All pictures that are new in a step go through the tower in one pass, whoever they belong to; one that two requests
-bring is encoded once. What was made is kept by content in the embedding cache, for the next piece of a prompt that was
-cut inside a picture, and for later requests. New in this milestone. SGLang: `general_mm_embed_routine`; vLLM:
+All items that are new in a step go through the vision tower in one pass, those of different requests together; an item
+that two requests have is encoded once. The embeddings are kept by content, for the next piece of a prompt that ends
+inside an image, and for later requests. New in this milestone. SGLang: `general_mm_embed_routine`; vLLM:
 `_execute_mm_encoder` and `_gather_mm_embeddings` of its model runner.
 """
 
@@ -19,88 +19,90 @@ from m6_multimodal_pd.events import EncoderHit, EncoderRun
 from m6_multimodal_pd.models.vision import VisionTower
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.inputs import MultimodalDataItem
+from m6_multimodal_pd.outputs import EngineStats
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one prompt of a step holds of one item: `count` embeddings from `first` on, at `place` among its tokens."""
+class ItemSlice:
+    """Consecutive embeddings of one item that a step reads for one request."""
 
     item: MultimodalDataItem
     rid: str
+    """Request id."""
     row: int
-    """The prompt, by its row in the batch."""
+    """Row of the request in the batch."""
     place: int
+    """Index of the first of their tokens among the request's new tokens."""
     first: int
+    """Index of the first embedding in the item."""
     count: int
+    """Number of embeddings."""
+
+
+TOTALS = [name for name in EngineStats.__annotations__ if name != "embedding_cache_bytes"]
+"""The fields that m6's `EngineStats` adds and the encoder counts."""
 
 
 class Encoder:
-    """Makes embeddings of pictures, and counts what that took."""
+    """Computes embeddings of images and videos, keeps them, and counts the work."""
 
     def __init__(self, *, tower: VisionTower | None, cache: EmbeddingCache, budget: int, tracer: Tracer) -> None:
-        """`tower`: None for a model that takes texts only. `budget`: what a step may encode, for the trace; the
-        scheduler keeps to it."""
+        """`tower`: None for a model without vision. `budget`: maximum number of embeddings computed per step; the
+        scheduler observes it, the encoder only traces it."""
         self.tower, self.cache, self.budget, self.tracer = tower, cache, budget, tracer
-        self.num_runs = self.num_items = self.num_tokens = self.num_hits = 0
-        self.seconds = 0.0
+        self.totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
+        """By field of `EngineStats`. A new dictionary each time, so that a caller can keep an earlier one."""
 
-    def embed(self, seen: Sequence[Seen]) -> list[Tensor]:
-        """The embeddings of each stretch of a step, `[count, width]`; what is not there yet is made now."""
-        items = {s.item.hash: s.item for s in seen}
-        found = {content: self.cache.get(content) for content in items}
-        known = {content: embeddings for content, embeddings in found.items() if embeddings is not None}
+    def embed(self, slices: Sequence[ItemSlice]) -> list[Tensor]:
+        """Return the embeddings of each slice of a step, `[count, width]`; compute those that the cache lacks."""
+        items = {s.item.hash: s.item for s in slices}
+        cached = {content: self.cache.get(content) for content in items}
+        known = {content: embeddings for content, embeddings in cached.items() if embeddings is not None}
         missing = [item for content, item in items.items() if content not in known]
-        self._count_hits(seen, known)
+        self._count_hits(slices, known)
         if missing:
-            rids = dict.fromkeys(s.rid for s in seen if s.item.hash not in known)
+            rids = dict.fromkeys(s.rid for s in slices if s.item.hash not in known)
             known |= self._run(missing, tuple(rids))
+            num_evicted = self.cache.num_evicted
             for item in missing:
-                if known[item.hash].isfinite().all():  # what is no number fails this step's request, and no later one
+                if known[item.hash].isfinite().all():  # NaN and infinity end this step's request, and no later one
                     self.cache.put(item.hash, known[item.hash], in_use=items.keys())
-        return [known[s.item.hash][s.first : s.first + s.count] for s in seen]
+            self._add(num_evicted_items=self.cache.num_evicted - num_evicted)
+        return [known[s.item.hash][s.first : s.first + s.count] for s in slices]
 
     def clear(self) -> None:
-        """Keep nothing of what was made."""
+        """Remove all embeddings."""
         self.cache.clear()
 
     def close(self) -> None:
-        """Keep nothing, and let go of the tower: the engine object may live on."""
+        """Remove all embeddings and the vision tower; the engine object may live on."""
         self.clear()
         self.tower = None
 
-    def counters(self) -> dict[str, Any]:
-        """Return the totals of `EngineStats` that are the encoder's, by field."""
-        return {
-            "num_encoder_runs": self.num_runs,
-            "num_encoded_items": self.num_items,
-            "num_encoded_tokens": self.num_tokens,
-            "num_encoder_hits": self.num_hits,
-            "encoder_seconds": self.seconds,
-            "num_evicted_items": self.cache.num_evicted,
-        }
-
     def _run(self, items: list[MultimodalDataItem], rids: tuple[str, ...]) -> dict[str, Tensor]:
-        """Run the tower over some items, for these requests."""
+        """Run the vision tower over items of these requests; return their embeddings by content."""
         assert self.tower is not None
         began = time.perf_counter()
-        made = self.tower.encode([(torch.from_numpy(item.feature), item.grid_thw) for item in items])
+        embeddings = self.tower.encode([(torch.from_numpy(item.feature), item.grid_thw) for item in items])
         seconds = time.perf_counter() - began
         num_tokens = sum(item.num_tokens for item in items)
-        self.num_runs += 1
-        self.num_items += len(items)
-        self.num_tokens += num_tokens
-        self.seconds += seconds
+        self._add(
+            num_encoder_runs=1, num_encoded_items=len(items), num_encoded_tokens=num_tokens, encoder_seconds=seconds
+        )
         self.tracer.emit(EncoderRun.of, rids, items, num_tokens, self.budget, seconds)
-        return {item.hash: embeddings for item, embeddings in zip(items, made, strict=True)}
+        return {item.hash: own for item, own in zip(items, embeddings, strict=True)}
 
-    def _count_hits(self, seen: Sequence[Seen], known: dict[str, Tensor]) -> None:
-        """Count the requests' reads of embeddings that another step, or another request of this step, has made."""
+    def _add(self, **amounts: float) -> None:
+        self.totals = {name: total + amounts.get(name, 0) for name, total in self.totals.items()}
+
+    def _count_hits(self, slices: Sequence[ItemSlice], known: dict[str, Tensor]) -> None:
+        """Count the requests' reads of embeddings that another step, or another request of this step, computes."""
         makers: dict[str, int] = {}
         read: dict[tuple[str, str], int] = {}
-        for s in seen:
+        for s in slices:
             if s.item.hash in known or makers.setdefault(s.item.hash, s.row) != s.row:
                 read[s.rid, s.item.hash] = read.get((s.rid, s.item.hash), 0) + s.count
-        self.num_hits += len(read)
-        sizes = {s.item.hash: s.item.num_tokens for s in seen}
+        self._add(num_encoder_hits=len(read))
+        sizes = {s.item.hash: s.item.num_tokens for s in slices}
         for (rid, content), num_read in read.items():
             self.tracer.emit(EncoderHit, rid=rid, hash=content, num_tokens=sizes[content], num_read=num_read)

@@ -1,31 +1,32 @@
-"""How far a prompt may go in this step before its pictures cost too much.
+"""Step 7 of an image's way: how many tokens of a prompt a step may take before encoding its images costs too much.
 
-A step has a budget of tokens, so that nobody who decodes waits long for somebody's prompt. A picture's tokens cost more
-than text: before they go through the model the tower has to make them, all of a picture's at once, even if the piece
-ends inside it. So a step has a second budget, of tokens that are encoded; what the embedding cache has costs nothing. A
-piece ends in front of the first picture that is too much, and that picture is the first of the next step. vLLM:
-`Scheduler._try_schedule_encoder_inputs`; SGLang has no such budget and embeds all pictures of a prompt with its first
-piece.
+A step has a budget of tokens, so that requests that decode do not wait long for another request's prompt. A token of an
+image costs more than one of text: the vision tower has to compute its embedding first, and those of the whole image
+even if the piece of the prompt ends inside it. So a step has a second budget, of tokens to encode; an item in the
+embedding cache costs nothing. A piece of a prompt ends before the first item that exceeds the budget, and that item is
+the first of the next step. vLLM: `Scheduler._try_schedule_encoder_inputs`; SGLang has no such budget and embeds all
+images of a prompt with its first piece.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from m4_radix_cache.request import Req
+from m4_radix_cache.request import Req as RadixReq
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
-from m6_multimodal_pd.multimodal.inputs import MultimodalDataItem, MultimodalInputs
+from m6_multimodal_pd.multimodal.inputs import MultimodalDataItem
+from m6_multimodal_pd.request import Req
 
 
 class Cost(NamedTuple):
-    """What some items together take of a step."""
+    """Cost of some items in a step."""
 
     encoded: int
-    """Tokens that the tower must make."""
+    """Number of tokens to encode."""
     held_bytes: int
-    """Embeddings that must stay in the cache during the step."""
+    """Size of the embeddings that must stay in the cache during the step."""
 
 
 class EncoderBudget:
-    """A `PieceLimit`: what is left for the pictures of one step."""
+    """A `PieceLimit`: the budget for the items of one step."""
 
     name = "encoder_budget"
 
@@ -34,11 +35,11 @@ class EncoderBudget:
         self.spent = Cost(0, 0)
         self._held: set[str] = set()  # hashes of the step's items
 
-    def most(self, req: Req, start: int, num_tokens: int) -> int:
-        """How many of the tokens from `start` on may run: all, or as many as stand before an item that is too much.
+    def most(self, req: RadixReq, start: int, num_tokens: int) -> int:
+        """Return how many of the tokens from `start` on may run: all, or those before an item that exceeds the budget.
 
-        If nothing else is encoded in this step, an item may be larger than the whole budget. (Intake refuses one that
-        is larger than the cache; a cache of somebody's own may be smaller, and then it is held alone.)
+        If nothing else is encoded in this step, an item may be larger than the whole budget. (Intake rejects an item
+        that is larger than the cache; with a cache of a user's own that is smaller, it is the only item of its step.)
         """
         spent, held = self.spent, set(self._held)
         for item in items_within(req, start, start + num_tokens):
@@ -51,24 +52,21 @@ class EncoderBudget:
             held.add(item.hash)
         return num_tokens
 
-    def take(self, req: Req, start: int, num_tokens: int) -> None:
-        """These tokens run."""
+    def take(self, req: RadixReq, start: int, num_tokens: int) -> None:
+        """Charge the items of tokens that run in this step."""
         for item in items_within(req, start, start + num_tokens):
             self.spent = self._with(self.spent, self._held, item)
             self._held.add(item.hash)
 
     def _with(self, spent: Cost, held: set[str], item: MultimodalDataItem) -> Cost:
-        """What is spent once this item runs, too."""
+        """Return the cost of a step with this item added."""
         if item.hash in held:
             return spent
         encoded = 0 if item.hash in self.cache else item.num_tokens
         return Cost(spent.encoded + encoded, spent.held_bytes + item.num_tokens * self.bytes_per_token)
 
 
-def items_within(req: Req, start: int, end: int) -> list[MultimodalDataItem]:
-    """The items of which these tokens of a request hold a part."""
-    inputs = req.multimodal_inputs
-    if inputs is None:
-        return []
-    assert isinstance(inputs, MultimodalInputs)
-    return inputs.within(start, end)
+def items_within(req: RadixReq, start: int, end: int) -> list[MultimodalDataItem]:
+    """Return the items with placeholders among these tokens of a request."""
+    inputs = cast(Req, req).multimodal_inputs
+    return [] if inputs is None else inputs.within(start, end)

@@ -1,11 +1,11 @@
-"""What a request keeps of its pictures: where they stand, what the tower reads, what the cache knows them by.
+"""Step 6 of an image's way: what a request keeps of it.
 
-A prompt with a picture is a list of tokens like any other: the picture is a run of placeholder tokens, one for each
-embedding that the tower makes. To the model they are where embeddings go; to the prefix cache they are all alike, and
-two prompts with different pictures would share KV. So in the cache's key each placeholder is a number that stands for
-the picture's content, `pad_value`, outside the vocabulary so that no text can mean it. New in this milestone. SGLang:
-`MultimodalInputs` and `MultimodalDataItem` in `managers/schedule_batch.py`; vLLM: `MultiModalFeatureSpec`, whose
-`identifier` goes into the hash of a block.
+A prompt with an image is a list of token ids like any other: the image is a range of equal placeholder tokens, one for
+each embedding that the vision tower computes. To the prefix cache two prompts with different images would be equal, and
+would share KV. So in the cache's key each placeholder is replaced by its image's `pad_value`, a number outside the
+vocabulary. Such a key is a `PaddedKey` and never a list: the ids of a list are token ids, which a tokenizer or the
+model may read. New in this milestone. SGLang: `MultimodalInputs` and `MultimodalDataItem` in
+`managers/schedule_batch.py`; vLLM: `MultiModalFeatureSpec`, whose `identifier` is part of a block's hash.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from itertools import accumulate
 import numpy as np
 
 from m1_single_request.tracer import Tracer
+from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
 from m6_multimodal_pd.events import ItemReceived, PositionsAssigned
 
-MAX_KNOWN = 65_536
 LARGEST_PAD_VALUE = 2**31 - 1  # the cache's key has four bytes for a token
 
 Range = tuple[int, int]
@@ -28,7 +28,7 @@ Grid = tuple[int, int, int]
 
 
 class Modality(Enum):
-    """What an item is."""
+    """Kind of an item."""
 
     IMAGE = "image"
     VIDEO = "video"
@@ -40,39 +40,39 @@ class MultimodalDataItem:
 
     modality: Modality
     offsets: tuple[Range, ...]
-    """Where its placeholders stand in the prompt: `[start, end)`, one range for an image, one per frame for a video,
-    because texts with the time stand between frames."""
+    """Ranges `[start, end)` of its placeholders in the prompt: one for an image, one per frame for a video, because the
+    time of each frame stands before it as text."""
     feature: np.ndarray
-    """float32 `[patches, patch_dim]`: what the vision tower reads."""
+    """float32 `[patches, patch_dim]`: the input of the vision tower."""
     grid_thw: Grid
     """Patches along time, height and width."""
     hash: str
     """sha256 of the content, in hex: of the feature, its shape and type, and of the processor's options."""
     size: tuple[int, int]
-    """Width and height in pixels, as it was handed in."""
+    """Width and height before resizing, in pixels."""
     pad_value: int | None = None
-    """What stands for each of its placeholders in the cache's key: not below the size of the vocabulary. An engine
-    gives it when it takes a request in, for its own cache; None before."""
+    """Number that replaces each of its placeholders in the cache's key: at least the size of the vocabulary. An engine
+    sets it at intake, for its own cache; None before."""
 
     @property
     def num_tokens(self) -> int:
-        """Placeholders, and embeddings."""
+        """Number of its placeholders, and of its embeddings."""
         return sum(end - start for start, end in self.offsets)
 
     @property
     def start(self) -> int:
-        """Its first placeholder in the prompt."""
+        """Index in the prompt of its first placeholder."""
         return self.offsets[0][0]
 
     @property
     def end(self) -> int:
-        """Behind its last one."""
+        """Index after its last placeholder."""
         return self.offsets[-1][1]
 
     def rows(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Its embeddings among the prompt's tokens `start` to `end`: runs of (place in the prompt, first, last + 1).
+        """Return its embeddings among the prompt's tokens `start` to `end`: runs of (index in prompt, first, last + 1).
 
-        A range of tokens may begin or end inside a picture: a piece of a prompt, or what a cache hit has left.
+        Such a range may begin or end inside an image: it is a piece of a prompt, or the part after a cache hit.
         """
         firsts = accumulate((stop - begin for begin, stop in self.offsets), initial=0)
         found = []
@@ -83,66 +83,77 @@ class MultimodalDataItem:
         return found
 
 
+class PaddedKey(RadixKey):
+    """Key of a prompt with images: every placeholder is its item's `pad_value`, and `token_ids` ends before them.
+
+    A pad value is no token id, and the placeholders of two images are equal; so neither is ever returned in a list.
+    """
+
+    __slots__ = ("offsets",)
+
+    def __init__(self, token_ids: Sequence[int], extra_key: str | None, items: Sequence[MultimodalDataItem]) -> None:
+        super().__init__(token_ids, extra_key)
+        self.offsets = [one for item in items for one in item.offsets]
+        data = bytearray(self.data)
+        for item in items:
+            assert item.pad_value is not None, "the prompt has not passed the intake of an engine"
+            for start, end in item.offsets:
+                data[start * TOKEN_BYTES : end * TOKEN_BYTES] = RadixKey([item.pad_value] * (end - start)).data
+        self.data = bytes(data)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return the token ids from index `start` to `end`, to the next image, or to the end of the key."""
+        images = (max(first, start) for first, stop in self.offsets if stop > start)
+        return super().token_ids(start, min([end, *images]))
+
+
 @dataclass(frozen=True, eq=False)
 class MultimodalInputs:
-    """All pictures of a prompt, and the positions that they give to its tokens."""
+    """All images and videos of a prompt, and the positions that they give to its tokens."""
 
     mm_items: tuple[MultimodalDataItem, ...]
-    """In the order in which they stand."""
+    """In the order of their placeholders."""
     mrope_positions: np.ndarray
     """int64 `[3, prompt length]`: time, height and width of every token of the prompt."""
     mrope_position_delta: int
-    """Token `i` behind the prompt sits at `i + mrope_position_delta`, on all axes."""
-    im_token_id: int
-    video_token_id: int
-    im_start_id: int
-    im_end_id: int
+    """Position of a token after the prompt minus its index, on all axes."""
     options_key: bytes = b""
-    """All settings of the processor that made the features: another model's would be seen wrong."""
+    """All settings of the processor that made the features; they fit a model with the same settings only."""
 
     @property
     def image_pad_len(self) -> list[int]:
-        """Placeholders of each item."""
+        """Number of placeholders of each item."""
         return [item.num_tokens for item in self.mm_items]
 
     def within(self, start: int, end: int) -> list[MultimodalDataItem]:
-        """The items of which the tokens `start` to `end` hold a part."""
+        """Return the items with placeholders among the tokens `start` to `end`."""
         return [item for item in self.mm_items if item.rows(start, end)]
 
     def positions(self, start: int, end: int) -> np.ndarray:
-        """int64 `[3, end - start]`: the positions of these tokens of prompt and output."""
+        """Return the positions of these tokens of prompt and output, int64 `[3, end - start]`."""
         known = self.mrope_positions.shape[1]
         behind = np.arange(max(start, known), max(end, known)) + self.mrope_position_delta
         return np.concatenate([self.mrope_positions[:, start:end], np.tile(behind, (3, 1))], axis=1)
 
-    def padded(self, token_ids: Sequence[int]) -> list[int]:
-        """The prompt as the prefix cache knows it: every placeholder is its item's `pad_value`."""
-        padded = list(token_ids)
-        for item in self.mm_items:
-            assert item.pad_value is not None, "no engine has taken this prompt in"
-            for start, end in item.offsets:
-                padded[start:end] = [item.pad_value] * (end - start)
-        return padded
-
     def trace_arrival(self, rid: str, tracer: Tracer) -> None:
-        """Emit the pictures of request `rid`, and the positions that they give to its tokens."""
+        """Emit the images of request `rid`, and the positions that they give to its tokens."""
         for index, item in enumerate(self.mm_items):
             tracer.emit(ItemReceived.of, rid, index, item)
         tracer.emit(PositionsAssigned.of, rid, self)
 
     def of_length(self, num_tokens: int) -> "MultimodalInputs":
-        """The same for a prompt of so many tokens: behind the last picture text may have been added, or left out."""
+        """Return the same for a prompt of `num_tokens`: text after the last image may have been added or removed."""
         return replace(self, mrope_positions=self.positions(0, num_tokens))
 
-    def taken_in(self, pad_values: "PadValues") -> "MultimodalInputs":
-        """The same for one engine, with the numbers that its cache knows the contents by."""
+    def with_pad_values(self, pad_values: "PadValues") -> "MultimodalInputs":
+        """Return the same with the pad values of one engine's cache."""
         return replace(self, mm_items=tuple(replace(i, pad_value=pad_values.of(i.hash)) for i in self.mm_items))
 
 
 def content_hash(modality: Modality, feature: np.ndarray, grid_thw: Grid, options: bytes) -> str:
-    """sha256, in hex, of all that decides what the tower makes of an item.
+    """Return the sha256, in hex, of everything that the embeddings of an item depend on.
 
-    Not of the bytes alone: the same bytes of another shape are another picture.
+    Not of the bytes alone: the same bytes in another shape are another image.
     """
     digest = hashlib.sha256()
     for part in (modality.value, str(feature.dtype), str(feature.shape), str(tuple(grid_thw))):
@@ -153,23 +164,24 @@ def content_hash(modality: Modality, feature: np.ndarray, grid_thw: Grid, option
 
 
 class PadValues:
-    """Gives every content a number of its own.
+    """Assigns a number to every content.
 
-    The low bits of the hash would do nearly always, and now and then give two pictures one number: then a request would
-    read another picture's KV. So contents are numbered, from the size of the vocabulary on, and no number is ever given
-    twice. Of those that came, the last `max_known` are remembered; an older one gets a new number when it comes again,
+    The low bits of the hash would do nearly always, but two images may have the same ones, and then a request would
+    read the KV of another image. So contents are numbered, from the size of the vocabulary on, and no number is
+    assigned twice. The last `max_known` contents are remembered; an older one gets a new number when it comes again,
     and only misses the cache.
     """
 
-    def __init__(self, vocab_size: int, max_known: int = MAX_KNOWN) -> None:
-        self.max_known = max_known
+    max_known: int = 65_536
+
+    def __init__(self, vocab_size: int) -> None:
         self._next = vocab_size
         self._known: OrderedDict[str, int] = OrderedDict()  # by hash, the latest last
 
     def of(self, content: str) -> int:
-        """The number of the content with this hash."""
+        """Return the number of the content with this hash."""
         if content not in self._known:
-            assert self._next <= LARGEST_PAD_VALUE, "two billion different pictures have come"
+            assert self._next <= LARGEST_PAD_VALUE, "two billion different images have come"
             number = self._next
             self._next += 1  # first: after an interrupt it must not be given to another content
             self._known[content] = number

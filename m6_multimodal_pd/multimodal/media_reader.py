@@ -1,7 +1,6 @@
-"""From a part of a message to patches, in one call: what intake knows of pictures.
+"""Steps 1 to 3 of an image's way in one call: from a part of a message to the patches of one model.
 
-`media.py` takes the part and its limits, `vision_processor.py` what the model wants to see. vLLM and SGLang do both in
-their multimodal processors.
+vLLM and SGLang do the same in their multimodal processors.
 """
 
 from collections.abc import Mapping
@@ -11,35 +10,70 @@ from typing import Any
 from m1_single_request.trace_event import some
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.media import MediaLoader
-from m6_multimodal_pd.multimodal.processor_settings import VisionShape
+from m6_multimodal_pd.models.qwen3_vl import MediaTokens
+from m6_multimodal_pd.multimodal.decode_image import Picture, load_pixels
+from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling, VideoLoader, VideoOptions
+from m6_multimodal_pd.multimodal.fetch import read_url
+from m6_multimodal_pd.multimodal.inputs import Modality
+from m6_multimodal_pd.multimodal.media_parts import MEDIA_KINDS, check_part, url_of
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem, VisionProcessor
 
 
+class MediaLoader:
+    """Loads the pixels of media parts, one part at a time, and keeps nothing of them."""
+
+    def __init__(self, config: MultimodalConfig, sampling: FrameSampling) -> None:
+        """`sampling`: the model's own, for a video without options."""
+        self.config = config
+        self._videos = VideoLoader(config, sampling)
+
+    def load(self, part: Mapping[str, Any], what: str | None = None) -> Picture | Frames:
+        """Return the pixels of one part; `what` names it in errors, such as "image 2 of message 0".
+
+        Accepted are `{"type": "image", "image": ...}`, `{"type": "image_url", "image_url": URL or {"url": URL}}`, the
+        same with `video`, and beside a video `video_fps`, and `fps` or `num_frames`. A path is never taken for a URL.
+        An animation that is given as an image is its first frame.
+
+        Raises `InvalidMediaError`, and nothing else, for any value.
+        """
+        kind = check_part(part)
+        modality = MEDIA_KINDS[kind]
+        what = what or modality.value
+        source = part[kind]
+        if kind.endswith("_url"):
+            source = read_url(url_of(source, kind, what), self.config, what)
+        if modality is Modality.IMAGE:
+            return Picture(load_pixels(source, self.config, what))
+        return self._videos.load(source, VideoOptions.of(part, what), what)
+
+
 class MediaReader:
-    """Reads images and videos as one model sees them. It keeps nothing of them."""
+    """Makes patches of media parts as one model's processor does, and keeps nothing of them."""
 
     def __init__(
-        self, *, name: str | Path, config: MultimodalConfig, vision: VisionShape, max_item_tokens: int
+        self,
+        *,
+        name: str | Path,
+        config: MultimodalConfig,
+        vision: Any,
+        tokens: MediaTokens,
+        max_item_tokens: int,
     ) -> None:
-        """`name`: the model's directory or hub id; `vision`: its `vision_config`; `max_item_tokens`: the largest item
-        whose embeddings fit into their cache.
+        """`name`: the model's directory or hub id; `vision`: its `vision_config`; `tokens`: its placeholders;
+        `max_item_tokens`: the largest item whose embeddings fit into the embedding cache.
 
-        Raises `ModelLoadError` for a directory without a processor that fits, `ConfigError` for limits that contradict
-        each other.
+        Raises `ModelLoadError` for a directory without a processor that fits, `ConfigError` for contradictory limits.
         """
         self.processor = VisionProcessor.from_directory(name, config, vision)
         self.loader = MediaLoader(config, self.processor.sampling)
-        self.max_item_tokens = max_item_tokens
+        self.tokens, self.max_items, self.max_item_tokens = tokens, config.max_items, max_item_tokens
         self.options_key = self.processor.options_key
-        """All settings that change what is made of the same pixels."""
-        self.merge_size: int = vision.spatial_merge_size
-        """The side of the square of patches that becomes one token."""
+        """All settings of the processor, as a key: see `VisionProcessor.options_key`."""
 
     def process(self, part: Mapping[str, Any], what: str) -> ProcessedItem:
-        """The patches of an image or a video, and how they lie. `what` names it in errors.
+        """Return the patches of an image or a video. `what` names it in errors.
 
-        Raises `InvalidMediaError`, whatever is handed in.
+        Raises `InvalidMediaError` for any value that is not one.
         """
         media = self.loader.load(part, what)
         num_tokens = self.processor.layout(media, what).num_tokens

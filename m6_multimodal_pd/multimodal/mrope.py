@@ -1,10 +1,10 @@
-"""Positions of three axes: where every token of a prompt with pictures stands in time, height and width.
+"""Step 5 of an image's way: M-RoPE, the positions in time, height and width of every token of a prompt.
 
-For text the three are equal and count up, as positions always did. A picture is a block: its tokens share the time, and
-have the row and the column of their merged patch; the text behind it goes on after the largest position so far. So a
-picture of 10 x 10 tokens advances the position by 10 and not by 100, and what stands below each other is near each
-other. New in this milestone. Qwen2-VL (Wang et al. 2024) brought M-RoPE; Qwen3-VL gives every layer of a video, two
-frames, a block of its own, behind a text with its time. SGLang: `MRotaryEmbedding.get_rope_index`; vLLM:
+For text the three are equal and count up, as positions always did. An image is a block: its tokens have the same time,
+and the row and the column of their merged patch; the text after it goes on after the largest position so far. So an
+image of 10 x 10 tokens advances the position by 10 and not by 100, and patches that are neighbours in the image have
+neighbouring positions. New in this milestone. M-RoPE is Qwen2-VL's (Wang et al. 2024); in Qwen3-VL every layer of a
+video, two frames, is a block of its own, after a text with its time. SGLang: `MRotaryEmbedding.get_rope_index`; vLLM:
 `get_mrope_input_positions`.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 
 
 class Block(NamedTuple):
-    """A run of placeholders: an image, or one layer of a video."""
+    """A range of placeholders: an image, or one layer of a video."""
 
     start: int
-    """Its first token in the prompt."""
+    """Index of its first token in the prompt."""
     height: int
     """Rows of merged patches."""
     width: int
@@ -30,9 +30,9 @@ class Block(NamedTuple):
 
 
 def get_rope_index(num_tokens: int, blocks: Iterable[Block]) -> tuple[np.ndarray, int]:
-    """Positions int64 `[3, num_tokens]` (time, height, width), and by how much the next token's exceeds its place.
+    """Return positions int64 `[3, num_tokens]` (time, height, width), and the next token's position minus its index.
 
-    `blocks` in the order in which they stand. A text token, one block of 2 x 2 and a text token have the positions
+    `blocks` are in the order of the prompt. A text token, one block of 2 x 2 and a text token have the positions
     0 | 1 1 1 1 | 3, 0 | 1 1 2 2 | 3, 0 | 1 2 1 2 | 3, and the delta is 4 - 6.
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)

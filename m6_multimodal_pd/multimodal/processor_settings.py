@@ -1,25 +1,26 @@
-"""What a model's processor files say: how large pictures become, how their values are scaled, how videos are sampled.
+"""Step 3 of an image's way, once per model: the settings of its processor files, for sizes, values and sampling.
 
-Read from the files themselves and not through `AutoProcessor`, which wants torchvision for any directory that has a
-video processor. Real checkpoints have `preprocessor_config.json` and `video_preprocessor_config.json`, or, as saved by
-transformers 5, both inside one `processor_config.json`. What the files ask for and this engine does not do is an error:
-a model that is shown other pictures than in its training answers worse without saying so. vLLM and SGLang:
-`AutoProcessor` of transformers.
+They are read from the files themselves: `AutoProcessor` requires torchvision for any directory that has a video
+processor. Checkpoints have `preprocessor_config.json` and `video_preprocessor_config.json`, or, as saved by
+transformers 5, both inside one `processor_config.json`. A setting that this engine does not support is an error: a
+model whose images are processed in another way than in its training answers worse without any message. vLLM and
+SGLang: `AutoProcessor` of transformers.
 """
 
 import json
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeGuard
 
 from transformers import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.utils.hub import cached_file
 
 from m1_single_request.errors import ConfigError, ModelLoadError, shown
 from m1_single_request.model_loader import load_part
 from m6_multimodal_pd.config import MultimodalConfig
-from m6_multimodal_pd.multimodal.video import FrameSampling
+from m6_multimodal_pd.multimodal.decode_video import FrameSampling
 
 BOTH_FILE, IMAGE_FILE, VIDEO_FILE = (
     "processor_config.json",
@@ -28,38 +29,15 @@ BOTH_FILE, IMAGE_FILE, VIDEO_FILE = (
 )
 BICUBIC = 3
 STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
-IMAGE_KEYS = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor")
-
-VIDEO_DEFAULTS: dict[str, Any] = {
-    "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "rescale_factor": 1 / 255,
-    "fps": 2,
-    "min_frames": 4,
-    "max_frames": 768,
-    "max_video_tokens": 768,
-}
-"""Of `Qwen3VLVideoProcessor`, for what a file does not say."""
-
-
-class VisionShape(Protocol):
-    """What of a model's `vision_config` the processor must agree with."""
-
-    @property
-    def patch_size(self) -> int: ...
-    @property
-    def temporal_patch_size(self) -> int: ...
-    @property
-    def spatial_merge_size(self) -> int: ...
+PIXEL_KEYS = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor")
+VIDEO_KEYS = ("fps", "min_frames", "max_frames", "max_video_tokens")
+EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+"""Keys of `size`, and their names in older files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PixelSettings:
-    """How pictures become values, for images or for videos."""
+    """Sizes and values of images or of videos."""
 
     patch_size: int
     """Pixels along a side of a patch."""
@@ -68,54 +46,50 @@ class PixelSettings:
     merge_size: int
     """Patches along a side of the block that becomes one token."""
     min_pixels: int
-    """An image, or all frames of a video together, is brought to at least so many pixels ..."""
+    """Minimum number of pixels after resizing, of an image or of all frames of a video together ..."""
     max_pixels: int
-    """... and to at most so many."""
+    """... and the maximum."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     rescale_factor: float
 
     @property
     def factor(self) -> int:
-        """Sides of what the model sees are multiples of this."""
+        """Pixels along a side of a token; the sides of a resized image are multiples of it."""
         return self.patch_size * self.merge_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings(PixelSettings):
-    """The same for videos, with how they are sampled."""
+    """The same for videos, and their sampling."""
 
     sampling: FrameSampling = field(default_factory=FrameSampling)
     max_frame_tokens: int | None = None
-    """Tokens that one frame may become, as `cap_pixels_per_frame` and `max_video_tokens` say. None: not capped."""
+    """Maximum number of tokens of one frame (`max_video_tokens` with `cap_pixels_per_frame`). None: no maximum."""
 
     def most_pixels(self, num_frames: int) -> int:
-        """Of so many frames together."""
+        """Return the maximum number of pixels of all frames together."""
         if self.max_frame_tokens is None:
             return self.max_pixels
         share = min(self.max_frame_tokens * self.factor**2, self.max_pixels // num_frames)
         return max(share, int(self.min_pixels * 1.05)) * num_frames
 
 
-def read_settings(name: str, config: MultimodalConfig, vision: VisionShape) -> tuple[PixelSettings, VideoSettings]:
-    """The settings for images and for videos of a model directory or hub id.
+def read_settings(name: str, config: MultimodalConfig, vision: Any) -> tuple[PixelSettings, VideoSettings]:
+    """Return the settings for images and for videos of a model directory or hub id. `vision`: its `vision_config`.
 
-    Raises `ModelLoadError` for files that are missing, broken, at odds with `vision` or not honoured here, and
+    Raises `ModelLoadError` for files that are missing, broken, contradict `vision` or need an unsupported setting, and
     `ConfigError` if the limits of `config` and of the files contradict each other.
     """
     both = _read(name, BOTH_FILE) or {}
-    images, videos = (
+    (image_file, images), (video_file, videos) = (
         (BOTH_FILE, both[key]) if both.get(key) else (filename, _read(name, filename))
         for key, filename in (("image_processor", IMAGE_FILE), ("video_processor", VIDEO_FILE))
     )
-    if images[1] is None:
+    if images is None:
         raise ModelLoadError(f"{name} has no {IMAGE_FILE}: the model's files for images are missing, get them again")
-    # What an image's file leaves out is what transformers' class has in its place.
-    size = {key: value for key, value in _with_size(name, *images).items() if key == "size"}
-    known = load_part(name, "its image processor", lambda: Qwen2VLImageProcessorPil(**size))
-    defaults = {key: _plain(getattr(known, key)) for key in IMAGE_KEYS}
-    image = PixelSettings(**_pixel_settings(name, images[0], defaults, images[1], vision))
-    return _overridden(name, image, config), _video_settings(name, videos[0], videos[1] or {}, vision)
+    image = PixelSettings(**_pixel_settings(name, image_file, Qwen2VLImageProcessorPil, images, vision))
+    return _overridden(name, image, config), _video_settings(name, video_file, videos or {}, vision)
 
 
 def _read(name: str, filename: str) -> dict[str, Any] | None:
@@ -132,37 +106,12 @@ def _read(name: str, filename: str) -> dict[str, Any] | None:
     return load_part(name, filename, read)
 
 
-def _with_size(name: str, filename: str, content: dict[str, Any]) -> dict[str, Any]:
-    """`content` with the range of pixels under `size`, however the file has it: older ones have `min_pixels`."""
+def _pixel_settings(name: str, filename: str, processor: Any, content: Any, vision: Any) -> dict[str, Any]:
+    """Return the fields of `PixelSettings`. A key that is not in the file has the value of transformers' class."""
     if not isinstance(content, dict):
         raise ModelLoadError(f"{name}: a processor in {BOTH_FILE} is {shown(content)}, not an object; correct the file")
-    size = content.get("size") or {}
-    if not isinstance(size, dict):
-        raise ModelLoadError(f"{name}: size={shown(size)} in {filename} must name shortest_edge and longest_edge")
-    size = dict(size)
-    for edge, pixels in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
-        inside = size.pop(pixels, None)
-        named = next((value for value in (content.get(pixels), size.get(edge), inside) if value is not None), None)
-        if named is not None:
-            size[edge] = named
-    edges = ("shortest_edge", "longest_edge")
-    found = {edge: size[edge] for edge in edges if edge in size}
-    return {key: value for key, value in content.items() if key != "size"} | ({"size": found} if found else {})
-
-
-def _plain(value: Any) -> Any:
-    """transformers keeps `size` as an object of its own."""
-    edges = ("shortest_edge", "longest_edge")
-    return value if isinstance(value, int | float | list | tuple) else {edge: value[edge] for edge in edges}
-
-
-def _pixel_settings(
-    name: str, filename: str, defaults: dict[str, Any], content: dict[str, Any], vision: VisionShape
-) -> dict[str, Any]:
-    """The fields of `PixelSettings`."""
-    stated = {key: value for key, value in _with_size(name, filename, content).items() if value is not None}
-    settings = defaults | stated
-    settings["size"] = defaults["size"] | stated.get("size", {})
+    stated = {key: value for key, value in content.items() if value is not None}
+    settings = {key: getattr(processor, key) for key in PIXEL_KEYS} | stated
     for step in STEPS:
         if stated.get(step, True) is not True:
             raise ModelLoadError(f"{name}: {step}={shown(stated[step])} in {filename} is not supported, only true is")
@@ -174,43 +123,54 @@ def _pixel_settings(
                 f"{name}: {key}={shown(settings[key])} in {filename}, but the vision tower has "
                 f"{getattr(vision, mine)}; the files do not belong together"
             )
-    low, high = (_whole(name, filename, settings["size"], edge) for edge in ("shortest_edge", "longest_edge"))
-    if low > high:
-        raise ModelLoadError(f"{name}: {filename} asks for at least {low} and at most {high} pixels; correct the file")
+    low, high = _pixel_range(name, filename, processor.size, stated)
     mean, std = (_three(name, filename, settings, key) for key in ("image_mean", "image_std"))
-    rescale = _number(name, filename, settings, "rescale_factor")
     if 0.0 in std:
         raise ModelLoadError(f"{name}: image_std in {filename} has a 0, by which nothing can be divided")
     return {
-        "patch_size": settings["patch_size"],
-        "temporal_patch_size": settings["temporal_patch_size"],
-        "merge_size": settings["merge_size"],
+        **{key: settings[key] for key in ("patch_size", "temporal_patch_size", "merge_size")},
         "min_pixels": low,
         "max_pixels": high,
         "mean": mean,
         "std": std,
-        "rescale_factor": rescale,
+        "rescale_factor": _number(name, filename, settings, "rescale_factor"),
     }
 
 
-def _video_settings(name: str, filename: str, content: dict[str, Any], vision: VisionShape) -> VideoSettings:
-    pixels = _pixel_settings(name, filename, VIDEO_DEFAULTS, content, vision)
-    settings = VIDEO_DEFAULTS | {key: value for key, value in content.items() if value is not None}
-    if settings.get("num_frames") is not None or settings.get("do_sample_frames", True) is not True:
+def _pixel_range(name: str, filename: str, default: dict[str, int], stated: dict[str, Any]) -> tuple[int, int]:
+    """Return the minimum and maximum number of pixels, however the file names them."""
+    size = stated.get("size", {})
+    if not isinstance(size, dict):
+        raise ModelLoadError(f"{name}: size={shown(size)} in {filename} must name shortest_edge and longest_edge")
+    found = dict(default)
+    for edge, pixels in EDGES.items():
+        values = (stated.get(pixels), size.get(edge), size.get(pixels))
+        found[edge] = next((value for value in values if value is not None), default[edge])
+    low, high = (_whole(name, filename, found, edge) for edge in EDGES)
+    if low > high:
+        raise ModelLoadError(f"{name}: {filename} asks for at least {low} and at most {high} pixels; correct the file")
+    return low, high
+
+
+def _video_settings(name: str, filename: str, content: dict[str, Any], vision: Any) -> VideoSettings:
+    pixels = _pixel_settings(name, filename, Qwen3VLVideoProcessor, content, vision)
+    stated = {key: value for key, value in content.items() if value is not None}
+    settings = {key: getattr(Qwen3VLVideoProcessor, key) for key in VIDEO_KEYS} | stated
+    if "num_frames" in stated or stated.get("do_sample_frames", True) is not True:
         raise ModelLoadError(f"{name}: {filename} asks for a number of frames; only sampling by fps is supported")
     frames = {key: _whole(name, filename, settings, key) for key in ("min_frames", "max_frames")}
     if frames["min_frames"] > frames["max_frames"]:
         raise ModelLoadError(f"{name}: min_frames in {filename} is more than max_frames; correct the file")
-    capped = bool(settings.get("cap_pixels_per_frame"))
+    is_capped = bool(stated.get("cap_pixels_per_frame"))
     return VideoSettings(
         **pixels,
         sampling=FrameSampling(fps=_number(name, filename, settings, "fps"), **frames),
-        max_frame_tokens=_whole(name, filename, settings, "max_video_tokens") if capped else None,
+        max_frame_tokens=_whole(name, filename, settings, "max_video_tokens") if is_capped else None,
     )
 
 
 def _overridden(name: str, image: PixelSettings, config: MultimodalConfig) -> PixelSettings:
-    """`image` with the limits of `config`, where it has any."""
+    """Return `image` with the limits of `config`, where it has any."""
     low, high = config.min_pixels or image.min_pixels, config.max_pixels or image.max_pixels
     if low > high:
         given = "max_pixels" if config.min_pixels is None else "min_pixels"
@@ -232,7 +192,7 @@ def _whole(name: str, filename: str, settings: dict[str, Any], key: str) -> int:
 
 def _number(name: str, filename: str, settings: dict[str, Any], key: str) -> float:
     value = settings.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+    if not _is_finite(value) or not value > 0:
         raise ModelLoadError(f"{name}: {key}={shown(value)} in {filename} must be a number above 0")
     return float(value)
 
@@ -244,5 +204,5 @@ def _three(name: str, filename: str, settings: dict[str, Any], key: str) -> tupl
     return tuple(float(value) for value in values)
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

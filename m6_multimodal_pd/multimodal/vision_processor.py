@@ -1,65 +1,75 @@
-"""From pixels to what the vision tower reads: rows of patches, and the grid that they came from.
+"""Step 3 of an image's way: from pixels to rows of patches, which the vision tower reads.
 
-A picture is brought to a size whose sides are multiples of 32, cut into patches of 16 x 16 pixels, and its values are
-scaled to -1 .. 1; a block of 2 x 2 patches will be one token. A video is the same with time: two frames make one layer
-of patches, and each layer has a timestamp, which stands in the prompt as text. Images go through transformers' own
-numpy processor; videos through `patches.py`, because transformers' needs torchvision. vLLM: the `Qwen3VLProcessor` of
-transformers, called in `multimodal/processing`; SGLang: `QwenVLImageProcessor` (`multimodal/processors/qwen_vl.py`).
+An image is resized so that its sides are multiples of 32, cut into patches of 16 x 16 pixels, and its values are scaled
+to -1 .. 1; a block of 2 x 2 patches will be one token. A video is the same with time: two frames make one layer of
+patches, and each layer has a timestamp, which stands in the prompt as text. Images go through transformers' numpy
+processor; videos through `video_patches.py`, because transformers' processor for them requires torchvision. vLLM: the
+`Qwen3VLProcessor` of transformers, called in `multimodal/processing`; SGLang: `QwenVLImageProcessor`
+(`multimodal/processors/qwen_vl.py`).
 """
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import Qwen2VLImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as image_size
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as video_size
 
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.media import Picture
-from m6_multimodal_pd.multimodal.patches import MAX_ASPECT_RATIO, fitting_size, normalise, pack, resize
-from m6_multimodal_pd.multimodal.processor_settings import (
-    BICUBIC,
-    PixelSettings,
-    VideoSettings,
-    VisionShape,
-    read_settings,
-)
-from m6_multimodal_pd.multimodal.video import Frames, FrameSampling
+from m6_multimodal_pd.multimodal.decode_image import Picture, Pixels
+from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling
+from m6_multimodal_pd.multimodal.inputs import Grid, Modality
+from m6_multimodal_pd.multimodal.processor_settings import BICUBIC, PixelSettings, VideoSettings, read_settings
+from m6_multimodal_pd.multimodal.video_patches import normalise, pack, resize
+
+MAX_ASPECT_RATIO = 200  # transformers' own limit
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a picture or a video will become, known from its size alone."""
+    """Size of an item after processing, computed from its size before."""
 
-    grid_thw: tuple[int, int, int]
+    grid_thw: Grid
     """Patches along time, height and width."""
-    num_tokens: int
-    """Placeholders in the prompt, all frames together."""
+    merged_hw: tuple[int, int]
+    """Rows and columns of blocks of patches, each of which becomes one token."""
     size: tuple[int, int]
-    """Width and height in pixels as the model will see it."""
+    """Width and height after resizing, in pixels."""
+
+    @property
+    def frame_tokens(self) -> list[int]:
+        """Number of placeholders of each layer of patches; an image has one layer."""
+        return [self.merged_hw[0] * self.merged_hw[1]] * self.grid_thw[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of placeholders in the prompt."""
+        return sum(self.frame_tokens)
 
 
 @dataclass(frozen=True)
 class ProcessedItem:
-    """One picture or video as the vision tower reads it."""
+    """One image or video as the vision tower reads it."""
 
+    modality: Modality
     feature: np.ndarray
-    """float32, [num_patches, 3 * temporal_patch * patch * patch], in the order of `patches.pack`."""
-    grid_thw: tuple[int, int, int]
-    """Patches along time, height and width."""
+    """float32 `[num_patches, 3 * temporal_patch * patch * patch]`, in the order of `video_patches.pack`."""
+    layout: Layout
     timestamps: tuple[float, ...]
     """Seconds, one for each layer of the grid's time; none for an image."""
     size: tuple[int, int]
-    """Width and height in pixels as handed in."""
+    """Width and height before resizing, in pixels."""
     num_frames: int
-    """Frames that were sampled; 1 for an image."""
+    """Number of sampled frames; 1 for an image."""
 
 
 class VisionProcessor:
-    """Makes `ProcessedItem`s as the model's own processor would. It keeps nothing of what it is given."""
+    """Makes `ProcessedItem`s as the model's own processor would, and keeps nothing of their pixels."""
 
     def __init__(self, image: PixelSettings, video: VideoSettings) -> None:
         self.image = image
@@ -76,8 +86,8 @@ class VisionProcessor:
         )
 
     @classmethod
-    def from_directory(cls, name: str | Path, config: MultimodalConfig, vision: VisionShape) -> "VisionProcessor":
-        """The processor of a model directory or hub id, with the limits of `config` in place of its own.
+    def from_directory(cls, name: str | Path, config: MultimodalConfig, vision: Any) -> "VisionProcessor":
+        """Return the processor of a model directory or hub id, with the limits of `config` in place of its own.
 
         `vision` is the model's `vision_config`. Raises `ModelLoadError` or `ConfigError`, see `read_settings`.
         """
@@ -85,28 +95,25 @@ class VisionProcessor:
 
     @property
     def sampling(self) -> FrameSampling:
-        """How videos are sampled, for the `MediaLoader`."""
+        """The sampling of videos, for the `MediaLoader`."""
         return self.video.sampling
 
     @property
     def options_key(self) -> bytes:
-        """Every setting that changes features: two processors with the same key make the same of the same pixels."""
+        """All settings that change features: two processors with the same key make the same features of an item."""
         return json.dumps([asdict(self.image), asdict(self.video)], sort_keys=True).encode()
 
     def image_layout(self, width: int, height: int, what: str = "image") -> Layout:
-        """What a picture of this size will become. Raises `InvalidMediaError` if it is too long and narrow."""
+        """Return the layout of an image of this size. Raises `InvalidMediaError` if it is too long and narrow."""
         check_aspect_ratio(width, height, what)
-        rows, columns = smart_resize(
-            height,
-            width,
-            factor=self.image.factor,
-            min_pixels=self.image.min_pixels,
-            max_pixels=self.image.max_pixels,
+        settings = self.image
+        rows, columns = image_size(
+            height, width, factor=settings.factor, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels
         )
-        return _layout(self.image, 1, columns, rows)
+        return _layout(settings, 1, columns, rows)
 
     def video_layout(self, num_frames: int, width: int, height: int, what: str = "video") -> Layout:
-        """What a video of so many sampled frames will become. Raises `InvalidMediaError` for one frame only, too."""
+        """Return the layout of a video of sampled frames. Raises `InvalidMediaError` for one frame only, too."""
         settings = self.video
         if num_frames < settings.temporal_patch_size:
             raise InvalidMediaError(
@@ -114,55 +121,52 @@ class VisionProcessor:
                 "give more, or give it as an image"
             )
         check_aspect_ratio(width, height, what)
-        rows, columns = fitting_size(
+        rows, columns = video_size(
             num_frames,  # as sampled, before the last is repeated: so does transformers
             height,
             width,
+            temporal_factor=settings.temporal_patch_size,
             factor=settings.factor,
-            temporal_patch=settings.temporal_patch_size,
             min_pixels=settings.min_pixels,
             max_pixels=settings.most_pixels(num_frames),
         )
         return _layout(settings, -(-num_frames // settings.temporal_patch_size), columns, rows)
 
     def layout(self, media: Picture | Frames, what: str) -> Layout:
-        """What `process` will make of it. Raises `InvalidMediaError` for what no size would fit."""
+        """Return the layout of the item that `process` will make. Raises `InvalidMediaError` as that does."""
         height, width = media.pixels.shape[-3:-1]
         if isinstance(media, Picture):
             return self.image_layout(width, height, what)
         return self.video_layout(len(media.pixels), width, height, what)
 
-    def process(self, media: Picture | Frames, what: str | None = None) -> ProcessedItem:
-        """Resize, normalise and pack. Raises `InvalidMediaError` for what no size would fit; `what` names it there."""
+    def process(self, media: Picture | Frames, what: str = "the item") -> ProcessedItem:
+        """Resize, normalise and pack. Raises `InvalidMediaError` for an item that no size fits; `what` names it."""
+        layout = self.layout(media, what)
+        height, width = media.pixels.shape[-3:-1]
         if isinstance(media, Picture):
-            return self._process_image(media, what or "image")
-        return self._process_video(media, what or "video")
+            return ProcessedItem(Modality.IMAGE, self._image_rows(media.pixels), layout, (), (width, height), 1)
+        seconds = timestamps(media.indices, media.video_fps, self.video.temporal_patch_size)
+        feature = self._video_rows(media.pixels, layout)
+        return ProcessedItem(Modality.VIDEO, feature, layout, seconds, (width, height), len(media.pixels))
 
-    def _process_image(self, picture: Picture, what: str) -> ProcessedItem:
-        height, width = picture.pixels.shape[:2]
-        layout = self.image_layout(width, height, what)
-        # told where the channels are: of three rows of pixels it would guess wrong
-        made = self._images.preprocess([picture.pixels], input_data_format="channels_last", return_tensors="np")
-        feature = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
-        return ProcessedItem(feature, layout.grid_thw, (), (width, height), 1)
+    def _image_rows(self, pixels: Pixels) -> np.ndarray:
+        # with the place of the channels: of three rows of pixels the processor would guess wrong
+        made = self._images.preprocess([pixels], input_data_format="channels_last", return_tensors="np")
+        return np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
 
-    def _process_video(self, video: Frames, what: str) -> ProcessedItem:
-        num_frames, height, width = video.pixels.shape[:3]
-        layout = self.video_layout(num_frames, width, height, what)
+    def _video_rows(self, pixels: np.ndarray, layout: Layout) -> np.ndarray:
         settings = self.video
-        frames = resize(torch.from_numpy(video.pixels).permute(0, 3, 1, 2).contiguous(), *reversed(layout.size))
-        feature = pack(
+        frames = resize(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), *reversed(layout.size))
+        return pack(
             normalise(frames, settings.mean, settings.std, settings.rescale_factor),
             patch=settings.patch_size,
             temporal_patch=settings.temporal_patch_size,
             merge=settings.merge_size,
         )
-        seconds = timestamps(video.indices, video.video_fps, settings.temporal_patch_size)
-        return ProcessedItem(feature, layout.grid_thw, seconds, (width, height), num_frames)
 
 
 def timestamps(indices: tuple[int, ...], video_fps: float, temporal_patch: int) -> tuple[float, ...]:
-    """When each layer of patches was taken: halfway between its first frame and its last."""
+    """Return the time of each layer of patches, in seconds: the mean of its first frame's and its last frame's."""
     padded = indices + indices[-1:] * (-len(indices) % temporal_patch)
     seconds = [index / video_fps for index in padded]
     starts = range(0, len(seconds), temporal_patch)
@@ -181,4 +185,4 @@ def check_aspect_ratio(width: int, height: int, what: str) -> None:
 
 def _layout(settings: PixelSettings, grid_t: int, width: int, height: int) -> Layout:
     grid = (grid_t, height // settings.patch_size, width // settings.patch_size)
-    return Layout(grid, grid[0] * grid[1] * grid[2] // settings.merge_size**2, (width, height))
+    return Layout(grid, (height // settings.factor, width // settings.factor), (width, height))

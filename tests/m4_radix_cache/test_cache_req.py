@@ -251,7 +251,7 @@ class World:
         owned = self.cache.token_to_kv_pool_allocator.owned_pages().tolist()
         own_pages: list[int] = []
         for name, req in self.reqs.items():
-            row, known = row_of(self.cache, req), req.key.token_ids()
+            row, known = row_of(self.cache, req), req.key.token_ids(0, len(req.key))
             for position, slot in enumerate(row):
                 assert self.memory[slot] == (req.key.extra_key, known[: position + 1]), f"{name} reads what is not its"
             assert {slot // self.cache.page_size for slot in row} <= set(owned), f"a page of {name} is free"
@@ -269,7 +269,7 @@ class World:
         assert cache.req_to_token_pool.available_size() == cache.req_to_token_pool.size
 
     def _compute(self, req: FakeReq, start: int) -> None:
-        row, known = row_of(self.cache, req), req.key.token_ids()
+        row, known = row_of(self.cache, req), req.key.token_ids(0, len(req.key))
         for position in range(start, len(row)):
             self.memory[row[position]] = (req.key.extra_key, known[: position + 1])
 

@@ -27,7 +27,7 @@ def test_a_key_that_has_grown_equals_one_made_at_once(first: list[int], more: li
     key = RadixKey(first)
     key.append(more)
     assert key.data == RadixKey(first + more).data and len(key) == len(first + more)
-    assert key.token_ids() == decode(key.data) == first + more
+    assert key.token_ids(0, len(key)) == decode(key.data) == first + more
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

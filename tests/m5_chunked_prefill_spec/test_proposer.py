@@ -1,7 +1,6 @@
 """Who guesses: what followed the last tokens where they stood first, against a search that compares token by token."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import example, given, strategies as st
@@ -95,14 +94,9 @@ def test_the_namespace_of_a_request_changes_no_guess() -> None:
     assert proposer.propose([make_req(0, tokens, extra_key="tenant")], [1]) == [[3]]
 
 
-class Pictures:
-    """One image, on the placeholders (token 9) of a prompt: in the cache's key it is 4096."""
-
-    def padded(self, token_ids: Sequence[int]) -> list[int]:
-        return [4096 if token_id == 9 else token_id for token_id in token_ids]
-
-    def trace_arrival(self, rid: str, tracer: Any) -> None:
-        """Not read here."""
+def key_with_image(prompt: Sequence[int]) -> RadixKey:
+    """The cache's key of a prompt with one image, on its placeholders (token 9): in it they are 4096."""
+    return RadixKey([4096 if token_id == 9 else token_id for token_id in prompt])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +112,7 @@ def test_a_draft_ends_before_an_image(prompt: list[int], expected: list[int]) ->
     """What stands for its content in the key is no token."""
     proposer = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2)
     req = make_req(0, prompt[:-1], outputs=prompt[-1:])
-    req.multimodal_inputs = Pictures()
+    req._key = key_with_image(prompt[:-1])  # as m6's request has it
     assert proposer.propose([req], [4]) == [expected]
 
 

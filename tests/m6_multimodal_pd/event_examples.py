@@ -91,7 +91,7 @@ EXAMPLES: dict[Event, list[str]] = {
     REPORTED: ["On decode-1, step 12: a has 3 tokens."],
     RECEIVED: [
         "a brings image 0, 640 x 480 pixels: 30 x 40 patches, merged to 300 tokens from place 12 on",
-        "Content 3f9a61c0, which the prefix cache knows as token 151,936.",
+        "Content 3f9a61c0, whose pad value in the prefix cache is 151,936.",
     ],
     CLIP: ["a brings video 1, 96 x 64 pixels: 2 x 4 x 6 patches, merged to 12 tokens from place 330 on"],
     replace(RECEIVED, num_tokens=1, offsets=((12, 13),)): ["merged to 1 token from"],
@@ -110,7 +110,7 @@ EXAMPLES: dict[Event, list[str]] = {
     HIT: ["b finds 3f9a61c0 encoded already, and reads the 1,300 embeddings: the tower does not run for it."],
     replace(HIT, num_read=1100): ["reads 1,100 of the 1,300 embeddings"],
     EVICTED: [
-        "The embeddings of 3f9a61c0 leave the cache (300 embeddings, 225.0 KiB)",
+        "The embeddings of 3f9a61c0 are evicted (300 embeddings, 225.0 KiB)",
         "used least recently. 9.0 KiB stay.",
     ],
 }

@@ -1,6 +1,7 @@
 """Items and requests for tests that need no model: pictures of any number of tokens at any place."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,10 @@ import numpy as np
 
 from m6_multimodal_pd.multimodal.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
+from m6_multimodal_pd.request import Req
+from tests.m4_radix_cache.reqs import make_req as make_radix_req
+
+make_req = partial(make_radix_req, request_class=Req)
 
 
 def item(content: str, *offsets: tuple[int, int], pad_value: int = 5000) -> MultimodalDataItem:
@@ -27,7 +32,7 @@ def inputs(num_tokens: int, *items: MultimodalDataItem) -> MultimodalInputs:
     """The pictures of a prompt of so many tokens."""
     blocks = [Block(start, 1, end - start) for own in items for start, end in own.offsets]
     positions, delta = get_rope_index(num_tokens, blocks)
-    return MultimodalInputs(items, positions, delta, im_token_id=1, video_token_id=2, im_start_id=3, im_end_id=4)
+    return MultimodalInputs(items, positions, delta)
 
 
 def req(num_tokens: int, *items: MultimodalDataItem) -> Any:

@@ -106,7 +106,8 @@ class Theirs:
         found: dict[str, Any] = {"input_ids": torch.tensor([list(prompt)])}
         if inputs is None:
             return found
-        kinds = [(i == inputs.im_token_id) + 2 * (i == inputs.video_token_id) for i in prompt]
+        image, video = self.model.config.image_token_id, self.model.config.video_token_id
+        kinds = [(i == image) + 2 * (i == video) for i in prompt]
         found["mm_token_type_ids"] = torch.tensor([kinds], dtype=torch.int32)
         for modality, values, grids in (
             (Modality.IMAGE, "pixel_values", "image_grid_thw"),

@@ -235,7 +235,7 @@ def test_a_dead_engine_counts_no_pictures_of_the_step_that_was_stopped(make_engi
     class Interrupted(Encoder):
         def embed(self, seen: Any) -> list[Tensor]:
             embeddings = super().embed(seen)
-            if self.num_runs == 2:
+            if self.totals["num_encoder_runs"] == 2:
                 raise KeyboardInterrupt
             return embeddings
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.media import MediaLoader
-from m6_multimodal_pd.multimodal.video import FrameSampling
+from m6_multimodal_pd.multimodal.decode_video import FrameSampling
+from m6_multimodal_pd.multimodal.media_reader import MediaLoader
 
 SEEDS = 200
 LIMIT = 64 * 64

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from m6_multimodal_pd.multimodal.inputs import Modality, PadValues, content_hash
+from m4_radix_cache.mem_cache.radix_key import decode
+from m6_multimodal_pd.multimodal.inputs import Modality, PaddedKey, PadValues, content_hash
 from tests.m6_multimodal_pd.items import flat, inputs, item, rows_of
 
 VOCAB_SIZE = 4096
@@ -54,7 +55,9 @@ def test_behind_the_prompt_positions_count_up_on_all_axes():
 
 def test_in_the_key_every_placeholder_is_the_number_of_its_content():
     own = inputs(12, item("a", (2, 5), pad_value=7001), item("v", (6, 8), (9, 11), pad_value=7002))
-    assert own.padded(range(12)) == [0, 1, 7001, 7001, 7001, 5, 7002, 7002, 8, 7002, 7002, 11]
+    key = PaddedKey(range(12), "salt", own.mm_items)
+    assert key.extra_key == "salt"
+    assert decode(key.data) == [0, 1, 7001, 7001, 7001, 5, 7002, 7002, 8, 7002, 7002, 11]
 
 
 FEATURE = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -84,9 +87,16 @@ def test_the_same_content_has_the_same_hash_however_it_lies_in_memory():
     )
 
 
+def pad_values(max_known: int) -> PadValues:
+    """Pad values that remember fewer contents."""
+    numbers = PadValues(VOCAB_SIZE)
+    numbers.max_known = max_known
+    return numbers
+
+
 @given(st.lists(st.sampled_from([f"{i:064x}" for i in range(40)]), max_size=100))
 def test_pad_values_are_outside_the_vocabulary_and_no_two_contents_ever_share_one(contents):
-    numbers = PadValues(VOCAB_SIZE, max_known=8)
+    numbers = pad_values(max_known=8)
     owner: dict[int, str] = {}
     for content in contents:
         number = numbers.of(content)
@@ -95,7 +105,7 @@ def test_pad_values_are_outside_the_vocabulary_and_no_two_contents_ever_share_on
 
 
 def test_a_content_that_comes_again_has_its_number_as_long_as_it_is_remembered():
-    numbers = PadValues(VOCAB_SIZE, max_known=2)
+    numbers = pad_values(max_known=2)
     first = numbers.of("a")
     numbers.of("b")
     assert numbers.of("a") == first

@@ -15,8 +15,9 @@ from PIL import Image
 from m1_single_request.errors import InvalidRequestError
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.media import MediaLoader, Picture
-from m6_multimodal_pd.multimodal.video import FrameSampling
+from m6_multimodal_pd.multimodal.decode_image import Picture
+from m6_multimodal_pd.multimodal.decode_video import FrameSampling
+from m6_multimodal_pd.multimodal.media_reader import MediaLoader
 
 PIXELS = np.random.default_rng(7).integers(0, 256, (12, 20, 3), dtype=np.uint8)
 

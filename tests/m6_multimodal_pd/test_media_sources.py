@@ -19,9 +19,10 @@ from PIL import Image
 
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.media import MediaLoader, Picture
-from m6_multimodal_pd.multimodal.sources import scheme_of
-from m6_multimodal_pd.multimodal.video import FrameSampling
+from m6_multimodal_pd.multimodal.decode_image import Picture
+from m6_multimodal_pd.multimodal.decode_video import FrameSampling
+from m6_multimodal_pd.multimodal.fetch import scheme_of
+from m6_multimodal_pd.multimodal.media_reader import MediaLoader
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (6, 4, 3), dtype=np.uint8)
 
@@ -251,7 +252,7 @@ def test_no_more_than_the_limit_is_read(site: str) -> None:
 def test_bytes_that_come_drop_by_drop_are_not_waited_for(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeout is of the whole answer, not of each of its pieces."""
     clock = SimpleNamespace(monotonic=count(step=6).__next__)
-    monkeypatch.setattr("m6_multimodal_pd.multimodal.deadline.time", clock)
+    monkeypatch.setattr("m6_multimodal_pd.multimodal.fetch_deadline.time", clock)
     assert "url_timeout_s=20" in refused(f"{site}/endless", allowed_url_schemes=("http",), url_timeout_s=20)
 
 

@@ -11,7 +11,7 @@ import m5_chunked_prefill_spec
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m6_multimodal_pd import PARTS, ConfigError, LLMEngine, ModelConfig, SamplingParams
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
-from m6_multimodal_pd.multimodal.encoder import Encoder, Seen
+from m6_multimodal_pd.multimodal.encoder import Encoder, ItemSlice
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
@@ -120,10 +120,10 @@ def test_a_cache_that_keeps_nothing_costs_runs_and_no_token(make_engine: MakeEng
 
 def test_an_encoder_of_ones_own_makes_the_embeddings(make_engine: MakeEngine) -> None:
     """Blind: it turns all pictures to zeros."""
-    seen: list[Seen] = []
+    seen: list[ItemSlice] = []
 
     class Blind(Encoder):
-        def embed(self, seen_now: Sequence[Seen]) -> list[Tensor]:
+        def embed(self, seen_now: Sequence[ItemSlice]) -> list[Tensor]:
             seen.extend(seen_now)
             return [rows * 0 for rows in super().embed(seen_now)]
 
@@ -193,6 +193,13 @@ def test_an_engine_on_a_text_model_makes_no_part_that_sees(tiny_directory: Path,
 
 def test_the_roles_that_stay_m5_s_take_m5_s_parts(make_engine: MakeEngine) -> None:
     changed = {role for role, part in PARTS.items() if m5_chunked_prefill_spec.PARTS.get(role) is not part}
-    assert changed == NEW_ROLES | {"wiring", "model_loader", "input_processor", "model_runner", "engine_core"}
+    assert changed == NEW_ROLES | {
+        "wiring",
+        "model_loader",
+        "input_processor",
+        "request",
+        "model_runner",
+        "engine_core",
+    }
     engine = make_engine({role: m5_chunked_prefill_spec.PARTS[role] for role in PARTS.keys() - changed})
     assert engine.chat(asking("a", 1), SHORT).finish_reason == "length"

@@ -9,7 +9,6 @@ import pytest
 from m1_single_request.request import FinishAbort
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
-from m5_chunked_prefill_spec.request import Req
 from m6_multimodal_pd.disaggregation import by_hand
 from m6_multimodal_pd.disaggregation.by_hand import HandLinks, read_keys, write_keys
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
@@ -30,7 +29,7 @@ from m6_multimodal_pd.disaggregation.messages import (
 from m6_multimodal_pd.disaggregation.router import Router
 from m6_multimodal_pd.disaggregation.sockets import EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.wire import Codec
-from tests.m4_radix_cache.reqs import make_req
+from tests.m6_multimodal_pd.items import make_req
 from tests.m6_multimodal_pd.pd_engines import Listener
 
 MAX_BYTES = 2**24
@@ -100,7 +99,7 @@ class Site:
 
     def ask(self, number: int, prompt: Sequence[int] = (5, 6, 7)) -> int:
         """A request comes; returns its room, or the one that it would have had."""
-        self.router.add_request(make_req(number, prompt, request_class=Req))
+        self.router.add_request(make_req(number, prompt))
         self.router.update(0.0)
         return max(event.room for event in self.listener.own("request_routed") if event.rid == f"r{number}")
 
@@ -159,7 +158,7 @@ def test_an_engine_with_thousands_of_requests_may_be_lost_and_the_others_stay(si
     site.join("decode-0", "decode")
     site.join("prefill-0", "prefill")
     for number in range(3000):
-        site.router.add_request(make_req(number, [5, 6, 7], request_class=Req))
+        site.router.add_request(make_req(number, [5, 6, 7]))
     site.router.update(0.0)
     site.join("decode-1", "decode")
     site.router.lose("decode-0", "for a test")

@@ -92,8 +92,7 @@ def test_a_refusal_in_a_conversation_does_not_touch_who_is_running(strict: Any, 
 
 def placeholder(engine: Any) -> int:
     """The token that stands for a picture."""
-    prompt = engine.chat_prompt(asking("d"))
-    return int(prompt.multimodal_inputs.im_token_id)
+    return int(engine.engine_core.input_processor.prompts.tokens.image)
 
 
 def moved(engine: Any) -> list[int]:

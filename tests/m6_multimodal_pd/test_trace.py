@@ -62,8 +62,9 @@ def test_what_came_is_told_with_its_place_in_the_prompt(make_engine: MakeEngine)
     inputs = prompt.multimodal_inputs
     assert [event.offsets for event in received] == [item.offsets for item in inputs.mm_items]
     places = {place for event in received for start, end in event.offsets for place in range(start, end)}
-    assert {prompt[place] for place in places} == {inputs.im_token_id, inputs.video_token_id}
-    assert places == {i for i, token in enumerate(prompt) if token in (inputs.im_token_id, inputs.video_token_id)}
+    tokens = engine.engine_core.input_processor.prompts.tokens
+    assert {prompt[place] for place in places} == {tokens.image, tokens.video}
+    assert places == {i for i, token in enumerate(prompt) if token in (tokens.image, tokens.video)}
     assert received[0].hash == received[2].hash != received[1].hash
     assert received[0].pad_value == received[2].pad_value != received[1].pad_value
     (positions,) = recorder.events("positions_assigned")

@@ -12,8 +12,8 @@ from PIL import Image
 
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.media import MediaLoader
-from m6_multimodal_pd.multimodal.video import Frames, FrameSampling
+from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling
+from m6_multimodal_pd.multimodal.media_reader import MediaLoader
 
 SHADES = [0, 60, 120, 180, 240]
 CLIP = np.stack([np.full((6, 8, 3), shade, np.uint8) for shade in SHADES])  # [5, 6, 8, 3]

@@ -101,7 +101,6 @@ def test_sizes_follow_from_the_config(tower: VisionTower, network: Any) -> None:
     assert tower.bytes_per_token == 3 * 64 * 4
     assert tower.num_tokens((3, 4, 6)) == 18
     assert tower.num_parameters == sum(parameter.numel() for parameter in network.parameters())
-    assert tower.weight_bytes == 4 * tower.num_parameters
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

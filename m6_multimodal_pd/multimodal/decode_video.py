@@ -1,10 +1,10 @@
-"""A video as frames: which of them are sampled, and only those are decoded where the form allows.
+"""Step 2 of an image's way, for videos: the frames to sample, and their pixels.
 
-A clip of a minute has more frames than a model should read. `FrameSampling` picks them as transformers does: so many a
-second, at least and at most so many, evenly spread from the first to the last. Frames come as a list, an array, a
-folder of files, or an animation that PIL reads (GIF, APNG, WebP). In an animation each frame is drawn over the one
-before: reaching the last means decoding all, and all of them count against the limits. vLLM: `VideoMediaIO`
-(`multimodal/video.py`); SGLang: `load_video`.
+A clip of a minute has more frames than a model should read. `FrameSampling` selects them as transformers does: a number
+per second, with a minimum and a maximum, evenly spread from the first to the last. Frames come as a list, an array, a
+folder of files, or an animation that PIL reads (GIF, APNG, WebP). Only the sampled ones are decoded, except in an
+animation, whose frames are drawn one over the other: to reach the last, all must be decoded, and all count against the
+limits. vLLM: `VideoMediaIO` (`multimodal/media/video.py`); SGLang: `load_video`.
 """
 
 import os
@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from PIL import Image
 from m1_single_request.errors import shown
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.pictures import (
+from m6_multimodal_pd.multimodal.decode_image import (
     SUFFIXES,
     Pixels,
     check_array,
@@ -34,18 +35,18 @@ from m6_multimodal_pd.multimodal.pictures import (
     reading,
     to_rgb,
 )
-from m6_multimodal_pd.multimodal.sources import scheme_of
+from m6_multimodal_pd.multimodal.fetch import scheme_of
+from m6_multimodal_pd.multimodal.media_parts import VIDEO_OPTIONS
 
 DEFAULT_FPS = 24.0
-"""Frames a second of a video that does not say so, as transformers assumes."""
+"""Frames per second of a video without that option, as transformers assumes."""
 UNTIMED_MS = 100
-"""How long a frame of an animation without a duration is shown, as browsers do."""
+"""Duration of a frame of an animation that has none, in milliseconds, as in browsers."""
 SLOWEST_FPS = 1e-4
-"""Frames a second: one in three hours. Times are written into the prompt, and must be readable."""
+"""Minimum frames per second: one frame in three hours. Times are written into the prompt as text."""
 ANIMATIONS = ("GIF", "PNG", "WEBP")
 CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv")
 FORMS = "a list of frames, a uint8 array [frames, height, width, 3], a folder of frame files, or a GIF, APNG or WebP"
-OPTIONS = ("video_fps", "fps", "num_frames")
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,18 @@ class Frames:
     """The sampled frames of a video."""
 
     pixels: np.ndarray
-    """uint8, [sampled, height, width, 3], RGB."""
+    """uint8 `[sampled, height, width, 3]`, RGB."""
     indices: tuple[int, ...]
-    """Which frames of the video they are, ascending from 0."""
+    """Their indices in the video, ascending, from 0."""
     video_fps: float
-    """Frames a second of the video itself: frame `i` was taken at second `i / video_fps`."""
+    """Frames per second of the video itself: frame `i` was taken at second `i / video_fps`."""
     total: int
-    """Frames that the video had."""
+    """Number of frames of the video."""
 
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """What a request says of its video. Of `fps` and `num_frames` at most one is given."""
+    """Options of a request for its video. At most one of `fps` and `num_frames` is set."""
 
     video_fps: float | None = None
     fps: float | None = None
@@ -72,8 +73,8 @@ class VideoOptions:
 
     @classmethod
     def of(cls, part: Mapping[str, Any], what: str) -> "VideoOptions":
-        """The options that stand beside the video in a part of a message."""
-        options = cls(**{name: part[name] for name in OPTIONS if part.get(name) is not None})
+        """Return the options in a part of a message. Raises `InvalidMediaError` for an invalid value."""
+        options = cls(**{name: part[name] for name in VIDEO_OPTIONS if part.get(name) is not None})
         for name in ("video_fps", "fps"):
             value = getattr(options, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -91,14 +92,14 @@ class VideoOptions:
 
 @dataclass(frozen=True)
 class FrameSampling:
-    """How a processor samples frames when a request does not say otherwise."""
+    """A processor's sampling of frames, for a request without options."""
 
     fps: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
 
     def indices(self, total: int, video_fps: float, options: VideoOptions, what: str) -> tuple[int, ...]:
-        """Frames to read of `total`, evenly spread, the first and the last among them."""
+        """Return the indices of the frames to read, evenly spread over `total`, with the first and the last."""
         wanted = options.num_frames
         if wanted is None:
             by_time = total / video_fps * (options.fps or self.fps)
@@ -109,15 +110,19 @@ class FrameSampling:
         return tuple(int(i) for i in spread)
 
 
+ReadFrames = Callable[[Sequence[int], Sequence[str]], Iterator[Pixels]]
+"""Yields the pixels of the frames at some indices; their names are for errors."""
+
+
 class VideoLoader:
-    """Makes `Frames` of whatever a video can be handed in as."""
+    """Makes `Frames` of a video in any accepted form."""
 
     def __init__(self, config: MultimodalConfig, sampling: FrameSampling) -> None:
         self.config = config
         self.sampling = sampling
 
     def load(self, source: object, options: VideoOptions, what: str) -> Frames:
-        """Raises `InvalidMediaError` if `source` is no video, is broken, or is larger than the limits."""
+        """Return the sampled frames. Raises `InvalidMediaError` for a source that cannot be used."""
         if isinstance(source, np.ndarray):
             return self._of_array(source, options, what)
         if isinstance(source, list | tuple):
@@ -140,19 +145,18 @@ class VideoLoader:
             raise InvalidMediaError(f"{what}: the array is {list(array.shape)}; give uint8 [frames, height, width, 3]")
         self._check_total(len(array), what)
         check_array(array[0], what)
-        chosen = self._choose(len(array), options.video_fps or DEFAULT_FPS, options, what)
-        self._check_pixels(array.shape[2], array.shape[1], len(chosen.indices), what)
-        return chosen.of(np.array(array[list(chosen.indices)], order="C"))
+        return self._of_pictures(array, options, what)
 
-    def _of_pictures(self, sources: Sequence[object], options: VideoOptions, what: str) -> Frames:
+    def _of_pictures(self, sources: Sequence[object] | np.ndarray, options: VideoOptions, what: str) -> Frames:
         self._check_total(len(sources), what)
-        chosen = self._choose(len(sources), options.video_fps or DEFAULT_FPS, options, what)
-        names = [f"frame {index} of {what}" for index in chosen.indices]
-        pictures = (load_pixels(sources[i], self.config, name) for i, name in zip(chosen.indices, names, strict=True))
-        return chosen.of(self._stack(pictures, names, what))
+
+        def read(indices: Iterable[int], names: Iterable[str]) -> Iterator[Pixels]:
+            return (load_pixels(sources[i], self.config, name) for i, name in zip(indices, names, strict=True))
+
+        return self._sampled(len(sources), options.video_fps or DEFAULT_FPS, options, what, read)
 
     def _frame_files(self, folder: Path, what: str) -> list[Path]:
-        """Pictures in the folder by name, in the order of the numbers in it: frame 2 comes before frame 10."""
+        """Return the image files of a folder in the order of the numbers in their names: frame 2 before frame 10."""
         files: list[Path] = []
         try:
             with os.scandir(folder) as entries:
@@ -168,18 +172,21 @@ class VideoLoader:
 
     def _of_animation(self, encoded: bytes, options: VideoOptions, what: str) -> Frames:
         with reading(what), open_encoded(encoded) as image:
-            first = 1 if image.info.get("default_image") else 0  # an APNG's picture for readers that know no animation
+            first = 1 if image.info.get("default_image") else 0  # an APNG's image for programs without animation
             durations = [self._walked(image, index + 1, what) for index in _seek_all(image, first)]
         if len(durations) < 2:
             raise InvalidMediaError(f"{what}: it is a still picture, not a video; give it as an image, or give {FORMS}")
         video_fps = options.video_fps or 1000 * len(durations) / sum(durations)
-        chosen = self._choose(len(durations), video_fps, options, what)
-        names = [f"frame {index} of {what}" for index in chosen.indices]
         with reading(what), open_encoded(encoded) as image:
-            return chosen.of(self._stack(_pick(image, chosen.indices, first, names), names, what))
+            return self._sampled(len(durations), video_fps, options, what, partial(_pick, image, first))
+
+    def _sampled(self, total: int, video_fps: float, options: VideoOptions, what: str, read: ReadFrames) -> Frames:
+        indices = self.sampling.indices(total, video_fps, options, what)
+        names = [f"frame {index} of {what}" for index in indices]
+        return Frames(self._stack(read(indices, names), names, what), indices, float(video_fps), total)
 
     def _walked(self, image: Image.Image, frames: int, what: str) -> float:
-        """Check an animation up to this frame, decode it, and say for how many milliseconds it is shown."""
+        """Check an animation up to this frame and decode the frame; return its duration in milliseconds."""
         self._check_total(frames, what)
         self._check_pixels(*image.size, frames, what)
         image.load()
@@ -200,9 +207,6 @@ class VideoLoader:
         assert frames is not None  # sampling returns one frame at least
         return frames
 
-    def _choose(self, total: int, video_fps: float, options: VideoOptions, what: str) -> "_Chosen":
-        return _Chosen(self.sampling.indices(total, video_fps, options, what), video_fps, total)
-
     def _check_total(self, total: int, what: str) -> None:
         if total == 0:
             raise InvalidMediaError(f"{what}: it has no frames")
@@ -219,20 +223,8 @@ class VideoLoader:
             )
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """`Frames` whose pixels are yet to be read."""
-
-    indices: tuple[int, ...]
-    video_fps: float
-    total: int
-
-    def of(self, pixels: np.ndarray) -> Frames:
-        return Frames(pixels, self.indices, float(self.video_fps), self.total)
-
-
 def _seek_all(image: Image.Image, first: int) -> Iterator[int]:
-    """Put `image` on one frame after the other, counted from 0. A GIF says only at its end how many it has."""
+    """Seek one frame after the other and yield its number, from 0. A GIF has no number of frames in its header."""
     if image.format not in ANIMATIONS:
         yield 0
         return
@@ -247,7 +239,7 @@ def _seek_all(image: Image.Image, first: int) -> Iterator[int]:
         yield index
 
 
-def _pick(image: Image.Image, indices: Iterable[int], first: int, names: Iterable[str]) -> Iterator[Pixels]:
+def _pick(image: Image.Image, first: int, indices: Iterable[int], names: Iterable[str]) -> Iterator[Pixels]:
     for index, name in zip(indices, names, strict=True):
         image.seek(index + first)
         yield to_rgb(image, name)

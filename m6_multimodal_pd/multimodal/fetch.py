@@ -1,10 +1,10 @@
-"""Where a picture may come from: a file, a `data:` URL, and other URLs only if they were allowed by name.
+"""Step 2 of an image's way, if it names a file or a URL: the bytes there.
 
-Whoever sends a URL makes this machine read it, and the machine can reach what the sender cannot: files, the local
-network, a cloud's metadata address. So `file`, `http` and `https` are refused until `MultimodalConfig` names them, a
-redirect leads only to where a URL may lead, and never more than the limit of bytes is taken in. An allowed `https`
-means every host; what may be reached is then for the network to say. vLLM: `MediaConnector` (`multimodal/media`),
-with `allowed_local_media_path` and `allowed_media_domains`; SGLang: `load_image` in `utils/common.py`.
+A URL makes this machine read what its sender cannot reach: files, the local network, a cloud's metadata address. So
+`file`, `http` and `https` are rejected until `MultimodalConfig` allows them, a redirect leads only to an allowed URL,
+and no more bytes than the limit are read. An allowed `https` means every host; a firewall must restrict it further.
+vLLM: `MediaConnector` (`multimodal/media`), with `allowed_local_media_path` and `allowed_media_domains`; SGLang:
+`load_image` in `utils/common.py`.
 """
 
 import base64
@@ -28,7 +28,7 @@ from urllib.request import (
 from m1_single_request.errors import shown, shown_path
 from m6_multimodal_pd.config import URL_SCHEMES, MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.deadline import Deadline, TimedHTTPHandler, TimedHTTPSHandler
+from m6_multimodal_pd.multimodal.fetch_deadline import Deadline, TimedHTTPHandler, TimedHTTPSHandler
 
 CHUNK = 65536
 
@@ -37,10 +37,10 @@ KNOWN_SCHEMES = frozenset({"data", "ftp", "javascript", *URL_SCHEMES})
 
 
 def scheme_of(text: str) -> str | None:
-    """The scheme if `text` is a URL, in lower case, else None: then it is a path.
+    """Return the scheme of a URL in lower case; None if `text` is a path.
 
-    A URL is what has `://` behind its scheme, or one of the schemes that do without. `C:\\cat.png` is a path, because a
-    scheme has two letters at least, and so is `shot 12:30.png`. Whoever has a file called `http:cat` gives a `Path`.
+    A URL has `://` after its scheme, or one of the schemes without. `C:\\cat.png` is a path, because a scheme has two
+    letters at least, and so is `shot 12:30.png`. A file called `http:cat` must be given as a `Path`.
     """
     found = SCHEME.match(text)
     if found is None:
@@ -50,7 +50,7 @@ def scheme_of(text: str) -> str | None:
 
 
 def read_file(path: str | Path, config: MultimodalConfig, what: str) -> bytes:
-    """The bytes of a regular file. Its size is looked at before it is opened."""
+    """Return the bytes of a regular file. Its size is checked before it is opened."""
     if path == "":  # to Path it is the current folder
         raise InvalidMediaError(f"{what}: its path is empty")
     try:
@@ -58,11 +58,11 @@ def read_file(path: str | Path, config: MultimodalConfig, what: str) -> bytes:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             raise InvalidMediaError(f"{what}: {shown_path(path)} is a folder; only a video may be one, of frame files")
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for somebody to write
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
             raise InvalidMediaError(f"{what}: {shown_path(path)} is not a regular file")
         check_bytes(status.st_size, config, what)
         with path.open("rb") as file:
-            content = file.read(status.st_size + 1)  # not the limit: as many bytes would be made ready
+            content = file.read(status.st_size + 1)  # not the limit: Python allocates as many bytes
     except (OSError, ValueError) as error:
         if isinstance(error, InvalidMediaError):
             raise
@@ -74,7 +74,7 @@ def read_file(path: str | Path, config: MultimodalConfig, what: str) -> bytes:
 
 
 def check_bytes(size: int, config: MultimodalConfig, what: str) -> None:
-    """Raise `InvalidMediaError` unless an encoded file of this size is taken."""
+    """Raise `InvalidMediaError` for an empty file, and for more than `max_file_bytes`."""
     if size == 0:
         raise InvalidMediaError(f"{what}: it is empty, 0 bytes")
     if size > config.max_file_bytes:
@@ -84,7 +84,7 @@ def check_bytes(size: int, config: MultimodalConfig, what: str) -> None:
 
 
 def read_url(url: str, config: MultimodalConfig, what: str) -> bytes:
-    """What a `data:` URL carries, or what lies at a URL whose scheme is allowed."""
+    """Return the content of a `data:` URL, or the bytes at a URL whose scheme is allowed."""
     scheme = scheme_of(url)
     if scheme == "data":
         return _read_data_url(url, config, what)
@@ -103,12 +103,12 @@ def read_url(url: str, config: MultimodalConfig, what: str) -> bytes:
 
 
 def refusal(scheme: str) -> str:
-    """Why a URL of this scheme is not read, and what would allow it."""
+    """Return the message for a scheme that is not allowed."""
     return f"{scheme}: URLs are refused; MultimodalConfig(allowed_url_schemes=({scheme!r},)) allows them"
 
 
 def _read_data_url(url: str, config: MultimodalConfig, what: str) -> bytes:
-    """The content type is not believed: what the bytes are is seen when they are decoded."""
+    """Return the content of a `data:` URL. Its content type is ignored: decoding finds the format."""
     head, comma, payload = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise InvalidMediaError(f"{what}: {shown(url)} is not data:<type>;base64,<content>; only base64 is taken")
@@ -140,7 +140,7 @@ def _read_http(url: str, config: MultimodalConfig, what: str) -> bytes:
     except (OSError, EOFError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, InvalidMediaError):
             raise
-        if hasattr(error, "close"):  # an answer that says no is still a connection
+        if hasattr(error, "close"):  # an HTTP error is still an open connection
             error.close()
         raise InvalidMediaError(f"{what}: {shown(url)} cannot be read: {_why(error, config)}") from error
     check_bytes(len(content), config, what)
@@ -148,7 +148,7 @@ def _read_http(url: str, config: MultimodalConfig, what: str) -> bytes:
 
 
 def _why(error: Exception, config: MultimodalConfig) -> str:
-    """What an error of urllib says, in one line."""
+    """Return the reason of an error of urllib, in one line."""
     if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
         return f"it timed out: it did not arrive within url_timeout_s={config.url_timeout_s}"
     return " ".join(str(error).split()) or type(error).__name__
@@ -162,7 +162,7 @@ def _read_at_most(response: http.client.HTTPResponse, limit: int) -> bytes:
 
 
 def _opener(config: MultimodalConfig, what: str, deadline: Deadline) -> OpenerDirector:
-    """Knows http and https and nothing else: the one that urllib builds would also open files and ftp."""
+    """Return an opener for http and https only: the one that urllib builds would also open files and ftp."""
     director = OpenerDirector()
     redirects = _Redirects(config, what)
     for handler in (TimedHTTPHandler(deadline), TimedHTTPSHandler(deadline), ProxyHandler(), redirects):
@@ -173,7 +173,7 @@ def _opener(config: MultimodalConfig, what: str, deadline: Deadline) -> OpenerDi
 
 
 class _Redirects(HTTPRedirectHandler):
-    """Follows a redirect only to http and https, and only where that is allowed."""
+    """urllib's handler; its `redirect_request` follows a redirect only to an allowed scheme, http or https."""
 
     def __init__(self, config: MultimodalConfig, what: str) -> None:
         self.config, self.what = config, what
@@ -181,7 +181,7 @@ class _Redirects(HTTPRedirectHandler):
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> Request | None:
-        """`newurl` as a request, unless its scheme is refused."""
+        """Return a request for `newurl`. Raises `InvalidMediaError` unless its scheme is allowed."""
         scheme = scheme_of(newurl) or ""
         if scheme not in ("http", "https") or scheme not in self.config.allowed_url_schemes:
             fp.close()

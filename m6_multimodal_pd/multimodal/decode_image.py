@@ -1,23 +1,24 @@
-"""One picture, however it was handed in, as RGB pixels: limits first, then decoding.
+"""Step 2 of an image's way: from a file, an array or a PIL image to RGB pixels, after its size was checked.
 
-A file of some kilobytes can claim to be a picture of gigabytes, so the size in its header is held against the limit
-before a pixel is decoded. PIL is told which formats to try: those that cameras, screens and browsers write, none that
-starts another program (EPS) and none that is a document (PDF). Whatever PIL raises becomes one `InvalidMediaError`.
+A file of some kilobytes can claim to be an image of gigabytes, so the size in its header is compared with the limit
+before a pixel is decoded. PIL tries only the formats that cameras, screens and browsers write, none that starts another
+program (EPS) and none that is a document (PDF). Every exception of PIL becomes an `InvalidMediaError`.
 
-What is done to the pixels is done once, here, so that file, array and PIL image of one picture are the same picture:
+Pixels are converted here alone, so that file, array and PIL image of one image are the same image:
 
 - the EXIF orientation is applied, so that a phone's picture does not lie on its side. transformers' `load_image` does
   so too; its image processor, given a PIL image, does not.
 - transparency is laid over white, as the image processor of newer transformers does. Dropping the alpha channel, as
-  older ones do, shows colours that nobody was meant to see: under a transparent background there is often black.
+  older ones do, shows colours that were not meant to be visible: under a transparent background there is often black.
 - 16 bits of grey become 8 by leaving out the lower ones. PIL's own conversion makes everything above 255 white.
 
-vLLM: `ImageMediaIO` (`multimodal/image.py`); SGLang: `load_image`.
+vLLM: `ImageMediaIO` (`multimodal/media/image.py`); SGLang: `load_image`.
 """
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from m1_single_request.errors import shown
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.sources import check_bytes, read_file, read_url, scheme_of
+from m6_multimodal_pd.multimodal.fetch import check_bytes, read_file, read_url, scheme_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 SUFFIXES = (".png", ".apng", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
@@ -39,11 +40,18 @@ PREMULTIPLIED = {"RGBa": "RGBA", "La": "LA"}
 """Modes whose colours have been multiplied with their alpha, and what they are without."""
 
 Pixels = np.ndarray
-"""uint8, [height, width, 3], RGB."""
+"""uint8 `[height, width, 3]`, RGB."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One still image."""
+
+    pixels: Pixels
 
 
 def load_pixels(source: object, config: MultimodalConfig, what: str) -> Pixels:
-    """The pixels of anything that a picture can be handed in as; never a view of what the caller may change."""
+    """Return the pixels of an image in any accepted form; never a view of memory that the caller may change."""
     if isinstance(source, np.ndarray):
         check_array(source, what)
         check_size(source.shape[1], source.shape[0], config, what)
@@ -59,7 +67,7 @@ def load_pixels(source: object, config: MultimodalConfig, what: str) -> Pixels:
 
 
 def read_encoded(source: object, config: MultimodalConfig, what: str) -> bytes:
-    """The bytes of an encoded file: handed in, or named by a path or a URL."""
+    """Return the bytes of an encoded file: the source itself, or the file at a path or a URL."""
     if isinstance(source, bytes | bytearray | memoryview):
         check_bytes(memoryview(source).nbytes, config, what)
         return bytes(source)
@@ -77,15 +85,15 @@ def read_encoded(source: object, config: MultimodalConfig, what: str) -> bytes:
 
 
 def open_encoded(encoded: bytes) -> Image.Image:
-    """The file's header as PIL reads it; no pixel is decoded yet. To be called inside `reading`."""
+    """Open a file with PIL, which reads its header and decodes no pixel yet. To be called inside `reading`."""
     return Image.open(BytesIO(encoded), formats=FORMATS)
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Inside, whatever PIL raises becomes an `InvalidMediaError`, and what it warns of is silent.
+    """Convert all exceptions of PIL into `InvalidMediaError`, and silence its warnings.
 
-    Its warning of a decompression bomb too: the limit here is `max_image_pixels`, and it is checked.
+    That of a decompression bomb, too: the limit here is `max_image_pixels`, and it is checked.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -100,12 +108,12 @@ def reading(what: str) -> Iterator[None]:
                 f"{what}: it is too large to be decoded: {error} This limit is PIL's own, twice "
                 "PIL.Image.MAX_IMAGE_PIXELS; max_image_pixels of MultimodalConfig holds below it"
             ) from error
-        except Exception as error:  # OSError, SyntaxError, struct.error, EOFError, MemoryError and whatever else
+        except Exception as error:  # such as OSError, SyntaxError, struct.error, EOFError, MemoryError
             raise InvalidMediaError(f"{what}: it cannot be decoded: {error or type(error).__name__}") from error
 
 
 def check_size(width: int, height: int, config: MultimodalConfig, what: str) -> None:
-    """Raise `InvalidMediaError` unless a picture of this size is taken."""
+    """Raise `InvalidMediaError` for an image without pixels or with more than `max_image_pixels`."""
     if width < 1 or height < 1:
         raise InvalidMediaError(f"{what}: it has no pixels, its size is {width}x{height}")
     if width * height > config.max_image_pixels:
@@ -134,13 +142,13 @@ def to_rgb(image: Image.Image, what: str) -> Pixels:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """As its EXIF says. One that is damaged says nothing: viewers show such a picture as it is."""
+    """Apply the EXIF orientation. A damaged one is ignored, as by viewers."""
     image.load()
     try:
         return ImageOps.exif_transpose(image)
     except MemoryError:
         raise
-    except Exception:  # SyntaxError, struct.error and whatever else
+    except Exception:  # such as SyntaxError, struct.error
         return image
 
 

@@ -1,8 +1,8 @@
-"""An answer from the web that is over at a certain time, however it comes.
+"""Step 2 of an image's way, if it names a web address: one deadline for the whole answer.
 
-The timeout of a socket is that of a single read: a server that sends its headers drop by drop, or leads through ten
-redirects, could keep an engine waiting for hours. So here one point in time is set for the whole of a URL, and before
-each read the socket is given what is left of it. vLLM: `aiohttp.ClientTimeout(total=...)` in `connections.py`.
+The timeout of a socket is that of a single read: a server that sends its headers byte by byte, or leads through ten
+redirects, could block an engine for hours. So there is one deadline for a URL, and before each read the timeout of the
+socket is set to the time that is left. vLLM: `aiohttp.ClientTimeout(total=...)` in `connections.py`.
 """
 
 import io
@@ -13,7 +13,7 @@ from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.request import HTTPHandler, HTTPSHandler, Request
 
-LONGEST_S = 1e6  # sockets take no more than a C integer of nanoseconds
+LONGEST_S = 1e6  # a socket's timeout is a C integer of nanoseconds
 
 
 class Deadline:
@@ -23,7 +23,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds until then. Raises `TimeoutError` if there are none."""
+        """Return the seconds until then. Raises `TimeoutError` if there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError("the deadline has passed")
@@ -31,7 +31,7 @@ class Deadline:
 
 
 class _Reader(io.RawIOBase):
-    """What a socket receives, until the deadline."""
+    """The bytes of a socket until the deadline: `readable`, `readinto` and `close` of a raw stream."""
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         self._sock, self._deadline = sock, deadline
@@ -56,7 +56,7 @@ class _Socket:
         self._sock, self._deadline = sock, deadline
 
     def makefile(self, *_: Any, **__: Any) -> io.BufferedReader:
-        """Its only use is to read bytes."""
+        """Return a stream of bytes to read; `http.client` asks for no other one."""
         return io.BufferedReader(_Reader(self._sock, self._deadline))
 
     def __getattr__(self, name: str) -> Any:
@@ -64,24 +64,23 @@ class _Socket:
 
 
 class _Connection(HTTPConnection):
-    """To http, until the deadline."""
+    """A connection to http until the deadline; `connect` puts the deadline around its socket."""
 
     def __init__(self, host: str, *, deadline: Deadline, **settings: Any) -> None:
-        super().__init__(host, **settings)
+        super().__init__(host, **settings | {"timeout": deadline.left()})
         self.deadline = deadline
 
     def connect(self) -> None:
-        self.timeout = self.deadline.left()
         super().connect()
         self.sock: Any = _Socket(self.sock, self.deadline)
 
 
 class _SecureConnection(_Connection, HTTPSConnection):
-    """To https: it connects as `HTTPSConnection` does."""
+    """A connection to https, which connects as `HTTPSConnection` does."""
 
 
 class TimedHTTPHandler(HTTPHandler):
-    """urllib's, with a deadline."""
+    """urllib's handler; `http_open` connects with a deadline."""
 
     def __init__(self, deadline: Deadline) -> None:
         super().__init__()
@@ -92,7 +91,7 @@ class TimedHTTPHandler(HTTPHandler):
 
 
 class TimedHTTPSHandler(HTTPSHandler):
-    """urllib's, with a deadline."""
+    """urllib's handler; `https_open` connects with a deadline."""
 
     def __init__(self, deadline: Deadline) -> None:
         super().__init__()

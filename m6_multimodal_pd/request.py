@@ -1,0 +1,24 @@
+"""A request whose prompt may contain images.
+
+To the scheduler and to the memory an image is a range of tokens, so everything else is m5's. The prefix cache must not
+share KV between two prompts whose placeholders are the same and whose images are not; `key` is what tells them apart.
+SGLang: `Req.multimodal_inputs` in `managers/schedule_batch.py`; vLLM: `Request.mm_features`.
+"""
+
+from m4_radix_cache.mem_cache.radix_key import RadixKey
+from m5_chunked_prefill_spec.request import Req as TextReq
+from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, PaddedKey
+
+
+class Req(TextReq):
+    """m5's request, with the images of its prompt: in its `key` they replace their placeholders."""
+
+    multimodal_inputs: MultimodalInputs | None = None
+    """The images and videos of the prompt; None for a prompt without any."""
+
+    @property
+    def key(self) -> RadixKey:
+        """Its key in the prefix cache: the prompt with the pad values of its images, then the output tokens."""
+        if self._key is None and self.multimodal_inputs is not None:
+            self._key = PaddedKey(self.origin_input_ids, self.extra_key, self.multimodal_inputs.mm_items)
+        return super().key
