@@ -5,14 +5,20 @@ SGLang: `SchedulerUpdateWeightsMixin` and `SchedulerProfilerMixin`; vLLM: `reloa
 workers.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from m1_single_request.errors import EngineUsageError
+from m1_single_request.input_processor import InputProcessor
+from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import FinishAbort, Request
+from m1_single_request.tracer import Tracer
+from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.request import ParentRequest
 from m4_radix_cache.engine_core import EngineCore as RadixEngineCore
 from m4_radix_cache.schedule_batch import ScheduleBatch
+from m4_radix_cache.scheduler import Scheduler
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch as TextModelWorkerBatch
 from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.multimodal.encoder import Encoder
@@ -29,9 +35,28 @@ class EngineCore(RadixEngineCore):
     the encoder.
     """
 
-    def __init__(self, *, encoder: Encoder, operations: Operations, **others: Any) -> None:
-        """`others`: as m4's."""
-        super().__init__(**others)
+    def __init__(
+        self,
+        *,
+        input_processor: InputProcessor,
+        scheduler: Scheduler,
+        executor: GPUExecutor,
+        output_processor: OutputProcessor,
+        kv_bytes_per_token: int,
+        parts: Mapping[str, Any],
+        tracer: Tracer,
+        encoder: Encoder,
+        operations: Operations,
+    ) -> None:
+        super().__init__(
+            input_processor=input_processor,
+            scheduler=scheduler,
+            executor=executor,
+            output_processor=output_processor,
+            kv_bytes_per_token=kv_bytes_per_token,
+            parts=parts,
+            tracer=tracer,
+        )
         self.encoder, self.operations = encoder, operations
         self._encoder_totals = encoder.totals  # up to the last finished step
 

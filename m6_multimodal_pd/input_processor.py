@@ -8,8 +8,10 @@ vLLM: `InputProcessor` with its `MultiModalProcessor`.
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.errors import InvalidPromptError, InvalidRequestError
 from m1_single_request.input_processor import Message, Prompt, check_messages
+from m1_single_request.model_loader import ModelDescription
 from m1_single_request.request import Request
 from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention.request import ParentRequest
@@ -24,10 +26,27 @@ from m6_multimodal_pd.request import Req
 class InputProcessor(TextInputProcessor):
     """m5's input processor; `process_request` and `apply_chat_template` also take images and videos."""
 
-    def __init__(self, *, media: MediaReader | None, guesses_texts_only: bool, **others: Any) -> None:
-        """`media`: None for a model without vision. `guesses_texts_only`: the draft model has no vision.
-        `others`: as m5's."""
-        super().__init__(**others)
+    def __init__(
+        self,
+        *,
+        request_class: type[Req],
+        detokenizer_class: type[IncrementalDetokenizer],
+        loaded_model: ModelDescription,
+        seed: int,
+        max_num_batched_tokens: int | None,
+        max_total_tokens: int,
+        media: MediaReader | None,
+        guesses_texts_only: bool,
+    ) -> None:
+        """`media`: None for a model without vision. `guesses_texts_only`: the draft model has no vision."""
+        super().__init__(
+            request_class=request_class,
+            detokenizer_class=detokenizer_class,
+            loaded_model=loaded_model,
+            seed=seed,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_total_tokens=max_total_tokens,
+        )
         self.guesses_texts_only = guesses_texts_only
         self.pad_values = PadValues(self.vocab_size)
         self.prompts = None if media is None else MultimodalPrompts(self, media)

@@ -7,17 +7,21 @@ embeddings of the images in the step, the second passes them to the model. SGLan
 
 import math
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from m1_single_request.errors import ConfigError
 from m3_paged_attention.step_threads import StepThreads
+from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.forward_batch import ForwardBatch as TextForwardBatch
 from m5_chunked_prefill_spec.model_runner import ModelRunner as TextModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch as TextModelWorkerBatch
+from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner
+from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m6_multimodal_pd.forward_batch import ForwardBatch, slices_of
+from m6_multimodal_pd.model_loader import LoadedModel
 from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from m6_multimodal_pd.models.vision import Grid, VisionTower
@@ -33,9 +37,24 @@ class ModelRunner(TextModelRunner):
 
     released = ("kv", "model", "encoder")
 
-    def __init__(self, *, encoder: Encoder, step_threads: StepThreads | None, **others: Any) -> None:
-        """`others`: as m5's."""
-        super().__init__(**others)
+    def __init__(
+        self,
+        *,
+        loaded_model: LoadedModel,
+        scheduler_config: SchedulerConfig,
+        req_to_token_pool: ReqToTokenPool,
+        rejection_sampler: RejectionSampler,
+        draft_runner: DraftRunner | None,
+        encoder: Encoder,
+        step_threads: StepThreads | None,
+    ) -> None:
+        super().__init__(
+            loaded_model=loaded_model,
+            scheduler_config=scheduler_config,
+            req_to_token_pool=req_to_token_pool,
+            rejection_sampler=rejection_sampler,
+            draft_runner=draft_runner,
+        )
         self.encoder, self.step_threads = encoder, step_threads
 
     def prepare(self, batch: TextModelWorkerBatch) -> TextForwardBatch:

@@ -38,6 +38,7 @@ from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.operations import Operations
+from m6_multimodal_pd.prefill_adder import PrefillAdder
 from m6_multimodal_pd.request import Req
 from m6_multimodal_pd.weight_loader import WeightLoader
 
@@ -168,19 +169,17 @@ def check_unused(config: MultimodalConfig, name: str) -> None:
 
 
 def adder_of(parts: Mapping[str, Any], loaded: LoadedModel, encoder: Encoder) -> Any:
-    """Return the prefill adder; for a vision model, with a budget for the images of a step."""
-    adder = parts["prefill_adder"]
+    """Return the maker of prefill adders; for a vision model, each with a budget for the images of its step."""
+    make_adder: Any = parts["prefill_adder"]
     if loaded.vision is None:
-        return adder
-    return partial(
-        adder,
-        new_piece_limit=partial(
-            parts["encoder_budget"],
-            max_tokens=encoder.budget,
-            bytes_per_token=loaded.vision.bytes_per_token,
-            cache=encoder.cache,
-        ),
+        return make_adder
+    make_budget = partial(
+        parts["encoder_budget"],
+        max_tokens=encoder.budget,
+        bytes_per_token=loaded.vision.bytes_per_token,
+        cache=encoder.cache,
     )
+    return lambda **limits: make_adder(**limits).limit_encoding(make_budget())
 
 
 # --8<-- [start:parts]
@@ -194,6 +193,7 @@ PARTS: dict[str, Any] = M5_PARTS | {
     "embedding_cache": EmbeddingCache,
     "encoder": Encoder,
     "encoder_budget": EncoderBudget,
+    "prefill_adder": PrefillAdder,
     "model_runner": ModelRunner,
 }
 # --8<-- [end:parts]

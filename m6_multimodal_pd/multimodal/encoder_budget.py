@@ -26,9 +26,7 @@ class Cost(NamedTuple):
 
 
 class EncoderBudget:
-    """A `PieceLimit`: the budget for the items of one step."""
-
-    name = "encoder_budget"
+    """The budget for the items of one step."""
 
     def __init__(self, *, max_tokens: int, bytes_per_token: int, cache: EmbeddingCache) -> None:
         self.max_tokens, self.bytes_per_token, self.cache = max_tokens, bytes_per_token, cache

@@ -15,7 +15,7 @@ from m1_single_request.tracer import Tracer
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
-from m5_chunked_prefill_spec.prefill_adder import NoPieceLimit, PieceLimit, PrefillAdder
+from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from tests.m4_radix_cache.caches import allocator_of, make_cache
 from tests.m4_radix_cache.reqs import fill, make_req
 from tests.m4_radix_cache.test_prefill_adder import (
@@ -42,10 +42,10 @@ def make_adder(
     is_chunked: bool = True,
     has_whole_step: bool = True,
     bound_by: str = "max_num_batched_tokens",
-    new_piece_limit: Callable[[], PieceLimit] = NoPieceLimit,
     tracer: Tracer | None = None,
+    adder_class: Callable[..., PrefillAdder] = PrefillAdder,
 ) -> PrefillAdder:
-    return PrefillAdder(
+    return adder_class(
         tree_cache=cache,
         token_to_kv_pool_allocator=allocator_of(cache),
         running=running,
@@ -58,7 +58,6 @@ def make_adder(
         is_chunked=is_chunked,
         has_whole_step=has_whole_step,
         bound_by=bound_by,
-        new_piece_limit=new_piece_limit,
         tracer=tracer or Tracer(),
     )
 

@@ -1,5 +1,6 @@
 """Parts of one's own in m6's roles: what fits is used, what does not fit is refused, and a text model needs none."""
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,13 @@ import pytest
 from torch import Tensor
 
 import m5_chunked_prefill_spec
-from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m6_multimodal_pd import PARTS, ConfigError, LLMEngine, ModelConfig, SamplingParams
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder import Encoder, ItemSlice
 from m6_multimodal_pd.multimodal.encoder_budget import EncoderBudget
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem
+from m6_multimodal_pd.prefill_adder import PrefillAdder
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, greedy, setting
 from tests.m6_multimodal_pd.seeing import SHOWN, Theirs, asking, text
 
@@ -58,28 +59,16 @@ def test_what_does_not_fit_is_refused_when_the_engine_is_built(
         make_engine({role: part})
 
 
-def test_an_adder_that_asks_no_other_limit_is_refused(make_engine: MakeEngine) -> None:
-    class Greedy(PrefillAdder):
-        def __init__(
-            self,
-            *,
-            tree_cache: Any,
-            token_to_kv_pool_allocator: Any,
-            running: Any,
-            new_token_ratio: float,
-            max_prefill_tokens: int,
-            max_new_reqs: int,
-            num_waiting: int,
-            rem_chunk_tokens: int | None,
-            chunk_alignment: int = 1,
-            is_chunked: bool = True,
-            has_whole_step: bool = True,
-            bound_by: str = "",
-            tracer: Any,
-        ) -> None: ...
+def test_an_adder_without_a_budget_for_images_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match=r"'prefill_adder'.* has no limit_encoding"):
+        make_engine({"prefill_adder": m5_chunked_prefill_spec.PARTS["prefill_adder"]})
 
-    with pytest.raises(ConfigError, match=r"'prefill_adder'.* cannot be called as .* unexpected .*'new_piece_limit'"):
-        make_engine({"prefill_adder": Greedy})
+
+@pytest.mark.parametrize("role", sorted(PARTS))
+def test_the_constructor_of_a_part_names_its_arguments(role: str) -> None:
+    """A part of a user's own is checked against them."""
+    kinds = {parameter.kind for parameter in inspect.signature(PARTS[role]).parameters.values()}
+    assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
 
 
 # --- what fits is used ------------------------------------------------------------------------------------------------
@@ -198,6 +187,7 @@ def test_the_roles_that_stay_m5_s_take_m5_s_parts(make_engine: MakeEngine) -> No
         "model_loader",
         "input_processor",
         "request",
+        "prefill_adder",
         "model_runner",
         "engine_core",
     }

@@ -1,9 +1,8 @@
-"""Another limit than tokens may bound the pieces of a step: where it cuts, who waits for it, and what the trace says.
+"""The encoder budget bounds the pieces of a step: where it cuts, which requests wait for it, and what the trace tells.
 
-m6 has one, for pictures. Here it is a number of tokens that counts down, so that every case can be seen at a glance.
+Here it is a number of tokens that counts down, so that every case can be seen at a glance.
 """
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
+from m6_multimodal_pd.prefill_adder import PrefillAdder
 from tests.m4_radix_cache.caches import make_cache
 from tests.m4_radix_cache.reqs import fill, make_req
 from tests.m4_radix_cache.test_prefill_adder import add
@@ -21,9 +21,9 @@ CONTINUE, OTHER = AddReqResult.CONTINUE, AddReqResult.OTHER
 
 
 class Allowance:
-    """A `PieceLimit`: so many tokens for all pieces of a step together."""
+    """In place of an `EncoderBudget`: so many tokens for all pieces of a step together."""
 
-    name = "allowance"
+    name = "encoder_budget"
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -40,18 +40,26 @@ class Allowance:
 
 
 def allowing(left: int) -> Any:
-    return partial(Allowance, left)
+    """m6's adder with such a budget."""
+
+    def make(**limits: Any) -> PrefillAdder:
+        budget: Any = Allowance(left)
+        return PrefillAdder(**limits).limit_encoding(budget)
+
+    return make
 
 
 def prompt(number: int, length: int) -> Req:
     return make_req(number, [7 + number] * length, max_tokens=5)
 
 
-@pytest.mark.parametrize(("left", "given", "bound_by"), [(20, 20, "allowance"), (32, 32, "max_num_batched_tokens")])
+@pytest.mark.parametrize(
+    ("left", "given", "bound_by"), [(20, 20, "encoder_budget"), (32, 32, "max_num_batched_tokens")]
+)
 def test_a_prompt_is_cut_by_the_tighter_of_two_limits(left: int, given: int, bound_by: str) -> None:
     tracer = Tracer()
     recorder = Recorder(tracer)
-    adder = make_adder(make_cache(num_pages=500), tokens=32, new_piece_limit=allowing(left), tracer=tracer)
+    adder = make_adder(make_cache(num_pages=500), tokens=32, adder_class=allowing(left), tracer=tracer)
     req = prompt(1, 100)
     assert add(adder, req) is OTHER and adder.new_chunked_req is req
     assert (req.extend_input_len, adder.rem_input_tokens) == (given, 32 - given)
@@ -59,7 +67,7 @@ def test_a_prompt_is_cut_by_the_tighter_of_two_limits(left: int, given: int, bou
 
 
 def test_whoever_fits_both_limits_is_not_cut_and_the_next_one_finds_less() -> None:
-    adder = make_adder(make_cache(num_pages=500), tokens=100, new_piece_limit=allowing(30))
+    adder = make_adder(make_cache(num_pages=500), tokens=100, adder_class=allowing(30))
     first, second = prompt(1, 20), prompt(2, 20)
     assert [add(adder, first), add(adder, second)] == [CONTINUE, OTHER]
     assert (first.extend_input_len, second.extend_input_len, adder.new_chunked_req) == (20, 10, second)
@@ -69,39 +77,40 @@ def test_whoever_may_not_begin_waits_and_holds_nothing() -> None:
     cache, tracer = make_cache(num_pages=500), Tracer()
     recorder = Recorder(tracer)
     fill(cache, [8] * 10)
-    adder = make_adder(cache, tokens=100, new_piece_limit=allowing(0), tracer=tracer)
+    adder = make_adder(cache, tokens=100, adder_class=allowing(0), tracer=tracer)
     req = prompt(1, 20)
     assert add(adder, req) is OTHER and adder.can_run_list == [] and adder.new_chunked_req is None
     assert cache.protected_size() == 0 and req.extend_input_len == 10
-    assert [event.limit for event in recorder.events("not_admitted")] == ["allowance"]
+    assert [event.limit for event in recorder.events("not_admitted")] == ["encoder_budget"]
 
 
 def test_it_is_asked_and_told_of_what_stands_behind_the_hit() -> None:
     cache = make_cache(num_pages=500)
     fill(cache, [8] * 12)
-    adder = make_adder(cache, tokens=100, new_piece_limit=allowing(30))
+    adder = make_adder(cache, tokens=100, adder_class=allowing(30))
     add(adder, prompt(1, 20))
     assert adder.add_chunked_req(begun(cache, 2, 60, 15, max_tokens=5)) is OTHER
-    limit: Any = adder.piece_limit
+    assert isinstance(adder, PrefillAdder)
+    limit: Any = adder.encoder_budget
     assert limit.asked == {("r1", 12), ("r2", 15)} and limit.taken == [("r1", 12, 8), ("r2", 15, 22)]
 
 
 @pytest.mark.parametrize(("left", "given"), [(40, 32), (32, 32), (17, 16), (16, 16), (15, 15), (1, 1)])
 def test_a_piece_ends_at_a_page_unless_the_other_limit_has_no_page(left: int, given: int) -> None:
-    adder = make_adder(make_cache(page_size=16, num_pages=50), align=16, new_piece_limit=allowing(left))
+    adder = make_adder(make_cache(page_size=16, num_pages=50), align=16, adder_class=allowing(left))
     req = prompt(1, 100)
     assert add(adder, req) is OTHER and req.extend_input_len == given
 
 
 @pytest.mark.parametrize(
     ("left", "num_free", "given", "bound_by"),
-    [(7, 50, 7, "allowance"), (7, 5, 5, "memory"), (50, 50, 20, "max_num_batched_tokens")],
+    [(7, 50, 7, "encoder_budget"), (7, 5, 5, "memory"), (50, 50, 20, "max_num_batched_tokens")],
 )
 def test_the_next_piece_is_cut_by_the_tightest_limit(left: int, num_free: int, given: int, bound_by: str) -> None:
     cache, tracer = make_cache(num_pages=10 + num_free), Tracer()
     recorder = Recorder(tracer)
     req = begun(cache, 1, 40, 10, max_tokens=5)
-    adder = make_adder(cache, tokens=20, new_piece_limit=allowing(left), tracer=tracer)
+    adder = make_adder(cache, tokens=20, adder_class=allowing(left), tracer=tracer)
     assert adder.add_chunked_req(req) is OTHER
     assert adder.can_run_list == [req] and req.extend_input_len == given
     assert [event.bound_by for event in recorder.events("chunk_cut")] == [bound_by]
@@ -110,7 +119,7 @@ def test_the_next_piece_is_cut_by_the_tightest_limit(left: int, num_free: int, g
 def test_the_next_piece_waits_where_nothing_of_it_may_run() -> None:
     cache = make_cache(num_pages=100)
     req = begun(cache, 1, 40, 10, max_tokens=5)
-    adder = make_adder(cache, tokens=20, new_piece_limit=allowing(0))
+    adder = make_adder(cache, tokens=20, adder_class=allowing(0))
     assert adder.add_chunked_req(req) is OTHER
     assert adder.can_run_list == [] and req.extend_input_len == 30
 
@@ -120,14 +129,14 @@ def test_without_chunks_a_prompt_runs_alone_or_fits_the_other_limit_whole() -> N
         tracer = Tracer()
         recorder = Recorder(tracer)
         adder = make_adder(
-            make_cache(num_pages=500), tokens=100, is_chunked=False, new_piece_limit=allowing(left), tracer=tracer
+            make_cache(num_pages=500), tokens=100, is_chunked=False, adder_class=allowing(left), tracer=tracer
         )
         first, second = prompt(1, 20), prompt(2, 10)
         assert add(adder, first) is CONTINUE
         assert add(adder, second) is (CONTINUE if is_taken else OTHER)
         assert adder.can_run_list == [first, second][: 1 + is_taken] and adder.new_chunked_req is None
-        assert [event.limit for event in recorder.events("not_admitted")] == ["allowance"] * (not is_taken)
-    adder = make_adder(make_cache(num_pages=500), tokens=100, is_chunked=False, new_piece_limit=allowing(5))
+        assert [event.limit for event in recorder.events("not_admitted")] == ["encoder_budget"] * (not is_taken)
+    adder = make_adder(make_cache(num_pages=500), tokens=100, is_chunked=False, adder_class=allowing(5))
     alone = prompt(1, 20)
     assert add(adder, alone) is CONTINUE and alone.extend_input_len == 20, "nobody would ever let it run"
 
@@ -135,5 +144,5 @@ def test_without_chunks_a_prompt_runs_alone_or_fits_the_other_limit_whole() -> N
 def test_every_step_has_a_limit_of_its_own() -> None:
     cache, made = make_cache(num_pages=500), allowing(10)
     for number in range(2):
-        adder, req = make_adder(cache, tokens=100, new_piece_limit=made), prompt(number, 20)
+        adder, req = make_adder(cache, tokens=100, adder_class=made), prompt(number, 20)
         assert add(adder, req) is OTHER and req.extend_input_len == 10
