@@ -72,9 +72,7 @@ def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> "
     loaded, runs, kv_budget = fit_to_memory(
         loaded, make, config.model.max_model_len, config.cache, device, num_shares=num_engines
     )
-    return PreparedEngine(
-        config, parts, tracer, loaded, media, embeddings, encoder, drafting is not None, make, runs, kv_budget
-    )
+    return PreparedEngine(config, parts, tracer, loaded, media, encoder, drafting is not None, make, runs, kv_budget)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,6 @@ class PreparedEngine:
     loaded: LoadedModel
     """With the maximum length for which this engine has memory."""
     media: MediaReader | None
-    embeddings: EmbeddingCache
     encoder: Encoder
     has_draft_model: bool
     make: Callable[[LoadedModel], Runner]
@@ -106,7 +103,7 @@ class PreparedEngine:
         cache_class = prefix_cache_class(config.cache, parts)
         num_tokens = kv_cache_config.num_blocks * config.cache.page_size
         pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
-        with_budget = dict(parts) | {"prefill_adder": adder_of(config, parts, loaded, self.embeddings)}
+        with_budget = dict(parts) | {"prefill_adder": adder_of(parts, loaded, encoder)}
         weight_loader = WeightLoader(
             config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
         )
@@ -170,7 +167,7 @@ def check_unused(config: MultimodalConfig, name: str) -> None:
             raise ConfigError(f"{field.name}={shown(value)} has no effect: {name} takes texts only")
 
 
-def adder_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, embeddings: EmbeddingCache) -> Any:
+def adder_of(parts: Mapping[str, Any], loaded: LoadedModel, encoder: Encoder) -> Any:
     """Return the prefill adder; for a vision model, with a budget for the images of a step."""
     adder = parts["prefill_adder"]
     if loaded.vision is None:
@@ -179,9 +176,9 @@ def adder_of(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel
         adder,
         new_piece_limit=partial(
             parts["encoder_budget"],
-            max_tokens=config.multimodal.budget(loaded.device.type),
+            max_tokens=encoder.budget,
             bytes_per_token=loaded.vision.bytes_per_token,
-            cache=embeddings,
+            cache=encoder.cache,
         ),
     )
 
