@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from m1_single_request.errors import LONGEST_REASON, PartError, shown
-from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey, decode
+from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.config import SpeculativeConfig
 from m5_chunked_prefill_spec.speculative.spec_info import UNKNOWN
@@ -41,16 +41,12 @@ class NgramProposer:
 
     def propose(self, reqs: Sequence[Req], limits: Sequence[int]) -> list[list[int]]:
         """Return the drafts of each request, by `lookup`."""
-        return [
-            self.lookup(req.key, limit, req.origin_input_ids) if limit else []
-            for req, limit in zip(reqs, limits, strict=True)
-        ]
+        return [self.lookup(req.key, limit) if limit else [] for req, limit in zip(reqs, limits, strict=True)]
 
-    def lookup(self, key: RadixKey, limit: int, prompt: Sequence[int] = ()) -> list[int]:
+    def lookup(self, key: RadixKey, limit: int) -> list[int]:
         """Return up to `limit` tokens that followed the first occurrence of the last tokens of `key`.
 
-        The longest run of last tokens that occurs before is used. The drafts end before the first image: there `key`
-        holds a number outside the vocabulary, computed from the image's content, and `prompt` a placeholder token.
+        The longest run of last tokens that occurs before is used.
         """
         data, after = key.data, 0
         # A run occurs only where its shorter suffix does. The shortest is searched first: most searches end there.
@@ -59,12 +55,8 @@ class NgramProposer:
             if found is None:
                 break
             after = found
-        draft = decode(data[after : after + limit * TOKEN_BYTES]) if after else []
         start = after // TOKEN_BYTES
-        read = prompt[start : start + limit]
-        if draft[: len(read)] == read:  # nearly always
-            return draft
-        return draft[: next((i for i, pair in enumerate(zip(draft, read, strict=False)) if pair[0] != pair[1]), limit)]
+        return key.token_ids(start, start + limit) if after else []
 
 
 def first_end(data: bytes, size: int, least: int) -> int | None:

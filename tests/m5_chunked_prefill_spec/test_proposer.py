@@ -94,28 +94,6 @@ def test_the_namespace_of_a_request_changes_no_guess() -> None:
     assert proposer.propose([make_req(0, tokens, extra_key="tenant")], [1]) == [[3]]
 
 
-def key_with_image(prompt: Sequence[int]) -> RadixKey:
-    """The cache's key of a prompt with one image, on its placeholders (token 9): in it they are 4096."""
-    return RadixKey([4096 if token_id == 9 else token_id for token_id in prompt])
-
-
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ([1, 2, 3, 8, 9, 9, 8, 4, 1, 2], [3, 8]),  # up to the image
-        ([1, 2, 9, 9, 3, 1, 2], []),  # it comes at once
-        ([9, 9, 1, 2, 3, 4, 5, 1, 2], [3, 4, 5, 1]),  # it stood before
-        ([1, 2, 9, 1, 2, 3, 1, 2], []),  # the first place counts here, too
-    ],
-)
-def test_a_draft_ends_before_an_image(prompt: list[int], expected: list[int]) -> None:
-    """What stands for its content in the key is no token."""
-    proposer = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2)
-    req = make_req(0, prompt[:-1], outputs=prompt[-1:])
-    req._key = key_with_image(prompt[:-1])  # as m6's request has it
-    assert proposer.propose([req], [4]) == [expected]
-
-
 def test_the_draft_model_is_asked_for_as_many_as_may_be() -> None:
     reqs = [make_req(i, [1]) for i in range(3)]
     assert DraftModelProposer().propose(reqs, [2, 0, 3]) == [[UNKNOWN] * 2, [], [UNKNOWN] * 3]

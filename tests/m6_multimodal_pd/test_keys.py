@@ -9,8 +9,9 @@ from transformers import AutoTokenizer
 
 from m1_single_request import SamplingParams
 from m4_radix_cache.mem_cache.radix_key import RadixKey, decode
+from m5_chunked_prefill_spec.speculative.proposer import NgramProposer
 from m6_multimodal_pd.config import DEFAULT_MODEL
-from m6_multimodal_pd.multimodal.inputs import PaddedKey
+from m6_multimodal_pd.multimodal.inputs import MultimodalDataItem, PaddedKey
 from m6_multimodal_pd.request import Req
 from tests.m4_radix_cache.caches import make_cache
 from tests.m6_multimodal_pd.items import inputs, item
@@ -21,11 +22,11 @@ PROMPT = [1, 2, 9, 9, 9, 3, 1, 9, 9, 2, 1]
 ITEMS = (item("a", (2, 5), pad_value=7001), item("b", (7, 9), pad_value=7002))
 
 
-def make_req(prompt: Sequence[int] = PROMPT) -> Req:
-    """A request with two images."""
+def make_req(prompt: Sequence[int] = PROMPT, *items: MultimodalDataItem) -> Req:
+    """A request with these images, or with two."""
     req = make_request("r", prompt, SamplingParams(), request_class=Req)
     assert isinstance(req, Req)
-    req.multimodal_inputs = inputs(len(prompt), *ITEMS)
+    req.multimodal_inputs = inputs(len(prompt), *(items or ITEMS))
     return req
 
 
@@ -70,6 +71,21 @@ def test_token_ids_of_a_key_end_before_an_image(start: int, end: int) -> None:
         expected.append(tokens[place])
     found = req.key.token_ids(start, end)
     assert found == expected and not {PLACEHOLDER, 7001, 7002} & set(found)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "expected"),
+    [
+        ([1, 2, 3, 8, 9, 9, 8, 4, 1, 2], (4, 6), [3, 8]),  # up to the image
+        ([1, 2, 9, 9, 3, 1, 2], (2, 4), []),  # it comes at once
+        ([9, 9, 1, 2, 3, 4, 5, 1, 2], (0, 2), [3, 4, 5, 1]),  # it stands before
+        ([1, 2, 9, 1, 2, 3, 1, 2], (2, 3), []),  # the first place counts here, too
+    ],
+)
+def test_a_draft_ends_before_an_image(prompt: list[int], images: tuple[int, int], expected: list[int]) -> None:
+    req = make_req(prompt[:-1], item("a", images, pad_value=4096))
+    req.output_ids.append(prompt[-1])
+    assert NgramProposer(prompt_lookup_min=1, prompt_lookup_max=2).propose([req], [4]) == [expected]
 
 
 def test_keys_are_made_of_requests_alone() -> None:
