@@ -104,10 +104,12 @@ def check_flag(name: str, value: Any) -> None:
         raise ConfigError(f"{name}={shown(value)} must be True or False")
 
 
-def check_number(name: str, value: Any, *, at_least: float | None = None, more_than: float | None = None) -> None:
-    """Raise `ConfigError` unless `value` is a finite number within the limit."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if at_least is not None and not (is_number and value >= at_least):
+def check_number(name: str, value: Any, *, at_least: float) -> None:
+    """Raise `ConfigError` unless `value` is a finite number of at least `at_least`."""
+    if not (is_number(value) and value >= at_least):
         raise ConfigError(f"{name}={shown(value)} must be a number of at least {at_least}")
-    if more_than is not None and not (is_number and value > more_than):
-        raise ConfigError(f"{name}={shown(value)} must be a number greater than {more_than}")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether `value` is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

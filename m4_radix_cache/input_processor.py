@@ -26,7 +26,7 @@ MAX_PRIORITY = 2**63 - 1
 
 
 class InputProcessor(SingleRequestInputProcessor):
-    """m1's, and it knows the token budget, the size of the KV memory, and the options of a request."""
+    """m1's input processor; `check_limits` also knows token budget and KV memory, `build_request` the options."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class InputProcessor(SingleRequestInputProcessor):
         self.max_total_tokens = max_total_tokens
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
-        """Refuse what this engine can never run (`InvalidRequestError`)."""
+        """Raise a subclass of `InvalidRequestError` for a request that can never run."""
         check_n(params)
         check_model_len(token_ids, self.max_model_len, request_id)
         check_token_budget(token_ids, self.max_num_batched_tokens, request_id)
@@ -66,7 +66,7 @@ class InputProcessor(SingleRequestInputProcessor):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
-        """A request, or a parent of `n` of them, of this priority and in the namespace that the salt names.
+        """Return a request, or the parent of `n` requests, with its priority and its cache namespace.
 
         Raises `InvalidRequestError` for a priority that is no whole number, or a salt that is no text.
         """

@@ -134,7 +134,6 @@ def fit_to_memory(
     named: int | None,
     cache_config: CacheConfig,
     device: torch.device,
-    num_shares: int = 1,
 ) -> tuple[Any, Any, Budget]:
     """m3's `fit_model_len`, for a memory of pages."""
     return fit_model_len(
@@ -145,7 +144,6 @@ def fit_to_memory(
         block_size=cache_config.page_size,
         device=device,
         size_setting="max_total_tokens",
-        num_shares=num_shares,
     )
 
 

@@ -170,7 +170,7 @@ class Work:
         )
         if chunked is None or self._add_chunked(adder, chunked):
             self._add_waiting(adder, waiting)
-        return self._start(adder.can_run_list) if adder.can_run_list else None
+        return self._start(adder) if adder.can_run_list else None
 
     def mix(self, prompts: ScheduleBatch, decodes: ScheduleBatch) -> ScheduleBatch:
         """Move the decodes of the running batch behind the prompts, and return that batch."""
@@ -242,13 +242,14 @@ class Work:
         first = [req for req in ready if req.is_retracted] + sorted(late, key=lambda req: req.number)
         return [*first, *(req for req in ready if req not in first)]
 
-    def _start(self, reqs: list[Req]) -> ScheduleBatch:
+    def _start(self, adder: PrefillAdder) -> ScheduleBatch:
         """Return a batch of the admitted requests."""
-        scheduler, new = self.scheduler, [req for req in reqs if req.req_pool_idx is None]
+        scheduler, reqs = self.scheduler, adder.can_run_list
+        new = [req for req in reqs if req.req_pool_idx is None]
         batch = scheduler.batch_class.init_new(reqs, scheduler.pools)
         assert isinstance(batch, ScheduleBatch)
         batch.prepare_for_extend(scheduler.sampling_info_of(batch.reqs))
-        self.prompts.chunked_req = batch.chunked_req
+        self.prompts.chunked_req = adder.new_chunked_req
         scheduler.set_running(new)
         self.prompts.count_passed_over(new, scheduler.waiting_queue)
         return batch

@@ -8,7 +8,7 @@ the new tokens of a step, those of decodes, drafts and pieces of prompts togethe
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from m1_single_request.config import check_path, check_whole_number
 from m1_single_request.errors import ConfigError, shown
@@ -18,7 +18,7 @@ from m4_radix_cache.config import (
     EngineConfig as RadixConfig,
     SchedulerConfig as RadixSchedulerConfig,
     check_flag,
-    check_number,
+    is_number,
 )
 from m5_chunked_prefill_spec.cost_table import CostTable
 
@@ -58,7 +58,7 @@ class SchedulerConfig(RadixSchedulerConfig):
         check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
         check_whole_number("chunked_prefill_size", self.chunked_prefill_size, low=1, optional=True)
         if self.target_gap_ms is not None:
-            check_number("target_gap_ms", self.target_gap_ms, more_than=0)
+            check_positive("target_gap_ms", self.target_gap_ms)
         if self.cost_table is not None and not isinstance(self.cost_table, CostTable):
             raise ConfigError(f"cost_table={shown(self.cost_table)} must be a CostTable")
         if self.cost_table is not None and self.target_gap_ms is None:
@@ -131,3 +131,9 @@ class EngineConfig(RadixConfig):
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is a finite number greater than 0."""
+    if not (is_number(value) and value > 0):
+        raise ConfigError(f"{name}={shown(value)} must be a number greater than 0")

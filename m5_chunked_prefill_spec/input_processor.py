@@ -1,7 +1,7 @@
-"""Intake for an engine that takes prompts in pieces: how long a prompt is does not matter to a step any more.
+"""Input processor for prompts that may run in pieces, so that their length is not limited by the token budget.
 
-m4 refused a prompt that was longer than the budget of a step. That is over, unless chunks are switched off; what
-remains are the model's length and the memory. A request may also say that nothing is to be guessed for it.
+m4 rejected a prompt longer than the budget of a step. Here only `enable_chunked_prefill=False` does; the limits are the
+model's length and the KV memory. A request may switch drafts off (`speculate=False`).
 """
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
@@ -17,7 +17,7 @@ from m5_chunked_prefill_spec.request import Req
 
 
 class InputProcessor(SingleRequestInputProcessor):
-    """m1's, and it knows the size of the KV memory and the options of a request."""
+    """m1's input processor; `check_limits` also knows the KV memory, `build_request` the options of a request."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class InputProcessor(SingleRequestInputProcessor):
         self.max_total_tokens = max_total_tokens
 
     def check_limits(self, token_ids: list[int], params: SamplingParams, request_id: str) -> None:
-        """Refuse what this engine can never run (`InvalidRequestError`)."""
+        """Raise a subclass of `InvalidRequestError` for a request that can never run."""
         check_n(params)
         check_model_len(token_ids, self.max_model_len, request_id)
         if self.max_num_batched_tokens is not None:
@@ -60,7 +60,7 @@ class InputProcessor(SingleRequestInputProcessor):
         cache_salt: str | None = None,
         speculate: bool = True,
     ) -> Request:
-        """A request, or a parent of `n` of them. With `speculate`, its tokens may be guessed if the engine does so.
+        """Return a request, or the parent of `n` requests, with its options.
 
         Raises `InvalidRequestError` for a priority that is no whole number, a salt that is no text, or a `speculate`
         that is neither True nor False.

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from m1_single_request.config import check_whole_number
 from m1_single_request.errors import ConfigError, shown
-from m4_radix_cache.config import check_number
-from m5_chunked_prefill_spec.config import EngineConfig as ChunkedEngineConfig
+from m5_chunked_prefill_spec.config import EngineConfig as ChunkedEngineConfig, check_positive
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 
 DEFAULT_MODEL = Path(__file__).parent / "checkpoints" / "tiny-qwen3-vl"
@@ -56,7 +55,7 @@ class MultimodalConfig:
 
     def __post_init__(self) -> None:
         check_schemes(self.allowed_url_schemes)
-        check_number("url_timeout_s", self.url_timeout_s, more_than=0)
+        check_positive("url_timeout_s", self.url_timeout_s)
         for name in ("max_items", "max_file_bytes", "max_image_pixels", "max_video_frames", "max_video_pixels"):
             check_whole_number(name, getattr(self, name), low=1)
         for name in ("min_pixels", "max_pixels", "encoder_budget"):

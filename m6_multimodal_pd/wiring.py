@@ -13,10 +13,10 @@ from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
 from m1_single_request.errors import ConfigError, shown
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import Budget, check_memory_share
-from m3_paged_attention.model_len import shortened
+from m3_paged_attention.model_len import fit_model_len, shortened
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import trace_start
-from m4_radix_cache.wiring import build_pools, fit_to_memory, prefix_cache_class, reserve_kv_memory
+from m4_radix_cache.wiring import build_pools, prefix_cache_class, reserve_kv_memory
 from m5_chunked_prefill_spec.speculative.draft_runner import limited, load_draft_model
 from m5_chunked_prefill_spec.wiring import (
     PARTS as M5_PARTS,
@@ -70,8 +70,15 @@ def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> "
 
     group = config.disaggregation
     num_engines = 1 if group is None else group.prefill + group.decode  # all may be on this machine
-    loaded, runs, kv_budget = fit_to_memory(
-        loaded, make, config.model.max_model_len, config.cache, device, num_shares=num_engines
+    loaded, runs, kv_budget = fit_model_len(
+        loaded,
+        make,
+        named=config.model.max_model_len,
+        cache_config=config.cache,
+        block_size=config.cache.page_size,
+        device=device,
+        size_setting="max_total_tokens",
+        num_shares=num_engines,
     )
     return PreparedEngine(config, parts, tracer, loaded, media, encoder, drafting is not None, make, runs, kv_budget)
 

@@ -10,7 +10,7 @@ from typing import Literal
 from m1_single_request.config import check_path, check_whole_number
 from m1_single_request.errors import ConfigError, shown
 from m3_paged_attention.config import check_choice
-from m4_radix_cache.config import check_number
+from m5_chunked_prefill_spec.config import check_positive
 
 TransportName = Literal["shared_memory", "in_process"]
 MAX_ENGINES = 64
@@ -72,4 +72,4 @@ class DisaggregationConfig:
         for name in ("max_retries", "max_restarts"):
             check_whole_number(name, getattr(self, name), low=0)
         for name in ("start_timeout_s", "heartbeat_timeout_s", "step_timeout_s"):
-            check_number(name, getattr(self, name), more_than=0)
+            check_positive(name, getattr(self, name))
