@@ -2,9 +2,9 @@
 
 For a change that should cost no speed. Each case runs in two processes, one with the packages of each checkout; they
 load their engine once, and measure in turns, so that a machine that gets slower slows both. Writes
-`results/against.json`; a ratio is the median over the rounds of this checkout's tokens per second by the other's.
+`results/against.json`; a ratio is the median over the rounds of this checkout's speed by the other's.
 
-    python -m benchmarks.against ../before              15 rounds of every case, about 3 minutes on two quiet cores
+    python -m benchmarks.against ../before              15 rounds of every case, about 6 minutes on two quiet cores
     python -m benchmarks.against ../before --only m1    one case
 """
 
@@ -18,8 +18,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,44 +30,93 @@ from benchmarks.m3_busy import commit_of
 from m1_single_request import DEFAULT_MODEL
 
 SEED = 1
-PROMPT_LEN = 32
-CASES = {
-    "m1": ("m1_single_request", 1, 256),
-    "m2": ("m2_continuous_batching", 16, 96),
-    "m3": ("m3_paged_attention", 16, 192),
-    "m6": ("m6_multimodal_pd", 16, 96),
-}
-"""For each case: the milestone, the number of requests, and the tokens of each answer. m6: decode steps only."""
 HERE = Path(__file__).resolve().parent.parent
 Row = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Case:
+    """What an engine answers in a round, and which speed counts."""
+
+    milestone: str
+    num_requests: int
+    length: int
+    """Tokens of each answer."""
+    prompt_lens: tuple[int, int] = (32, 32)
+    """The shortest and the longest prompt."""
+    shared: int = 0
+    """The first so many tokens are the same in all prompts."""
+    unit: str = "tok/s"
+    """`tok/s`: of all requests together; `tok/s of a step`: the median of the steps; `first tokens/s`: one divided by
+    the median time to a first token, of requests one after the other."""
+    configs: tuple[str, Mapping[str, Any]] = ("", {})
+    """A configuration class and its fields, besides the model."""
+
+
+CASES = {
+    "m1": Case("m1_single_request", 1, 256),
+    "m2": Case("m2_continuous_batching", 16, 96),
+    "m3": Case("m3_paged_attention", 16, 192),
+    "m4, shared prefixes": Case("m4_radix_cache", 16, 24, prompt_lens=(256, 256), shared=224),
+    "m5, ragged": Case(
+        "m5_chunked_prefill_spec", 64, 24, prompt_lens=(4, 128), configs=("SchedulerConfig", {"max_num_seqs": 64})
+    ),
+    "m6, a decode step": Case("m6_multimodal_pd", 16, 96, unit="tok/s of a step"),
+    "m6, two engines": Case(
+        "m6_multimodal_pd", 16, 2, unit="first tokens/s", configs=("DisaggregationConfig", {"prefill": 1, "decode": 1})
+    ),
+}
+
+
+def engine_of(case: Case) -> Any:
+    """Load the engine of a case, float32 on the CPU."""
+    package = importlib.import_module(case.milestone)
+    configs = {"model_config": package.ModelConfig(device="cpu", dtype="float32")}
+    name, fields = case.configs
+    if name:
+        configs[f"{name.removesuffix('Config').lower()}_config"] = getattr(package, name)(**fields)
+    return package.LLMEngine(**configs), package.SamplingParams(max_tokens=case.length, ignore_eos=True)
+
+
+def prompts_of(case: Case) -> list[list[int]]:
+    """The prompts of a case, the same in every round."""
+    rng, (shortest, longest) = Random(SEED), case.prompt_lens
+    lens = [rng.randint(shortest, longest) for _ in range(case.num_requests)]
+    first = [rng.randrange(256, 4000) for _ in range(case.shared)]
+    return [first + [rng.randrange(256, 4000) for _ in range(length - case.shared)] for length in lens]
+
+
 def measure(name: str) -> Callable[[], Row]:
-    """Load the engine of a case; return a function that answers its requests once and returns tokens per second."""
-    milestone, num_requests, length = CASES[name]
-    package = importlib.import_module(milestone)
-    engine = package.LLMEngine(model_config=package.ModelConfig(device="cpu", dtype="float32"))
-    params = package.SamplingParams(max_tokens=length, ignore_eos=True)
-    rng = Random(SEED)
-    prompts = [[rng.randrange(256, 4000) for _ in range(PROMPT_LEN)] for _ in range(num_requests)]
+    """Load the engine of a case; return a function that answers its requests once and returns the speed."""
+    case = CASES[name]
+    engine, params = engine_of(case)
+    prompts = prompts_of(case)
+    groups = [[prompt] for prompt in prompts] if case.unit == "first tokens/s" else [prompts]
 
     def answer() -> Row:
-        for prompt in prompts:
-            engine.add_request(prompt, params)
         answers: dict[str, tuple[int, ...]] = {}
         steps: list[float] = []  # tokens per second of a step
+        firsts: list[float] = []
         begin = time.perf_counter()
-        while engine.has_unfinished_requests():
-            began = time.perf_counter()
-            outputs = engine.step()
-            steps.append(len(outputs) / (time.perf_counter() - began))
-            answers |= {rid: output.token_ids for rid, output in outputs.items()}
-        whole = num_requests * length / (time.perf_counter() - begin)
+        for group in groups:
+            asked, is_first = time.perf_counter(), True
+            for prompt in group:
+                engine.add_request(prompt, params)
+            while engine.has_unfinished_requests():
+                began = time.perf_counter()
+                outputs = engine.step()
+                steps.append(len(outputs) / (time.perf_counter() - began))
+                if outputs and is_first:
+                    firsts.append(time.perf_counter() - asked)
+                    is_first = False
+                answers |= {rid: output.token_ids for rid, output in outputs.items()}
+        whole = case.num_requests * case.length / (time.perf_counter() - begin)
         if hasattr(engine, "flush_cache"):
             engine.flush_cache()
         texts = repr(sorted(answers.values()))
-        speed = statistics.median(steps) if name == "m6" else whole
-        return {"speed": speed, "answers": hashlib.sha256(texts.encode()).hexdigest()[:16]}
+        speeds = {"tok/s": whole, "tok/s of a step": statistics.median(steps)}
+        speeds["first tokens/s"] = 1 / statistics.median(firsts)
+        return {"speed": speeds[case.unit], "answers": hashlib.sha256(texts.encode()).hexdigest()[:16]}
 
     return answer
 
@@ -131,9 +181,11 @@ def row_of(name: str, rounds: Sequence[dict[str, Row]]) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     columns = {
-        "case, requests": lambda row: f"{row['case']}, {CASES[row['case']][1]}",
-        "before, tok/s": lambda row: f"{row['before']:,.1f}",
-        "now, tok/s": lambda row: f"{row['now']:,.1f}",
+        "case": lambda row: row["case"],
+        "requests": lambda row: str(CASES[row["case"]].num_requests),
+        "unit": lambda row: CASES[row["case"]].unit,
+        "before": lambda row: f"{row['before']:,.1f}",
+        "now": lambda row: f"{row['now']:,.1f}",
         "ratio": lambda row: f"{row['ratio']:.3f}",
         "of all rounds": lambda row: "{:.2f} to {:.2f}".format(*row["ratios"]),
         "same tokens": lambda row: "yes" if row["same_answers"] else "NO",
