@@ -17,8 +17,9 @@ from m1_single_request.request import FinishAbort, FinishError
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.request import Req
 from m6_multimodal_pd.disaggregation.events import KVPollChanged
-from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT, fault_of, prompt_of, resume
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.poll import KVPoll, OnChange, Transfer
+from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT, fault_of, prompt_of, resume
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Cancel,
     Ended,
     Job,
@@ -32,7 +33,6 @@ from m6_multimodal_pd.disaggregation.messages import (
     RoomFailed,
     ToRouter,
 )
-from m6_multimodal_pd.disaggregation.poll import KVPoll, OnChange, Transfer
 from m6_multimodal_pd.errors import EngineLostError, TransferError
 
 T = TypeVar("T", bound=Transfer)

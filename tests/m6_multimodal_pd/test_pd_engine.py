@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from m6_multimodal_pd import LLMEngine, RequestOutput, SamplingParams
-from m6_multimodal_pd.disaggregation.messages import Chunk, Decode, Preallocated, Prefill
+from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, Preallocated, Prefill
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.m6_multimodal_pd.engines import Guessing, greedy
 from tests.m6_multimodal_pd.pd_engines import (
