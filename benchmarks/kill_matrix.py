@@ -41,7 +41,7 @@ from m6_multimodal_pd import (
 )
 from m6_multimodal_pd.demo_parts.drawing import Shape, picture
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.shared_memory import segment_directory
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import segment_directory
 
 SEED = 1
 NAME = "kill_matrix"

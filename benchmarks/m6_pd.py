@@ -39,7 +39,7 @@ from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from m6_multimodal_pd.disaggregation.page_store import PageStore
-from m6_multimodal_pd.disaggregation.shared_memory import SharedMemorySegments
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments
 from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
 
 SEED = 1

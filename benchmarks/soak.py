@@ -48,7 +48,7 @@ from m6_multimodal_pd import (
     SpeculativeConfig,
 )
 from m6_multimodal_pd.demo_parts.drawing import Shape, picture
-from m6_multimodal_pd.disaggregation.shared_memory import remove_abandoned
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import remove_abandoned
 
 NAME = "soak"
 SEED = 1

@@ -26,12 +26,12 @@ from m1_single_request.errors import ConfigError
 from m3_paged_attention import demo as m3
 from m6_multimodal_pd import demo
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
-from m6_multimodal_pd.disaggregation.by_hand import read_keys, write_keys
-from m6_multimodal_pd.disaggregation.child import Process
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.config_json import to_json
-from m6_multimodal_pd.disaggregation.messages import Order
-from m6_multimodal_pd.disaggregation.shared_memory import owner_by_hand, remove_abandoned, remove_leftovers
+from m6_multimodal_pd.disaggregation.runtime.by_hand import read_keys, write_keys
+from m6_multimodal_pd.disaggregation.runtime.child import Process
+from m6_multimodal_pd.disaggregation.runtime.config_json import to_json
+from m6_multimodal_pd.disaggregation.runtime.messages import Order
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import owner_by_hand, remove_abandoned, remove_leftovers
 
 PROG = "python -m m6_multimodal_pd.pd"
 OF_REQUESTS = ("prompt", "chat", "image", "video", "n", "trace_file", "chrome_trace")

@@ -27,8 +27,8 @@ from m5_chunked_prefill_spec.wiring import (
     cost_table,
 )
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
-from m6_multimodal_pd.disaggregation.assembly import build_disaggregated
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
+from m6_multimodal_pd.disaggregation.runtime.assembly import build_disaggregated
 from m6_multimodal_pd.engine_core import EngineCore
 from m6_multimodal_pd.input_processor import InputProcessor
 from m6_multimodal_pd.model_loader import DescribedModel, LoadedModel, describe_model, load_model

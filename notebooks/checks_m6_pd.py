@@ -12,9 +12,9 @@ from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, RequestOutput, SamplingParams
 from m6_multimodal_pd.demo_parts.drawing import Shape, picture
-from m6_multimodal_pd.disaggregation.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.poll import KVReceiver, KVSender
+from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
 from m6_multimodal_pd.errors import TransferError
 from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index

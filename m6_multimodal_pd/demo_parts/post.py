@@ -10,8 +10,8 @@ from typing import Any
 
 from m1_single_request.tracer import TraceRecord
 from m6_multimodal_pd.disaggregation.events import EngineJoined, Reported, RequestRouted
-from m6_multimodal_pd.disaggregation.messages import Heartbeat
 from m6_multimodal_pd.disaggregation.poll import KVPoll
+from m6_multimodal_pd.disaggregation.runtime.messages import Heartbeat
 
 TRANSFER = ("room_taken", "kv_poll_changed", "chunk_sent", "chunk_received")
 """Kinds of events that tell of a transfer."""

@@ -1,6 +1,6 @@
-"""Prefill and decode in engines of their own: one computes a prompt, the other one goes on from its KV.
+"""Prefill and decode in separate engines: one computes a prompt, the other answers from its KV.
 
-The KV's way: `transport.py` is the interface and what travels; `page_store.py` reads and writes an engine's KV memory
-by the page; `frames.py`, `staging.py` bring pages across through memory that both engines see, which is the own memory
-of one process (`in_process.py`) or shared by two of one host (`shared_memory.py`).
+This folder is the idea: the states of a transfer (`poll.py`), the two sides (`prefill_side.py`, `decode_side.py`) with
+their queues, pages on their way (`transport.py`, `staging.py`, `page_store.py`), prebuilt batches, and the router.
+`runtime/` makes it run: processes, sockets, credentials, messages, shared memory.
 """

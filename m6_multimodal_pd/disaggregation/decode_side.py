@@ -14,8 +14,10 @@ import msgspec
 from m1_single_request.request import FinishError
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide, Occupied
 from m6_multimodal_pd.disaggregation.events import ChunkReceived, RoomTaken
-from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT, row_of, to_row
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.poll import KVReceiver
+from m6_multimodal_pd.disaggregation.prebuilt import FirstToken as Came
+from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT, row_of, to_row
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Chunk,
     Decode,
     FirstToken,
@@ -29,8 +31,6 @@ from m6_multimodal_pd.disaggregation.messages import (
     Taken,
     Tokens,
 )
-from m6_multimodal_pd.disaggregation.poll import KVReceiver
-from m6_multimodal_pd.disaggregation.prebuilt import FirstToken as Came
 from m6_multimodal_pd.disaggregation.transport import KVTarget, Offer
 from m6_multimodal_pd.errors import TransferError, WireError
 

@@ -18,9 +18,13 @@ from m6_multimodal_pd.disaggregation.decode_scheduler import DecodeScheduler
 from m6_multimodal_pd.disaggregation.decode_side import DecodeSide
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide
 from m6_multimodal_pd.disaggregation.first_token import FirstTokenOnly
-from m6_multimodal_pd.disaggregation.jobs import fault_of
 from m6_multimodal_pd.disaggregation.members import vocabulary_of
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.page_store import PageStore
+from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltExecutor
+from m6_multimodal_pd.disaggregation.prefill_scheduler import PrefillScheduler
+from m6_multimodal_pd.disaggregation.prefill_side import PrefillSide
+from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Answer,
     Call,
     Heartbeat,
@@ -30,11 +34,7 @@ from m6_multimodal_pd.disaggregation.messages import (
     ToEngine,
     ToRouter,
 )
-from m6_multimodal_pd.disaggregation.page_store import PageStore
-from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltExecutor
-from m6_multimodal_pd.disaggregation.prefill_scheduler import PrefillScheduler
-from m6_multimodal_pd.disaggregation.prefill_side import PrefillSide
-from m6_multimodal_pd.disaggregation.reporter import Reporter
+from m6_multimodal_pd.disaggregation.runtime.reporter import Reporter
 from m6_multimodal_pd.disaggregation.staging import Segments, StagedSource, StagedTarget
 
 

@@ -16,8 +16,9 @@ from m1_single_request.errors import EngineDeadError, EngineError
 from m1_single_request.request import FinishAbort, FinishError
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.events import KVPollChanged
-from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT, fault_of, prompt_of, resume
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.poll import KVPoll, OnChange, Transfer
+from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT, fault_of, prompt_of, resume
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Cancel,
     Ended,
     Job,
@@ -31,7 +32,6 @@ from m6_multimodal_pd.disaggregation.messages import (
     RoomFailed,
     ToRouter,
 )
-from m6_multimodal_pd.disaggregation.poll import KVPoll, OnChange, Transfer
 from m6_multimodal_pd.errors import EngineLostError, TransferError
 from m6_multimodal_pd.request import Req
 

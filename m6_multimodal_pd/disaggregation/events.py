@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, size, some, volatile
-from m6_multimodal_pd.disaggregation.messages import Joined
+from m6_multimodal_pd.disaggregation.runtime.messages import Joined
 
 
 @dataclass(frozen=True, kw_only=True)

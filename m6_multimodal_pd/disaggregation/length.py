@@ -8,7 +8,7 @@ takes the minimum over its workers (`get_kv_cache_configs`).
 
 from typing import TYPE_CHECKING
 
-from m6_multimodal_pd.disaggregation.messages import LengthFitted, LengthFixed
+from m6_multimodal_pd.disaggregation.runtime.messages import LengthFitted, LengthFixed
 
 if TYPE_CHECKING:
     from m6_multimodal_pd.disaggregation.router import Router

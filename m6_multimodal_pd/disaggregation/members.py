@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from m6_multimodal_pd.disaggregation.messages import Heartbeat, Joined
+from m6_multimodal_pd.disaggregation.runtime.messages import Heartbeat, Joined
 
 COMPARED = ("page_size", "layout", "max_model_len", "model")
 

@@ -13,8 +13,9 @@ from m1_single_request.request import RequestStatus
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide, Occupied
 from m6_multimodal_pd.disaggregation.events import ChunkSent
 from m6_multimodal_pd.disaggregation.first_token import TAKEN_OVER
-from m6_multimodal_pd.disaggregation.jobs import row_of
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.poll import KVPoll, KVSender
+from m6_multimodal_pd.disaggregation.runtime.jobs import row_of
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Chunk,
     FirstToken,
     Memory,
@@ -26,7 +27,6 @@ from m6_multimodal_pd.disaggregation.messages import (
     Row,
     Taken,
 )
-from m6_multimodal_pd.disaggregation.poll import KVPoll, KVSender
 from m6_multimodal_pd.disaggregation.transport import KVSource
 from m6_multimodal_pd.errors import TransferError, WireError
 

@@ -21,11 +21,11 @@ from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, EngineRefused, Reported, RequestRouted
-from m6_multimodal_pd.disaggregation.jobs import error_of, job_of, sampled_of
 from m6_multimodal_pd.disaggregation.length import GroupLength
-from m6_multimodal_pd.disaggregation.links import Links
 from m6_multimodal_pd.disaggregation.members import Member, load_of, misfit
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.runtime.jobs import error_of, job_of, sampled_of
+from m6_multimodal_pd.disaggregation.runtime.links import Links
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Answer,
     Call,
     Cancel,

@@ -19,10 +19,10 @@ from m1_single_request.held_interrupt import HeldInterrupt
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.parallel_sampling import RequestFamilies
-from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT, error_of
 from m6_multimodal_pd.disaggregation.members import Member
-from m6_multimodal_pd.disaggregation.messages import Answer, Call, Joined
 from m6_multimodal_pd.disaggregation.router import Router
+from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT, error_of
+from m6_multimodal_pd.disaggregation.runtime.messages import Answer, Call, Joined
 from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.step_profiler import StepProfiler

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from m1_single_request.config import check_whole_number
 from m1_single_request.errors import shown
-from m6_multimodal_pd.disaggregation.frames import Extent, Frames, fault_of
 from m6_multimodal_pd.disaggregation.page_store import PageStore
+from m6_multimodal_pd.disaggregation.runtime.frames import Extent, Frames, fault_of
 from m6_multimodal_pd.disaggregation.transport import Offer, Ticket
 from m6_multimodal_pd.errors import TransferError
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import msgspec
 
-from m6_multimodal_pd.disaggregation.frames import Extent
+from m6_multimodal_pd.disaggregation.runtime.frames import Extent
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,8 +15,9 @@ import pytest
 from m6_multimodal_pd import LLMEngine, ModelConfig, RequestOutput, SamplingParams, TraceConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.engine import Engine
-from m6_multimodal_pd.disaggregation.links import LocalLinks
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.router import Router
+from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Chunk,
     Decode,
     FirstToken,
@@ -25,7 +26,6 @@ from m6_multimodal_pd.disaggregation.messages import (
     Relayed,
     Tokens,
 )
-from m6_multimodal_pd.disaggregation.router import Router
 from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.wiring import PARTS
 from tests.m6_multimodal_pd.engines import setting as m6_setting

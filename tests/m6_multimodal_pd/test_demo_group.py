@@ -19,7 +19,7 @@ from m6_multimodal_pd.demo_parts import batch, engines_view, two_engines
 from m6_multimodal_pd.demo_parts.post import Board, Post, Transfer, Word
 from m6_multimodal_pd.demo_parts.stage import Ask
 from m6_multimodal_pd.disaggregation.events import EngineJoined, Reported, RequestRouted
-from m6_multimodal_pd.disaggregation.messages import Heartbeat
+from m6_multimodal_pd.disaggregation.runtime.messages import Heartbeat
 
 CPU = ["--device", "cpu", "--max-tokens", "3", "--threads", "1"]
 

@@ -23,8 +23,8 @@ from m6_multimodal_pd import (
     pd,
 )
 from m6_multimodal_pd.demo_parts.drawing import Shape, picture as drawn
-from m6_multimodal_pd.disaggregation.by_hand import read_keys, write_keys
-from m6_multimodal_pd.disaggregation.shared_memory import segment_directory
+from m6_multimodal_pd.disaggregation.runtime.by_hand import read_keys, write_keys
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import segment_directory
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 PARAMS = SamplingParams(max_tokens=8)

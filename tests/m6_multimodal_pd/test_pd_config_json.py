@@ -19,7 +19,7 @@ from m6_multimodal_pd import (
 )
 from m6_multimodal_pd.config import EngineConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.config_json import from_json, to_json
+from m6_multimodal_pd.disaggregation.runtime.config_json import from_json, to_json
 
 CONFIG = EngineConfig(
     model=ModelConfig(

@@ -20,9 +20,9 @@ import pytest
 
 from m6_multimodal_pd import CacheConfig, EngineConfig, EngineDeadError, LLMEngine, ModelConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.credentials import CurveKeys
-from m6_multimodal_pd.disaggregation.processes import started
-from m6_multimodal_pd.disaggregation.sockets import EngineSocket, RouterSocket
+from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.runtime.processes import started
+from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket, RouterSocket
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.test_pd_processes import (
     configs,
@@ -170,7 +170,7 @@ def test_a_group_of_this_process_is_gone_with_its_last_user_and_needs_no_collect
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("order", [b"", b'{"name": "pre'])
 def test_a_process_whose_parent_stops_before_the_order_is_written_ends_without_a_word(order: bytes) -> None:
-    command = [sys.executable, "-m", "m6_multimodal_pd.disaggregation.child"]
+    command = [sys.executable, "-m", "m6_multimodal_pd.disaggregation.runtime.child"]
     process = subprocess.run(command, input=order, capture_output=True, timeout=PROGRAM_S, check=False)
     assert (process.returncode, process.stdout, process.stderr) == (0, b"", b"")
 

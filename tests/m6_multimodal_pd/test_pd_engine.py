@@ -13,7 +13,7 @@ import pytest
 
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m6_multimodal_pd import ConfigError, LLMEngine, RequestOutput, SamplingParams
-from m6_multimodal_pd.disaggregation.messages import Chunk, Decode, Preallocated, Prefill
+from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, Preallocated, Prefill
 from tests.equivalence.forced_retraction import ForcedRetractionAfterTransfer
 from tests.m6_multimodal_pd.engines import Guessing, greedy
 from tests.m6_multimodal_pd.pd_engines import (

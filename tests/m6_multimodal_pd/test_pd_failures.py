@@ -21,8 +21,8 @@ from m6_multimodal_pd import (
     RequestOutput,
     SamplingParams,
 )
-from m6_multimodal_pd.disaggregation.links import LocalLinks
-from m6_multimodal_pd.disaggregation.messages import Chunk, Decode, FirstToken, Prefill, Received, Relayed
+from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks
+from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, FirstToken, Prefill, Received, Relayed
 from m6_multimodal_pd.disaggregation.staging import StagedTarget
 from m6_multimodal_pd.errors import EngineLostError, RemoteError, TransferError
 from m6_multimodal_pd.model_runner import ModelRunner

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from m6_multimodal_pd.disaggregation.inbox import handed_out
+from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
 
 
 def test_a_message_stays_in_its_queue_until_it_is_handled() -> None:

@@ -19,7 +19,7 @@ from m1_single_request import SamplingParams
 from m1_single_request.errors import EngineError, InvalidPromptError
 from m1_single_request.outputs import Logprob
 from m1_single_request.sampler import LogprobRow
-from m6_multimodal_pd.disaggregation.jobs import (
+from m6_multimodal_pd.disaggregation.runtime.jobs import (
     KNOWN_ERRORS,
     LONGEST_TEXT,
     error_of,
@@ -31,8 +31,8 @@ from m6_multimodal_pd.disaggregation.jobs import (
     row_of,
     to_row,
 )
-from m6_multimodal_pd.disaggregation.messages import Decode, Ended, Fault, Job, Prefill, Row, ToEngine, ToRouter
-from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.disaggregation.runtime.messages import Decode, Ended, Fault, Job, Prefill, Row, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import RemoteError, TransferError
 from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, content_hash

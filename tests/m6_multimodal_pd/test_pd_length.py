@@ -19,9 +19,9 @@ from m6_multimodal_pd import (
     SamplingParams,
     TraceConfig,
 )
-from m6_multimodal_pd.disaggregation.by_hand import write_keys
 from m6_multimodal_pd.disaggregation.length import misfit
-from m6_multimodal_pd.disaggregation.messages import LengthFitted
+from m6_multimodal_pd.disaggregation.runtime.by_hand import write_keys
+from m6_multimodal_pd.disaggregation.runtime.messages import LengthFitted
 from tests.engine_contract.test_real_models import GIB, NARROW, text_model
 from tests.m6_multimodal_pd.pd_engines import Listener
 from tests.m6_multimodal_pd.test_pd_by_hand import by_hand, free_address

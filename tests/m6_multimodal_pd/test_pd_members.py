@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 
 from m6_multimodal_pd import ConfigError, DisaggregationConfig, EngineConfig, EngineLostError, ModelConfig
 from m6_multimodal_pd.disaggregation.engine import Engine
-from m6_multimodal_pd.disaggregation.links import Lost
 from m6_multimodal_pd.disaggregation.members import Member, misfit, vocabulary_of
-from m6_multimodal_pd.disaggregation.messages import Fault, Joined, LengthFixed
-from m6_multimodal_pd.disaggregation.processes import started
+from m6_multimodal_pd.disaggregation.runtime.links import Lost
+from m6_multimodal_pd.disaggregation.runtime.messages import Fault, Joined, LengthFixed
+from m6_multimodal_pd.disaggregation.runtime.processes import started
 from m6_multimodal_pd.wiring import PARTS, prepare
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Group, setting

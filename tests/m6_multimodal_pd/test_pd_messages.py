@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from m1_single_request import SamplingParams
-from m6_multimodal_pd.disaggregation import messages as all_messages
-from m6_multimodal_pd.disaggregation.frames import Extent
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.runtime import messages as all_messages
+from m6_multimodal_pd.disaggregation.runtime.frames import Extent
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Answer,
     Call,
     Cancel,
@@ -54,8 +54,8 @@ from m6_multimodal_pd.disaggregation.messages import (
     ToldEvent,
     ToRouter,
 )
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.disaggregation.transport import Offer, Ticket
-from m6_multimodal_pd.disaggregation.wire import Codec
 from m6_multimodal_pd.errors import WireError
 
 UNIONS: dict[str, Codec[Any]] = {

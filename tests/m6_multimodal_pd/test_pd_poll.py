@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.poll import TRANSITIONS, KVPoll, KVReceiver, KVSender, Transfer
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Chunk,
     FirstToken,
     PeerMessage,
@@ -21,7 +22,6 @@ from m6_multimodal_pd.disaggregation.messages import (
     Received,
     RoomFailed,
 )
-from m6_multimodal_pd.disaggregation.poll import TRANSITIONS, KVPoll, KVReceiver, KVSender, Transfer
 from m6_multimodal_pd.disaggregation.transport import Ticket
 from m6_multimodal_pd.errors import TransferError
 from tests.support.amounts import examples

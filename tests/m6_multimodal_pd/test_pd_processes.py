@@ -32,13 +32,13 @@ from m6_multimodal_pd import (
     ModelConfig,
     ModelLoadError,
 )
-from m6_multimodal_pd.disaggregation import child as child_module
-from m6_multimodal_pd.disaggregation.assembly import await_engines
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.engine import Engine
-from m6_multimodal_pd.disaggregation.links import LocalLinks, Lost
-from m6_multimodal_pd.disaggregation.messages import Fault
-from m6_multimodal_pd.disaggregation.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit, started
+from m6_multimodal_pd.disaggregation.runtime import child as child_module
+from m6_multimodal_pd.disaggregation.runtime.assembly import await_engines
+from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks, Lost
+from m6_multimodal_pd.disaggregation.runtime.messages import Fault
+from m6_multimodal_pd.disaggregation.runtime.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit, started
 from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.wiring import PARTS, prepare
 from tests.m6_multimodal_pd.engines import greedy, setting
@@ -128,7 +128,7 @@ def own_engines() -> list[int]:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if parent == os.getpid() and b"m6_multimodal_pd.disaggregation.child" in command:
+        if parent == os.getpid() and b"m6_multimodal_pd.disaggregation.runtime.child" in command:
             found.append(int(folder.name))
     return found
 

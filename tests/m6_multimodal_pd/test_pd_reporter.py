@@ -8,8 +8,8 @@ import pytest
 
 from m1_single_request.trace_event import Event, volatile
 from m1_single_request.tracer import TraceRecord
-from m6_multimodal_pd.disaggregation.messages import Chunk, Heartbeat, Joined, Relay, Told, ToldEvent
-from m6_multimodal_pd.disaggregation.reporter import MOST_EVENTS, Reporter, facts_of
+from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Heartbeat, Joined, Relay, Told, ToldEvent
+from m6_multimodal_pd.disaggregation.runtime.reporter import MOST_EVENTS, Reporter, facts_of
 from m6_multimodal_pd.errors import WireError
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Group

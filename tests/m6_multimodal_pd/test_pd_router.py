@@ -9,10 +9,11 @@ import pytest
 from m1_single_request.request import FinishAbort
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
-from m6_multimodal_pd.disaggregation import by_hand
-from m6_multimodal_pd.disaggregation.by_hand import HandLinks, read_keys, write_keys
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.router import Router
+from m6_multimodal_pd.disaggregation.runtime import by_hand
+from m6_multimodal_pd.disaggregation.runtime.by_hand import HandLinks, read_keys, write_keys
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Cancel,
     Decode,
     Heartbeat,
@@ -26,9 +27,8 @@ from m6_multimodal_pd.disaggregation.messages import (
     Told,
     ToRouter,
 )
-from m6_multimodal_pd.disaggregation.router import Router
-from m6_multimodal_pd.disaggregation.sockets import EngineSocket, RouterSocket
-from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket, RouterSocket
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from tests.m6_multimodal_pd.items import make_req
 from tests.m6_multimodal_pd.pd_engines import Listener
 

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from m1_single_request.errors import ConfigError
-from m6_multimodal_pd.disaggregation import shared_memory
-from m6_multimodal_pd.disaggregation.shared_memory import (
+from m6_multimodal_pd.disaggregation.runtime import shared_memory
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import (
     SharedMemorySegments,
     leftovers,
     owner_by_hand,
@@ -172,7 +172,7 @@ def test_an_owner_is_letters_and_digits(name: Any) -> None:
 
 KILLED = """
 import os, signal, sys
-from m6_multimodal_pd.disaggregation.shared_memory import SharedMemorySegments, owner_by_hand
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments, owner_by_hand
 print(SharedMemorySegments(owner_by_hand()).create(100)[0], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

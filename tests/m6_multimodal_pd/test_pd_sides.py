@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, SamplingParams, WireError
-from m6_multimodal_pd.disaggregation.messages import FirstToken, Relay, Tokens
+from m6_multimodal_pd.disaggregation.runtime.messages import FirstToken, Relay, Tokens
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 OTHER = [{"role": "user", "content": "What is prefill?"}]

@@ -19,10 +19,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from m1_single_request.errors import ConfigError, EngineClosedError, EngineUsageError
-from m6_multimodal_pd.disaggregation.credentials import ENGINE, ROUTER, CurveKeys, proof
-from m6_multimodal_pd.disaggregation.endpoint import Refusals
-from m6_multimodal_pd.disaggregation.sockets import HELLO, WELCOME, EngineSocket, RouterSocket
-from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.disaggregation.runtime.credentials import ENGINE, ROUTER, CurveKeys, proof
+from m6_multimodal_pd.disaggregation.runtime.endpoint import Refusals
+from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, WELCOME, EngineSocket, RouterSocket
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError, WireError
 
 SECRET = b"known to friends"

@@ -16,9 +16,9 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from m1_single_request.errors import ConfigError, EngineError
-from m6_multimodal_pd.disaggregation.frames import Extent, Frames
-from m6_multimodal_pd.disaggregation.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.page_store import PageStore
+from m6_multimodal_pd.disaggregation.runtime.frames import Extent, Frames
+from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
 from m6_multimodal_pd.disaggregation.transport import KVSource, KVTarget, Offer, Ticket
 from m6_multimodal_pd.errors import TransferError

@@ -21,12 +21,20 @@ import zmq
 from transformers import AutoTokenizer
 
 from m6_multimodal_pd import DEFAULT_MODEL, DisaggregationConfig, EngineLostError, LLMEngine, SamplingParams
-from m6_multimodal_pd.disaggregation.by_hand import read_keys, write_keys
-from m6_multimodal_pd.disaggregation.credentials import ENGINE, proof
 from m6_multimodal_pd.disaggregation.members import vocabulary_of
-from m6_multimodal_pd.disaggregation.messages import Answer, Call, Joined, LengthFitted, Role, ToEngine, ToRouter
-from m6_multimodal_pd.disaggregation.sockets import HELLO
-from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.disaggregation.runtime.by_hand import read_keys, write_keys
+from m6_multimodal_pd.disaggregation.runtime.credentials import ENGINE, proof
+from m6_multimodal_pd.disaggregation.runtime.messages import (
+    Answer,
+    Call,
+    Joined,
+    LengthFitted,
+    Role,
+    ToEngine,
+    ToRouter,
+)
+from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from tests.m6_multimodal_pd import silent_engine
 from tests.m6_multimodal_pd.silent_engine import SilentEngine
 from tests.m6_multimodal_pd.test_pd_by_hand import free_address

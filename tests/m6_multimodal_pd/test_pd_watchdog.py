@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from m6_multimodal_pd.disaggregation import watchdog
-from m6_multimodal_pd.disaggregation.watchdog import STUCK, Watchdog
+from m6_multimodal_pd.disaggregation.runtime import watchdog
+from m6_multimodal_pd.disaggregation.runtime.watchdog import STUCK, Watchdog
 
 PATIENCE_S = 20.0
 """So long a test waits for what must come; on any machine it comes sooner."""
@@ -196,7 +196,7 @@ class Clock:
         self.now = 0.0
         self.num_looks = 0
         self._looked = threading.Condition()
-        monkeypatch.setattr("m6_multimodal_pd.disaggregation.watchdog.time", self)
+        monkeypatch.setattr("m6_multimodal_pd.disaggregation.runtime.watchdog.time", self)
 
     def monotonic(self) -> float:
         if threading.current_thread().name == "watchdog":

@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 
-from m6_multimodal_pd.disaggregation.shared_memory import SharedMemorySegments
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments
 from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
 from m6_multimodal_pd.disaggregation.transport import Offer, Ticket
 from tests.m6_multimodal_pd.transfers import Memory

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
-from m6_multimodal_pd.disaggregation.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.page_store import PageStore
-from m6_multimodal_pd.disaggregation.shared_memory import SharedMemorySegments
+from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments
 from m6_multimodal_pd.disaggregation.staging import Segments, StagedSource, StagedTarget
 
 FP32 = {"block_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32}

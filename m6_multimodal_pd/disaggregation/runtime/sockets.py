@@ -27,7 +27,7 @@ import zmq
 
 from m1_single_request.errors import ConfigError, shown
 from m6_multimodal_pd.disaggregation.config import HEARTBEAT_TIMEOUT_S
-from m6_multimodal_pd.disaggregation.credentials import (
+from m6_multimodal_pd.disaggregation.runtime.credentials import (
     ENGINE,
     NAME,
     ROUTER,
@@ -37,9 +37,16 @@ from m6_multimodal_pd.disaggregation.credentials import (
     is_proof,
     proof,
 )
-from m6_multimodal_pd.disaggregation.endpoint import LOOPBACK, MAX_PER_CALL, MAX_QUEUED, Endpoint, Refusals, Woken
-from m6_multimodal_pd.disaggregation.inbox import handed_out
-from m6_multimodal_pd.disaggregation.wire import Codec, Frame
+from m6_multimodal_pd.disaggregation.runtime.endpoint import (
+    LOOPBACK,
+    MAX_PER_CALL,
+    MAX_QUEUED,
+    Endpoint,
+    Refusals,
+    Woken,
+)
+from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec, Frame
 from m6_multimodal_pd.errors import PeerLostError, WireError
 
 M = TypeVar("M")

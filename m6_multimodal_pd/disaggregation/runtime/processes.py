@@ -22,13 +22,13 @@ import torch
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.held_interrupt import HeldInterrupt
-from m6_multimodal_pd.disaggregation.config_json import to_json
-from m6_multimodal_pd.disaggregation.credentials import CurveKeys
-from m6_multimodal_pd.disaggregation.dropped import when_dropped
-from m6_multimodal_pd.disaggregation.inbox import handed_out
-from m6_multimodal_pd.disaggregation.jobs import fault_of
-from m6_multimodal_pd.disaggregation.links import Lost
-from m6_multimodal_pd.disaggregation.messages import (
+from m6_multimodal_pd.disaggregation.runtime.config_json import to_json
+from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
+from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
+from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
+from m6_multimodal_pd.disaggregation.runtime.links import Lost
+from m6_multimodal_pd.disaggregation.runtime.messages import (
     Call,
     Failed,
     Fault,
@@ -38,10 +38,10 @@ from m6_multimodal_pd.disaggregation.messages import (
     ToEngine,
     ToRouter,
 )
-from m6_multimodal_pd.disaggregation.shared_memory import remove_leftovers
-from m6_multimodal_pd.disaggregation.sockets import RouterSocket
-from m6_multimodal_pd.disaggregation.watchdog import STUCK
-from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import remove_leftovers
+from m6_multimodal_pd.disaggregation.runtime.sockets import RouterSocket
+from m6_multimodal_pd.disaggregation.runtime.watchdog import STUCK
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import EngineLostError, PeerLostError
 
 END_TIMEOUT_S = 10.0
@@ -69,7 +69,7 @@ class Child:
         self.kill_at = 0.0
         self.stopped_at: float | None = None
         """When its process was first seen to be stopped while it started, in monotonic seconds."""
-        command = [sys.executable, "-m", "m6_multimodal_pd.disaggregation.child"]
+        command = [sys.executable, "-m", "m6_multimodal_pd.disaggregation.runtime.child"]
         # a process group of its own: a Ctrl-C in the terminal is the parent's alone, from the first moment on
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
         assert self.process.stdin is not None

@@ -18,9 +18,9 @@ import zmq
 
 from m1_single_request.config import check_whole_number
 from m1_single_request.errors import ConfigError, EngineClosedError, EngineUsageError, shown
-from m6_multimodal_pd.disaggregation.credentials import CurveKeys, Doorkeeper
-from m6_multimodal_pd.disaggregation.dropped import when_dropped
-from m6_multimodal_pd.disaggregation.wire import Frame
+from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys, Doorkeeper
+from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
+from m6_multimodal_pd.disaggregation.runtime.wire import Frame
 
 LOOPBACK = "tcp://127.0.0.1:*"
 LINGER_MS = 500

@@ -14,7 +14,7 @@ from m1_single_request.sampler import LogprobRow, SampledTokens
 from m3_paged_attention import errors as m3
 from m4_radix_cache import errors as m4
 from m6_multimodal_pd import errors as m6
-from m6_multimodal_pd.disaggregation.messages import Fault, Item, Job, Media, Row, Tokens
+from m6_multimodal_pd.disaggregation.runtime.messages import Fault, Item, Job, Media, Row, Tokens
 from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from m6_multimodal_pd.multimodal.prompt import ChatPrompt

@@ -17,13 +17,13 @@ from typing import Any
 
 from m1_single_request.errors import ConfigError
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.credentials import CurveKeys
-from m6_multimodal_pd.disaggregation.inbox import handed_out
-from m6_multimodal_pd.disaggregation.jobs import LONGEST_TEXT
-from m6_multimodal_pd.disaggregation.links import Lost
-from m6_multimodal_pd.disaggregation.messages import Call, Failed, Probe, Refused, ToEngine, ToRouter
-from m6_multimodal_pd.disaggregation.sockets import RouterSocket
-from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
+from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT
+from m6_multimodal_pd.disaggregation.runtime.links import Lost
+from m6_multimodal_pd.disaggregation.runtime.messages import Call, Failed, Probe, Refused, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.sockets import RouterSocket
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError
 
 PROBE_EVERY_S = 1.0

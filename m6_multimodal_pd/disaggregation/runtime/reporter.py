@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from m1_single_request.trace_event import Event
 from m1_single_request.tracer import TraceRecord
-from m6_multimodal_pd.disaggregation.messages import Told, ToldEvent, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import Told, ToldEvent, ToRouter
 from m6_multimodal_pd.errors import WireError
 
 MOST_EVENTS = 1000

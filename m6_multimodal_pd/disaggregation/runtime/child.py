@@ -1,4 +1,4 @@
-"""An engine as a process: `python -m m6_multimodal_pd.disaggregation.child`, with its order on the standard input.
+"""An engine as a process, with its order on stdin: `python -m m6_multimodal_pd.disaggregation.runtime.child`.
 
 It connects to its router, builds its engine, says that it is ready, and works until it is told to end, or its parent is
 gone: the parent holds the other end of the standard input, which closes with it however it dies. While there is nothing
@@ -16,15 +16,15 @@ from typing import Any
 import msgspec
 
 from m6_multimodal_pd.config import EngineConfig
-from m6_multimodal_pd.disaggregation.config_json import from_json
-from m6_multimodal_pd.disaggregation.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.engine import Engine
-from m6_multimodal_pd.disaggregation.jobs import fault_of
-from m6_multimodal_pd.disaggregation.messages import Call, Failed, LengthFixed, Order, Refused, ToEngine
-from m6_multimodal_pd.disaggregation.shared_memory import SharedMemorySegments, remove_leftovers
-from m6_multimodal_pd.disaggregation.sockets import EngineSocket
-from m6_multimodal_pd.disaggregation.watchdog import Watchdog
-from m6_multimodal_pd.disaggregation.wire import Codec
+from m6_multimodal_pd.disaggregation.runtime.config_json import from_json
+from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
+from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
+from m6_multimodal_pd.disaggregation.runtime.messages import Call, Failed, LengthFixed, Order, Refused, ToEngine
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments, remove_leftovers
+from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket
+from m6_multimodal_pd.disaggregation.runtime.watchdog import Watchdog
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError
 
 STDIN = 0

@@ -13,17 +13,17 @@ from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m5_chunked_prefill_spec.wiring import build_input_processor
-from m6_multimodal_pd.disaggregation.by_hand import HandLinks
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.engine import Engine
-from m6_multimodal_pd.disaggregation.in_process import InProcessSegments
-from m6_multimodal_pd.disaggregation.jobs import error_of
-from m6_multimodal_pd.disaggregation.links import Links, LocalLinks
 from m6_multimodal_pd.disaggregation.members import vocabulary_of
-from m6_multimodal_pd.disaggregation.messages import Role
-from m6_multimodal_pd.disaggregation.processes import started
 from m6_multimodal_pd.disaggregation.router import Router
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
+from m6_multimodal_pd.disaggregation.runtime.by_hand import HandLinks
+from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
+from m6_multimodal_pd.disaggregation.runtime.jobs import error_of
+from m6_multimodal_pd.disaggregation.runtime.links import Links, LocalLinks
+from m6_multimodal_pd.disaggregation.runtime.messages import Role
+from m6_multimodal_pd.disaggregation.runtime.processes import started
 from m6_multimodal_pd.errors import EngineLostError
 
 

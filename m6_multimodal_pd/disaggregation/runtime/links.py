@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 
 from m1_single_request.errors import ConfigError, EngineDeadError, EngineError
 from m6_multimodal_pd.disaggregation.engine import Engine
-from m6_multimodal_pd.disaggregation.inbox import handed_out
-from m6_multimodal_pd.disaggregation.jobs import fault_of
-from m6_multimodal_pd.disaggregation.messages import Fault, LengthFixed, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
+from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
+from m6_multimodal_pd.disaggregation.runtime.messages import Fault, LengthFixed, ToEngine, ToRouter
 from m6_multimodal_pd.errors import PeerLostError
 
 
