@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from m1_single_request.events import Admit as SingleAdmit, Batch as SingleBatch
 from m1_single_request.trace_event import Event, some
 from m2_continuous_batching.events import NotAdmitted as BatchNotAdmitted
+from m4_radix_cache.request import Req
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class Matched(Event):
     """Number of further tokens in host memory, whose KV must be copied."""
 
     @classmethod
-    def of(cls, req: Any) -> Self:
+    def of(cls, req: Req) -> Self:
         """Build the event for a request after its lookup."""
         hit, limit = len(req.prefix_indices), req.match_limit
         return cls(rid=req.rid, query_len=len(req.fill_ids), limit=limit, device_hit=hit, host_hit=0)
@@ -135,7 +136,7 @@ class Admit(SingleAdmit):
     """Whether another request is tried: `continue`, `no_token` (memory is reserved) or `other` (the step is full)."""
 
     @classmethod
-    def of(cls, adder: Any, req: Any, need: int, budgets: tuple[int, int, int], result: Any) -> Self:
+    def of(cls, adder: Any, req: Req, need: int, budgets: tuple[int, int, int], result: Any) -> Self:
         """Build the event for a request in a `PrefillAdder`. `budgets`: its `rem_total`, `cur_rem` and `rem_input`."""
         return cls(
             rid=req.rid,
@@ -186,7 +187,7 @@ class NotAdmitted(BatchNotAdmitted):
     """Tokens among `cur_rem` that must be evicted first."""
 
     @classmethod
-    def of(cls, adder: Any, req: Any, limit: str, needed: int, is_locked: bool) -> Self:
+    def of(cls, adder: Any, req: Req, limit: str, needed: int, is_locked: bool) -> Self:
         """Build the event for a request that a `PrefillAdder` rejected."""
         places = len(adder.can_run_list) + 1, adder.max_new_reqs
         of_step = req.extend_input_len, adder.rem_input_tokens
@@ -236,7 +237,7 @@ class Retract(Event):
     """New estimate of the share of their remaining tokens that running requests will use."""
 
     @classmethod
-    def of(cls, req: Any, num_tokens: int, needed: int, available: int, new_token_ratio: float) -> Self:
+    def of(cls, req: Req, num_tokens: int, needed: int, available: int, new_token_ratio: float) -> Self:
         """Build the event from the numbers before the retraction and the ratio after it."""
         return cls(
             rid=req.rid,

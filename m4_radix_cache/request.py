@@ -16,7 +16,6 @@ import numpy as np
 
 from m1_single_request.request import RequestStatus, Sequence
 from m3_paged_attention.request import Request
-from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 
@@ -101,7 +100,7 @@ class Req(Request):
     def finished(self) -> bool:
         return self.is_finished
 
-    def init_next_round_input(self, tree_cache: BasePrefixCache) -> None:
+    def init_next_round_input(self, tree_cache: Any) -> None:
         """Look up what is cached of its tokens, and note what is left to compute: at least one token, always.
 
         The last token must go through the model because its logits give the next one; so a prompt that is cached whole

@@ -11,11 +11,12 @@ import torch
 from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
+from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import Budget, KVCacheConfig, check_memory_share, size_kv_cache
 from m3_paged_attention.model_len import fit_model_len
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import PARTS as M3_PARTS, trace_start
-from m4_radix_cache.config import CacheConfig, EngineConfig
+from m4_radix_cache.config import CacheConfig, EngineConfig, SchedulerConfig
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.input_processor import InputProcessor
 from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
@@ -107,9 +108,9 @@ def prefix_cache_class(config: CacheConfig, parts: Mapping[str, Any]) -> Any:
 class Runner(NamedTuple):
     """What runs requests of some length, and the rows of slots that it looks up."""
 
-    limits: Any
-    executor: Any
-    rows: Any
+    limits: SchedulerConfig
+    executor: GPUExecutor
+    rows: ReqToTokenPool
 
 
 def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
@@ -148,7 +149,12 @@ def fit_to_memory(
 
 
 def reserve_kv_memory(
-    executor: Any, cache_config: CacheConfig, budget: Budget, device: torch.device, max_model_len: int, tracer: Tracer
+    executor: GPUExecutor,
+    cache_config: CacheConfig,
+    budget: Budget,
+    device: torch.device,
+    max_model_len: int,
+    tracer: Tracer,
 ) -> KVCacheConfig:
     """Decide how many pages there are, and let the runner reserve them. All are of use: the cache keeps what it can."""
     kv_cache_config = size_kv_cache(
@@ -166,7 +172,12 @@ def reserve_kv_memory(
 
 
 def build_pools(
-    num_tokens: int, rows: Any, config: CacheConfig, parts: Mapping[str, Any], cache_class: Any, tracer: Tracer
+    num_tokens: int,
+    rows: ReqToTokenPool,
+    config: CacheConfig,
+    parts: Mapping[str, Any],
+    cache_class: Any,
+    tracer: Tracer,
 ) -> Pools:
     """Rows, slots for so many tokens, and the cache that shares them."""
     slots = parts["token_to_kv_pool_allocator"](size=num_tokens, page_size=config.page_size, checked=config.debug)

@@ -10,6 +10,7 @@ from m1_single_request.config import DEFAULT_MODEL
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.config import ModelConfig
+from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.step_threads import StepThreads, step_threads
 from m3_paged_attention.wiring import trace_start
@@ -90,9 +91,9 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
 class Runner(NamedTuple):
     """What runs requests of some length, at its top and at its bottom, and the rows of slots that it looks up."""
 
-    limits: Any
-    executor: Any
-    rows: Any
+    limits: SchedulerConfig
+    executor: GPUExecutor
+    rows: ReqToTokenPool
     runner: Any
 
 

@@ -26,6 +26,7 @@ from m4_radix_cache.mem_cache.events import CacheFlushed, DuplicatesFreed, Locke
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+from m4_radix_cache.request import Req
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 
@@ -134,7 +135,7 @@ class BasePrefixCache(ABC):
 
     # --- a request's KV enters the cache ------------------------------------------------------------------------------
 
-    def cache_unfinished_req(self, req: Any) -> None:
+    def cache_unfinished_req(self, req: Req) -> None:
         """Insert the computed whole pages of a running request, which continues on the cache's copy.
 
         Changes its row where the tokens were cached already, frees its duplicates, moves its lock to the end of the
@@ -151,7 +152,7 @@ class BasePrefixCache(ABC):
         req.prefix_indices = np.concatenate((cached, slots[len(cached) :]))  # the tail of a page is still its own
         req.cache_protected_len = len(cached)
 
-    def cache_finished_req(self, req: Any, *, is_insert: bool = True) -> None:
+    def cache_finished_req(self, req: Req, *, is_insert: bool = True) -> None:
         """Insert the computed whole pages of a request that ends, and free all other slots, its row and its lock.
 
         Without `is_insert` (an error, a retraction) its own tokens are freed instead of inserted.
@@ -171,7 +172,7 @@ class BasePrefixCache(ABC):
         self._move_lock(req, None)
         req.forget_kv()
 
-    def _free_duplicates(self, req: Any, slots: Slots, existing: int) -> None:
+    def _free_duplicates(self, req: Req, slots: Slots, existing: int) -> None:
         """Free the request's own slots among the first `existing` tokens, which were cached already."""
         protected = req.cache_protected_len
         assert existing >= protected, f"{req.rid} has locked {protected} tokens, but only {existing} are cached"
@@ -179,7 +180,7 @@ class BasePrefixCache(ABC):
             self.token_to_kv_pool_allocator.free(slots[protected:existing])
             self.tracer.emit(DuplicatesFreed, rid=req.rid, start=protected, num_tokens=existing - protected)
 
-    def _move_lock(self, req: Any, node: Any) -> None:
+    def _move_lock(self, req: Req, node: Any) -> None:
         """Move the request's lock to `node`. The new lock comes first, so that shared nodes are never without one."""
         if node is req.last_node:
             return
@@ -205,7 +206,7 @@ class BasePrefixCache(ABC):
         assert np.isin(pages, owned).all(), f"pages {np.setdiff1d(pages, owned)} are cached, but free"
 
 
-def row_of(req: Any) -> int:
+def row_of(req: Req) -> int:
     """Return the row of a request that has one."""
     assert req.req_pool_idx is not None, f"{req.rid} has no row"
     return req.req_pool_idx

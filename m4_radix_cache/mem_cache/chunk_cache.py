@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult, row_of
 from m4_radix_cache.mem_cache.radix_key import RadixKey
+from m4_radix_cache.request import Req
 
 
 class ChunkCache(BasePrefixCache):
@@ -40,10 +41,10 @@ class ChunkCache(BasePrefixCache):
     def check_invariants(self) -> None:
         """Do nothing: nothing is cached."""
 
-    def cache_unfinished_req(self, req: Any) -> None:
+    def cache_unfinished_req(self, req: Req) -> None:
         """Set `prefix_indices` to the slots of the request's row: it continues on its own KV."""
         req.prefix_indices = self.req_to_token_pool.read(row_of(req), 0, req.kv_committed_len)
 
-    def cache_finished_req(self, req: Any, *, is_insert: bool = True) -> None:
+    def cache_finished_req(self, req: Req, *, is_insert: bool = True) -> None:
         """Free all slots of the request."""
         super().cache_finished_req(req, is_insert=False)

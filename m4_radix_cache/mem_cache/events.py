@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from m1_single_request.trace_event import Event, some
-from m4_radix_cache.mem_cache.radix_key import decode
+from m4_radix_cache.mem_cache.allocator import Slots
+from m4_radix_cache.mem_cache.radix_key import RadixKey, decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Inserted(Event):
         return self.insert_len - self.existing
 
     @classmethod
-    def of(cls, cache: Any, node: Any, parent: Any, key: Any, slots: Any, existing: int, priority: int) -> Self:
+    def of(cls, cache: Any, node: Any, parent: Any, key: RadixKey, slots: Slots, existing: int, priority: int) -> Self:
         """Build the event for tokens of a `RadixKey` with KV in `slots`; the first `existing` were cached already."""
         return cls(
             node=node.id,
@@ -255,7 +256,7 @@ class Released(Event):
     """The pages, in order."""
 
     @classmethod
-    def of(cls, rid: str, start: int, slots: Any, page_size: int) -> Self:
+    def of(cls, rid: str, start: int, slots: Slots, page_size: int) -> Self:
         """Build the event for the release of `slots`, those of the tokens from `start` on."""
         pages = tuple((slots[::page_size] // page_size).tolist())
         return cls(rid=rid, start=start, num_tokens=len(slots), pages=pages)
