@@ -88,18 +88,26 @@ def bytes_moved(lengths: Sequence[int]) -> Row:
     """What a request's prompt moves, counted where it is sent, and what it should be."""
     with LLMEngine(disaggregation_config=DisaggregationConfig(transport="in_process"), **configs()) as engine:
         source: Any = engine.engine_core.router.links.engines["prefill-0"].transport  # type: ignore[attr-defined]
-        page_bytes, rows = source.store.page_bytes, []
+        page_bytes, rows, sent = source.store.page_bytes, [], [0]
+        send = source.send
+
+        def counted(target: str, pages: Sequence[int]) -> Any:
+            ticket = send(target, pages)
+            sent[0] += 0 if ticket is None else len(pages) * page_bytes
+            return ticket
+
+        source.send = counted
         for number, length in enumerate(lengths):
-            before = source.num_bytes_sent
+            before = sent[0]
             prompt = [300 + (7 * i * i + number) % 3000 for i in range(length)]
             engine.generate(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
-            moved = source.num_bytes_sent - before
+            moved = sent[0] - before
             pages = -(-length // PAGE_SIZE)
             rows.append({"tokens": length, "pages": pages, "expected": pages * page_bytes, "moved": moved})
-            before = source.num_bytes_sent
+            before = sent[0]
             longer = [*prompt, *range(400, 400 + PAGE_SIZE)]
             engine.generate(longer, SamplingParams(max_tokens=4, ignore_eos=True))
-            rows[-1]["second_turn"] = source.num_bytes_sent - before
+            rows[-1]["second_turn"] = sent[0] - before
         return {"page_bytes": page_bytes, "bytes_per_token": page_bytes // PAGE_SIZE, "rows": rows}
 
 

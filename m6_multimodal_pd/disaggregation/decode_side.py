@@ -31,7 +31,8 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Taken,
     Tokens,
 )
-from m6_multimodal_pd.disaggregation.transport import KVTarget, Offer
+from m6_multimodal_pd.disaggregation.staging import StagedTarget
+from m6_multimodal_pd.disaggregation.transport import Offer
 from m6_multimodal_pd.errors import TransferError, WireError
 
 
@@ -40,7 +41,7 @@ class DecodeSide(EngineSide[KVReceiver]):
 
     role = "decode"
 
-    def __init__(self, *, target: KVTarget, **settings: Any) -> None:
+    def __init__(self, *, target: StagedTarget, **settings: Any) -> None:
         """`settings`: as of every `EngineSide`."""
         super().__init__(**settings)
         self.target = target

@@ -27,7 +27,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Row,
     Taken,
 )
-from m6_multimodal_pd.disaggregation.transport import KVSource
+from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.errors import TransferError, WireError
 
 SHARE_OF_FRAMES = 4
@@ -39,7 +39,7 @@ class PrefillSide(EngineSide[KVSender]):
 
     role = "prefill"
 
-    def __init__(self, *, source: KVSource, **settings: Any) -> None:
+    def __init__(self, *, source: StagedSource, **settings: Any) -> None:
         """`settings`: as of every `EngineSide`."""
         super().__init__(**settings)
         self.source = source

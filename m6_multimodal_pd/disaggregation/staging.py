@@ -1,8 +1,8 @@
-"""Both ends of a transport through memory that both engines see: pages are copied into frames there, and out again.
+"""Both ends of the KV transport: pages are copied into frames of memory that both engines map, and out again.
 
-The first two transports differ in where that memory comes from, a `Segments`, and in nothing else. A source makes one
-segment for each target, so that a target that dies takes nobody else's frames with it, and a late word about an old
-segment cannot touch a new one. Two copies per page are the price for engines that never see each other's KV memory.
+The transports differ only in the origin of that memory, a `Segments`. A source makes one segment for each target, so
+that the frames of other targets outlive a target that dies, and a late message about an old segment cannot touch a new
+one. Each page is copied twice, so that no engine maps the KV memory of another one. New in this milestone.
 SGLang: the staging buffers in `disaggregation/common/staging_handler.py`; vLLM: the host buffer of `nixl_connector.py`
 (`kv_buffer_device="cpu"`).
 """
@@ -24,24 +24,24 @@ from m6_multimodal_pd.errors import TransferError
 
 
 class Segments(Protocol):
-    """Where memory that two engines see comes from. A segment lives as long as a tensor of it does, on either side."""
+    """Memory that two engines map. A segment lives as long as a tensor of it does, on either side."""
 
     def create(self, num_bytes: int) -> tuple[str, Tensor]:
-        """New memory, uint8 `[num_bytes]`, and the name under which it can be opened. Raises `TransferError`."""
+        """Return new memory, uint8 `[num_bytes]`, and the name that opens it. Raises `TransferError`."""
         ...
 
     def open(self, name: str, num_bytes: int) -> Tensor:
-        """The memory of that name and exactly that size, to be read. Raises `TransferError` for any other name."""
+        """Return the memory of that name and exactly that size, to be read. Raises `TransferError` for other names."""
         ...
 
     def unlink(self, name: str) -> None:
-        """Nobody can open it any more. Nothing happens if that was so before."""
+        """Remove a name, so that the memory cannot be opened again. No effect for a name that is removed."""
         ...
 
 
 @dataclass
 class Outgoing:
-    """What a source has for one target."""
+    """The segment of a source for one target."""
 
     segment: str
     memory: Tensor  # [num_frames, page_bytes]
@@ -51,33 +51,31 @@ class Outgoing:
 
 @dataclass
 class Incoming:
-    """What a target has from one source."""
+    """The segment that a target has from one source."""
 
     memory: Tensor  # [num_frames, page_bytes]
     last_number: int = -1
 
 
 class StagedSource:
-    """The `KVSource` that copies pages into segments, one of `num_frames` frames for each target."""
+    """The end of a prefill engine: copies pages into segments, one of `num_frames` frames for each target.
+
+    Belongs to one thread. All errors are `TransferError`s; a call that raises one has changed nothing.
+    """
 
     def __init__(self, store: PageStore, segments: Segments, *, num_frames: int, checksums: bool = False) -> None:
-        """`checksums`: make one of each page, to find whoever writes where nobody may."""
+        """`checksums`: make one of each page, to find wrong writes."""
         check_whole_number("num_frames", num_frames, low=1)
         self.store = store
         self.segments = segments
         self.num_frames = num_frames
         self.checksums = checksums
-        self.num_pages_sent = 0
         self._targets: dict[str, Outgoing] = {}
-        self._numbers = count()  # of all targets and all times: no number ever means two transfers
+        self._numbers = count()  # for all targets: no number is used twice
         self._is_closed = False
 
-    @property
-    def num_bytes_sent(self) -> int:
-        return self.num_pages_sent * self.store.page_bytes
-
     def offer(self, target: str) -> Offer:
-        """A segment for this target, none of whose frames is held."""
+        """Make a segment for this target, with all frames free. Raises if it has one, or if there is no memory."""
         if self._is_closed:
             raise TransferError("this source was closed")
         if target in self._targets:
@@ -87,7 +85,8 @@ class StagedSource:
         return Offer(segment, self.num_frames, self.store.page_bytes, self.store.layout)
 
     def taken(self, target: str) -> None:
-        """Take the segment's name away: both sides have mapped it."""
+        """Remove the segment's name, since the target has accepted the offer. Raises for an unknown target, or the
+        second time."""
         outgoing = self._outgoing(target)
         if not outgoing.is_linked:
             raise TransferError(f"target {shown(target)} has taken its memory before")
@@ -95,7 +94,11 @@ class StagedSource:
         outgoing.is_linked = False
 
     def send(self, target: str, pages: Sequence[int]) -> Ticket | None:
-        """Copy pages into free frames, which the ticket holds from then on."""
+        """Copy pages into free frames, which the ticket holds from then on; the pages may change afterwards.
+
+        None: there are too few free frames now; try again after a `release`. Raises for more pages than frames, a page
+        that does not exist, and an unknown target.
+        """
         outgoing = self._outgoing(target)
         if len(pages) > self.num_frames:
             raise TransferError(f"{len(pages)} pages are sent at once, and there are {self.num_frames} frames: split")
@@ -108,17 +111,16 @@ class StagedSource:
             self.store.read(part, rows)
             checksums += _checksums(rows) if self.checksums else []
         ticket = Ticket(next(self._numbers), extents, tuple(checksums))
-        outgoing.frames.hold(ticket.number, extents)  # last: whatever fails or interrupts before holds no frame
-        self.num_pages_sent += len(pages)
+        outgoing.frames.hold(ticket.number, extents)  # last: a failed copy holds no frame
         return ticket
 
     def release(self, target: str, number: int) -> None:
-        """Free the frames of this ticket."""
+        """Free the frames of this ticket: the target has read them. Raises for a number that is not in transit."""
         if not self._outgoing(target).frames.free(number):
             raise TransferError(f"target {shown(target)} releases {shown(number)}, which is not on its way to it")
 
     def forget(self, target: str) -> None:
-        """Give up the target's segment, with all its frames."""
+        """Drop the segment of a target that is lost, with all its frames. No effect for an unknown target."""
         outgoing = self._targets.get(target)
         if outgoing is not None:
             if outgoing.is_linked:
@@ -126,14 +128,10 @@ class StagedSource:
             del self._targets[target]
 
     def close(self) -> None:
-        """Give up all segments, and make no more."""
+        """Drop all segments, and make no more. May be called again."""
         self._is_closed = True
         for target in list(self._targets):
             self.forget(target)
-
-    def num_free_frames(self, target: str) -> int:
-        """Frames without a page on its way; all of them once the target has released everything."""
-        return self._outgoing(target).frames.num_free
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a frame is held twice, or one that does not exist; tests call it after each step."""
@@ -147,7 +145,11 @@ class StagedSource:
 
 
 class StagedTarget:
-    """The `KVTarget` that copies pages out of the segments that sources have made for it."""
+    """The end of a decode engine: copies pages out of the segments that sources have made for it.
+
+    Belongs to one thread. All errors are `TransferError`s; a call that raises one has changed nothing. A message of a
+    source is checked in full before it is used: it may be of another model, or forged.
+    """
 
     def __init__(self, store: PageStore, segments: Segments) -> None:
         self.store = store
@@ -155,7 +157,7 @@ class StagedTarget:
         self._sources: dict[str, Incoming] = {}
 
     def accept(self, source: str, offer: Offer) -> None:
-        """Map the segment, if its pages are what this engine's are."""
+        """Map the segment of a source. Raises if its pages or its memory do not fit, or if the source was accepted."""
         if source in self._sources:
             raise TransferError(f"source {shown(source)} has been accepted: forget it first")
         ours, theirs = (self.store.layout, self.store.page_bytes), (offer.layout, offer.page_bytes)
@@ -167,7 +169,11 @@ class StagedTarget:
         self._sources[source] = Incoming(memory.view(offer.num_frames, -1))
 
     def receive(self, source: str, ticket: Ticket, pages: Sequence[int]) -> None:
-        """Check everything that the ticket says; then copy its frames into these pages."""
+        """Copy the frames of a ticket into these pages, in order; then the source may release it.
+
+        The numbers of one source's tickets must rise, since the frames of an old ticket may hold other pages. Raises
+        also for frames or pages that do not exist or are named twice, another number of pages, and wrong checksums.
+        """
         incoming = self._sources.get(source)
         if incoming is None:
             raise TransferError(f"there is no source {shown(source)}: it was forgotten, or never accepted")
@@ -180,13 +186,15 @@ class StagedTarget:
         incoming.last_number = ticket.number
 
     def forget(self, source: str) -> None:
+        """Unmap the segment of a source that is lost. Pages that were received stay. No effect if it is unknown."""
         self._sources.pop(source, None)
 
     def close(self) -> None:
+        """Unmap all segments."""
         self._sources.clear()
 
     def _check(self, ticket: Ticket, incoming: Incoming, num_pages: int) -> None:
-        """Raise `TransferError` unless the ticket makes sense: its number, frames, and how many there are."""
+        """Raise `TransferError` unless the ticket's number, frames and number of pages are valid."""
         number, extents = ticket.number, ticket.extents
         if number <= incoming.last_number:
             raise TransferError(f"ticket {shown(number)} comes after {incoming.last_number}: late, or twice")
@@ -201,7 +209,7 @@ class StagedTarget:
             )
 
     def _check_sums(self, ticket: Ticket, incoming: Incoming, pages: Sequence[int]) -> None:
-        """Raise `TransferError` if a page is not what was sent."""
+        """Raise `TransferError` if a page differs from what was sent."""
         parts = _in_parts(pages, ticket.extents, incoming.memory)
         found = [checksum for _, rows in parts for checksum in _checksums(rows)]
         broken = [page for page, is_, was in zip(pages, found, ticket.checksums, strict=True) if is_ != was]
@@ -212,7 +220,7 @@ class StagedTarget:
 def _in_parts(
     pages: Sequence[int], extents: Sequence[Extent], memory: Tensor
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """For each extent the pages that lie in it, and its frames `[count, page_bytes]`."""
+    """Yield for each extent its pages and its frames, `[count, page_bytes]`."""
     start = 0
     for first, length in extents:
         yield pages[start : start + length], memory[first : first + length]

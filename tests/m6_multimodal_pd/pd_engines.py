@@ -272,7 +272,7 @@ class Group:
                 assert not scheduler.first_tokens and not scheduler.arrivals, name
                 assert not side.of_prompts and not side.num_told, name  # type: ignore[attr-defined]
             for target in frames_of(engine):
-                assert engine.transport.num_free_frames(target) == engine.transport.num_frames, (name, target)
+                assert free_frames(engine.transport, target) == engine.transport.num_frames, (name, target)
 
     def check_flushed(self) -> None:
         """An idle group forgets everything when it is told to."""
@@ -289,7 +289,7 @@ class Group:
 def is_idle(engine: Engine) -> bool:
     """Whether an engine has nothing to do, and nothing of it is on its way."""
     frames_are_free = all(
-        engine.transport.num_free_frames(target) == engine.transport.num_frames for target in frames_of(engine)
+        free_frames(engine.transport, target) == engine.transport.num_frames for target in frames_of(engine)
     )
     return not engine.side.rooms and not engine.core.scheduler.requests and frames_are_free
 
@@ -309,6 +309,11 @@ def check_goes_on(before: RequestOutput | None, after: RequestOutput) -> None:
         assert new.text.startswith(old.text), f"{after.request_id} takes text back"
         if old.logprobs is not None and new.logprobs is not None:
             assert len(new.logprobs) == len(new.token_ids)
+
+
+def free_frames(source: Any, target: str) -> int:
+    """Frames of a `StagedSource` without a page in transit to this target."""
+    return source._outgoing(target).frames.num_free  # type: ignore[no-any-return]
 
 
 def check_transfers(group: Group) -> None:
