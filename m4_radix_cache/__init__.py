@@ -1,11 +1,11 @@
-"""m4: a request starts from what others already computed.
+"""m4: a request starts from the KV that other requests computed.
 
-Since m3: KV outlives its request. What one has computed lies in a tree of tokens (Zheng et al., "SGLang: Efficient
-Execution of Structured Language Model Programs", NeurIPS 2024), and the next one that begins with the same tokens
-computes only the rest: a system prompt once for all its users, a conversation's next turn without the turns before it.
-Cached pages stay until the room is needed; those in use are locked. Memory decides who may run, so the scheduler is
-written anew around a batch that lives, with policies, a budget and retraction. Model, kernels, KV tensors and sampler
-are m3's.
+Since m3: KV outlives its request. Computed KV is kept in a tree of tokens (Zheng et al., "SGLang: Efficient Execution
+of Structured Language Model Programs", NeurIPS 2024). A later request that begins with the same tokens computes only
+the rest: a system prompt once for all its users, a conversation's next turn without the turns before it. Cached pages
+stay until their memory is needed; those in use are locked. Memory limits the number of running requests, so the
+scheduler is new: it keeps one batch from step to step, and has policies, a memory budget and retraction. Model,
+kernels, KV tensors and sampler are m3's.
 
     from m4_radix_cache import LLMEngine, SamplingParams, CacheConfig
 

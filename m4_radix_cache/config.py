@@ -1,8 +1,8 @@
-"""What an m4 engine is told: who goes first, how KV is shared, and in pages of which size.
+"""Configuration of an m4 engine: order of waiting requests, prefix cache, eviction, page size and KV memory.
 
-The model's configuration is m3's. Blocks are called pages here, as in SGLang, and memory is counted in tokens. There is
-no `preemption_mode` any more: whoever loses its place leaves what it computed to the cache's other users or drops it,
-and computes the rest again. SGLang: `ServerArgs`; vLLM: `CacheConfig`, `SchedulerConfig`.
+The model's configuration is m3's. Blocks are called pages here, as in SGLang, and memory is counted in tokens. m3's
+`preemption_mode` is gone: a retracted request keeps its cached pages until they are evicted, and computes the rest of
+its tokens again. SGLang: `ServerArgs`; vLLM: `CacheConfig`, `SchedulerConfig`.
 """
 
 import sys
@@ -21,15 +21,15 @@ PrefixCacheName = Literal["radix", "hash", "chunk"]
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(BatchLimits):
-    """The largest batch, and the order in which requests join it."""
+    """Limits of a batch, and the order in which requests join it."""
 
     schedule_policy: SchedulePolicyName = "lpm"
-    """Who of those that wait goes first. `fcfs`: first come, first served. `lpm`: whoever finds most of its prompt in
-    the cache. `dfs-weight`: branch after branch of the tree, the busiest first. `lof`: the longest output. `random`.
-    `priority`: the highest `priority=` of a request."""
+    """Order of the waiting requests. `fcfs`: first come, first served. `lpm`: longest cached prefix first.
+    `dfs-weight`: branch by branch of the tree, the branch with most requests first. `lof`: longest output first.
+    `random`. `priority`: highest `priority=` of a request first."""
     schedule_conservativeness: float = 1.0
-    """How much memory is kept for what running requests may still say: 1 expects 70 % of it at first and less as time
-    goes by. Less admits more, and retracts more often."""
+    """Factor of the memory reserved for future output tokens of running requests. With 1, 70 % of these tokens are
+    reserved at first, and fewer with every decode step. A lower value admits more requests and retracts more often."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,29 +39,28 @@ class SchedulerConfig(BatchLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How much KV memory there is, in pages of which size, and how it is shared. At most one of the sizes is given."""
+    """KV memory: its size, its page size and the prefix cache that shares it. At most one of the sizes may be given."""
 
     page_size: int = 16
-    """Tokens per page: what m3 calls a block. Only whole pages are shared."""
+    """Tokens per page (m3: block). Only whole pages are shared."""
     prefix_cache: PrefixCacheName = "radix"
-    """How requests find what others computed. `radix`: a tree of tokens (SGLang), or the part `prefix_cache` if it is
-    yours. `hash`: a table of hashed pages (vLLM). `chunk`: nothing is shared."""
+    """Cache in which requests find computed KV. `radix`: a tree of tokens (SGLang), or your own part `prefix_cache`.
+    `hash`: a table of hashed pages (vLLM). `chunk`: no KV is shared."""
     eviction_policy: str = "lru"
-    """What goes first when room is needed: the least recently used, the least frequently used (`lfu`), the oldest
-    (`fifo`), what fewer than two requests have started from (`slru`), the lowest `priority=`; or any other of the
-    `STRATEGIES`."""
+    """Nodes that are evicted first: the least recently used (`lru`), the least frequently used (`lfu`), the oldest
+    (`fifo`), those from which fewer than two requests started (`slru`), those of the lowest `priority=` (`priority`);
+    or any other of the `STRATEGIES`."""
     max_total_tokens: int | None = None
-    """Exactly so many tokens, less what does not fill a page, even if the longest request does not fit (it then fails
-    alone)."""
+    """Size in tokens, rounded down to whole pages. It may be less than the longest request, which then fails alone."""
     kv_cache_memory_bytes: int | None = None
-    """A budget in bytes. The default on a CPU: 512 MiB, or more if `max_num_seqs` requests of the model's length need
-    it, up to 4 GiB or a quarter of the machine's memory; the engines of a group share what exceeds 512 MiB. Memory is
-    taken only where tokens are written."""
+    """Size in bytes. The default on a CPU: 512 MiB, or more if `max_num_seqs` requests of the model's length need
+    it, up to 4 GiB or a quarter of the machine's memory; the engines of a group share the part above 512 MiB. The
+    system assigns memory only to pages that are written."""
     gpu_memory_utilization: float | None = None
-    """On CUDA: the share of the device's memory that weights, activations and KV may take together; what a profiling
-    run leaves of it is KV memory. The default there: 0.9. SGLang's `mem_fraction_static`."""
+    """On CUDA: share of the device's memory for weights, activations and KV together. The KV memory is this share less
+    the memory of weights and of a profiling run. The default there: 0.9. SGLang's `mem_fraction_static`."""
     debug: bool = False
-    """Check every slot that is given back, and audit the whole memory after every step. Slow."""
+    """Check every slot that is freed, and audit the whole memory after every step. Slow."""
 
     def __post_init__(self) -> None:
         check_whole_number("page_size", self.page_size, low=1)
@@ -85,7 +84,7 @@ class CacheConfig:
 
     @property
     def num_blocks(self) -> int | None:
-        """`max_total_tokens` in pages, which m3 calls blocks."""
+        """`max_total_tokens` in pages (m3: blocks), or None."""
         return None if self.max_total_tokens is None else self.max_total_tokens // self.page_size
 
 

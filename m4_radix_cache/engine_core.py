@@ -1,10 +1,10 @@
-"""One step of the engine, with a batch that lives and a cache that outlives requests.
+"""One step of the engine, with a batch that is kept from step to step and a cache that outlives requests.
 
     schedule -> execute ( prepare -> forward -> sample ) -> update -> make outputs
 
-m3 released what ended requests had held as a last step. Here the update leaves it to the cache, so there is nothing to
-release; `flush_cache` forgets it. `n > 1` stands outside, as in m3. SGLang: `Scheduler.event_loop_normal`; vLLM:
-`v1/engine/core.py`.
+m3 freed the blocks of ended requests in a last step. Here the update gives their KV to the cache, so this step is gone;
+`flush_cache` empties the cache. `RequestFamilies` handles `n > 1`, as in m3. SGLang: `Scheduler.event_loop_normal`;
+vLLM: `v1/engine/core.py`.
 """
 
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ from m4_radix_cache.scheduler import Scheduler
 
 
 class EngineCore(EngineCoreBase):
-    """Runs a living batch of requests per step. In debug mode `run_step` checks the invariants.
+    """Runs one batch of requests per step. In debug mode `run_step` checks the invariants.
 
-    `stats` adds the cache and the retractions; `close` also shuts the executor down.
+    `stats` adds the numbers of cache and retractions; `close` also shuts the executor down.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class EngineCore(EngineCoreBase):
     def step(self) -> dict[str, RequestOutput]:
         """Run one step; return the new output of every request that changed.
 
-        An exception in the model ends the requests of this step, and only them; a row of logits that cannot be used
-        ends its own request; a lost device (`EngineDeadError`) ends all, and the engine with them.
+        An exception in the model ends the requests of this step, and only these; an unusable row of logits ends only
+        its request; a lost device (`EngineDeadError`) ends all requests and the engine.
         """
         batch = self._schedule()  # 1 schedule
         output = self._run_or_fail("execute", self._execute, batch)  # 2 execute
@@ -78,7 +78,7 @@ class EngineCore(EngineCoreBase):
         return allocator.size - allocator.available_size() - cache.evictable_size()
 
     def flush_cache(self) -> bool:
-        """Forget the cached KV. False, and nothing is forgotten, while requests are unfinished."""
+        """Empty the prefix cache and return True. With unfinished requests, keep it and return False."""
         if self.has_unfinished_requests():
             return False
         with self.changing():
@@ -86,7 +86,7 @@ class EngineCore(EngineCoreBase):
         return True
 
     def close(self) -> None:
-        """Forget all KV, then let go of the KV memory and the model: the engine object may live on."""
+        """Free all KV, then release the KV memory and the model, even if the engine object stays referenced."""
         try:
             super().close()
         finally:
@@ -116,5 +116,5 @@ class EngineCore(EngineCoreBase):
         return output
 
     def _prepare(self, batch: ScheduleBatch) -> ModelWorkerBatch:
-        """Return a batch as plain data, for the model runner."""
+        """Return a batch as plain data for the model runner."""
         return batch.get_model_worker_batch()

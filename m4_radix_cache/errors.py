@@ -4,4 +4,4 @@ from m1_single_request.errors import EngineError
 
 
 class PoolError(EngineError, RuntimeError):
-    """A row or slots were given back that their holder does not own. Nothing was changed: some part has a bug."""
+    """A row or slots were freed that are not allocated. No state was changed; the caller has a bug."""

@@ -1,9 +1,10 @@
-"""A batch on the device: m3's `ModelInput`, and what kind of forward it is.
+"""Batch on the device: m3's `ModelInput` with a forward mode.
 
-The last of three forms. `ScheduleBatch` holds requests and lives on; `ModelWorkerBatch` is its plain data for one step;
-`ForwardBatch` is the same as tensors. In m3 the runner kept the block tables of all requests and the messages brought
-differences. Here it looks them up in `req_to_token`, where the scheduler wrote them: the device still sees tables, and
-never learns that pages are shared. SGLang: `model_executor/forward_batch_info.py`.
+The last of three forms of a batch. `ScheduleBatch` holds requests and is kept from step to step; `ModelWorkerBatch` is
+its plain data for one step; `ForwardBatch` is the same data as tensors. m3's runner kept the block tables of all
+requests, and each message changed them. Here the runner reads them from `req_to_token`, where the scheduler wrote
+them. Kernels receive block tables as before; shared pages make no difference to them. SGLang:
+`model_executor/forward_batch_info.py`.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from m4_radix_cache.model_worker_batch import ForwardMode, ModelWorkerBatch
 
 
 class HoldsTables(Protocol):
-    """What `ForwardBatch` must know of a model runner."""
+    """Attributes of a model runner that `ForwardBatch` reads."""
 
     device: torch.device
     page_size: int
@@ -28,14 +29,14 @@ class HoldsTables(Protocol):
 
 @dataclass(frozen=True)
 class ForwardBatch(ModelInput):
-    """One forward's tensors, all on the model's device. Made anew for every step and never changed."""
+    """Tensors of one forward pass, all on the model's device. Built for each step and never changed."""
 
     forward_mode: ForwardMode
     batch_size: int
 
     @classmethod
     def init_new(cls, batch: ModelWorkerBatch, model_runner: HoldsTables) -> "ForwardBatch":
-        """Lay out a batch, whose requests with more than one new token come first."""
+        """Build the tensors of a batch, in which requests with more than one new token come first."""
         device, pool = model_runner.device, model_runner.req_to_token_pool
         if batch.extend_lens is None or batch.prefix_lens is None:
             positions, last = batch.seq_lens - 1, None
@@ -45,7 +46,7 @@ class ForwardBatch(ModelInput):
             positions, ends = extend_positions(prefix_lens, extend_lens)
             last = torch.as_tensor(ends - 1, device=device)
         tables = pool.page_tables(batch.req_pool_indices, int(batch.seq_lens.max()), model_runner.page_size)
-        # What belongs together crosses to the device together: a transfer costs more than its bytes.
+        # One transfer to the device for three arrays: each transfer has a fixed cost.
         per_token = torch.as_tensor(np.stack([batch.input_ids, positions, batch.out_cache_loc]), device=device)
         return cls(
             input_ids=per_token[0],
@@ -58,9 +59,10 @@ class ForwardBatch(ModelInput):
 
 
 def extend_positions(prefix_lens: list[int], extend_lens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The positions of all new tokens, int64 `[total]`, and where each request ends among them, `[batch_size]`.
+    """Return the positions of all new tokens, int64 `[total_tokens]`, and the end index of each request among them,
+    int64 `[batch_size]`.
 
-    Prefixes of 3 and 0 tokens and 2 new ones each: positions 3, 4, 0, 1.
+    With prefixes of 3 and 0 tokens and 2 new tokens each: positions 3, 4, 0, 1 and ends 2, 4.
     """
     lens = np.array(extend_lens)
     ends = np.cumsum(lens)

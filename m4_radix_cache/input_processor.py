@@ -1,8 +1,8 @@
-"""Intake for a memory that is shared: a request may say how important it is, and with whom it shares.
+"""Intake of requests that share KV memory: a request may have a priority and a cache namespace.
 
-m3 asked whether a prompt fits into the blocks. Admission here counts what a request may still say, too, so it must be
-told how much that can be: `max_tokens`, clipped to the model and to the memory. SGLang: `Scheduler.
-handle_generate_request`; vLLM: `cache_salt` and `priority` of a request.
+m3 checked whether a prompt fits into the blocks. Admission here also reserves memory for future output tokens, so each
+request gets an upper bound: `max_tokens`, clipped to the model's length and to the memory. SGLang:
+`Scheduler.handle_generate_request`; vLLM: `cache_salt` and `priority` of a request.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ MAX_PRIORITY = 2**63 - 1
 
 
 class InputProcessor(SingleRequestInputProcessor):
-    """m1's input processor; `check_limits` also knows token budget and KV memory, `build_request` the options."""
+    """m1's input processor; `check_limits` also checks token budget and KV memory, `build_request` sets the options."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class InputProcessor(SingleRequestInputProcessor):
     ) -> Request:
         """Return a request, or the parent of `n` requests, with its priority and its cache namespace.
 
-        Raises `InvalidRequestError` for a priority that is no whole number, or a salt that is no text.
+        Raises `InvalidRequestError` unless the priority is a whole number and the salt is text or None.
         """
         check_priority(priority)
         check_cache_salt(cache_salt)
@@ -84,8 +84,8 @@ class InputProcessor(SingleRequestInputProcessor):
 
 
 def set_options(request: Request, priority: int, cache_salt: str | None, max_total_len: int) -> Req:
-    """Give a request its options. Of its output it may say what `max_total_len` leaves: alone in the memory, such a
-    request is always admitted."""
+    """Set priority and namespace of a request, and clip its output to a total of `max_total_len` tokens. If no other
+    request runs, such a request is always admitted."""
     assert isinstance(request, Req), "the part `request` must be a Req"
     request.priority = priority
     request.extra_key = cache_salt
@@ -94,7 +94,7 @@ def set_options(request: Request, priority: int, cache_salt: str | None, max_tot
 
 
 def check_kv_room(token_ids: list[int], max_total_tokens: int, request_id: str) -> None:
-    """Refuse a prompt after which the KV memory has no room for output (`KVCapacityError`)."""
+    """Raise `KVCapacityError` for a prompt that leaves no room for output in the KV memory."""
     if len(token_ids) > max_total_tokens - 2:
         raise KVCapacityError(
             f"request {shown(request_id)} has {len(token_ids)} prompt tokens; the KV memory has room for "
@@ -103,12 +103,12 @@ def check_kv_room(token_ids: list[int], max_total_tokens: int, request_id: str) 
 
 
 def check_priority(priority: Any) -> None:
-    """Raise `InvalidRequestError` for what is no priority."""
+    """Raise `InvalidRequestError` unless `priority` is a whole number of at most 63 bits."""
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
         raise InvalidRequestError(f"priority={shown(priority)} must be a whole number of at most 63 bits")
 
 
 def check_cache_salt(cache_salt: Any) -> None:
-    """Raise `InvalidRequestError` for what cannot name a namespace of the cache."""
+    """Raise `InvalidRequestError` unless `cache_salt` is None or text that can name a namespace of the cache."""
     if cache_salt is not None:
         check_name("cache_salt", cache_salt)

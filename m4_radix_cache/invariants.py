@@ -39,7 +39,7 @@ def check_scheduler(scheduler: Any, waiting: Sequence[Req], running: Sequence[Re
 
 
 def check_memory(running: Sequence[Req], pools: Pools) -> None:
-    """Raise AssertionError unless every page is free, the cache's or one request's, and as many are locked as read."""
+    """Raise AssertionError unless each page is free, cached or owned by one request, and locked if requests read it."""
     allocator, cache, rows = pools.token_to_kv_pool_allocator, pools.tree_cache, pools.req_to_token_pool
     cache.check_invariants()
     shared, own = pages_of(running, pools)

@@ -1,4 +1,4 @@
-"""m4's engine: the face over m4's parts. New call: the cache can be emptied."""
+"""m4's engine: the public interface over m4's parts. New call: `flush_cache`."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -9,13 +9,13 @@ from m4_radix_cache.wiring import PARTS
 
 
 class LLMEngine(SingleRequestEngine):
-    """Runs many requests, each from what others computed. A request may come with `priority=` and `cache_salt=`."""
+    """Runs many requests, which start from cached KV. A request may have `priority=` and `cache_salt=`."""
 
     parts = PARTS
     config_type: ClassVar[type] = EngineConfig
     request_options: ClassVar[Sequence[str]] = ("priority", "cache_salt")
 
     def flush_cache(self) -> bool:
-        """Forget the KV that is kept for later requests. False, and nothing is forgotten, while any is unfinished."""
+        """Empty the prefix cache and return True. With unfinished requests, keep it and return False."""
         self._check_usable()
         return bool(self.engine_core.flush_cache())

@@ -1,8 +1,8 @@
-"""Tensors in, tokens out, and nothing remembered in between.
+"""Model runner without state of requests: runs a batch through the model and samples its next tokens.
 
-m3's runner kept a record of every request, because messages brought differences. Here each batch is complete, sampling
-parameters included, and the tables are looked up in the row of each request; so there is nothing to keep and nothing to
-forget. The model, its kernels, the KV storage and the sampler are m3's. SGLang: `model_executor/model_runner.py` and
+m3's runner kept a record of every request, which each message changed. Here each batch is complete, sampling parameters
+included, and block tables are read from the row of each request, so the runner stores nothing between two steps. The
+model, its kernels, the KV storage and the sampler are m3's. SGLang: `model_executor/model_runner.py` and
 `managers/tp_worker.py`.
 """
 
@@ -27,7 +27,7 @@ from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 
 
 class ModelRunner:
-    """Runs what the scheduler decided: prepare, forward, sample."""
+    """Runs a scheduled batch: prepare, forward, sample."""
 
     def __init__(
         self,
@@ -47,25 +47,25 @@ class ModelRunner:
         self.sampler = RowSampler(sampler=sampler, token_text=token_text, tracer=tracer)
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Reserve the KV memory. Raises `ConfigError` where there is not so much."""
+        """Reserve the KV memory. Raises `ConfigError` if the machine has less."""
         self.page_size = kv_cache_config.spec.block_size
         self.kv = KVStorage(kv_cache_config, device=self.device)
 
     def profile_run(self, num_tokens: int) -> int:
-        """Run the largest step once, on nothing; returns the bytes of the KV memory that it had meanwhile."""
+        """Run the largest step once, on dummy data; return the bytes of the KV memory that existed during the run."""
         return run_largest_step(
             self.model, num_tokens, longest=self.max_model_len, max_num_seqs=self.max_num_seqs, device=self.device
         )
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """The shape of a page of this model."""
+        """Return the shape of a page of this model."""
         return kv_cache_spec_of(self.model, block_size)
 
     def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
-        """Run the new tokens of all requests through the model, and choose the next ones.
+        """Run the new tokens of all requests through the model, and sample the next ones.
 
-        Whatever it raises fails the requests of this step, and no other; `torch.AcceleratorError` means that the device
-        is lost.
+        An exception fails the requests of this step, and no other; `torch.AcceleratorError` means that the device is
+        lost.
         """
         forward_batch = ForwardBatch.init_new(batch, self)
         hidden = self.forward(forward_batch)
@@ -84,25 +84,25 @@ class ModelRunner:
         )
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states `[total_tokens, hidden_size]`. The one place where the model is called."""
+        """Return the hidden states `[total_tokens, hidden_size]`. The only call of the model."""
         return self.model.forward(batch.input_ids, batch.positions, self.kv, batch.attn_metadata)
 
     def free_request(self, request_id: str) -> None:
-        """Forget a request: it knows none."""
+        """Do nothing: the runner stores no request."""
 
     def held_request_ids(self) -> list[str]:
-        """The requests that are remembered: none."""
+        """Return the ids of stored requests: none."""
         return []
 
     def shutdown(self) -> None:
-        """Let go of the KV memory and the model."""
+        """Release the KV memory and the model."""
         for name in ("kv", "model"):
             vars(self).pop(name, None)  # `close` may be called again
 
     def _prompt_logprobs(
         self, batch: ModelWorkerBatch, hidden: Tensor
     ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, ForwardError]]:
-        """For the prompts that are to be rated; and the errors of those that cannot be."""
+        """Return the log-probabilities of the prompts to rate and the errors of the others, both by request id."""
         found: dict[str, tuple[LogprobRow, ...]] = {}
         errors: dict[str, ForwardError] = {}
         start = 0

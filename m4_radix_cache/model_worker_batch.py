@@ -1,8 +1,8 @@
-"""A batch on its way to the device: plain data, no request, no pool, no tree.
+"""Batch as the scheduler sends it to the model runner: plain data without request, pool or tree.
 
-Whatever the model runner must know of a step stands here as numbers, lists and arrays, so it could cross a process. m3
-sent `SchedulerOutput`, differences to what the runner remembered; this one is complete every time, and the runner
-remembers nothing. SGLang: `ModelWorkerBatch` in `managers/schedule_batch.py`.
+It holds all that the runner needs for a step, as numbers, lists and arrays, so it could be sent to another process. m3
+sent `SchedulerOutput`, the changes since the last step, to a runner with state; `ModelWorkerBatch` is complete, and the
+runner has no state. SGLang: `ModelWorkerBatch` in `managers/schedule_batch.py`.
 """
 
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 
 
 class ForwardMode(IntEnum):
-    """What a forward does for its requests: the same for all of them here, so one of the first two."""
+    """Kind of forward pass. m4 uses the first two; the others are here because an enum cannot be extended."""
 
     EXTEND = auto()
-    """New tokens behind a prefix that has its KV: prefills."""
+    """Prefill: new tokens after a prefix with KV."""
     DECODE = auto()
-    """One token each."""
+    """One token of each request."""
     MIXED = auto()
-    """Both, side by side (from m5 on)."""
+    """Prefills and decodes in one pass (m5)."""
     TARGET_VERIFY = auto()
-    """One token and some guessed ones, whose logits tell which of them are right (from m5 on)."""
+    """One token and several draft tokens of each request, which the logits accept or reject (m5)."""
     PREBUILT = auto()
-    """Nothing goes through the model: another engine has computed prompts and their first tokens (from m6 on)."""
+    """No forward pass: another engine has computed the prompts and their first tokens (m6)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWorkerBatch:
-    """One step; all arrays are of the host. Here requests with more than one new token come first."""
+    """Data of one step; all arrays are on the host. Requests with more than one new token come first."""
 
     forward_mode: ForwardMode
     rids: list[str]
@@ -40,19 +40,19 @@ class ModelWorkerBatch:
     seq_lens: np.ndarray  # int64 [batch_size]: tokens with KV after this step
     out_cache_loc: np.ndarray  # int64 [total_tokens]: the slot of each new token
     prefix_lens: list[int] | None
-    """Tokens that have their KV, in an extend."""
+    """Tokens of each request that have KV before an extend; None in a decode."""
     extend_lens: list[int] | None
-    """New tokens, in an extend; a decode has one each."""
+    """New tokens of each request in an extend; None in a decode, which has one of each."""
     prompts_to_rate: Mapping[str, tuple[list[int], int]]
-    """Requests whose prompt's log-probabilities are asked for: its token ids that are in this step, and the next one if
-    it is not the last; and how many of the best."""
+    """By request id, for requests with prompt log-probabilities: the prompt's token ids in this step and the one after
+    them, if there is one; and the number of best tokens to report per position."""
     sampling_info: SamplingBatchInfo
     sample_lens: list[int]
-    """The number of tokens that each request may get: one."""
+    """Maximum number of tokens to sample for each request: one."""
     num_prompt_tokens: int
-    """The number of prefilled tokens among the new ones."""
+    """Number of prefilled tokens among the new ones."""
 
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
-        """New tokens by request id."""
+        """Number of new tokens by request id."""
         return dict(zip(self.rids, self.extend_lens or [1] * len(self.rids), strict=True))

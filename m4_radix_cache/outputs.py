@@ -1,4 +1,4 @@
-"""The numbers that only an engine with a prefix cache has; what comes back from a step is m3's `ModelRunnerOutput`."""
+"""Totals of an engine with a prefix cache. The output of a step is m3's `ModelRunnerOutput`."""
 
 from dataclasses import dataclass
 
@@ -9,27 +9,27 @@ from m1_single_request.outputs import EngineStats as SingleRequestStats
 class EngineStats(SingleRequestStats):
     """m1's totals, and the state of the cache.
 
-    Sizes are in tokens; what they lack of `max_total_tokens` is in pages that running requests own. `num_prompt_tokens`
-    counts all tokens that were prefilled, a retracted request's again, its outputs included.
+    Sizes are in tokens. `max_total_tokens` less the three other sizes is the size of the pages that running requests
+    own. `num_prompt_tokens` counts all prefilled tokens; a retracted request, with its outputs, counts again.
     """
 
     max_total_tokens: int
-    """All that the KV memory has room for."""
+    """Capacity of the KV memory."""
     available_size: int
-    """Free."""
+    """Free tokens."""
     evictable_size: int
-    """Cached, and nobody uses it now."""
+    """Cached tokens without a lock."""
     protected_size: int
-    """Cached, and locked by requests that run."""
+    """Cached tokens that running requests have locked."""
     num_cached_tokens: int
-    """Tokens of admitted requests that were found in the cache, in all."""
+    """Total number of tokens that admitted requests found in the cache."""
     num_evicted_tokens: int
-    """Tokens that had to leave the cache, in all."""
+    """Total number of evicted tokens."""
     num_retractions: int
-    """How often a running request lost its place."""
+    """Total number of retractions."""
 
     @property
     def hit_rate(self) -> float:
-        """The share of all tokens to be prefilled that were found in the cache."""
+        """Cached tokens as a share of all tokens of admitted requests, between 0 and 1."""
         total = self.num_cached_tokens + self.num_prompt_tokens
         return self.num_cached_tokens / total if total else 0.0

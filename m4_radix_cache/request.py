@@ -1,13 +1,13 @@
-"""A request whose KV may begin with what others computed.
+"""Request whose KV may begin with cached pages that other requests computed.
 
-m1's request, and what a living batch keeps about it. Its KV, once it runs, is one row of slots:
+m3's request, and its state in cache, pools and batch. A running request has one row of slots:
 
     0          cache_protected_len     kv_committed_len    kv_allocated_len
     |  the tree's, locked  |  its own, in no tree yet  |  in flight  |
     |<- prefix_indices, at its start ->|<- extend_input_len ->|
 
-The tree owns whole pages, so the part that is its own begins on a page. What is in flight has slots and is being
-computed. SGLang: `Req` in `managers/schedule_batch.py`.
+The tree owns whole pages, so the part that the request owns begins on a page boundary. Tokens in flight have slots and
+are computed in this step. SGLang: `Req` in `managers/schedule_batch.py`.
 """
 
 from typing import Any
@@ -23,16 +23,16 @@ NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 class Req(Request):
-    """m3's request under SGLang's names, with its place in the pools and in the tree."""
+    """m3's request under SGLang's names, with its row of slots and its node in the tree."""
 
     def __init__(self, request_id: str, prompt: str | None, sequence: Sequence, seed: int, arrival_time: float) -> None:
         super().__init__(request_id, prompt, sequence, seed, arrival_time)
         self.priority = 0
-        self.extra_key: str | None = None  # its namespace: it shares KV with requests of the same one only
+        self.extra_key: str | None = None  # namespace: KV is shared only with requests of the same one
         self.num_retractions = 0
-        self.max_new_tokens = self.sampling_params.max_tokens  # what it may still say; intake clips it to the memory
-        self.fill_ids: list[int] = []  # prompt and outputs: all that must have KV after its next extend
-        self.prefix_indices = NO_SLOTS  # int64: slots of the tokens that need not be computed
+        self.max_new_tokens = self.sampling_params.max_tokens  # maximum number of output tokens; clipped at intake
+        self.fill_ids: list[int] = []  # prompt and outputs, which have KV after its next extend
+        self.prefix_indices = NO_SLOTS  # int64: slots of the cached tokens, which are not computed
         self.last_node: Any = None  # the cache's handle for the prefix, locked while the request runs
         self.cache_protected_len = 0  # tokens whose slots belong to the cache
         self.extend_input_len = 0  # tokens to compute
@@ -58,7 +58,7 @@ class Req(Request):
 
     @property
     def kv_committed_len(self) -> int:
-        """Tokens whose KV exists; between two steps this is prompt + output - 1, for the newest token has none yet."""
+        """Tokens with KV; between two steps prompt + output - 1, because the newest token has no KV yet."""
         return self.sequence.num_computed_tokens
 
     @kv_committed_len.setter
@@ -67,14 +67,14 @@ class Req(Request):
 
     @property
     def kv_allocated_len(self) -> int:
-        """Tokens that have a slot; one more than committed while a decode is in flight."""
+        """Tokens with a slot; one more than committed while a decode is in flight."""
         if self.req_pool_idx is None or self.req_to_token_pool is None:
             return 0
         return int(self.req_to_token_pool.lens[self.req_pool_idx])
 
     @property
     def key(self) -> RadixKey:
-        """Its tokens as the cache knows them. Each is encoded once, when somebody first asks."""
+        """Cache key of its tokens. Each token is encoded once, at the first access after it was added."""
         if self._key is None:
             self._key = RadixKey(self.origin_input_ids, self.extra_key)
         missing = self.seqlen - len(self._key)
@@ -84,28 +84,28 @@ class Req(Request):
 
     @property
     def is_retracted(self) -> bool:
-        """Whether it ran, lost its place, and waits again."""
+        """Whether it was retracted and waits again."""
         return self.status is RequestStatus.PREEMPTED
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether its prompt must go through the model from the first token on."""
+        """Whether its whole prompt must go through the model, for prompt log-probabilities."""
         return self.sampling_params.prompt_logprobs is not None and not self.sequence.has_prompt_logprobs
 
     @property
     def match_limit(self) -> int:
-        """How many of its tokens it may take from the cache."""
+        """Maximum number of tokens to take from the cache."""
         return 0 if self.wants_prompt_logprobs else self.seqlen - 1
 
     def finished(self) -> bool:
         return self.is_finished
 
     def init_next_round_input(self, tree_cache: Any) -> None:
-        """Look up what is cached of its tokens, and note what is left to compute: at least one token, always.
+        """Look up its longest cached prefix, and set the number of tokens to compute: at least one.
 
-        The last token must go through the model because its logits give the next one; so a prompt that is cached whole
-        counts as one token short. With prompt log-probabilities nothing may be left out. What is found is safe until
-        the next eviction, unless `last_node` is locked. Only for a request that has no row: it replaces `last_node`.
+        The last token must go through the model, because its logits give the next one; so at most all tokens but the
+        last are taken from the cache. With prompt log-probabilities none is. The prefix is valid until the next
+        eviction, unless `last_node` is locked. Only for a request without a row: the call replaces `last_node`.
         """
         assert self.req_pool_idx is None, f"{self.rid} has a row, and a lock that this would forget"
         self.fill_ids = self.origin_input_ids + self.output_ids
@@ -115,9 +115,9 @@ class Req(Request):
         self.extend_input_len = len(self.fill_ids) - len(self.prefix_indices)
 
     def forget_kv(self) -> None:
-        """It has no KV, no row and no node any more; whoever calls this has given them back."""
+        """Reset the state of its KV, row and node, after the caller has freed them."""
         self.prefix_indices, self.last_node = NO_SLOTS, None
         self.cache_protected_len = self.extend_input_len = self.kv_committed_len = 0
         self.req_pool_idx = self.req_to_token_pool = None
         if not self.sequence.has_prompt_logprobs:
-            self.sequence.prompt_logprobs = None  # those of a part of the prompt are no use (from m5 on)
+            self.sequence.prompt_logprobs = None  # those of a part of the prompt are useless

@@ -1,4 +1,4 @@
-"""Retraction: a running request loses its place when memory runs out and nothing is left to evict.
+"""Retraction: a running request goes back to the waiting queue when memory runs out and nothing is left to evict.
 
 m3 preempted a request by discarding or swapping its blocks. A retracted request frees only the pages that it owns. Its
 cached pages stay until they are evicted, so that often few of its tokens are computed again. m3's `preemption` chooses

@@ -1,11 +1,10 @@
-"""The sampling parameters of a batch that lives across steps.
+"""Sampling parameters of a batch that is kept from step to step.
 
-m1 to m3 gather the rows' parameters anew for every step, and count every token of the history again where there are
-penalties. Here they are gathered once, when requests join. A step only moves them on by one token; a request that ends
-takes its row out; a prefilled batch joins the running one with its rows as they are. What no row needs stays None. The
-result is the same `SamplingMetadata`, to the last bit. SGLang: `sampling/sampling_batch_info.py`
-(`SamplingBatchInfo.from_schedule_batch`, `filter_batch`, `merge_batch`); the history is what its penalizers and their
-orchestrator keep (`sampling/penaltylib`).
+m1 to m3 collect the parameters of all rows for every step, and with penalties count all earlier tokens again. Here they
+are collected once, when requests join. A step adds its tokens, a request that ends takes its row out, and a prefilled
+batch is merged with its rows as they are. A tensor that no row needs stays None. The `SamplingMetadata` is the same, to
+the last bit. SGLang: `sampling/sampling_batch_info.py` (`SamplingBatchInfo.from_schedule_batch`, `filter_batch`,
+`merge_batch`); the token history is that of its penalizers and their orchestrator (`sampling/penaltylib`).
 """
 
 from collections.abc import Callable, Sequence as SequenceOf
@@ -62,7 +61,7 @@ def metadata_of(
     seen: Tensor | None,
     output_counts: Tensor | None,
 ) -> SamplingMetadata:
-    """Build the tensors from `NUMBERS` `[rows]`; the caller passes those that depend on the tokens so far."""
+    """Build the tensors from `NUMBERS` `[rows]`; the caller passes the tensors that depend on earlier tokens."""
 
     def column(name: str) -> Tensor:
         return torch.from_numpy(numbers[name].copy()).to(device)
@@ -88,9 +87,9 @@ def metadata_of(
 
 @dataclass(kw_only=True, eq=False)
 class SamplingBatchInfo:
-    """One row per request of a batch: lists, arrays and tensors only, so it may cross to another process.
+    """One row per request of a batch: lists, arrays and tensors only, so it could be sent to another process.
 
-    Between a step and the preparation of the next one it is one token behind its requests: `advance` is told the newest
+    Between a step and the preparation of the next one it is one token behind its requests: `advance` adds the newest
     tokens. Arrays are `[rows]`; tensors are `[rows, vocab]`, on the logits' device.
     """
 
@@ -99,14 +98,14 @@ class SamplingBatchInfo:
     params: list[SamplingParams]
     seeds: list[int]
     positions: np.ndarray  # int64: output tokens so far, which is the position of the next one
-    numbers: np.ndarray  # NUMBERS: the settings as the tensors will hold them
-    plain: np.ndarray  # bool: the best token of the untouched logits is all that is asked for
-    blocked_until: np.ndarray  # int64: stop ids are forbidden before this position; 0 where there is nothing to forbid
-    bias: Tensor | None  # float32; None while there is nothing to add
+    numbers: np.ndarray  # NUMBERS: the values of the tensors
+    plain: np.ndarray  # bool: greedy, without any change of the logits and without log-probabilities
+    blocked_until: np.ndarray  # int64: stop ids are forbidden before this position; 0 if none is
+    bias: Tensor | None  # float32; None if no row has a bias
     seen: Tensor | None  # bool; None without penalties, False in rows without
     output_counts: Tensor | None  # float32; likewise
     is_plain: bool = field(init=False)
-    """Whether all rows are: then there is nothing to keep but the positions."""
+    """Whether all rows are plain; then only the positions are updated."""
     _newest: SamplingMetadata | None = field(init=False, default=None)  # None: the rows have changed since
 
     def __post_init__(self) -> None:
@@ -121,9 +120,9 @@ class SamplingBatchInfo:
         stop_ids: Callable[[Sequence], frozenset[int]],
         device: torch.device,
     ) -> "SamplingBatchInfo":
-        """The rows of requests about to be prefilled, in this order. `vocab_size` is that of the logits.
+        """Build the rows of requests to prefill, in their order. `vocab_size` is that of the logits.
 
-        Prompt and output so far make the history, so a retracted request comes back with its penalties.
+        The history of a row is its prompt and its output so far, so a retracted request keeps its penalties.
         """
         rows = [req.sampling_row(stop_ids(req.sequence)) for req in reqs]
         params = [row.params for row in rows]
@@ -147,7 +146,7 @@ class SamplingBatchInfo:
         return len(self.params)
 
     def metadata(self) -> SamplingMetadata:
-        """This step's parameters for the sampler. Valid until `advance`, which writes on in the same tensors."""
+        """Return this step's parameters for the sampler. Valid until `advance`, which changes the same tensors."""
         if self.is_plain:
             return plain_metadata(len(self.params), self.device)
         draws = None
@@ -171,8 +170,8 @@ class SamplingBatchInfo:
     def advance(self, token_ids: SequenceOf[int] | np.ndarray, counts: np.ndarray | int) -> None:
         """Add the newest tokens to the rows, in place.
 
-        `token_ids`: those of the first row, then those of the next one. `counts`: how many there are of each row; int64
-        `[rows]`, or one number for all.
+        `token_ids`: those of the first row, then those of the next one. `counts`: number of tokens per row; int64
+        `[rows]`, or one number for all rows.
         """
         before = self.positions
         self.positions = before + counts
@@ -206,7 +205,7 @@ class SamplingBatchInfo:
         self._rows_changed()
 
     def merge_batch(self, other: "SamplingBatchInfo") -> None:
-        """Take up a copy of the rows of `other`, behind one's own."""
+        """Append a copy of the rows of `other`."""
         assert self.vocab_size == other.vocab_size and self.device == other.device
         counts = (len(self.params), len(other))
         self.bias = _joined(self.bias, other.bias, counts)
@@ -226,7 +225,7 @@ class SamplingBatchInfo:
         self._newest = None
 
     def _allow_stops(self, bias: Tensor, before: np.ndarray) -> None:
-        """Rows that have reached their min_tokens since `before` keep their logit_bias only."""
+        """Allow stop ids again in rows that have reached their min_tokens since `before`; their logit_bias stays."""
         due = np.flatnonzero((before < self.blocked_until) & (self.positions >= self.blocked_until)).tolist()
         for i in due:
             own = bias_of([SamplingRow(self.params[i], self.seeds[i], (), ())], self.vocab_size, self.device)
@@ -235,7 +234,7 @@ class SamplingBatchInfo:
             self._drop_unused()
 
     def _drop_unused(self) -> None:
-        """Forget the tensors that no row needs any more."""
+        """Drop the tensors that no row needs any more."""
         if self.bias is not None and not (self.positions < self.blocked_until).any():
             self.bias = self.bias if any(p.logit_bias for p in self.params) else None
         if not self.numbers["penalised"].any():
@@ -247,7 +246,7 @@ def _rows_of(tensor: Tensor | None, index: Tensor) -> Tensor | None:
 
 
 def _joined(first: Tensor | None, second: Tensor | None, counts: tuple[int, int]) -> Tensor | None:
-    """Both sides' rows; for a side without a tensor as many zero rows as `counts` says, which change no logit."""
+    """Return the rows of both tensors; in place of a missing tensor its `counts` zero rows, which change no logit."""
     if first is None and second is None:
         return None
     sides = zip((first, second), counts, strict=True)

@@ -1,9 +1,9 @@
-"""A batch that lives: requests join it, get token after token, and leave it.
+"""Batch that is kept from step to step: requests join it, get token after token, and leave it.
 
-m3 described every step anew, as differences to what the runner remembered. Here the batch itself is kept from step to
-step, with its arrays: a step of decodes adds one to each length, takes a slot for each request and writes it into its
-row, all at once and without a loop over requests. New requests form a batch of their own, run their prompts, and are
-merged into the one that runs. SGLang: `ScheduleBatch` in `managers/schedule_batch.py` and `mem_cache/common.py`.
+m3 described every step by its changes since the last one. Here the batch itself is kept, with its arrays: a decode step
+adds one to each length, allocates a slot for each request and writes it into its row, with array operations and without
+a loop over requests. New requests form a batch of their own, run their prompts, and are merged into the running batch.
+SGLang: `ScheduleBatch` in `managers/schedule_batch.py` and `mem_cache/common.py`.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ NOTHING = np.zeros(0, dtype=np.int64)
 
 
 class Pools:
-    """Where a batch takes its memory from: rows, slots, and the cache that gives slots back when there are too few."""
+    """Memory of a batch: rows, slots, and the cache, from which slots are evicted when too few are free."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Pools:
         self.tree_cache = tree_cache
 
     def make_room(self, num_tokens: int) -> bool:
-        """Evict as much as it takes to have so many free slots. False if even that is not enough."""
+        """Evict until `num_tokens` slots are free; return whether they are."""
         available = self.token_to_kv_pool_allocator.available_size()
         if available < num_tokens:
             self.tree_cache.evict(num_tokens - available)
@@ -50,7 +50,7 @@ class Pools:
 
 
 class ScheduleBatch:
-    """Requests that go through the model together, and all that a step needs of them, as arrays of the host."""
+    """Requests that go through the model together, and their data for a step, as arrays on the host."""
 
     def __init__(self, reqs: list[Req], pools: Pools) -> None:
         self.reqs = reqs
@@ -58,7 +58,7 @@ class ScheduleBatch:
         self.pools = pools
         self.forward_mode = ForwardMode.EXTEND
         self.input_ids = NOTHING  # int64 [total_tokens]
-        self.output_ids = NOTHING  # int64 [batch_size]: the newest token of each, which has no KV yet
+        self.output_ids = NOTHING  # int64 [batch_size]: newest token of each request, without KV
         self.req_pool_indices = NOTHING  # int64 [batch_size]
         self.seq_lens = NOTHING  # int64 [batch_size]: tokens with KV after the step
         self.out_cache_loc = NOTHING  # int64 [total_tokens]
@@ -68,17 +68,16 @@ class ScheduleBatch:
 
     @classmethod
     def init_new(cls, reqs: Sequence[Req], pools: Pools) -> Self:
-        """A batch of requests that were admitted; those with a single new token last, as the device wants them."""
+        """Build a batch of admitted requests; those with a single new token are last, as `ForwardBatch` requires."""
         return cls(sorted(reqs, key=lambda req: req.extend_input_len == 1), pools)
 
-    # --- what goes through the model ----------------------------------------------------------------------------------
+    # --- a step -------------------------------------------------------------------------------------------------------
 
     def prepare_for_extend(self, sampling_info: SamplingBatchInfo) -> None:
-        """Give every request a row and a slot for each token to compute.
+        """Allocate a row for every request that has none, and a slot for each token to compute.
 
         `sampling_info`: the rows of `reqs`, in their order. The prefixes must be locked. Raises `PartError`, and
-        changes nothing, if there is no room for what was admitted, or nothing to compute. (From m5 on a request may
-        have a row already, because a part of its prompt was computed before.)
+        allocates nothing, if the memory has no room for the requests, or a request has no token to compute.
         """
         reqs, pools = self.reqs, self.pools
         if idle := [req.rid for req in reqs if req.extend_input_len < 1]:
@@ -114,13 +113,13 @@ class ScheduleBatch:
         self.sampling_info = sampling_info
 
     def prepare_for_decode(self) -> None:
-        """One token more for every request. There must be room (`check_decode_mem`)."""
+        """Allocate a slot for the next token of every request. Call only after `check_decode_mem` returned True."""
         pools, rows = self.pools, self.req_pool_indices
         assert self.sampling_info is not None
         assert (pools.req_to_token_pool.lens[rows] == self.seq_lens).all(), "a row has slots unknown to the batch"
         last_locs = pools.req_to_token_pool.last_slots(rows)
         slots = pools.token_to_kv_pool_allocator.alloc_decode(self.seq_lens + 1, last_locs)
-        assert slots is not None, "check_decode_mem said that there is room"
+        assert slots is not None, "check_decode_mem was not called, or returned False"
         pools.req_to_token_pool.append(rows, slots)
         self.forward_mode = ForwardMode.DECODE
         self.input_ids, self.out_cache_loc = self.output_ids, slots
@@ -156,21 +155,21 @@ class ScheduleBatch:
         return found
 
     def take_tokens(self, output: ModelRunnerOutput) -> tuple[list[Req], list[int]]:
-        """The requests that got a token, and these tokens, which are the next step's input."""
+        """Store the sampled tokens as the next step's input; return the requests with a token, and these tokens."""
         token_ids = [token_ids[0] for token_ids in output.sampled_token_ids]
         if output.req_ids == self.rids:
             self.output_ids = np.array(token_ids, dtype=np.int64)
             return self.reqs, token_ids
         by_id = {rid: index for index, rid in enumerate(self.rids)}
         places = [by_id[rid] for rid in output.req_ids]
-        self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)  # whoever got none ends now
+        self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)  # a request without a token ends now
         self.output_ids[places] = token_ids
         return [self.reqs[place] for place in places], token_ids
 
-    # --- who is in it -------------------------------------------------------------------------------------------------
+    # --- joining and leaving ------------------------------------------------------------------------------------------
 
     def filter_batch(self, keep_indices: Sequence[int] | None = None) -> None:
-        """Keep only these requests, or those that still run and are not about to end. Their order stays."""
+        """Keep only the requests at `keep_indices`, by default those that run and are not marked to end; in order."""
         if keep_indices is None:
             running = RequestStatus.RUNNING
             keep_indices = [i for i, req in enumerate(self.reqs) if req.status is running and req.to_finish is None]
@@ -187,7 +186,7 @@ class ScheduleBatch:
             self.sampling_info.filter_batch(keep_indices)
 
     def merge_batch(self, other: "ScheduleBatch") -> None:
-        """Take the requests of another batch in, behind those that are here."""
+        """Append the requests of another batch."""
         if not self.reqs or self.sampling_info is None:
             self.sampling_info = other.sampling_info
         elif other.sampling_info is not None:
@@ -212,6 +211,6 @@ class ScheduleBatch:
         return needed, allocator.available_size() + self.pools.tree_cache.evictable_size()
 
     def retract_decode(self, victim: Req) -> None:
-        """Take a request out and free what is its own. What the cache has of it stays there, unlocked."""
+        """Take a request out of the batch and free the pages that it owns. Its cached pages stay, unlocked."""
         self.filter_batch([i for i, req in enumerate(self.reqs) if req is not victim])
         self.pools.tree_cache.cache_finished_req(victim, is_insert=False)

@@ -1,11 +1,10 @@
-"""Who of those that wait goes first, and who had better wait a round.
+"""Order of the waiting requests, and the requests held back for a round.
 
-m3 asked in order of arrival. Now that a request can start from what others computed, the order decides how much has to
-be computed at all: whoever finds most of its prompt in the cache should come before that is evicted, and of several
-that would compute the same prefix one should go first, so that the others find it. A request that lost its place comes
-before all others whatever the policy. SGLang: `SchedulePolicy` in `managers/schedule_policy.py`, where requests with a
-common prefix only go last and may still run in the same step; here they are held back, so that they always hit. vLLM
-has fcfs and priority only.
+m3 tried requests in order of arrival. With a prefix cache the order changes the number of tokens to compute: a request
+with a long cached prefix should run before that is evicted, and of several requests with the same uncached prefix one
+should run first, so that the others find it in the cache. Retracted requests come first under every policy. SGLang:
+`SchedulePolicy` in `managers/schedule_policy.py`, where requests with a common prefix only go last and may still run in
+the same step; here they are held back, so that they always hit. vLLM has fcfs and priority only.
 """
 
 import random
@@ -23,9 +22,9 @@ from m4_radix_cache.request import Req
 
 CACHE_AWARE = ("lpm", "dfs-weight")
 MAX_WAITING_FOR_LPM = 128
-"""With more waiting, to look all of them up costs more than it saves."""
+"""With more waiting requests, `lpm` acts as `fcfs`: looking all of them up costs more than it saves."""
 FEW_HIT_TOKENS = 32
-"""Whoever finds more than this in the cache is not held back for a common prefix."""
+"""A request with more cached tokens than this is not held back for a common prefix."""
 MIN_COMMON_TOKENS = 32
 """A common prefix of fewer tokens is not worth a round's wait."""
 
@@ -33,21 +32,21 @@ Matches = dict[str, MatchResult]  # by request id
 
 
 class Order(NamedTuple):
-    """What a policy decides in one round."""
+    """Order of the waiting requests in one round."""
 
     ready: list[Req]
-    """Those that are asked to join, in this order."""
+    """Requests to try in this round, in this order."""
     held_back: list[Req]
-    """Those that are not asked in this round, oldest first. One of `ready` computes what they would compute."""
+    """Requests not to try in this round, oldest first. A request in `ready` computes their prefix."""
 
 
 class SchedulePolicy:
     """Orders the waiting requests; changes none of them. All ties are broken by arrival."""
 
     def __init__(self, policy: str, *, tree_cache: BasePrefixCache, seed: int, tracer: Tracer) -> None:
-        """Raises `ConfigError` if there is no such policy. Without a cache that shares, cache-aware ones are fcfs.
+        """Raises `ConfigError` for an unknown policy. Without a cache that shares, cache-aware ones act as fcfs.
 
-        `seed`: of the policy `random`.
+        `seed`: seed of the policy `random`.
         """
         if policy not in get_args(SchedulePolicyName):
             known = ", ".join(get_args(SchedulePolicyName))
@@ -58,9 +57,9 @@ class SchedulePolicy:
         self.tracer = tracer
 
     def calc_priority(self, waiting: Sequence[Req]) -> Order:
-        """Return the order of this round. Looking prompts up in the cache refreshes what they find there.
+        """Return the order of this round. A lookup in the cache refreshes the last use of the nodes that it finds.
 
-        No request is held back for ever: the one that it waits for is in `ready`.
+        No request is held back for ever: the request that computes its prefix is in `ready`.
         """
         active = self._active_policy(len(waiting))
         arrived = sorted(waiting, key=lambda req: req.number)
@@ -76,13 +75,13 @@ class SchedulePolicy:
         return order
 
     def _active_policy(self, num_waiting: int) -> str:
-        """The policy that decides this round."""
+        """Return the policy of this round."""
         needs_cache = self.policy in CACHE_AWARE
         is_too_long = self.policy == "lpm" and num_waiting > MAX_WAITING_FOR_LPM
         return "fcfs" if (needs_cache and self.tree_cache.disable) or is_too_long else self.policy
 
     def _sorted(self, policy: str, requests: list[Req], matches: Matches) -> list[Req]:
-        """`requests`, which come in order of arrival, as the policy wants them."""
+        """Return `requests`, passed in order of arrival, in the order of the policy."""
         if policy == "lpm":
             return sorted(requests, key=lambda req: -_hit(matches[req.rid]))
         if policy == "dfs-weight":
@@ -96,13 +95,13 @@ class SchedulePolicy:
         return requests
 
     def _hold_back(self, first: list[Req], others: list[Req], matches: Matches) -> tuple[list[Req], list[Req]]:
-        """`others` in two: those that may go, and those that gain by waiting until somebody has computed their prefix.
+        """Split `others` into requests to try now, and requests held back while another one computes their prefix.
 
-        `first`: those that go before all others.
+        `first`: requests that come before all others.
 
-        Siblings (`n > 1`) wait for the first of them, however short their prompt is; strangers only under a policy that
-        looks into the cache, and for a prefix that is worth it. SGLang would let the latter wait even if all that they
-        share is in the cache; that costs little if they only go last.
+        Siblings (`n > 1`) wait for the first of them, with a prompt of any length. Other requests wait only under a
+        cache-aware policy, and only for a long enough prefix. SGLang lets the latter wait even if their whole common
+        prefix is cached; that costs little there, because they only go last.
         """
         if self.tree_cache.disable:
             return others, []
@@ -127,19 +126,19 @@ class SchedulePolicy:
         return ready, held_back
 
     def _match(self, req: Req) -> MatchResult:
-        """What it will find. Limited as at its admission: a longer look would split a node that nobody parts from."""
+        """Return the cached prefix of a request. Limited as at admission: a longer lookup would split more nodes."""
         return self.tree_cache.match_prefix(req.key, req.match_limit)
 
     def _longest_hit(self, req: Req) -> int:
-        """What it could use if all its tokens were in the cache."""
+        """Return the number of cached tokens that a request could use if all its tokens were cached."""
         return req.match_limit // self.tree_cache.page_size * self.tree_cache.page_size
 
 
 class _Coming:
-    """The prefixes that are in the cache after this round: SGLang's simulated radix tree.
+    """Prefixes that are in the cache after this round (SGLang: a simulated radix tree).
 
-    That tree is asked one question only, whether so many tokens of a key are in it. So it is enough to keep the heads
-    of the keys, of the two lengths that can be asked for.
+    The only query is whether the first tokens of a key are cached, for one of two lengths. So a set of the first tokens
+    of all keys, in both lengths, is enough.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -155,7 +154,7 @@ class _Coming:
                 self.heads.add(self._head(key, length))
 
     def is_worth_waiting(self, key: RadixKey, hit: int) -> bool:
-        """Whether the cache has few of the tokens now, and will have enough, and more, after this round."""
+        """Return whether few tokens of `key` are cached now (`hit`), and enough more will be after this round."""
         least = max(self.lengths[0], hit + self.page_size)
         return hit <= FEW_HIT_TOKENS and len(key) >= least and self._head(key, least) in self.heads
 
@@ -164,7 +163,7 @@ class _Coming:
 
 
 def checked(answer: Any, policy: SchedulePolicy, waiting: Sequence[Req]) -> Order:
-    """Return the answer of a policy. Raises `PartError` if it does not name each of `waiting` exactly once."""
+    """Return the order that a policy returned. Raises `PartError` unless it has each of `waiting` exactly once."""
     part = f"the part 'schedule_policy' ({type(policy).__name__})"
     if not isinstance(answer, Order):
         raise PartError(f"{part} returned {shown(answer)}, which is no Order")
@@ -176,11 +175,11 @@ def checked(answer: Any, policy: SchedulePolicy, waiting: Sequence[Req]) -> Orde
 
 
 def depth_first(requests: Sequence[Req], matches: Matches) -> list[Req]:
-    """The requests branch after branch of the tree, so that what a branch shares is used while it is there.
+    """Return the requests branch by branch of the tree, so that those of a branch use its prefix before it is evicted.
 
-    Each hangs at the node where its match ends. Of the branches below a node the one with most requests comes first, of
-    equal ones the one with the oldest; whoever ends at the node itself comes after them. Works for any cache whose
-    nodes know their parents, and does not depend on how it cuts a prefix into nodes.
+    A request belongs to the node where its match ends. Of the branches below a node, the one with most requests comes
+    first, of equal ones the one with the oldest request; requests of the node itself come after them. Works for any
+    cache whose nodes have a `parent`, and does not depend on how it cuts a prefix into nodes.
     """
     weight: dict[Any, int] = defaultdict(int)
     branches: dict[Any, list[Any]] = defaultdict(list)  # of each node; below None: the roots

@@ -1,4 +1,4 @@
-"""Scheduler of a living batch, for requests that start from the KV of others.
+"""Scheduler of a batch that is kept from step to step, for requests that start from cached KV.
 
 m3 chose the requests of every step anew. Here a running batch is kept from step to step. A step either admits waiting
 requests and runs their prompts (EXTEND), or gives every running request a token (DECODE). The policy orders the waiting
@@ -122,8 +122,8 @@ class Scheduler:
     # --- the two decisions --------------------------------------------------------------------------------------------
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
-        """Return the prompts of waiting requests that fit, which the others wait for; else a token for every running
-        request. Requests whose prompt ran in the last step join the running batch first."""
+        """Return a batch of waiting requests whose prompts fit; else the running batch, for one token each; else None.
+        First merge the requests whose prompt ran in the last step into the running batch."""
         self.merge_last_batch()
         return self._get_new_batch_prefill() or self._update_running_batch()
 

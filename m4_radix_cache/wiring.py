@@ -1,6 +1,6 @@
-"""m4's table of contents: m3's table with the roles that sharing changes, and how the parts are put together.
+"""m4's table of parts: m3's table with the roles that the prefix cache changes, and the construction of the parts.
 
-Pools and cache are made before the scheduler, and the rows of slots before the runner, which looks them up.
+Pools and cache are built before the scheduler, and the rows of slots before the runner, which reads them.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ from m4_radix_cache.scheduler import Scheduler
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
-    """Load the model, size the KV memory, and put the parts together."""
+    """Load the model, size the KV memory, and build the engine core from its parts."""
     device = config.model.torch_device()
     check_memory_share(config.cache, device)
     cache_class = prefix_cache_class(config.cache, parts)
@@ -96,7 +96,7 @@ PARTS: dict[str, Any] = {role: part for role, part in M3_PARTS.items() if role !
 
 
 def prefix_cache_class(config: CacheConfig, parts: Mapping[str, Any]) -> Any:
-    """The cache that the configuration names. Raises `ConfigError` if the parts name another one."""
+    """Return the cache class that the configuration names. Raises `ConfigError` if the parts name another one."""
     own = parts["prefix_cache"]
     if config.prefix_cache == "radix":
         return own
@@ -106,7 +106,7 @@ def prefix_cache_class(config: CacheConfig, parts: Mapping[str, Any]) -> Any:
 
 
 class Runner(NamedTuple):
-    """What runs requests of some length, and the rows of slots that it looks up."""
+    """Executor for requests up to some length, with its limits, and the rows of slots that it reads."""
 
     limits: SchedulerConfig
     executor: GPUExecutor
@@ -114,7 +114,7 @@ class Runner(NamedTuple):
 
 
 def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel, tracer: Tracer) -> Runner:
-    """What runs requests of at most `loaded.max_model_len` tokens."""
+    """Build the executor for requests of at most `loaded.max_model_len` tokens."""
     limits = config.scheduler.resolved(loaded.max_model_len)
     rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
     runner = parts["model_runner"](
@@ -136,7 +136,7 @@ def fit_to_memory(
     cache_config: CacheConfig,
     device: torch.device,
 ) -> tuple[Any, Any, Budget]:
-    """m3's `fit_model_len`, for a memory of pages."""
+    """Call m3's `fit_model_len` with m4's page size and the name of its size setting."""
     return fit_model_len(
         loaded,
         make,
@@ -156,7 +156,7 @@ def reserve_kv_memory(
     max_model_len: int,
     tracer: Tracer,
 ) -> KVCacheConfig:
-    """Decide how many pages there are, and let the runner reserve them. All are of use: the cache keeps what it can."""
+    """Compute the number of pages, and reserve them in the runner. The cache uses all of them, so none is too many."""
     kv_cache_config = size_kv_cache(
         executor.kv_cache_spec(cache_config.page_size),
         budget=budget,
@@ -179,7 +179,7 @@ def build_pools(
     cache_class: Any,
     tracer: Tracer,
 ) -> Pools:
-    """Rows, slots for so many tokens, and the cache that shares them."""
+    """Build the pools: `rows`, slots for `num_tokens` tokens, and the cache that shares them."""
     slots = parts["token_to_kv_pool_allocator"](size=num_tokens, page_size=config.page_size, checked=config.debug)
     tree_cache = cache_class(
         req_to_token_pool=rows,

@@ -1,4 +1,4 @@
-"""What the prefix caches look up: token ids as bytes, encoded once per request.
+"""Key of the prefix caches: the token ids of a request as bytes, encoded once.
 
 To compare 1,000 token ids in Python one by one takes longer than to schedule them. As bytes the same comparison is one
 call into memcmp, a slice is a dictionary key, and a hash function can read it. A namespace goes with the tokens: the
@@ -31,7 +31,7 @@ class RadixKey:
         self.extra_key = extra_key
         """The namespace."""
         self.page_digests: dict[int, list[bytes]] = {}
-        """By page size, the digests of its first pages: `BlockHashCache` keeps here what it has computed."""
+        """By page size, the digests of its first pages that `BlockHashCache` has computed."""
 
     def __len__(self) -> int:
         return len(self.data) // TOKEN_BYTES
@@ -40,7 +40,7 @@ class RadixKey:
         return f"RadixKey({len(self)} tokens, extra_key={self.extra_key!r})"
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Put more tokens at the end; only these are encoded."""
+        """Append tokens; only these are encoded."""
         self.data += _encode(token_ids)
 
     def token_ids(self, start: int, end: int) -> list[int]:
@@ -49,7 +49,7 @@ class RadixKey:
 
 
 def decode(data: bytes) -> list[int]:
-    """The token ids that these bytes stand for."""
+    """Return the token ids that `data` encodes."""
     ids: list[int] = np.frombuffer(data, dtype="<i4").tolist()
     return ids
 
