@@ -28,7 +28,7 @@ class EngineStats(RadixStats):
 
     @property
     def accept_length(self) -> float:
-        """Return the mean number of tokens of a verification; 1: all drafts were wrong. SGLang: `spec_accept_length`."""
+        """Return the mean number of tokens of a verification; 1: no draft accepted. SGLang: `spec_accept_length`."""
         return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else 0.0
 
     @property
