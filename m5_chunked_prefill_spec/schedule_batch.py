@@ -107,11 +107,6 @@ class ScheduleBatch(PlainScheduleBatch):
     def get_model_worker_batch(self) -> ModelWorkerBatch:
         """Return this step as plain data."""
         assert self.sampling_info is not None
-        sample_lens = [1] * len(self.reqs)
-        if self.drafts:
-            sample_lens = [1 + len(own) for own in self.drafts]
-        if self.chunked_req is not None:
-            sample_lens[self.reqs.index(self.chunked_req)] = 0
         return ModelWorkerBatch(
             forward_mode=self.forward_mode,
             rids=self.rids,
@@ -124,11 +119,18 @@ class ScheduleBatch(PlainScheduleBatch):
             prompts_to_rate=self._prompts_to_rate(self.reqs[: self.num_prompts]) if self.num_prompts else {},
             sampling_info=self.sampling_info,
             new_lens=self.new_lens,
-            sample_lens=sample_lens,
+            sample_lens=self._sample_lens(),
             num_prompts=self.num_prompts,
             num_prompt_tokens=int(self.new_lens[: self.num_prompts].sum()) if self.num_prompts else 0,
             spec_info=SpecInput(self.drafts) if self.drafts else None,
         )
+
+    def _sample_lens(self) -> list[int]:
+        """Return the number of tokens to sample for each request: none for the one in pieces."""
+        sample_lens = [1 + len(own) for own in self.drafts] if self.drafts else [1] * len(self.reqs)
+        if self.chunked_req is not None:
+            sample_lens[self.reqs.index(self.chunked_req)] = 0
+        return sample_lens
 
     def take_runs(self, output: ModelRunnerOutput) -> list[Run]:
         """Return the tokens of each request, in the order of the batch, and keep the newest ones as the next input."""

@@ -148,19 +148,7 @@ def build_scheduler(
     costs: CostTable | None,
     tracer: Tracer,
 ) -> Any:
-    """Build the scheduler and the parts that it calls. Raises `ConfigError` for a proposer that is never called."""
-    proposer = parts["proposer"](config.speculative)
-    if proposer is not None and config.speculative.method is None:
-        raise ConfigError(
-            "the part 'proposer' has no effect with SpeculativeConfig(method=None): use method='ngram' for tokens that "
-            "are known on the host"
-        )
-    speculation = parts["speculation"](
-        proposer=proposer,
-        config=config.speculative,
-        max_model_len=loaded.max_model_len,
-        vocab_size=loaded.vocab_size,
-    )
+    """Build the scheduler and the parts that it calls. Raises `ConfigError` as `build_speculation` does."""
     return parts["scheduler"](
         scheduler_config=limits,
         pools=pools,
@@ -169,13 +157,29 @@ def build_scheduler(
         ),
         prefill_adder=parts["prefill_adder"],
         composer=parts["composer"](limits, costs),
-        speculation=speculation,
+        speculation=build_speculation(config.speculative, parts, loaded),
         chunk_alignment=chunk_alignment(limits, config.cache.page_size),
         preemption=parts["preemption"](),
         stop_checker=parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len),
         vocab_size=loaded.vocab_size,
         device=config.model.torch_device(),
         tracer=tracer,
+    )
+
+
+def build_speculation(config: SpeculativeConfig, parts: Mapping[str, Any], loaded: Any) -> Any:
+    """Build the proposer and the speculation. Raises `ConfigError` for a proposer that is never called."""
+    proposer = parts["proposer"](config)
+    if proposer is not None and config.method is None:
+        raise ConfigError(
+            "the part 'proposer' has no effect with SpeculativeConfig(method=None): use method='ngram' for tokens that "
+            "are known on the host"
+        )
+    return parts["speculation"](
+        proposer=proposer,
+        config=config,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
     )
 
 
