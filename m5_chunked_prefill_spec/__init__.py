@@ -10,7 +10,8 @@ are drawn themselves keep the distribution. Cache, policies, model and kernels a
     from m5_chunked_prefill_spec import LLMEngine, SamplingParams, SchedulerConfig, SpeculativeConfig
 
 Read `batch_composer.py`, then `scheduler.py`, `prefill_adder.py`, `schedule_batch.py`; then `speculative/`:
-`proposer.py`, `rejection_sampler.py`, `speculation.py`, `draft_runner.py`. `wiring.py` shows what m5 replaces.
+`proposer.py`, `rejection_sampler.py`, `speculation.py`, `draft_runner.py`. `wiring.py` lists the parts that m5
+replaces.
 """
 
 from m1_single_request import face
