@@ -1,16 +1,17 @@
 """m5: many tokens in one step, on purpose.
 
 Since m4: a step has a budget of tokens, and two ideas fill it. A prompt is cut into pieces that run beside decodes, so
-that nobody who is in the middle of an answer waits for somebody else's long prompt (Agrawal et al., "Sarathi-Serve",
-OSDI 2024). And tokens are guessed, by looking further up or by a small model, and verified together: the model reads
-its weights once for all of them (Leviathan et al., 2023). Both work because the device only ever sees "a few new tokens
-per request over paged KV". Greedy answers stay the same token for token, and so do drawn ones unless the guesses were
-drawn, too: these keep the distribution. Cache, policies, model and kernels are m4's and m3's.
+that no running request waits for the long prompt of another one (Agrawal et al., "Sarathi-Serve", OSDI 2024). And the
+next tokens of a request are drafted, from its own text or by a small model, and verified together: the model reads its
+weights once for all of them (Leviathan et al., 2023). Both need nothing new of the kernels: for them, a step is a few
+new tokens per request over paged KV. Greedy outputs stay the same token for token, and so do drawn ones; drafts that
+are drawn themselves keep the distribution. Cache, policies, model and kernels are m4's and m3's.
 
     from m5_chunked_prefill_spec import LLMEngine, SamplingParams, SchedulerConfig, SpeculativeConfig
 
 Read `batch_composer.py`, then `scheduler.py`, `prefill_adder.py`, `schedule_batch.py`; then `speculative/`:
-`proposer.py`, `rejection_sampler.py`, `speculation.py`, `draft_runner.py`. `wiring.py` shows what m5 replaces.
+`proposer.py`, `rejection_sampler.py`, `speculation.py`, `draft_runner.py`. `wiring.py` lists the parts that m5
+replaces.
 """
 
 from m1_single_request import face

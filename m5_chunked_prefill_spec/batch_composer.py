@@ -76,7 +76,7 @@ class PrefillFirst:
 
 
 class PromptState:
-    """What is remembered of prompts from step to step.
+    """State of prompts that is kept from step to step.
 
     At most one prompt is in pieces at any time: `chunked_req`. It has a row, and KV for a part of its prompt; between
     two of its pieces it is in no batch.
@@ -102,7 +102,10 @@ class PromptState:
 
 
 class Work:
-    """What a composer may ask for in one step, each batch once; it changes the scheduler's queues and memory."""
+    """The batches that a composer may request in one step, each once, and the numbers to decide by.
+
+    To request a batch changes the scheduler's queues and memory.
+    """
 
     def __init__(
         self, scheduler: Scheduler, prompts: PromptState, *, speculation: Speculation, cuts: Mapping[str, Any]
@@ -117,7 +120,7 @@ class Work:
         """Whether a prompt waits, or is in pieces."""
         self._has_retracted = False  # then no request is admitted
 
-    # --- what a composer asks -----------------------------------------------------------------------------------------
+    # --- requests of a composer ---------------------------------------------------------------------------------------
 
     @property
     def prefill_start(self) -> int:

@@ -1,4 +1,4 @@
-"""What the trace can say about steps that do several things at once: pieces of prompts, mixed batches, guesses.
+"""Trace events of m5: cost tables, pieces of prompts, mixed batches, verified and rolled back drafts.
 
 `Batch` extends m4's: a step may have prompts and decodes. Events about the cache, the policy and admission are m4's.
 """
@@ -49,21 +49,21 @@ class CostsMeasured(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCut(Event):
-    """Of a prompt only a piece runs in this step."""
+    """A prompt was cut: a piece of it runs in this step."""
 
     style: ClassVar[str] = "cyan"
     rid: str
     """Request id."""
     asked: int
-    """Tokens that it still lacks."""
+    """Number of prompt tokens without KV before this step."""
     given: int
-    """Tokens that run now."""
+    """Number of tokens of this piece."""
     start: int
-    """Tokens that have their KV: computed before, or found in the cache."""
+    """Number of tokens with KV: computed before, or found in the cache."""
     total: int
-    """All tokens that must have their KV before it gets its first token."""
+    """Number of tokens that need KV before the request gets its next token."""
     bound_by: str
-    """Which limit cut it: `max_num_batched_tokens`, `chunked_prefill_size`, `target_gap_ms`, `memory`, or another."""
+    """Limit behind the cut: `max_num_batched_tokens`, `chunked_prefill_size`, `target_gap_ms`, `memory`, or another."""
 
     def brief(self) -> str:
         return f"piece of {self.rid}: {self.given:,} of {self.asked:,}"
@@ -83,17 +83,17 @@ class ChunkCut(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(PlainBatch):
-    """The requests and tokens of one forward pass: prompts first, then decodes, also with guesses.
+    """The requests and tokens of one forward pass: prompts first, then decodes, with drafts or without.
 
-    `mode`: `extend` (prompts only), `decode` (one token each), `target_verify` (decodes with guesses) or `mixed`.
+    `mode`: `extend` (prompts only), `decode` (one token each), `target_verify` (decodes with drafts) or `mixed`.
     """
 
     draft_lens: tuple[int, ...]
-    """Guesses among the new tokens, per request."""
+    """Number of drafts among the new tokens, per request."""
     num_prompts: int
     """Number of requests that are prefilled: the first ones."""
     chunked: str | None
-    """The request among them whose prompt does not end in this step."""
+    """Id of the prefilled request whose prompt does not end in this step; None: all end."""
 
     @classmethod
     def of(cls, batch: Any, scheduler: Any) -> Self:
@@ -139,7 +139,7 @@ class Batch(PlainBatch):
     def explain(self) -> str:
         num_decodes = len(self.rids) - self.num_prompts
         parts = [some(num_decodes, "decode")] * bool(num_decodes)
-        parts += [some(self.num_draft_tokens, "guess")] * bool(self.num_draft_tokens)
+        parts += [some(self.num_draft_tokens, "draft")] * bool(self.num_draft_tokens)
         if self.num_prompts:
             parts.append(f"{some(self.num_prompt_tokens, 'token')} of {some(self.num_prompts, 'prompt')}")
         waiting = self.num_running - len(self.rids)
@@ -154,27 +154,27 @@ class Batch(PlainBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class Verified(Event):
-    """The guesses for a request were read against what the model says."""
+    """The drafts of a request were verified: compared with the target model's tokens or distribution."""
 
     style: ClassVar[str] = "green"
     rid: str
     """Request id."""
     method: str
-    """Who guessed: `ngram` or `draft_model`."""
+    """Source of the drafts: `ngram` or `draft_model`."""
     drafted: tuple[int, ...]
-    """The guesses."""
+    """Token ids of the drafts."""
     accepted: int
-    """How many of them, from the first on, were right."""
+    """Number of accepted drafts, from the first on."""
     tokens: tuple[int, ...]
-    """What came of it: those that were right, and one token of the model's own."""
+    """New tokens of the request: the accepted drafts, and one token of the target model."""
     texts: tuple[str, ...]
-    """The guesses as text, each alone."""
+    """Text of each draft."""
     own: str
-    """The model's own token as text."""
+    """Text of the target model's token."""
 
     @classmethod
     def of(cls, req: Req, token_ids: Sequence[int], drafted: Sequence[int], method: str) -> Self:
-        """Build the event for a request that got `token_ids` for the guesses `drafted`."""
+        """Build the event for a request that got `token_ids` for the drafts `drafted`."""
         text = req.sequence.detokenizer.token_text
         return cls(
             rid=req.rid,
@@ -188,41 +188,42 @@ class Verified(Event):
 
     @property
     def rejected_at(self) -> int | None:
-        """The place of the first wrong guess; None if all were right."""
+        """Index of the first wrong draft; None if all were accepted."""
         return None if self.accepted == len(self.drafted) else self.accepted
 
     def origin(self, place: int) -> str:
-        """Where the token at this place of `tokens` comes from: `accepted` (guessed, and right), `corrected` (in the
-        place of the first wrong guess) or `bonus` (behind guesses that were all right)."""
+        """Return the origin of the token at index `place` of `tokens`.
+
+        `accepted`: a draft; `corrected`: in place of the first wrong draft; `bonus`: behind drafts that were all
+        accepted.
+        """
         if place < self.accepted:
             return "accepted"
         return "bonus" if self.rejected_at is None else "corrected"
 
     def explain(self) -> str:
-        guessed = " ".join(repr(text) for text in self.texts)
-        kept = f"{self.accepted} of {some(len(self.drafted), 'guess')}"
+        drafts = " ".join(repr(text) for text in self.texts)
+        accepted = f"{self.accepted} of {some(len(self.drafted), 'draft')}"
         if self.rejected_at is None:
-            end = f"all are right, and {self.own!r} comes on top"
+            end = f"all are right, and {self.own!r} comes behind them"
         else:
             end = f"{self.texts[self.rejected_at]!r} is wrong, {self.own!r} is right"
-        brought = some(len(self.tokens), "token")
-        return f"{self.rid}: {self.method} guessed {guessed}. {kept} kept: {end}. {brought} in one step."
+        new = some(len(self.tokens), "token")
+        return f"{self.rid}: {self.method} drafted {drafts}. {accepted} accepted: {end}. {new} in one step."
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolledBack(Event):
-    """The KV of wrong guesses is given up."""
+    """The slots of drafts that were not accepted were freed."""
 
     style: ClassVar[str] = "dim"
     detail: ClassVar[bool] = True
     rid: str
     """Request id."""
     num_tokens: int
-    """Tokens whose slots are not used any more."""
+    """Number of tokens whose slots are not used any more."""
     committed: int
-    """Tokens with KV that it keeps."""
+    """Number of tokens with KV that the request keeps."""
 
     def explain(self) -> str:
-        return (
-            f"{self.rid} gives the slots of {some(self.num_tokens, 'token')} back; it keeps {self.committed:,} with KV."
-        )
+        return f"{self.rid} frees the slots of {some(self.num_tokens, 'token')}; it keeps {self.committed:,} with KV."

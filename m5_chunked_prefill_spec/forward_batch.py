@@ -1,14 +1,14 @@
 """A batch on the device, in which requests may have any number of new tokens, in any order.
 
-m4 laid out prompts or decodes, sorted already. Here a decode with guesses has several tokens today and one tomorrow, so
-the rows of a batch stand in the order in which they live, and only the layout on the device puts those with more than
-one new token first. Which logits belong to whom is told in the batch's own order. SGLang: `ForwardBatch.init_new`.
+m4's batches held prompts or decodes, sorted already. Here a decode with drafts has several tokens in one step and one
+in the next. So the rows of a batch keep their order from step to step, and only the layout on the device puts requests
+with more than one new token first. `logits_indices` are in the order of the batch. SGLang: `ForwardBatch.init_new`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from m4_radix_cache.forward_batch import HoldsTables
 
 
 class NewTokens(Protocol):
-    """What a forward computes: the new tokens of some requests, one request after the other."""
+    """Input of a forward: the new tokens of some requests, one request after the other."""
 
     @property
     def input_ids(self) -> np.ndarray:
@@ -49,13 +49,13 @@ class NewTokens(Protocol):
 
     @property
     def sample_lens(self) -> Sequence[int]:
-        """How many of each request's last new tokens have their logits looked at."""
+        """Number of each request's last new tokens whose logits are needed."""
         ...
 
 
 @dataclass(frozen=True)
 class SomeTokens:
-    """New tokens that are no step of the engine's: those of a draft model."""
+    """New tokens of a forward that is not a step of the engine: of a draft model, or of a measurement."""
 
     input_ids: np.ndarray
     req_pool_indices: np.ndarray
@@ -66,8 +66,10 @@ class SomeTokens:
 
 
 def nothing_in_page_0(num_rows: int, num_tokens: int, context: int, page_size: int) -> SomeTokens:
-    """`num_rows` times `num_tokens` new tokens behind `context` others, to see what they cost. They lie in page 0, and
-    nobody reads them."""
+    """Return placeholder tokens for a measurement: `num_rows` times `num_tokens` behind `context` others.
+
+    Their KV is written to page 0, which no request reads.
+    """
     total = num_rows * num_tokens
     return SomeTokens(
         input_ids=np.zeros(total, dtype=np.int64),
@@ -80,41 +82,24 @@ def nothing_in_page_0(num_rows: int, num_tokens: int, context: int, page_size: i
 
 
 NO_ROW = -1
-"""In the place of a row of slots: all its tokens lie in page 0."""
+"""Placeholder for a row of slots: all its tokens lie in page 0."""
 
 
 @dataclass(frozen=True)
 class ForwardBatch(ModelInput):
-    """One forward's tensors, all on the model's device. Made anew for every step and never changed."""
+    """Tensors of one forward, all on the model's device. Made for each step and never changed."""
 
     starts: np.ndarray
-    """int64 `[batch_size]`: where the tokens of each request begin in this layout."""
+    """int64 `[batch_size]`: start of each request's tokens in this layout."""
 
     @classmethod
     def init_new(cls, batch: NewTokens, model_runner: HoldsTables) -> "ForwardBatch":
-        """Lay out a batch."""
-        lens, device, rows = batch.new_lens, model_runner.device, batch.req_pool_indices
-        prefix_lens = batch.seq_lens - lens
-        is_alone = lens == 1
-        if is_alone.all():  # as in most steps: every order is right
-            starts, positions = _numbers(len(lens)), prefix_lens
-            columns = [batch.input_ids, positions, batch.out_cache_loc]
-        elif (is_alone[:-1] <= is_alone[1:]).all():  # prompts before decodes: they lie as they should
-            starts = np.cumsum(lens) - lens
-            columns = [batch.input_ids, ranges(prefix_lens, lens), batch.out_cache_loc]
-        else:
-            order = np.argsort(is_alone, kind="stable")  # of the rows on the device
-            rows, own_lens = rows[order], lens[order]
-            begins = np.cumsum(lens) - lens  # of each request's tokens, in the batch
-            starts = np.empty_like(lens)
-            starts[order] = np.cumsum(own_lens) - own_lens  # and in the layout
-            places = ranges(begins[order], own_lens)  # where each token of the layout stands in the batch
-            prefix_lens = prefix_lens[order]
-            columns = [batch.input_ids[places], ranges(prefix_lens, own_lens), batch.out_cache_loc[places]]
-            lens = own_lens
-        # What belongs together crosses to the device together: a transfer costs more than its bytes.
+        """Return the layout of a batch, copied to the device of `model_runner`."""
+        device, page_size = model_runner.device, model_runner.page_size
+        rows, lens, prefix_lens, starts, columns = _in_layout_order(batch)
+        # One transfer for all columns: to start a transfer takes longer than to copy its bytes.
         per_token = torch.as_tensor(np.stack(columns), device=device)
-        longest, page_size = int(batch.seq_lens.max()), model_runner.page_size
+        longest = int(batch.seq_lens.max())
         if rows[0] == NO_ROW:
             tables = np.zeros((len(rows), -(-longest // page_size)), dtype=np.int32)
         else:
@@ -129,6 +114,40 @@ class ForwardBatch(ModelInput):
         )
 
 
+class _Layout(NamedTuple):
+    """A batch in the order of the layout: requests with several new tokens first. All but `starts` are in this order.
+
+    `rows`, `lens`, `prefix_lens` have one entry per request, each of `columns` (ids, positions, slots) one per token.
+    """
+
+    rows: np.ndarray
+    lens: np.ndarray
+    prefix_lens: np.ndarray
+    starts: np.ndarray  # start of each request's tokens in the layout, in the order of the batch
+    columns: list[np.ndarray]
+
+
+def _in_layout_order(batch: NewTokens) -> _Layout:
+    """Return the rows and tokens of a batch, requests with several new tokens first."""
+    rows, lens = batch.req_pool_indices, batch.new_lens
+    prefix_lens = batch.seq_lens - lens
+    is_alone = lens == 1
+    if is_alone.all():  # as in most steps: any order is valid
+        columns = [batch.input_ids, prefix_lens, batch.out_cache_loc]
+        return _Layout(rows, lens, prefix_lens, _numbers(len(lens)), columns)
+    begins = np.cumsum(lens) - lens  # of each request's tokens in the batch
+    if (is_alone[:-1] <= is_alone[1:]).all():  # prompts before decodes: the batch has the order of the layout
+        columns = [batch.input_ids, ranges(prefix_lens, lens), batch.out_cache_loc]
+        return _Layout(rows, lens, prefix_lens, begins, columns)
+    order = np.argsort(is_alone, kind="stable")  # of the rows in the layout
+    lens, prefix_lens = lens[order], prefix_lens[order]
+    starts = np.empty_like(lens)
+    starts[order] = np.cumsum(lens) - lens
+    places = ranges(begins[order], lens)  # index in the batch of each token of the layout
+    columns = [batch.input_ids[places], ranges(prefix_lens, lens), batch.out_cache_loc[places]]
+    return _Layout(rows[order], lens, prefix_lens, starts, columns)
+
+
 OneEach = tuple[Tensor, AttentionMetadata]
 """Positions and layout of a forward over one token of each of some requests."""
 
@@ -136,11 +155,11 @@ OneEach = tuple[Tensor, AttentionMetadata]
 def one_after_another(
     batch: NewTokens, rows: np.ndarray, places: np.ndarray, counts: np.ndarray, model_runner: HoldsTables
 ) -> list[OneEach]:
-    """The layouts of `max(counts)` forwards over one token each: the first computes the tokens at `places`, one of each
-    of `rows`, the next one those behind them. `counts[i]`, falling, tells in how many of them `rows[i]` takes part.
+    """Return the layouts of `max(counts)` forwards over one token of each row.
 
-    All but the tokens themselves, which nobody knows yet; at once, because a small model's forward takes little longer
-    than its layout.
+    The first forward computes the tokens at `places`, one of each of `rows`; each further one computes the tokens
+    behind them. `rows[i]` is in the first `counts[i]` forwards; `counts` never rises. The token ids, not known yet, are
+    left out. All layouts are made at once: for a small model, a layout takes almost as long as a forward.
     """
     if not len(rows):
         return []
@@ -148,11 +167,11 @@ def one_after_another(
     ends = np.cumsum(batch.new_lens)[rows]
     steps = np.arange(num_steps)[:, None]
     positions = (batch.seq_lens[rows] - (ends - places)) + steps  # [steps, rows]
-    slots = batch.out_cache_loc[np.minimum(places + steps, ends - 1)]  # behind the last one of a row nobody looks
+    slots = batch.out_cache_loc[np.minimum(places + steps, ends - 1)]  # those behind the end of a row are not read
     per_token = torch.as_tensor(np.stack([positions, slots]), device=device)
     longest = int(batch.seq_lens[rows].max())
-    of_requests = model_runner.req_to_token_pool.page_tables(batch.req_pool_indices[rows], longest, page_size)
-    tables = torch.as_tensor(of_requests, device=device)
+    page_tables = model_runner.req_to_token_pool.page_tables(batch.req_pool_indices[rows], longest, page_size)
+    tables = torch.as_tensor(page_tables, device=device)
     layouts = []
     for step in range(num_steps):
         width = int((counts > step).sum())
@@ -163,23 +182,28 @@ def one_after_another(
 
 
 def _logits_indices(batch: NewTokens, starts: np.ndarray, device: torch.device) -> Tensor | None:
-    """Where the logits stand that are looked at, in the order of the batch; None: all of them, as they stand."""
+    """Return the indices in the layout of the tokens whose logits are needed, in the order of the batch.
+
+    None: all of them, in the order of the layout.
+    """
     if sum(batch.sample_lens) == len(batch.input_ids) == len(starts):
         return None
-    looked_at = np.array(batch.sample_lens)
-    places = ranges(starts + batch.new_lens - looked_at, looked_at)
+    num_rows = np.array(batch.sample_lens)
+    places = ranges(starts + batch.new_lens - num_rows, num_rows)
     is_all = len(places) == len(batch.input_ids) and bool((places == _numbers(len(places))).all())
     return None if is_all else torch.as_tensor(places, device=device)
 
 
 @lru_cache
 def _numbers(count: int) -> np.ndarray:
-    """0, 1, 2, ... Nobody changes them."""
+    """Return `0, 1, ..., count - 1`, shared by all callers: do not change it."""
     return np.arange(count)
 
 
 def ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    """`starts[0], starts[0] + 1, ...` `lens[0]` times, then those of the next one. Starts 3 and 0, lengths 2 and 2: 3,
-    4, 0, 1."""
+    """Return the numbers from `starts[i]` to `starts[i] + lens[i] - 1` for each `i`, one range after the other.
+
+    Starts 3 and 0 with lengths 2 and 2 give 3, 4, 0, 1.
+    """
     ends = np.cumsum(lens)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lens), lens)

@@ -17,7 +17,7 @@ from m5_chunked_prefill_spec.request import Req
 
 
 class InputProcessor(SingleRequestInputProcessor):
-    """m1's input processor; `check_limits` also knows the KV memory, `build_request` the options of a request."""
+    """m1's input processor; `check_limits` also checks the KV memory, `build_request` takes m5's options."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""m5's engine: the face over m5's parts."""
+"""m5's engine: the public interface over m5's parts."""
 
 from m4_radix_cache.llm_engine import LLMEngine as RadixEngine
 from m5_chunked_prefill_spec.config import EngineConfig
@@ -6,8 +6,10 @@ from m5_chunked_prefill_spec.wiring import PARTS
 
 
 class LLMEngine(RadixEngine):
-    """Many tokens in one step: prompts in pieces beside decodes, and guesses that are verified together. A request may
-    come with `priority=`, `cache_salt=` and `speculate=`."""
+    """Engine whose steps hold pieces of prompts beside decodes, and drafts that are verified together.
+
+    A request may have `priority=`, `cache_salt=` and `speculate=`.
+    """
 
     parts = PARTS
     config_type = EngineConfig

@@ -1,8 +1,8 @@
-"""Tensors in, tokens out, several for a request if its guesses were right.
+"""Runs the model over a batch and samples: no token, one, or several for a request with accepted drafts.
 
-m4's runner had the logits of one token for each request. Here the step says how many rows of each are looked at: none
-for a piece of a prompt, several behind guesses. A draft model, where there is one, makes its guesses before the forward
-and catches up after it. SGLang: `EAGLEWorker.forward_batch_generation` around its `ModelRunner`; vLLM:
+m4's runner computed the logits of one token for each request. Here `sample_lens` gives their number: none for a piece
+of a prompt, several for a request with drafts. A draft model, where there is one, makes its drafts before the target's
+forward and completes its KV after it. SGLang: `EAGLEWorker.forward_batch_generation` around its `ModelRunner`; vLLM:
 `v1/worker/gpu_model_runner.py`.
 """
 
@@ -32,26 +32,26 @@ from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampl
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 
 MAX_VERIFIED = 16
-"""Of how many tokens a measured step computes the logits: few steps look at more."""
+"""Number of tokens whose logits a measured step computes: few steps need more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecWithDraft(KVCacheSpec):
-    """The shape of a page, with the draft model's KV of the same tokens."""
+    """Shape of a page, with the draft model's KV of the same tokens."""
 
     draft_bytes_per_token: int
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of K and V of a page in all layers of both models."""
+        """Return the bytes of K and V of a page in all layers of both models."""
         return super().block_bytes + self.block_size * self.draft_bytes_per_token
 
 
 class ModelRunner:
-    """Runs what the scheduler decided: guess, prepare, forward, sample and verify."""
+    """Runs a step of the scheduler: draft, prepare, forward, sample and verify."""
 
     released: ClassVar[tuple[str, ...]] = ("kv", "model")
-    """What `shutdown` lets go of."""
+    """Attributes that `shutdown` deletes."""
 
     def __init__(
         self,
@@ -71,21 +71,20 @@ class ModelRunner:
         self.rejection_sampler = rejection_sampler
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Reserve the KV memory, and as many pages for the draft model. Raises `ConfigError` where there is not so
-        much."""
+        """Reserve the KV memory, and as many pages for the draft model. Raises `ConfigError` if there is too little."""
         self.page_size = kv_cache_config.spec.block_size
         self.kv = KVStorage(kv_cache_config, device=self.device)
         if self.draft_runner is not None:
             self.draft_runner.initialize_kv_cache(kv_cache_config.num_blocks, self.page_size)
 
     def profile_run(self, num_tokens: int) -> int:
-        """Run the largest step once, on nothing; returns the bytes of the KV memory that it had meanwhile."""
+        """Run the largest step once, on placeholder tokens; return the bytes of its temporary KV memory."""
         return run_largest_step(
             self.model, num_tokens, longest=self.max_model_len, max_num_seqs=self.max_num_seqs, device=self.device
         )
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """The shape of a page of this model, and what the draft model's takes besides."""
+        """Return the shape of a page of this model, with the bytes of the draft model's KV."""
         spec = kv_cache_spec_of(self.model, block_size)
         if self.draft_runner is None:
             return spec
@@ -93,12 +92,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_costs(self, most: int) -> CostTable:
-        """Measure the costs of steps of up to `most` new tokens. They write into page 0, which no request reads."""
+        """Measure the costs of steps of up to `most` new tokens. The steps write to page 0, which no request reads."""
         context = max(min(1024, self.max_model_len // 2), 1)
         return measure(self._cost_of, sizes_up_to(most), context=context)
 
     def _cost_of(self, num_tokens: int, context: int) -> float:
-        # No request is longer than the model's positions: a large step has several, alike, some tokens too many.
+        # A request has at most the model's length, so a large step is several equal ones, a few tokens more in all.
         num_rows = -(-num_tokens // (self.max_model_len - context))
         tokens = nothing_in_page_0(num_rows, -(-num_tokens // num_rows), context, self.page_size)
 
@@ -109,10 +108,10 @@ class ModelRunner:
         return milliseconds(run)
 
     def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
-        """Run the new tokens of all requests through the model, and choose the next ones.
+        """Run the new tokens of all requests through the model, and sample the next ones.
 
-        Whatever it raises fails the requests of this step, and no other; `torch.AcceleratorError` means that the device
-        is lost.
+        An exception fails the requests of this step, and no other; `torch.AcceleratorError` means that the device is
+        lost.
         """
         drafts: Drafts | None = None
         if self.draft_runner is not None or batch.spec_info is not None:
@@ -121,12 +120,12 @@ class ModelRunner:
         hidden = self.forward(forward_batch)
         last = hidden if forward_batch.logits_indices is None else hidden[forward_batch.logits_indices]
         began = time.perf_counter()
-        of_prompts: dict[str, tuple[LogprobRow, ...]] = {}
+        prompt_rows: dict[str, tuple[LogprobRow, ...]] = {}
         errors: dict[str, ForwardError] = {}
         if batch.prompts_to_rate:
-            of_prompts, errors = self._prompt_logprobs(batch, hidden, forward_batch.starts)
-        if not any(batch.sample_lens):  # nothing but a piece of a prompt
-            return ModelRunnerOutput([], [], [], prompt_logprobs=of_prompts, errors=errors)
+            prompt_rows, errors = self._prompt_logprobs(batch, hidden, forward_batch.starts)
+        if not any(batch.sample_lens):  # the step is one piece of a prompt
+            return ModelRunnerOutput([], [], [], prompt_logprobs=prompt_rows, errors=errors)
         logits = self.model.compute_logits(last)  # [sum(sample_lens), vocab]
         sampled = self.rejection_sampler(batch.rids, batch.sampling_info, logits, batch.sample_lens, drafts)
         sample_seconds = time.perf_counter() - began
@@ -137,36 +136,36 @@ class ModelRunner:
             req_ids=sampled.req_ids,
             sampled_token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
-            prompt_logprobs=of_prompts,
+            prompt_logprobs=prompt_rows,
             errors=errors | sampled.errors,
             sample_seconds=sample_seconds,
             draft_token_ids=dict(zip(batch.rids, drafts.token_ids, strict=True)) if drafts else {},
         )
 
     def prepare(self, batch: ModelWorkerBatch) -> ForwardBatch:
-        """A step as tensors."""
+        """Return the tensors of a step."""
         return ForwardBatch.init_new(batch, self)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states `[total_tokens, hidden_size]`. The one place where the model is called."""
+        """Return the hidden states `[total_tokens, hidden_size]`. The only call of the model."""
         return self.model.forward(batch.input_ids, batch.positions, self.kv, batch.attn_metadata)
 
     def free_request(self, request_id: str) -> None:
-        """Forget a request: it knows none."""
+        """Do nothing: this runner stores nothing by request."""
 
     def held_request_ids(self) -> list[str]:
-        """The requests that are remembered: none."""
+        """Return an empty list: this runner stores nothing by request."""
         return []
 
     def shutdown(self) -> None:
-        """Let go of the KV memory and the models."""
+        """Release the KV memory and the models."""
         for name in self.released:
             vars(self).pop(name, None)  # `close` may be called again
         if self.draft_runner is not None:
             self.draft_runner.shutdown()
 
     def _drafted(self, batch: ModelWorkerBatch) -> tuple[ModelWorkerBatch, Drafts | None]:
-        """The step with its guesses: those that came with it, or the draft model's."""
+        """Return the step with its drafts, and the drafts: the proposer's, or the draft model's."""
         if self.draft_runner is None:
             return batch, None if batch.spec_info is None else Drafts(batch.spec_info.draft_token_ids, None)
         drafts = self.draft_runner.propose(batch)
@@ -175,16 +174,16 @@ class ModelRunner:
     def _prompt_logprobs(
         self, batch: ModelWorkerBatch, hidden: Tensor, starts: np.ndarray
     ) -> tuple[dict[str, tuple[LogprobRow, ...]], dict[str, ForwardError]]:
-        """For the prompts, or pieces of them, that are to be rated; and the errors of those that cannot be."""
+        """Return the prompt log-probabilities of `prompts_to_rate`, and the errors of the others, by request id."""
         found: dict[str, tuple[LogprobRow, ...]] = {}
         errors: dict[str, ForwardError] = {}
         for place, rid in enumerate(batch.rids):
             if rid in batch.prompts_to_rate:
                 token_ids, num_best = batch.prompts_to_rate[rid]
                 start = int(starts[place])
-                of_prompt = hidden[start : start + int(batch.new_lens[place])]
+                prompt_hidden = hidden[start : start + int(batch.new_lens[place])]
                 try:
-                    found[rid] = prompt_logprobs(token_ids, of_prompt, num_best, self.model.compute_logits)
+                    found[rid] = prompt_logprobs(token_ids, prompt_hidden, num_best, self.model.compute_logits)
                 except ForwardError as error:
                     errors[rid] = error
         return found, errors

@@ -1,7 +1,7 @@
-"""A batch on its way to the device, when a step does several things at once.
+"""A batch on its way to the device, with prompts, pieces of prompts and decodes in one step.
 
-m4's, with what differs from request to request now: how many tokens it may get - none for a piece of a prompt that is
-not the last, one, or one more than were guessed - and the guesses. SGLang: `ModelWorkerBatch` with its `spec_info`.
+m4's batch, with the number of tokens that each request may get (none for a piece that is not the last of its prompt,
+one, or one more than its drafts), and with the drafts. SGLang: `ModelWorkerBatch` with its `spec_info`.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from m5_chunked_prefill_spec.speculative.spec_info import SpecInput
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWorkerBatch(PlainModelWorkerBatch):
-    """One step: prompts and their pieces first, then whoever decodes. Rows are in the batch's order, not sorted."""
+    """One step: prompts and pieces first, then decodes. Rows are in the order of the `ScheduleBatch`, not sorted."""
 
-    new_lens: np.ndarray  # int64 [batch_size]: new tokens of each, guesses included
+    new_lens: np.ndarray  # int64 [batch_size]: new tokens of each request, drafts included
     num_prompts: int
-    """The first so many requests are prefilled."""
+    """Number of requests that are prefilled: the first ones."""
     spec_info: SpecInput | None
-    """The guesses of this step; None: there are none."""
+    """The drafts of this step; None: there are none."""
 
     def with_drafts(self, drafts: Sequence[Sequence[int]]) -> "ModelWorkerBatch":
-        """The same step with these guesses, by row, in the places of those that were unknown when it was decided."""
+        """Return this step with `drafts`, by row, in place of the placeholders of the scheduler."""
         input_ids = self.input_ids.copy()  # the scheduler's batch has the same array
         for end, own in zip(np.cumsum(self.new_lens).tolist(), drafts, strict=True):
             if own:

@@ -1,4 +1,4 @@
-"""What comes back from a step with guesses, and the totals of an engine that guesses."""
+"""Output of a step with drafts, and the totals of an engine with speculation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from m4_radix_cache.outputs import EngineStats as RadixStats
 
 @dataclass(frozen=True)
 class ModelRunnerOutput(PlainModelRunnerOutput):
-    """What one step made; a request may have several tokens, or none while its prompt is in pieces."""
+    """Output of one step. A request may have several tokens, or none while its prompt is in pieces."""
 
     draft_token_ids: Mapping[str, list[int]] = field(default_factory=dict)
-    """The guesses that were verified, by request id."""
+    """The drafts that were verified, by request id."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,18 @@ class EngineStats(RadixStats):
     """m4's totals, and those of speculation."""
 
     num_draft_tokens: int
-    """Tokens that were guessed and verified, in all."""
+    """Number of drafts that were verified."""
     num_accepted_tokens: int
-    """Those among them that were right."""
+    """Number of accepted drafts."""
     num_verifications: int
-    """How often a request's guesses were verified: each brings one token more than were right."""
+    """Number of verifications, one per request and step with drafts. Each gives one token more than accepted drafts."""
 
     @property
     def accept_length(self) -> float:
-        """Tokens that a verification brought, on average; 1 would be none right. SGLang: `spec_accept_length`."""
+        """Return the mean number of tokens of a verification; 1: no draft accepted. SGLang: `spec_accept_length`."""
         return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of all guesses that were right."""
+        """Return the share of accepted drafts among all drafts."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0

@@ -65,7 +65,7 @@ class PrefillAdder(WholePrefillAdder):
         NO_TOKEN: nothing is added, because the running requests need the pages that are left.
         """
         rest = req.extend_input_len
-        started = -len(req.prefix_indices) % self.page_size  # what is left of its last page
+        started = -len(req.prefix_indices) % self.page_size  # slots left in its last page
         kept = self.page_size * self._num_running
         room = max(self.cur_rem_tokens - kept, 0) // self.page_size * self.page_size + started
         given = self._cut(req, min(rest, room))

@@ -1,8 +1,9 @@
-"""What a step's result means for its requests: tokens, a piece of a prompt, guesses that were right or wrong.
+"""Commits the result of a step to its requests: new tokens, the KV of prompt pieces, accepted and rejected drafts.
 
-In m4 every request of a step got one token. Here a request in pieces gets none, though its KV is there for others; one
-with guesses gets several. All of it goes through m1's updater, which asks the stop checker first: what lies behind a
-stop is never appended, never committed, and so never in a cache. SGLang: `SchedulerOutputProcessorMixin`.
+In m4 every request of a step got one token. Here a request in pieces gets none, but the cache takes the KV of its
+piece; a request with drafts may get several. All tokens go through m1's updater, which calls the stop checker first:
+tokens behind a stop are never appended, never committed, and so never in a cache. SGLang:
+`SchedulerOutputProcessorMixin`.
 """
 
 from m1_single_request.output_events import Result, TextHeld
@@ -20,7 +21,7 @@ from m5_chunked_prefill_spec.speculative.speculation import Speculation
 
 
 class ResultProcessor:
-    """Commits the result of a batch; ends nobody, but marks who is to end."""
+    """Commits the result of a batch. It marks the requests that end, and leaves their end to the scheduler."""
 
     def __init__(
         self, *, updater: RequestUpdater, speculation: Speculation, tree_cache: BasePrefixCache, tracer: Tracer
@@ -28,9 +29,9 @@ class ResultProcessor:
         self.updater, self.speculation, self.tree_cache, self.tracer = updater, speculation, tree_cache, tracer
 
     def process(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
-        """Give every request its new tokens; the KV of prompts and their pieces is there for others from now on.
+        """Give every request its tokens, insert the KV of prompts and pieces into the cache, free the rejected drafts.
 
-        Returns those that got any.
+        Return the requests with a new token.
         """
         if batch.forward_mode is ForwardMode.DECODE and output.req_ids == batch.rids:
             return self._process_decodes(batch, output)
@@ -53,7 +54,7 @@ class ResultProcessor:
         return [run.req for run in runs]
 
     def _process_decodes(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
-        """A token for everybody, nothing else: what most steps are, in few words."""
+        """Give each request of a batch without prompts and drafts its token, as in most steps."""
         reqs, token_ids = batch.take_tokens(output)
         assert batch.sampling_info is not None
         batch.sampling_info.advance(batch.output_ids, 1)
@@ -64,7 +65,7 @@ class ResultProcessor:
         return list(reqs)
 
     def _commit(self, run: Run, batch: ScheduleBatch, output: ModelRunnerOutput) -> None:
-        """Append what a request got, as far as it is not ended by it."""
+        """Append the tokens of a request, up to a stop, and count its drafts."""
         req, drafts = run.req, batch.drafts[run.place] if batch.drafts else []
         if drafts:
             self.speculation.verified(req, len(drafts), len(run.token_ids) - 1)
@@ -78,18 +79,18 @@ class ResultProcessor:
         self.updater.commit(req, sampled, num_new_kv=num_new_kv)
 
     def _commit_piece(self, chunked: Req, output: ModelRunnerOutput) -> None:
-        """A piece of a prompt has its KV: share it. No token comes of it."""
-        of_prompt = output.prompt_logprobs.get(chunked.rid)
-        if of_prompt is not None:
-            chunked.sequence.add_prompt_logprobs(of_prompt)
+        """Commit the KV of a prompt piece, and insert it into the cache. The request gets no token."""
+        piece_logprobs = output.prompt_logprobs.get(chunked.rid)
+        if piece_logprobs is not None:
+            chunked.sequence.add_prompt_logprobs(piece_logprobs)
         chunked.kv_committed_len += chunked.extend_input_len
         self.tree_cache.cache_unfinished_req(chunked)
 
 
 def commit_run_simply(updater: RequestUpdater, req: Req, token_ids: list[int]) -> bool:
-    """Append several tokens, of which all but the last have their KV, to a request that they cannot end.
+    """Append several tokens, all but the last with KV, to a request that they cannot end.
 
-    Return False, and change nothing, if they may end it: then `updater.commit` is needed.
+    Return False, and change nothing, if they may end the request: then `updater.commit` is needed.
     """
     sequence, stops = req.sequence, req.simple_stops or updater.simple_stops(req)
     output = sequence.output_token_ids
@@ -101,7 +102,7 @@ def commit_run_simply(updater: RequestUpdater, req: Req, token_ids: list[int]) -
     try:
         for token_id in token_ids:
             sequence.detokenizer.push(token_id)
-    except Exception:  # of a user's class; `commit` ends this request with it
+    except Exception:  # from a user's class; `commit` ends this request with it
         sequence.detokenizer.rewind(before)
         return False
     output.extend(token_ids)

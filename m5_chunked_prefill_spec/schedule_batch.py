@@ -29,36 +29,36 @@ from m5_chunked_prefill_spec.speculative.spec_info import SpecInput
 
 
 class Run(NamedTuple):
-    """The tokens of one request in a step."""
+    """New tokens of one request in a step."""
 
     place: int
     """Its row in the batch."""
     req: Req
     token_ids: list[int]
-    """At least one; with drafts, the right ones and one more."""
+    """At least one: the accepted drafts and one more."""
     logprobs: Sequence[LogprobRow | None]
 
 
 class ScheduleBatch(PlainScheduleBatch):
     """m4's batch with pieces of prompts, and with drafts.
 
-    `prepare_for_extend` notes the piece, `prepare_for_decode` takes drafts, `filter_batch` drops the request in pieces,
-    `get_model_worker_batch` returns m5's.
+    `prepare_for_extend` finds the request in pieces, `prepare_for_decode` takes drafts, `filter_batch`
+    drops the request in pieces, `get_model_worker_batch` returns m5's.
     """
 
     def __init__(self, reqs: list[Req], pools: Pools) -> None:
         super().__init__(reqs, pools)
-        self.new_lens = NOTHING  # int64 [batch_size]: new tokens of each in this step
-        self.num_prompts = 0  # the first so many requests are prefilled in this step
-        self.chunked_req: Req | None = None  # the one of them whose prompt does not end in this step
+        self.new_lens = NOTHING  # int64 [batch_size]: new tokens of each request in this step
+        self.num_prompts = 0  # number of requests that are prefilled in this step, the first ones
+        self.chunked_req: Req | None = None  # the prefilled request whose prompt does not end in this step
         self.drafts: list[list[int]] = []  # drafts of this step, by row; empty: there are none
 
     def prepare_for_extend(self, sampling_info: SamplingBatchInfo) -> None:
-        """Give every request a slot for each token to compute, and a row if it has none. As m4's."""
+        """Give every request a slot for each token to compute, and a row if it has none. Find the request in pieces."""
         super().prepare_for_extend(sampling_info)
         assert self.extend_lens is not None
         self.new_lens, self.num_prompts = np.array(self.extend_lens), len(self.reqs)
-        self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)  # so that decodes can be put behind them
+        self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)  # so that `mix_with_running` can append decodes
         unfinished = [req for req in self.reqs if len(req.prefix_indices) + req.extend_input_len < len(req.fill_ids)]
         assert len(unfinished) <= 1, "two prompts are in pieces"
         self.chunked_req = unfinished[0] if unfinished else None
@@ -75,7 +75,7 @@ class ScheduleBatch(PlainScheduleBatch):
             self.forward_mode, self.drafts = ForwardMode.DECODE, []
             self.new_lens, self.input_ids = np.ones(len(rows), dtype=np.int64), self.output_ids
             slots = pools.token_to_kv_pool_allocator.alloc_decode(self.seq_lens + 1, last_locs)
-            assert slots is not None, "check_decode_mem said that there is room"
+            assert slots is not None, "no slots for the next tokens after check_decode_mem"
             pool.append(rows, slots)
         else:
             self.forward_mode, self.drafts = ForwardMode.TARGET_VERIFY, list(drafts)
@@ -84,7 +84,7 @@ class ScheduleBatch(PlainScheduleBatch):
             self.input_ids = np.array([token_id for newest, own in known for token_id in (newest, *own)])
             after = self.seq_lens + self.new_lens
             slots = pools.token_to_kv_pool_allocator.alloc_extend(self.seq_lens, after, last_locs)
-            assert slots is not None, "has_room_for said that there is room"
+            assert slots is not None, "no slots for the drafts after has_room_for"
             pool.append_runs(rows, slots, self.new_lens)
         self.out_cache_loc, self.seq_lens = slots, self.seq_lens + self.new_lens
 
@@ -107,11 +107,6 @@ class ScheduleBatch(PlainScheduleBatch):
     def get_model_worker_batch(self) -> ModelWorkerBatch:
         """Return this step as plain data."""
         assert self.sampling_info is not None
-        sample_lens = [1] * len(self.reqs)
-        if self.drafts:
-            sample_lens = [1 + len(own) for own in self.drafts]
-        if self.chunked_req is not None:
-            sample_lens[self.reqs.index(self.chunked_req)] = 0
         return ModelWorkerBatch(
             forward_mode=self.forward_mode,
             rids=self.rids,
@@ -124,11 +119,18 @@ class ScheduleBatch(PlainScheduleBatch):
             prompts_to_rate=self._prompts_to_rate(self.reqs[: self.num_prompts]) if self.num_prompts else {},
             sampling_info=self.sampling_info,
             new_lens=self.new_lens,
-            sample_lens=sample_lens,
+            sample_lens=self._sample_lens(),
             num_prompts=self.num_prompts,
             num_prompt_tokens=int(self.new_lens[: self.num_prompts].sum()) if self.num_prompts else 0,
             spec_info=SpecInput(self.drafts) if self.drafts else None,
         )
+
+    def _sample_lens(self) -> list[int]:
+        """Return the number of tokens to sample for each request: none for the one in pieces."""
+        sample_lens = [1 + len(own) for own in self.drafts] if self.drafts else [1] * len(self.reqs)
+        if self.chunked_req is not None:
+            sample_lens[self.reqs.index(self.chunked_req)] = 0
+        return sample_lens
 
     def take_runs(self, output: ModelRunnerOutput) -> list[Run]:
         """Return the tokens of each request, in the order of the batch, and keep the newest ones as the next input."""
@@ -152,23 +154,23 @@ class ScheduleBatch(PlainScheduleBatch):
         return runs
 
     def roll_back(self) -> list[tuple[Req, int]]:
-        """Free the slots of wrong drafts. Return the requests that had any, and how many."""
+        """Free the slots of wrong drafts. Return the requests that had any, and the number of their slots."""
         if not self.drafts:
             return []
         pool, allocator = cast(ReqToTokenPool, self.pools.req_to_token_pool), self.pools.token_to_kv_pool_allocator
         freed: list[Slots] = []
-        taken_back = []
+        rolled_back = []
         self.seq_lens = self.seq_lens.copy()
         for place, req in enumerate(self.reqs):
             surplus = int(self.seq_lens[place]) - req.kv_committed_len
             if self.drafts[place] and req.req_pool_idx is not None and surplus > 0:
                 freed.append(pool.truncate(req.req_pool_idx, req.kv_committed_len, page_size=allocator.page_size))
-                taken_back.append((req, surplus))
+                rolled_back.append((req, surplus))
                 self.seq_lens[place] = req.kv_committed_len
         if freed:
             allocator.free(np.concatenate(freed))
         self.drafts = []
-        return taken_back
+        return rolled_back
 
     def pages_for(self, drafts: Sequence[list[int]]) -> int:
         """Return the number of new pages for the next tokens and these drafts."""

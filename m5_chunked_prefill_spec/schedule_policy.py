@@ -12,7 +12,7 @@ from m4_radix_cache.schedule_policy import Matches, Order, SchedulePolicy as Who
 
 
 class SchedulePolicy(WholePromptsPolicy):
-    """m4's policy, whose `calc_priority` and `_hold_back` know the prompts that this step completes."""
+    """m4's policy, whose `calc_priority` and `_hold_back` include the prompts that this step completes."""
 
     _prefilling: Sequence[Req] = ()
 

@@ -33,8 +33,8 @@ from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 class Scheduler(RadixScheduler):
     """m4's scheduler with other decisions: `get_next_batch_to_run` and `process_batch_result`.
 
-    `counters` adds those of speculation, `_finish` and `reset` also forget a request in
-    pieces, and `in_batches` and `check_invariants` know it.
+    `counters` adds those of speculation, `_finish` and `reset` also delete the state of
+    prompts, and `in_batches` and `check_invariants` take account of the request in pieces.
     """
 
     batch_class = ScheduleBatch

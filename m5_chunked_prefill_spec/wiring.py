@@ -1,6 +1,7 @@
-"""m5's table of contents: m4's table with the roles that pieces and guesses change, and how the parts are put together.
+"""Parts of an m5 engine: m4's table with the roles that pieces and drafts change, and the functions that build them.
 
-Two models may be loaded now; with `target_gap_ms` the costs of steps are measured before the scheduler is built.
+A draft model may be loaded beside the target. With `target_gap_ms` the costs of steps are measured before the scheduler
+is built.
 """
 
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ from m5_chunked_prefill_spec.speculative.speculation import Speculation
 
 
 class Settings(Protocol):
-    """What m5's parts are told, by its configuration or by a later one's."""
+    """Settings that m5's build functions read."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -55,7 +56,7 @@ class Settings(Protocol):
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
-    """Load the models, size the KV memory, measure, and put the parts together."""
+    """Load the models, size the KV memory, measure the costs of steps if needed, and connect the parts."""
     device = config.model.torch_device()
     check_memory_share(config.cache, device)
     cache_class = prefix_cache_class(config.cache, parts)
@@ -89,7 +90,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
 
 
 class Runner(NamedTuple):
-    """What runs requests of some length, at its top and at its bottom, and the rows of slots that it looks up."""
+    """The executor with its model runner, their limits, and the rows of slots that they read."""
 
     limits: SchedulerConfig
     executor: GPUExecutor
@@ -106,8 +107,8 @@ def build_executor(
     threads: StepThreads | None,
     **more: Any,
 ) -> Runner:
-    """What runs requests of at most `loaded.max_model_len` tokens; `more` is what a later milestone's runner needs
-    besides."""
+    """Build the executor for requests of at most `loaded.max_model_len` tokens. `more`: further keywords of the
+    `model_runner`."""
     limits = config.scheduler.resolved(loaded.max_model_len, config.model.torch_device().type)
     rows = parts["req_to_token_pool"](size=limits.max_num_seqs, max_context_len=loaded.max_model_len)
     runner = parts["model_runner"](
@@ -127,7 +128,7 @@ def build_executor(
 def build_input_processor(
     config: Settings, limits: SchedulerConfig, parts: Mapping[str, Any], loaded: Any, max_total_tokens: int, **more: Any
 ) -> Any:
-    """What takes requests in, for so large a KV memory; `more` is what a later milestone's intake needs besides."""
+    """Build the input processor for a KV memory of `max_total_tokens`. `more`: further keywords of it."""
     return parts["input_processor"](
         request_class=parts["request"],
         detokenizer_class=parts["detokenizer"],
@@ -148,19 +149,7 @@ def build_scheduler(
     costs: CostTable | None,
     tracer: Tracer,
 ) -> Any:
-    """Build the scheduler and the parts that it asks. Raises `ConfigError` for a proposer that would never be asked."""
-    proposer = parts["proposer"](config.speculative)
-    if proposer is not None and config.speculative.method is None:
-        raise ConfigError(
-            "the part 'proposer' has no effect with SpeculativeConfig(method=None): use method='ngram' for tokens that "
-            "are known on the host"
-        )
-    speculation = parts["speculation"](
-        proposer=proposer,
-        config=config.speculative,
-        max_model_len=loaded.max_model_len,
-        vocab_size=loaded.vocab_size,
-    )
+    """Build the scheduler and the parts that it calls. Raises `ConfigError` as `build_speculation` does."""
     return parts["scheduler"](
         scheduler_config=limits,
         pools=pools,
@@ -169,7 +158,7 @@ def build_scheduler(
         ),
         prefill_adder=parts["prefill_adder"],
         composer=parts["composer"](limits, costs),
-        speculation=speculation,
+        speculation=build_speculation(config.speculative, parts, loaded),
         chunk_alignment=chunk_alignment(limits, config.cache.page_size),
         preemption=parts["preemption"](),
         stop_checker=parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len),
@@ -179,8 +168,24 @@ def build_scheduler(
     )
 
 
+def build_speculation(config: SpeculativeConfig, parts: Mapping[str, Any], loaded: Any) -> Any:
+    """Build the proposer and the speculation. Raises `ConfigError` for a proposer that is never called."""
+    proposer = parts["proposer"](config)
+    if proposer is not None and config.method is None:
+        raise ConfigError(
+            "the part 'proposer' has no effect with SpeculativeConfig(method=None): use method='ngram' for tokens that "
+            "are known on the host"
+        )
+    return parts["speculation"](
+        proposer=proposer,
+        config=config,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+    )
+
+
 def make_composer(config: SchedulerConfig, costs: CostTable | None) -> DecodeFirst | PrefillFirst:
-    """The schedule that the configuration names."""
+    """Return the composer for the schedule of the configuration."""
     if config.schedule == "prefill_first":
         return PrefillFirst()
     return DecodeFirst(target_gap_ms=config.target_gap_ms, cost_table=costs)
@@ -216,7 +221,7 @@ def cost_table(limits: SchedulerConfig, runner: Any, tracer: Tracer) -> CostTabl
 
 
 def chunk_alignment(config: SchedulerConfig, page_size: int) -> int:
-    """Where a prompt may be cut: anywhere if a step is filled to the last token, else at a page.
+    """Return the number of tokens at whose multiples a prompt may be cut: 1 with decodes first, else `page_size`.
 
     Raises `ConfigError` if a step has no room for a page.
     """

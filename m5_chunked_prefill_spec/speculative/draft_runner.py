@@ -204,7 +204,7 @@ def load_draft_model(
         return None
     if speculative.model is None and config.model is not None and Path(config.model) not in default_models:
         raise ConfigError(
-            f"the draft model that ships belongs to the default model, not to {target.name}: name one in "
+            f"the embedded draft model belongs to the default model, not to {target.name}: name one in "
             f"SpeculativeConfig(model=...)"
         )
     path = speculative.model or DEFAULT_DRAFT_MODEL
@@ -218,7 +218,7 @@ def check_vocabulary(draft: LoadedModel, target: LoadedModel) -> None:
     """Raise `ConfigError` if a token id does not stand for the same token in both models."""
     if draft.vocab_size != target.vocab_size or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ConfigError(
-            f"{draft.name} cannot guess for {target.name}: their vocabularies differ ({draft.vocab_size:,} and "
+            f"{draft.name} cannot draft for {target.name}: their vocabularies differ ({draft.vocab_size:,} and "
             f"{target.vocab_size:,} ids)"
         )
 

@@ -124,7 +124,7 @@ def _rows(part: str, answer: Iterable[Any], number: int) -> list[Any]:
         raise PartError(f"{part} returned {shown(answer)}, whose rows cannot be read: {reason}") from error
     if len(rows) != number:
         found = len(rows) if len(rows) < number else "more"
-        raise PartError(f"{part} must guess for {number} requests; it did for {found}")
+        raise PartError(f"{part} must return a row of drafts for each of {number} requests; it returned {found}")
     return rows
 
 
@@ -135,10 +135,10 @@ def _drafts_of_row(part: str, rid: str, row: Iterable[Any], limit: int, valid: r
     except Exception as error:
         raise PartError(f"{part} failed: {shown(error, LONGEST_REASON)}") from error
     if len(drafts) > limit:
-        raise PartError(f"{part} may guess {limit} tokens for request {shown(rid)}; it guessed more")
+        raise PartError(f"{part} may return {limit} drafts for request {shown(rid)}; it returned more")
     if strange := [token_id for token_id in drafts if token_id not in valid]:
         raise PartError(
-            f"{part} guessed {shown(strange[0])} for {shown(rid)}, which is none of {valid.stop:,} token ids"
+            f"{part} drafted {shown(strange[0])} for {shown(rid)}, which is none of {valid.stop:,} token ids"
         )
     return drafts
 

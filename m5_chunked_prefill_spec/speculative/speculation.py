@@ -62,8 +62,7 @@ class Speculation:
 def share_out(wanted: Sequence[int], most: int) -> list[int]:
     """Return `wanted`, lowered to a sum of at most `most`.
 
-    The largest entries are lowered to one common level. What the division leaves over goes to the first of them, one
-    each.
+    The largest entries are lowered to one common level. The remainder goes to the first of them, one each.
     """
     if sum(wanted) <= most:
         return list(wanted)

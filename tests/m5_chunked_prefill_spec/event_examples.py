@@ -49,18 +49,22 @@ EXAMPLES: dict[Event, list[str]] = {
     replace(CUT, bound_by="target_gap_ms"): ["a longer step would miss target_gap_ms"],
     replace(CUT, bound_by="memory"): ["there is no free memory for more"],
     BATCH: [
-        "Mixed batch: 2 decodes + 2 guesses + 60 tokens of 1 prompt = 64 of at most 64 tokens.",
+        "Mixed batch: 2 decodes + 2 drafts + 60 tokens of 1 prompt = 64 of at most 64 tokens.",
         "Since the last batch left: d.",
     ],
     replace(BATCH, mode="target_verify", num_prompts=0, rids=("b",), extend_lens=(2,), draft_lens=(1,), left=()): [
-        "Target verify batch: 1 decode + 1 guess = 2 of at most 64 tokens. 2 running requests must wait for that."
+        "Target verify batch: 1 decode + 1 draft = 2 of at most 64 tokens. 2 running requests must wait for that."
     ],
     VERIFIED: [
-        "b: ngram guessed ' the' ' cat'. 1 of 2 guesses kept: ' cat' is wrong, ' dog' is right. 2 tokens in one step."
+        "b: ngram drafted ' the' ' cat'. 1 of 2 drafts accepted: ' cat' is wrong, ' dog' is right. "
+        "2 tokens in one step."
     ],
     replace(VERIFIED, accepted=2, tokens=(7, 8, 9)): [
-        "2 of 2 guesses kept: all are right, and ' dog' comes on top. 3 tokens in one step."
+        "2 of 2 drafts accepted: all are right, and ' dog' comes behind them. 3 tokens in one step."
     ],
-    replace(VERIFIED, drafted=(7,), texts=(" the",), accepted=0, tokens=(9,)): ["0 of 1 guess kept", "1 token in one"],
-    RolledBack(rid="b", num_tokens=1, committed=101): ["b gives the slots of 1 token back; it keeps 101 with KV."],
+    replace(VERIFIED, drafted=(7,), texts=(" the",), accepted=0, tokens=(9,)): [
+        "0 of 1 draft accepted",
+        "1 token in one",
+    ],
+    RolledBack(rid="b", num_tokens=1, committed=101): ["b frees the slots of 1 token; it keeps 101 with KV."],
 }

@@ -76,7 +76,7 @@ def test_one_prompt_with_guesses_is_answered_and_explained(capsys: pytest.Captur
     argv = ["--prompt", "Repeat this text:\nlamp river goat lamp river", "--speculative", "ngram", "--trace", "verbose"]
     assert demo.main([*argv, "--num-speculative-tokens", "3"]) == 0
     said = words(capsys.readouterr().out)
-    assert "lamp river goat lamp river" in said and "ngram guessed" in said and "Target verify batch" in said
+    assert "lamp river goat lamp river" in said and "ngram drafted" in said and "Target verify batch" in said
 
 
 @pytest.mark.sample(1)

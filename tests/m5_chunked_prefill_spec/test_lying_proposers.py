@@ -148,15 +148,15 @@ def test_several_invalid_drafts_of_a_step_end_each_its_own_request(make_engine: 
     outputs = run(engine)
     check_plain(outputs, m1, ["plain"])
     assert outputs["c"].token_ids == m1.generate([61, 62, 63], greedy(NUM_TOKENS)).token_ids
-    assert f"guessed {VOCAB_SIZE} for 'a'" in str(outputs["a"].error)
-    assert "may guess 4 tokens for request 'b'; it guessed more" in str(outputs["b"].error)
+    assert f"drafted {VOCAB_SIZE} for 'a'" in str(outputs["a"].error)
+    assert "may return 4 drafts for request 'b'; it returned more" in str(outputs["b"].error)
 
 
 def test_a_row_that_has_no_end_is_cut_off_and_ends_its_request(make_engine: MakeEngine) -> None:
     says: Says = lambda reqs, limits: [repeat(7) for _ in reqs]  # noqa: E731
     engine = make_engine({"proposer": proposer_that(says)}, **setting(method="ngram"))
     submit(engine)
-    assert "it guessed more" in str(run(engine)["a"].error)
+    assert "it returned more" in str(run(engine)["a"].error)
 
 
 FINE: dict[str, Says] = {
