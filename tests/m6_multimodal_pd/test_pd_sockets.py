@@ -254,6 +254,15 @@ def test_nothing_of_a_stranger_gets_through_and_an_engine_is_served(
     assert all("unknown key" in said for said in site.said), "no message was read"
 
 
+def joined_raw(site: Site, router: Router) -> "zmq.Socket[bytes]":
+    """A peer that belongs, but may send anything."""
+    peer = site.stranger(router, STRANGE)
+    peer.send_multipart([HELLO])
+    until(lambda: list(router.receive(0.01)) or "decode-0" in router.names)
+    assert peer.recv_multipart() == [WELCOME]
+    return peer
+
+
 @pytest.mark.parametrize(
     "frames",
     [

@@ -111,10 +111,7 @@ def start_engines(links: LocalLinks | ProcessLinks | HandLinks, group: Disaggreg
         return
     for role in get_args(Role):
         for number in range(getattr(group, role)):
-            try:
-                links.start(f"{role}-{number}", role)
-            except OSError as error:
-                raise EngineLostError(f"a process cannot be started: {error}") from error
+            links.start(f"{role}-{number}", role)
 
 
 def check_standard(parts: Mapping[str, Any], standard: Mapping[str, Any]) -> None:

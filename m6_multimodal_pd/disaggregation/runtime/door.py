@@ -7,6 +7,7 @@ a stranger that opens connections without a handshake cannot use up the file des
 """
 
 import logging
+import os
 import socket
 import threading
 from contextlib import suppress
@@ -48,14 +49,24 @@ class Doorkeeper(threading.Thread):
 
     def run(self) -> None:
         """Answer ZeroMQ until the router's socket is closed."""
-        with suppress(zmq.ContextTerminated):
-            while not self._monitor.closed:
-                for ready, _ in zmq.zmq_poll([(self._zap, zmq.POLLIN), (self._monitor, zmq.POLLIN)], -1):
-                    self._check_key() if ready is self._zap else self._note_event()
-        for descriptor in list(self._unadmitted):
-            self.admit(descriptor)
-        self._monitor.close()
-        self._zap.close()
+        try:
+            with suppress(zmq.ContextTerminated):
+                while not self._monitor.closed:
+                    zmq.zmq_poll([(self._zap, zmq.POLLIN), (self._monitor, zmq.POLLIN)], -1)
+                    self._answer()
+        finally:  # to end the context waits for these sockets, without a limit
+            for descriptor in list(self._unadmitted):
+                self.admit(descriptor)
+            self._monitor.close()
+            self._zap.close()
+
+    def _answer(self) -> None:
+        """Note all events, then check one key. A connection is noted before its key is checked, so before its hello."""
+        is_asked = self._zap.poll(0)
+        while not self._monitor.closed and self._monitor.poll(0):
+            self._note_event()
+        if is_asked:
+            self._check_key()
 
     def _check_key(self) -> None:
         version, number, _, place, _, mechanism, *keys = self._zap.recv_multipart()
@@ -72,11 +83,19 @@ class Doorkeeper(threading.Thread):
             return
         self.admit(event["value"])  # closed, or its descriptor is that of another connection now
         if event["event"] == zmq.EVENT_ACCEPTED:
-            with suppress(OSError):  # closed since
-                self._unadmitted[event["value"]] = socket.fromfd(event["value"], socket.AF_INET, socket.SOCK_STREAM)
+            self._count(event["value"], event["endpoint"].decode())
             descriptors = list(self._unadmitted)  # another thread may admit one meanwhile
             if len(descriptors) > MAX_UNADMITTED:
                 self._shut(descriptors[0])
+
+    def _count(self, descriptor: int, endpoint: str) -> None:
+        """Count a connection that was accepted at `endpoint`, unless it is closed since."""
+        with suppress(OSError):
+            connection = socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)
+            if is_of(connection, endpoint):
+                self._unadmitted[descriptor] = connection
+            else:
+                connection.close()
 
     def _shut(self, descriptor: int) -> None:
         """Close a connection: ZeroMQ gives it up."""
@@ -84,3 +103,11 @@ class Doorkeeper(threading.Thread):
         with suppress(OSError, KeyError):  # closed, or admitted since
             self._unadmitted[descriptor].shutdown(socket.SHUT_RDWR)
         self.admit(descriptor)
+
+
+def is_of(connection: socket.socket, endpoint: str) -> bool:
+    """Return whether the local address of a connection is that of `endpoint`. It is not if ZeroMQ has closed the
+    descriptor since, and the program has opened another connection with it."""
+    name = connection.getsockname()
+    place = f":{name[1]}" if isinstance(name, tuple) else os.fsdecode(name).lstrip("\0")
+    return bool(place) and endpoint.endswith(place)

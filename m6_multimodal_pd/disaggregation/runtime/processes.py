@@ -33,6 +33,7 @@ from m6_multimodal_pd.disaggregation.runtime.shared_memory import remove_leftove
 from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
 from m6_multimodal_pd.disaggregation.runtime.sockets import LOOPBACK
 from m6_multimodal_pd.disaggregation.runtime.watchdog import STUCK
+from m6_multimodal_pd.errors import EngineLostError
 
 END_TIMEOUT_S = 10.0
 """Seconds that an engine may take to end before it is killed, and the system to end a killed one."""
@@ -122,7 +123,7 @@ class ProcessLinks(SocketLinks):
         when_dropped(self, _kill, self.children, self.restarts)
 
     def start(self, name: str, role: Role) -> None:
-        """Start an engine; it joins when it is ready. Raises `OSError` if there can be no other process."""
+        """Start an engine; it joins when it is ready. Raises `EngineLostError` if there can be no other process."""
         self._num_started += 1
         order = Order(
             name=name,
@@ -134,8 +135,12 @@ class ProcessLinks(SocketLinks):
             num_threads=torch.get_num_threads(),
             config=to_json(self.config),
         )
-        with HeldInterrupt():  # a process that has started is in `children`, so that it is ended
-            self.children[name] = Child(order, time.monotonic() + self.config.disaggregation.start_timeout_s)
+        deadline = time.monotonic() + self.config.disaggregation.start_timeout_s
+        try:
+            with HeldInterrupt():  # a process that has started is in `children`, so that it is ended
+                self.children[name] = Child(order, deadline)
+        except OSError as error:
+            raise EngineLostError(f"a process cannot be started: {error}") from error
 
     def coming(self, role: str) -> bool:
         return any(child.order.role == role for child in self.children.values())
@@ -192,7 +197,7 @@ class ProcessLinks(SocketLinks):
         first = name.partition("_")[0]
         again = self.restarts.next(first)
         if again is not None:
-            with suppress(OSError):  # the machine has no room for another process: there is one engine less
+            with suppress(EngineLostError):  # the machine has no room for another process: there is one engine less
                 self.start(f"{first}_{again}", role)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from m1_single_request.errors import EngineClosedError
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys, read_keys
 from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
@@ -48,9 +49,9 @@ class SocketLinks:
                     self._lost.append(Lost(name, str(error)))
 
     def shut_down(self) -> None:
-        """Ask all engines to end."""
+        """Ask all engines to end. Does nothing after `close`, which an interrupt may have ended too early."""
         for name in self.socket.names:
-            with suppress(PeerLostError):
+            with suppress(PeerLostError, EngineClosedError):
                 self.socket.send(name, Call(0, "shutdown"))
 
 
