@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -389,6 +390,152 @@ def test_a_handshake_that_stops_half_way_has_the_same_deadline(site: Site, monke
     until(lambda: all(map(is_closed, connections)))
     for connection in connections:
         connection.close()
+
+
+def recorded(site: Site, router: Router) -> list[bytes]:
+    """All that an engine sends to its router, from the connection to a message, as its bytes come."""
+    port = int(router.address.rpartition(":")[2])
+    sent: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        engine = site.engine(f"tcp://127.0.0.1:{between.getsockname()[1]}")
+        ours, _ = between.accept()
+
+    def carry(source: socket.socket, target: socket.socket, kept: list[bytes]) -> None:
+        while data := source.recv(100_000):
+            kept.append(data)
+            target.sendall(data)
+
+    with ours, socket.create_connection(("127.0.0.1", port)) as theirs:
+        ways = [
+            threading.Thread(target=carry, args=(ours, theirs, sent)),
+            threading.Thread(target=carry, args=(theirs, ours, [])),
+        ]
+        for way in ways:
+            way.start()
+        greeted(router, engine)
+        for connection in (ours, theirs):
+            connection.shutdown(socket.SHUT_RDWR)
+        for way in ways:
+            way.join()
+    router.forget(engine.name)
+    return sent
+
+
+def test_a_connection_that_was_recorded_and_is_replayed_gets_nothing_through(site: Site) -> None:
+    """Its keys were drawn for it alone."""
+    router = site.router()
+    sent = recorded(site, router)
+    assert b"HELLO\x05" not in b"".join(sent) and b"decode-0" not in b"".join(sent), "all of it is encrypted"
+    friend = site.engine(router, "friend")
+    (connection,) = half_open(router, 1)
+    with connection:
+        for data in sent:
+            connection.sendall(data)
+            assert list(router.receive(0.05)) == []
+        until(lambda: is_closed(connection))
+    greeted(router, friend)
+    assert router.names == ("friend",)
+
+
+class Asked:
+    """A socket for the doorkeeper, with what it would receive from ZeroMQ."""
+
+    def __init__(self, *messages: Any) -> None:
+        self.messages, self.sent, self.closed = list(messages), list[Any](), False
+
+    def poll(self, timeout_ms: int) -> bool:
+        return bool(self.messages)
+
+    def recv_multipart(self) -> Any:
+        return self.messages.pop(0)
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        self.sent.append(frames)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def keeper_of(monitor: Asked, zap: Asked, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A doorkeeper without its thread."""
+    keeper: Any = object.__new__(door.Doorkeeper)
+    keeper._monitor, keeper._zap, keeper._unadmitted = monitor, zap, {}
+    keeper._trusted = b"key"
+    monkeypatch.setattr(door, "recv_monitor_message", Asked.recv_multipart)
+    return keeper
+
+
+def accepted(connection: socket.socket, endpoint: str) -> dict[str, Any]:
+    """The event of a connection that was accepted at `endpoint`."""
+    return {"event": zmq.EVENT_ACCEPTED, "value": connection.fileno(), "endpoint": endpoint.encode()}
+
+
+@pytest.fixture
+def pairs() -> Iterator[tuple[str, list[tuple[socket.socket, socket.socket]]]]:
+    """An address, and connections to it: their two sides."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        made = []
+        for _ in range(door.MAX_UNADMITTED + 1):
+            ours = stack.enter_context(socket.create_connection(server.getsockname()))
+            made.append((stack.enter_context(server.accept()[0]), ours))
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}", made
+
+
+def test_connections_are_counted_before_a_key_is_checked_and_the_oldest_is_closed(
+    pairs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hello may come as soon as the key is checked: an engine that is counted later would count for ever."""
+    address, made = pairs
+    monitor = Asked(*(accepted(ours, address) for ours, _ in made))
+    zap = Asked([b"1.0", b"7", b"", b"127.0.0.1", b"", b"CURVE", b"key"])
+    keeper = keeper_of(monitor, zap, monkeypatch)
+    keeper._answer()
+    assert zap.sent == [[b"1.0", b"7", b"200", b"OK", b"", b""]]
+    assert list(keeper._unadmitted) == [ours.fileno() for ours, _ in made[1:]]
+    assert [is_closed(theirs) for _, theirs in made] == [True] + [False] * door.MAX_UNADMITTED
+    for ours, _ in made:
+        keeper.admit(ours.fileno())
+    assert not keeper._unadmitted and not is_closed(made[1][1])
+
+
+def test_a_connection_of_the_program_is_not_closed_for_one_that_had_its_descriptor(
+    pairs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ may have closed a descriptor before its event is read."""
+    address, made = pairs
+    events = [accepted(theirs, address) for _, theirs in made[:3]] + [accepted(ours, address) for ours, _ in made[1:]]
+    with open(os.devnull) as file:
+        events.append({**events[0], "value": file.fileno()})
+        keeper = keeper_of(Asked(*events), Asked(), monkeypatch)
+        keeper._answer()
+    assert len(keeper._unadmitted) == door.MAX_UNADMITTED
+    assert not any(is_closed(ours) for ours, _ in made), "nor any connection of the router: these are as many as may be"
+    for ours, _ in made:
+        keeper.admit(ours.fileno())
+
+
+@pytest.mark.parametrize(
+    "message", [[b"1.0", b"7", b"", b"", b"", b"NULL"], [b"1.0", b"7", b"", b"", b"", b"PLAIN", b"key", b""]]
+)
+def test_no_other_mechanism_than_curve_is_admitted(message: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    zap = Asked(message)
+    keeper_of(Asked(), zap, monkeypatch)._answer()
+    assert zap.sent == [[b"1.0", b"7", b"400", b"unknown key", b"", b""]]
+
+
+def test_a_doorkeeper_that_fails_leaves_no_socket_open_for_which_a_close_would_wait(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door.Doorkeeper, "_answer", lambda keeper: 1 / 0)
+    monkeypatch.setattr(threading, "excepthook", lambda caught: None)
+    router = site.router()
+    with half_open(router, 1)[0]:
+        router._door.join(10)
+    assert not router._door.is_alive()
+    began = monotonic()
+    router.close()
+    assert monotonic() - began < 5.0
 
 
 def test_an_engine_is_let_in_while_its_router_does_something_else(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

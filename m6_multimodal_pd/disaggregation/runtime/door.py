@@ -108,6 +108,9 @@ class Doorkeeper(threading.Thread):
 def is_of(connection: socket.socket, endpoint: str) -> bool:
     """Return whether the local address of a connection is that of `endpoint`. It is not if ZeroMQ has closed the
     descriptor since, and the program has opened another connection with it."""
-    name = connection.getsockname()
+    try:
+        name = connection.getsockname()
+    except OSError:  # a file that is no socket
+        return False
     place = f":{name[1]}" if isinstance(name, tuple) else os.fsdecode(name).lstrip("\0")
     return bool(place) and endpoint.endswith(place)
