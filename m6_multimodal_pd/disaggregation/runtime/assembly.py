@@ -180,6 +180,6 @@ def intake_of(config: Any, limits: Any, parts: Mapping[str, Any], described: Any
         parts,
         described,
         min(member.joined.total_tokens for member in router.members.values()),
-        sight=sight,
+        media=sight,
         guesses_texts_only=config.speculative.method == "draft_model",
     )

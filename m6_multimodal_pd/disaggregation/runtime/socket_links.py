@@ -65,6 +65,7 @@ class HandLinks(SocketLinks):
         super().__init__(config.address, read_keys(config.key_file).router, config)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToRouter]]:
+        """Yield messages; forget an engine that cannot be built, so that its name is free."""
         for name, message in self.socket.receive(timeout_s):
             if isinstance(message, Failed):
                 self.socket.forget(name)
@@ -81,6 +82,7 @@ class HandLinks(SocketLinks):
         self.socket.forget(name)
 
     def refuse(self, name: str, why: str) -> None:
+        """Send the reason to an engine, which ends with it, and forget the engine."""
         with suppress(PeerLostError):
             self.socket.send(name, Refused(why[:LONGEST_TEXT]))
         self.socket.forget(name)

@@ -139,6 +139,7 @@ class RouterSocket(Endpoint[M]):
     def close(self) -> None:
         """Close as every endpoint; remove the file of an `ipc` address, which ZeroMQ leaves if it has not named it."""
         super().close()
+        self._door.join()
         if self._unlink is not None:
             self._unlink()
 
