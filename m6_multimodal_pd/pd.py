@@ -27,11 +27,11 @@ from m3_paged_attention import demo as m3
 from m6_multimodal_pd import demo
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.runtime.by_hand import read_keys, write_keys
 from m6_multimodal_pd.disaggregation.runtime.child import Process
 from m6_multimodal_pd.disaggregation.runtime.config_json import to_json
+from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
 from m6_multimodal_pd.disaggregation.runtime.messages import Order
-from m6_multimodal_pd.disaggregation.runtime.shared_memory import owner_by_hand, remove_abandoned, remove_leftovers
+from m6_multimodal_pd.disaggregation.runtime.shared_memory import owner_by_hand, remove_abandoned
 
 PROG = "python -m m6_multimodal_pd.pd"
 OF_REQUESTS = ("prompt", "chat", "image", "video", "n", "trace_file", "chrome_trace")
@@ -106,34 +106,24 @@ def _work(role: Any, args: argparse.Namespace, console: Console) -> None:
         multimodal=settings.multimodal,
         disaggregation=DisaggregationConfig(),
     )
-    (trusted,) = keys.engines.trusted
-    name = args.name or f"{role}-{os.getpid()}"
     order = Order(
-        name=name,
+        name=args.name or f"{role}-{os.getpid()}",
         role=role,
         address=args.join,
-        secret=keys.secret.hex(),
-        public_key=keys.engines.public,
-        secret_key=keys.engines.secret,
-        trusted_key=trusted,
+        keys=keys.engines,
         owner=owner_by_hand(),
         is_traced=True,
         num_threads=args.threads or 1,
         config=to_json(config),
     )
-    process = Process(order)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: process.stop())
     remove_abandoned()
-    console.print(f"{name} joins {args.join} with {model.model}", highlight=False)
-    try:
-        status = process.run()
-    finally:
-        remove_leftovers(order.owner)
-    if process.refused is not None:
-        raise ConfigError(f"{name} has ended: the router at {args.join} does not take it, {process.refused}")
+    console.print(f"{order.name} joins {order.address} with {model.model}", highlight=False)
+    process = Process(order)
+    status = process.run(signal.SIGINT, signal.SIGTERM)
+    if process.error is not None:
+        raise process.error
     if status:
-        raise ConfigError(f"{name} has ended: the router at {args.join} is gone, was never there, or refused it")
+        raise ConfigError(f"{order.name} has ended: no router at {order.address} has admitted it")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     LengthFitted,
     PeerLost,
     Prefill,
-    Probe,
     Relay,
     Relayed,
     Role,
@@ -50,7 +49,6 @@ from m6_multimodal_pd.request import Req
 
 ON_JOINING = 0
 """The number of a call that nobody waits for."""
-PROBE_EVERY_S = 1.0
 WATCHDOG_GRACE_S = 30.0
 """So long after `step_timeout_s` the watchdog of an engine must have ended it."""
 
@@ -99,7 +97,6 @@ class Router:
         self.num_retries = 0
         self._next_room = 0
         self._room_of: dict[str, int] = {}  # by request id; there are those among them that are over
-        self._next_probe = 0.0
 
     # --- what an engine core asks of a scheduler ----------------------------------------------------------------------
 
@@ -162,7 +159,7 @@ class Router:
         for lost in self.links.lost():
             self.lose(lost.name, lost.why)
         if self.config.transport != "in_process":
-            self._probe(time.monotonic())
+            self._lose_silent(time.monotonic())
         return changed
 
     def hear(self, timeout_s: float) -> list[Req]:
@@ -292,12 +289,8 @@ class Router:
         for attempt in lost:
             self._retry(attempt, EngineLostError(f"engine {name!r} is lost: {why}"))
 
-    def _probe(self, now: float) -> None:
-        """Lose engines whose connection is over, and those that hang in a step and could not end themselves."""
-        if now >= self._next_probe:
-            self._next_probe = now + PROBE_EVERY_S
-            for name in list(self.members):
-                self.send(name, Probe())
+    def _lose_silent(self, now: float) -> None:
+        """Lose engines that hang in a step and could not end themselves."""
         limit_s = self.config.step_timeout_s + WATCHDOG_GRACE_S
         for member in [m for m in self.members.values() if m.rooms and now - m.last_heard > limit_s]:
             self.lose(member.name, f"it has said nothing for {limit_s:g} s")

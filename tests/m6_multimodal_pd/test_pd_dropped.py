@@ -20,8 +20,9 @@ import pytest
 
 from m6_multimodal_pd import CacheConfig, EngineConfig, EngineDeadError, LLMEngine, ModelConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
-from m6_multimodal_pd.disaggregation.runtime.processes import started
+from m6_multimodal_pd.disaggregation.runtime.assembly import start_engines
+from m6_multimodal_pd.disaggregation.runtime.credentials import GroupKeys
+from m6_multimodal_pd.disaggregation.runtime.processes import ProcessLinks
 from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket, RouterSocket
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.test_pd_processes import (
@@ -33,7 +34,7 @@ from tests.m6_multimodal_pd.test_pd_processes import (
     pid_of,
     segments,
 )
-from tests.m6_multimodal_pd.test_pd_sockets import CODEC, SECRET, Text, greeted
+from tests.m6_multimodal_pd.test_pd_sockets import CODEC, Text, greeted
 
 END_S = 20.0
 """Nothing that ends by itself takes so long, on a busy machine either: a dropped group ends in 1 or 2 s, and so does a
@@ -68,15 +69,14 @@ class Loop:
         self.held, self.own = held, self
 
 
-@pytest.mark.parametrize("keyed", [False, True], ids=["plain", "keys"])
-def test_sockets_that_the_collector_finds_leave_nothing_and_wait_for_nobody(tmp_path: Path, keyed: bool) -> None:
+def test_sockets_that_the_collector_finds_leave_nothing_and_wait_for_nobody(tmp_path: Path) -> None:
     before = num_sockets()
     address = f"ipc://{tmp_path / 'router'}"
 
     def drop() -> None:
-        keys = CurveKeys.generate() if keyed else (None, None)
-        router: Any = RouterSocket(address, codec=CODEC, secret=SECRET, keys=keys[0])
-        engine: Any = EngineSocket(address, name="decode-0", codec=CODEC, secret=SECRET, keys=keys[1])
+        keys = GroupKeys.generate()
+        router: Any = RouterSocket(address, codec=CODEC, keys=keys.router)
+        engine: Any = EngineSocket(address, name="decode-0", codec=CODEC, keys=keys.engines)
         greeted(router, engine)
         for number in range(100):
             router.send("decode-0", Text(f"{number} is never read"))
@@ -94,7 +94,10 @@ def test_processes_that_have_not_joined_end_when_the_collector_finds_their_group
     config = EngineConfig(model=configs(seeing_directory)["model_config"], disaggregation=DisaggregationConfig())
 
     def drop() -> None:
-        Loop(started(config, ["prefill-0", "decode-0"], is_traced=False))
+        links = ProcessLinks(config, is_traced=False)
+        start_engines(links, config.disaggregation)
+        Loop(links)
+        del links
         assert len(own_engines()) == len(before) + 2
         gc.collect()
 

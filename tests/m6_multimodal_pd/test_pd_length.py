@@ -20,12 +20,12 @@ from m6_multimodal_pd import (
     TraceConfig,
 )
 from m6_multimodal_pd.disaggregation.length import misfit
-from m6_multimodal_pd.disaggregation.runtime.by_hand import write_keys
+from m6_multimodal_pd.disaggregation.runtime.credentials import write_keys
 from m6_multimodal_pd.disaggregation.runtime.messages import LengthFitted
 from tests.engine_contract.test_real_models import GIB, NARROW, text_model
 from tests.m6_multimodal_pd.pd_engines import Listener
 from tests.m6_multimodal_pd.test_pd_by_hand import by_hand, free_address
-from tests.m6_multimodal_pd.test_pd_members import engine_of
+from tests.m6_multimodal_pd.test_pd_members import add, engine_of
 
 KV_BYTES = 4096
 """Of a token of the model that ships, and of one narrow layer of Qwen3."""
@@ -100,7 +100,7 @@ def test_an_engine_that_comes_later_takes_the_length_or_is_refused_with_the_reas
             own = replace(
                 config, cache=memory(tokens), model=replace(config.model, max_model_len=named), trace=TraceConfig()
             )
-            router.links.add(f"decode-{number}", partial(engine_of, "decode", own, shared))
+            add(router.links, f"decode-{number}", partial(engine_of, "decode", own, shared))
             router.hear(0)
         refused = {event.name: event.why for event in listener.own("engine_refused")}
         assert set(router.members) == {"prefill-0", "decode-0", "decode-1"} and set(refused) == {"decode-2", "decode-3"}

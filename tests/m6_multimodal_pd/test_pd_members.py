@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -16,9 +17,9 @@ from transformers import AutoTokenizer
 from m6_multimodal_pd import ConfigError, DisaggregationConfig, EngineConfig, EngineLostError, ModelConfig
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.members import Member, misfit, vocabulary_of
-from m6_multimodal_pd.disaggregation.runtime.links import Lost
+from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks, Lost
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault, Joined, LengthFixed
-from m6_multimodal_pd.disaggregation.runtime.processes import started
+from m6_multimodal_pd.disaggregation.runtime.processes import ProcessLinks
 from m6_multimodal_pd.wiring import PARTS, prepare
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Group, setting
@@ -81,6 +82,13 @@ def engine_of(role: Any, config: Any, shared: Any, send: Any) -> Engine:
     return Engine(role=role, config=config, parts=PARTS, prepare=prepare, segments=shared, send=send, is_traced=False)
 
 
+def add(links: LocalLinks, name: str, make: Callable[[Any], Engine]) -> None:
+    """Start an engine of one's own making; its argument sends to the router."""
+    role: Any = name.partition("-")[0]
+    with patch.object(links, "make", lambda role, send: make(send)):
+        links.start(name, role)
+
+
 def other_page_size(config: EngineConfig, directory: Path) -> EngineConfig:
     return replace(config, cache=replace(config.cache, page_size=8))
 
@@ -104,14 +112,14 @@ def test_an_engine_that_comes_late_and_does_not_fit_is_refused_and_nobody_is_dis
         group.until(lambda: "r" in group.last)
         config = change(group.engine.config, tmp_path / "other")
         shared = group.engines["decode-0"].transport.segments
-        group.links.add("decode-1", partial(engine_of, "decode", config, shared))
+        add(group.links, "decode-1", partial(engine_of, "decode", config, shared))
         group.run()
         assert set(group.router.members) == set(group.engines) == {"prefill-0", "decode-0"}
         (refused,) = group.listener.own("engine_refused")
         assert (refused.name, refused.role) == ("decode-1", "decode") and reason in refused.why
         assert not group.listener.own("engine_lost") and not group.router.num_retries
         assert group.last["r"].finish_reason == "length"
-        group.links.add("decode-1", partial(engine_of, "decode", group.engine.config, shared))
+        add(group.links, "decode-1", partial(engine_of, "decode", group.engine.config, shared))
         group.router.hear(0)
         assert set(group.router.members) == {"prefill-0", "decode-0", "decode-1"}, "one that fits may have its name"
 
@@ -144,7 +152,7 @@ def test_weights_wait_for_no_engine_that_has_the_name_of_one_that_was_lost(seein
             held.extend(messages)
             assert next(num_ticks) < 99, "somebody waits for ever"
             if "prefill-0" not in links.engines and "prefill-0" not in members:
-                links.add("prefill-0", again)
+                add(links, "prefill-0", again)
             elif members.get("prefill-0") not in (None, first):
                 usual(held)
                 held.clear()
@@ -181,8 +189,9 @@ def test_an_engine_that_fails_while_it_starts_leaves_nothing_open(
 
 def test_a_process_that_is_refused_is_lost_for_that_reason(seeing_directory: Path) -> None:
     model = ModelConfig(model=seeing_directory, device="cpu")
-    links = started(EngineConfig(model=model, disaggregation=DisaggregationConfig()), ["prefill-0"], is_traced=False)
+    links = ProcessLinks(EngineConfig(model=model, disaggregation=DisaggregationConfig()), is_traced=False)
     try:
+        links.start("prefill-0", "prefill")
         links.refuse("prefill-0", "it does not fit")
         assert list(links.lost()) == [Lost("prefill-0", "it does not fit", Fault("ConfigError", "it does not fit"))]
     finally:

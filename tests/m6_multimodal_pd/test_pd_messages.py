@@ -14,6 +14,7 @@ import pytest
 
 from m1_single_request import SamplingParams
 from m6_multimodal_pd.disaggregation.runtime import messages as all_messages
+from m6_multimodal_pd.disaggregation.runtime.credentials import GroupKeys
 from m6_multimodal_pd.disaggregation.runtime.frames import Extent
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Answer,
@@ -200,7 +201,7 @@ def test_what_engines_say_to_each_other_goes_through_the_router_the_same(envelop
 
 
 def test_an_order_comes_back_the_same() -> None:
-    order = Order("p-0", "prefill", "tcp://x", "aa", "pk", "sk", "tk", "owner", True, 2, '{"a": "\\n"}')
+    order = Order("p-0", "prefill", "tcp://x", GroupKeys.generate().engines, "owner", True, 2, '{"a": "\\n"}')
     line = msgspec.json.encode(order)
     assert b"\n" not in line and msgspec.json.decode(line, type=Order) == order
 

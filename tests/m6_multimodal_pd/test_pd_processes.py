@@ -33,16 +33,16 @@ from m6_multimodal_pd import (
     ModelLoadError,
 )
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.engine import Engine
-from m6_multimodal_pd.disaggregation.runtime import child as child_module
+from m6_multimodal_pd.disaggregation.runtime import child as child_module, processes
 from m6_multimodal_pd.disaggregation.runtime.assembly import await_engines
 from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks, Lost
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault
-from m6_multimodal_pd.disaggregation.runtime.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit, started
+from m6_multimodal_pd.disaggregation.runtime.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit
 from m6_multimodal_pd.errors import EngineLostError
-from m6_multimodal_pd.wiring import PARTS, prepare
+from m6_multimodal_pd.wiring import PARTS
 from tests.m6_multimodal_pd.engines import greedy, setting
 from tests.m6_multimodal_pd.seeing import asking
+from tests.m6_multimodal_pd.test_pd_members import add, engine_of
 from tests.support.forks import in_a_fork
 
 SILENT_S = 3.0
@@ -468,8 +468,9 @@ def test_ctrl_c_while_engines_start_leaves_none_of_them(
 def test_one_that_was_started_anew_and_does_not_join_is_given_up(seeing_directory: Path) -> None:
     settings = DisaggregationConfig(start_timeout_s=0.1, max_restarts=1)
     config = EngineConfig(model=configs(seeing_directory)["model_config"], disaggregation=settings)
-    links = started(config, ["prefill-0"], is_traced=False)
+    links = ProcessLinks(config, is_traced=False)
     try:
+        links.start("prefill-0", "prefill")
         lost: list[Lost] = []
         assert links.coming("prefill")
         assert eventually(lambda: lost.extend(links.lost()) or not links.coming("prefill"), 15.0)
@@ -481,12 +482,10 @@ def test_one_that_was_started_anew_and_does_not_join_is_given_up(seeing_director
 
 def test_one_that_has_no_room_is_started_anew_as_often_as_one_that_died(seeing_directory: Path) -> None:
     settings = DisaggregationConfig(max_restarts=1)
-    links = started(
-        EngineConfig(model=configs(seeing_directory)["model_config"], disaggregation=settings),
-        ["prefill-0"],
-        is_traced=False,
-    )
+    config = EngineConfig(model=configs(seeing_directory)["model_config"], disaggregation=settings)
+    links = ProcessLinks(config, is_traced=False)
     try:
+        links.start("prefill-0", "prefill")
         for name, others in (("prefill-0", ["prefill-0_1"]), ("prefill-0_1", [])):
             links.refuse(name, "it has no room")
             assert [(one.name, one.why) for one in links.lost()] == [(name, "it has no room")]
@@ -495,18 +494,24 @@ def test_one_that_has_no_room_is_started_anew_as_often_as_one_that_died(seeing_d
         links.close()
 
 
-def test_an_engine_may_die_now_and_then_for_months() -> None:
-    hours = [0.0]
-    limit = RestartLimit(2, clock=lambda: hours[0] * RESTART_WINDOW_S)
+@pytest.fixture
+def hours(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of restarts, in hours."""
+    now = [0.0]
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now[0] * RESTART_WINDOW_S))
+    return now
+
+
+def test_an_engine_may_die_now_and_then_for_months(hours: list[float]) -> None:
+    limit = RestartLimit(2)
     numbers = []
     for hours[0] in (0.0, 0.6, 1.0, 1.6, 9.0, 9.9):
         numbers.append(limit.next("prefill-0"))
     assert numbers == [1, 2, 3, 4, 5, 6], "every name is a new one"
 
 
-def test_an_engine_that_dies_too_often_within_an_hour_stays_away() -> None:
-    hours = [0.0]
-    limit = RestartLimit(2, clock=lambda: hours[0] * RESTART_WINDOW_S)
+def test_an_engine_that_dies_too_often_within_an_hour_stays_away(hours: list[float]) -> None:
+    limit = RestartLimit(2)
     assert [limit.next("prefill-0"), limit.next("prefill-0")] == [1, 2]
     hours[0] = 0.999
     assert limit.next("prefill-0") is None
@@ -518,7 +523,7 @@ class Unbuilt(LocalLinks):
     """An engine that has told why it cannot be built, or has died without a word."""
 
     def __init__(self, fault: Fault | None) -> None:
-        super().__init__()
+        super().__init__(lambda role, send: pytest.fail("nobody is started"))
         self._lost.append(Lost("prefill-0", "it is over", fault))
 
 
@@ -534,9 +539,9 @@ class Unbuilt(LocalLinks):
 def test_the_error_of_an_engine_that_cannot_be_built_keeps_its_type(
     fault: Fault | None, error: type[EngineError]
 ) -> None:
-    nobody: Any = SimpleNamespace(hear=lambda timeout_s: None)
+    nobody: Any = SimpleNamespace(hear=lambda timeout_s: None, links=Unbuilt(fault), refused={})
     with pytest.raises(error, match="prefill-0"):
-        await_engines(nobody, Unbuilt(fault), ["prefill-0"], {}, timeout_s=1.0, deadline=time.monotonic() + 1.0)
+        await_engines(nobody, DisaggregationConfig(), lambda role: (), time.monotonic() + 1.0)
 
 
 def test_parts_of_one_s_own_stay_in_this_process(seeing_directory: Path) -> None:
@@ -581,21 +586,8 @@ def test_an_engine_that_joins_after_weights_were_exchanged_has_the_new_ones(
         shared = links.engines["prefill-0"].transport.segments
         for role in ("prefill", "decode"):
             links.lose(f"{role}-0", "for a test")
-            links.add(f"{role}-0_1", partial(made, role, engine.config, shared))
+            add(links, f"{role}-0_1", partial(engine_of, role, engine.config, shared))
         assert engine.generate([5, 6, 7], greedy(10)).token_ids == expected
-
-
-def made(role: Any, config: Any, shared: Any, send: Any) -> Engine:
-    """An engine of this process that comes late."""
-    return Engine(
-        role=role,
-        config=config,
-        parts=PARTS,
-        prepare=prepare,
-        segments=shared,
-        send=send,
-        is_traced=False,
-    )
 
 
 # --- a parent that ends -----------------------------------------------------------------------------------------------
@@ -633,7 +625,7 @@ def test_an_engine_that_does_not_end_without_its_parent_ends_by_force(monkeypatc
     process.order, process.is_stopping = SimpleNamespace(owner="own"), False  # type: ignore[assignment]
     try:
         with pytest.raises(Ended, match="1"):
-            process.outlive_nobody()
+            process.end_with_parent()
     finally:
         os.close(ours)
     assert process.is_stopping and removed == ["own"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -11,8 +12,8 @@ from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.router import Router
-from m6_multimodal_pd.disaggregation.runtime import by_hand
-from m6_multimodal_pd.disaggregation.runtime.by_hand import HandLinks, read_keys, write_keys
+from m6_multimodal_pd.disaggregation.runtime import endpoint, socket_links
+from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Cancel,
     Decode,
@@ -27,6 +28,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Told,
     ToRouter,
 )
+from m6_multimodal_pd.disaggregation.runtime.socket_links import HandLinks
 from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from tests.m6_multimodal_pd.items import make_req
@@ -63,9 +65,8 @@ class Site:
     def limit_queues(self, max_queued: int) -> None:
         """Before anybody joins: so many messages may wait for each engine."""
         self.links.socket.close()
-        self.links.socket = RouterSocket(
-            codec=Codec(ToRouter, MAX_BYTES), secret=self.keys.secret, keys=self.keys.router, max_queued=max_queued
-        )
+        with patch.object(endpoint, "MAX_QUEUED", max_queued):
+            self.links.socket = RouterSocket(codec=Codec(ToRouter, MAX_BYTES), keys=self.keys.router)
 
     def join(self, name: str, role: Role, max_queued: int = 100_000) -> None:
         """An engine joins. `max_queued`: so much comes to it before it reads."""
@@ -79,14 +80,10 @@ class Site:
 
     def connect(self, name: str, max_queued: int = 100_000) -> EngineSocket[Any]:
         """An engine that has said nothing yet."""
-        engine: EngineSocket[Any] = EngineSocket(
-            self.links.socket.address,
-            name=name,
-            codec=Codec(ToEngine, MAX_BYTES),
-            secret=self.keys.secret,
-            keys=self.keys.engines,
-            max_queued=max_queued,
-        )
+        with patch.object(endpoint, "MAX_QUEUED", max_queued):
+            engine: EngineSocket[Any] = EngineSocket(
+                self.links.socket.address, name=name, codec=Codec(ToEngine, MAX_BYTES), keys=self.keys.engines
+            )
         self.engines[name], self.heard[name] = engine, []
         return engine
 
@@ -208,7 +205,7 @@ def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monk
 def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for_and_leaves_its_name(
     site: Site, told: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_hand, "PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(socket_links, "PROBE_EVERY_S", 0.0)
     first = site.connect("decode-0")
     for message in told:
         first.send(message)

@@ -22,8 +22,7 @@ from transformers import AutoTokenizer
 
 from m6_multimodal_pd import DEFAULT_MODEL, DisaggregationConfig, EngineLostError, LLMEngine, SamplingParams
 from m6_multimodal_pd.disaggregation.members import vocabulary_of
-from m6_multimodal_pd.disaggregation.runtime.by_hand import read_keys, write_keys
-from m6_multimodal_pd.disaggregation.runtime.credentials import ENGINE, proof
+from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Answer,
     Call,
@@ -33,7 +32,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     ToEngine,
     ToRouter,
 )
-from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO
+from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, WELCOME
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from tests.m6_multimodal_pd import silent_engine
 from tests.m6_multimodal_pd.silent_engine import SilentEngine
@@ -55,15 +54,13 @@ def order_of(role: Role, address: str, key_file: Path, vocabulary: str) -> dict[
     keys = read_keys(key_file)
     identity = f"{role}-0.{secrets.token_hex(16)}"
     joined = Joined(role, 16, TOKENS, 512, "float32[2, 16]", "tiny", vocabulary)
-    (trusted,) = keys.engines.trusted
-    hello = [HELLO, proof(keys.secret, ENGINE, identity.encode())]
     told = [LengthFitted(role, max_model_len=512, is_named=False), joined]
-    messages = [hello, *(Codec(ToRouter, MAX_BYTES).encode(message) for message in told)]
+    messages = [[HELLO], *(Codec(ToRouter, MAX_BYTES).encode(message) for message in told)]
     return {
         "identity": identity,
         "public": keys.engines.public,
         "secret": keys.engines.secret,
-        "trusted": trusted,
+        "trusted": keys.engines.trusted,
         "address": address,
         "messages": [[bytes(frame).hex() for frame in frames] for frames in messages],
     }
@@ -237,7 +234,7 @@ def answer_calls(engine: SilentEngine, stats: dict[str, int]) -> int:
     count = 0
     while engine.socket.poll(200, zmq.POLLIN):
         frames = engine.socket.recv_multipart()
-        if len(frames) == 1:  # the welcome has two
+        if frames != [WELCOME]:
             message = Codec(ToEngine, MAX_BYTES).decode(frames)
             if isinstance(message, Call):
                 count += 1

@@ -2,7 +2,7 @@
 
 The router knows this interface only. The one that stands here runs the engines itself, one tick each time it is asked
 what came; so everything happens in one thread and in the same order every time: for tests, for the lesson, and to step
-through with a debugger. `processes.py` has the other one.
+through with a debugger. `socket_links.py` and `processes.py` have the others.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from m1_single_request.errors import ConfigError, EngineDeadError, EngineError
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
 from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
-from m6_multimodal_pd.disaggregation.runtime.messages import Fault, LengthFixed, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import Fault, LengthFixed, Role, ToEngine, ToRouter
 from m6_multimodal_pd.errors import PeerLostError
 
 
@@ -34,24 +34,24 @@ class Links(Protocol):
         ...
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToRouter]]:
-        """What has come; waits for the first of it, so long at most. Each is kept until the next one is asked for: who
-        is interrupted while handling it gets it again (`inbox.py`)."""
+        """Yield the messages that have arrived; wait for the first of them, so long at most. Each is kept until the
+        next one is asked for: after an interrupt while it was handled it comes again (`inbox.py`)."""
         ...
 
     def lost(self) -> Iterator[Lost]:
-        """Engines that are gone since the last time. Kept in the same way."""
+        """Yield engines that are gone since the last call. Kept in the same way."""
         ...
 
     def drop(self, name: str, why: str) -> None:
-        """Give an engine up, whatever it still does; it is `lost`. Nothing happens if it is gone."""
+        """Give an engine up, whatever it still does; it is `lost`. Does nothing if it is gone."""
         ...
 
     def refuse(self, name: str, why: str) -> None:
-        """Let an engine that has joined know that it does not fit, and end it; it is not started anew."""
+        """Reject an engine that does not fit, and end it; it is not started anew."""
         ...
 
     def coming(self, role: str) -> bool:
-        """Whether an engine of this role is there, or will join."""
+        """Return whether an engine of this role is there, or will join."""
         ...
 
     def close(self) -> None:
@@ -62,21 +62,22 @@ class Links(Protocol):
 class LocalLinks:
     """Engines of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[Role, Callable[[ToRouter], None]], Engine]) -> None:
+        """`make` builds an engine of a role; its second argument sends to the router."""
+        self.make = make
         self.engines: dict[str, Engine] = {}
         self._to: dict[str, deque[ToEngine]] = {}
         self._from: deque[tuple[str, ToRouter]] = deque()
         self._lost: deque[Lost] = deque()
 
-    def add(self, name: str, make: Callable[[Callable[[ToRouter], None]], Engine]) -> None:
-        """Add an engine, which joins once the length of requests is fixed. `make` gets what sends to the router."""
-
+    def start(self, name: str, role: Role) -> None:
+        """Build an engine, which joins once the length of requests is fixed."""
         arrived = self._from  # without cycles a group ends where its last user drops it
 
         def send(message: ToRouter) -> None:
             arrived.append((name, message))
 
-        engine = make(send)
+        engine = self.make(role, send)
         self.engines[name], self._to[name] = engine, deque()
         send(engine.fitted)
 
@@ -85,11 +86,11 @@ class LocalLinks:
         if name not in self.engines:
             raise PeerLostError(f"there is no engine {name!r}")
         if isinstance(message, LengthFixed):
-            self._start(name, message.max_model_len)
+            self._complete(name, message.max_model_len)
         else:
             self._to[name].append(message)
 
-    def _start(self, name: str, max_model_len: int) -> None:
+    def _complete(self, name: str, max_model_len: int) -> None:
         """Let an engine join, or be lost if there is no memory for it."""
         engine = self.engines[name]
         try:

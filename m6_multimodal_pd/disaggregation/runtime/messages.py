@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from m1_single_request.sampling_params import SamplingParams
+from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.transport import Offer, Ticket
 
 Role = Literal["prefill", "decode"]
@@ -328,10 +329,7 @@ class Order(Value, frozen=True):
     name: str
     role: Role
     address: str
-    secret: str
-    public_key: str
-    secret_key: str
-    trusted_key: str
+    keys: CurveKeys
     owner: str
     """In the names of its shared memory."""
     is_traced: bool

@@ -1,66 +1,57 @@
-"""One socket in the middle: a router that binds, engines that connect, and nothing between them that can be waited for.
+"""One socket in the middle: a router that binds, and engines that connect and never wait for each other.
 
-New in this milestone. The router binds a ROUTER socket, each engine connects a DEALER socket, and what an engine has to
-say to another goes through the router, so that there is one door to guard. An engine's identity is its name and a
-random part that only the router ever sees: to know it is to be that engine, nobody can take it, and nobody can occupy
-it beforehand. The first message of each side is a proof that it knows the shared secret. A connection that broke stays
-broken, because whoever answers at the address next may be someone else; an engine that comes back is a new one.
+New in this milestone. The router binds a ROUTER socket, each engine connects a DEALER socket, and messages between two
+engines go through the router, so that there is one door to guard. The keys of a connection (`credentials.py`) prove
+that its other side belongs to the group. An engine's identity is its name and a random part, so that an engine that is
+started again under its name is another peer. A connection that broke stays broken; an engine that comes back is a new
+one.
 
     engine                                             router
-      | [b"HELLO", proof]    as name.random  ---------->  |   the name is taken from now on
-      | <----------  [b"WELCOME", proof]                  |   from now on the engine believes what comes
+      | [b"HELLO"]           as name.random  ---------->  |   the name is taken from now on
+      | <----------  [b"WELCOME"]                         |   the engine has joined
       | [head, array, ...] <--------------->  [head, array, ...]
 
-Nothing here blocks but `wait` and, for LINGER_MS at most, `close`. vLLM: `MPClient` in `v1/engine/core_client.py`, a
-ROUTER in front of engines that register with a first message; SGLang: PUSH and PULL pairs in `managers/scheduler.py`.
+No call blocks but `receive`, for `timeout_s`, and `close`, for LINGER_MS. vLLM: `MPClient` in
+`v1/engine/core_client.py`, a ROUTER in front of engines that register with a first message; SGLang: PUSH and PULL pairs
+in `managers/scheduler.py`.
 """
 
 import errno
+import logging
+import os
 import re
 import secrets
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any
 
 import zmq
 
 from m1_single_request.errors import ConfigError, shown
 from m6_multimodal_pd.disaggregation.config import HEARTBEAT_TIMEOUT_S
-from m6_multimodal_pd.disaggregation.runtime.credentials import (
-    ENGINE,
-    NAME,
-    ROUTER,
-    CurveKeys,
-    check_address,
-    check_secret,
-    is_proof,
-    proof,
-)
-from m6_multimodal_pd.disaggregation.runtime.endpoint import (
-    LOOPBACK,
-    MAX_PER_CALL,
-    MAX_QUEUED,
-    Endpoint,
-    Refusals,
-    Woken,
-)
+from m6_multimodal_pd.disaggregation.runtime.credentials import NAME, CurveKeys, check_address
+from m6_multimodal_pd.disaggregation.runtime.door import Doorkeeper
+from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
+from m6_multimodal_pd.disaggregation.runtime.endpoint import Endpoint, M
 from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
-from m6_multimodal_pd.disaggregation.runtime.wire import Codec, Frame
+from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError, WireError
 
-M = TypeVar("M")
-
+LOOPBACK = "tcp://127.0.0.1:*"
 HELLO = b"HELLO"
 WELCOME = b"WELCOME"
 IDENTITY = re.compile(rb"(%s)\.[0-9a-f]{32}" % NAME.pattern.encode())
 
+LOG = logging.getLogger(__name__)
 
-class RouterSocket(Generic[M]):
-    """The router's side. `address` is where it really is, with the port that the system chose for `*`.
 
-    Belongs to the thread that built it. `on_refused` hears, at most once a second, why something was not let in;
-    `num_refused` counts it all. Raises ConfigError if the address cannot be used, or needs keys.
+class RouterSocket(Endpoint[M]):
+    """The router's side. `address` is the real one, with the port that the system chose for `*`.
+
+    Belongs to the thread that built it. Raises `ConfigError` if the address cannot be used.
     """
 
     def __init__(
@@ -68,78 +59,68 @@ class RouterSocket(Generic[M]):
         address: str = LOOPBACK,
         *,
         codec: Codec[M],
-        secret: bytes,
-        keys: CurveKeys | None = None,
-        on_refused: Callable[[str], None] = lambda reason: None,
-        max_queued: int = MAX_QUEUED,
-        max_per_call: int = MAX_PER_CALL,
+        keys: CurveKeys,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
-        check_address(address, keys)
-        check_secret(secret)
-        self._codec = codec
-        self._secret = secret
-        self._max_per_call = max_per_call
-        self._refusals = Refusals(on_refused)
-        self._arrived: deque[list[Frame]] = deque()
+        check_address(address)
+        super().__init__(zmq.ROUTER, codec=codec, keys=keys, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._arrived: deque[list[zmq.Frame]] = deque()
         self._names: dict[bytes, str] = {}
         self._identities: dict[str, bytes] = {}
-        self._endpoint = Endpoint(
-            zmq.ROUTER, max_bytes=codec.max_bytes, max_queued=max_queued, heartbeat_timeout_s=heartbeat_timeout_s
-        )
-        self._endpoint.set(zmq.ROUTER_MANDATORY, 1)  # tell when a peer is gone, instead of dropping what is for it
-        self._endpoint.set(zmq.ROUTER_HANDOVER, 0)  # who has an identity keeps it
-        self.address = self._endpoint.bind(address, keys)
+        self._set({zmq.CURVE_SERVER: 1, zmq.ZAP_DOMAIN: b"stepwise"})
+        self._set({zmq.ROUTER_MANDATORY: 1})  # report that a peer is gone, instead of dropping messages for it
+        self._set({zmq.ROUTER_HANDOVER: 0})  # an identity stays with its connection
+        self._unlink: weakref.finalize[Any, Any] | None = None
+        self._door = Doorkeeper(self._context, self._socket, keys.trusted)
+        try:
+            self.address = self._bind(address)
+        except BaseException:
+            self.close()
+            raise
+
+    def _bind(self, address: str) -> str:
+        path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+        if path is not None and os.path.lexists(path):  # ZeroMQ would remove it, whatever it is
+            raise ConfigError(f"address={shown(address)} exists already; remove it if no process uses it")
+        actual = self._open(self._socket.bind, address)
+        self._unlink = when_dropped(self, path.unlink, True) if path is not None else None
+        return actual
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The engines that have said hello and are not forgotten, in the order in which they came."""
+        """The engines that have sent a hello and are not forgotten, in the order in which they came."""
         return tuple(self._identities)
 
-    @property
-    def num_refused(self) -> int:
-        """Peers and messages that were not let in."""
-        return self._refusals.total
+    def receive(self, timeout_s: float = 0.0) -> Iterator[tuple[str, M]]:
+        """Yield the messages that have arrived, with the name of the engine; wait for the first of them.
 
-    def wait(self, timeout_s: float, watched: int | None = None) -> Woken:
-        """Sleep until something arrives, the file descriptor `watched` can be read, or the time is over."""
-        return self._endpoint.wait(timeout_s, watched)
-
-    def receive(self, timeout_s: float = 0.0) -> list[tuple[str, M]]:
-        """What has arrived, in the order of each engine, with its name; waits for the first of it.
-
-        May be empty before the time is over: also what is refused wakes it, and counts to the most that one call reads.
+        Each is kept until the next one is asked for (`inbox.py`). There may be none before the time is over: a refused
+        message ends the wait, too.
         """
-        return list(self.arrivals(timeout_s))
-
-    def arrivals(self, timeout_s: float) -> Iterator[tuple[str, M]]:
-        """The same, one after the other: each is kept until the next one is asked for (`inbox.py`)."""
-        self._endpoint.wait(0.0 if self._arrived else timeout_s)
-        for reason in self._endpoint.answer_door(self._max_per_call):
-            self._refusals.add(reason)
-        self._arrived.extend(self._endpoint.read(self._max_per_call))
+        self._wait(0.0 if self._arrived else timeout_s)
+        self._arrived.extend(self._read())
         for identity, *frames in handed_out(self._arrived):
             try:
-                name = self._names.get(bytes(identity))
+                name = self._names.get(identity.bytes)
                 if name is None:
-                    self._admit(bytes(identity), frames)
+                    self._admit(identity, frames)
                 else:
-                    yield name, self._codec.decode(frames)
+                    yield name, self._codec.decode([frame.buffer for frame in frames])
             except WireError as error:
-                self._refusals.add(f"from {shown(bytes(identity))}: {error}")
+                LOG.info("refused: from %s: %s", shown(identity.bytes), error)
 
     def send(self, name: str, message: M) -> None:
         """Queue `message` for an engine.
 
-        Raises WireError if the message is too large, PeerLostError if the engine is gone (it is then forgotten), was
-        never there, or has as many messages waiting as may wait.
+        Raises `WireError` if the message is too large, `PeerLostError` if the engine is gone (it is then forgotten),
+        was never there, or has as many messages waiting as may wait.
         """
         frames = self._codec.encode(message)
         identity = self._identities.get(name)
         if identity is None:
             raise PeerLostError(f"there is no engine {shown(name)}; there are {shown(self.names)}")
         try:
-            self._endpoint.write([identity, *frames])
+            self._write([identity, *frames])
         except zmq.Again:
             raise PeerLostError(f"engine {name!r} does not read its messages") from None
         except zmq.ZMQError as error:
@@ -149,37 +130,40 @@ class RouterSocket(Generic[M]):
             raise PeerLostError(f"engine {name!r} is gone") from None
 
     def forget(self, name: str) -> None:
-        """Believe an engine no more, if there is such a one. Its name is free for another."""
-        self._endpoint.check_usable()
+        """Accept no more messages of an engine, if there is such a one. Its name is free for another."""
+        self._check_usable()
         identity = self._identities.pop(name, None)
         if identity is not None:
             del self._names[identity]
 
     def close(self) -> None:
-        """Give back the address; what is still queued has LINGER_MS to leave. May be called twice."""
-        self._endpoint.close()
+        """Close as every endpoint; remove the file of an `ipc` address, which ZeroMQ leaves if it has not named it."""
+        super().close()
+        self._door.join()
+        if self._unlink is not None:
+            self._unlink()
 
-    def _admit(self, identity: bytes, frames: list[Frame]) -> None:
-        """Take in the engine behind `identity` if these frames are its hello. Raises WireError if not."""
+    def _admit(self, sender: zmq.Frame, frames: list[zmq.Frame]) -> None:
+        """Admit the engine that sent these frames. Raises `WireError` if they are no hello."""
+        identity = sender.bytes
         found = IDENTITY.fullmatch(identity)
-        if found is None or len(frames) != 2 or bytes(frames[0]) != HELLO:
-            raise WireError("a message of one that has not said hello")
-        if not is_proof(bytes(frames[1]), self._secret, ENGINE, identity):
-            raise WireError("a hello with a wrong secret")
+        if found is None or [frame.bytes for frame in frames] != [HELLO]:
+            raise WireError("a message of a peer that has not sent a hello")
         name = found[1].decode()
         if self._identities.get(name, identity) != identity:  # its own if it is admitted again, after a Ctrl-C
             raise WireError(f"there is another engine {name!r}")
-        with suppress(zmq.ZMQError):  # gone already: the first `send` will say so
-            self._endpoint.write([identity, WELCOME, proof(self._secret, ROUTER, identity)])
+        self._door.admit(sender.get(zmq.SRCFD))
+        with suppress(zmq.ZMQError):  # gone already: the first `send` reports it
+            self._write([identity, WELCOME])
         self._identities[name] = identity
         self._names[identity] = name
 
 
-class EngineSocket(Generic[M]):
-    """An engine's side. It connects once: `joined` says whether the router has answered.
+class EngineSocket(Endpoint[M]):
+    """An engine's side. It connects once; `joined` is True when the router has answered.
 
-    A router that is not there yet, does not know the secret, or has another engine of the name, answers nothing; how
-    long to wait for it is for the caller to say. Belongs to the thread that built it. Raises ConfigError.
+    A router that is not there yet, or has another engine of the name, answers nothing; the caller decides how long to
+    wait. Belongs to the thread that built it. Raises `ConfigError`.
     """
 
     def __init__(
@@ -188,78 +172,54 @@ class EngineSocket(Generic[M]):
         *,
         name: str,
         codec: Codec[M],
-        secret: bytes,
-        keys: CurveKeys | None = None,
-        on_refused: Callable[[str], None] = lambda reason: None,
-        max_queued: int = MAX_QUEUED,
-        max_per_call: int = MAX_PER_CALL,
+        keys: CurveKeys,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
-        check_address(address, keys)
-        check_secret(secret)
+        check_address(address)
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ConfigError(f"name={shown(name)} must be 1 to 64 letters, digits, - or _")
-        self.name = name
-        self.joined = False
-        self._codec = codec
-        self._secret = secret
-        self._max_per_call = max_per_call
-        self._refusals = Refusals(on_refused)
-        self._identity = f"{name}.{secrets.token_hex(16)}".encode()
-        self._endpoint = Endpoint(
-            zmq.DEALER, max_bytes=codec.max_bytes, max_queued=max_queued, heartbeat_timeout_s=heartbeat_timeout_s
-        )
-        self._endpoint.set(zmq.ROUTING_ID, self._identity)
-        self._endpoint.set(zmq.RECONNECT_IVL, -1)  # never
-        self._endpoint.connect(address, keys)
-        self._endpoint.write([HELLO, proof(secret, ENGINE, self._identity)])
+        super().__init__(zmq.DEALER, codec=codec, keys=keys, heartbeat_timeout_s=heartbeat_timeout_s)
+        self.name, self.joined = name, False
+        self._set({zmq.ROUTING_ID: f"{name}.{secrets.token_hex(16)}".encode()})
+        self._set({zmq.CURVE_SERVERKEY: keys.trusted.encode()})
+        self._set({zmq.RECONNECT_IVL: -1})  # never
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._sockets.append(self._monitor)
+        try:
+            self._open(self._socket.connect, address)
+        except BaseException:
+            self.close()
+            raise
+        self._write([HELLO])
 
     def was_cut(self) -> bool:
-        """Whether the router is gone, or cannot be reached any more."""
-        return self._endpoint.was_cut()
-
-    @property
-    def num_refused(self) -> int:
-        """Messages that were not believed or could not be read."""
-        return self._refusals.total
-
-    def wait(self, timeout_s: float, watched: int | None = None) -> Woken:
-        """Sleep until something arrives, the file descriptor `watched` can be read, or the time is over."""
-        return self._endpoint.wait(timeout_s, watched)
+        """Return whether the connection to the router is over."""
+        self._check_usable()
+        return bool(self._monitor.poll(0))
 
     def receive(self, timeout_s: float = 0.0) -> list[M]:
-        """What has arrived; waits for the first of it. May be empty before the time is over, see `RouterSocket`."""
-        self._endpoint.wait(timeout_s)
+        """Return the messages that have arrived; wait for the first of them. See `RouterSocket.receive`."""
+        self._wait(timeout_s)
         received = []
-        for frames in self._endpoint.read(self._max_per_call):
+        for frames in self._read():
             try:
                 if self.joined:
-                    received.append(self._codec.decode(frames))
+                    received.append(self._codec.decode([frame.buffer for frame in frames]))
+                elif [frame.bytes for frame in frames] == [WELCOME]:
+                    self.joined = True
                 else:
-                    self._join(frames)
+                    raise WireError("a message before the welcome")
             except WireError as error:
-                self._refusals.add(f"from the router: {error}")
+                LOG.info("refused: from the router: %s", error)
         return received
 
     def send(self, message: M) -> None:
         """Queue `message` for the router.
 
-        Raises WireError if the message is too large, PeerLostError if the router is gone or does not read.
+        Raises `WireError` if the message is too large, `PeerLostError` if the router is gone or does not read.
         """
         frames = self._codec.encode(message)
         try:
-            self._endpoint.write(frames)
+            self._write(frames)
         except zmq.Again:
             raise PeerLostError("the router is gone, or does not read its messages") from None
-
-    def close(self) -> None:
-        """Leave; what is still queued has LINGER_MS to do so. May be called twice."""
-        self._endpoint.close()
-
-    def _join(self, frames: list[Frame]) -> None:
-        """Believe the router from now on if these frames are its welcome. Raises WireError if not."""
-        if len(frames) != 2 or bytes(frames[0]) != WELCOME:
-            raise WireError("a message of one that has not said welcome")
-        if not is_proof(bytes(frames[1]), self._secret, ROUTER, self._identity):
-            raise WireError("a welcome with a wrong secret")
-        self.joined = True
