@@ -204,8 +204,6 @@ def grade_frames(source_class: type[StagedSource]) -> str:
         here.blocks[:, page] = page
     segments = InProcessSegments()
     source, target = source_class(PageStore([here]), segments, num_frames=8), StagedTarget(PageStore([there]), segments)
-    target.accept("prefill", source.offer("decode"))
-    source.taken("decode")
     rng, on_their_way, has_waited = Random(0), [], False
     for _ in range(400):
         if rng.random() < 0.6:
