@@ -1,5 +1,6 @@
 """What the second notebook of m6 leans on: groups of engines with something wrong in them, and the graders."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
@@ -65,7 +66,7 @@ def _misinform(side: Any, delta: Callable[[np.ndarray], int]) -> None:
     def believing(message: Any) -> None:
         media = message.job.media
         if media is not None:
-            changed = msgspec.structs.replace(media, mrope_position_delta=int(delta(media.mrope_positions)))
+            changed = dataclasses.replace(media, mrope_position_delta=int(delta(media.mrope_positions)))
             message = msgspec.structs.replace(message, job=msgspec.structs.replace(message.job, media=changed))
         begin(message)
 
