@@ -6,7 +6,8 @@
 Each end has a state of its own, and learns of the other one's by messages, which may come late, twice, or not at all.
 So the rules are here, apart from sockets and memory: *Failed* and *Success* are final; a chunk counts once and in its
 turn; a transfer is complete when the first token, the announced number of chunks and all their pages are there, and not
-before. A room, the number under which both engines know the transfer, is never used again: a retry has another one. New in this milestone. SGLang: `KVPoll`, `BaseKVSender`, `BaseKVReceiver` in `disaggregation/base/conn.py`.
+before. A room, the number under which both engines know the transfer, is never used again: a retry has another one. New
+in this milestone. SGLang: `KVPoll`, `BaseKVSender`, `BaseKVReceiver` in `disaggregation/base/conn.py`.
 """
 
 from collections.abc import Callable
@@ -92,13 +93,13 @@ class KVSender(Transfer):
     """Whether the first token was sent, after the last chunk."""
 
     def preallocated(self, start: int) -> bool:
-        """Note that the decode side has memory, and the KV of the first `start` tokens. Returns False for a message that
-        comes late or twice. Raises `TransferError` for an impossible start."""
+        """Note that the decode side has memory, and the KV of the first `start` tokens. Returns False for a message
+        that comes late or twice. Raises `TransferError` for an impossible start."""
         return self._begin(start, f"the decode side has room{f', and {start} tokens already' if start else ''}")
 
     def pages_ready(self, num_computed: int, *, at_most: int) -> range:
-        """Return the next pages to send when `num_computed` tokens have their KV: whole pages, and with the last token the
-        page that is not full."""
+        """Return the next pages to send when `num_computed` tokens have their KV: whole pages, and with the last token
+        the page that is not full."""
         whole = self.end_page if num_computed >= self.num_tokens else num_computed // self.page_size
         return range(self.next_page, max(self.next_page, min(whole, self.next_page + at_most)))
 
@@ -148,8 +149,8 @@ class KVReceiver(Transfer):
         self.num_chunks, self.next_page = self.num_chunks + 1, pages.stop
 
     def told(self, num_chunks: int) -> bool:
-        """Note the number of chunks, which comes with the first token. Returns False for a message that is late or comes
-        twice. Raises `TransferError` for an impossible number.
+        """Note the number of chunks, which comes with the first token. Returns False for a message that is late or
+        comes twice. Raises `TransferError` for an impossible number.
         """
         if self.state.is_final or self.announced is not None:
             return False
