@@ -2,7 +2,7 @@
 
 Up to m5 pages stay where they are computed. To send a page, its parts in K and V of every layer, and in those of a
 draft model, are gathered into a row of bytes; the receiver scatters the row into any free page. A page keeps its bytes
-and changes its number. vLLM: `nixl_connector.py` in `distributed/kv_transfer/ kv_connector/v1/` registers the tensors
+and changes its number. vLLM: `nixl_connector.py` in `distributed/kv_transfer/kv_connector/v1/` registers the tensors
 and lets the network card gather; SGLang: `KVArgs.kv_data_ptrs` and `kv_item_lens` in `disaggregation/base/conn.py`.
 """
 
