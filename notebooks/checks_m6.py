@@ -148,7 +148,7 @@ PROMPTS: tuple[tuple[list[int], list[tuple[str, list[Range]]], str], ...] = (
 
 @grader("m6.key")
 def grade_key(key: Callable[[list[int], list[tuple[str, list[Range]]], dict[str, int], int], list[int]]) -> str:
-    """`key(token_ids, items, known, vocab_size)`: the prompt as the prefix cache knows it."""
+    """`key(token_ids, items, known, vocab_size)`: the prompt as a key of the prefix cache."""
     known, reference = {}, PadValues(VOCABULARY)
     for token_ids, items, hint in PROMPTS:
         _compare_key(key, token_ids, items, known, reference, hint)

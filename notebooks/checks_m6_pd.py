@@ -237,11 +237,11 @@ def grade_frames(source_class: type[StagedSource]) -> str:
                     why = (
                         "They were sent together, in another order: the frames of a ticket are in the order of `pages`."
                         if came in pages
-                        else "It was copied into the same frame before the other one was read there. When `send` "
+                        else "It was copied into a frame before the other page in that frame was read. When `send` "
                         "returns the pages are only copied; a frame is free only when its target has read it "
                         "(`release`)."
                     )
-                    raise Mismatch(f"What arrives as page {page} is page {came}. {why}")
+                    raise Mismatch(f"Page {came} arrives as page {page}. {why}")
             source.release("decode", ticket.number)
     if not has_waited:
         raise Mismatch("No `send` had to wait for free frames, so pages that were not read yet were overwritten.")
