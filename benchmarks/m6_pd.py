@@ -120,9 +120,6 @@ def bandwidth(sizes: Sequence[int], rounds: int) -> Row:
     )
     source = StagedSource(here, SharedMemorySegments("benchsource"), num_frames=most)
     target = StagedTarget(there, SharedMemorySegments("benchtarget"))
-    offer = source.offer("decode")
-    target.accept("prefill", offer)
-    source.taken("decode")
     rows = []
     for count in sizes:
         pages = list(range(1, count + 1))

@@ -14,7 +14,7 @@ with the same image. Everything of m1 to m5 works on prompts with and without im
 Read the way of an image, which `multimodal/__init__.py` lists file by file; then `request.py`, `model_worker_batch.py`,
 `forward_batch.py`, `model_runner.py` and `models/qwen3_vl.py`. `wiring.py` shows what m6 replaces. With a
 `DisaggregationConfig` some engines compute prompts and others decode, each in a process of its own: read
-`disaggregation/`: `poll.py`, `prefill_side.py`, `decode_side.py`, `router.py`, `transport.py`.
+`disaggregation/`: `poll.py`, `prefill_side.py`, `decode_side.py`, `router.py`, `staging.py`.
 """
 
 from m1_single_request import face

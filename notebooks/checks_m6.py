@@ -1,4 +1,4 @@
-"""What the notebooks of m6 lean on: the graders of their labs and exercises. Everything else comes from `checks.py`."""
+"""Graders of the labs and exercises in m6's first notebook, and their engines. The rest comes from `checks.py`."""
 
 import copy
 import functools
@@ -51,19 +51,20 @@ __all__ = [
 
 ONE_MODEL: dict[str, Any] = {"model_loader": functools.cache(PARTS["model_loader"])}
 """Loads each checkpoint once, however many engines are built."""
-ROOM = 4 * 1024
+KV_TOKENS = 4 * 1024
+"""Size of an engine's KV memory, in tokens."""
 
 
 def new_engine(*, parts: Mapping[str, Any] | None = None, **configs: Any) -> LLMEngine:
-    """An engine that shares its weights with all others made here, with KV memory for `ROOM` tokens or as told."""
-    memory = {"cache_config": CacheConfig(max_total_tokens=ROOM)}
+    """Return an engine that shares its weights with all others made here; `configs` as of `LLMEngine`."""
+    memory = {"cache_config": CacheConfig(max_total_tokens=KV_TOKENS)}
     return LLMEngine(parts=ONE_MODEL | dict(parts or {}), **(memory | configs))
 
 
 def intake_with(
     *, positions: Callable[..., Any] = get_rope_index, content_hash: Callable[..., str] = content_hash
 ) -> dict[str, Any]:
-    """Parts of an engine that places its tokens, or names its pictures, with another function."""
+    """Return the parts of an engine whose intake computes positions, or hashes, with another function."""
 
     class Intake(InputProcessor):
         def apply_chat_template(self, messages: Any, options: Any = None) -> list[int]:
@@ -89,7 +90,7 @@ def intake_with(
 
 
 def another_layout(axes: Callable[[Sequence[int], int], Sequence[int]]) -> dict[str, Any]:
-    """Parts of an engine whose model shares out the pairs of a head with another function."""
+    """Return the parts of an engine whose model assigns the pairs of a head to axes with another function."""
 
     def load(config: Any) -> Any:
         loaded = ONE_MODEL["model_loader"](config)
@@ -102,8 +103,8 @@ def another_layout(axes: Callable[[Sequence[int], int], Sequence[int]]) -> dict[
 
 
 def another_shape(pixels: np.ndarray, side: int = 32) -> np.ndarray:
-    """The same squares of `side` x `side` pixels in the same order, in a picture of the other shape: what was as wide
-    as it is high now."""
+    """Return the same squares of `side` x `side` pixels in the same order, in a picture whose height is the width of
+    `pixels`."""
     height, width = pixels.shape[:2]
     rows, columns = height // side, width // side
     squares = pixels.reshape(rows, side, columns, side, 3).swapaxes(1, 2)
@@ -117,7 +118,7 @@ VOCABULARY = 4096
 
 
 def item_of(content: str, ranges: Ranges) -> MultimodalDataItem:
-    """A picture, or a clip of as many frames as there are ranges, of which only its places and its hash matter."""
+    """Return an image, or a video with a frame for each range; only its places and its hash have a meaning."""
     return MultimodalDataItem(
         modality=Modality.IMAGE if len(ranges) == 1 else Modality.VIDEO,
         offsets=tuple(ranges),
@@ -129,7 +130,7 @@ def item_of(content: str, ranges: Ranges) -> MultimodalDataItem:
 
 
 def inputs_of(num_tokens: int, items: Sequence[tuple[str, Ranges]]) -> MultimodalInputs:
-    """The pictures of a prompt of so many tokens."""
+    """Return the pictures of a prompt of `num_tokens`, of which `items` are content and ranges."""
     made = tuple(item_of(*each) for each in items)
     return MultimodalInputs(made, np.zeros((3, num_tokens), dtype=np.int64), 0)
 
@@ -147,7 +148,7 @@ PROMPTS: tuple[tuple[list[int], list[tuple[str, list[Range]]], str], ...] = (
 
 @grader("m6.key")
 def grade_key(key: Callable[[list[int], list[tuple[str, list[Range]]], dict[str, int], int], list[int]]) -> str:
-    """`key(token_ids, items, known, vocab_size)`: the prompt as the prefix cache knows it."""
+    """`key(token_ids, items, known, vocab_size)`: the prompt as a key of the prefix cache."""
     known, reference = {}, PadValues(VOCABULARY)
     for token_ids, items, hint in PROMPTS:
         _compare_key(key, token_ids, items, known, reference, hint)
@@ -155,7 +156,9 @@ def grade_key(key: Callable[[list[int], list[tuple[str, list[Range]]], dict[str,
     reference = PadValues(VOCABULARY)
     for _ in range(100):
         _compare_key(key, *_random_prompt(rng), at_random, reference, "")
-    return "By hand and 100 times at random: one number for a content, none given twice, none that a text could have."
+    return (
+        "By hand and 100 times at random: one number for each content, no number twice, none that a text can contain."
+    )
 
 
 def _random_prompt(rng: Random) -> tuple[list[int], list[tuple[str, list[Range]]]]:
@@ -189,11 +192,11 @@ def _compare_key(
             isinstance(new, int) and token != new < VOCABULARY <= right
             for token, new, right in zip(token_ids, got, wanted, strict=False)
         ):
-            hint = f"No text may mean a number that stands for a picture: begin at vocab_size. {hint}".rstrip()
+            hint = f"No text may contain a number that stands for a picture: begin at vocab_size. {hint}".rstrip()
         raise Mismatch(f"{case} is {short(wanted)}, yours {short(got)}.{' ' if hint else ''}{hint}")
     for content, _ in items:
         if content not in known:
-            raise Mismatch(f"{case}: `known` must have {content!r} afterwards, or nobody finds it when it comes again.")
+            raise Mismatch(f"{case}: `known` must have {content!r} afterwards, or it is not found when it comes again.")
 
 
 # --- exercises: rows --------------------------------------------------------------------------------------------------
@@ -203,11 +206,16 @@ PIECES: tuple[tuple[list[Range], int, int, str], ...] = (
     ([(5, 14)], 0, 8, "A piece that ends inside it takes the first rows."),
     ([(5, 14)], 8, 16, "A piece that begins inside it does not begin with row 0."),
     ([(5, 14)], 7, 10, "A piece may begin and end inside it."),
-    ([(5, 14)], 14, 20, "Behind it nothing is taken."),
-    ([(5, 14)], 0, 5, "In front of it nothing is taken."),
-    ([(3, 7), (9, 13)], 0, 20, "A clip's rows are counted on: its second frame begins where the first one ended."),
+    ([(5, 14)], 14, 20, "After it no row is taken."),
+    ([(5, 14)], 0, 5, "Before it no row is taken."),
+    (
+        [(3, 7), (9, 13)],
+        0,
+        20,
+        "The rows of a clip are numbered through: its second frame begins where the first one ends.",
+    ),
     ([(3, 7), (9, 13)], 5, 11, "Each frame that the piece holds a part of is a run of its own."),
-    ([(3, 7), (9, 13)], 10, 20, "Rows of frames in front of the piece count."),
+    ([(3, 7), (9, 13)], 10, 20, "Rows of frames before the piece count."),
 )
 
 
@@ -245,7 +253,7 @@ def _compare_rows(rows: Any, ranges: list[Range], start: int, end: int, hint: st
 
 
 def _wrong_field(runs: Any, wanted: list[tuple[int, int, int]], start: int) -> str:
-    """What is wrong if the same one of the three numbers is, in every run, and nothing else."""
+    """Return a hint if the same one of the three numbers is wrong in every run, and nothing else; else an empty one."""
     if runs == [(place - start, *rows) for place, *rows in wanted]:
         return "The place is counted from the beginning of the prompt, and not of the piece."
     if runs == [(place, first, end - 1) for place, first, end in wanted]:
@@ -257,20 +265,44 @@ def _wrong_field(runs: Any, wanted: list[tuple[int, int, int]], start: int) -> s
 
 Item = tuple[str, list[Range]]
 LOADS: tuple[tuple[list[Item], int, int, int, int, set[str], str], ...] = (
-    ([], 0, 20, 0, 12, set(), "Texts cost the tower nothing."),
+    ([], 0, 20, 0, 12, set(), "The tokens of a text are not encoded."),
     ([("a", [(5, 14)])], 0, 20, 0, 12, set(), "A picture that the budget has room for runs."),
-    ([("a", [(5, 14)])], 0, 20, 9, 12, set(), "9 and 9 are more than 12: the piece ends in front of the picture."),
+    ([("a", [(5, 14)])], 0, 20, 9, 12, set(), "9 and 9 are more than 12: the piece ends before the picture."),
     ([("a", [(5, 14)])], 0, 20, 3, 12, set(), "Exactly the whole budget is no more than the budget."),
-    ([("a", [(5, 14)])], 0, 20, 9, 12, {"a"}, "What is encoded already costs nothing."),
+    ([("a", [(5, 14)])], 0, 20, 9, 12, {"a"}, "A picture that is encoded already costs nothing."),
     ([("a", [(5, 45)])], 0, 50, 0, 12, set(), "The first one of a step runs even if it is larger than the budget."),
-    ([("a", [(5, 45)]), ("b", [(47, 48)])], 0, 60, 0, 12, set(), "Behind one that was too large, no other is encoded."),
+    (
+        [("a", [(5, 45)]), ("b", [(47, 48)])],
+        0,
+        60,
+        0,
+        12,
+        set(),
+        "After one that is larger than the budget no other is encoded.",
+    ),
     ([("a", [(5, 14)])], 0, 6, 9, 12, set(), "All of a picture is encoded at once, even if the piece ends inside it."),
-    ([("a", [(5, 14)])], 8, 20, 9, 12, set(), "In front of a picture that has begun already nothing is left to run."),
-    ([("a", [(5, 14)])], 0, 20, 15, 12, {"a"}, "What costs nothing is never too much, whatever is spent already."),
+    ([("a", [(5, 14)])], 8, 20, 9, 12, set(), "A piece that begins inside the picture has no tokens before it to run."),
+    (
+        [("a", [(5, 14)])],
+        0,
+        20,
+        15,
+        12,
+        {"a"},
+        "An item that costs nothing is never too much, whatever is spent already.",
+    ),
     ([("a", [(5, 14)]), ("a", [(16, 25)])], 0, 30, 0, 12, set(), "The same content twice is encoded once."),
-    ([("a", [(5, 45)]), ("a", [(47, 87)])], 0, 90, 0, 12, set(), "What came before in this piece costs nothing."),
+    (
+        [("a", [(5, 45)]), ("a", [(47, 87)])],
+        0,
+        90,
+        0,
+        12,
+        set(),
+        "A content that came before in this piece costs nothing.",
+    ),
     ([("a", [(5, 14)]), ("b", [(16, 25)])], 0, 30, 0, 12, set(), "The first picture runs, the second does not."),
-    ([("a", [(5, 14)]), ("b", [(16, 25)])], 14, 30, 0, 12, set(), "A picture in front of the piece is none of it."),
+    ([("a", [(5, 14)]), ("b", [(16, 25)])], 14, 30, 0, 12, set(), "A picture before the piece is no part of it."),
     ([("a", [(5, 9), (12, 16)])], 10, 20, 6, 12, set(), "A clip is encoded as a whole, all of its frames."),
     ([("a", [(5, 9), (12, 16)])], 0, 4, 9, 12, set(), "A piece without pictures costs nothing."),
 )
@@ -300,10 +332,10 @@ def grade_piece(piece: Callable[[list[Item], int, int, int, int, set[str]], int]
         if got != wanted or isinstance(got, bool):
             raise Mismatch(
                 f"{items}: of the {num_tokens} tokens from {start} on, with {spent} of {budget} spent and "
-                f"{short(sorted(known)) if known else 'nothing'} known, {wanted} may run, you say {short(got)}."
+                f"{short(sorted(known)) if known else 'nothing'} known, {wanted} may run, yours {short(got)}."
                 f"{' ' if hint else ''}{hint}"
             )
-    return "By hand and 300 times at random: the piece ends where the engine's would."
+    return "By hand and 300 times at random: each piece ends where the engine's ends."
 
 
 def _engines_piece(items: Sequence[Item], start: int, num_tokens: int, spent: int, budget: int, known: set[str]) -> int:
@@ -321,20 +353,20 @@ def _engines_piece(items: Sequence[Item], start: int, num_tokens: int, spent: in
 CLIPS: tuple[tuple[int, float, float, int, int, str], ...] = (
     (120, 24.0, 2.0, 4, 768, "Five seconds, two frames in each: 10 frames."),
     (24, 24.0, 2.0, 4, 768, "One second is two frames, and `at_least` is more."),
-    (3, 24.0, 2.0, 4, 768, "There are no more frames than there are."),
+    (3, 24.0, 2.0, 4, 768, "A video has no more frames than `total`."),
     (24000, 24.0, 2.0, 4, 768, "1,000 seconds would be more than `at_most`."),
     (100, 24.0, 2.0, 4, 768, "8.33 frames are 8."),
-    (8, 2.0, 2.0, 4, 768, "Where as many are wanted as there are, all are taken."),
+    (8, 2.0, 2.0, 4, 768, "If as many are wanted as there are, all are taken."),
     (13, 4.0, 2.0, 4, 768, "6.5 frames are 6."),
     (2, 30.0, 2.0, 4, 768, "Two frames."),
     (500, 25.0, 1.0, 4, 16, "`at_most` may be small."),
 )
-"""The last of each: why so many."""
+"""Arguments, and a hint why there are so many frames."""
 
 
 @grader("m6.sample_frames")
 def grade_sample_frames(sample_frames: Callable[[int, float, float, int, int], Sequence[int]]) -> str:
-    """`sample_frames(total, video_fps, fps, at_least, at_most)`: which frames of a video are read."""
+    """`sample_frames(total, video_fps, fps, at_least, at_most)`: the frames of a video that are read."""
     rng = Random(0)
     cases = list(CLIPS)
     for _ in range(100):
@@ -348,13 +380,13 @@ def grade_sample_frames(sample_frames: Callable[[int, float, float, int, int], S
             more = _wrong_frames(frames, wanted, total) or hint
             raise Mismatch(
                 f"{total} frames, {video_fps:g} a second, {fps:g} a second wanted, {at_least} to {at_most} of them: "
-                f"{len(wanted)} frames, {short(wanted)}; you say {short(got)}.{' ' if more else ''}{more}"
+                f"{len(wanted)} frames, {short(wanted)}; yours {short(got)}.{' ' if more else ''}{more}"
             )
     return "By hand and 100 clips at random: the frames that the engine reads."
 
 
 def _whole_numbers(got: Any) -> list[int] | None:
-    """As a list, if it is a sequence or an array of whole numbers."""
+    """Return `got` as a list if it is a sequence or an array of whole numbers; else None."""
     if not isinstance(got, Sequence | np.ndarray) or isinstance(got, str):
         return None
     frames = list(got)
@@ -362,7 +394,7 @@ def _whole_numbers(got: Any) -> list[int] | None:
 
 
 def _are_the_nearest(frames: list[int], wanted: list[int], total: int) -> bool:
-    """Whether these frames lie where `wanted` does. Where a place is halfway between two, either is right."""
+    """Return whether these frames are `wanted`, or differ only where a place is halfway between two frames."""
     gaps = len(wanted) - 1
     return len(frames) == len(wanted) and all(
         frame == right or 2 * abs(frame * gaps - i * (total - 1)) == gaps
@@ -371,13 +403,13 @@ def _are_the_nearest(frames: list[int], wanted: list[int], total: int) -> bool:
 
 
 def _wrong_frames(frames: list[int] | None, wanted: list[int], total: int) -> str:
-    """What is wrong if their number is right."""
+    """Return a hint for frames whose number is right; else an empty text."""
     if frames is None:
-        return "A list or an array of whole numbers is asked for."
+        return "The answer is a list or an array of whole numbers."
     if len(frames) != len(wanted):
         return ""
     if (frames[0], frames[-1]) != (0, total - 1):
-        return "Evenly spread, from the first to the last one, and not every so many-th."
+        return "Evenly spread, from the first to the last one, and not with a fixed step."
     return "Evenly spread, each rounded to the nearest frame."
 
 
@@ -386,7 +418,7 @@ def _wrong_frames(frames: list[int] | None, wanted: list[int], total: int) -> st
 SECTION, PAIRS = (12, 10, 10), 32
 """Of the checkpoint: how many of a head's pairs turn with time, height and width."""
 LAYOUTS: tuple[tuple[int, list[Block], str], ...] = (
-    (6, [], "A text stands at its places, on all three axes."),
+    (6, [], "In a text each position is the place, on all three axes."),
     (6, [Block(1, 2, 2)], "Two rows of two, between two texts."),
     (10, [Block(2, 3, 2)], "Three rows of two: tokens come row by row."),
     (10, [Block(2, 2, 3)], "Two rows of three: tokens come row by row."),
@@ -409,14 +441,14 @@ def grade_swapped(positions: Callable[[int, list[Block]], tuple[np.ndarray, int]
         cases.append((at + rng.randrange(1, 5), blocks, ""))
     for num_tokens, blocks, hint in cases:
         _compare_positions(positions, num_tokens, blocks, hint)
-    return "By hand and 100 prompts at random: every token stands where the engine puts it, and so does the answer."
+    return "By hand and 100 prompts at random: every token has the engine's positions, and so has the answer."
 
 
 def _compare_positions(positions: Any, num_tokens: int, blocks: list[Block], hint: str) -> None:
     wanted, wanted_delta = get_rope_index(num_tokens, blocks)
     got, delta = positions(num_tokens, list(blocks))
-    told = ", ".join(f"{b.height} rows of {b.width} from {b.start} on" for b in blocks) or "no picture"
-    case, more = f"{num_tokens} tokens, {told}", f" {hint}" if hint else ""
+    layout = ", ".join(f"{b.height} rows of {b.width} from {b.start} on" for b in blocks) or "no picture"
+    case, more = f"{num_tokens} tokens, {layout}", f" {hint}" if hint else ""
     if np.shape(got) != wanted.shape:
         raise Mismatch(f"{case}: positions are [3, {num_tokens}], yours {list(np.shape(got))}.{more}")
     got = np.asarray(got)
@@ -425,7 +457,7 @@ def _compare_positions(positions: Any, num_tokens: int, blocks: list[Block], hin
         if any(block.end <= first for block in blocks) and not any(
             block.start <= first < block.end for block in blocks
         ):
-            more = " Up to the end of the picture it is right. The text behind it goes on after its longer side."
+            more = " Up to the end of the picture it is right. The text after it continues after its longer side."
     for axis, name in enumerate(("time", "height", "width")):
         if got[axis].tolist() != wanted[axis].tolist():
             swapped = axis == 1 and got[1].tolist() == wanted[2].tolist()
@@ -435,8 +467,8 @@ def _compare_positions(positions: Any, num_tokens: int, blocks: list[Block], hin
             )
     if delta != wanted_delta:
         raise Mismatch(
-            f"{case}: the answer goes on at place + {wanted_delta}, with you at place + {delta}. The delta is the next "
-            f"position less the number of tokens."
+            f"{case}: the answer begins at place + {wanted_delta}, yours at place + {delta}. The delta is the next "
+            f"position minus the number of tokens."
         )
 
 
@@ -461,8 +493,8 @@ def grade_layout(axes: Callable[[tuple[int, int, int], int], Sequence[int]]) -> 
             raise Mismatch(f"Sections {list(section)}: {_letters(wanted)}, yours {_letters(got)}. {hint}{more}")
     shown = picture(Shape("big", "red", "star", "left"), Shape("small", "blue", "circle", "bottom"))
     with new_engine() as own, new_engine(parts=another_layout(axes)) as yours:
-        if _said(own, shown) != _said(yours, shown):
-            raise Mismatch("The layouts agree, and yet the model says something else.")
+        if _answer_of(own, shown) != _answer_of(yours, shown):
+            raise Mismatch("The layouts agree, and yet the answer is another one.")
     return "Seven shapes of heads, and the model's own: each pair turns with the axis that it was trained with."
 
 
@@ -473,7 +505,7 @@ def _letters(axes: Any) -> str:
         return short(axes)
 
 
-def _said(engine: LLMEngine, shown: Any) -> Any:
+def _answer_of(engine: LLMEngine, shown: Any) -> Any:
     content = [{"type": "image", "image": shown}, {"type": "text", "text": "Describe the picture."}]
     output = engine.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=40, logprobs=1))
     logprobs = output.outputs[0].logprobs or ()
@@ -491,10 +523,10 @@ def grade_content(content: Callable[[Modality, np.ndarray, tuple[int, int, int],
     if not isinstance(first, str) or not re.fullmatch("[0-9a-fA-F]{32,}", first):
         raise Mismatch(
             f"A hash is a text of at least 32 hex digits, 128 bits: with fewer, two of many contents would share one "
-            f"by chance. (Python's own hash() has 16, and others in every process.) Yours is {short(first)}."
+            f"by chance. (Python's own hash() has 16, and they differ in every process.) Yours is {short(first)}."
         )
     if content(Modality.IMAGE, feature.copy(), (1, 6, 8), b"options") != first:
-        raise Mismatch("The same picture has to have the same hash whenever it comes: else nothing is ever found.")
+        raise Mismatch("The same picture must have the same hash each time, or it is never found again.")
     if _salted(content)(Modality.IMAGE, feature, (1, 6, 8), b"options") != first:
         raise Mismatch("Python's own hash() is salted: in another process the same picture would have another hash.")
     for grid in ((1, 8, 6), (1, 4, 12), (2, 6, 4), (1, 12, 4)):
@@ -519,7 +551,7 @@ def grade_content(content: Callable[[Modality, np.ndarray, tuple[int, int, int],
 
 
 def _salted(function: Any) -> Any:
-    """The function as in another process: with a `hash` of another salt."""
+    """Return the function as in another process: with a `hash` of another salt."""
     if not isinstance(function, FunctionType):
         return function
     names = {**function.__globals__, "hash": lambda value: hash((value, "another process"))}
@@ -529,7 +561,7 @@ def _salted(function: Any) -> Any:
 
 
 def _grade_two_shapes(content: Any, question: str) -> None:
-    """Two pictures with the same squares in the same order, one after the other, and the first once more."""
+    """Ask about two pictures with the same squares in the same order, then about the first once more."""
     wide = two_wide()
     with new_engine() as own:
         wanted = [_answer(own, shown, question).text for shown in (wide, another_shape(wide))]
@@ -540,8 +572,8 @@ def _grade_two_shapes(content: Any, question: str) -> None:
         again = yours.stats().num_encoder_runs - runs
     if got != wanted:
         raise Mismatch(
-            f"{question!r}: about the second of two pictures of the same bytes the engine says {got[1]!r}. That is an "
-            f"answer about the first; right is {wanted[1]!r}."
+            f"{question!r}: about the second of two pictures of the same bytes the engine answers {got[1]!r}. That is "
+            f"an answer about the first; right is {wanted[1]!r}."
         )
     if again:
         raise Mismatch("A picture that was shown before is encoded again: its hash must not change.")
@@ -553,7 +585,7 @@ def _answer(engine: LLMEngine, shown: Any, question: str) -> Any:
 
 
 def two_wide() -> np.ndarray:
-    """128 x 96 pixels: a small star in its last row, a small circle in its first one, each in a square of its own."""
+    """Return 128 x 96 pixels: a small circle in its first row, a small star in its last, each in its own square."""
     ground = np.array(picture())[:32, :32]
     pixels = np.tile(ground, (3, 4, 1))
     for shape, row, column in ((Shape("small", "red", "star"), 2, 0), (Shape("small", "blue", "circle"), 0, 3)):

@@ -1,4 +1,4 @@
-"""How many engines share the work, and how they reach each other.
+"""Configuration of a group: the number of its engines, and their connections.
 
 vLLM: `KVTransferConfig`; SGLang: `--disaggregation-mode`, `--disaggregation-transfer-backend` of `ServerArgs`.
 """
@@ -19,37 +19,38 @@ HEARTBEAT_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggregationConfig:
-    """Prefill engines and decode engines in place of one that does both. Each has the whole configuration of the
+    """Prefill engines and decode engines in place of one engine that does both. Each has the whole configuration of the
     engine: its own KV memory, prefix cache and limits."""
 
     prefill: int = 1
     """Engines that compute prompts."""
     decode: int = 1
-    """Engines that answer."""
+    """Engines that compute answers."""
     transport: TransportName = "shared_memory"
     """`shared_memory`: each engine is a process of this host. `in_process`: all of them run in this one, in turns, for
-    tests and to look at."""
+    tests and lessons."""
     transfer_buffer_bytes: int = 64 * 2**20
-    """Memory between a prefill and a decode engine: KV that was sent and not read yet."""
+    """Size of the memory between a prefill and a decode engine, for KV that was sent and is not read yet."""
     max_message_bytes: int = 256 * 2**20
-    """Of a message between router and engine; the pictures of a request are the largest."""
+    """Largest size of a message between router and engine; the images of a request are the largest part."""
     max_retries: int = 2
-    """How often a request is tried anew, with other engines if there are, after an engine was lost or a transfer
-    failed."""
+    """Attempts of a request after the first one, with other engines if possible, after an engine was lost or a transfer
+    has failed."""
     max_restarts: int = 3
-    """How often within an hour each engine is started anew after its process has died, or could not start again. One
-    that dies once more in that hour stays away; the others go on without it."""
+    """Restarts of each engine within an hour after its process has died, or could not start again. An engine that dies
+    once more in that hour is not started again; the others go on without it."""
     address: str | None = None
-    """Where engines join that are started by hand, `tcp://127.0.0.1:5600`, say. None: they are started from here."""
+    """Address at which engines join that are started by hand, such as `tcp://127.0.0.1:5600`. None: this process starts
+    the engines."""
     key_file: str | Path | None = None
-    """The keys of such engines and of this side: made by `python -m m6_multimodal_pd.pd keys FILE`."""
+    """File with the keys of such engines and of the router; `python -m m6_multimodal_pd.pd keys FILE` makes it."""
     start_timeout_s: float = 180.0
-    """Seconds that an engine may take until it is ready."""
+    """Seconds within which an engine must be ready."""
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     """A connection that is silent for so many seconds is closed, by either side. An engine without a connection is lost
     within about a second. A long step is not silence: a thread of ZeroMQ answers meanwhile."""
     step_timeout_s: float = 120.0
-    """An engine whose step takes longer than so many seconds writes down where it hangs, and gives itself up."""
+    """An engine whose step takes longer than so many seconds writes its stacks to stderr, and ends its process."""
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from m1_single_request.request import BaseFinishReason, FinishError, RequestStatus
+from m1_single_request.sampler import SampledTokens
 from m4_radix_cache.events import Matched
 from m4_radix_cache.invariants import check_scheduler
 from m4_radix_cache.mem_cache.base_prefix_cache import MatchResult
@@ -20,7 +21,7 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.retraction import outgrown
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m5_chunked_prefill_spec.scheduler import Scheduler
-from m6_multimodal_pd.disaggregation.prebuilt import FirstToken, PrebuiltBatch
+from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltBatch
 
 NUM_RESERVED_TOKENS = 512
 """Tokens of memory that a running or arriving request keeps for its answer, at most; fewer if its answer is shorter."""
@@ -43,7 +44,7 @@ class DecodeScheduler(Scheduler):
         """By request id: with a row, and KV on its way."""
         self.arrivals: dict[str, Req] = {}
         """By request id: all KV is here; the next step is theirs."""
-        self.first_tokens: dict[str, FirstToken] = {}
+        self.first_tokens: dict[str, SampledTokens] = {}
         """By request id: the token that came with the KV."""
 
     @property
@@ -105,7 +106,7 @@ class DecodeScheduler(Scheduler):
             done.append(req)
         return done
 
-    def complete(self, rid: str, first: FirstToken) -> None:
+    def complete(self, rid: str, first: SampledTokens) -> None:
         """Let a request join the next step: all its KV is in its pages."""
         self.first_tokens[rid] = first
         self.arrivals[rid] = self.transfer_queue.pop(rid)

@@ -1,8 +1,8 @@
-"""The side that answers: it takes room for a prompt, takes its KV in, and goes on from the first token.
+"""The decode side: takes memory for a prompt, receives its KV, and continues from the first token.
 
-What comes is put into its place at once, chunk by chunk; the request runs when everything is there. From then on it is
-one like any other: if it loses its place it is computed again here, prompt and all, for nobody keeps its KV elsewhere.
-New tokens are told to the router after every step. SGLang: `SchedulerDisaggregationDecodeMixin`.
+Every chunk is copied into its pages at once; the request runs when all of them are there. From then on it is a request
+like any other: after a retraction its prompt is computed here, because no other engine keeps its KV. New tokens go to
+the router after every step. SGLang: `SchedulerDisaggregationDecodeMixin`.
 """
 
 import time
@@ -12,28 +12,24 @@ from typing import Any
 import msgspec
 
 from m1_single_request.request import FinishError
+from m1_single_request.sampler import LogprobRow, SampledTokens
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide, Occupied
 from m6_multimodal_pd.disaggregation.events import ChunkReceived, RoomTaken
 from m6_multimodal_pd.disaggregation.poll import KVReceiver
-from m6_multimodal_pd.disaggregation.prebuilt import FirstToken as Came
-from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT, row_of, to_row
+from m6_multimodal_pd.disaggregation.runtime.jobs import row_of
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Chunk,
     Decode,
     FirstToken,
     Job,
-    Memory,
-    MemoryRefused,
     PeerMessage,
     Preallocated,
     Received,
-    Row,
     Taken,
     Tokens,
 )
 from m6_multimodal_pd.disaggregation.staging import StagedTarget
-from m6_multimodal_pd.disaggregation.transport import Offer
-from m6_multimodal_pd.errors import TransferError, WireError
+from m6_multimodal_pd.errors import WireError
 
 
 class DecodeSide(EngineSide[KVReceiver]):
@@ -45,37 +41,19 @@ class DecodeSide(EngineSide[KVReceiver]):
         """`settings`: as of every `EngineSide`."""
         super().__init__(**settings)
         self.target = target
-        self.accepted: dict[str, Offer] = {}
-        """By prefill engine: the memory between the two."""
         self.of_prompts: dict[int, FirstToken] = {}
-        """By room: what came with the first token, until the router is told."""
+        """By room: the first token's message, until the router has its content."""
         self.num_told: dict[int, int] = {}
-        """By room: output tokens that the router knows."""
+        """By room: number of output tokens that the router has."""
 
     def begin(self, message: Decode) -> None:
         req = self.admit(message.room, without_prompt_logprobs(message.job))
-        if req is None:
-            return
-        transfer = KVReceiver(
-            message.room,
-            num_tokens=req.seqlen,
-            page_size=self.page_size,
-            on_change=self.changed(message.room, req.rid),
-        )
-        self.num_told[message.room] = len(req.output_ids)
-        self.enter(Occupied(message.room, req, message.prefill, transfer))
+        if req is not None:
+            self.num_told[message.room] = len(req.output_ids)
+            self.enter(message, req, KVReceiver)
 
     def hear(self, origin: str, body: PeerMessage) -> None:
         match body:
-            case Memory(offer, False):
-                try:
-                    if self.accepted.get(origin) != offer:  # it may come twice
-                        self.target.accept(origin, offer)
-                    self.accepted[origin] = offer
-                except TransferError as error:
-                    self.say(origin, MemoryRefused(str(error)[:LONGEST_TEXT]))
-                else:
-                    self.say(origin, Memory(offer, is_mapped=True))
             case Chunk():
                 try:
                     self._take(origin, body)
@@ -87,11 +65,10 @@ class DecodeSide(EngineSide[KVReceiver]):
                     self._join_if_complete(self.rooms[room])
 
     def forget_peer(self, name: str) -> None:
-        self.accepted.pop(name, None)
         self.target.forget(name)
 
     def after_step(self) -> None:
-        """Take room for those who wait for it; tell the router of new tokens; leave rooms that are over."""
+        """Take memory for waiting requests, send new tokens to the router, leave the rooms of ended requests."""
         for req in self.core.scheduler.preallocate():
             occupied = next(o for o in self.rooms.values() if o.req is req)
             occupied.transfer.preallocated(req.kv_committed_len)
@@ -115,7 +92,8 @@ class DecodeSide(EngineSide[KVReceiver]):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _take(self, origin: str, chunk: Chunk) -> None:
-        """Put a chunk into its pages; nothing happens if nobody waits for it any more."""
+        """Copy a chunk into its pages, unless its request has ended."""
+        self.target.map(origin, chunk.ticket)
         occupied = self.rooms.get(chunk.room)
         pages = range(chunk.first_page, chunk.first_page + chunk.num_pages)
         if occupied is None or occupied.req.rid not in self.core.scheduler.transfer_queue:
@@ -141,20 +119,20 @@ class DecodeSide(EngineSide[KVReceiver]):
     def _join_if_complete(self, occupied: Occupied[KVReceiver]) -> None:
         if occupied.req.to_finish is None and occupied.transfer.complete():
             first = self.of_prompts[occupied.room]
-            self.core.scheduler.complete(occupied.req.rid, Came(first.token_id, to_row(first.logprobs)))
+            self.core.scheduler.complete(occupied.req.rid, SampledTokens((first.token_id,), (first.logprobs,)))
             self.say(occupied.peer, Received(occupied.room))
 
     def _tell(self, occupied: Occupied[KVReceiver]) -> None:
-        """The tokens that the router has not heard of."""
+        """Send the tokens that the router does not have."""
         req, room = occupied.req, occupied.room
         first = self.num_told[room]
         new = req.output_ids[first:]
         if not new:
             return
         came = self.of_prompts.pop(room, None)
-        logprobs: tuple[Row | None, ...] = (None,) * len(new)
+        logprobs: tuple[LogprobRow | None, ...] = (None,) * len(new)
         if req.sampling_params.logprobs is not None:
-            logprobs = tuple(row_of(named) for named in req.sequence.output_logprobs[first:])
+            logprobs = tuple(map(row_of, req.sequence.output_logprobs[first:]))
         tokens = Tokens(
             room=room,
             first=first,
@@ -168,10 +146,10 @@ class DecodeSide(EngineSide[KVReceiver]):
         self.num_told[room] = first + len(new)
         try:
             self.send(tokens)
-        except WireError as error:  # log-probabilities may be more than a message holds
+        except WireError as error:  # log-probabilities may be too large for a message
             self.core.scheduler.finish_requests([req.rid], FinishError(error))
 
 
 def without_prompt_logprobs(job: Job) -> Job:
-    """The job without the prompt's log-probabilities: they come from where the prompt is computed."""
+    """Return the job without log-probabilities of its prompt: the prefill engine sends them."""
     return msgspec.structs.replace(job, params=replace(job.params, prompt_logprobs=None))

@@ -1,8 +1,8 @@
-"""An engine among others: an engine core, the side that it takes, and its end of the KV's way.
+"""One engine of a group: an engine core, the side of its role, and its end of the KV transport.
 
-Everything is m6's engine as it stands alone, but for the scheduler; a prefill engine computes one token of each
-request, and a decode engine takes prebuilt batches. `tick` is the event loop's body: messages, a step if there is
-anything to compute, and what there is to say. SGLang: `event_loop_normal_disagg_prefill` and `..._decode`.
+Everything is m6's engine as it is alone, but for the scheduler; a prefill engine computes one token of each request,
+and a decode engine runs prebuilt batches. `tick` is the body of the event loop: it handles messages, runs a step if
+there is anything to compute, and sends the results. SGLang: `event_loop_normal_disagg_prefill` and `..._decode`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from m1_single_request.tracer import Tracer
-from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.decode_scheduler import DecodeScheduler
 from m6_multimodal_pd.disaggregation.decode_side import DecodeSide
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide
@@ -54,7 +53,7 @@ class Engine:
     ) -> None:
         """Load the model. The engine works after `start`.
 
-        `prepare`: m6's. `is_traced`: whether the router wants to hear the trace. Raises what building an engine raises.
+        `prepare`: m6's. `is_traced`: whether the router reads a trace. Raises the errors of building an engine.
         """
         self.role, self.config, self.tracer, self.is_traced = role, config, Tracer(), is_traced
         self.segments = segments
@@ -62,7 +61,7 @@ class Engine:
         self._last_told: Heartbeat | None = None
 
         def send_in_order(message: ToRouter) -> None:
-            """What led to a message is told before it, and so before whatever comes of it."""
+            """Send the events that led to a message before the message."""
             reporter.tell()  # without a reference to the engine: it would be a cycle
             send(message)
 
@@ -74,7 +73,7 @@ class Engine:
 
     @property
     def fitted(self) -> LengthFitted:
-        """What the router is told when the model is loaded."""
+        """The report to the router when the model is loaded."""
         named = self.config.model.max_model_len is not None
         return LengthFitted(self.role, self.prepared.loaded.max_model_len, named)
 
@@ -89,31 +88,32 @@ class Engine:
 
     def _put_together(self, core: Any) -> None:
         """Build the transport and the side around an engine core."""
-        role, config = self.role, self.config
+        config = self.config
         runner = core.executor.worker.model_runner
         drafts = [] if runner.draft_runner is None else [runner.draft_runner.kv]
-        self.store = PageStore([runner.kv, *drafts])
+        self.store = store = PageStore([runner.kv, *drafts])
         settings: dict[str, Any] = {
             "core": core,
-            "page_bytes": self.store.page_bytes,
+            "page_bytes": store.page_bytes,
             "send": self.send,
             "tracer": self.tracer,
             "page_size": config.cache.page_size,
         }
         self.side: EngineSide[Any]
         self.transport: StagedSource | StagedTarget
-        if role == "prefill":
-            frames = num_frames(config.disaggregation, self.store)
-            self.transport = StagedSource(self.store, self.segments, num_frames=frames, checksums=config.cache.debug)
+        if self.role == "prefill":
+            in_buffer = max(config.disaggregation.transfer_buffer_bytes // store.page_bytes, 1)
+            frames = min(in_buffer, store.num_pages)  # more can never be in transit
+            self.transport = StagedSource(store, self.segments, num_frames=frames, checksums=config.cache.debug)
             self.side = PrefillSide(source=self.transport, **settings)
         else:
             core.executor = PrebuiltExecutor(core.executor, core.scheduler.first_tokens)
-            self.transport = StagedTarget(self.store, self.segments)
+            self.transport = StagedTarget(store, self.segments)
             self.side = DecodeSide(target=self.transport, **settings)
 
     @property
     def joined(self) -> Joined:
-        """What the router is told when the engine is ready."""
+        """The report to the router when the engine is ready."""
         model, processor = self.config.model, self.core.input_processor
         return Joined(
             role=self.role,
@@ -131,9 +131,9 @@ class Engine:
         return bool(scheduler.marked) or len(scheduler.requests) > len(scheduler.elsewhere)
 
     def tick(self, messages: Iterable[ToEngine] = ()) -> bool:
-        """Do what the messages ask for, run a step if there is one to run, and tell. Returns whether a step ran.
+        """Handle messages, run a step if there is one to run, and send its results. Returns whether a step ran.
 
-        Raises `EngineDeadError`, when all is told, if the device was lost: nothing more will come of this engine.
+        Raises `EngineDeadError`, after everything is sent, if the device was lost: the engine cannot be used any more.
         """
         for message in messages:
             if isinstance(message, Call):
@@ -153,7 +153,7 @@ class Engine:
         return has_stepped
 
     def heartbeat(self) -> Heartbeat:
-        """How it stands."""
+        """Return the state of the engine."""
         scheduler = self.core.scheduler
         pools = scheduler.pools
         return Heartbeat(
@@ -164,37 +164,35 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all memory."""
         if self.core is not None:
             self.transport.close()
             self.core.close()
 
     def _answer(self, call: Call) -> None:
-        """Do something that is not a request, and say what came of it."""
-        answer, fault = msgspec.Raw(msgspec.msgpack.encode(None)), None
+        """Execute a call, and send its result or error; an error concerns the call alone."""
+        value, fault = None, None
         try:
-            value: Any = None
-            if call.verb == "stats":
-                value = asdict(self.core.stats())
-            elif call.verb == "flush_cache":
-                value = self.core.flush_cache()
-            elif call.verb == "update_weights":
-                if self.core.scheduler.marked:  # what the router has aborted before ends first
+            value = self._execute(call)
+        except Exception as error:
+            fault = fault_of(error)
+        self.send(Answer(call.number, msgspec.Raw(msgspec.msgpack.encode(value)), fault))
+
+    def _execute(self, call: Call) -> Any:
+        match call.verb:
+            case "stats":
+                return asdict(self.core.stats())
+            case "flush_cache":
+                return self.core.flush_cache()
+            case "update_weights":
+                if self.core.scheduler.marked:  # requests that the router has aborted before end first
                     self.core.run_step()
                 self.core.update_weights(call.argument)
-            elif call.verb == "start_profile":
+            case "start_profile":
                 self.core.operations.start_profile(call.argument)
-            elif call.verb == "stop_profile":
-                value = self.core.operations.stop_profile()
-            answer = msgspec.Raw(msgspec.msgpack.encode(value))
-        except Exception as error:  # whatever it is, it is of this call; the engine goes on with its requests
-            fault = fault_of(error)
-        self.send(Answer(call.number, answer, fault))
-
-
-def num_frames(config: DisaggregationConfig, store: PageStore) -> int:
-    """Pages that may be on their way between two engines; never more than there are."""
-    return min(max(config.transfer_buffer_bytes // store.page_bytes, 1), store.num_pages)
+            case "stop_profile":
+                return self.core.operations.stop_profile()
+        return None
 
 
 def parts_for(role: Role, parts: Mapping[str, Any]) -> Mapping[str, Any]:

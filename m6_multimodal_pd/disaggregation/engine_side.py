@@ -1,8 +1,8 @@
-"""What both sides of a transfer have in common: requests come from the router by room, and what is said goes back.
+"""The common part of both sides of a transfer: requests come from the router by room, and results go back to it.
 
-An engine's side stands between its messages and its engine core. It is called between two steps, never in one: what a
-message changes is what a user could change (a request comes, a request is aborted) or a queue of the exchange. Whatever
-comes late, twice or for a room that is over changes nothing. New in this milestone. SGLang: the event loops of
+A side stands between the messages of an engine and its engine core. It is called between two steps, never in one: a
+message changes what a user could change (it adds or aborts a request), or a queue of the scheduler. A message that is
+late, comes twice, or is for a room that has ended changes nothing. New in this milestone. SGLang: the event loops of
 `disaggregation/prefill.py` and `decode.py`, around its scheduler.
 """
 
@@ -10,22 +10,23 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from m1_single_request.errors import EngineDeadError, EngineError
-from m1_single_request.request import FinishAbort, FinishError
+from m1_single_request.request import FinishError
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.events import KVPollChanged
-from m6_multimodal_pd.disaggregation.poll import KVPoll, OnChange, Transfer
-from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT, fault_of, prompt_of, resume
+from m6_multimodal_pd.disaggregation.poll import KVPoll, Transfer
+from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT, fault_of, resume
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Cancel,
+    Decode,
     Ended,
     Job,
-    LengthFixed,
     PeerLost,
     PeerMessage,
-    Probe,
+    Prefill,
     Relay,
     Relayed,
     Role,
@@ -33,6 +34,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     ToRouter,
 )
 from m6_multimodal_pd.errors import EngineLostError, TransferError
+from m6_multimodal_pd.multimodal.prompt import ChatPrompt
 from m6_multimodal_pd.request import Req
 
 T = TypeVar("T", bound=Transfer)
@@ -45,18 +47,19 @@ class Occupied(Generic[T]):
     room: int
     req: Req
     peer: str
+    """Name of the other engine."""
     transfer: T
 
 
 class EngineSide(ABC, Generic[T]):
-    """Answers messages, and looks after each step what there is to say."""
+    """Handles the messages to an engine, and sends its results after each step."""
 
     role: Role
 
     def __init__(
         self, *, core: Any, send: Callable[[ToRouter], None], tracer: Tracer, page_size: int, page_bytes: int
     ) -> None:
-        """`send`: to the router. `page_bytes`: of all KV of a page."""
+        """`send`: to the router. `page_bytes`: size of a page in all storages."""
         self.core, self.send, self.tracer = core, send, tracer
         self.page_size, self.page_bytes = page_size, page_bytes
         self.rooms: dict[int, Occupied[T]] = {}
@@ -66,10 +69,10 @@ class EngineSide(ABC, Generic[T]):
     # --- from the router ----------------------------------------------------------------------------------------------
 
     def handle(self, message: Any) -> None:
-        """Do what a message asks for. What is wrong with it fails its room, and nothing else."""
+        """Handle a message. An error in it fails its room alone."""
         match message:
             case Relayed(origin, body):
-                self._hear(origin, body)
+                self._handle_peer(origin, body)
             case Cancel(room):
                 if room in self.rooms:
                     self.core.abort_request(self.rooms[room].req.rid)
@@ -77,58 +80,52 @@ class EngineSide(ABC, Generic[T]):
                 self.forget_peer(name)
                 for occupied in [o for o in self.rooms.values() if o.peer == name]:
                     self.fail(occupied, EngineLostError(f"engine {name!r} is gone"), tell_peer=False)
-            case Probe() | LengthFixed():  # the length is told again if the router was interrupted meanwhile
-                pass
-            case _ if message.room > self.newest_room:
-                self.newest_room = message.room
+            case Prefill(room) | Decode(room) if room > self.newest_room:
+                self.newest_room = room
                 self.begin(message)
 
     @abstractmethod
     def begin(self, message: Any) -> None:
-        """A request comes."""
+        """Take a request in."""
 
     @abstractmethod
     def hear(self, origin: str, body: PeerMessage) -> None:
-        """Another engine says something. Raises `TransferError` for what cannot be."""
+        """Handle a message of another engine. Raises `TransferError` for an invalid one."""
 
     @abstractmethod
     def forget_peer(self, name: str) -> None:
-        """An engine is gone."""
+        """Drop the memory that is shared with an engine that is lost."""
 
     @abstractmethod
     def after_step(self) -> None:
-        """Say what there is to say, and give up what is over."""
+        """Send the results of a step, and leave the rooms of requests that have ended."""
 
-    # --- for both -----------------------------------------------------------------------------------------------------
+    # --- for both sides -----------------------------------------------------------------------------------------------
 
-    def _hear(self, origin: str, body: PeerMessage) -> None:
-        room = getattr(body, "room", None)
-        occupied = self.rooms.get(room) if isinstance(room, int) else None
+    def _handle_peer(self, origin: str, body: PeerMessage) -> None:
+        occupied = self.rooms.get(getattr(body, "room", -1))
         if occupied is not None and occupied.peer != origin:
-            return  # it is not its room
+            return  # a room of other engines
         try:
-            if isinstance(body, RoomFailed):
-                if occupied is not None:
-                    self.fail(occupied, TransferError(f"{origin}: {body.why}"), tell_peer=False)
-            else:
+            if not isinstance(body, RoomFailed):
                 self.hear(origin, body)
+            elif occupied is not None:
+                self.fail(occupied, TransferError(f"{origin}: {body.why}"), tell_peer=False)
         except TransferError as error:
             if occupied is not None:
                 self.fail(occupied, error)
 
     def say(self, peer: str, body: PeerMessage) -> None:
-        """To another engine."""
+        """Send a message to another engine."""
         self.send(Relay(peer, body))
 
-    def admit(self, room: int, job: Job, **changes: Any) -> Req | None:
-        """Take a request in, or tell the router why not."""
-        processor, scheduler = self.core.input_processor, self.core.scheduler
-        rid = job.rid if job.rid not in scheduler.requests else f"{job.rid}@{room}"
-        tokens = None if processor.prompts is None else processor.prompts.tokens
+    def admit(self, room: int, job: Job) -> Req | None:
+        """Return the request of a job; None if intake rejects it, which the router learns."""
+        rid = job.rid if job.rid not in self.core.scheduler.requests else f"{job.rid}@{room}"
         try:
-            req: Req = processor.process_request(
+            req: Req = self.core.input_processor.process_request(
                 rid,
-                prompt_of(job, tokens),
+                ChatPrompt(job.prompt_token_ids, job.media),
                 job.params,
                 number=0,
                 arrival_time=time.monotonic(),
@@ -140,44 +137,37 @@ class EngineSide(ABC, Generic[T]):
             self.send(Ended(room, fault_of(error), may_retry=False))
             return None
         req.seed, req.final_only = job.seed, True
-        for name, value in changes.items():
-            setattr(req, name, value)
         resume(req, job.output_token_ids)
         return req
 
-    def enter(self, occupied: Occupied[T]) -> None:
-        """The request is known from now on."""
-        self.rooms[occupied.room] = occupied
-        self.core.add_request(occupied.req)
+    def enter(self, message: Prefill | Decode, req: Req, kind: type[T]) -> None:
+        """Occupy a room with a request, and queue the request. `kind`: this side's end of a transfer."""
+        transfer = kind(
+            message.room,
+            num_tokens=req.seqlen,
+            page_size=self.page_size,
+            on_change=partial(self._emit_change, message.room, req.rid),
+        )
+        self.rooms[message.room] = Occupied(message.room, req, message.peer, transfer)
+        self.core.add_request(req)
 
     def fail(self, occupied: Occupied[T], error: EngineError, *, tell_peer: bool = True) -> None:
-        """Nothing comes of a room: its request ends, unless it does not need the room any more."""
+        """Fail the transfer of a room, and end its request with `error`, unless the transfer is complete."""
         if occupied.transfer.fail(str(error)):
             if tell_peer:
                 self.say(occupied.peer, RoomFailed(occupied.room, str(error)[:LONGEST_TEXT]))
             self.core.scheduler.finish_requests([occupied.req.rid], FinishError(error))
 
     def leave(self, occupied: Occupied[T]) -> None:
-        """The request has ended: the room is over, and the router is told."""
+        """Free the room of a request that has ended, and report the end to the router."""
         del self.rooms[occupied.room]
         reason = occupied.req.finish_reason
-        why = "the request was aborted" if isinstance(reason, FinishAbort) else "the request has ended"
-        if isinstance(reason, FinishError):
-            why = str(reason.error)
+        error = reason.error if isinstance(reason, FinishError) else None
+        why = "the request was aborted" if error is None else str(error)
         if occupied.transfer.fail(why):
             self.say(occupied.peer, RoomFailed(occupied.room, why[:LONGEST_TEXT]))
-        if isinstance(reason, FinishError):
-            may_retry = isinstance(reason.error, TransferError | EngineLostError | EngineDeadError)
-            self.send(Ended(occupied.room, fault_of(reason.error), may_retry))
-        else:
-            self.send(Ended(occupied.room, None, False))
+        may_retry = isinstance(error, TransferError | EngineLostError | EngineDeadError)
+        self.send(Ended(occupied.room, None if error is None else fault_of(error), may_retry))
 
-    def changed(self, room: int, rid: str) -> OnChange:
-        """What tells the trace of this room's transitions."""
-
-        def tell(before: KVPoll, after: KVPoll, why: str) -> None:
-            self.tracer.emit(
-                KVPollChanged, rid=rid, room=room, side=self.role, old=before.name, new=after.name, why=why
-            )
-
-        return tell
+    def _emit_change(self, room: int, rid: str, before: KVPoll, after: KVPoll, why: str) -> None:
+        self.tracer.emit(KVPollChanged, rid=rid, room=room, side=self.role, old=before.name, new=after.name, why=why)

@@ -1,10 +1,9 @@
-"""An engine's KV memory by the page: each page's bytes, of all models and layers, as one row.
+"""The KV memory of an engine by the page: the bytes of a page, of all models and layers, as one row.
 
-Up to m5 pages stayed where they were computed. To send one, what is spread over K and V of every layer, and over the
-draft model's if there is one, is gathered into a row of bytes; the receiver scatters the row into whichever page it has
-free. A page keeps its bytes and changes its number. vLLM: `nixl_connector.py` in `distributed/kv_transfer/
-kv_connector/v1/` registers the tensors and lets the network card gather; SGLang: `KVArgs.kv_data_ptrs` and
-`kv_item_lens` in `disaggregation/base/conn.py`.
+Up to m5 pages stay where they are computed. To send a page, its parts in K and V of every layer, and in those of a
+draft model, are gathered into a row of bytes; the receiver scatters the row into any free page. A page keeps its bytes
+and changes its number. vLLM: `nixl_connector.py` in `distributed/kv_transfer/kv_connector/v1/` registers the tensors
+and lets the network card gather; SGLang: `KVArgs.kv_data_ptrs` and `kv_item_lens` in `disaggregation/base/conn.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from m6_multimodal_pd.errors import TransferError
 class PageStore:
     """The pages of one engine: the model's KV and, at the same page numbers, the draft model's.
 
-    It keeps the tensors alive, so whoever gives up KV memory gives up the store as well.
+    It keeps the tensors alive: to release KV memory, drop the store as well.
     """
 
     def __init__(self, storages: Sequence[KVStorage]) -> None:
@@ -29,19 +28,19 @@ class PageStore:
         if len(set(counts)) != 1:
             raise ConfigError(f"pages that go together need storages of as many pages each, not {shown(counts)}")
         self.num_pages = counts[0]
-        """Pages that can be handed out: 1 to `num_pages`, because page 0 belongs to nobody."""
+        """Pages that requests may have: 1 to `num_pages`. Page 0 is never allocated."""
         self.layout = " + ".join(_layout(storage.blocks) for storage in storages)
-        """What a page's bytes mean. Two engines may exchange pages only if theirs are equal."""
+        """Meaning of the bytes of a page. Only engines with equal layouts may exchange pages."""
         memories = [storage.blocks.flatten(2).view(torch.uint8) for storage in storages]  # [tensors, pages, bytes]
         # Numbers of 8 bytes are copied several times faster than bytes; only very small models have none.
         self._unit = torch.uint8 if any(memory.shape[2] % 8 for memory in memories) else torch.int64
         self._memories = [memory.view(self._unit).transpose(0, 1) for memory in memories]  # [pages, tensors, units]
         self._widths = [memory[0].numel() for memory in self._memories]
         self.page_bytes = sum(self._widths) * self._unit.itemsize
-        """Of one page in all storages: the width of a row."""
+        """Size of a page in all storages: the width of a row."""
 
     def check_pages(self, pages: Sequence[int]) -> None:
-        """Raise `TransferError` unless all these pages exist, belong to somebody, and are named once."""
+        """Raise `TransferError` unless all these pages exist, may be allocated, and are named once."""
         wrong = [page for page in pages if not 0 < page <= self.num_pages]
         if wrong:
             raise TransferError(f"there are no pages {shown(wrong)} to be moved, only 1 to {self.num_pages}")
@@ -52,8 +51,8 @@ class PageStore:
     def read(self, pages: Sequence[int], rows: Tensor) -> None:
         """Copy these pages into `rows`, uint8 `[len(pages), page_bytes]` on the CPU.
 
-        Whatever computes the KV must have ended, or go before on the same CUDA stream. Raises `TransferError` for a
-        page that cannot be moved.
+        The kernels that compute the KV must have ended, or be earlier on the same CUDA stream. Raises `TransferError`
+        for a page that cannot be moved.
         """
         self.check_pages(pages)
         for memory, index, part in self._parts(pages, rows):
@@ -78,5 +77,5 @@ class PageStore:
 
 
 def _layout(blocks: Tensor) -> str:
-    """`4 x [16, 2, 64] bfloat16`: so many tensors, what a page is in each, and of which numbers."""
+    """Return `4 x [16, 2, 64] bfloat16`: number of tensors, shape of a page in each, and dtype."""
     return f"{len(blocks)} x {list(blocks.shape[2:])} {str(blocks.dtype).removeprefix('torch.')}"

@@ -3,11 +3,11 @@
     Bootstrapping ──preallocated──▶ WaitingForInput ──first chunk──▶ Transferring ──all is there──▶ Success
           └────────────────────────────────┴─────────────────────────────┴────────────────────────▶ Failed
 
-Each end keeps its own, and learns of the other's by messages, which may come late, twice, or not at all. So the rules
-stand here, apart from sockets and memory: *Failed* and *Success* are final, whatever comes later; a chunk counts once
-and in its turn; a transfer is complete when the first token, the announced number of chunks and all their pages are
-there, and not before. A room, the number under which both know the transfer, is never used again: a retry is another
-one. New in this milestone. SGLang: `KVPoll`, `BaseKVSender`, `BaseKVReceiver` in `disaggregation/base/conn.py`.
+Each end has a state of its own, and learns of the other one's by messages, which may come late, twice, or not at all.
+So the rules are here, apart from sockets and memory: *Failed* and *Success* are final; a chunk counts once and in its
+turn; a transfer is complete when the first token, the announced number of chunks and all their pages are there, and not
+before. A room, the number under which both engines know the transfer, is never used again: a retry has another one. New
+in this milestone. SGLang: `KVPoll`, `BaseKVSender`, `BaseKVReceiver` in `disaggregation/base/conn.py`.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,19 @@ from m6_multimodal_pd.errors import TransferError
 
 
 class KVPoll(IntEnum):
-    """How far a transfer is."""
+    """State of a transfer."""
 
     FAILED = 0
     BOOTSTRAPPING = 1
-    """The two have not heard of each other."""
+    """The decode side has not reported memory yet."""
     WAITING_FOR_INPUT = 2
-    """There is memory for the prompt's KV, and none of it has come."""
+    """The decode side has memory for the prompt's KV, and none of it has come."""
     TRANSFERRING = 3
     SUCCESS = 4
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing changes it any more."""
+        """Whether no message changes it any more."""
         return self in (KVPoll.FAILED, KVPoll.SUCCESS)
 
 
@@ -40,34 +40,34 @@ TRANSITIONS: dict[KVPoll, tuple[KVPoll, ...]] = {
     KVPoll.SUCCESS: (),
     KVPoll.FAILED: (),
 }
-"""Where each state may go. (With all of a prompt cached on the decode side nothing is transferred.)"""
+"""The next states of each state. (With all of a prompt cached on the decode side nothing is transferred.)"""
 
 OnChange = Callable[[KVPoll, KVPoll, str], None]
-"""Told of every transition: from, to, and why."""
+"""Called for every transition with the state before, the state after, and the cause."""
 
 
 class Transfer:
-    """What the two ends have in common."""
+    """The common part of both ends."""
 
     def __init__(self, room: int, *, num_tokens: int, page_size: int, on_change: OnChange) -> None:
-        """`num_tokens`: those whose KV is to be there in the end."""
+        """`num_tokens`: of the prompt, whose KV is transferred."""
         self.room, self.num_tokens, self.page_size = room, num_tokens, page_size
         self.state = KVPoll.BOOTSTRAPPING
         self.start = 0
-        """Tokens that the decode side has already, in whole pages."""
+        """Number of tokens that are cached on the decode side, in whole pages."""
         self.num_chunks = 0
-        """Sent, or received."""
+        """Number of chunks sent, or received."""
         self.next_page = 0
-        """Pages before this one are sent, or received; counted from the first token of the prompt."""
+        """Index in the prompt of the next page to be sent, or received."""
         self._on_change = on_change
 
     @property
     def end_page(self) -> int:
-        """Behind the last page of the prompt."""
+        """Index after the last page of the prompt."""
         return -(-self.num_tokens // self.page_size)
 
     def fail(self, why: str) -> bool:
-        """It comes to nothing. False if it was over already: then nothing changes."""
+        """Fail the transfer. Returns False, and changes nothing, if its state is final."""
         return self._go(KVPoll.FAILED, why)
 
     def _go(self, state: KVPoll, why: str) -> bool:
@@ -87,24 +87,24 @@ class Transfer:
 
 
 class KVSender(Transfer):
-    """The prefill side's end."""
+    """The end of the prefill side."""
 
     is_told = False
-    """Whether the first token was sent, behind the last chunk."""
+    """Whether the first token was sent, after the last chunk."""
 
     def preallocated(self, start: int) -> bool:
-        """The decode side has memory, and the KV of the first `start` tokens. False for a message that comes late or
-        twice. Raises `TransferError` for a start that cannot be."""
+        """Note that the decode side has memory, and the KV of the first `start` tokens. Returns False for a message
+        that comes late or twice. Raises `TransferError` for an impossible start."""
         return self._begin(start, f"the decode side has room{f', and {start} tokens already' if start else ''}")
 
     def pages_ready(self, num_computed: int, *, at_most: int) -> range:
-        """The next pages to be sent, now that so many tokens have their KV: whole pages, and with the last token the
-        page that is not full."""
+        """Return the next pages to send when `num_computed` tokens have their KV: whole pages, and with the last token
+        the page that is not full."""
         whole = self.end_page if num_computed >= self.num_tokens else num_computed // self.page_size
         return range(self.next_page, max(self.next_page, min(whole, self.next_page + at_most)))
 
     def sent(self, pages: range) -> int:
-        """These are on their way. Returns the number of the chunk."""
+        """Note that these pages were sent. Returns the number of their chunk."""
         assert not self.state.is_final and len(pages) and pages.start == self.next_page, "pages go in their order, once"
         if self.state is KVPoll.WAITING_FOR_INPUT:
             self._go(KVPoll.TRANSFERRING, "the first pages are sent")
@@ -112,24 +112,24 @@ class KVSender(Transfer):
         return self.num_chunks - 1
 
     def received(self) -> bool:
-        """The other side has everything. False if it is over already, or has been told nothing yet."""
+        """Note that the decode side has everything. Returns False for a message that comes late or too early."""
         return self.is_told and self._go(KVPoll.SUCCESS, "the decode side has everything")
 
 
 class KVReceiver(Transfer):
-    """The decode side's end."""
+    """The end of the decode side."""
 
     announced: int | None = None
-    """How many chunks there are: known with the first token."""
+    """Number of chunks in all; known with the first token."""
 
     def preallocated(self, start: int) -> bool:
-        """There is memory for the rest of the prompt. False if that was known."""
+        """Note that there is memory for the rest of the prompt. Returns False the second time."""
         return self._begin(start, f"room is taken; {start} tokens are cached" if start else "room is taken")
 
     def expects(self, number: int, pages: range) -> bool:
-        """Whether this chunk is the next one; False for one that came before, or comes too late.
+        """Return whether this chunk is the next one; False for one that came before, or comes too late.
 
-        Raises `TransferError` for one that cannot be: out of turn, or with pages that are not its own.
+        Raises `TransferError` for an impossible one: out of turn, or with pages of other chunks.
         """
         if self.state.is_final or number < self.num_chunks:
             return False
@@ -143,15 +143,14 @@ class KVReceiver(Transfer):
         return True
 
     def arrived(self, pages: range) -> None:
-        """The pages of the expected chunk are in their places."""
+        """Note that the pages of the expected chunk are in memory."""
         if self.state is KVPoll.WAITING_FOR_INPUT:
             self._go(KVPoll.TRANSFERRING, "the first pages have come")
         self.num_chunks, self.next_page = self.num_chunks + 1, pages.stop
 
     def told(self, num_chunks: int) -> bool:
-        """The first token came, and with it the number of chunks. False for a message that comes late or twice.
-
-        Raises `TransferError` if there cannot be so many.
+        """Note the number of chunks, which comes with the first token. Returns False for a message that is late or
+        comes twice. Raises `TransferError` for an impossible number.
         """
         if self.state.is_final or self.announced is not None:
             return False
@@ -164,14 +163,14 @@ class KVReceiver(Transfer):
         return True
 
     def complete(self) -> bool:
-        """Take it as done if everything is there; whether that is so now, for the first time."""
+        """Complete the transfer if everything is there. Returns whether this call has completed it."""
         if self.num_chunks != self.announced:
             return False
         assert self.next_page == self.end_page, "chunks that leave pages out were refused"
         return self._go(KVPoll.SUCCESS, "everything is here")
 
     def _can_follow(self, announced: int | None, num_chunks: int, next_page: int) -> bool:
-        """Whether the chunks behind the first `num_chunks` can bring the pages from `next_page` on, at least one each.
-        If not, nothing that comes would make it complete."""
+        """Return whether the chunks after the first `num_chunks` can bring the pages from `next_page` on, at least one
+        each. If not, no message could complete the transfer."""
         missing = self.end_page - next_page
         return announced is None or min(missing, 1) <= announced - num_chunks <= missing

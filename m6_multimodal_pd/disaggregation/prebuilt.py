@@ -6,12 +6,11 @@ first token and the KV of the prompt as always. New in this milestone. SGLang: `
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from m1_single_request.sampler import LogprobRow
+from m1_single_request.sampler import SampledTokens
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req
@@ -19,14 +18,6 @@ from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools
 from m5_chunked_prefill_spec.outputs import ModelRunnerOutput as StepOutput
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
-
-
-@dataclass(frozen=True)
-class FirstToken:
-    """The token that came with the KV of a prompt."""
-
-    token_id: int
-    logprobs: LogprobRow | None
 
 
 class PrebuiltBatch(ScheduleBatch):
@@ -44,7 +35,7 @@ class PrebuiltBatch(ScheduleBatch):
 class PrebuiltExecutor:
     """An executor in front of another one; it returns the first tokens of a prebuilt batch itself."""
 
-    def __init__(self, executor: Any, first_tokens: Mapping[str, FirstToken]) -> None:
+    def __init__(self, executor: Any, first_tokens: Mapping[str, SampledTokens]) -> None:
         """`first_tokens`: by request id, of all requests in prebuilt batches."""
         self.executor, self.worker, self.first_tokens = executor, executor.worker, first_tokens
 
@@ -53,11 +44,11 @@ class PrebuiltExecutor:
         if batch.forward_mode is not ForwardMode.PREBUILT:
             output: ModelRunnerOutput = self.executor.execute_model(batch)
             return output
-        came = [self.first_tokens[rid] for rid in batch.rids]
+        first_tokens = [self.first_tokens[rid] for rid in batch.rids]
         return StepOutput(
             req_ids=list(batch.rids),
-            sampled_token_ids=[[first.token_id] for first in came],
-            logprobs=[[first.logprobs] for first in came],
+            sampled_token_ids=[list(first.token_ids) for first in first_tokens],
+            logprobs=[list(first.logprobs) for first in first_tokens],
         )
 
     def shutdown(self) -> None:

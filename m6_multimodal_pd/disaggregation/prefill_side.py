@@ -1,9 +1,9 @@
-"""The side that computes prompts: chunks leave while later pieces of the prompt are still being computed.
+"""The prefill side: chunks of a prompt's KV leave while later pieces of the prompt are still being computed.
 
-After every step it looks how far each prompt is, and sends the pages that are complete; the last one goes with the end
-of the prompt, full or not. Then the first token follows, with the number of chunks, so that the other side knows when
-it has everything. If there is no room on the way, the pages wait for their turn; they stay in their places until all is
-there. SGLang: `SchedulerDisaggregationPrefillMixin.send_kv_chunk`.
+After every step it sends the pages of each prompt that are complete; the last page goes with the end of the prompt,
+full or not. The first token follows, with the number of chunks, so that the decode side can check that it has all of
+them. Without free frames the pages wait in their places for a later step. SGLang:
+`SchedulerDisaggregationPrefillMixin.send_kv_chunk`.
 """
 
 import time
@@ -18,20 +18,17 @@ from m6_multimodal_pd.disaggregation.runtime.jobs import row_of
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Chunk,
     FirstToken,
-    Memory,
-    MemoryRefused,
     PeerMessage,
     Preallocated,
     Prefill,
     Received,
-    Row,
     Taken,
 )
 from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.errors import TransferError, WireError
 
 SHARE_OF_FRAMES = 4
-"""A chunk takes at most this part of the room on the way, so that others get through beside it."""
+"""A chunk takes at most this part of the frames, so that other requests can send beside it."""
 
 
 class PrefillSide(EngineSide[KVSender]):
@@ -43,39 +40,15 @@ class PrefillSide(EngineSide[KVSender]):
         """`settings`: as of every `EngineSide`."""
         super().__init__(**settings)
         self.source = source
-        self.mapped: dict[str, bool] = {}
-        """By decode engine: whether it has mapped the memory between the two."""
-        self.refusals: dict[str, str] = {}
-        """By decode engine: why it has not."""
 
     def begin(self, message: Prefill) -> None:
-        req = self.admit(message.room, message.job, max_new_tokens=1)
-        if req is None:
-            return
-        transfer = KVSender(
-            message.room,
-            num_tokens=req.seqlen,
-            page_size=self.page_size,
-            on_change=self.changed(message.room, req.rid),
-        )
-        if message.decode not in self.mapped:
-            self.say(message.decode, Memory(self.source.offer(message.decode), is_mapped=False))
-            self.mapped[message.decode] = False
-        occupied = Occupied(message.room, req, message.decode, transfer)
-        self.enter(occupied)
-        if message.decode in self.refusals:
-            self.fail(occupied, TransferError(f"nothing goes to {message.decode}: {self.refusals[message.decode]}"))
+        req = self.admit(message.room, message.job)
+        if req is not None:
+            req.max_new_tokens = 1
+            self.enter(message, req, KVSender)
 
     def hear(self, origin: str, body: PeerMessage) -> None:
         match body:
-            case Memory(_, True):
-                if self.mapped.get(origin) is False:  # it may come twice
-                    self.source.taken(origin)
-                    self.mapped[origin] = True
-            case MemoryRefused(why):
-                self.refusals[origin] = why
-                for occupied in [o for o in self.rooms.values() if o.peer == origin]:
-                    self.fail(occupied, TransferError(f"{origin} refuses the memory between us: {why}"))
             case Taken(number):
                 self.source.release(origin, number)
             case Preallocated(room, start) if room in self.rooms:
@@ -88,37 +61,37 @@ class PrefillSide(EngineSide[KVSender]):
                     self.core.scheduler.finish_requests([occupied.req.rid], TAKEN_OVER)
 
     def forget_peer(self, name: str) -> None:
-        self.refusals.pop(name, None)
-        if self.mapped.pop(name, None) is not None:
-            self.source.forget(name)
+        self.source.forget(name)
 
     def after_step(self) -> None:
-        """Send what is complete; leave the rooms of requests that have ended."""
+        """Send pages that are complete; leave the rooms of requests that have ended."""
         for occupied in list(self.rooms.values()):
             if occupied.req.is_finished:
                 self.leave(occupied)
             elif not occupied.transfer.state.is_final and occupied.req.to_finish is None:
-                self._send_pages(occupied)
+                try:
+                    self._send_pages(occupied)
+                except TransferError as error:
+                    self.fail(occupied, error)
+                except WireError as error:  # the log-probabilities of a prompt may be too large for a message
+                    # the peer is not informed: it would report a failed transfer, which is tried again, in vain
+                    self.fail(occupied, error, tell_peer=False)
 
     def _send_pages(self, occupied: Occupied[KVSender]) -> None:
-        """The next pages of a request, and behind the last ones its first token."""
+        """Send the next pages of a request, and its first token after the last ones."""
         req, transfer = occupied.req, occupied.transfer
         if transfer.state is KVPoll.BOOTSTRAPPING or req.req_pool_idx is None or transfer.is_told:
             return
         at_most = max(self.source.num_frames // SHARE_OF_FRAMES, 1)
         while pages := transfer.pages_ready(req.kv_committed_len, at_most=at_most):
-            if not self.mapped.get(occupied.peer) or not self._send(occupied, pages):
+            if not self._send(occupied, pages):
                 return
         if req.status is RequestStatus.TRANSFERRING:
-            try:
-                self.say(occupied.peer, self._first_token(occupied))
-                transfer.is_told = True
-            except WireError as error:  # the log-probabilities of a prompt may be more than a message holds
-                # not told to the peer: it would say that its transfer has failed, and that is tried anew, in vain
-                self.fail(occupied, error, tell_peer=False)
+            self.say(occupied.peer, self._first_token(occupied))
+            transfer.is_told = True
 
     def _send(self, occupied: Occupied[KVSender], pages: range) -> bool:
-        """Send these pages. False if there is no room for them now."""
+        """Send these pages. Return False if there are no free frames for them now."""
         req, transfer = occupied.req, occupied.transfer
         began = time.perf_counter()
         pool, size = self.core.scheduler.pools.req_to_token_pool, self.page_size
@@ -144,14 +117,12 @@ class PrefillSide(EngineSide[KVSender]):
 
     def _first_token(self, occupied: Occupied[KVSender]) -> FirstToken:
         sequence = occupied.req.sequence
-        of_prompt: tuple[Row, ...] | None = None
-        if sequence.prompt_logprobs is not None:
-            of_prompt = tuple(row for named in sequence.prompt_logprobs if (row := row_of(named)) is not None)
+        rows = None if sequence.prompt_logprobs is None else map(row_of, sequence.prompt_logprobs)
         return FirstToken(
             room=occupied.room,
             num_chunks=occupied.transfer.num_chunks,
             token_id=sequence.output_token_ids[-1],
             logprobs=row_of(sequence.output_logprobs[-1]),
-            prompt_logprobs=of_prompt,
+            prompt_logprobs=None if rows is None else tuple(row for row in rows if row is not None),
             cached_tokens=occupied.req.cached_tokens,
         )

@@ -17,13 +17,14 @@ from m1_single_request.errors import DuplicateRequestError, EngineError, shown
 from m1_single_request.events import RequestAdded
 from m1_single_request.request import BaseFinishReason, FinishError, Request, RequestStatus
 from m1_single_request.request_updater import RequestUpdater
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, EngineRefused, Reported, RequestRouted
 from m6_multimodal_pd.disaggregation.length import GroupLength
 from m6_multimodal_pd.disaggregation.members import Member, load_of, misfit
-from m6_multimodal_pd.disaggregation.runtime.jobs import error_of, job_of, sampled_of
+from m6_multimodal_pd.disaggregation.runtime.jobs import error_of, job_of
 from m6_multimodal_pd.disaggregation.runtime.links import Links
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Answer,
@@ -234,7 +235,8 @@ class Router:
         if not req.output_ids:
             req.cached_tokens = message.cached_tokens
         req.num_draft_tokens, req.num_accepted_tokens = message.num_draft_tokens, message.num_accepted_tokens
-        self.updater.commit(req, sampled_of(message), num_new_kv=0)
+        sampled = SampledTokens(message.token_ids, message.logprobs, message.prompt_logprobs)
+        self.updater.commit(req, sampled, num_new_kv=0)
         return req
 
     def _hear_of_end(self, name: str, message: Ended) -> None:

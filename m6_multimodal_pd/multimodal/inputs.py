@@ -54,6 +54,10 @@ class MultimodalDataItem:
     """Number that replaces each of its placeholders in the cache's key: at least the size of the vocabulary. An engine
     sets it at intake, for its own cache; None before."""
 
+    def __post_init__(self) -> None:
+        if self.feature.dtype != np.float32 or self.feature.ndim != 2:
+            raise ValueError("a feature is float32 [patches, patch_dim]")
+
     @property
     def num_tokens(self) -> int:
         """Number of its placeholders, and of its embeddings."""
@@ -119,6 +123,10 @@ class MultimodalInputs:
     """Position of a token after the prompt minus its index, on all axes."""
     options_key: bytes = b""
     """All settings of the processor that made the features; they fit a model with the same settings only."""
+
+    def __post_init__(self) -> None:
+        if self.mrope_positions.dtype != np.int64 or self.mrope_positions.ndim != 2 or len(self.mrope_positions) != 3:
+            raise ValueError("M-RoPE positions are int64 [3, tokens]")
 
     @property
     def image_pad_len(self) -> list[int]:

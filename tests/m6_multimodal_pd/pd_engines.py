@@ -296,7 +296,7 @@ def is_idle(engine: Engine) -> bool:
 
 def frames_of(engine: Any) -> list[str]:
     """The decode engines for which a prefill engine has frames."""
-    return list(engine.side.mapped) if engine.role == "prefill" else []
+    return list(engine.transport.targets) if engine.role == "prefill" else []
 
 
 def check_goes_on(before: RequestOutput | None, after: RequestOutput) -> None:
@@ -313,7 +313,7 @@ def check_goes_on(before: RequestOutput | None, after: RequestOutput) -> None:
 
 def free_frames(source: Any, target: str) -> int:
     """Frames of a `StagedSource` without a page in transit to this target."""
-    return source._outgoing(target).frames.num_free  # type: ignore[no-any-return]
+    return source.targets[target].frames.num_free  # type: ignore[no-any-return]
 
 
 def check_transfers(group: Group) -> None:

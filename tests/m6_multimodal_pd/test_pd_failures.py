@@ -558,7 +558,7 @@ def corrupting(monkeypatch: pytest.MonkeyPatch, *, chunks: Callable[[int], bool]
         number[0] += 1
         if chunks(number[0]):
             flipped.append(number[0])
-            first = ticket.extents[0].first
+            first = ticket.first_frame
             self._sources[source].memory[first, 3] ^= 1
         receive(self, source, ticket, pages)
 

@@ -25,21 +25,15 @@ from m6_multimodal_pd.disaggregation.runtime.jobs import (
     error_of,
     fault_of,
     job_of,
-    named_row,
-    prompt_of,
     resume,
     row_of,
-    to_row,
 )
-from m6_multimodal_pd.disaggregation.runtime.messages import Decode, Ended, Fault, Job, Prefill, Row, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import Decode, Ended, Fault, Job, Prefill, ToEngine, ToRouter
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import RemoteError, TransferError
-from m6_multimodal_pd.models.qwen3_vl import MediaTokens
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, content_hash
-from m6_multimodal_pd.multimodal.prompt import ChatPrompt
 from tests.m6_multimodal_pd.items import inputs, item, make_req
 
-TOKENS = MediaTokens(image=1, video=2, vision_start=3, vision_end=4)
 CODEC: Codec[Any] = Codec(ToEngine, 2**20)
 IMAGE = item("image", (2, 5))
 VIDEO = item("video", (7, 9), (11, 13))
@@ -102,43 +96,19 @@ def test_whatever_names_a_request_reaches_the_engine(rid: str) -> None:
     assert travelled(job).rid == rid
 
 
-@pytest.mark.parametrize("tokens", [None, TOKENS], ids=["of a blind model", "of one that sees"])
-def test_the_prompt_of_a_text_is_a_plain_list(tokens: MediaTokens | None) -> None:
-    prompt = prompt_of(travelled(job_of(request(), speculate=False)), tokens)
-    assert type(prompt) is list and prompt == list(range(20, 35))
-
-
 def test_pictures_come_back_the_same() -> None:
     media = seeing()
-    prompt = prompt_of(travelled(job_of(request(media=media), speculate=False)), TOKENS)
-    assert isinstance(prompt, ChatPrompt) and list(prompt) == list(range(20, 35))
-    came = prompt.multimodal_inputs
+    came = travelled(job_of(request(media=media), speculate=False)).media
     assert came is not None
     for mine, own in zip(came.mm_items, media.mm_items, strict=True):
         for name in ("modality", "offsets", "grid_thw", "hash", "size", "num_tokens", "start", "end"):
             assert getattr(mine, name) == getattr(own, name), name
         assert mine.feature.dtype == own.feature.dtype and (mine.feature == own.feature).all()
         assert content_hash(mine.modality, mine.feature, mine.grid_thw, b"options") == own.hash
-        assert own.pad_value is not None and mine.pad_value is None, "each engine has numbers of its own"
     assert came.mrope_positions.dtype == np.int64 and (came.mrope_positions == media.mrope_positions).all()
     assert (came.positions(0, 20) == media.positions(0, 20)).all(), "and behind the prompt"
     for name in ("mrope_position_delta", "options_key"):
         assert getattr(came, name) == getattr(media, name), name
-
-
-def test_every_field_of_an_items_class_is_told_or_made_anew() -> None:
-    """A field that is new in one of them must be in the job, too."""
-    media = seeing()
-    fields = set(vars(media))
-    job = job_of(request(media=media), speculate=False)
-    assert job.media is not None
-    assert {"items" if name == "mm_items" else name for name in fields} == set(job.media.__struct_fields__)
-    assert set(vars(media.mm_items[0])) - {"pad_value"} == set(job.media.items[0].__struct_fields__)
-
-
-def test_a_blind_model_is_given_the_tokens_of_a_seeing_prompt_and_nothing_else() -> None:
-    prompt = prompt_of(job_of(request(media=seeing()), speculate=False), None)
-    assert type(prompt) is list and prompt == list(range(20, 35))
 
 
 def test_a_request_goes_on_behind_what_was_said() -> None:
@@ -167,16 +137,12 @@ NAMED = {7: Logprob(-0.5, 2, "a"), 3: Logprob(-0.25, 1, "b"), 9: Logprob(float("
 def test_log_probabilities_keep_their_order() -> None:
     """The token that is there comes first, whatever its rank."""
     row = row_of(NAMED)
-    assert row == Row((7, 3, 9), (-0.5, -0.25, float("-inf")), (2, 1, 30))
-    assert to_row(row) == LogprobRow((7, 3, 9), (-0.5, -0.25, float("-inf")), (2, 1, 30))
-    named = named_row(row)
-    assert named is not None and list(named) == [7, 3, 9]
-    assert named == {token: replace(one, decoded_token="") for token, one in NAMED.items()}
+    assert row == LogprobRow((7, 3, 9), (-0.5, -0.25, float("-inf")), (2, 1, 30))
 
 
 def test_no_log_probabilities_stay_none() -> None:
-    assert (row_of(None), to_row(None), named_row(None)) == (None, None, None)
-    assert row_of({}) == Row((), (), ())
+    assert row_of(None) is None
+    assert row_of({}) == LogprobRow((), (), ())
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -260,4 +226,4 @@ def test_both_engines_get_the_same_job() -> None:
     job = job_of(request(media=seeing()), speculate=True)
     for message in (Prefill(1, job, "d"), Decode(1, job, "p")):
         came = CODEC.decode(CODEC.encode(message)).job
-        assert came.params == job.params and came.media.items[0].hash == job.media.items[0].hash  # type: ignore[union-attr]
+        assert came.params == job.params and came.media.mm_items[0].hash == job.media.mm_items[0].hash  # type: ignore[union-attr]

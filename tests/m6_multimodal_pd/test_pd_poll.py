@@ -21,8 +21,8 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Preallocated,
     Received,
     RoomFailed,
+    Ticket,
 )
-from m6_multimodal_pd.disaggregation.transport import Ticket
 from m6_multimodal_pd.errors import TransferError
 from tests.support.amounts import examples
 
@@ -435,7 +435,7 @@ class Room:
         assert all((page + 1) * end.page_size <= self.num_computed for page in pages[:-1]), "all but the last are full"
         if pages:
             number = end.sent(pages)
-            self.channel.append(Chunk(self.number, number, pages.start, len(pages), Ticket(number, ())))
+            self.channel.append(Chunk(self.number, number, pages.start, len(pages), Ticket(number, "segment", 1, 0)))
         elif self.num_computed == end.num_tokens:
             end.is_told = True
             self.channel.append(FirstToken(self.number, end.num_chunks, 5, None, None, 0))

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from m1_single_request.request import BaseFinishReason, FinishAbort, FinishError, RequestStatus
+from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.errors import KVCapacityError
@@ -22,7 +23,7 @@ from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m6_multimodal_pd.disaggregation.decode_scheduler import NUM_RESERVED_TOKENS, DecodeScheduler
 from m6_multimodal_pd.disaggregation.first_token import HANDED_ON, TAKEN_OVER
-from m6_multimodal_pd.disaggregation.prebuilt import FirstToken, PrebuiltBatch
+from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltBatch
 from m6_multimodal_pd.disaggregation.prefill_scheduler import PrefillScheduler
 from tests.m4_radix_cache.caches import find, hit, make_cache
 from tests.m4_radix_cache.reqs import fill, make_req
@@ -348,7 +349,7 @@ def test_memory_is_held_by_those_in_the_queues_and_by_nobody_else(
             case "end" if req.rid in bed.scheduler.requests:
                 bed.end(req)
             case "complete" if req.rid in bed.scheduler.transfer_queue:
-                bed.scheduler.complete(req.rid, FirstToken(1, None))
+                bed.scheduler.complete(req.rid, SampledTokens((1,), (None,)))
         bed.scheduler.check_invariants()
         held = [own for own in bed.scheduler.requests.values() if own.req_pool_idx is not None]
         pages = [page for own in held for page in bed.scheduler.pages(own).tolist()]
@@ -371,9 +372,9 @@ def test_a_request_is_in_one_queue_at_a_time_until_it_joins_a_batch() -> None:
     bed.preallocate()
     assert scheduler.elsewhere == [req, late] and scheduler.schedule() is None and not scheduler.running
     assert req.status is late.status is transferring and not scheduler.waiting
-    scheduler.complete(req.rid, FirstToken(77, None))
+    scheduler.complete(req.rid, SampledTokens((77,), (None,)))
     assert list(scheduler.transfer_queue) == [late.rid] and list(scheduler.arrivals) == [req.rid]
-    assert scheduler.first_tokens == {req.rid: FirstToken(77, None)} and req.status is transferring
+    assert scheduler.first_tokens == {req.rid: SampledTokens((77,), (None,))} and req.status is transferring
     batch = scheduler.schedule()
     assert isinstance(batch, PrebuiltBatch) and batch.reqs == [req] and batch.forward_mode is ForwardMode.PREBUILT
     assert batch.seq_lens.tolist() == [10] and batch.req_pool_indices.tolist() == [req.req_pool_idx]
@@ -390,7 +391,7 @@ def test_a_request_that_ends_does_not_join() -> None:
     first, second = bed.expect(3), bed.expect(3)
     bed.preallocate()
     for req in (first, second):
-        bed.scheduler.complete(req.rid, FirstToken(1, None))
+        bed.scheduler.complete(req.rid, SampledTokens((1,), (None,)))
     bed.scheduler.finish_requests([first.rid], FinishAbort())
     batch = bed.scheduler.schedule()
     assert batch is not None and batch.reqs == [second] and list(bed.scheduler.arrivals) == [first.rid]
@@ -404,7 +405,7 @@ def test_a_request_leaves_any_queue(queue: str, way: str) -> None:
     if queue != "prealloc":
         bed.preallocate()
     if queue == "arrivals":
-        bed.scheduler.complete(req.rid, FirstToken(1, None))
+        bed.scheduler.complete(req.rid, SampledTokens((1,), (None,)))
     if way == "end":
         bed.end(req)
     else:

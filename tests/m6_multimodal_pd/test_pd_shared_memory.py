@@ -14,6 +14,7 @@ import pytest
 
 from m1_single_request.errors import ConfigError
 from m6_multimodal_pd.disaggregation.runtime import shared_memory
+from m6_multimodal_pd.disaggregation.runtime.messages import Ticket
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import (
     SharedMemorySegments,
     leftovers,
@@ -23,10 +24,9 @@ from m6_multimodal_pd.disaggregation.runtime.shared_memory import (
     segment_directory,
 )
 from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
-from m6_multimodal_pd.disaggregation.transport import Offer, Ticket
 from m6_multimodal_pd.errors import TransferError
 from tests.m6_multimodal_pd.pd_engines import free_frames
-from tests.m6_multimodal_pd.transfers import Memory
+from tests.m6_multimodal_pd.transfers import Memory, sent
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,16 +67,27 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_segment_has_its_name_until_it_is_taken(owner: str, source: StagedSource, target: StagedTarget) -> None:
-    offer = source.offer("d")
-    assert leftovers(owner) == [offer.segment] and (segment_directory() / offer.segment).exists()
-    target.accept("p", offer)
-    assert leftovers(owner) == [offer.segment]
-    source.taken("d")
-    assert leftovers(owner) == [] and not (segment_directory() / offer.segment).exists()
-    ticket = source.send("d", [1])
-    assert ticket is not None
-    target.receive("p", ticket, [1])  # without a name as with one
+def test_a_segment_has_its_name_until_a_ticket_is_released(
+    owner: str, source: StagedSource, target: StagedTarget
+) -> None:
+    ticket = sent(source)
+    assert leftovers(owner) == [ticket.segment] and (segment_directory() / ticket.segment).exists()
+    target.receive("p", ticket, [1])
+    assert leftovers(owner) == [ticket.segment]
+    source.release("d", ticket.number)
+    assert leftovers(owner) == [] and not (segment_directory() / ticket.segment).exists()
+    target.receive("p", sent(source), [1])  # without a name as with one
+
+
+def test_a_ticket_that_is_not_wanted_is_mapped_for_those_that_come(
+    owner: str, source: StagedSource, target: StagedTarget
+) -> None:
+    """With its release the segment loses its name."""
+    unwanted = sent(source)
+    target.map("p", unwanted)
+    source.release("d", unwanted.number)
+    assert leftovers(owner) == []
+    target.receive("p", sent(source), [1])
 
 
 @pytest.mark.parametrize("end", [lambda source: source.forget("d"), lambda source: source.close()])
@@ -84,9 +95,9 @@ def test_a_segment_has_its_name_until_it_is_taken(owner: str, source: StagedSour
 def test_a_name_is_gone_after_forget_and_after_close(
     owner: str, source: StagedSource, end: Callable[[StagedSource], None], is_taken: bool
 ) -> None:
-    source.offer("d")
+    ticket = sent(source)
     if is_taken:
-        source.taken("d")
+        source.release("d", ticket.number)
     end(source)
     assert leftovers(owner) == []
     end(source)
@@ -98,10 +109,10 @@ def test_memory_is_mapped_once_by_each_side_and_given_back(
 ) -> None:
     descriptors = num_descriptors()
     for _ in range(2):
-        segment = (offer := source.offer("d")).segment
+        segment = (ticket := sent(source)).segment
         assert mappings(segment) == ["rw-s"]
-        target.accept("p", offer)
-        source.taken("d")
+        target.receive("p", ticket, [1])
+        source.release("d", ticket.number)
         assert mappings(segment) == ["r--s", "rw-s"], "a target cannot write"
         source.forget("d")
         assert mappings(segment) == ["r--s"]
@@ -111,39 +122,39 @@ def test_memory_is_mapped_once_by_each_side_and_given_back(
 
 @on_linux
 def test_what_is_refused_is_not_mapped_and_leaves_no_file_open(source: StagedSource, target: StagedTarget) -> None:
-    offer = source.offer("d")
+    ticket = sent(source)
     descriptors = num_descriptors()
     with pytest.raises(TransferError):
-        target.accept("p", msgspec.structs.replace(offer, num_frames=5))
-    assert mappings(offer.segment) == ["rw-s"] and num_descriptors() == descriptors
+        target.map("p", msgspec.structs.replace(ticket, num_frames=5))
+    assert mappings(ticket.segment) == ["rw-s"] and num_descriptors() == descriptors
 
 
 def test_the_memory_is_there_at_once_for_its_owner_alone_and_empty(source: StagedSource) -> None:
-    offer = source.offer("d")
-    status = (segment_directory() / offer.segment).stat()
-    num_bytes = offer.num_frames * offer.page_bytes
+    ticket = sent(source)
+    status = (segment_directory() / ticket.segment).stat()
+    num_bytes = 4 * source.store.page_bytes
     assert stat.S_IMODE(status.st_mode) == 0o600 and status.st_size == num_bytes
     assert status.st_blocks * 512 >= num_bytes, "a write could find no memory"
-    assert not any((segment_directory() / offer.segment).read_bytes())
+    assert not any((segment_directory() / ticket.segment).read_bytes()[source.store.page_bytes :])
 
 
 def test_memory_that_is_not_there_leaves_no_name(owner: str) -> None:
     source = StagedSource(Memory(num_pages=3, seed=1).store, SharedMemorySegments(owner), num_frames=2**50)
     with pytest.raises(TransferError, match="cannot be had"):
-        source.offer("d")
+        source.send("d", [1])
     assert leftovers(owner) == []
 
 
 def test_no_name_comes_twice(source: StagedSource) -> None:
-    assert len({source.offer(f"d{i}").segment for i in range(20)}) == 20
+    assert len({sent(source, f"d{i}").segment for i in range(20)}) == 20
 
 
 def test_a_name_that_exists_is_never_used(source: StagedSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory.secrets, "token_hex", lambda size: size * "ab")
-    first = source.offer("d")
+    first = sent(source)
     with pytest.raises(TransferError, match="cannot be had"):
-        source.offer("e")
-    assert free_frames(source, "d") == 4 and (segment_directory() / first.segment).exists()
+        source.send("e", [1])
+    assert free_frames(source, "d") == 3 and (segment_directory() / first.segment).exists()
 
 
 def test_a_sweep_takes_what_is_this_owners_and_nothing_else(owner: str) -> None:
@@ -152,8 +163,8 @@ def test_a_sweep_takes_what_is_this_owners_and_nothing_else(owner: str) -> None:
         StagedSource(Memory(num_pages=3, seed=1).store, SharedMemorySegments(name), num_frames=1)
         for name in (owner, other)
     )
-    names = sorted(ours.offer(f"d{i}").segment for i in range(3))
-    kept = [segment_directory() / theirs.offer("d").segment, segment_directory() / f"stepwise-{owner}-notes"]
+    names = sorted(sent(ours, f"d{i}").segment for i in range(3))
+    kept = [segment_directory() / sent(theirs).segment, segment_directory() / f"stepwise-{owner}-notes"]
     kept[1].touch()
     try:
         assert leftovers(owner) == names and remove_leftovers(owner) == names and leftovers(owner) == []
@@ -201,14 +212,14 @@ def test_where_there_is_no_shared_memory_files_do(
 ) -> None:
     monkeypatch.setattr(shared_memory.Path, "is_dir", lambda path: str(path) != "/dev/shm")
     monkeypatch.setattr(shared_memory.tempfile, "tempdir", str(tmp_path))
-    offer = source.offer("d")
-    assert [path.name for path in tmp_path.iterdir()] == [offer.segment] == leftovers(owner)
-    target.accept("p", offer)
-    source.taken("d")
+    ticket = sent(source)
+    assert [path.name for path in tmp_path.iterdir()] == [ticket.segment] == leftovers(owner)
+    target.receive("p", ticket, [1])
+    source.release("d", ticket.number)
     assert list(tmp_path.iterdir()) == []
 
 
-# --- hostile offers ---------------------------------------------------------------------------------------------------
+# --- hostile tickets --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,10 +240,10 @@ def test_where_there_is_no_shared_memory_files_do(
 def test_a_name_of_another_form_is_not_even_looked_for(
     source: StagedSource, target: StagedTarget, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    offer = source.offer("d")
+    ticket = sent(source)
     monkeypatch.setattr(shared_memory.os, "open", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(TransferError, match="is not the name of a segment"):
-        target.accept("p", msgspec.structs.replace(offer, segment=name))
+        target.map("p", msgspec.structs.replace(ticket, segment=name))
 
 
 def a_link(path: Path, true: Path) -> None:
@@ -281,28 +292,28 @@ def nothing(path: Path, true: Path) -> None:
 def test_a_name_that_stands_for_something_else_is_refused(
     owner: str, source: StagedSource, target: StagedTarget, make: Callable[[Path, Path], None], message: str
 ) -> None:
-    offer = source.offer("d")
+    ticket = sent(source)
     name = f"stepwise-{owner}-{secrets.token_hex(16)}"
     path = segment_directory() / name
-    make(path, segment_directory() / offer.segment)
+    make(path, segment_directory() / ticket.segment)
     try:
         with pytest.raises(TransferError, match=message):
-            target.accept("p", msgspec.structs.replace(offer, segment=name))
+            target.map("p", msgspec.structs.replace(ticket, segment=name))
     finally:
         if path.is_dir():
             path.rmdir()
         else:
             path.unlink(missing_ok=True)
-    target.accept("p", offer)
+    target.map("p", ticket)
 
 
 def test_a_file_of_another_user_is_refused(
     source: StagedSource, target: StagedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offer, user = source.offer("d"), os.geteuid()
+    ticket, user = sent(source), os.geteuid()
     monkeypatch.setattr(shared_memory.os, "geteuid", lambda: user + 1)
     with pytest.raises(TransferError, match="is open to other users"):
-        target.accept("p", offer)
+        target.map("p", ticket)
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
@@ -345,32 +356,30 @@ def test_pages_go_to_another_process_and_come_from_it_and_its_death_leaves_what_
     sent = memory.pages()
 
     # There: every page once, in pieces.
-    other.tell("accept", source.offer("other"))
-    source.taken("other")
-    assert leftovers(ours) == []
     for pages, to in (([5, 1, 12], [9, 2, 4]), ([7, 3], [1, 8])):
         ticket = source.send("other", pages)
         arrived = other.tell("receive", [ticket, to], list[str])
         assert ticket is not None and [bytes.fromhex(page) for page in arrived] == [sent[page] for page in pages]
         source.release("other", ticket.number)
+        assert leftovers(ours) == []
 
     # And back: from the pages that they came to, and one that was there before.
-    target.accept("other", other.tell("offer", "test", Offer))
-    other.tell("taken", "test")
+    ticket = other.tell("send", [4, 8, 3], Ticket)
+    target.receive("other", ticket, [10, 11, 6])
+    other.tell("release", ticket.number)
     assert leftovers(theirs) == []
-    target.receive("other", other.tell("send", [4, 8, 3], Ticket), [10, 11, 6])
     assert [memory.page(page) for page in (10, 11, 6)] == [sent[12], sent[3], other.memory.page(3)]
 
-    # Killed with one ticket underway and one offer that nobody has taken.
+    # Killed with a ticket in transit in mapped memory, and one in memory that no target has mapped.
     ticket = other.tell("send", [9], Ticket)
-    offer = other.tell("offer", "somebody", Offer)
+    unmapped = other.tell("lend", "somebody", Ticket)
     other.kill()
-    assert leftovers(theirs) == [offer.segment], "what was taken has no name"
+    assert leftovers(theirs) == [unmapped.segment], "mapped memory has no name"
     target.receive("other", ticket, [2])
     assert memory.page(2) == sent[5]
-    assert remove_leftovers(theirs) == [offer.segment] and leftovers(theirs) == []
+    assert remove_leftovers(theirs) == [unmapped.segment] and leftovers(theirs) == []
     with pytest.raises(TransferError, match="cannot be opened"):
-        StagedTarget(memory.store, segments).accept("other", offer)
+        StagedTarget(memory.store, segments).map("other", unmapped)
 
     # The one that is left forgets the other, and nothing has a name.
     source.forget("other"), target.forget("other")

@@ -7,14 +7,14 @@ import sys
 
 import msgspec
 
+from m6_multimodal_pd.disaggregation.runtime.messages import Ticket
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments
 from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
-from m6_multimodal_pd.disaggregation.transport import Offer, Ticket
 from tests.m6_multimodal_pd.transfers import Memory
 
 
 class Process:
-    """Each method is a command; its partner is always called `test`, except for offers, which are to anybody."""
+    """Each method is a command; its partner is always called `test`, but `lend` has any target."""
 
     def __init__(self, owner: str) -> None:
         segments = SharedMemorySegments(owner)
@@ -22,17 +22,14 @@ class Process:
         self.source = StagedSource(self.memory.store, segments, num_frames=4, checksums=True)
         self.target = StagedTarget(self.memory.store, segments)
 
-    def offer(self, target: str) -> Offer:
-        return self.source.offer(target)
+    def lend(self, target: str) -> Ticket | None:
+        return self.source.send(target, [9])
 
-    def taken(self, target: str) -> None:
-        self.source.taken(target)
+    def release(self, number: int) -> None:
+        self.source.release("test", number)
 
     def send(self, pages: list[int]) -> Ticket | None:
         return self.source.send("test", pages)
-
-    def accept(self, offer: Offer) -> None:
-        self.target.accept("test", offer)
 
     def receive(self, ticket_and_pages: tuple[Ticket, list[int]]) -> list[str]:
         """Returns what is in these pages then."""

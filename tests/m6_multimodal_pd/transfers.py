@@ -10,6 +10,7 @@ from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
+from m6_multimodal_pd.disaggregation.runtime.messages import Ticket
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments
 from m6_multimodal_pd.disaggregation.staging import Segments, StagedSource, StagedTarget
 
@@ -55,6 +56,13 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def sent(source: StagedSource, target: str = "d", pages: Sequence[int] = (1,)) -> Ticket:
+    """The ticket of these pages, for which there is room."""
+    ticket = source.send(target, pages)
+    assert ticket is not None
+    return ticket
+
+
 class Pair:
     """A prefill engine `p` and a decode engine `d`, which have met."""
 
@@ -71,17 +79,16 @@ class Pair:
         self.segments = segments_of(transport)
         self.source = StagedSource(self.ours.store, self.segments, num_frames=num_frames, checksums=checksums)
         self.target = StagedTarget(self.theirs.store, self.segments)
-        self.offer = self.source.offer("d")
-        self.target.accept("p", self.offer)
-        self.source.taken("d")
+        ticket = sent(self.source)
+        self.target.map("p", ticket)
+        self.source.release("d", ticket.number)
 
     def move(self, pages: Sequence[int], to: Sequence[int]) -> None:
         """The whole way of a few pages."""
-        ticket = self.source.send("d", pages)
-        assert ticket is not None
+        ticket = sent(self.source, "d", pages)
         self.target.receive("p", ticket, to)
         self.source.release("d", ticket.number)
 
     def memory_of(self, side: str) -> Tensor:
         """The frames `[num_frames, page_bytes]` as one side sees them."""
-        return self.source._targets["d"].memory if side == "source" else self.target._sources["p"].memory
+        return self.source.targets["d"].memory if side == "source" else self.target._sources["p"].memory

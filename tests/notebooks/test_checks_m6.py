@@ -50,7 +50,7 @@ WRONG_KEYS = [
     (keying(copies=False), "changes the prompt itself"),
     (
         keying(first=None),
-        "yours [5, 0, 0, 0, 6]. No text may mean a number that stands for a picture: begin at vocab_size",
+        "yours [5, 0, 0, 0, 6]. No text may contain a number that stands for a picture: begin at vocab_size",
     ),
     (keying(first=1), "is [5, 4096, 4096, 4096, 6], yours [5, 4097, 4097, 4097, 6]"),
     (keying(remembers=False), "Another content has another number"),
@@ -75,7 +75,7 @@ def test_a_wrong_key_is_met_with_what_a_placeholder_stands_for(answer, hint):
     assert_refused("m6.key", answer, hint)
 
 
-def test_a_key_that_is_right_and_keeps_its_numbers_for_itself_is_told_that_nobody_finds_them():
+def test_a_right_key_that_keeps_its_numbers_for_itself_is_refused_because_they_are_not_found_again():
     own = {}
 
     def key(token_ids, items, known, vocab_size):
@@ -108,12 +108,12 @@ def taking(
 
 
 WRONG_ROWS = [
-    (taking(counts_on=False), "A clip's rows are counted on"),
+    (taking(counts_on=False), "The rows of a clip are numbered through"),
     (taking(cuts_start=False), "does not begin with row 0"),
     (taking(cuts_end=False), "takes the first rows"),
     (taking(from_zero=True), "does not begin with row 0"),
     (taking(at_start=True), "The place is counted from the beginning of the prompt"),
-    (taking(empty=True), "Behind it nothing is taken"),
+    (taking(empty=True), "After it no row is taken"),
     (taking(inclusive=1), "The third number is one more than the last row"),
     (lambda ranges, start, end: tuple(taking()(ranges, start, end)), "yours ((5, 0, 9),)"),
     (lambda ranges, start, end: None, "yours None"),
@@ -176,18 +176,18 @@ def as_far_as_the_budget(items, start, num_tokens, spent, budget, known):
 
 
 WRONG_PIECES = [
-    (lambda items, start, num_tokens, spent, budget, known: num_tokens, "the piece ends in front of the picture"),
-    (as_far_as_the_budget, "the piece ends in front of the picture"),
-    (limited(place=-1), "the piece ends in front of the picture"),
+    (lambda items, start, num_tokens, spent, budget, known: num_tokens, "the piece ends before the picture"),
+    (as_far_as_the_budget, "the piece ends before the picture"),
+    (limited(place=-1), "the piece ends before the picture"),
     (limited(strictly=True), "Exactly the whole budget is no more than the budget"),
-    (limited(known_counts=True), "What is encoded already costs nothing"),
-    (limited(asks_also="known"), "What costs nothing is never too much"),
+    (limited(known_counts=True), "A picture that is encoded already costs nothing"),
+    (limited(asks_also="known"), "An item that costs nothing is never too much"),
     (limited(first_runs=False), "The first one of a step runs even if it is larger"),
     (limited(whole=False), "All of a picture is encoded at once"),
-    (limited(begun=True), "In front of a picture that has begun already nothing is left"),
+    (limited(begun=True), "A piece that begins inside the picture has no tokens before it"),
     (limited(twice=True), "The same content twice is encoded once"),
-    (limited(asks_also="again"), "What came before in this piece costs nothing"),
-    (lambda *_: None, "you say None"),
+    (limited(asks_also="again"), "A content that came before in this piece costs nothing"),
+    (lambda *_: None, "yours None"),
 ]
 
 
@@ -221,15 +221,15 @@ def sampling(*, least=True, most=True, there=True, rounds=np.round, stride=False
 WRONG_FRAMES = [
     (sampling(least=False), "One second is two frames, and `at_least` is more"),
     (sampling(most=False), "1,000 seconds would be more than `at_most`"),
-    (sampling(there=False), "There are no more frames than there are"),
-    (sampling(stride=True), "Evenly spread, from the first to the last one, and not every so many-th"),
+    (sampling(there=False), "A video has no more frames than `total`"),
+    (sampling(stride=True), "Evenly spread, from the first to the last one, and not with a fixed step"),
     (sampling(last=0), "Evenly spread, from the first to the last one"),
     (sampling(rounds=np.floor), "each rounded to the nearest frame"),
     (sampling(rounds=np.ceil), "each rounded to the nearest frame"),
-    (sampling(made=float), "A list or an array of whole numbers"),
+    (sampling(made=float), "a list or an array of whole numbers"),
     (lambda *_: [], "10 frames"),
     (sampling(number=lambda wanted: int(np.ceil(wanted))), "8.33 frames are 8"),
-    (lambda *_: None, "you say None"),
+    (lambda *_: None, "yours None"),
 ]
 
 
@@ -285,7 +285,7 @@ def divided_by_the_height(num_tokens, blocks):
 
 
 def advancing_by(side):
-    """Blocks are right, and the text behind them goes on after this side."""
+    """Return positions with right blocks, whose text after a block continues after this side."""
 
     def positions(num_tokens, blocks):
         found, _ = get_rope_index(num_tokens, blocks)
@@ -297,7 +297,7 @@ def advancing_by(side):
 
 
 def after_all_its_tokens(num_tokens, blocks):
-    """As a list would count: a picture advances the position by its tokens."""
+    """Advance the position of a picture by the number of its tokens."""
     return np.tile(np.arange(num_tokens), (3, 1)), 0
 
 
@@ -307,11 +307,11 @@ WRONG_POSITIONS = [
     (turned(lambda of_block, block: of_block[:, ::-1]), "height is"),
     (divided_by_the_height, "tokens come row by row"),
     (advancing_by("height"), "2 rows of 3 from 2 on: time is"),
-    (advancing_by("height"), "The text behind it goes on after its longer side"),
-    (advancing_by("width"), "The text behind it goes on after its longer side"),
+    (advancing_by("height"), "The text after it continues after its longer side"),
+    (advancing_by("width"), "The text after it continues after its longer side"),
     (after_all_its_tokens, "time is [0, 1, 1, 1, 1, 3]"),
-    (lambda n, blocks: (get_rope_index(n, blocks)[0], 0), "the answer goes on at place + -2, with you at place + 0"),
-    (lambda n, blocks: (get_rope_index(n, blocks)[0], 0), "the next position less the number of tokens"),
+    (lambda n, blocks: (get_rope_index(n, blocks)[0], 0), "the answer begins at place + -2, yours at place + 0"),
+    (lambda n, blocks: (get_rope_index(n, blocks)[0], 0), "the next position minus the number of tokens"),
     (lambda n, blocks: (get_rope_index(n, blocks)[0][0], 0), "positions are [3, 6], yours [6]"),
 ]
 
@@ -398,11 +398,11 @@ WRONG_HASHES = [
     (hashed(tuple, of_pixels=lambda feature: b""), "all of the pixels belong"),
     (hashed(tuple, of_pixels=lambda feature: feature[0].tobytes()), "all of the pixels belong"),
     (hashed(tuple, digest=lambda data: hashlib.md5(data).hexdigest()[:4]), "at least 32 hex digits, 128 bits"),
-    (hashed(tuple, digest=lambda data: str(hash(data))), "hash() has 16, and others in every process"),
+    (hashed(tuple, digest=lambda data: str(hash(data))), "hash() has 16, and they differ in every process"),
     (salted, "hash() is salted"),
     (hashed(bytes), "bytes must be in range(0, 256)"),
     (hashed(lambda grid: np.array(grid).astype(np.uint8)), "Is a byte enough for a number?"),
-    (lambda *_: uuid.uuid4().hex, "The same picture has to have the same hash"),
+    (lambda *_: uuid.uuid4().hex, "The same picture must have the same hash"),
     (lambda *_: 7, "A hash is a text of at least 32 hex digits"),
     (hashed(tuple, digest=lambda data: hashlib.sha256(data).digest()), "A hash is a text of at least 32 hex digits"),
 ]
@@ -441,9 +441,9 @@ def test_two_pictures_of_the_same_squares_have_the_same_numbers_and_other_grids(
     assert np.array_equal(another_shape(tall), wide)
 
 
-def test_what_the_lesson_says_of_swapped_positions_is_what_its_cell_has_measured():
+def test_the_counts_of_swapped_positions_in_the_text_are_those_of_the_stored_output():
     outputs = [output for cell in LESSON.cells("code") for output in cell["outputs"]]
     printed = "".join(line for output in outputs for line in output.get("text", []))
     assert "swapped positions, wrong answers: describe 6 of 24, where 0 of 24\n" in printed
-    (told,) = [text for text in map(source, LESSON.cells("markdown")) if "Look at what it does *not* do" in text]
-    assert "six of 24 descriptions" in told and "of the 24 questions where a thing is, none" in told
+    (text,) = [text for text in map(source, LESSON.cells("markdown")) if "Look at what it does *not* do" in text]
+    assert "six of 24 descriptions" in text and "of the 24 questions where a thing is, none" in text

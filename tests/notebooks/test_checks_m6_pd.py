@@ -27,7 +27,7 @@ LESSON = M6_PD.lesson
         (lambda positions: None, "yours is None"),
     ],
 )
-def test_a_wrong_delta_is_told_where_the_answer_begins(answer, hint):
+def test_a_wrong_delta_is_refused_with_the_position_of_the_answer(answer, hint):
     assert_refused("m6_pd.delta", answer, hint)
 
 
@@ -69,15 +69,15 @@ def rooms(*, reuses=False, keeps_old=False, forgets_others=False, makes_for=None
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
-        (LESSON.defined("FirstRoom", {}), "gets the room 0, in which somebody was before"),
+        (LESSON.defined("FirstRoom", {}), "gets room 0, which an attempt had before"),
         (rooms(reuses=True), "a room is never used again"),
-        (rooms(keeps_old=True), "still takes messages"),
+        (rooms(keeps_old=True), "still accepts messages"),
         (rooms(forgets_others=True), "is not found in its room"),
         (rooms(makes_for=5), "makes one receiver"),
         (rooms(finds_all=True), "of its first attempt"),
     ],
 )
-def test_wrong_rooms_are_told_whose_messages_go_astray(answer, hint):
+def test_wrong_rooms_are_refused_with_the_receiver_that_gets_wrong_messages(answer, hint):
     assert_refused("m6_pd.rooms", answer, hint)
 
 
@@ -92,14 +92,14 @@ def test_old_rooms_whose_receivers_have_failed_are_right_too():
 
 
 class Keeps(StagedSource):
-    """Never gives a frame back."""
+    """Never frees a frame."""
 
     def release(self, target, number):
         pass
 
 
 class Forgets(StagedSource):
-    """Gives every second ticket's frames back."""
+    """Frees the frames of every second ticket."""
 
     def release(self, target, number):
         if number % 2:
@@ -107,7 +107,7 @@ class Forgets(StagedSource):
 
 
 class KnowsOneTarget(StagedSource):
-    """Gives no frames back but those of one engine."""
+    """Frees only the frames of one engine."""
 
     def release(self, target, number):
         if target == "decode":
@@ -115,7 +115,7 @@ class KnowsOneTarget(StagedSource):
 
 
 class TakesTheOldest(StagedSource):
-    """Lets nobody wait: where no frame is free, what was sent first has had its time."""
+    """Never waits: without free frames it frees those of the oldest ticket."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -134,7 +134,7 @@ class TakesTheOldest(StagedSource):
 
 
 class OneBehind(StagedSource):
-    """Gives a ticket's frames back when the next one is sent."""
+    """Frees the frames of a ticket when the next one is sent."""
 
     last = None
 
@@ -161,11 +161,11 @@ class Backwards(StagedSource):
     ("answer", "hint"),
     [
         (LESSON.defined("Hasty", {"StagedSource": StagedSource}), "a frame is free only when its target has read it"),
-        (Keeps, "nothing is released"),
-        (Forgets, "nothing is released"),
-        (KnowsOneTarget, "a request waits for ever"),
-        (TakesTheOldest, "they lie on top of others"),
-        (OneBehind, "they lie on top of others"),
+        (Keeps, "nothing is freed"),
+        (Forgets, "nothing is freed"),
+        (KnowsOneTarget, "a request waits without end"),
+        (TakesTheOldest, "they overwrite others"),
+        (OneBehind, "they overwrite others"),
         (Backwards, "in another order"),
     ],
 )
@@ -212,31 +212,33 @@ def ready(*, always_last=False, only_whole=False, from_zero=False, inclusive=0, 
     ("answer", "hint"),
     [
         (ready(always_last=True), "A page that is half full waits"),
-        (ready(only_whole=True), "its last page goes, full or not"),
-        (ready(from_zero=True), "the first is not wanted"),
+        (ready(only_whole=True), "its last page is sent, full or not"),
+        (ready(from_zero=True), "the first is cached on the other side"),
         (ready(inclusive=1), "five whole pages"),
-        (lambda *_: None, "you say None"),
+        (lambda *_: None, "yours None"),
     ],
 )
-def test_wrong_pages_are_told_which_ones_may_leave(answer, hint):
+def test_wrong_pages_are_refused_with_the_pages_that_may_be_sent(answer, hint):
     assert_refused("m6_pd.pages_ready", answer, hint)
 
 
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
-        (lambda n, c, p, b: (n - c) * b, "pages travel whole"),
+        (lambda n, c, p, b: (n - c) * b, "whole pages are sent"),
         (lambda n, c, p, b: -(-n // p) * p * b, "is not sent again"),
         (lambda n, c, p, b: (n // p - c // p) * p * b, "the last one too"),
         (lambda n, c, p, b: -(-n // p) - c // p, "Two whole pages"),
         (lambda n, c, p, b: (-(-n // p) - c // p) * p * b / 1, "divide with //"),
     ],
 )
-def test_wrong_bytes_are_told_what_travels(answer, hint):
+def test_wrong_bytes_are_refused_with_the_size_that_is_sent(answer, hint):
     assert_refused("m6_pd.bytes_moved", answer, hint)
 
 
-def receiving(*, needs_token=True, needs_pages=True, dedupes=True, final=True, checks_told=True, checks_chunk=True):
+def receiving(
+    *, needs_token=True, needs_pages=True, dedupes=True, final=True, checks_announced=True, checks_chunk=True
+):
     """`receive` with a mistake in it."""
 
     def receive(num_pages, messages):
@@ -244,14 +246,14 @@ def receiving(*, needs_token=True, needs_pages=True, dedupes=True, final=True, c
 
         def possible(chunks, page, announced):
             missing = num_pages - page
-            return not checks_told or announced is None or min(missing, 1) <= announced - chunks <= missing
+            return not checks_announced or announced is None or min(missing, 1) <= announced - chunks <= missing
 
-        for what, *numbers in messages:
+        for kind, *numbers in messages:
             if final and state != "waiting":
                 break
-            if what == "lost":
+            if kind == "lost":
                 state = "failed"
-            elif what == "told":
+            elif kind == "first_token":
                 if announced is None:
                     announced = numbers[0]
                     state = state if possible(chunks, page, announced) else "failed"
@@ -280,33 +282,33 @@ def test_what_the_wrong_ones_vary_is_right():
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
-        (receiving(needs_token=False), "nobody has said that this is all"),
-        (receiving(dedupes=False), "What comes twice counts once"),
+        (receiving(needs_token=False), "the first token with the number of chunks is missing"),
+        (receiving(dedupes=False), "A chunk that comes twice counts once"),
         (receiving(final=False), "final"),
-        (receiving(checks_told=False), "it does not bring everything"),
-        (receiving(checks_chunk=False), "nothing will ever bring it"),
+        (receiving(checks_announced=False), "it does not bring all pages"),
+        (receiving(checks_chunk=False), "no later chunk can bring it"),
         (lambda num_pages, messages: "waiting", "everything is here"),
-        (lambda num_pages, messages: KVReceiver, "Nothing has come"),
+        (lambda num_pages, messages: KVReceiver, "No message has arrived"),
     ],
 )
-def test_a_wrong_receiver_is_told_what_it_takes(answer, hint):
+def test_a_wrong_receiver_is_refused_with_the_state_of_the_transfer(answer, hint):
     assert_refused("m6_pd.receive", answer, hint)
 
 
 def delivering(*, skips=True, refuses_gap=True, compares=True, changes=False, returns_none=False):
     """`deliver` with a mistake in it."""
 
-    def deliver(said, first, token_ids):
-        if first > len(said) and refuses_gap:
+    def deliver(known, first, token_ids):
+        if first > len(known) and refuses_gap:
             if returns_none:
                 return None
             raise ValueError
-        known = said[first : first + len(token_ids)]
-        if compares and token_ids[: len(known)] != known:
+        again = known[first : first + len(token_ids)]
+        if compares and token_ids[: len(again)] != again:
             raise ValueError
-        new = token_ids[len(known) :] if skips else token_ids
+        new = token_ids[len(again) :] if skips else token_ids
         if changes:
-            said += new
+            known += new
         return new
 
     return deliver
@@ -315,13 +317,13 @@ def delivering(*, skips=True, refuses_gap=True, compares=True, changes=False, re
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
-        (delivering(skips=False), "only what is new goes on"),
+        (delivering(skips=False), "only the new ones are returned"),
         (delivering(refuses_gap=False), "A token is missing"),
         (delivering(returns_none=True), "yours returns None"),
         (delivering(compares=False), "that is another answer"),
-        (delivering(changes=True), "it is not yours"),
-        (lambda said, first, token_ids: token_ids[len(said) - first :], "A token is missing"),
+        (delivering(changes=True), "which belongs to the caller"),
+        (lambda known, first, token_ids: token_ids[len(known) - first :], "A token is missing"),
     ],
 )
-def test_a_wrong_delivery_is_told_what_the_caller_heard(answer, hint):
+def test_a_wrong_delivery_is_refused_with_the_tokens_of_the_caller(answer, hint):
     assert_refused("m6_pd.deliver", answer, hint)

@@ -1,23 +1,24 @@
-"""All that a router and its engines say to each other, as types.
+"""The messages of a router and its engines, as types.
 
-What is not one of these, with exactly these fields, is not read. Every message is a value; none names code. The two
-engines of a room speak through the router (`Relay`, `Relayed`), which passes on and does not read. New in this
-milestone. SGLang: `io_struct.py`, and the bytes that `disaggregation/common/conn.py` sends; vLLM: `EngineCoreRequest`
-and `EngineCoreOutputs` in `v1/engine/__init__.py`.
+Bytes that are not one of these types, with exactly these fields, are refused. Every message is a value; none names
+code. The two engines of a room send their messages through the router (`Relay`, `Relayed`), which passes them on
+unread. New in this milestone. SGLang: `io_struct.py`, and the bytes that `disaggregation/common/conn.py` sends; vLLM:
+`EngineCoreRequest` and `EngineCoreOutputs` in `v1/engine/__init__.py`.
 """
 
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 
+from m1_single_request.sampler import LogprobRow
 from m1_single_request.sampling_params import SamplingParams
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
-from m6_multimodal_pd.disaggregation.transport import Offer, Ticket
+from m6_multimodal_pd.multimodal.inputs import MultimodalInputs
 
 Role = Literal["prefill", "decode"]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Count32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Room = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -34,63 +35,27 @@ class Message(Value, frozen=True, tag=True):
     """One message."""
 
 
-# --- what a request is ------------------------------------------------------------------------------------------------
-
-
-class Item(Value, frozen=True):
-    """An image or a video, ready for the vision tower."""
-
-    modality: Literal["image", "video"]
-    offsets: tuple[tuple[Count, Count], ...]
-    feature: np.ndarray
-    grid_thw: tuple[Count, Count, Count]
-    hash: Digest
-    size: tuple[Count, Count]
-
-    def __post_init__(self) -> None:
-        if self.feature.dtype != np.float32 or self.feature.ndim != 2:
-            raise ValueError("a feature is float32 [patches, patch_dim]")
-
-
-class Media(Value, frozen=True):
-    """The pictures of a prompt, and where they put its tokens."""
-
-    items: tuple[Item, ...]
-    mrope_positions: np.ndarray
-    mrope_position_delta: int
-    options_key: bytes
-
-    def __post_init__(self) -> None:
-        if self.mrope_positions.dtype != np.int64 or self.mrope_positions.ndim != 2 or len(self.mrope_positions) != 3:
-            raise ValueError("M-RoPE positions are int64 [3, tokens]")
+# --- a request --------------------------------------------------------------------------------------------------------
 
 
 class Job(Value, frozen=True):
-    """A request, as both engines must know it."""
+    """A request, as both engines of a room receive it."""
 
     rid: Annotated[str, msgspec.Meta(min_length=1)]
-    """As the user has it: intake limits its length."""
+    """The user's request id; intake limits its length."""
     prompt_token_ids: tuple[Token, ...]
     output_token_ids: tuple[Token, ...]
-    """Said already, if another engine was lost on the way: the next token comes behind these."""
+    """Those of earlier attempts; the next token comes after them."""
     params: SamplingParams
     seed: int
     priority: int
     cache_salt: str | None
     speculate: bool
-    media: Media | None
-
-
-class Row(Value, frozen=True):
-    """The log-probabilities at one place."""
-
-    token_ids: tuple[Token, ...]
-    logprobs: tuple[float, ...]
-    ranks: tuple[Count, ...]
+    media: MultimodalInputs | None
 
 
 class Fault(Value, frozen=True):
-    """An error, as it can be told: the name of a type that both sides know, and what it says."""
+    """An error: the name of a type that both sides know, and its text."""
 
     kind: Name
     text: Said
@@ -100,39 +65,39 @@ class Fault(Value, frozen=True):
 
 
 class Prefill(Message, frozen=True):
-    """Compute this prompt, and hand its KV to an engine."""
+    """Compute the prompt of a request, and send its KV to the decode engine `peer`."""
 
     room: Room
     job: Job
-    decode: Name
+    peer: Name
 
 
 class Decode(Message, frozen=True):
-    """Take this prompt's KV from an engine, and answer it."""
+    """Receive the KV of a request's prompt from the prefill engine `peer`, and compute the answer."""
 
     room: Room
     job: Job
-    prefill: Name
+    peer: Name
 
 
 class Cancel(Message, frozen=True):
-    """The request of this room is not wanted any more."""
+    """Abort the request of this room."""
 
     room: Room
 
 
 class PeerLost(Message, frozen=True):
-    """An engine is gone; it will not come back under this name."""
+    """An engine is lost, with all of its rooms."""
 
     name: Name
 
 
 class Probe(Message, frozen=True):
-    """Nothing is to be done: it could be sent, so the connection is there."""
+    """Do nothing: that it could be sent shows that the connection is open."""
 
 
 class Refused(Message, frozen=True):
-    """This engine does not fit, and why: it has no place here, and ends."""
+    """The engine does not fit to the group, and ends."""
 
     why: Said
 
@@ -144,14 +109,14 @@ class LengthFixed(Message, frozen=True):
 
 
 class Relayed(Message, frozen=True):
-    """What another engine says to this one."""
+    """A message of another engine to this one."""
 
     origin: Name
     body: "PeerMessage"
 
 
 class Call(Message, frozen=True):
-    """Do something, and answer with this number."""
+    """Execute the verb between two steps, and answer with this number."""
 
     number: Count
     verb: Literal["stats", "flush_cache", "update_weights", "start_profile", "stop_profile", "shutdown"]
@@ -179,21 +144,21 @@ class Joined(Message, frozen=True):
     total_tokens: Count
     max_model_len: Count
     layout: Said
-    """Of a page of its KV: pages go only between engines with the same."""
+    """The meaning of the bytes of a page, the same for all engines of a group."""
     model: Said
-    """What its weights are known by."""
+    """Name, dtype and format of its weights."""
     vocabulary: Digest
-    """Of what its tokens' ids stand for."""
+    """Of its tokenizer (`members.vocabulary_of`)."""
 
 
 class Failed(Message, frozen=True):
-    """An engine cannot be built, and why."""
+    """An engine cannot be built."""
 
     fault: Fault
 
 
 class Heartbeat(Message, frozen=True):
-    """It is alive, and this is how it stands."""
+    """State of a live engine."""
 
     num_steps: int
     num_running: Count
@@ -206,27 +171,27 @@ class Tokens(Message, frozen=True):
 
     room: Room
     first: Count
-    """How many output tokens it had before these."""
+    """Number of output tokens before these."""
     token_ids: tuple[Token, ...]
-    logprobs: tuple[Row | None, ...]
-    prompt_logprobs: tuple[Row, ...] | None
-    """With the first of them, where asked for."""
+    logprobs: tuple[LogprobRow | None, ...]
+    prompt_logprobs: tuple[LogprobRow, ...] | None
+    """With the first of them, if the request asks for log-probabilities of its prompt."""
     cached_tokens: Count
     num_draft_tokens: Count
     num_accepted_tokens: Count
 
 
 class Ended(Message, frozen=True):
-    """A request is over here, by an error if there is one."""
+    """The request of a room has ended on this engine, by the error if there is one."""
 
     room: Room
     fault: Fault | None
     may_retry: bool
-    """Whether another engine, or another try, may do better."""
+    """Whether another attempt may succeed."""
 
 
 class ToldEvent(Value, frozen=True):
-    """An event of an engine's trace, as its readers would show it."""
+    """An event of an engine's trace."""
 
     kind: Name
     rids: tuple[str, ...]
@@ -236,14 +201,14 @@ class ToldEvent(Value, frozen=True):
 
 
 class Told(Message, frozen=True):
-    """What an engine's trace says of a step."""
+    """The events of one step of an engine."""
 
     step: Count
     events: tuple[ToldEvent, ...]
 
 
 class Answer(Message, frozen=True):
-    """What came of a call."""
+    """Result of a `Call`."""
 
     number: Count
     value: msgspec.Raw
@@ -251,7 +216,7 @@ class Answer(Message, frozen=True):
 
 
 class Relay(Message, frozen=True):
-    """Something for another engine."""
+    """A message to another engine."""
 
     to: Name
     body: "PeerMessage"
@@ -260,83 +225,86 @@ class Relay(Message, frozen=True):
 # --- engine to engine -------------------------------------------------------------------------------------------------
 
 
-class Memory(Message, frozen=True):
-    """P to D: where the KV will lie on its way; D to P, with the same name: it is mapped."""
-
-    offer: Offer
-    is_mapped: bool
-
-
-class MemoryRefused(Message, frozen=True):
-    """D to P: it cannot be mapped, so nothing can come this way."""
-
-    why: Said
-
-
 class Preallocated(Message, frozen=True):
-    """D to P: there is room for this prompt's KV, and so many tokens of it are here already."""
+    """D to P: there is memory for the prompt's KV; the KV of the first `start` tokens is cached."""
 
     room: Room
     start: Count
 
 
+class Ticket(Value, frozen=True):
+    """The place of a chunk's pages in the memory between the two engines."""
+
+    number: Count
+    """Rises from ticket to ticket of an engine, and is never used again."""
+    segment: Annotated[str, msgspec.Meta(max_length=128)]
+    """Name of the memory segment that the prefill engine has made for this decode engine."""
+    num_frames: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    """Number of frames of the segment; each holds a page."""
+    first_frame: Count
+    """The frame of the first page; the other pages are in the next ones."""
+    checksums: tuple[Count32, ...] = ()
+    """`zlib.crc32` of each page, if the prefill engine makes checksums."""
+
+
 class Chunk(Message, frozen=True):
-    """P to D: these pages lie ready."""
+    """P to D: these pages of a prompt are ready to be read."""
 
     room: Room
     number: Count
+    """Index of the chunk in its room."""
     first_page: Count
     num_pages: Count
     ticket: Ticket
 
 
 class Taken(Message, frozen=True):
-    """D to P: the chunk with this ticket was read, or is not wanted: its place is free again."""
+    """D to P: the frames of this ticket are free again: its pages were read, or are not wanted."""
 
     number: Count
 
 
 class FirstToken(Message, frozen=True):
-    """P to D: the prompt is computed, and this comes next."""
+    """P to D: the prompt is computed; its first output token, and the number of chunks of its KV."""
 
     room: Room
     num_chunks: Count
     token_id: Token
-    logprobs: Row | None
-    prompt_logprobs: tuple[Row, ...] | None
+    logprobs: LogprobRow | None
+    prompt_logprobs: tuple[LogprobRow, ...] | None
     cached_tokens: Count
 
 
 class Received(Message, frozen=True):
-    """D to P: everything of this room is here."""
+    """D to P: all KV of this room has arrived."""
 
     room: Room
 
 
 class RoomFailed(Message, frozen=True):
-    """Either to the other: nothing will come of this room."""
+    """P to D or D to P: the transfer of this room has failed."""
 
     room: Room
     why: Said
 
 
-# --- to a process that is to be an engine -----------------------------------------------------------------------------
+# --- to a process that becomes an engine ------------------------------------------------------------------------------
 
 
 class Order(Value, frozen=True):
-    """All that a process that is being started must know to be an engine."""
+    """The settings of a process that becomes an engine."""
 
     name: str
     role: Role
     address: str
     keys: CurveKeys
     owner: str
-    """In the names of its shared memory."""
+    """A part of the names of its memory segments."""
     is_traced: bool
     num_threads: int
     config: str
 
 
-PeerMessage = Memory | MemoryRefused | Preallocated | Chunk | Taken | FirstToken | Received | RoomFailed
+PeerMessage = Preallocated | Chunk | Taken | FirstToken | Received | RoomFailed
 ToEngine = Prefill | Decode | Cancel | PeerLost | Probe | Refused | LengthFixed | Relayed | Call
 ToRouter = LengthFitted | Joined | Failed | Heartbeat | Told | Tokens | Ended | Answer | Relay
