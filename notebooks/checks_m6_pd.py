@@ -415,7 +415,7 @@ def _state_of(num_pages: int, messages: Sequence[Message]) -> str:
             if kind == "lost":
                 receiver.fail("lost")
             elif kind == "first_token":
-                receiver.told(*numbers)
+                receiver.first_token_arrived(*numbers)
             else:
                 number, first, count = numbers
                 pages = range(first, first + count)

@@ -60,7 +60,7 @@ class DecodeSide(EngineSide[KVReceiver]):
                 finally:
                     self.say(origin, Taken(body.ticket.number))
             case FirstToken(room) if room in self.rooms:
-                if self.rooms[room].transfer.told(body.num_chunks):
+                if self.rooms[room].transfer.first_token_arrived(body.num_chunks):
                     self.of_prompts[room] = body
                     self._join_if_complete(self.rooms[room])
 

@@ -89,7 +89,7 @@ class Transfer:
 class KVSender(Transfer):
     """The end of the prefill side."""
 
-    is_told = False
+    first_token_sent = False
     """Whether the first token was sent, after the last chunk."""
 
     def preallocated(self, start: int) -> bool:
@@ -113,7 +113,7 @@ class KVSender(Transfer):
 
     def received(self) -> bool:
         """Note that the decode side has everything. Returns False for a message that comes late or too early."""
-        return self.is_told and self._go(KVPoll.SUCCESS, "the decode side has everything")
+        return self.first_token_sent and self._go(KVPoll.SUCCESS, "the decode side has everything")
 
 
 class KVReceiver(Transfer):
@@ -148,7 +148,7 @@ class KVReceiver(Transfer):
             self._go(KVPoll.TRANSFERRING, "the first pages have come")
         self.num_chunks, self.next_page = self.num_chunks + 1, pages.stop
 
-    def told(self, num_chunks: int) -> bool:
+    def first_token_arrived(self, num_chunks: int) -> bool:
         """Note the number of chunks, which comes with the first token. Returns False for a message that is late or
         comes twice. Raises `TransferError` for an impossible number.
         """

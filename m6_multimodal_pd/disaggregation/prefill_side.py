@@ -80,7 +80,7 @@ class PrefillSide(EngineSide[KVSender]):
     def _send_pages(self, occupied: Occupied[KVSender]) -> None:
         """Send the next pages of a request, and its first token after the last ones."""
         req, transfer = occupied.req, occupied.transfer
-        if transfer.state is KVPoll.BOOTSTRAPPING or req.req_pool_idx is None or transfer.is_told:
+        if transfer.state is KVPoll.BOOTSTRAPPING or req.req_pool_idx is None or transfer.first_token_sent:
             return
         at_most = max(self.source.num_frames // SHARE_OF_FRAMES, 1)
         while pages := transfer.pages_ready(req.kv_committed_len, at_most=at_most):
@@ -88,7 +88,7 @@ class PrefillSide(EngineSide[KVSender]):
                 return
         if req.status is RequestStatus.TRANSFERRING:
             self.say(occupied.peer, self._first_token(occupied))
-            transfer.is_told = True
+            transfer.first_token_sent = True
 
     def _send(self, occupied: Occupied[KVSender], pages: range) -> bool:
         """Send these pages. Return False if there are no free frames for them now."""

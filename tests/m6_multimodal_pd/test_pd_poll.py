@@ -53,7 +53,7 @@ def sender(state: KVPoll = BOOTSTRAPPING, *, num_tokens: int = TOKENS, start: in
         end.sent(range(1))
     if state is SUCCESS:
         end.sent(range(1, PAGES))
-        end.is_told = True
+        end.first_token_sent = True
         assert end.received()
     if state is FAILED:
         assert end.fail("a test")
@@ -70,7 +70,7 @@ def receiver(state: KVPoll = BOOTSTRAPPING, *, num_tokens: int = TOKENS, start: 
         take(end, 0, range(1))
     if state is SUCCESS:
         take(end, 1, range(1, PAGES))
-        assert end.told(2) and end.complete()
+        assert end.first_token_arrived(2) and end.complete()
     if state is FAILED:
         assert end.fail("a test")
     assert end.state is state
@@ -150,14 +150,14 @@ def test_nothing_that_comes_late_changes_a_final_state(state: KVPoll) -> None:
     p, d = sender(state), receiver(state)
     unchanged(p, lambda: p.preallocated(0))
     unchanged(p, p.received)
-    p.is_told = True
+    p.first_token_sent = True
     unchanged(p, p.received)
     unchanged(d, lambda: d.preallocated(0))
     unchanged(d, lambda: d.expects(0, range(1)))
     unchanged(d, lambda: d.expects(d.num_chunks, range(d.next_page, PAGES)))
     unchanged(d, lambda: d.expects(99, range(5, 99)))
-    unchanged(d, lambda: d.told(2))
-    unchanged(d, lambda: d.told(99))
+    unchanged(d, lambda: d.first_token_arrived(2))
+    unchanged(d, lambda: d.first_token_arrived(99))
     unchanged(d, d.complete)
 
 
@@ -248,11 +248,11 @@ def test_everything_is_there_with_the_first_token_and_all_chunks_in_either_order
     end = receiver(WAITING)
     assert take(end, 0, range(2)) and not end.complete() and end.state is TRANSFERRING
     assert take(end, 1, range(2, 3)) and not end.complete(), "the first token is missing"
-    assert end.told(2) and end.complete() and end.state is SUCCESS
+    assert end.first_token_arrived(2) and end.complete() and end.state is SUCCESS
     unchanged(end, end.complete)
 
     end = receiver(WAITING)
-    assert end.told(2) and not end.complete() and end.state is WAITING
+    assert end.first_token_arrived(2) and not end.complete() and end.state is WAITING
     assert take(end, 0, range(2)) and not end.complete()
     assert take(end, 1, range(2, 3)) and end.complete()
 
@@ -260,7 +260,7 @@ def test_everything_is_there_with_the_first_token_and_all_chunks_in_either_order
 def test_if_everything_is_cached_there_is_nothing_to_wait_for_but_the_first_token() -> None:
     end = receiver(WAITING, num_tokens=8, start=8)
     assert not end.complete()
-    assert end.told(0) and end.complete()
+    assert end.first_token_arrived(0) and end.complete()
     assert end._on_change.told == [(BOOTSTRAPPING, WAITING), (WAITING, SUCCESS)]  # type: ignore[attr-defined]
 
 
@@ -275,9 +275,9 @@ def test_a_chunk_counts_once() -> None:
 
 def test_the_first_token_counts_once() -> None:
     end = receiver(WAITING)
-    assert end.told(3)
-    unchanged(end, lambda: end.told(3))
-    unchanged(end, lambda: end.told(2))
+    assert end.first_token_arrived(3)
+    unchanged(end, lambda: end.first_token_arrived(3))
+    unchanged(end, lambda: end.first_token_arrived(2))
 
 
 @pytest.mark.parametrize(
@@ -309,15 +309,15 @@ def test_pages_that_are_cached_are_refused() -> None:
 def test_nothing_comes_before_there_is_room() -> None:
     end = receiver()
     refused(end, lambda: end.expects(0, range(1)))
-    refused(end, lambda: end.told(1))
+    refused(end, lambda: end.first_token_arrived(1))
     unchanged(end, end.complete)
 
 
 @pytest.mark.parametrize("num_chunks", [0, 4, 2**31 - 1])
 def test_a_number_of_chunks_that_cannot_be_is_refused(num_chunks: int) -> None:
     end = receiver(WAITING)
-    assert "are announced" in refused(end, lambda: end.told(num_chunks))
-    assert end.told(3)
+    assert "are announced" in refused(end, lambda: end.first_token_arrived(num_chunks))
+    assert end.first_token_arrived(3)
 
 
 @pytest.mark.parametrize(("came", "num_chunks"), [(1, 0), (1, 1), (1, 4), (2, 1), (3, 2), (3, 4)])
@@ -326,7 +326,7 @@ def test_fewer_chunks_than_came_or_more_than_there_are_pages_left_are_refused(ca
     end = receiver(WAITING)
     for number in range(came):
         take(end, number, range(number, number + 1))
-    refused(end, lambda: end.told(num_chunks))
+    refused(end, lambda: end.first_token_arrived(num_chunks))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_chunk_that_leaves_the_announced_ones_too_few_pages_or_too_many_is_ref
 ) -> None:
     """It would never be complete, or be complete with pages missing."""
     end = receiver(WAITING)
-    assert end.told(announced)
+    assert end.first_token_arrived(announced)
     refused(end, lambda: end.expects(0, pages))
 
 
@@ -378,7 +378,7 @@ def test_whatever_a_sender_claims_the_receiver_takes_each_page_once_or_refuses(
                     if take(end, end.num_chunks, pages):
                         taken += pages
                 case "told", count:
-                    end.told(count)
+                    end.first_token_arrived(count)
                 case "room", pages_cached:
                     end.preallocated(pages_cached * PAGE_SIZE)
         except TransferError:
@@ -428,7 +428,7 @@ class Room:
     def send(self, at_most: int) -> None:
         """The next pages, or the first token behind the last."""
         end = self.sender
-        if end.state is BOOTSTRAPPING or end.state.is_final or end.is_told:
+        if end.state is BOOTSTRAPPING or end.state.is_final or end.first_token_sent:
             return
         pages = end.pages_ready(self.num_computed, at_most=at_most)
         assert len(pages) <= at_most
@@ -437,7 +437,7 @@ class Room:
             number = end.sent(pages)
             self.channel.append(Chunk(self.number, number, pages.start, len(pages), Ticket(number, "segment", 1, 0)))
         elif self.num_computed == end.num_tokens:
-            end.is_told = True
+            end.first_token_sent = True
             self.channel.append(FirstToken(self.number, end.num_chunks, 5, None, None, 0))
 
     def fail(self, end: Transfer) -> None:
@@ -459,7 +459,7 @@ class Room:
                         self.taken += range(first, first + count)
                         self._join_if_complete()
                 case FirstToken(_, num_chunks):
-                    if self.receiver.told(num_chunks):
+                    if self.receiver.first_token_arrived(num_chunks):
                         self.has_first_token = True
                         self._join_if_complete()
                 case RoomFailed():
