@@ -89,7 +89,15 @@ class Encoder:
         self._add(
             num_encoder_runs=1, num_encoded_items=len(items), num_encoded_tokens=num_tokens, encoder_seconds=seconds
         )
-        self.tracer.emit(EncoderRun.of, rids, items, num_tokens, self.budget, seconds)
+        self.tracer.emit(
+            EncoderRun,
+            rids=rids,
+            hashes=tuple(item.hash for item in items),
+            num_tokens=num_tokens,
+            num_patches=sum(len(item.feature) for item in items),
+            budget=self.budget,
+            milliseconds=seconds * 1e3,
+        )
         return {item.hash: own for item, own in zip(items, embeddings, strict=True)}
 
     def _add(self, **amounts: float) -> None:
