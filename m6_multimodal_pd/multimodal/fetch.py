@@ -28,7 +28,7 @@ from urllib.request import (
 from m1_single_request.errors import shown, shown_path
 from m6_multimodal_pd.config import URL_SCHEMES, MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.fetch_deadline import Deadline, TimedHTTPHandler, TimedHTTPSHandler
+from m6_multimodal_pd.multimodal.fetch_deadline import Deadline, TimedHandler
 
 CHUNK = 65536
 
@@ -164,11 +164,9 @@ def _read_at_most(response: http.client.HTTPResponse, limit: int) -> bytes:
 def _opener(config: MultimodalConfig, what: str, deadline: Deadline) -> OpenerDirector:
     """Return an opener for http and https only: the one that urllib builds would also open files and ftp."""
     director = OpenerDirector()
-    redirects = _Redirects(config, what)
-    for handler in (TimedHTTPHandler(deadline), TimedHTTPSHandler(deadline), ProxyHandler(), redirects):
+    ends = HTTPErrorProcessor(), UnknownHandler(), HTTPDefaultErrorHandler()
+    for handler in (TimedHandler(deadline), ProxyHandler(), _Redirects(config, what), *ends):
         director.add_handler(handler)
-    for rest in (HTTPErrorProcessor(), UnknownHandler(), HTTPDefaultErrorHandler()):
-        director.add_handler(rest)
     return director
 
 
@@ -182,12 +180,12 @@ class _Redirects(HTTPRedirectHandler):
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> Request | None:
         """Return a request for `newurl`. Raises `InvalidMediaError` unless its scheme is allowed."""
+        fp.close()  # urllib would read all that came with the redirect
         scheme = scheme_of(newurl) or ""
-        if scheme not in ("http", "https") or scheme not in self.config.allowed_url_schemes:
-            fp.close()
-            why = refusal(scheme) if scheme in ("http", "https") else "that is refused"
+        is_web = scheme in ("http", "https")
+        if not is_web or scheme not in self.config.allowed_url_schemes:
+            why = refusal(scheme) if is_web else "that is refused"
             raise InvalidMediaError(
                 f"{self.what}: {shown(req.full_url)} cannot be read: it leads to {shown(newurl)}: {why}"
             )
-        fp.close()  # urllib would read all that came with the redirect
         return super().redirect_request(req, fp, code, msg, headers, newurl)
