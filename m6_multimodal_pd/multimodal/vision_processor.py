@@ -74,16 +74,7 @@ class VisionProcessor:
     def __init__(self, image: PixelSettings, video: VideoSettings) -> None:
         self.image = image
         self.video = video
-        self._images = Qwen2VLImageProcessorPil(
-            size={"shortest_edge": image.min_pixels, "longest_edge": image.max_pixels},
-            patch_size=image.patch_size,
-            temporal_patch_size=image.temporal_patch_size,
-            merge_size=image.merge_size,
-            image_mean=list(image.mean),
-            image_std=list(image.std),
-            rescale_factor=image.rescale_factor,
-            resample=BICUBIC,
-        )
+        self._images = Qwen2VLImageProcessorPil(**asdict(image), resample=BICUBIC)
 
     @classmethod
     def from_directory(cls, name: str | Path, config: MultimodalConfig, vision: Any) -> "VisionProcessor":
@@ -158,7 +149,7 @@ class VisionProcessor:
         settings = self.video
         frames = resize(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), *reversed(layout.size))
         return pack(
-            normalise(frames, settings.mean, settings.std, settings.rescale_factor),
+            normalise(frames, settings.image_mean, settings.image_std, settings.rescale_factor),
             patch=settings.patch_size,
             temporal_patch=settings.temporal_patch_size,
             merge=settings.merge_size,

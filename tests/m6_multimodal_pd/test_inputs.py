@@ -89,6 +89,7 @@ def test_the_same_content_has_the_same_hash_however_it_lies_in_memory():
 
 def pad_values(max_known: int) -> PadValues:
     """Pad values that remember fewer contents."""
+
     class Forgetful(PadValues):
         pass
 
