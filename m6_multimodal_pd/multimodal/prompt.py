@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from m1_single_request.errors import InvalidPromptError, PromptTooLongError
 from m1_single_request.input_processor import InputProcessor, Message, check_messages
 from m1_single_request.trace_event import some
@@ -43,12 +45,10 @@ class MultimodalPrompts:
     """Makes prompts of conversations with images and videos."""
 
     def __init__(self, text: InputProcessor, media: MediaReader) -> None:
-        self.text, self.media, self.tokens = text, media, media.tokens
-        tokens = self.tokens
-        image, video, start, end = (
-            str(text.tokenizer.convert_ids_to_tokens(i))
-            for i in (tokens.image, tokens.video, tokens.vision_start, tokens.vision_end)
-        )
+        self.text, self.media = text, media
+        self.tokens = tokens = media.tokens
+        ids = [tokens.image, tokens.video, tokens.vision_start, tokens.vision_end]
+        image, video, start, end = list(text.tokenizer.convert_ids_to_tokens(ids))
         self._image, self._frame = image, f"{start}{video}{end}"
         # A template writes a video's placeholder with its markers around it; each frame brings markers of its own.
         self._placeholder = re.compile(f"{re.escape(image)}|{re.escape(self._frame)}|{re.escape(video)}")
@@ -134,7 +134,7 @@ class MultimodalPrompts:
         """
         coming = iter(items)
         written = self._placeholder.sub(lambda _: self._written(next(coming)), text)
-        ids = self.text.encode(written, add_special_tokens=False)
+        ids = np.array(self.text.encode(written, add_special_tokens=False))
         token_ids, ranges = self._repeated(ids, [count for item in items for count in item.layout.frame_tokens])
         frames = iter(ranges)
         mm_items = tuple(self._item(item, tuple(islice(frames, item.layout.grid_thw[0]))) for item in items)
@@ -151,19 +151,14 @@ class MultimodalPrompts:
             return self._image
         return "".join(f"<{seconds:.1f} seconds>{self._frame}" for seconds in item.timestamps)
 
-    def _repeated(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[Range]]:
+    def _repeated(self, ids: np.ndarray, counts: list[int]) -> tuple[list[int], list[Range]]:
         """Return token ids with the i-th placeholder repeated `counts[i]` times, and the range of each."""
-        token_ids: list[int] = []
-        ranges: list[Range] = []
-        for token_id in ids:
-            if token_id in (self.tokens.image, self.tokens.video):
-                count = counts[len(ranges)]
-                ranges.append((len(token_ids), len(token_ids) + count))
-                token_ids += [token_id] * count
-            else:
-                token_ids.append(token_id)
-        assert len(ranges) == len(counts), "the tokenizer lost a placeholder"
-        return token_ids, ranges
+        places = np.flatnonzero(np.isin(ids, [self.tokens.image, self.tokens.video]))
+        assert len(places) == len(counts), "the tokenizer lost a placeholder"
+        repeats = np.ones_like(ids)
+        repeats[places] = counts
+        ends = np.cumsum(repeats)[places]
+        return np.repeat(ids, repeats).tolist(), list(zip((ends - counts).tolist(), ends.tolist(), strict=True))
 
     def _item(self, item: ProcessedItem, offsets: tuple[Range, ...]) -> MultimodalDataItem:
         grid_thw = item.layout.grid_thw
