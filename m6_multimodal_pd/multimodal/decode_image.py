@@ -71,11 +71,10 @@ def read_encoded(source: object, config: MultimodalConfig, what: str) -> bytes:
     if isinstance(source, bytes | bytearray | memoryview):
         check_bytes(memoryview(source).nbytes, config, what)
         return bytes(source)
-    if isinstance(source, Path):
+    if isinstance(source, str) and scheme_of(source) is not None:
+        return read_url(source, config, what)
+    if isinstance(source, str | Path):
         return read_file(source, config, what)
-    if isinstance(source, str):
-        read = read_file if scheme_of(source) is None else read_url
-        return read(source, config, what)
     if isinstance(source, torch.Tensor):
         raise InvalidMediaError(
             f"{what}: a torch tensor {list(source.shape)} is not taken; give a uint8 array, whose channels come last: "

@@ -56,8 +56,7 @@ class Encoder:
     def embed(self, slices: Sequence[ItemSlice]) -> list[Tensor]:
         """Return the embeddings of each slice of a step, `[count, width]`; compute those that the cache lacks."""
         items = {s.item.hash: s.item for s in slices}
-        cached = {content: self.cache.get(content) for content in items}
-        known = {content: embeddings for content, embeddings in cached.items() if embeddings is not None}
+        known = {content: found for content in items if (found := self.cache.get(content)) is not None}
         missing = [item for content, item in items.items() if content not in known]
         self._count_hits(slices, known)
         if missing:

@@ -131,9 +131,8 @@ def _read_http(url: str, config: MultimodalConfig, what: str) -> bytes:
     deadline = Deadline(config.url_timeout_s)
     try:
         with _opener(config, what, deadline).open(Request(url), timeout=deadline.left()) as response:
-            length = response.headers.get("Content-Length", "")
-            if length.isdecimal():
-                check_bytes(int(length[:20]), config, what)
+            if response.length is not None:
+                check_bytes(response.length, config, what)
             content = _read_at_most(response, config.max_file_bytes + 1)
             if response.length and len(content) <= config.max_file_bytes:
                 raise EOFError(f"its last {response.length:,} bytes did not come")

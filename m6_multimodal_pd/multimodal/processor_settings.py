@@ -110,14 +110,19 @@ def _read(name: str, filename: str) -> dict[str, Any] | None:
             path = str(cached_file(name, filename))
         except OSError:  # not there; were it the connection, config.json would have failed before
             return None
-        return msgspec.convert(json.loads(Path(path).read_text(encoding="utf-8")), dict[str, Any])
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=_stated)
+        return msgspec.convert(content, dict[str, Any])
 
     return load_part(name, filename, read)
 
 
-def _pixel_settings(name: str, filename: str, processor: Any, content: dict[str, Any], vision: Any) -> dict[str, Any]:
+def _stated(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an object that are not null: those have their defaults."""
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def _pixel_settings(name: str, filename: str, processor: Any, stated: dict[str, Any], vision: Any) -> dict[str, Any]:
     """Return the fields of `PixelSettings`. A key that is not in the file has the value of transformers' class."""
-    stated = {key: value for key, value in content.items() if value is not None}
     for step in STEPS:
         if stated.get(step, True) is not True:
             raise ModelLoadError(f"{name}: {step}={shown(stated[step])} in {filename} is not supported, only true is")
@@ -144,18 +149,16 @@ def _pixel_range(name: str, filename: str, default: dict[str, int], stated: dict
         raise ModelLoadError(f"{name}: size={shown(size)} in {filename} must name shortest_edge and longest_edge")
     found = {}
     for edge, pixels in EDGES.items():
-        values = (stated.get(pixels), size.get(edge), size.get(pixels))
-        stated_value = next((value for value in values if value is not None), default[edge])
-        found[pixels] = _checked(name, filename, {edge: stated_value}, edge, Count)
+        value = stated.get(pixels, size.get(edge, size.get(pixels, default[edge])))
+        found[pixels] = _checked(name, filename, {edge: value}, edge, Count)
     low, high = found.values()
     if low > high:
         raise ModelLoadError(f"{name}: {filename} asks for at least {low} and at most {high} pixels; correct the file")
     return found
 
 
-def _video_settings(name: str, filename: str, content: dict[str, Any], vision: Any) -> VideoSettings:
-    pixels = _pixel_settings(name, filename, Qwen3VLVideoProcessor, content, vision)
-    stated = {key: value for key, value in content.items() if value is not None}
+def _video_settings(name: str, filename: str, stated: dict[str, Any], vision: Any) -> VideoSettings:
+    pixels = _pixel_settings(name, filename, Qwen3VLVideoProcessor, stated, vision)
     if "num_frames" in stated or stated.get("do_sample_frames", True) is not True:
         raise ModelLoadError(f"{name}: {filename} asks for a number of frames; only sampling by fps is supported")
     settings = {key: getattr(Qwen3VLVideoProcessor, key) for key in (*SAMPLING, "max_video_tokens")} | stated

@@ -22,7 +22,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.decode_image import Picture, Pixels
-from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling
+from m6_multimodal_pd.multimodal.decode_video import Frames
 from m6_multimodal_pd.multimodal.inputs import Grid, Modality
 from m6_multimodal_pd.multimodal.processor_settings import BICUBIC, PixelSettings, VideoSettings, read_settings
 from m6_multimodal_pd.multimodal.video_patches import normalise, pack, resize
@@ -64,8 +64,6 @@ class ProcessedItem:
     """Seconds, one for each layer of the grid's time; none for an image."""
     size: tuple[int, int]
     """Width and height before resizing, in pixels."""
-    num_frames: int
-    """Number of sampled frames; 1 for an image."""
 
 
 class VisionProcessor:
@@ -83,11 +81,6 @@ class VisionProcessor:
         `vision` is the model's `vision_config`. Raises `ModelLoadError` or `ConfigError`, see `read_settings`.
         """
         return cls(*read_settings(str(name), config, vision))
-
-    @property
-    def sampling(self) -> FrameSampling:
-        """The sampling of videos, for the `MediaLoader`."""
-        return self.video.sampling
 
     @property
     def options_key(self) -> bytes:
@@ -135,10 +128,10 @@ class VisionProcessor:
         layout = self.layout(media, what)
         height, width = media.pixels.shape[-3:-1]
         if isinstance(media, Picture):
-            return ProcessedItem(Modality.IMAGE, self._image_rows(media.pixels), layout, (), (width, height), 1)
+            return ProcessedItem(Modality.IMAGE, self._image_rows(media.pixels), layout, (), (width, height))
         seconds = timestamps(media.indices, media.video_fps, self.video.temporal_patch_size)
         feature = self._video_rows(media.pixels, layout)
-        return ProcessedItem(Modality.VIDEO, feature, layout, seconds, (width, height), len(media.pixels))
+        return ProcessedItem(Modality.VIDEO, feature, layout, seconds, (width, height))
 
     def _image_rows(self, pixels: Pixels) -> np.ndarray:
         # with the place of the channels: of three rows of pixels the processor would guess wrong

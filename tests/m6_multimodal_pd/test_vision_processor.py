@@ -94,7 +94,7 @@ def test_images_are_what_transformers_makes_of_them(tmp_path: Path, limits: tupl
         np.testing.assert_array_equal(item.feature, made["pixel_values"])
         assert item.feature.dtype == np.float32
         assert item.layout.grid_thw == tuple(made["image_grid_thw"][0])
-        assert (item.timestamps, item.size, item.num_frames) == ((), (width, height), 1)
+        assert (item.timestamps, item.size) == ((), (width, height))
 
 
 def test_a_photo_of_480_by_640_is_300_placeholders_in_qwen3_vl(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_the_last_frame_of_an_odd_number_is_there_twice(tmp_path: Path) -> None:
     item = make(tmp_path, video=sized(4096, 10**6)).process(clip(frames, video_fps=10))
     again = np.round((unpacked(item) + 1) * 127.5).astype(np.uint8)
     np.testing.assert_array_equal(again, frames[[0, 1, 2, 2]])
-    assert (item.layout.grid_thw[0], item.num_frames) == (2, 3)
+    assert item.layout.grid_thw[0] == 2
     assert item.timestamps == pytest.approx((0.05, 0.2))
 
 
@@ -257,9 +257,10 @@ def test_a_layer_of_patches_was_taken_between_its_frames(
 def test_a_video_goes_the_whole_way(tmp_path: Path) -> None:
     """Sampled as the model's file says, and timed by where the frames were."""
     processor = make(tmp_path, video=sized(4096, 10**6) | {"fps": 1, "min_frames": 2, "max_frames": 6})
-    loader = MediaLoader(MultimodalConfig(), processor.sampling)
-    item = processor.process(loader.load({"type": "video", "video": noise(50, 32, 64), "video_fps": 10}))
-    assert (item.num_frames, item.size) == (5, (64, 32))
+    loader = MediaLoader(MultimodalConfig(), processor.video.sampling)
+    media = loader.load({"type": "video", "video": noise(50, 32, 64), "video_fps": 10})
+    item = processor.process(media)
+    assert (len(media.pixels), item.size) == (5, (64, 32))
     assert item.timestamps == pytest.approx((0.6, 3.05, 4.9))
 
 
@@ -297,7 +298,11 @@ def test_without_a_file_for_videos_qwen3_vls_own_settings_hold(tmp_path: Path) -
     save(tmp_path, IMAGE)
     processor = VisionProcessor.from_directory(tmp_path, MultimodalConfig(), VISION)
     assert (processor.video.min_pixels, processor.video.max_pixels) == (131072, 786432)
-    assert (processor.sampling.fps, processor.sampling.min_frames, processor.sampling.max_frames) == (2, 4, 768)
+    assert (processor.video.sampling.fps, processor.video.sampling.min_frames, processor.video.sampling.max_frames) == (
+        2,
+        4,
+        768,
+    )
 
 
 @pytest.mark.parametrize(
