@@ -41,7 +41,7 @@ class MultimodalDataItem:
     modality: Modality
     offsets: tuple[Range, ...]
     """Ranges `[start, end)` of its placeholders in the prompt: one for an image, one per frame for a video, because the
-    time of each frame stands before it as text."""
+    time of each frame stands before it as text. Empty until the prompt is written."""
     feature: np.ndarray
     """float32 `[patches, patch_dim]`: the input of the vision tower."""
     grid_thw: Grid

@@ -8,6 +8,7 @@ is queued before all images are checked. New in this milestone: m1 has texts onl
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -17,13 +18,7 @@ from m1_single_request.errors import InvalidPromptError, PromptTooLongError
 from m1_single_request.input_processor import InputProcessor, Message, check_messages
 from m1_single_request.trace_event import some
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.inputs import (
-    Modality,
-    MultimodalDataItem,
-    MultimodalInputs,
-    Range,
-    content_hash,
-)
+from m6_multimodal_pd.multimodal.inputs import Modality, MultimodalInputs, Range
 from m6_multimodal_pd.multimodal.media_parts import MEDIA_KINDS, media_parts, without_media
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
@@ -76,7 +71,7 @@ class MultimodalPrompts:
         if not parts:
             return ChatPrompt(self.text.encode(text, add_special_tokens=False))
         items = self._processed(parts)
-        waiting = {kind: iter([item for item in items if item.modality is kind]) for kind in Modality}
+        waiting = {kind: iter([made for made in items if made.item.modality is kind]) for kind in Modality}
         return self._expanded(text, [next(waiting[kind]) for kind in kinds])  # the first image has the first place
 
     def check(self, token_ids: Sequence[int], inputs: MultimodalInputs | None) -> None:
@@ -135,21 +130,21 @@ class MultimodalPrompts:
         coming = iter(items)
         written = self._placeholder.sub(lambda _: self._written(next(coming)), text)
         ids = np.array(self.text.encode(written, add_special_tokens=False))
-        token_ids, ranges = self._repeated(ids, [count for item in items for count in item.layout.frame_tokens])
+        token_ids, ranges = self._repeated(ids, [count for made in items for count in made.layout.frame_tokens])
         frames = iter(ranges)
-        mm_items = tuple(self._item(item, tuple(islice(frames, item.layout.grid_thw[0]))) for item in items)
+        mm_items = tuple(replace(made.item, offsets=tuple(islice(frames, made.layout.grid_thw[0]))) for made in items)
         blocks = [
-            Block(start, *item.layout.merged_hw)
-            for item, own in zip(items, mm_items, strict=True)
-            for start, _ in own.offsets
+            Block(start, *made.layout.merged_hw)
+            for made, item in zip(items, mm_items, strict=True)
+            for start, _ in item.offsets
         ]
         positions, delta = get_rope_index(len(token_ids), blocks)
         return ChatPrompt(token_ids, MultimodalInputs(mm_items, positions, delta, self.media.options_key))
 
-    def _written(self, item: ProcessedItem) -> str:
-        if item.modality is Modality.IMAGE:
+    def _written(self, made: ProcessedItem) -> str:
+        if made.item.modality is Modality.IMAGE:
             return self._image
-        return "".join(f"<{seconds:.1f} seconds>{self._frame}" for seconds in item.timestamps)
+        return "".join(f"<{seconds:.1f} seconds>{self._frame}" for seconds in made.timestamps)
 
     def _repeated(self, ids: np.ndarray, counts: list[int]) -> tuple[list[int], list[Range]]:
         """Return token ids with the i-th placeholder repeated `counts[i]` times, and the range of each."""
@@ -159,14 +154,3 @@ class MultimodalPrompts:
         repeats[places] = counts
         ends = np.cumsum(repeats)[places]
         return np.repeat(ids, repeats).tolist(), list(zip((ends - counts).tolist(), ends.tolist(), strict=True))
-
-    def _item(self, item: ProcessedItem, offsets: tuple[Range, ...]) -> MultimodalDataItem:
-        grid_thw = item.layout.grid_thw
-        return MultimodalDataItem(
-            modality=item.modality,
-            offsets=offsets,
-            feature=item.feature,
-            grid_thw=grid_thw,
-            hash=content_hash(item.modality, item.feature, grid_thw, self.media.options_key),
-            size=item.size,
-        )
