@@ -20,7 +20,7 @@ def named(content: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ItemReceived(Event):
-    """A request brings an image or a video."""
+    """A request with an image or a video was added; one event for each item."""
 
     style: ClassVar[str] = "magenta"
     rid: str
@@ -57,7 +57,7 @@ class ItemReceived(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionsAssigned(Event):
-    """The tokens of a prompt with pictures have positions: on each axis, one range for each image or frame."""
+    """The tokens of a prompt with images got positions: on each axis, one range for each image or frame."""
 
     style: ClassVar[str] = "dim magenta"
     detail: ClassVar[bool] = True
@@ -111,7 +111,7 @@ def _range(ends: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderRun(Event):
-    """The vision tower makes the embeddings of some items, for all requests of the step in one pass."""
+    """The vision tower computed the embeddings of some items, for all requests of the step in one pass."""
 
     style: ClassVar[str] = "bold magenta"
     rids: tuple[str, ...]
@@ -141,7 +141,7 @@ class EncoderRun(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderHit(Event):
-    """The embeddings of an item exist already."""
+    """A request found the embeddings of an item computed already."""
 
     style: ClassVar[str] = "green"
     rid: str
@@ -166,7 +166,7 @@ class EncoderHit(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ItemEvicted(Event):
-    """The embeddings of an item left the cache, because another item needed the room."""
+    """The embeddings of an item were evicted from the embedding cache, to make room for another item."""
 
     style: ClassVar[str] = "yellow"
     hash: str

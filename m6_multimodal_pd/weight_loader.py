@@ -41,7 +41,7 @@ def shape_of(loaded: Any) -> dict[str, Any]:
     return {
         "architecture": loaded.architecture,
         "shape of KV": kv_cache_spec_of(loaded.model, 1),
-        "layout of pictures": (language and language.media_tokens, getattr(loaded.vision, "config", None)),
+        "layout of images": (language and language.media_tokens, getattr(loaded.vision, "config", None)),
         "vocabulary": (loaded.vocab_size, loaded.tokenizer.get_vocab()),
         "end-of-sequence ids": loaded.eos_token_ids,
         "number of parameters": loaded.num_parameters,

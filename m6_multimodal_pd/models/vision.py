@@ -102,9 +102,9 @@ class VisionTower:
             return []
         pixels = torch.cat([patches.to(self.device, self.dtype) for patches, _ in items])
         grids = torch.tensor([grid for _, grid in items], device=self.device)
-        seen = self.network(pixels, grid_thw=grids)
+        output = self.network(pixels, grid_thw=grids)
         counts = [self.num_tokens(grid) for _, grid in items]
-        features = [part.split(counts) for part in (seen.pooler_output, *seen.deepstack_features)]
+        features = [part.split(counts) for part in (output.pooler_output, *output.deepstack_features)]
         return [torch.cat(parts, dim=1) for parts in zip(*features, strict=True)]
 
 

@@ -1,10 +1,10 @@
 """Step 2 of an image's way, if it names a file or a URL: the bytes there.
 
-A URL makes this machine read what its sender cannot reach: files, the local network, a cloud's metadata address. So
-`file`, `http` and `https` are rejected until `MultimodalConfig` allows them, a redirect leads only to an allowed URL,
-and no more bytes than the limit are read. An allowed `https` means every host; a firewall must restrict it further.
-vLLM: `MediaConnector` (`multimodal/media`), with `allowed_local_media_path` and `allowed_media_domains`; SGLang:
-`load_image` in `utils/common.py`.
+A URL makes this machine read data that its sender cannot reach: files, the local network, the metadata address of a
+cloud. So `file`, `http` and `https` are rejected until `MultimodalConfig` allows them, a redirect is followed only to
+an allowed URL, and no more bytes than the limit are read. An allowed `https` means every host; a firewall must restrict
+it further. vLLM: `MediaConnector` (`multimodal/media`), with `allowed_local_media_path` and `allowed_media_domains`;
+SGLang: `load_image` in `utils/common.py`.
 """
 
 import base64
@@ -90,9 +90,9 @@ def read_url(url: str, config: MultimodalConfig, what: str) -> bytes:
         return _read_data_url(url, config, what)
     if scheme not in URL_SCHEMES:
         known = ", ".join(("data", *config.allowed_url_schemes))
-        raise InvalidMediaError(f"{what}: {shown(url)} is not a URL that is taken; taken are {known}")
+        raise InvalidMediaError(f"{what}: {shown(url)} is not an accepted URL; accepted are {known}")
     if scheme not in config.allowed_url_schemes:
-        raise InvalidMediaError(f"{what}: {refusal(scheme)}; refused was {shown(url)}")
+        raise InvalidMediaError(f"{what}: {refusal(scheme)}; the URL is {shown(url)}")
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -111,7 +111,7 @@ def _read_data_url(url: str, config: MultimodalConfig, what: str) -> bytes:
     """Return the content of a `data:` URL. Its content type is ignored: decoding finds the format."""
     head, comma, payload = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise InvalidMediaError(f"{what}: {shown(url)} is not data:<type>;base64,<content>; only base64 is taken")
+        raise InvalidMediaError(f"{what}: {shown(url)} is not data:<type>;base64,<content>; only base64 is supported")
     check_bytes(len(payload) // 4 * 3 - payload[-2:].count("="), config, what)
     try:
         content = base64.b64decode(payload, validate=True)

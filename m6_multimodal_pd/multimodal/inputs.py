@@ -1,4 +1,4 @@
-"""Step 6 of an image's way: what a request keeps of it.
+"""Step 6 of an image's way: the data of it that its request keeps.
 
 A prompt with an image is a list of token ids like any other: the image is a range of equal placeholder tokens, one for
 each embedding that the vision tower computes. To the prefix cache two prompts with different images would be equal, and
@@ -179,7 +179,7 @@ class PadValues:
 
     The low bits of the hash would do nearly always, but two images may have the same ones, and then a request would
     read the KV of another image. So contents are numbered, from the size of the vocabulary on, and no number is
-    assigned twice. The last `max_known` contents are remembered; an older one gets a new number when it comes again,
+    assigned twice. The last `max_known` contents are remembered; an older one gets a new number with its next request,
     and only misses the cache.
     """
 
@@ -192,5 +192,5 @@ class PadValues:
 
     def _new(self, _content: str) -> int:
         number = next(self._numbers)  # after an interrupt it is not assigned to another content
-        assert number <= LARGEST_PAD_VALUE, "two billion different images have come"
+        assert number <= LARGEST_PAD_VALUE, "two billion different images have been received"
         return number

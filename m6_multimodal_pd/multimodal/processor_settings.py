@@ -153,14 +153,14 @@ def _pixel_range(name: str, filename: str, default: dict[str, int], stated: dict
         found[pixels] = _checked(name, filename, {edge: value}, edge, Count)
     low, high = found.values()
     if low > high:
-        raise ModelLoadError(f"{name}: {filename} asks for at least {low} and at most {high} pixels; correct the file")
+        raise ModelLoadError(f"{name}: {filename} requires at least {low} and at most {high} pixels; correct the file")
     return found
 
 
 def _video_settings(name: str, filename: str, stated: dict[str, Any], vision: Any) -> VideoSettings:
     pixels = _pixel_settings(name, filename, Qwen3VLVideoProcessor, stated, vision)
     if "num_frames" in stated or stated.get("do_sample_frames", True) is not True:
-        raise ModelLoadError(f"{name}: {filename} asks for a number of frames; only sampling by fps is supported")
+        raise ModelLoadError(f"{name}: {filename} sets a number of frames; only sampling by fps is supported")
     settings = {key: getattr(Qwen3VLVideoProcessor, key) for key in (*SAMPLING, "max_video_tokens")} | stated
     frames = {key: _checked(name, filename, settings, key, kind) for key, kind in SAMPLING.items()}
     if frames["min_frames"] > frames["max_frames"]:

@@ -62,7 +62,7 @@ class MultimodalPrompts:
         ]
         if len(parts) > self.media.max_items:
             raise InvalidMediaError(
-                f"{len(parts)} images and videos are more than a request may bring: max_items={self.media.max_items}"
+                f"{len(parts)} images and videos are more than a request may have: max_items={self.media.max_items}"
             )
         text = self.text.render_chat([without_media(message) for message in messages], options)
         found = [placeholder.group() for placeholder in self._placeholder.finditer(text)]
@@ -75,35 +75,35 @@ class MultimodalPrompts:
         return self._expanded(text, [next(waiting[kind]) for kind in kinds])  # the first image has the first place
 
     def check(self, token_ids: Sequence[int], inputs: MultimodalInputs | None) -> None:
-        """Raise `InvalidPromptError` for a prompt whose placeholders are not those of its images, or stand elsewhere
-        than they were put, or whose images were processed for another model."""
+        """Raise `InvalidPromptError` for a prompt whose placeholders are not those of its images, or are at other
+        indices than in the result of `make`, or whose images were processed for another model."""
         if inputs is not None and inputs.options_key != self.media.options_key:
             raise InvalidPromptError(
-                "the pictures of this prompt were prepared by an engine with another processor: make the prompt with "
-                "chat_prompt() of this one"
+                "the images of this prompt were processed by an engine with other settings of its processor: make the "
+                "prompt with chat_prompt() of this engine"
             )
         found = [i for i, token_id in enumerate(token_ids) if token_id in (self.tokens.image, self.tokens.video)]
         ranges = [one for item in inputs.mm_items for one in item.offsets] if inputs is not None else []
         expected = [place for start, end in ranges for place in range(start, end)]
         if len(found) != len(expected):
             raise InvalidPromptError(
-                f"the prompt has {len(found)} placeholder tokens for pictures ({self._image} or those of a video), and "
-                f"the pictures that came with it need {len(expected)}: hand pictures in as parts of chat messages"
+                f"the prompt has {len(found)} placeholder tokens for images ({self._image} or those of a video), and "
+                f"its images need {len(expected)}: pass images as parts of chat messages"
             )
         if found != expected:
             place, own = next(pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1])
             raise InvalidPromptError(
-                f"the prompt was changed after chat_prompt() had made it: a picture's placeholder stands at {place}, "
-                f"where {own} was its place; change the messages, and make the prompt anew"
+                f"the prompt was changed after chat_prompt() had made it: the placeholder of an image is token "
+                f"{place}, and was token {own}; change the messages, and make the prompt again"
             )
 
     def _check_counts(self, found: Sequence[Modality], given: Sequence[Modality]) -> None:
         for kind in Modality:
             num_given, num_found = given.count(kind), found.count(kind)
             if num_given != num_found:
-                advice = "write none into a text" if num_given < num_found else "it may show those of a user only"
+                advice = "write none into a text" if num_given < num_found else "it may render those of a user only"
                 raise InvalidPromptError(
-                    f"the messages bring {some(num_given, kind.value)}, and the prompt that the chat template made of "
+                    f"the messages have {some(num_given, kind.value)}, and the prompt that the chat template made of "
                     f"them has {some(num_found, 'placeholder')} for that: {advice}"
                 )
 

@@ -139,7 +139,7 @@ class VisionProcessor:
         )
 
     def _image_rows(self, pixels: Pixels) -> np.ndarray:
-        # with the place of the channels: of three rows of pixels the processor would guess wrong
+        # the format is passed, because the processor infers a wrong one for an image of three rows
         made = self._images.preprocess([pixels], input_data_format="channels_last", return_tensors="np")
         return np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
 
