@@ -77,6 +77,12 @@ class Site(BaseHTTPRequestHandler):
             self.end_headers()
             self.pour(1000 if way == "endless" else 1, png() if way == "picture" else bytes(65536))
 
+    def do_CONNECT(self) -> None:
+        """As a proxy: it never ends its headers."""
+        self.asked.append(self.path)
+        self.wfile.write(b"HTTP/1.0 200 OK\r\nX-Drops: ")
+        self.pour(1000, b"drop", pause=0.02)
+
     def pour(self, times: int, content: bytes = bytes(65536), pause: float = 0.0) -> None:
         """Send the same again and again."""
         try:
@@ -260,6 +266,13 @@ def test_headers_that_come_drop_by_drop_are_not_waited_for(site: str) -> None:
     assert "url_timeout_s=0.1" in refused(f"{site}/drops", allowed_url_schemes=("http",), url_timeout_s=0.1)
     load(f"{site}/picture", allowed_url_schemes=("http",))  # one after the other: now the first is over
     assert Site.asked == ["/drops", "hung up", "/picture"]
+
+
+def test_the_deadline_is_that_of_a_proxys_answer_too(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("https_proxy", site)
+    assert "url_timeout_s=0.1" in refused("https://host/x", allowed_url_schemes=("https",), url_timeout_s=0.1)
+    assert Site.asked[0] == "host:443"
 
 
 def test_what_comes_with_a_redirect_is_not_read(site: str) -> None:
