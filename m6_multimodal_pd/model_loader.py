@@ -84,7 +84,7 @@ def _weights(
         tower = VisionTower.dummy(vision_config, dtype, device, config.seed)
         return tower, dummy_weights(language.decoder, dtype, device, config.seed)
     directory = weights_directory(name)
-    tower = VisionTower.load(name, directory, vision_config, dtype, device)  # first: an error of its files comes early
+    tower = VisionTower.load(name, directory, vision_config, dtype, device)  # first: its errors are raised early
     return tower, load_weights(
         name, directory, language.decoder, dtype, device, prefix=qwen3_vl.PREFIX, not_ours=(vision.PREFIX,)
     )

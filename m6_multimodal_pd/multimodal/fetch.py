@@ -135,7 +135,7 @@ def _read_http(url: str, config: MultimodalConfig, what: str) -> bytes:
                 check_bytes(response.length, config, what)
             content = _read_at_most(response, config.max_file_bytes + 1)
             if response.length and len(content) <= config.max_file_bytes:
-                raise EOFError(f"its last {response.length:,} bytes did not come")
+                raise EOFError(f"its last {response.length:,} bytes are missing")
     except (OSError, EOFError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, InvalidMediaError):
             raise

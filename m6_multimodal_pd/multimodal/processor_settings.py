@@ -108,7 +108,7 @@ def _read(name: str, filename: str) -> dict[str, Any] | None:
     def read() -> dict[str, Any] | None:
         try:
             path = str(cached_file(name, filename))
-        except OSError:  # not there; were it the connection, config.json would have failed before
+        except OSError:  # there is no such file: without a connection config.json would have failed before
             return None
         content = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=_stated)
         return msgspec.convert(content, dict[str, Any])

@@ -285,9 +285,9 @@ def test_a_config_that_makes_no_sense_is_named(
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"mrope_section": [10, 12, 10]}, "cannot be dealt out in turn"),
+        ({"mrope_section": [10, 12, 10]}, "cannot be assigned in turn"),
         ({"mrope_section": [12, 10, 9]}, "must be three whole numbers"),
-        ({"mrope_interleaved": False}, "sections one after another are another model's (Qwen2-VL)"),
+        ({"mrope_interleaved": False}, "no sections one after another (Qwen2-VL)"),
         ({"rope_type": "longrope"}, "rope type 'longrope' is not supported|its config cannot be loaded"),
         ({"rope_theta": -1.0}, "rope_theta=-1.0"),
     ],
