@@ -9,7 +9,7 @@ SGLang: `AutoProcessor` of transformers.
 
 import json
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +34,6 @@ SIZES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size
 """Keys that the vision tower has, too, and their names there."""
 EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 """Keys of `size`, and their names in older files."""
-
 
 Count = Annotated[int, msgspec.Meta(ge=1, description="a whole number of at least 1")]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
@@ -73,8 +72,8 @@ class PixelSettings:
 class VideoSettings(PixelSettings):
     """The same for videos, and their sampling."""
 
-    sampling: FrameSampling = field(default_factory=FrameSampling)
-    max_frame_tokens: int | None = None
+    sampling: FrameSampling
+    max_frame_tokens: int | None
     """Maximum number of tokens of one frame (`max_video_tokens` with `cap_pixels_per_frame`). None: no maximum."""
 
     def most_pixels(self, num_frames: int) -> int:
