@@ -118,7 +118,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], type[InvalidRequestError], 
     "ftp URL": (image("ftp://host/a.png"), InvalidMediaError, "not an accepted URL; accepted are data"),
     "a URL of a video": (said({"type": "video_url", "video_url": "http://h/v"}), InvalidMediaError, "http: URLs are"),
     "a broken data URL": (image("data:image/png;base64,AA=A"), InvalidMediaError, "base64 of .* is broken"),
-    "data that is no base64": (image("data:image/png,abc"), InvalidMediaError, "only base64 is taken"),
+    "data that is no base64": (image("data:image/png,abc"), InvalidMediaError, "only base64 is supported"),
     # parts and roles
     "an unknown type": (said({"type": "audio", "audio": b"x"}), InvalidPromptError, "one of text, image,.*'audio'"),
     "no type": (said({"image": png()}), InvalidPromptError, "a part of a content has a type"),
