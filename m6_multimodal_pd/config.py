@@ -1,9 +1,9 @@
 """Configuration of an m6 engine: m5's, with limits for images and budgets for their encoder.
 
 Model, scheduler, cache and speculation are configured as in m5. `MultimodalConfig` has two groups of fields: limits,
-which are checked before an image is decoded, because images may come from strangers; and the two limits of the vision
-encoder, the tokens that a step encodes and the memory for embeddings. vLLM: `MultiModalConfig`, `EncoderCacheManager`'s
-budgets; SGLang: `--mm-...` of `ServerArgs` and `SGLANG_VLM_CACHE_SIZE_MB`.
+which are checked before an image is decoded, because images may come from untrusted users; and the two limits of the
+vision encoder, the tokens that a step encodes and the memory for embeddings. vLLM: `MultiModalConfig`,
+`EncoderCacheManager`'s budgets; SGLang: `--mm-...` of `ServerArgs` and `SGLANG_VLM_CACHE_SIZE_MB`.
 """
 
 from dataclasses import dataclass, field

@@ -22,12 +22,12 @@ class WireError(EngineError):
 
 
 class PeerLostError(EngineError):
-    """The process at the other end takes no messages: it is gone, was never there, or no longer reads."""
+    """The process at the other end receives no messages: it has ended, was never started, or no longer reads."""
 
 
 class EngineLostError(EngineError, RuntimeError):
-    """An engine that a request needed is gone, and no other could take its place."""
+    """An engine that a request needed is lost, and no other engine could replace it."""
 
 
 class RemoteError(EngineError, RuntimeError):
-    """Something failed in another engine's process that has no name here; the text says what."""
+    """An error in the process of another engine whose type is unknown here; its text has the name and the message."""

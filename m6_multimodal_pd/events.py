@@ -1,15 +1,12 @@
 """Events about images: received, positions assigned, encoded, found encoded, evicted.
 
 All other events are those of m1 to m5. In a sentence, an image is named by the first letters of its content's hash:
-the same content has the same name in every request. `of` takes objects of `multimodal/` as `Any`, because their files
-import this one.
+the same content has the same name in every request. `of` takes an object of `multimodal/` as `Any`, because its file
+imports this one.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
-
-from torch import Tensor
 
 from m1_single_request.trace_event import Event, size, some, volatile
 
@@ -23,7 +20,7 @@ def named(content: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ItemReceived(Event):
-    """A request brings an image or a video."""
+    """A request with an image or a video was added; one event for each item."""
 
     style: ClassVar[str] = "magenta"
     rid: str
@@ -45,21 +42,6 @@ class ItemReceived(Event):
     pad_value: int | None
     """Token id of its placeholders in the prefix cache."""
 
-    @classmethod
-    def of(cls, rid: str, index: int, item: Any) -> Self:
-        """Build the event for a request's `MultimodalDataItem`."""
-        return cls(
-            rid=rid,
-            index=index,
-            modality=item.modality.value,
-            size=item.size,
-            grid_thw=item.grid_thw,
-            num_tokens=item.num_tokens,
-            offsets=item.offsets,
-            hash=item.hash,
-            pad_value=item.pad_value,
-        )
-
     def brief(self) -> str:
         return f"{self.modality} of {self.rid}: {some(self.num_tokens, 'token')}"
 
@@ -75,7 +57,7 @@ class ItemReceived(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionsAssigned(Event):
-    """The tokens of a prompt with pictures have positions: on each axis, one range for each image or frame."""
+    """The tokens of a prompt with images got positions: on each axis, one range for each image or frame."""
 
     style: ClassVar[str] = "dim magenta"
     detail: ClassVar[bool] = True
@@ -129,7 +111,7 @@ def _range(ends: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderRun(Event):
-    """The vision tower makes the embeddings of some items, for all requests of the step in one pass."""
+    """The vision tower computed the embeddings of some items, for all requests of the step in one pass."""
 
     style: ClassVar[str] = "bold magenta"
     rids: tuple[str, ...]
@@ -145,18 +127,6 @@ class EncoderRun(Event):
     milliseconds: float = volatile()
     """Time of the pass."""
 
-    @classmethod
-    def of(cls, rids: tuple[str, ...], items: Sequence[Any], num_tokens: int, budget: int, seconds: float) -> Self:
-        """Build the event for one pass over some `MultimodalDataItem`s."""
-        return cls(
-            rids=rids,
-            hashes=tuple(item.hash for item in items),
-            num_tokens=num_tokens,
-            num_patches=sum(len(item.feature) for item in items),
-            budget=budget,
-            milliseconds=seconds * 1e3,
-        )
-
     def brief(self) -> str:
         made = f"{some(len(self.hashes), 'item')}, {some(self.num_tokens, 'token')}"
         return f"encoded for {', '.join(self.rids)}: {made}"
@@ -171,7 +141,7 @@ class EncoderRun(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderHit(Event):
-    """The embeddings of an item exist already."""
+    """A request found the embeddings of an item computed already."""
 
     style: ClassVar[str] = "green"
     rid: str
@@ -196,7 +166,7 @@ class EncoderHit(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ItemEvicted(Event):
-    """The embeddings of an item left the cache, because another item needed the room."""
+    """The embeddings of an item were evicted from the embedding cache, to make room for another item."""
 
     style: ClassVar[str] = "yellow"
     hash: str
@@ -207,16 +177,6 @@ class ItemEvicted(Event):
     """Their size."""
     used_bytes: int
     """Size of the embeddings that stay."""
-
-    @classmethod
-    def of(cls, content: str, embeddings: Tensor, others: Iterable[Tensor]) -> Self:
-        """Build the event for the embeddings `[tokens, width]` that have left; `others` stay."""
-        return cls(
-            hash=content,
-            num_tokens=len(embeddings),
-            num_bytes=embeddings.nbytes,
-            used_bytes=sum(other.nbytes for other in others),
-        )
 
     def explain(self) -> str:
         return (

@@ -1,8 +1,8 @@
 """Input processor for prompts with images: messages may have them, and an image that cannot be used is rejected here.
 
-m5's intake checks texts and token ids, those of such prompts too. Before it, `multimodal/prompt.py` makes placeholders
-of images; after it, each request gets the images of its prompt. SGLang: `TokenizerManager` with its `mm_processor`;
-vLLM: `InputProcessor` with its `MultiModalProcessor`.
+m5's intake checks texts and token ids, those of such prompts too. Before that, `multimodal/prompt.py` replaces images
+by placeholders; after it, each request gets the images of its prompt. SGLang: `TokenizerManager` with its
+`mm_processor`; vLLM: `InputProcessor` with its `MultiModalProcessor`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,8 +61,8 @@ class InputProcessor(TextInputProcessor):
         inputs = prompt.multimodal_inputs if isinstance(prompt, ChatPrompt) else None
         if inputs is not None and self.guesses_texts_only and options.get("speculate", True):
             raise InvalidRequestError(
-                "the draft model cannot see: a request with pictures must come with speculate=False, or the engine "
-                "must guess with method='ngram'"
+                "the draft model has no vision tower: a request with images needs speculate=False, or an engine with "
+                "SpeculativeConfig(method='ngram')"
             )
         request = super().process_request(request_id, prompt, params, **options)
         self._add_images(request.children if isinstance(request, ParentRequest) else [request], inputs)
@@ -79,9 +79,7 @@ class InputProcessor(TextInputProcessor):
         check_messages(messages)
         num_media = sum(len(media_parts(message)) for message in messages)
         if num_media:
-            raise InvalidPromptError(
-                f"the messages bring {num_media} images or videos, and this model takes texts only"
-            )
+            raise InvalidPromptError(f"the messages have {num_media} images or videos, and this model takes texts only")
         return super().apply_chat_template([_as_text(message) for message in messages], options)
 
     def _add_images(self, requests: Sequence[Any], inputs: MultimodalInputs | None) -> None:
@@ -90,7 +88,7 @@ class InputProcessor(TextInputProcessor):
         if self.prompts is not None:
             self.prompts.check(token_ids, inputs)
         elif inputs is not None:
-            raise InvalidPromptError("the prompt brings images or videos, and this model takes texts only")
+            raise InvalidPromptError("the prompt has images or videos, and this model takes texts only")
         if inputs is not None:
             inputs = inputs.of_length(len(token_ids)).with_pad_values(self.pad_values)
             for request in requests:

@@ -1,7 +1,7 @@
 """A request whose prompt may contain images.
 
 To the scheduler and to the memory an image is a range of tokens, so everything else is m5's. The prefix cache must not
-share KV between two prompts whose placeholders are the same and whose images are not; `key` is what tells them apart.
+share KV between two prompts whose placeholders are the same and whose images are not; so their keys (`key`) differ.
 SGLang: `Req.multimodal_inputs` in `managers/schedule_batch.py`; vLLM: `Request.mm_features`.
 """
 

@@ -11,6 +11,7 @@ from typing import Any
 from m1_single_request.errors import ModelLoadError
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.profiling import kv_cache_spec_of
+from m6_multimodal_pd.model_loader import language_of
 
 
 class WeightLoader:
@@ -36,10 +37,11 @@ class WeightLoader:
 
 def shape_of(loaded: Any) -> dict[str, Any]:
     """Return the properties that must stay the same, by name."""
+    language = language_of(loaded)
     return {
         "architecture": loaded.architecture,
         "shape of KV": kv_cache_spec_of(loaded.model, 1),
-        "layout of pictures": (loaded.media_tokens, getattr(loaded.vision, "config", None)),
+        "layout of images": (language and language.media_tokens, getattr(loaded.vision, "config", None)),
         "vocabulary": (loaded.vocab_size, loaded.tokenizer.get_vocab()),
         "end-of-sequence ids": loaded.eos_token_ids,
         "number of parameters": loaded.num_parameters,

@@ -4,15 +4,16 @@ A model may have a vision tower now; then a media reader is added to intake, a b
 encoder with its cache to the model runner. For a text model everything is m5's.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from m1_single_request.config import DEFAULT_MODEL as TEXT_MODEL
 from m1_single_request.errors import ConfigError, shown
+from m1_single_request.model_loader import ModelDescription
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.kv_cache_config import Budget, check_memory_share
+from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.model_len import fit_model_len, shortened
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import trace_start
@@ -31,7 +32,7 @@ from m6_multimodal_pd.disaggregation.router_core import RouterCore
 from m6_multimodal_pd.disaggregation.runtime.assembly import build_disaggregated
 from m6_multimodal_pd.engine_core import EngineCore
 from m6_multimodal_pd.input_processor import InputProcessor
-from m6_multimodal_pd.model_loader import DescribedModel, LoadedModel, describe_model, load_model
+from m6_multimodal_pd.model_loader import LoadedModel, describe_model, language_of, load_model
 from m6_multimodal_pd.model_runner import ModelRunner
 from m6_multimodal_pd.multimodal.embedding_cache import EmbeddingCache
 from m6_multimodal_pd.multimodal.encoder import Encoder
@@ -45,64 +46,49 @@ from m6_multimodal_pd.weight_loader import WeightLoader
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the models, size the KV memory, measure, and put the parts together."""
-    prepared = prepare(config, parts, tracer)
+    prepared = PreparedEngine(config, parts, tracer)
     return prepared.complete(prepared.loaded.max_model_len)
 
 
-def prepare(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> "PreparedEngine":
-    """Load the models and fit the maximum length of requests to the memory, without reserving KV memory."""
-    device = config.model.torch_device()
-    check_memory_share(config.cache, device)
-    prefix_cache_class(config.cache, parts)
-    loaded = parts["model_loader"](config.model)
-    media = media_reader_of(config, parts, loaded)  # first: an error of its files comes before any measurement
-    drafting = load_draft_model(
-        parts["model_loader"], config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
-    )
-    loaded = limited(loaded, drafting)
-    embeddings = parts["embedding_cache"](capacity_bytes=config.multimodal.embedding_cache_bytes, tracer=tracer)
-    budget = config.multimodal.budget(device.type)
-    encoder = parts["encoder"](tower=loaded.vision, cache=embeddings, budget=budget, tracer=tracer)
-    threads = step_threads(tracer, loaded, drafting)
-
-    def make(loaded: LoadedModel) -> Runner:
-        return build_executor(config, parts, loaded, drafting, tracer, threads, encoder=encoder, step_threads=threads)
-
-    group = config.disaggregation
-    num_engines = 1 if group is None else group.prefill + group.decode  # all may be on this machine
-    loaded, runs, kv_budget = fit_model_len(
-        loaded,
-        make,
-        named=config.model.max_model_len,
-        cache_config=config.cache,
-        block_size=config.cache.page_size,
-        device=device,
-        size_setting="max_total_tokens",
-        num_shares=num_engines,
-    )
-    return PreparedEngine(config, parts, tracer, loaded, media, encoder, drafting is not None, make, runs, kv_budget)
-
-
-@dataclass(frozen=True)
 class PreparedEngine:
     """An engine before a group agrees on the maximum length of its requests (see `disaggregation/`)."""
 
-    config: EngineConfig
-    parts: Mapping[str, Any]
-    tracer: Tracer
     loaded: LoadedModel
     """With the maximum length for which this engine has memory."""
-    media: MediaReader | None
-    encoder: Encoder
-    has_draft_model: bool
-    make: Callable[[LoadedModel], Runner]
-    runs: Runner
-    kv_budget: Budget
+
+    def __init__(self, config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> None:
+        """Load the models and fit the maximum length of requests to the memory, without reserving KV memory."""
+        self.config, self.parts, self.tracer = config, parts, tracer
+        device = config.model.torch_device()
+        check_memory_share(config.cache, device)
+        prefix_cache_class(config.cache, parts)
+        loaded = parts["model_loader"](config.model)
+        self.media = media_reader_of(config, parts, loaded)  # first: an error of its files comes before measurements
+        self.drafting = load_draft_model(
+            parts["model_loader"], config.model, config.speculative, loaded, default_models=(TEXT_MODEL, DEFAULT_MODEL)
+        )
+        loaded = limited(loaded, self.drafting)
+        embeddings = parts["embedding_cache"](capacity_bytes=config.multimodal.embedding_cache_bytes, tracer=tracer)
+        budget = config.multimodal.budget(device.type)
+        self.encoder = parts["encoder"](tower=loaded.vision, cache=embeddings, budget=budget, tracer=tracer)
+        self.threads = step_threads(tracer, loaded, self.drafting)
+        group = config.disaggregation
+        num_engines = 1 if group is None else group.prefill + group.decode  # all may be on this machine
+        self.loaded, self.runs, self.kv_budget = fit_model_len(
+            loaded,
+            self._make,
+            named=config.model.max_model_len,
+            cache_config=config.cache,
+            block_size=config.cache.page_size,
+            device=device,
+            size_setting="max_total_tokens",
+            num_shares=num_engines,
+        )
 
     def complete(self, max_model_len: int) -> EngineCore:
         """Reserve the KV memory, measure, and build the parts, for requests of at most `max_model_len` tokens."""
         config, parts, tracer, encoder = self.config, self.parts, self.tracer, self.encoder
-        loaded, (limits, executor, rows, runner) = shortened(self.loaded, self.runs, self.make, max_model_len)
+        loaded, (limits, executor, rows, runner) = shortened(self.loaded, self.runs, self._make, max_model_len)
         trace_start(loaded, config.model, tracer)
         kv_cache_config = reserve_kv_memory(
             executor, config.cache, self.kv_budget, config.model.torch_device(), max_model_len, tracer
@@ -123,7 +109,7 @@ class PreparedEngine:
                 loaded,
                 num_tokens,
                 media=self.media,
-                guesses_texts_only=self.has_draft_model,
+                guesses_texts_only=self.drafting is not None,
             ),
             scheduler=build_scheduler(config, limits, with_budget, pools, loaded, costs, tracer),
             executor=executor,
@@ -134,6 +120,15 @@ class PreparedEngine:
             encoder=encoder,
             operations=Operations(weight_loader),
         )
+
+    def _make(self, loaded: LoadedModel) -> Runner:
+        config, parts, tracer, threads = self.config, self.parts, self.tracer, self.threads
+        more = {"encoder": self.encoder, "step_threads": threads}
+        return build_executor(config, parts, loaded, self.drafting, tracer, threads, **more)
+
+
+prepare = PreparedEngine
+"""Name of the function that a group calls for each of its engines."""
 
 
 def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore | RouterCore:
@@ -151,19 +146,18 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
     )
 
 
-def media_reader_of(
-    config: EngineConfig, parts: Mapping[str, Any], loaded: LoadedModel | DescribedModel
-) -> MediaReader | None:
+def media_reader_of(config: EngineConfig, parts: Mapping[str, Any], model: ModelDescription) -> MediaReader | None:
     """Return the media reader of a model; None for a model without vision."""
-    if loaded.vision is None or loaded.media_tokens is None:
-        check_unused(config.multimodal, loaded.name)
+    language = language_of(model)
+    if language is None:
+        check_unused(config.multimodal, model.name)
         return None
     return parts["media_reader"](
-        name=loaded.name,
+        name=model.name,
         config=config.multimodal,
-        vision=loaded.vision.config,
-        tokens=loaded.media_tokens,
-        max_item_tokens=config.multimodal.embedding_cache_bytes // loaded.vision.bytes_per_token,
+        vision=model.config.vision_config,
+        tokens=language.media_tokens,
+        max_item_tokens=config.multimodal.embedding_cache_bytes // (language.visual_width * model.dtype.itemsize),
     )
 
 

@@ -50,6 +50,11 @@ class VLDecoderConfig:
     """Number of the first layers after which DeepStack adds features."""
     media_tokens: MediaTokens
 
+    @property
+    def visual_width(self) -> int:
+        """Number of values of an image token from the vision tower: its embedding and the features of DeepStack."""
+        return (1 + self.num_deepstack) * self.decoder.hidden_size
+
 
 @dataclass(frozen=True)
 class VisualTokens:

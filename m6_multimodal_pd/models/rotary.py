@@ -54,8 +54,7 @@ def mrope_section(name: str, rope_parameters: Mapping[str, Any], head_dim: int) 
     if rope_parameters.get("mrope_interleaved", True) is not True:
         raise ModelLoadError(
             f"{name}: mrope_interleaved={shown(rope_parameters['mrope_interleaved'])} in rope_parameters: only "
-            f"frequencies dealt out in turn are supported (Qwen3-VL); sections one after another are another model's "
-            f"(Qwen2-VL)"
+            f"pairs assigned in turn are supported (Qwen3-VL), no sections one after another (Qwen2-VL)"
         )
     section, pairs = rope_parameters.get("mrope_section", DEFAULT_SECTION), head_dim // 2
     counts = section if isinstance(section, list | tuple) else ()
@@ -66,10 +65,10 @@ def mrope_section(name: str, rope_parameters: Mapping[str, Any], head_dim: int) 
             f"{name}: mrope_section={shown(section)} must be three whole numbers, for time, height and width, that "
             f"add up to the {pairs} pairs of head_dim={head_dim}"
         )
-    dealt = axes_of_pairs((counts[0], counts[1], counts[2]), pairs)
-    if [dealt.count(axis) for axis in (TIME, HEIGHT, WIDTH)] != list(counts):
+    axes = axes_of_pairs((counts[0], counts[1], counts[2]), pairs)
+    if [axes.count(axis) for axis in (TIME, HEIGHT, WIDTH)] != list(counts):
         raise ModelLoadError(
-            f"{name}: mrope_section={shown(section)} cannot be dealt out in turn: every third of the {pairs} pairs is "
+            f"{name}: mrope_section={shown(section)} cannot be assigned in turn: every third of the {pairs} pairs is "
             f"height's or width's, at most {(pairs + 1) // 3} and {pairs // 3}"
         )
     return counts[0], counts[1], counts[2]

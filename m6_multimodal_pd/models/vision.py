@@ -54,10 +54,7 @@ class VisionTower:
         self.num_deepstack = len(self.config.deepstack_visual_indexes)
         self.merge_size: int = self.config.spatial_merge_size
         """Patches along a side of the block that becomes one token."""
-        self.patch_size: int = self.config.patch_size
-        self.temporal_patch_size: int = self.config.temporal_patch_size
-        """Frames in a patch."""
-        self.patch_dim: int = self.config.in_channels * self.temporal_patch_size * self.patch_size**2
+        self.patch_dim: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
         """Number of values of a patch."""
 
     @property
@@ -105,9 +102,9 @@ class VisionTower:
             return []
         pixels = torch.cat([patches.to(self.device, self.dtype) for patches, _ in items])
         grids = torch.tensor([grid for _, grid in items], device=self.device)
-        seen = self.network(pixels, grid_thw=grids)
+        output = self.network(pixels, grid_thw=grids)
         counts = [self.num_tokens(grid) for _, grid in items]
-        features = [part.split(counts) for part in (seen.pooler_output, *seen.deepstack_features)]
+        features = [part.split(counts) for part in (output.pooler_output, *output.deepstack_features)]
         return [torch.cat(parts, dim=1) for parts in zip(*features, strict=True)]
 
 

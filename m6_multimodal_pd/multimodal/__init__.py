@@ -9,7 +9,7 @@ Intake, in the call that adds a request (`input_processor.py`):
    model's files (`processor_settings.py`). `media_reader.py` does steps 1 to 3 of one image in one call.
 4. `prompt.py`: write the prompt, with one placeholder token for each embedding.
 5. `mrope.py`: compute the positions of all tokens on three axes.
-6. `inputs.py`: what the request keeps (`request.py`), and its key in the prefix cache.
+6. `inputs.py`: store the items and positions in the request (`request.py`), and build its key in the prefix cache.
 
 Steps, while the prompt is prefilled (`model_runner.py`, `forward_batch.py`):
 

@@ -6,7 +6,7 @@ program (EPS) and none that is a document (PDF). Every exception of PIL becomes 
 
 Pixels are converted here alone, so that file, array and PIL image of one image are the same image:
 
-- the EXIF orientation is applied, so that a phone's picture does not lie on its side. transformers' `load_image` does
+- the EXIF orientation is applied, so that a photo of a phone is upright. transformers' `load_image` does
   so too; its image processor, given a PIL image, does not.
 - transparency is laid over white, as the image processor of newer transformers does. Dropping the alpha channel, as
   older ones do, shows colours that were not meant to be visible: under a transparent background there is often black.
@@ -71,17 +71,16 @@ def read_encoded(source: object, config: MultimodalConfig, what: str) -> bytes:
     if isinstance(source, bytes | bytearray | memoryview):
         check_bytes(memoryview(source).nbytes, config, what)
         return bytes(source)
-    if isinstance(source, Path):
+    if isinstance(source, str) and scheme_of(source) is not None:
+        return read_url(source, config, what)
+    if isinstance(source, str | Path):
         return read_file(source, config, what)
-    if isinstance(source, str):
-        read = read_file if scheme_of(source) is None else read_url
-        return read(source, config, what)
     if isinstance(source, torch.Tensor):
         raise InvalidMediaError(
             f"{what}: a torch tensor {list(source.shape)} is not taken; give a uint8 array, whose channels come last: "
             "tensor.movedim(-3, -1).numpy() of a tensor [3, height, width] or [frames, 3, height, width]"
         )
-    raise InvalidMediaError(f"{what}: {shown(source)} is no picture; give {FORMS}")
+    raise InvalidMediaError(f"{what}: {shown(source)} is no image; give {FORMS}")
 
 
 def open_encoded(encoded: bytes) -> Image.Image:

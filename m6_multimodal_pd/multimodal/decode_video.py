@@ -10,7 +10,7 @@ limits. vLLM: `VideoMediaIO` (`multimodal/media/video.py`); SGLang: `load_video`
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -27,7 +27,6 @@ from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.decode_image import (
     SUFFIXES,
     Pixels,
-    check_array,
     check_size,
     load_pixels,
     open_encoded,
@@ -46,6 +45,8 @@ SLOWEST_FPS = 1e-4
 """Minimum frames per second: one frame in three hours. Times are written into the prompt as text."""
 ANIMATIONS = ("GIF", "PNG", "WEBP")
 CONTAINERS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".wmv", ".ogv")
+CONTAINER_HEAD = re.compile(rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI |\x00\x00\x01[\xba\xb3]|FLV\x01|OggS", re.DOTALL)
+"""First bytes of mp4 and mov, mkv and webm, avi, mpeg, flv, ogg."""
 FORMS = "a list of frames, a uint8 array [frames, height, width, 3], a folder of frame files, or a GIF, APNG or WebP"
 
 
@@ -106,12 +107,11 @@ class FrameSampling:
             wanted = min(max(int(min(by_time, self.max_frames)), self.min_frames), self.max_frames, total)
         elif wanted > total:
             raise InvalidMediaError(f"{what}: num_frames={shown(wanted)} is more than the {total} frames it has")
-        spread = np.linspace(0, total - 1, wanted).round().astype(int)
-        return tuple(int(i) for i in spread)
+        return tuple(np.linspace(0, total - 1, wanted).round().astype(int).tolist())
 
 
-ReadFrames = Callable[[Sequence[int], Sequence[str]], Iterator[Pixels]]
-"""Yields the pixels of the frames at some indices; their names are for errors."""
+ReadFrame = Callable[[int, str], Pixels]
+"""Returns the pixels of the frame at an index; its name is for errors."""
 
 
 class VideoLoader:
@@ -123,35 +123,28 @@ class VideoLoader:
 
     def load(self, source: object, options: VideoOptions, what: str) -> Frames:
         """Return the sampled frames. Raises `InvalidMediaError` for a source that cannot be used."""
-        if isinstance(source, np.ndarray):
-            return self._of_array(source, options, what)
-        if isinstance(source, list | tuple):
+        if isinstance(source, np.ndarray) and (source.ndim != 4 or source.shape[3] != 3):
+            raise InvalidMediaError(f"{what}: the array is {list(source.shape)}; give uint8 [frames, height, width, 3]")
+        if isinstance(source, np.ndarray | list | tuple):
             return self._of_pictures(source, options, what)
         if isinstance(source, Path) or (isinstance(source, str) and scheme_of(source) is None):
             path = Path(source)
-            if source != "" and _is_folder(path):
+            if source != "" and os.path.isdir(path):
                 return self._of_pictures(self._frame_files(path, what), options, what)
             if path.suffix.lower() in CONTAINERS:
                 raise InvalidMediaError(f"{what}: {path.suffix} files are not read; give {FORMS}")
         elif not isinstance(source, str | bytes | bytearray | memoryview | torch.Tensor):
             raise InvalidMediaError(f"{what}: {shown(source)} is no video; give {FORMS}")
         encoded = read_encoded(source, self.config, what)
-        if _is_container(encoded):
+        if CONTAINER_HEAD.match(encoded):
             raise InvalidMediaError(f"{what}: mp4 and other containers of compressed video are not read; give {FORMS}")
         return self._of_animation(encoded, options, what)
-
-    def _of_array(self, array: np.ndarray, options: VideoOptions, what: str) -> Frames:
-        if array.ndim != 4 or array.shape[3] != 3:
-            raise InvalidMediaError(f"{what}: the array is {list(array.shape)}; give uint8 [frames, height, width, 3]")
-        self._check_total(len(array), what)
-        check_array(array[0], what)
-        return self._of_pictures(array, options, what)
 
     def _of_pictures(self, sources: Sequence[object] | np.ndarray, options: VideoOptions, what: str) -> Frames:
         self._check_total(len(sources), what)
 
-        def read(indices: Iterable[int], names: Iterable[str]) -> Iterator[Pixels]:
-            return (load_pixels(sources[i], self.config, name) for i, name in zip(indices, names, strict=True))
+        def read(index: int, name: str) -> Pixels:
+            return load_pixels(sources[index], self.config, name)
 
         return self._sampled(len(sources), options.video_fps or DEFAULT_FPS, options, what, read)
 
@@ -180,10 +173,9 @@ class VideoLoader:
         with reading(what), open_encoded(encoded) as image:
             return self._sampled(len(durations), video_fps, options, what, partial(_pick, image, first))
 
-    def _sampled(self, total: int, video_fps: float, options: VideoOptions, what: str, read: ReadFrames) -> Frames:
+    def _sampled(self, total: int, video_fps: float, options: VideoOptions, what: str, read: ReadFrame) -> Frames:
         indices = self.sampling.indices(total, video_fps, options, what)
-        names = [f"frame {index} of {what}" for index in indices]
-        return Frames(self._stack(read(indices, names), names, what), indices, float(video_fps), total)
+        return Frames(self._stack(indices, what, read), indices, float(video_fps), total)
 
     def _walked(self, image: Image.Image, frames: int, what: str) -> float:
         """Check an animation up to this frame and decode the frame; return its duration in milliseconds."""
@@ -193,18 +185,18 @@ class VideoLoader:
         duration = image.info.get("duration", 0)
         return duration if duration > 0 else UNTIMED_MS
 
-    def _stack(self, pictures: Iterable[Pixels], names: Sequence[str], what: str) -> np.ndarray:
-        frames: np.ndarray | None = None
-        for index, (pixels, name) in enumerate(zip(pictures, names, strict=True)):
+    def _stack(self, indices: Sequence[int], what: str, read: ReadFrame) -> np.ndarray:
+        frames = np.empty((0, 0, 0, 3), dtype=np.uint8)
+        for place, index in enumerate(indices):
+            pixels = read(index, f"frame {index} of {what}")
             height, width = pixels.shape[:2]
-            if frames is None:
-                self._check_pixels(width, height, len(names), what)
-                frames = np.empty((len(names), height, width, 3), dtype=np.uint8)
+            if place == 0:
+                self._check_pixels(width, height, len(indices), what)
+                frames = np.empty((len(indices), height, width, 3), dtype=np.uint8)
             if pixels.shape != frames.shape[1:]:
-                first = f"{frames.shape[2]}x{frames.shape[1]}"
-                raise InvalidMediaError(f"{name}: it is {width}x{height}, the first {first}; give frames of one size")
-            frames[index] = pixels
-        assert frames is not None  # sampling returns one frame at least
+                size = f"it is {width}x{height}, the first {frames.shape[2]}x{frames.shape[1]}"
+                raise InvalidMediaError(f"frame {index} of {what}: {size}; give frames of one size")
+            frames[place] = pixels
         return frames
 
     def _check_total(self, total: int, what: str) -> None:
@@ -239,30 +231,10 @@ def _seek_all(image: Image.Image, first: int) -> Iterator[int]:
         yield index
 
 
-def _pick(image: Image.Image, first: int, indices: Iterable[int], names: Iterable[str]) -> Iterator[Pixels]:
-    for index, name in zip(indices, names, strict=True):
-        image.seek(index + first)
-        yield to_rgb(image, name)
+def _pick(image: Image.Image, first: int, index: int, name: str) -> Pixels:
+    image.seek(index + first)
+    return to_rgb(image, name)
 
 
 def _natural(name: str) -> list[Any]:
     return [int(piece) if i % 2 else piece for i, piece in enumerate(re.split(r"([0-9]+)", name.lower()))]
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # not a name at all; reading it will say so
-        return False
-
-
-_CONTAINER_MARKS: tuple[Callable[[bytes], bool], ...] = (
-    lambda head: head[4:8] == b"ftyp",  # mp4, mov
-    lambda head: head[:4] == b"\x1aE\xdf\xa3",  # mkv, webm
-    lambda head: head[:4] == b"RIFF" and head[8:12] == b"AVI ",
-    lambda head: head[:4] in (b"\0\0\1\xba", b"\0\0\1\xb3", b"FLV\1", b"OggS"),  # mpeg, flv, ogg
-)
-
-
-def _is_container(encoded: bytes) -> bool:
-    return any(matches(encoded[:16]) for matches in _CONTAINER_MARKS)

@@ -75,4 +75,6 @@ class EmbeddingCache:
     def _evict(self, content: str) -> None:
         entry = self._entries.pop(content)
         self.num_evicted += 1
-        self.tracer.emit(ItemEvicted.of, content, entry, self._entries.values())
+        self.tracer.emit(
+            ItemEvicted, hash=content, num_tokens=len(entry), num_bytes=entry.nbytes, used_bytes=self.used_bytes
+        )

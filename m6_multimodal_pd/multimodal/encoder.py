@@ -56,8 +56,7 @@ class Encoder:
     def embed(self, slices: Sequence[ItemSlice]) -> list[Tensor]:
         """Return the embeddings of each slice of a step, `[count, width]`; compute those that the cache lacks."""
         items = {s.item.hash: s.item for s in slices}
-        cached = {content: self.cache.get(content) for content in items}
-        known = {content: embeddings for content, embeddings in cached.items() if embeddings is not None}
+        known = {content: found for content in items if (found := self.cache.get(content)) is not None}
         missing = [item for content, item in items.items() if content not in known]
         self._count_hits(slices, known)
         if missing:
@@ -89,7 +88,15 @@ class Encoder:
         self._add(
             num_encoder_runs=1, num_encoded_items=len(items), num_encoded_tokens=num_tokens, encoder_seconds=seconds
         )
-        self.tracer.emit(EncoderRun.of, rids, items, num_tokens, self.budget, seconds)
+        self.tracer.emit(
+            EncoderRun,
+            rids=rids,
+            hashes=tuple(item.hash for item in items),
+            num_tokens=num_tokens,
+            num_patches=sum(len(item.feature) for item in items),
+            budget=self.budget,
+            milliseconds=seconds * 1e3,
+        )
         return {item.hash: own for item, own in zip(items, embeddings, strict=True)}
 
     def _add(self, **amounts: float) -> None:

@@ -1,4 +1,4 @@
-"""Step 7 of an image's way: how many tokens of a prompt a step may take before encoding its images costs too much.
+"""Step 7 of an image's way: the number of prompt tokens that a step may compute within its budget of tokens to encode.
 
 A step has a budget of tokens, so that requests that decode do not wait long for another request's prompt. A token of an
 image costs more than one of text: the vision tower has to compute its embedding first, and those of the whole image

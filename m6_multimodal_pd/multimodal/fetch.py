@@ -1,10 +1,10 @@
 """Step 2 of an image's way, if it names a file or a URL: the bytes there.
 
-A URL makes this machine read what its sender cannot reach: files, the local network, a cloud's metadata address. So
-`file`, `http` and `https` are rejected until `MultimodalConfig` allows them, a redirect leads only to an allowed URL,
-and no more bytes than the limit are read. An allowed `https` means every host; a firewall must restrict it further.
-vLLM: `MediaConnector` (`multimodal/media`), with `allowed_local_media_path` and `allowed_media_domains`; SGLang:
-`load_image` in `utils/common.py`.
+A URL makes this machine read data that its sender cannot reach: files, the local network, the metadata address of a
+cloud. So `file`, `http` and `https` are rejected until `MultimodalConfig` allows them, a redirect is followed only to
+an allowed URL, and no more bytes than the limit are read. An allowed `https` means every host; a firewall must restrict
+it further. vLLM: `MediaConnector` (`multimodal/media`), with `allowed_local_media_path` and `allowed_media_domains`;
+SGLang: `load_image` in `utils/common.py`.
 """
 
 import base64
@@ -28,7 +28,7 @@ from urllib.request import (
 from m1_single_request.errors import shown, shown_path
 from m6_multimodal_pd.config import URL_SCHEMES, MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.fetch_deadline import Deadline, TimedHTTPHandler, TimedHTTPSHandler
+from m6_multimodal_pd.multimodal.fetch_deadline import Deadline, TimedHandler
 
 CHUNK = 65536
 
@@ -90,9 +90,9 @@ def read_url(url: str, config: MultimodalConfig, what: str) -> bytes:
         return _read_data_url(url, config, what)
     if scheme not in URL_SCHEMES:
         known = ", ".join(("data", *config.allowed_url_schemes))
-        raise InvalidMediaError(f"{what}: {shown(url)} is not a URL that is taken; taken are {known}")
+        raise InvalidMediaError(f"{what}: {shown(url)} is not an accepted URL; accepted are {known}")
     if scheme not in config.allowed_url_schemes:
-        raise InvalidMediaError(f"{what}: {refusal(scheme)}; refused was {shown(url)}")
+        raise InvalidMediaError(f"{what}: {refusal(scheme)}; the URL is {shown(url)}")
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -111,7 +111,7 @@ def _read_data_url(url: str, config: MultimodalConfig, what: str) -> bytes:
     """Return the content of a `data:` URL. Its content type is ignored: decoding finds the format."""
     head, comma, payload = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise InvalidMediaError(f"{what}: {shown(url)} is not data:<type>;base64,<content>; only base64 is taken")
+        raise InvalidMediaError(f"{what}: {shown(url)} is not data:<type>;base64,<content>; only base64 is supported")
     check_bytes(len(payload) // 4 * 3 - payload[-2:].count("="), config, what)
     try:
         content = base64.b64decode(payload, validate=True)
@@ -131,12 +131,11 @@ def _read_http(url: str, config: MultimodalConfig, what: str) -> bytes:
     deadline = Deadline(config.url_timeout_s)
     try:
         with _opener(config, what, deadline).open(Request(url), timeout=deadline.left()) as response:
-            length = response.headers.get("Content-Length", "")
-            if length.isdecimal():
-                check_bytes(int(length[:20]), config, what)
+            if response.length is not None:
+                check_bytes(response.length, config, what)
             content = _read_at_most(response, config.max_file_bytes + 1)
             if response.length and len(content) <= config.max_file_bytes:
-                raise EOFError(f"its last {response.length:,} bytes did not come")
+                raise EOFError(f"its last {response.length:,} bytes are missing")
     except (OSError, EOFError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, InvalidMediaError):
             raise
@@ -164,11 +163,9 @@ def _read_at_most(response: http.client.HTTPResponse, limit: int) -> bytes:
 def _opener(config: MultimodalConfig, what: str, deadline: Deadline) -> OpenerDirector:
     """Return an opener for http and https only: the one that urllib builds would also open files and ftp."""
     director = OpenerDirector()
-    redirects = _Redirects(config, what)
-    for handler in (TimedHTTPHandler(deadline), TimedHTTPSHandler(deadline), ProxyHandler(), redirects):
+    ends = HTTPErrorProcessor(), UnknownHandler(), HTTPDefaultErrorHandler()
+    for handler in (TimedHandler(deadline), ProxyHandler(), _Redirects(config, what), *ends):
         director.add_handler(handler)
-    for rest in (HTTPErrorProcessor(), UnknownHandler(), HTTPDefaultErrorHandler()):
-        director.add_handler(rest)
     return director
 
 
@@ -182,12 +179,12 @@ class _Redirects(HTTPRedirectHandler):
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> Request | None:
         """Return a request for `newurl`. Raises `InvalidMediaError` unless its scheme is allowed."""
+        fp.close()  # urllib would read all that came with the redirect
         scheme = scheme_of(newurl) or ""
-        if scheme not in ("http", "https") or scheme not in self.config.allowed_url_schemes:
-            fp.close()
-            why = refusal(scheme) if scheme in ("http", "https") else "that is refused"
+        is_web = scheme in ("http", "https")
+        if not is_web or scheme not in self.config.allowed_url_schemes:
+            why = refusal(scheme) if is_web else "that is refused"
             raise InvalidMediaError(
                 f"{self.what}: {shown(req.full_url)} cannot be read: it leads to {shown(newurl)}: {why}"
             )
-        fp.close()  # urllib would read all that came with the redirect
         return super().redirect_request(req, fp, code, msg, headers, newurl)

@@ -49,53 +49,30 @@ class _Reader(io.RawIOBase):
         super().close()
 
 
-class _Socket:
-    """A connected socket as `http.client` uses it."""
+class _Response(HTTPResponse):
+    """http.client's response, which reads its headers and its content until the deadline."""
 
-    def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
-        self._sock, self._deadline = sock, deadline
-
-    def makefile(self, *_: Any, **__: Any) -> io.BufferedReader:
-        """Return a stream of bytes to read; `http.client` asks for no other one."""
-        return io.BufferedReader(_Reader(self._sock, self._deadline))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sock, name)
+    def __init__(self, sock: socket.socket, *settings: Any, deadline: Deadline, **named: Any) -> None:
+        super().__init__(sock, *settings, **named)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Reader(sock, deadline))
 
 
-class _Connection(HTTPConnection):
-    """A connection to http until the deadline; `connect` puts the deadline around its socket."""
-
-    def __init__(self, host: str, *, deadline: Deadline, **settings: Any) -> None:
-        super().__init__(host, **settings | {"timeout": deadline.left()})
-        self.deadline = deadline
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock: Any = _Socket(self.sock, self.deadline)
-
-
-class _SecureConnection(_Connection, HTTPSConnection):
-    """A connection to https, which connects as `HTTPSConnection` does."""
-
-
-class TimedHTTPHandler(HTTPHandler):
-    """urllib's handler; `http_open` connects with a deadline."""
+class TimedHandler(HTTPHandler, HTTPSHandler):
+    """urllib's handlers for http and https; a connection has one deadline for all that it reads."""
 
     def __init__(self, deadline: Deadline) -> None:
         super().__init__()
         self.deadline = deadline
 
     def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(partial(_Connection, deadline=self.deadline), req)
-
-
-class TimedHTTPSHandler(HTTPSHandler):
-    """urllib's handler; `https_open` connects with a deadline."""
-
-    def __init__(self, deadline: Deadline) -> None:
-        super().__init__()
-        self.deadline = deadline
+        return self.do_open(partial(self._connection, HTTPConnection), req)
 
     def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(partial(_SecureConnection, deadline=self.deadline), req)
+        return self.do_open(partial(self._connection, HTTPSConnection), req)
+
+    def _connection(self, kind: type[HTTPConnection], host: str, **settings: Any) -> HTTPConnection:
+        """Return a connection whose responses are read until the deadline."""
+        connection: Any = kind(host, **settings | {"timeout": self.deadline.left()})
+        connection.response_class = partial(_Response, deadline=self.deadline)
+        return connection

@@ -1,4 +1,4 @@
-"""Step 6 of an image's way: what a request keeps of it.
+"""Step 6 of an image's way: the data of it that its request keeps.
 
 A prompt with an image is a list of token ids like any other: the image is a range of equal placeholder tokens, one for
 each embedding that the vision tower computes. To the prefix cache two prompts with different images would be equal, and
@@ -9,11 +9,11 @@ model may read. New in this milestone. SGLang: `MultimodalInputs` and `Multimoda
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, count
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class MultimodalDataItem:
     modality: Modality
     offsets: tuple[Range, ...]
     """Ranges `[start, end)` of its placeholders in the prompt: one for an image, one per frame for a video, because the
-    time of each frame stands before it as text."""
+    time of each frame stands before it as text. Empty until the prompt is written."""
     feature: np.ndarray
     """float32 `[patches, patch_dim]`: the input of the vision tower."""
     grid_thw: Grid
@@ -146,7 +146,18 @@ class MultimodalInputs:
     def trace_arrival(self, rid: str, tracer: Tracer) -> None:
         """Emit the images of request `rid`, and the positions that they give to its tokens."""
         for index, item in enumerate(self.mm_items):
-            tracer.emit(ItemReceived.of, rid, index, item)
+            tracer.emit(
+                ItemReceived,
+                rid=rid,
+                index=index,
+                modality=item.modality.value,
+                size=item.size,
+                grid_thw=item.grid_thw,
+                num_tokens=item.num_tokens,
+                offsets=item.offsets,
+                hash=item.hash,
+                pad_value=item.pad_value,
+            )
         tracer.emit(PositionsAssigned.of, rid, self)
 
     def of_length(self, num_tokens: int) -> "MultimodalInputs":
@@ -176,24 +187,18 @@ class PadValues:
 
     The low bits of the hash would do nearly always, but two images may have the same ones, and then a request would
     read the KV of another image. So contents are numbered, from the size of the vocabulary on, and no number is
-    assigned twice. The last `max_known` contents are remembered; an older one gets a new number when it comes again,
+    assigned twice. The last `max_known` contents are remembered; an older one gets a new number with its next request,
     and only misses the cache.
     """
 
     max_known: int = 65_536
 
     def __init__(self, vocab_size: int) -> None:
-        self._next = vocab_size
-        self._known: OrderedDict[str, int] = OrderedDict()  # by hash, the latest last
-
-    def of(self, content: str) -> int:
+        self._numbers = count(vocab_size)
+        self.of = lru_cache(self.max_known)(self._new)
         """Return the number of the content with this hash."""
-        if content not in self._known:
-            assert self._next <= LARGEST_PAD_VALUE, "two billion different images have come"
-            number = self._next
-            self._next += 1  # first: after an interrupt it must not be given to another content
-            self._known[content] = number
-            if len(self._known) > self.max_known:
-                self._known.popitem(last=False)
-        self._known.move_to_end(content)
-        return self._known[content]
+
+    def _new(self, _content: str) -> int:
+        number = next(self._numbers)  # after an interrupt it is not assigned to another content
+        assert number <= LARGEST_PAD_VALUE, "two billion different images have been received"
+        return number

@@ -65,7 +65,7 @@ class MediaReader:
         Raises `ModelLoadError` for a directory without a processor that fits, `ConfigError` for contradictory limits.
         """
         self.processor = VisionProcessor.from_directory(name, config, vision)
-        self.loader = MediaLoader(config, self.processor.sampling)
+        self.loader = MediaLoader(config, self.processor.video.sampling)
         self.tokens, self.max_items, self.max_item_tokens = tokens, config.max_items, max_item_tokens
         self.options_key = self.processor.options_key
         """All settings of the processor, as a key: see `VisionProcessor.options_key`."""

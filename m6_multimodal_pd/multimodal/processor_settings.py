@@ -9,10 +9,11 @@ SGLang: `AutoProcessor` of transformers.
 
 import json
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any
 
+import msgspec
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.utils.hub import cached_file
@@ -29,29 +30,37 @@ BOTH_FILE, IMAGE_FILE, VIDEO_FILE = (
 )
 BICUBIC = 3
 STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
-PIXEL_KEYS = ("size", "patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor")
-VIDEO_KEYS = ("fps", "min_frames", "max_frames", "max_video_tokens")
+SIZES = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
+"""Keys that the vision tower has, too, and their names there."""
 EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 """Keys of `size`, and their names in older files."""
+
+Count = Annotated[int, msgspec.Meta(ge=1, description="a whole number of at least 1")]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Channels = Annotated[tuple[Finite, Finite, Finite], msgspec.Meta(description="three numbers")]
+Object = Annotated[dict[str, Any], msgspec.Meta(description="an object")]
+"""Types of settings; `_checked` writes their descriptions into errors."""
+SAMPLING = {"fps": Rate, "min_frames": Count, "max_frames": Count}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PixelSettings:
-    """Sizes and values of images or of videos."""
+    """Sizes and values of images or of videos, by the keys of the files."""
 
-    patch_size: int
+    patch_size: Count
     """Pixels along a side of a patch."""
-    temporal_patch_size: int
+    temporal_patch_size: Count
     """Frames in a patch."""
-    merge_size: int
+    merge_size: Count
     """Patches along a side of the block that becomes one token."""
-    min_pixels: int
+    min_pixels: Count
     """Minimum number of pixels after resizing, of an image or of all frames of a video together ..."""
-    max_pixels: int
+    max_pixels: Count
     """... and the maximum."""
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    rescale_factor: float
+    image_mean: Channels
+    image_std: Channels
+    rescale_factor: Rate
 
     @property
     def factor(self) -> int:
@@ -63,8 +72,8 @@ class PixelSettings:
 class VideoSettings(PixelSettings):
     """The same for videos, and their sampling."""
 
-    sampling: FrameSampling = field(default_factory=FrameSampling)
-    max_frame_tokens: int | None = None
+    sampling: FrameSampling
+    max_frame_tokens: int | None
     """Maximum number of tokens of one frame (`max_video_tokens` with `cap_pixels_per_frame`). None: no maximum."""
 
     def most_pixels(self, num_frames: int) -> int:
@@ -83,7 +92,9 @@ def read_settings(name: str, config: MultimodalConfig, vision: Any) -> tuple[Pix
     """
     both = _read(name, BOTH_FILE) or {}
     (image_file, images), (video_file, videos) = (
-        (BOTH_FILE, both[key]) if both.get(key) else (filename, _read(name, filename))
+        (BOTH_FILE, _checked(name, BOTH_FILE, both, key, Object))
+        if both.get(key)
+        else (filename, _read(name, filename))
         for key, filename in (("image_processor", IMAGE_FILE), ("video_processor", VIDEO_FILE))
     )
     if images is None:
@@ -96,76 +107,68 @@ def _read(name: str, filename: str) -> dict[str, Any] | None:
     def read() -> dict[str, Any] | None:
         try:
             path = str(cached_file(name, filename))
-        except OSError:  # not there; were it the connection, config.json would have failed before
+        except OSError:  # there is no such file: without a connection config.json would have failed before
             return None
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ModelLoadError(f"{name}: {filename} holds {shown(content)}, not an object; get the file again")
-        return content
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=_stated)
+        return msgspec.convert(content, dict[str, Any])
 
     return load_part(name, filename, read)
 
 
-def _pixel_settings(name: str, filename: str, processor: Any, content: Any, vision: Any) -> dict[str, Any]:
+def _stated(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an object that are not null: those have their defaults."""
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def _pixel_settings(name: str, filename: str, processor: Any, stated: dict[str, Any], vision: Any) -> dict[str, Any]:
     """Return the fields of `PixelSettings`. A key that is not in the file has the value of transformers' class."""
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{name}: a processor in {BOTH_FILE} is {shown(content)}, not an object; correct the file")
-    stated = {key: value for key, value in content.items() if value is not None}
-    settings = {key: getattr(processor, key) for key in PIXEL_KEYS} | stated
     for step in STEPS:
         if stated.get(step, True) is not True:
             raise ModelLoadError(f"{name}: {step}={shown(stated[step])} in {filename} is not supported, only true is")
     if stated.get("resample", BICUBIC) != BICUBIC:
         raise ModelLoadError(f"{name}: resample={shown(stated['resample'])} in {filename}: only {BICUBIC}, bicubic, is")
-    for key, mine in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size")):
-        if _whole(name, filename, settings, key) != getattr(vision, mine):
+    kinds = {each.name: each.type for each in fields(PixelSettings) if each.name not in EDGES.values()}
+    settings = {key: getattr(processor, key) for key in kinds} | stated
+    checked = {key: _checked(name, filename, settings, key, kind) for key, kind in kinds.items()}
+    for key, mine in SIZES.items():
+        if checked[key] != getattr(vision, mine):
             raise ModelLoadError(
-                f"{name}: {key}={shown(settings[key])} in {filename}, but the vision tower has "
-                f"{getattr(vision, mine)}; the files do not belong together"
+                f"{name}: {key}={checked[key]} in {filename}, but the vision tower has {getattr(vision, mine)}; the "
+                f"files do not belong together"
             )
-    low, high = _pixel_range(name, filename, processor.size, stated)
-    mean, std = (_three(name, filename, settings, key) for key in ("image_mean", "image_std"))
-    if 0.0 in std:
+    if 0.0 in checked["image_std"]:
         raise ModelLoadError(f"{name}: image_std in {filename} has a 0, by which nothing can be divided")
-    return {
-        **{key: settings[key] for key in ("patch_size", "temporal_patch_size", "merge_size")},
-        "min_pixels": low,
-        "max_pixels": high,
-        "mean": mean,
-        "std": std,
-        "rescale_factor": _number(name, filename, settings, "rescale_factor"),
-    }
+    return checked | _pixel_range(name, filename, processor.size, stated)
 
 
-def _pixel_range(name: str, filename: str, default: dict[str, int], stated: dict[str, Any]) -> tuple[int, int]:
-    """Return the minimum and maximum number of pixels, however the file names them."""
+def _pixel_range(name: str, filename: str, default: dict[str, int], stated: dict[str, Any]) -> dict[str, int]:
+    """Return the minimum and maximum number of pixels, by their names in `PixelSettings`, whatever the file's are."""
     size = stated.get("size", {})
     if not isinstance(size, dict):
         raise ModelLoadError(f"{name}: size={shown(size)} in {filename} must name shortest_edge and longest_edge")
-    found = dict(default)
+    found = {}
     for edge, pixels in EDGES.items():
-        values = (stated.get(pixels), size.get(edge), size.get(pixels))
-        found[edge] = next((value for value in values if value is not None), default[edge])
-    low, high = (_whole(name, filename, found, edge) for edge in EDGES)
+        value = stated.get(pixels, size.get(edge, size.get(pixels, default[edge])))
+        found[pixels] = _checked(name, filename, {edge: value}, edge, Count)
+    low, high = found.values()
     if low > high:
-        raise ModelLoadError(f"{name}: {filename} asks for at least {low} and at most {high} pixels; correct the file")
-    return low, high
+        raise ModelLoadError(f"{name}: {filename} requires at least {low} and at most {high} pixels; correct the file")
+    return found
 
 
-def _video_settings(name: str, filename: str, content: dict[str, Any], vision: Any) -> VideoSettings:
-    pixels = _pixel_settings(name, filename, Qwen3VLVideoProcessor, content, vision)
-    stated = {key: value for key, value in content.items() if value is not None}
-    settings = {key: getattr(Qwen3VLVideoProcessor, key) for key in VIDEO_KEYS} | stated
+def _video_settings(name: str, filename: str, stated: dict[str, Any], vision: Any) -> VideoSettings:
+    pixels = _pixel_settings(name, filename, Qwen3VLVideoProcessor, stated, vision)
     if "num_frames" in stated or stated.get("do_sample_frames", True) is not True:
-        raise ModelLoadError(f"{name}: {filename} asks for a number of frames; only sampling by fps is supported")
-    frames = {key: _whole(name, filename, settings, key) for key in ("min_frames", "max_frames")}
+        raise ModelLoadError(f"{name}: {filename} sets a number of frames; only sampling by fps is supported")
+    settings = {key: getattr(Qwen3VLVideoProcessor, key) for key in (*SAMPLING, "max_video_tokens")} | stated
+    frames = {key: _checked(name, filename, settings, key, kind) for key, kind in SAMPLING.items()}
     if frames["min_frames"] > frames["max_frames"]:
         raise ModelLoadError(f"{name}: min_frames in {filename} is more than max_frames; correct the file")
     is_capped = bool(stated.get("cap_pixels_per_frame"))
     return VideoSettings(
         **pixels,
-        sampling=FrameSampling(fps=_number(name, filename, settings, "fps"), **frames),
-        max_frame_tokens=_whole(name, filename, settings, "max_video_tokens") if is_capped else None,
+        sampling=FrameSampling(**frames),
+        max_frame_tokens=_checked(name, filename, settings, "max_video_tokens", Count) if is_capped else None,
     )
 
 
@@ -183,26 +186,10 @@ def _overridden(name: str, image: PixelSettings, config: MultimodalConfig) -> Pi
     return replace(image, min_pixels=low, max_pixels=high)
 
 
-def _whole(name: str, filename: str, settings: dict[str, Any], key: str) -> int:
-    value = settings.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelLoadError(f"{name}: {key}={shown(value)} in {filename} must be a whole number of at least 1")
-    return value
-
-
-def _number(name: str, filename: str, settings: dict[str, Any], key: str) -> float:
-    value = settings.get(key)
-    if not _is_finite(value) or not value > 0:
-        raise ModelLoadError(f"{name}: {key}={shown(value)} in {filename} must be a number above 0")
-    return float(value)
-
-
-def _three(name: str, filename: str, settings: dict[str, Any], key: str) -> tuple[float, ...]:
-    values = settings.get(key)
-    if not isinstance(values, list | tuple) or len(values) != 3 or not all(map(_is_finite, values)):
-        raise ModelLoadError(f"{name}: {key}={shown(values)} in {filename} must be three numbers")
-    return tuple(float(value) for value in values)
-
-
-def _is_finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+def _checked(name: str, filename: str, settings: dict[str, Any], key: str, kind: Any) -> Any:
+    """Return a value of a file as its type, one of those above. Raise `ModelLoadError` for another value."""
+    try:
+        return msgspec.convert(settings[key], kind)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        wanted = kind.__metadata__[0].description
+        raise ModelLoadError(f"{name}: {key}={shown(settings[key])} in {filename} must be {wanted}") from error

@@ -8,20 +8,17 @@ is queued before all images are checked. New in this milestone: m1 has texts onl
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from m1_single_request.errors import InvalidPromptError, PromptTooLongError
 from m1_single_request.input_processor import InputProcessor, Message, check_messages
 from m1_single_request.trace_event import some
 from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.multimodal.inputs import (
-    Modality,
-    MultimodalDataItem,
-    MultimodalInputs,
-    Range,
-    content_hash,
-)
+from m6_multimodal_pd.multimodal.inputs import Modality, MultimodalInputs, Range
 from m6_multimodal_pd.multimodal.media_parts import MEDIA_KINDS, media_parts, without_media
 from m6_multimodal_pd.multimodal.media_reader import MediaReader
 from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
@@ -43,12 +40,10 @@ class MultimodalPrompts:
     """Makes prompts of conversations with images and videos."""
 
     def __init__(self, text: InputProcessor, media: MediaReader) -> None:
-        self.text, self.media, self.tokens = text, media, media.tokens
-        tokens = self.tokens
-        image, video, start, end = (
-            str(text.tokenizer.convert_ids_to_tokens(i))
-            for i in (tokens.image, tokens.video, tokens.vision_start, tokens.vision_end)
-        )
+        self.text, self.media = text, media
+        self.tokens = tokens = media.tokens
+        ids = [tokens.image, tokens.video, tokens.vision_start, tokens.vision_end]
+        image, video, start, end = list(text.tokenizer.convert_ids_to_tokens(ids))
         self._image, self._frame = image, f"{start}{video}{end}"
         # A template writes a video's placeholder with its markers around it; each frame brings markers of its own.
         self._placeholder = re.compile(f"{re.escape(image)}|{re.escape(self._frame)}|{re.escape(video)}")
@@ -67,7 +62,7 @@ class MultimodalPrompts:
         ]
         if len(parts) > self.media.max_items:
             raise InvalidMediaError(
-                f"{len(parts)} images and videos are more than a request may bring: max_items={self.media.max_items}"
+                f"{len(parts)} images and videos are more than a request may have: max_items={self.media.max_items}"
             )
         text = self.text.render_chat([without_media(message) for message in messages], options)
         found = [placeholder.group() for placeholder in self._placeholder.finditer(text)]
@@ -76,39 +71,39 @@ class MultimodalPrompts:
         if not parts:
             return ChatPrompt(self.text.encode(text, add_special_tokens=False))
         items = self._processed(parts)
-        waiting = {kind: iter([item for item in items if item.modality is kind]) for kind in Modality}
+        waiting = {kind: iter([made for made in items if made.item.modality is kind]) for kind in Modality}
         return self._expanded(text, [next(waiting[kind]) for kind in kinds])  # the first image has the first place
 
     def check(self, token_ids: Sequence[int], inputs: MultimodalInputs | None) -> None:
-        """Raise `InvalidPromptError` for a prompt whose placeholders are not those of its images, or stand elsewhere
-        than they were put, or whose images were processed for another model."""
+        """Raise `InvalidPromptError` for a prompt whose placeholders are not those of its images, or are at other
+        indices than in the result of `make`, or whose images were processed for another model."""
         if inputs is not None and inputs.options_key != self.media.options_key:
             raise InvalidPromptError(
-                "the pictures of this prompt were prepared by an engine with another processor: make the prompt with "
-                "chat_prompt() of this one"
+                "the images of this prompt were processed by an engine with other settings of its processor: make the "
+                "prompt with chat_prompt() of this engine"
             )
         found = [i for i, token_id in enumerate(token_ids) if token_id in (self.tokens.image, self.tokens.video)]
         ranges = [one for item in inputs.mm_items for one in item.offsets] if inputs is not None else []
         expected = [place for start, end in ranges for place in range(start, end)]
         if len(found) != len(expected):
             raise InvalidPromptError(
-                f"the prompt has {len(found)} placeholder tokens for pictures ({self._image} or those of a video), and "
-                f"the pictures that came with it need {len(expected)}: hand pictures in as parts of chat messages"
+                f"the prompt has {len(found)} placeholder tokens for images ({self._image} or those of a video), and "
+                f"its images need {len(expected)}: pass images as parts of chat messages"
             )
         if found != expected:
             place, own = next(pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1])
             raise InvalidPromptError(
-                f"the prompt was changed after chat_prompt() had made it: a picture's placeholder stands at {place}, "
-                f"where {own} was its place; change the messages, and make the prompt anew"
+                f"the prompt was changed after chat_prompt() had made it: the placeholder of an image is token "
+                f"{place}, and was token {own}; change the messages, and make the prompt again"
             )
 
     def _check_counts(self, found: Sequence[Modality], given: Sequence[Modality]) -> None:
         for kind in Modality:
             num_given, num_found = given.count(kind), found.count(kind)
             if num_given != num_found:
-                advice = "write none into a text" if num_given < num_found else "it may show those of a user only"
+                advice = "write none into a text" if num_given < num_found else "it may render those of a user only"
                 raise InvalidPromptError(
-                    f"the messages bring {some(num_given, kind.value)}, and the prompt that the chat template made of "
+                    f"the messages have {some(num_given, kind.value)}, and the prompt that the chat template made of "
                     f"them has {some(num_found, 'placeholder')} for that: {advice}"
                 )
 
@@ -134,44 +129,28 @@ class MultimodalPrompts:
         """
         coming = iter(items)
         written = self._placeholder.sub(lambda _: self._written(next(coming)), text)
-        ids = self.text.encode(written, add_special_tokens=False)
-        token_ids, ranges = self._repeated(ids, [count for item in items for count in item.layout.frame_tokens])
+        ids = np.array(self.text.encode(written, add_special_tokens=False))
+        token_ids, ranges = self._repeated(ids, [count for made in items for count in made.layout.frame_tokens])
         frames = iter(ranges)
-        mm_items = tuple(self._item(item, tuple(islice(frames, item.layout.grid_thw[0]))) for item in items)
+        mm_items = tuple(replace(made.item, offsets=tuple(islice(frames, made.layout.grid_thw[0]))) for made in items)
         blocks = [
-            Block(start, *item.layout.merged_hw)
-            for item, own in zip(items, mm_items, strict=True)
-            for start, _ in own.offsets
+            Block(start, *made.layout.merged_hw)
+            for made, item in zip(items, mm_items, strict=True)
+            for start, _ in item.offsets
         ]
         positions, delta = get_rope_index(len(token_ids), blocks)
         return ChatPrompt(token_ids, MultimodalInputs(mm_items, positions, delta, self.media.options_key))
 
-    def _written(self, item: ProcessedItem) -> str:
-        if item.modality is Modality.IMAGE:
+    def _written(self, made: ProcessedItem) -> str:
+        if made.item.modality is Modality.IMAGE:
             return self._image
-        return "".join(f"<{seconds:.1f} seconds>{self._frame}" for seconds in item.timestamps)
+        return "".join(f"<{seconds:.1f} seconds>{self._frame}" for seconds in made.timestamps)
 
-    def _repeated(self, ids: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[Range]]:
+    def _repeated(self, ids: np.ndarray, counts: list[int]) -> tuple[list[int], list[Range]]:
         """Return token ids with the i-th placeholder repeated `counts[i]` times, and the range of each."""
-        token_ids: list[int] = []
-        ranges: list[Range] = []
-        for token_id in ids:
-            if token_id in (self.tokens.image, self.tokens.video):
-                count = counts[len(ranges)]
-                ranges.append((len(token_ids), len(token_ids) + count))
-                token_ids += [token_id] * count
-            else:
-                token_ids.append(token_id)
-        assert len(ranges) == len(counts), "the tokenizer lost a placeholder"
-        return token_ids, ranges
-
-    def _item(self, item: ProcessedItem, offsets: tuple[Range, ...]) -> MultimodalDataItem:
-        grid_thw = item.layout.grid_thw
-        return MultimodalDataItem(
-            modality=item.modality,
-            offsets=offsets,
-            feature=item.feature,
-            grid_thw=grid_thw,
-            hash=content_hash(item.modality, item.feature, grid_thw, self.media.options_key),
-            size=item.size,
-        )
+        places = np.flatnonzero(np.isin(ids, [self.tokens.image, self.tokens.video]))
+        assert len(places) == len(counts), "the tokenizer lost a placeholder"
+        repeats = np.ones_like(ids)
+        repeats[places] = counts
+        ends = np.cumsum(repeats)[places]
+        return np.repeat(ids, repeats).tolist(), list(zip((ends - counts).tolist(), ends.tolist(), strict=True))

@@ -37,18 +37,9 @@ def pack(frames: Tensor, *, patch: int, temporal_patch: int, merge: int) -> np.n
     """
     if missing := -len(frames) % temporal_patch:
         frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
-    count, channels, height, width = frames.shape
-    blocks = frames.reshape(
-        count // temporal_patch,
-        temporal_patch,
-        channels,
-        height // (merge * patch),
-        merge,
-        patch,
-        width // (merge * patch),
-        merge,
-        patch,
-    )
+    _, channels, height, width = frames.shape
+    rows, columns = height // (merge * patch), width // (merge * patch)
+    blocks = frames.reshape(-1, temporal_patch, channels, rows, merge, patch, columns, merge, patch)
     #                       pair, block row, block column, row, column in it, channel, frame, y, x
     ordered = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return ordered.reshape(-1, channels * temporal_patch * patch * patch).numpy()

@@ -22,8 +22,8 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.decode_image import Picture, Pixels
-from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling
-from m6_multimodal_pd.multimodal.inputs import Grid, Modality
+from m6_multimodal_pd.multimodal.decode_video import Frames
+from m6_multimodal_pd.multimodal.inputs import Grid, Modality, MultimodalDataItem, content_hash
 from m6_multimodal_pd.multimodal.processor_settings import BICUBIC, PixelSettings, VideoSettings, read_settings
 from m6_multimodal_pd.multimodal.video_patches import normalise, pack, resize
 
@@ -54,36 +54,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class ProcessedItem:
-    """One image or video as the vision tower reads it."""
+    """One image or video as the vision tower reads it, and what the prompt needs to place it."""
 
-    modality: Modality
-    feature: np.ndarray
-    """float32 `[num_patches, 3 * temporal_patch * patch * patch]`, in the order of `video_patches.pack`."""
+    item: MultimodalDataItem
+    """Without a place: its `offsets` are empty. Its feature is in the order of `video_patches.pack`."""
     layout: Layout
     timestamps: tuple[float, ...]
     """Seconds, one for each layer of the grid's time; none for an image."""
-    size: tuple[int, int]
-    """Width and height before resizing, in pixels."""
-    num_frames: int
-    """Number of sampled frames; 1 for an image."""
 
 
 class VisionProcessor:
     """Makes `ProcessedItem`s as the model's own processor would, and keeps nothing of their pixels."""
 
     def __init__(self, image: PixelSettings, video: VideoSettings) -> None:
-        self.image = image
-        self.video = video
-        self._images = Qwen2VLImageProcessorPil(
-            size={"shortest_edge": image.min_pixels, "longest_edge": image.max_pixels},
-            patch_size=image.patch_size,
-            temporal_patch_size=image.temporal_patch_size,
-            merge_size=image.merge_size,
-            image_mean=list(image.mean),
-            image_std=list(image.std),
-            rescale_factor=image.rescale_factor,
-            resample=BICUBIC,
-        )
+        self.image, self.video = image, video
+        self.options_key = json.dumps([asdict(image), asdict(video)], sort_keys=True).encode()
+        """All settings that change features: two processors with the same key make the same features of an item."""
+        self._images = Qwen2VLImageProcessorPil(**asdict(image), resample=BICUBIC)
 
     @classmethod
     def from_directory(cls, name: str | Path, config: MultimodalConfig, vision: Any) -> "VisionProcessor":
@@ -92,16 +79,6 @@ class VisionProcessor:
         `vision` is the model's `vision_config`. Raises `ModelLoadError` or `ConfigError`, see `read_settings`.
         """
         return cls(*read_settings(str(name), config, vision))
-
-    @property
-    def sampling(self) -> FrameSampling:
-        """The sampling of videos, for the `MediaLoader`."""
-        return self.video.sampling
-
-    @property
-    def options_key(self) -> bytes:
-        """All settings that change features: two processors with the same key make the same features of an item."""
-        return json.dumps([asdict(self.image), asdict(self.video)], sort_keys=True).encode()
 
     def image_layout(self, width: int, height: int, what: str = "image") -> Layout:
         """Return the layout of an image of this size. Raises `InvalidMediaError` if it is too long and narrow."""
@@ -142,15 +119,27 @@ class VisionProcessor:
     def process(self, media: Picture | Frames, what: str = "the item") -> ProcessedItem:
         """Resize, normalise and pack. Raises `InvalidMediaError` for an item that no size fits; `what` names it."""
         layout = self.layout(media, what)
-        height, width = media.pixels.shape[-3:-1]
         if isinstance(media, Picture):
-            return ProcessedItem(Modality.IMAGE, self._image_rows(media.pixels), layout, (), (width, height), 1)
+            return ProcessedItem(self._item(media, Modality.IMAGE, self._image_rows(media.pixels), layout), layout, ())
         seconds = timestamps(media.indices, media.video_fps, self.video.temporal_patch_size)
         feature = self._video_rows(media.pixels, layout)
-        return ProcessedItem(Modality.VIDEO, feature, layout, seconds, (width, height), len(media.pixels))
+        return ProcessedItem(self._item(media, Modality.VIDEO, feature, layout), layout, seconds)
+
+    def _item(
+        self, media: Picture | Frames, modality: Modality, feature: np.ndarray, layout: Layout
+    ) -> MultimodalDataItem:
+        height, width = media.pixels.shape[-3:-1]
+        return MultimodalDataItem(
+            modality=modality,
+            offsets=(),
+            feature=feature,
+            grid_thw=layout.grid_thw,
+            hash=content_hash(modality, feature, layout.grid_thw, self.options_key),
+            size=(width, height),
+        )
 
     def _image_rows(self, pixels: Pixels) -> np.ndarray:
-        # with the place of the channels: of three rows of pixels the processor would guess wrong
+        # the format is passed, because the processor infers a wrong one for an image of three rows
         made = self._images.preprocess([pixels], input_data_format="channels_last", return_tensors="np")
         return np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
 
@@ -158,7 +147,7 @@ class VisionProcessor:
         settings = self.video
         frames = resize(torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), *reversed(layout.size))
         return pack(
-            normalise(frames, settings.mean, settings.std, settings.rescale_factor),
+            normalise(frames, settings.image_mean, settings.image_std, settings.rescale_factor),
             patch=settings.patch_size,
             temporal_patch=settings.temporal_patch_size,
             merge=settings.merge_size,

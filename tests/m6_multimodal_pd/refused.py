@@ -59,11 +59,11 @@ def bomb() -> bytes:
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], type[InvalidRequestError], str]] = {
     # placeholders
-    "a placeholder in a text": (words(IMAGE_PAD), InvalidPromptError, "bring 0 images, .* has 1 placeholder for that"),
+    "a placeholder in a text": (words(IMAGE_PAD), InvalidPromptError, "have 0 images, .* has 1 placeholder for that"),
     "a placeholder too many": (
         words(IMAGE_PAD, SHOWN["a"]),
         InvalidPromptError,
-        "bring 1 image, .* has 2 placeholders",
+        "have 1 image, .* has 2 placeholders",
     ),
     "a video's in a text": (words(f"<|vision_start|>{VIDEO_PAD}<|vision_end|>"), InvalidPromptError, "0 videos"),
     "one of another kind": (
@@ -102,7 +102,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], type[InvalidRequestError], 
     "no bytes": (image(b""), InvalidMediaError, "it is empty, 0 bytes"),
     "a document": (image(b"%PDF-1.7 " + bytes(90)), InvalidMediaError, "none of PNG"),
     "floats": (image(np.zeros((8, 8, 3))), InvalidMediaError, "the array is float64"),
-    "a number": (image(7), InvalidMediaError, "7 is no picture; give a PIL image"),
+    "a number": (image(7), InvalidMediaError, "7 is no image; give a PIL image"),
     "a path to nowhere": (image("/nowhere/a.png"), InvalidMediaError, "'/nowhere/a.png' cannot be read"),
     "a still as a video": (video(png()), InvalidMediaError, "still picture, not a video"),
     "one frame": (video(clip("o", 1, 1, 1)), InvalidMediaError, "1 frame is no video, 2 are needed"),
@@ -115,10 +115,10 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], type[InvalidRequestError], 
         f"{scheme} URL": (image(f"{scheme}://host/a.png"), InvalidMediaError, f"{scheme}: URLs are refused; Multimodal")
         for scheme in ("http", "https", "file")
     },
-    "ftp URL": (image("ftp://host/a.png"), InvalidMediaError, "not a URL that is taken; taken are data"),
+    "ftp URL": (image("ftp://host/a.png"), InvalidMediaError, "not an accepted URL; accepted are data"),
     "a URL of a video": (said({"type": "video_url", "video_url": "http://h/v"}), InvalidMediaError, "http: URLs are"),
     "a broken data URL": (image("data:image/png;base64,AA=A"), InvalidMediaError, "base64 of .* is broken"),
-    "data that is no base64": (image("data:image/png,abc"), InvalidMediaError, "only base64 is taken"),
+    "data that is no base64": (image("data:image/png,abc"), InvalidMediaError, "only base64 is supported"),
     # parts and roles
     "an unknown type": (said({"type": "audio", "audio": b"x"}), InvalidPromptError, "one of text, image,.*'audio'"),
     "no type": (said({"image": png()}), InvalidPromptError, "a part of a content has a type"),

@@ -219,7 +219,7 @@ def test_pixels_are_held_between_the_limits_that_were_given(make_engine: MakeEng
 @pytest.mark.parametrize(
     ("limits", "part", "message"),
     [
-        ({"max_items": 1}, None, "2 images and videos are more than a request may bring: max_items=1"),
+        ({"max_items": 1}, None, "2 images and videos are more than a request may have: max_items=1"),
         ({"max_image_pixels": 575}, None, "24x24 are 576 pixels, more than max_image_pixels=575"),
         ({"max_video_frames": 3}, {"type": "video", "video": clip("x", 4, 1, 1)}, "more than max_video_frames=3"),
         ({"max_video_pixels": 255}, {"type": "video", "video": clip("x", 4, 1, 1)}, "256 pixels, more than max_video"),

@@ -173,9 +173,9 @@ def test_an_array_that_is_a_view_is_read_as_it_looks() -> None:
         (np.zeros((12, 0), np.uint8), "0x12"),
         (torch.zeros(3, 4, 4, dtype=torch.uint8), "torch tensor [3, 4, 4]"),
         (None, "lacks its 'image'"),
-        (7, "7 is no picture"),
-        ([PIXELS], "no picture"),
-        ({"url": "x"}, "no picture"),
+        (7, "7 is no image"),
+        ([PIXELS], "no image"),
+        ({"url": "x"}, "no image"),
     ],
 )
 def test_what_is_no_picture_is_refused_with_what_to_give(array: Any, says: str) -> None:

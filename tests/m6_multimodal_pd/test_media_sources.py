@@ -77,6 +77,12 @@ class Site(BaseHTTPRequestHandler):
             self.end_headers()
             self.pour(1000 if way == "endless" else 1, png() if way == "picture" else bytes(65536))
 
+    def do_CONNECT(self) -> None:
+        """As a proxy: it never ends its headers."""
+        self.asked.append(self.path)
+        self.wfile.write(b"HTTP/1.0 200 OK\r\nX-Drops: ")
+        self.pour(1000, b"drop", pause=0.02)
+
     def pour(self, times: int, content: bytes = bytes(65536), pause: float = 0.0) -> None:
         """Send the same again and again."""
         try:
@@ -118,12 +124,12 @@ def test_urls_are_refused_unless_their_scheme_is_allowed(scheme: str, key: str) 
 @pytest.mark.parametrize("key", ["image", "image_url"])
 @pytest.mark.parametrize("url", ["ftp://host/cat.png", "javascript:alert(1)", "gopher://host", "s3://bucket/cat.png"])
 def test_other_schemes_are_never_followed(url: str, key: str) -> None:
-    assert "not a URL that is taken" in refused(url, key, allowed_url_schemes=("http", "https", "file"))
+    assert "not an accepted URL" in refused(url, key, allowed_url_schemes=("http", "https", "file"))
 
 
 @pytest.mark.parametrize("path", ["cat.png", "/tmp/cat.png", "C:\\cat.png", "", " http://host/cat.png", "~/cat.png"])
 def test_a_path_is_no_url(path: str) -> None:
-    assert "not a URL that is taken" in refused(path, allowed_url_schemes=("http", "https", "file"))
+    assert "not an accepted URL" in refused(path, allowed_url_schemes=("http", "https", "file"))
 
 
 def test_a_video_by_url_is_refused_in_the_same_way() -> None:
@@ -262,6 +268,13 @@ def test_headers_that_come_drop_by_drop_are_not_waited_for(site: str) -> None:
     assert Site.asked == ["/drops", "hung up", "/picture"]
 
 
+def test_the_deadline_is_that_of_a_proxys_answer_too(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", site)
+    assert "url_timeout_s=0.1" in refused("https://host/x", allowed_url_schemes=("https",), url_timeout_s=0.1)
+    load(f"{site}/picture", allowed_url_schemes=("http",))  # one after the other: now the first is over
+    assert Site.asked == ["host:443", "hung up", "/picture"]
+
+
 def test_what_comes_with_a_redirect_is_not_read(site: str) -> None:
     load(f"{site}/flood?/picture", allowed_url_schemes=("http",))
     assert Site.asked == ["/flood?/picture", "hung up", "/picture"]
@@ -269,7 +282,7 @@ def test_what_comes_with_a_redirect_is_not_read(site: str) -> None:
 
 def test_an_answer_that_ends_before_its_length_is_refused(site: str) -> None:
     """A clip would only be shorter, and nobody would know."""
-    assert "its last 7 bytes did not come" in refused(f"{site}/cut", allowed_url_schemes=("http",))
+    assert "its last 7 bytes are missing" in refused(f"{site}/cut", allowed_url_schemes=("http",))
 
 
 def test_no_timeout_is_too_long_for_a_socket(site: str) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL, ModelLoadError
 from m3_paged_attention.config import ModelConfig
 from m6_multimodal_pd.config import DEFAULT_MODEL, MultimodalConfig
-from m6_multimodal_pd.model_loader import describe_model
+from m6_multimodal_pd.model_loader import describe_model, language_of
 from m6_multimodal_pd.multimodal.processor_settings import read_settings
 from tests.support.odd_values import about, answer_to
 
@@ -43,8 +43,8 @@ def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 def read(directory: Path) -> None:
     """Everything but the weights, as a group's router does."""
     described = describe_model(ModelConfig(model=directory, device="cpu", dtype="float32", load_format="dummy"))
-    if described.vision is not None:
-        read_settings(str(directory), MultimodalConfig(), described.vision.config)
+    if language_of(described) is not None:
+        read_settings(str(directory), MultimodalConfig(), described.config.vision_config)
 
 
 def edit(file: Path, place: tuple[str, ...], value: Any) -> None:

@@ -17,7 +17,7 @@ from m1_single_request import DEFAULT_MODEL as TEXT_MODEL, ConfigError, ModelLoa
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES
 from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.models.decoder import Decoder
-from m6_multimodal_pd.model_loader import LoadedModel, load_model
+from m6_multimodal_pd.model_loader import LoadedModel, language_of, load_model
 from m6_multimodal_pd.models.qwen3_vl import Qwen3VLDecoder
 from tests.equivalence.models import ARCHITECTURES, save_random_model
 from tests.m6_multimodal_pd.vl_models import TOKENS, picture, save_random_vl_model, theirs
@@ -85,7 +85,7 @@ def test_what_is_said_of_a_model_is_what_its_files_say(saved: Path) -> None:
 
 
 def test_the_tokens_of_pictures_are_those_of_the_config(saved: Path) -> None:
-    tokens, config = load(saved).media_tokens, config_of(saved)
+    tokens, config = language_of(load(saved)).media_tokens, config_of(saved)
     assert tokens is not None
     assert {f"{name}_token_id": id_ for name, id_ in vars(tokens).items()} == {name: config[name] for name in TOKENS}
 
@@ -190,7 +190,7 @@ def test_a_text_model_is_what_m3_loads(architecture: str, tmp_path: Path) -> Non
     config = ModelConfig(model=directory, device="cpu", attention_backend="torch")
     ours, wanted = load_model(config), m3_loader.load_model(config)
     assert type(ours.model) is Decoder
-    assert ours.vision is None and ours.media_tokens is None
+    assert ours.vision is None and language_of(ours) is None
     for name in vars(wanted).keys() - {"model", "tokenizer"}:
         assert getattr(ours, name) == getattr(wanted, name), name
     assert torch.equal(ours.model.embedding, wanted.model.embedding)
@@ -285,9 +285,9 @@ def test_a_config_that_makes_no_sense_is_named(
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"mrope_section": [10, 12, 10]}, "cannot be dealt out in turn"),
+        ({"mrope_section": [10, 12, 10]}, "cannot be assigned in turn"),
         ({"mrope_section": [12, 10, 9]}, "must be three whole numbers"),
-        ({"mrope_interleaved": False}, "sections one after another are another model's (Qwen2-VL)"),
+        ({"mrope_interleaved": False}, "no sections one after another (Qwen2-VL)"),
         ({"rope_type": "longrope"}, "rope type 'longrope' is not supported|its config cannot be loaded"),
         ({"rope_theta": -1.0}, "rope_theta=-1.0"),
     ],

@@ -103,12 +103,12 @@ def moved(engine: Any) -> list[int]:
 
 
 PROMPTS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a text": (lambda engine: f"What is {IMAGE_PAD}?", "1 placeholder tokens for pictures .* need 0"),
-    "token ids": (lambda engine: [5, placeholder(engine), 6], "hand pictures in as parts of chat messages"),
+    "a text": (lambda engine: f"What is {IMAGE_PAD}?", "1 placeholder tokens for images .* need 0"),
+    "token ids": (lambda engine: [5, placeholder(engine), 6], "pass images as parts of chat messages"),
     "a copy that lost its pictures": (lambda engine: list(engine.chat_prompt(asking("a"))), "has 9 .* need 0"),
     "a slice": (lambda engine: engine.chat_prompt(asking("a", 1))[:-1], "has 9 placeholder tokens .* need 0"),
     "a sum": (lambda engine: engine.chat_prompt(asking("a", 1)).__add__([5]), "has 9 placeholder tokens .* need 0"),
-    "one token more in front": (moved, "was changed after .* stands at 6, where 5 was its place; change the messages"),
+    "one token more in front": (moved, "was changed after .* is token 6, and was token 5; change the messages"),
 }
 
 
@@ -143,7 +143,12 @@ def test_a_prompt_of_an_engine_with_another_processor_is_refused(
 ) -> None:
     other = make_engine(**setting(multimodal={"max_pixels": 576}))
     made = other.chat_prompt(asking("a", 1))
-    ask_all(strict, made, InvalidPromptError, r"another processor: make the prompt with chat_prompt\(\) of this one")
+    ask_all(
+        strict,
+        made,
+        InvalidPromptError,
+        r"other settings of its processor: make the prompt with chat_prompt\(\) of this engine",
+    )
     check_good(strict, their_model)
 
 
@@ -157,7 +162,7 @@ def test_a_prompt_of_an_engine_with_other_limits_is_taken(
 def test_a_template_that_shows_no_picture_is_told_from_one_that_shows_too_many(make_engine: MakeEngine) -> None:
     silent = "{% for message in messages %}{{ message.content if message.content is string else 'x' }}{% endfor %}"
     engine: Any = make_engine(**setting(), chat_template=silent)
-    with pytest.raises(InvalidPromptError, match=r"1 image, .* 0 placeholders for that: it may show those of a user"):
+    with pytest.raises(InvalidPromptError, match=r"1 image, .* 0 placeholders for that: it may render those of a user"):
         engine.generate(asking("a"), PARAMS)
 
 
@@ -215,9 +220,9 @@ def text_engine(tiny_directory: Path) -> Iterator[LLMEngine]:
 
 
 def test_a_text_model_refuses_pictures_and_answers_texts(text_engine: Any, strict: Any) -> None:
-    ask_all(text_engine, asking("a", "v", 1), InvalidPromptError, "bring 2 images or videos, .* takes texts only")
+    ask_all(text_engine, asking("a", "v", 1), InvalidPromptError, "have 2 images or videos, .* takes texts only")
     made = strict.chat_prompt(asking("d", 1))
-    with pytest.raises(InvalidPromptError, match="brings images or videos, and this model takes texts only"):
+    with pytest.raises(InvalidPromptError, match="has images or videos, and this model takes texts only"):
         text_engine.generate(made, PARAMS)
     conversation = [{"role": "user", "content": "What is a cat?"}]
     in_parts = [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "a cat?"}]}]

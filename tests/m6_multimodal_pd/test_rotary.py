@@ -99,7 +99,7 @@ def test_sections_that_do_not_share_out_all_pairs_are_refused(section: Any) -> N
 
 @pytest.mark.parametrize("section", [[2, 15, 15], [11, 10, 11], [10, 12, 10]], ids=str)
 def test_sections_that_cannot_be_dealt_out_in_turn_are_refused(section: list[int]) -> None:
-    with pytest.raises(ModelLoadError, match=r"cannot be dealt out in turn: .*, at most 11 and 10"):
+    with pytest.raises(ModelLoadError, match=r"cannot be assigned in turn: .*, at most 11 and 10"):
         mrope_section("somebody", {"mrope_section": section}, 64)
 
 

@@ -162,7 +162,7 @@ def test_whoever_brings_pictures_must_want_no_guesses_of_a_draft_model(
 ) -> None:
     engine: Any = make_drafting(**setting(method="draft_model", drafts=3))
     recorder, before = Recorder(engine.tracer), engine.stats()
-    message = "cannot see: a request with pictures must come with speculate=False, or .* method='ngram'"
+    message = "no vision tower: a request with images needs speculate=False, or .*method='ngram'"
     prompt = engine.chat_prompt(asking("a", 1))
     for ask in (engine.generate, engine.stream, engine.add_request):
         for conversation in (prompt, asking("a", 1)):
@@ -190,7 +190,7 @@ def test_whether_to_speculate_is_yes_or_no_for_pictures_too(make_drafting: Any, 
 
 def test_a_second_turn_without_a_new_picture_still_brings_the_old_one(make_drafting: Any) -> None:
     engine: Any = make_drafting(**setting(method="draft_model"))
-    with pytest.raises(InvalidRequestError, match="cannot see"):
+    with pytest.raises(InvalidRequestError, match="no vision tower"):
         engine.generate(messages((("a", 1), (2,))), PARAMS)
 
 

@@ -194,7 +194,7 @@ def test_later_changes_of_an_array_do_not_matter() -> None:
         (torch.zeros(4, 3, 6, 8, dtype=torch.uint8), "torch tensor [4, 3, 6, 8] is not taken; give a uint8 array"),
         (picture(), "is no video"),
         (7, "is no video"),
-        ([picture(), 7], "frame 1 of video: 7 is no picture"),
+        ([picture(), 7], "frame 1 of video: 7 is no image"),
         ([picture(), picture(size=(9, 6))], "frame 1 of video: it is 9x6, the first 8x6"),
         (png(picture()), "still picture"),
         (b"", "empty"),

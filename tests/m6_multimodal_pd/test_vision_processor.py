@@ -68,7 +68,7 @@ def unpacked(item: ProcessedItem) -> np.ndarray:
     """The pixels [frames, height, width, 3] that an item's rows show, put back one by one."""
     grid_t, grid_h, grid_w = item.layout.grid_thw
     pixels = np.zeros((grid_t * 2, grid_h * 16, grid_w * 16, 3), np.float32)
-    rows = iter(item.feature)
+    rows = iter(item.item.feature)
     for t in range(grid_t):
         for block_y in range(0, grid_h, 2):
             for block_x in range(0, grid_w, 2):
@@ -91,10 +91,10 @@ def test_images_are_what_transformers_makes_of_them(tmp_path: Path, limits: tupl
         pixels = noise(height, width)
         made = theirs(images=[pixels], input_data_format="channels_last", return_tensors="np")
         item = processor.process(Picture(pixels))
-        np.testing.assert_array_equal(item.feature, made["pixel_values"])
-        assert item.feature.dtype == np.float32
+        np.testing.assert_array_equal(item.item.feature, made["pixel_values"])
+        assert item.item.feature.dtype == np.float32
         assert item.layout.grid_thw == tuple(made["image_grid_thw"][0])
-        assert (item.timestamps, item.size, item.num_frames) == ((), (width, height), 1)
+        assert (item.timestamps, item.item.size) == ((), (width, height))
 
 
 def test_a_photo_of_480_by_640_is_300_placeholders_in_qwen3_vl(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
     processor = make(tmp_path, sized(4096, 40000), sized(4096, 40000))
     for height, width in ((1, 1), (50, 9), (64, 200), (300, 300)):
         item, layout = processor.process(Picture(noise(height, width))), processor.image_layout(width, height)
-        assert item.layout.grid_thw == layout.grid_thw and len(item.feature) == 4 * layout.num_tokens
+        assert item.layout.grid_thw == layout.grid_thw and len(item.item.feature) == 4 * layout.num_tokens
         item, layout = processor.process(clip(noise(5, height, width))), processor.video_layout(5, width, height)
-        assert item.layout.grid_thw == layout.grid_thw and len(item.feature) == 4 * layout.num_tokens
+        assert item.layout.grid_thw == layout.grid_thw and len(item.item.feature) == 4 * layout.num_tokens
 
 
 def test_limits_of_the_configuration_stand_in_for_the_models(tmp_path: Path) -> None:
@@ -204,9 +204,9 @@ def test_every_pixel_of_a_video_is_in_its_place(tmp_path: Path) -> None:
     frames[..., 1] = np.arange(96)
     frames[..., 2] = np.arange(4)[:, None, None]
     item = make(tmp_path, video=sized(4096, 10**6)).process(clip(frames))
-    assert item.layout.grid_thw == (2, 4, 6) and item.feature.shape == (48, 1536)
+    assert item.layout.grid_thw == (2, 4, 6) and item.item.feature.shape == (48, 1536)
     np.testing.assert_array_equal(np.round((unpacked(item) + 1) * 127.5).astype(np.uint8), frames)
-    first = np.round((item.feature[0].reshape(3, 2, 16, 16) + 1) * 127.5)
+    first = np.round((item.item.feature[0].reshape(3, 2, 16, 16) + 1) * 127.5)
     assert (first[0, 0, :, 0].tolist(), first[1, 0, 0].tolist()) == (list(range(16)), list(range(16)))
     assert (first[2, 0] == 0).all() and (first[2, 1] == 1).all()
 
@@ -216,7 +216,7 @@ def test_the_last_frame_of_an_odd_number_is_there_twice(tmp_path: Path) -> None:
     item = make(tmp_path, video=sized(4096, 10**6)).process(clip(frames, video_fps=10))
     again = np.round((unpacked(item) + 1) * 127.5).astype(np.uint8)
     np.testing.assert_array_equal(again, frames[[0, 1, 2, 2]])
-    assert (item.layout.grid_thw[0], item.num_frames) == (2, 3)
+    assert item.layout.grid_thw[0] == 2
     assert item.timestamps == pytest.approx((0.05, 0.2))
 
 
@@ -226,7 +226,7 @@ def test_a_video_of_two_equal_frames_is_the_image_of_that_frame(tmp_path: Path) 
     frame = noise(96, 64)
     image, video = processor.process(Picture(frame)), processor.process(clip(np.stack([frame, frame])))
     assert image.layout.grid_thw == video.layout.grid_thw
-    np.testing.assert_allclose(image.feature, video.feature, atol=2e-7)
+    np.testing.assert_allclose(image.item.feature, video.item.feature, atol=2e-7)
 
 
 def test_frames_are_resized_in_whole_numbers() -> None:
@@ -257,9 +257,10 @@ def test_a_layer_of_patches_was_taken_between_its_frames(
 def test_a_video_goes_the_whole_way(tmp_path: Path) -> None:
     """Sampled as the model's file says, and timed by where the frames were."""
     processor = make(tmp_path, video=sized(4096, 10**6) | {"fps": 1, "min_frames": 2, "max_frames": 6})
-    loader = MediaLoader(MultimodalConfig(), processor.sampling)
-    item = processor.process(loader.load({"type": "video", "video": noise(50, 32, 64), "video_fps": 10}))
-    assert (item.num_frames, item.size) == (5, (64, 32))
+    loader = MediaLoader(MultimodalConfig(), processor.video.sampling)
+    media = loader.load({"type": "video", "video": noise(50, 32, 64), "video_fps": 10})
+    item = processor.process(media)
+    assert (len(media.pixels), item.item.size) == (5, (64, 32))
     assert item.timestamps == pytest.approx((0.6, 3.05, 4.9))
 
 
@@ -297,7 +298,11 @@ def test_without_a_file_for_videos_qwen3_vls_own_settings_hold(tmp_path: Path) -
     save(tmp_path, IMAGE)
     processor = VisionProcessor.from_directory(tmp_path, MultimodalConfig(), VISION)
     assert (processor.video.min_pixels, processor.video.max_pixels) == (131072, 786432)
-    assert (processor.sampling.fps, processor.sampling.min_frames, processor.sampling.max_frames) == (2, 4, 768)
+    assert (processor.video.sampling.fps, processor.video.sampling.min_frames, processor.video.sampling.max_frames) == (
+        2,
+        4,
+        768,
+    )
 
 
 @pytest.mark.parametrize(
