@@ -28,7 +28,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Told,
     ToRouter,
 )
-from m6_multimodal_pd.disaggregation.runtime.socket_links import HandLinks
+from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
 from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from tests.m6_multimodal_pd.items import make_req
@@ -47,7 +47,7 @@ class Site:
         write_keys(keys)
         self.keys = read_keys(keys)
         config = DisaggregationConfig(address="tcp://127.0.0.1:*", key_file=keys)
-        self.links = HandLinks(config)
+        self.links = SocketLinks("tcp://127.0.0.1:*", self.keys.router, config)
         self.listener = Listener()
         tracer = Tracer()
         tracer.attach(self.listener)

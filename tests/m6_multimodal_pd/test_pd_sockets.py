@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zmq
 
-from m1_single_request.errors import ConfigError, EngineClosedError, EngineUsageError
+from m1_single_request.errors import ConfigError, EngineClosedError
 from m6_multimodal_pd.disaggregation.runtime import door, endpoint
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys, GroupKeys
 from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, WELCOME, EngineSocket, RouterSocket
@@ -884,28 +884,3 @@ def test_a_closed_socket_says_so(site: Site) -> None:
     ):
         with pytest.raises(EngineClosedError):
             use()
-
-
-def test_a_socket_belongs_to_its_thread(site: Site) -> None:
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
-    caught: list[Exception] = []
-
-    def elsewhere() -> None:
-        for use in (
-            lambda: list(router.receive()),
-            router.close,
-            lambda: router.send("decode-0", Text("x")),
-            engine.receive,
-        ):
-            try:
-                use()
-            except EngineUsageError as error:
-                caught.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert len(caught) == 4
-    greeted(router, engine)
