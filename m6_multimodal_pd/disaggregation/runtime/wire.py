@@ -11,7 +11,7 @@ it nor out of it: the head says dtype, shape and number of the frame. vLLM: `Msg
 
 from collections.abc import Sequence
 from math import prod
-from typing import Annotated, Any, Generic, TypeVar, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -24,7 +24,8 @@ M = TypeVar("M")
 
 Frame = bytes | memoryview
 
-DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("float32", "float16", "int64", "int32", "uint8")}
+DtypeName = Literal["float32", "float16", "int64", "int32", "uint8"]
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in get_args(DtypeName)}
 MAX_FRAMES = 256
 MAX_DIMENSIONS = 8
 MAX_HEAD_BYTES = 8 * 2**20
@@ -34,7 +35,7 @@ MAX_HEAD_BYTES = 8 * 2**20
 class ArrayHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What stands in the head for an array."""
 
-    dtype: str
+    dtype: DtypeName
     shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     frame: int
     """Which frame holds the elements, little-endian and in C order. The head is frame 0."""
@@ -130,9 +131,7 @@ class ArrayReader:
         if (get_origin(kind) or kind) is not np.ndarray:
             raise TypeError(f"a message has a field of type {kind}, which is none that can be read")
         head = msgspec.convert(value, ArrayHead)
-        dtype = DTYPES.get(head.dtype)
-        if dtype is None:
-            raise WireError(f"an array of {shown(head.dtype)}; known are {', '.join(DTYPES)}")
+        dtype = DTYPES[head.dtype]
         frame = self._waiting.pop(head.frame, None)
         if frame is None:
             raise WireError(f"frame {head.frame} is not there, or is of two arrays")
