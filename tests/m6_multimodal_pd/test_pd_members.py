@@ -147,7 +147,7 @@ def test_weights_wait_for_no_engine_that_has_the_name_of_one_that_was_lost(seein
         again = partial(engine_of, "prefill", group.engine.config, decode.transport.segments)
 
         def die(messages: Any) -> None:
-            links.lose("prefill-0", "it was killed")
+            links.drop("prefill-0", "it was killed")
 
         def load_slowly(messages: Any) -> None:
             held.extend(messages)

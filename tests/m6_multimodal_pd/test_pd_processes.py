@@ -585,7 +585,7 @@ def test_an_engine_that_joins_after_weights_were_exchanged_has_the_new_ones(
         links = links_of(engine)
         shared = links.engines["prefill-0"].transport.segments
         for role in ("prefill", "decode"):
-            links.lose(f"{role}-0", "for a test")
+            links.drop(f"{role}-0", "for a test")
             add(links, f"{role}-0_1", partial(engine_of, role, engine.config, shared))
         assert engine.generate([5, 6, 7], greedy(10)).token_ids == expected
 

@@ -582,11 +582,11 @@ def test_in_one_process_an_offer_can_be_taken_once_and_a_lost_one_not_at_all() -
     store = Memory(num_pages=3, seed=1).store
     source = StagedSource(store, segments, num_frames=2)
     offers = [source.offer(name) for name in "abc"]
-    assert segments.names == [offer.segment for offer in offers]
+    assert list(segments._linked) == [offer.segment for offer in offers]
     source.taken("a"), source.forget("b")
-    assert segments.names == [offers[2].segment]
+    assert list(segments._linked) == [offers[2].segment]
     for offer in offers[:2]:
         with pytest.raises(TransferError, match="there is no segment"):
             StagedTarget(store, segments).accept("p", offer)
     source.close()
-    assert segments.names == []
+    assert list(segments._linked) == []

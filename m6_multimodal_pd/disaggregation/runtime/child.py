@@ -45,7 +45,8 @@ def main() -> int:
         return 0
     process = Process(msgspec.json.decode(line, type=Order))
     threading.Thread(target=process.end_with_parent, name="parent", daemon=True).start()
-    return process.run(signal.SIGTERM)
+    process.run(signal.SIGTERM)
+    return 0 if process.error is None else 1
 
 
 class Process:
@@ -56,14 +57,12 @@ class Process:
         self.order = order
         self.is_stopping = False
         self.error: Exception | None = None
-        """Why the engine cannot be built, or why the router rejects it."""
+        """Why the engine cannot be built, or has not joined."""
         self.config: Any = from_json(EngineConfig, order.config)
-        self.socket: EngineSocket[Any] = EngineSocket(
-            order.address,
-            name=order.name,
-            codec=Codec(ToEngine, self.config.disaggregation.max_message_bytes),
-            keys=order.keys,
-            heartbeat_timeout_s=self.config.disaggregation.heartbeat_timeout_s,
+        group = self.config.disaggregation
+        codec: Codec[Any] = Codec(ToEngine, group.max_message_bytes)
+        self.socket = EngineSocket(
+            order.address, name=order.name, codec=codec, keys=order.keys, heartbeat_timeout_s=group.heartbeat_timeout_s
         )
 
     def stop(self) -> None:
@@ -80,29 +79,26 @@ class Process:
         remove_leftovers(self.order.owner)
         os._exit(1)
 
-    def run(self, *signals: int) -> int:
-        """Build the engine and work, until one of the `signals` arrives or the router ends it. Returns the exit status:
-        1 if the engine never worked."""
+    def run(self, *signals: int) -> None:
+        """Build the engine and work, until one of the `signals` arrives or the router ends it. Sets `error` if the
+        engine never worked."""
         for number in signals:
             signal.signal(number, lambda *_: self.stop())
         try:
-            with closing(self.socket):
-                if not self._is_welcome():
-                    return 1
-                with suppress(PeerLostError):  # without a router no request waits for an answer
-                    engine = self._build()
-                    if engine is not None:
-                        self._work(engine)
+            with closing(self.socket), suppress(PeerLostError):  # without a router no request waits for an answer
+                self._await_welcome()
+                if self.socket.joined and (engine := self._build()) is not None:
+                    self._work(engine)
         finally:
             remove_leftovers(self.order.owner)
-        return 0 if self.error is None else 1
 
-    def _is_welcome(self) -> bool:
-        """Wait for the router's answer; return whether it admits this engine."""
+    def _await_welcome(self) -> None:
+        """Wait until the router admits this engine; set `error` if it does not."""
         deadline = time.monotonic() + WELCOME_TIMEOUT_S
         while not (self.socket.joined or self.is_stopping) and time.monotonic() < deadline:
             self._receive(0.1)
-        return self.socket.joined
+        if not self.socket.joined:
+            self.error = ConfigError(f"{self.order.name} has ended: no router at {self.order.address} has admitted it")
 
     def _build(self) -> Engine | None:
         """Return an engine that is ready. None if it cannot be built (the router receives the error), or has to end."""

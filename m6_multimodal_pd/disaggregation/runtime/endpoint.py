@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from math import ceil
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import zmq
 
-from m1_single_request.errors import ConfigError, EngineClosedError, shown
+from m1_single_request.errors import ConfigError, shown
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.runtime.door import HANDSHAKE_TIMEOUT_S
 from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
@@ -42,9 +42,8 @@ class Endpoint(Generic[M]):
         self._codec = codec
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
-        self._sockets: list[Any] = [self._socket]
         # not at exit: a daemon thread may still be inside ZeroMQ, and the sockets end with the process
-        when_dropped(self, _release, self._context, self._sockets, 0).atexit = False
+        when_dropped(self, _release, self._context, self._socket, 0).atexit = False
         self._set(
             {
                 zmq.LINGER: LINGER_MS,
@@ -60,7 +59,7 @@ class Endpoint(Generic[M]):
 
     def close(self) -> None:
         """Close the socket, end ZeroMQ's thread. Queued messages have LINGER_MS to leave. May be called twice."""
-        _release(self._context, self._sockets, LINGER_MS)
+        _release(self._context, self._socket, LINGER_MS)
 
     def _set(self, options: dict[int, int | bytes]) -> None:
         for option, value in options.items():
@@ -78,7 +77,6 @@ class Endpoint(Generic[M]):
 
     def _read(self, timeout_s: float) -> list[list[zmq.Frame]]:
         """Return the messages that have arrived, at most `MAX_PER_CALL`, each as its frames; wait for the first one."""
-        self._check_open()
         self._socket.poll(ceil(max(timeout_s, 0.0) * 1000))
         found: list[list[zmq.Frame]] = []
         with suppress(zmq.Again):
@@ -88,13 +86,7 @@ class Endpoint(Generic[M]):
 
     def _write(self, frames: list[bytes]) -> None:
         """Queue a message. Raises `zmq.Again` if as many as `MAX_QUEUED` wait."""
-        self._check_open()
         self._socket.send_multipart(frames, zmq.NOBLOCK)
-
-    def _check_open(self) -> None:
-        """Raise `EngineClosedError` after `close`."""
-        if self._socket.closed:
-            raise EngineClosedError("this socket is closed")
 
 
 def heartbeats(timeout_s: float) -> dict[int, int]:
@@ -108,9 +100,8 @@ def heartbeats(timeout_s: float) -> dict[int, int]:
     return {option: ceil(min(value * 1000, LONGEST_TIMER_MS)) for option, value in seconds.items()}
 
 
-def _release(context: "zmq.Context[zmq.Socket[bytes]]", sockets: list[Any], linger_ms: int) -> None:
-    """Close these sockets, which are all that this thread has of the context, and end the context."""
-    for each in sockets:
-        each.close(linger_ms)
+def _release(context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]", linger_ms: int) -> None:
+    """Close the one socket that this thread has of the context, and end the context."""
+    socket.close(linger_ms)
     if getattr(threading.current_thread(), "context", None) is not context:  # the doorkeeper's sockets are open yet
         context.term()

@@ -29,31 +29,24 @@ class Links(Protocol):
 
     def send(self, name: str, message: ToEngine) -> None:
         """Queue a message. Raises `PeerLostError` for an engine that is gone, `WireError` for one that is too large."""
-        ...
 
     def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
         """Return the messages that have arrived; wait at most `timeout_s` seconds for the first one."""
-        ...
 
     def lost(self) -> list[Lost]:
         """Return the engines that are gone since the last call."""
-        ...
 
     def drop(self, name: str, why: str) -> None:
         """Give an engine up; `lost` may return it. Does nothing if it is gone."""
-        ...
 
     def refuse(self, name: str, why: str) -> None:
         """Reject an engine that does not fit, and end it."""
-        ...
 
     def coming(self, role: str) -> bool:
         """Return whether an engine of this role has joined, or will join without the user's help."""
-        ...
 
     def close(self) -> None:
         """End all engines."""
-        ...
 
 
 class LocalLinks:
@@ -93,7 +86,7 @@ class LocalLinks:
         try:
             engine.start(max_model_len)
         except EngineError as error:
-            self.lose(name, str(error), fault_of(error))
+            self.drop(name, str(error), fault_of(error))
         else:
             self._from.append((name, engine.joined))
 
@@ -104,24 +97,20 @@ class LocalLinks:
             try:
                 engine.tick(messages)
             except EngineDeadError as error:
-                self.lose(name, str(error))
+                self.drop(name, str(error))
         arrived = self._from[:]
         self._from.clear()
         return arrived
 
-    def lose(self, name: str, why: str, fault: Fault | None = None) -> None:
+    def drop(self, name: str, why: str, fault: Fault | None = None) -> None:
         """Close an engine, as if its process had ended."""
-        self._lost.append(Lost(name, why, fault))
-        self.engines.pop(name).close()
-        del self._to[name]
-
-    def drop(self, name: str, why: str) -> None:
         if name in self.engines:
-            self.lose(name, why)
+            self._lost.append(Lost(name, why, fault))
+            self.engines.pop(name).close()
+            del self._to[name]
 
     def refuse(self, name: str, why: str) -> None:
-        if name in self.engines:
-            self.lose(name, why, fault_of(ConfigError(why)))
+        self.drop(name, why, fault_of(ConfigError(why)))
 
     def coming(self, role: str) -> bool:
         return any(engine.role == role for engine in self.engines.values())

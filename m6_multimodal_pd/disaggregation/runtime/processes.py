@@ -50,10 +50,7 @@ class Child:
         """Start the process. `deadline`: when it must have joined, in monotonic seconds."""
         self.order, self.deadline = order, deadline
         self.joined = False
-        self.why: str | None = None
-        """Reason for which the process was given up."""
-        self.fault: Fault | None = None
-        """Error of an engine that cannot be built or does not fit."""
+        self.given_up: Lost | None = None
         self.kill_at = math.inf
         self.stopped_at = math.inf
         """When its process was first found to be stopped while it started, in monotonic seconds."""
@@ -66,17 +63,17 @@ class Child:
             self.stdin.write(msgspec.json.encode(order) + b"\n")
             self.stdin.flush()
 
-    def ended(self) -> str | None:
+    def ended(self) -> Lost | None:
         """Return the reason for which the process has ended; None while it runs. Kills it if its grace is over."""
         if time.monotonic() >= self.kill_at:
             self.end(0.0)
         status = self.process.poll()
-        return None if status is None else self.why or reason_of(status)
+        return None if status is None else self.given_up or Lost(self.order.name, reason_of(status))
 
     def drop(self, why: str, fault: Fault | None = None) -> None:
         """Give the process up: it is killed after GRACE_S, or with the next look at it if there is a `fault`."""
-        if self.why is None or fault is not None:
-            self.why, self.fault = why, fault
+        if self.given_up is None or fault is not None:
+            self.given_up = Lost(self.order.name, why, fault)
             self.kill_at = time.monotonic() + (GRACE_S if fault is None else 0.0)
             self._let_go()
 
@@ -119,19 +116,17 @@ class ProcessLinks(SocketLinks):
         self.restarts = RestartLimit(config.disaggregation.max_restarts)
         self._group = secrets.token_hex(6)
         self._engine_keys = keys.engines
-        self._num_started = 0
         self.children: dict[str, Child] = {}
         when_dropped(self, _kill, self.children, self.restarts)
 
     def start(self, name: str, role: Role) -> None:
         """Start an engine; it joins when it is ready. Raises `EngineLostError` if there can be no other process."""
-        self._num_started += 1
         order = Order(
             name=name,
             role=role,
             address=self.socket.address,
             keys=self._engine_keys,
-            owner=f"{self._group}x{self._num_started}",
+            owner=f"{self._group}x{secrets.token_hex(6)}",
             is_traced=self.is_traced,
             num_threads=torch.get_num_threads(),
             config=to_json(self.config),
@@ -168,9 +163,9 @@ class ProcessLinks(SocketLinks):
         for name, child in list(self.children.items()):
             if not child.joined:
                 child.drop_if_late(group.start_timeout_s, group.heartbeat_timeout_s)
-            why = child.ended()
-            if why is not None:
-                found.append(Lost(name, why, child.fault))
+            lost = child.ended()
+            if lost is not None:
+                found.append(lost)
                 self._replace(name, child)
         return found
 
@@ -200,7 +195,7 @@ class ProcessLinks(SocketLinks):
         deadline = time.monotonic() + END_TIMEOUT_S
         for name, child in list(self.children.items()):
             # an engine that has not joined, or was given up, has no work to end
-            may_end = child.joined and child.why is None
+            may_end = child.joined and child.given_up is None
             child.end(max(deadline - time.monotonic(), 0.1) if may_end else 0.0)
             del self.children[name]
 

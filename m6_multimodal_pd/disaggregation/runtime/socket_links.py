@@ -8,7 +8,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from m1_single_request.errors import EngineClosedError
+import zmq
+
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT
@@ -26,12 +27,8 @@ class SocketLinks:
 
     def __init__(self, address: str, keys: CurveKeys, group: DisaggregationConfig) -> None:
         """Bind the socket. Raises `ConfigError` for an address that cannot be used."""
-        self.socket: RouterSocket[Any] = RouterSocket(
-            address,
-            codec=Codec(ToRouter, group.max_message_bytes),
-            keys=keys,
-            heartbeat_timeout_s=group.heartbeat_timeout_s,
-        )
+        codec: Codec[Any] = Codec(ToRouter, group.max_message_bytes)
+        self.socket = RouterSocket(address, codec=codec, keys=keys, heartbeat_timeout_s=group.heartbeat_timeout_s)
         self._next_probe = 0.0
 
     def send(self, name: str, message: ToEngine) -> None:
@@ -76,6 +73,6 @@ class SocketLinks:
     def close(self) -> None:
         """Ask all engines to end, and close the socket. May be called twice."""
         for name in self.socket.names:
-            with suppress(PeerLostError, EngineClosedError):
+            with suppress(PeerLostError, zmq.ZMQError):  # it is gone; this socket is closed
                 self.socket.send(name, Call(0, "shutdown"))
         self.socket.close()

@@ -28,7 +28,6 @@ from typing import Any
 import zmq
 
 from m1_single_request.errors import ConfigError, shown
-from m6_multimodal_pd.disaggregation.config import HEARTBEAT_TIMEOUT_S
 from m6_multimodal_pd.disaggregation.runtime.credentials import NAME, CurveKeys, check_address
 from m6_multimodal_pd.disaggregation.runtime.door import Doorkeeper
 from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
@@ -50,14 +49,7 @@ class RouterSocket(Endpoint[M]):
     Raises `ConfigError` if the address cannot be used.
     """
 
-    def __init__(
-        self,
-        address: str = LOOPBACK,
-        *,
-        codec: Codec[M],
-        keys: CurveKeys,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, address: str, *, codec: Codec[M], keys: CurveKeys, heartbeat_timeout_s: float) -> None:
         check_address(address)
         path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
         if path is not None and os.path.lexists(path):  # ZeroMQ would remove it, whatever it is
@@ -115,10 +107,7 @@ class RouterSocket(Endpoint[M]):
 
     def forget(self, name: str) -> None:
         """Accept no more messages of an engine, if there is such a one. Its name is free for another."""
-        self._check_open()
-        identity = self._identities.pop(name, None)
-        if identity is not None:
-            del self._names[identity]
+        self._names.pop(self._identities.pop(name, b""), None)
 
     def close(self) -> None:
         """Close as every endpoint; remove the file of an `ipc` address, which ZeroMQ leaves if it has not named it."""
@@ -151,13 +140,7 @@ class EngineSocket(Endpoint[M]):
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        name: str,
-        codec: Codec[M],
-        keys: CurveKeys,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        self, address: str, *, name: str, codec: Codec[M], keys: CurveKeys, heartbeat_timeout_s: float
     ) -> None:
         check_address(address)
         if not NAME.fullmatch(name):
@@ -167,15 +150,12 @@ class EngineSocket(Endpoint[M]):
         self._set({zmq.ROUTING_ID: f"{name}.{secrets.token_hex(16)}".encode()})
         self._set({zmq.CURVE_SERVERKEY: keys.trusted.encode()})
         self._set({zmq.RECONNECT_IVL: -1})  # never
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._sockets.append(self._monitor)
         self._open(self._socket.connect, address)
         self._write([HELLO])
 
     def was_cut(self) -> bool:
-        """Return whether the connection to the router is over."""
-        self._check_open()
-        return bool(self._monitor.poll(0))
+        """Return whether the connection to the router is over, or the router does not read its messages."""
+        return not self._socket.poll(0, zmq.POLLOUT)
 
     def receive(self, timeout_s: float = 0.0) -> list[M]:
         """Return the messages that have arrived; wait for the first one, as `RouterSocket.receive` does."""

@@ -11,12 +11,11 @@ it nor out of it: the head says dtype, shape and number of the frame. vLLM: `Msg
 
 from collections.abc import Sequence
 from math import prod
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
-from m1_single_request.config import check_whole_number
 from m1_single_request.errors import shown
 from m6_multimodal_pd.errors import WireError
 
@@ -49,7 +48,6 @@ class Codec(Generic[M]):
     """
 
     def __init__(self, message_type: Any, max_bytes: int) -> None:
-        check_whole_number("max_bytes", max_bytes, low=1)
         self.max_bytes = max_bytes
         """Of one message, all frames together."""
         self._type = message_type
@@ -77,11 +75,10 @@ class Codec(Generic[M]):
         arrays = ArrayReader(frames)
         try:
             message: M = msgspec.msgpack.Decoder(self._type, dec_hook=arrays.take).decode(frames[0])
-        except WireError:
-            raise
-        except Exception as error:  # of msgspec, of str, of a message's own checks: a stranger chooses which
+        except Exception as error:  # of msgspec, of str, of a message's own checks: the sender chooses which
             raise WireError(f"a message that cannot be read: {shown(str(error))}") from error
-        arrays.check_all_taken()
+        if arrays.frames:
+            raise WireError(f"a message with {len(arrays.frames)} frames too many")
         return message
 
     def _check_sizes(self, sizes: list[int]) -> None:
@@ -121,26 +118,20 @@ class ArrayWriter:
 
 
 class ArrayReader:
-    """Hands out the array frames of one message, each of them once."""
+    """The array frames of one message that are not read yet, by number; each becomes one array."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
-        self._waiting = dict(enumerate(frames[1:], start=1))
+        self.frames = dict(enumerate(frames[1:], start=1))
 
     def take(self, kind: Any, value: Any) -> np.ndarray:
         """The array that `value`, still in plain lists and numbers, describes."""
-        if (get_origin(kind) or kind) is not np.ndarray:
-            raise TypeError(f"a message has a field of type {kind}, which is none that can be read")
+        assert kind is np.ndarray, f"a message has a field of type {kind}, which cannot be read"
         head = msgspec.convert(value, ArrayHead)
         dtype = DTYPES[head.dtype]
-        frame = self._waiting.pop(head.frame, None)
+        frame = self.frames.pop(head.frame, None)
         if frame is None:
             raise WireError(f"frame {head.frame} is not there, or is of two arrays")
         if prod(head.shape) * dtype.itemsize != len(frame):
             raise WireError(f"an array of {head.dtype} {shown(head.shape)} in a frame of {len(frame)} bytes")
         array = np.frombuffer(frame, dtype).reshape(head.shape)
         return np.require(array, requirements=["ALIGNED", "WRITEABLE"])  # copies what is not: a frame starts anywhere
-
-    def check_all_taken(self) -> None:
-        """Raise WireError if a frame belongs to no array."""
-        if self._waiting:
-            raise WireError(f"a message with {len(self._waiting)} frames too many")
