@@ -116,8 +116,7 @@ class Process:
                 is_traced=self.order.is_traced,
             )
             self.socket.send(engine.fitted)
-            length = self._await_length()
-            if length is None:
+            if (length := self._await_length()) is None:
                 return None
             engine.start(length)
         except PeerLostError:

@@ -59,10 +59,9 @@ class GroupKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return new keys. Raises `ConfigError` if ZeroMQ was built without CURVE."""
         if not zmq.has("curve"):
             raise ConfigError("this build of ZeroMQ has no CURVE: install a wheel of pyzmq")
-        (router, its_secret), (engine, their_secret) = (
-            [key.decode() for key in zmq.curve_keypair()] for _ in ("router", "engines")
-        )
-        return cls(CurveKeys(router, its_secret, engine), CurveKeys(engine, their_secret, router))
+        keys = [key.decode() for key in (*zmq.curve_keypair(), *zmq.curve_keypair())]
+        router, its_secret, engines, their_secret = keys
+        return cls(CurveKeys(router, its_secret, engines), CurveKeys(engines, their_secret, router))
 
 
 def write_keys(path: str | Path) -> None:

@@ -85,10 +85,9 @@ class LocalLinks:
         engine = self.engines[name]
         try:
             engine.start(max_model_len)
+            self._from.append((name, engine.joined))
         except EngineError as error:
             self.drop(name, str(error), fault_of(error))
-        else:
-            self._from.append((name, engine.joined))
 
     def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
         """Run one tick of each engine; return their messages. An engine whose device is gone is lost."""

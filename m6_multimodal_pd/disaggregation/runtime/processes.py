@@ -22,6 +22,7 @@ import torch
 
 from m1_single_request.errors import ConfigError
 from m1_single_request.held_interrupt import HeldInterrupt
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime.config_json import to_json
 from m6_multimodal_pd.disaggregation.runtime.credentials import GroupKeys
 from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
@@ -46,9 +47,10 @@ RESTART_WINDOW_S = 3600.0
 class Child:
     """The process of one engine."""
 
-    def __init__(self, order: Order, deadline: float) -> None:
-        """Start the process. `deadline`: when it must have joined, in monotonic seconds."""
-        self.order, self.deadline = order, deadline
+    def __init__(self, order: Order, group: DisaggregationConfig) -> None:
+        """Start the process."""
+        self.order, self.group = order, group
+        self.deadline = time.monotonic() + group.start_timeout_s
         self.joined = False
         self.given_up: Lost | None = None
         self.kill_at = math.inf
@@ -77,15 +79,15 @@ class Child:
             self.kill_at = time.monotonic() + (GRACE_S if fault is None else 0.0)
             self._let_go()
 
-    def drop_if_late(self, start_timeout_s: float, heartbeat_timeout_s: float) -> None:
+    def drop_if_late(self) -> None:
         """Drop an engine that has not joined in time, or whose process is stopped (SIGSTOP) before it has a connection
         with heartbeats."""
-        now = time.monotonic()
+        now, limit_s = time.monotonic(), self.group.heartbeat_timeout_s
         self.stopped_at = min(self.stopped_at, now) if is_stopped(self.process.pid) else math.inf
         if now > self.deadline:
-            self.drop(f"it did not start within start_timeout_s={start_timeout_s:g}")
-        if now > self.stopped_at + heartbeat_timeout_s:
-            self.drop(f"its process was stopped for {heartbeat_timeout_s:g} s while it started")
+            self.drop(f"it did not start within start_timeout_s={self.group.start_timeout_s:g}")
+        if now > self.stopped_at + limit_s:
+            self.drop(f"its process was stopped for {limit_s:g} s while it started")
 
     def _let_go(self) -> None:
         """Close the standard input: the process ends by itself then, if it can. A stopped process goes on for that."""
@@ -131,10 +133,9 @@ class ProcessLinks(SocketLinks):
             num_threads=torch.get_num_threads(),
             config=to_json(self.config),
         )
-        deadline = time.monotonic() + self.config.disaggregation.start_timeout_s
         try:
             with HeldInterrupt():  # a process that has started is in `children`, so that it is ended
-                self.children[name] = Child(order, deadline)
+                self.children[name] = Child(order, self.config.disaggregation)
         except OSError as error:
             raise EngineLostError(f"a process cannot be started: {error}") from error
 
@@ -158,13 +159,11 @@ class ProcessLinks(SocketLinks):
         that had no memory: there may be some later."""
         for unreachable in super().lost():
             self.drop(unreachable.name, unreachable.why)
-        group = self.config.disaggregation
         found = []
         for name, child in list(self.children.items()):
             if not child.joined:
-                child.drop_if_late(group.start_timeout_s, group.heartbeat_timeout_s)
-            lost = child.ended()
-            if lost is not None:
+                child.drop_if_late()
+            if (lost := child.ended()) is not None:
                 found.append(lost)
                 self._replace(name, child)
         return found
@@ -179,13 +178,12 @@ class ProcessLinks(SocketLinks):
             self.children[name].drop(why, fault_of(ConfigError(why)))
 
     def _replace(self, name: str, child: Child) -> None:
-        """Remove what an ended process leaves, and start another one in its place, unless that was done too often."""
+        """Remove the leftovers of an ended process; start another one in its place, unless that was done too often."""
         child.end(0.0)
         self.socket.forget(name)
         del self.children[name]
         first = name.partition("_")[0]
-        again = self.restarts.next(first)
-        if again is not None:
+        if (again := self.restarts.next(first)) is not None:
             with suppress(EngineLostError):  # the machine has no room for another process: there is one engine less
                 self.start(f"{first}_{again}", child.order.role)
 
@@ -209,15 +207,13 @@ def reason_of(status: int) -> str:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a child process is stopped by a signal. False on a system that does not report it (macOS)."""
-    if not hasattr(os, "waitid"):
-        return False
-    with suppress(ChildProcessError):  # it has ended
+    with suppress(ChildProcessError, AttributeError):  # it has ended; the system has no waitid
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     return False
 
 
 def _kill(children: dict[str, Child], restarts: "RestartLimit") -> None:
-    """End the engines of a dropped group, whatever they do."""
+    """Kill the engines of a dropped group."""
     restarts.at_most = 0  # at interpreter exit a daemon thread may go on with the group
     for child in list(children.values()):
         child.process.kill()

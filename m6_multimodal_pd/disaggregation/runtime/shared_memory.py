@@ -4,9 +4,10 @@ A process that is killed removes nothing, so a segment has a name only from the 
 From then on the kernel frees it when the last of the two unmaps it or dies. A process that dies inside that window
 leaves a name that begins with its owner's, and the router that started the process removes it (`remove_leftovers`). A
 name of an engine that was started by hand is removed by the next such engine on this host (`remove_abandoned`).
-Python's `multiprocessing.shared_memory` keeps the name to the end, and its resource tracker unlinks what others still
-use. New in this milestone. vLLM has such memory for messages between its workers (`distributed/device_communicators/
-shm_broadcast.py`), SGLang for pictures; both move KV through the network card, on one host as well.
+Python's `multiprocessing.shared_memory` keeps the name to the end, and its resource tracker unlinks segments that
+others still use. New in this milestone. vLLM has such memory for messages between its workers
+(`distributed/device_communicators/shm_broadcast.py`), SGLang for pictures; both move KV through the network card, on
+one host as well.
 """
 
 import mmap

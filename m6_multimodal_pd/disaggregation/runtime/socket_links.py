@@ -14,7 +14,7 @@ from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT
 from m6_multimodal_pd.disaggregation.runtime.links import Lost
-from m6_multimodal_pd.disaggregation.runtime.messages import Call, Failed, Probe, Refused, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import Call, Probe, Refused, ToEngine, ToRouter
 from m6_multimodal_pd.disaggregation.runtime.sockets import RouterSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError
@@ -35,17 +35,12 @@ class SocketLinks:
         self.socket.send(name, message)
 
     def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
-        """Return messages; forget an engine that cannot be built, so that its name is free."""
-        received = self.socket.receive(timeout_s)
-        for name, message in received:
-            if isinstance(message, Failed):
-                self.socket.forget(name)
-        return received
+        return self.socket.receive(timeout_s)
 
     def lost(self) -> list[Lost]:
         """Send a probe to each engine, once a second; return those that cannot be reached.
 
-        These include engines that have not joined: one that dies while it loads would keep its name.
+        These include engines that have not joined: one that ends while it loads would keep its name.
         """
         now, unreachable = time.monotonic(), []
         if now >= self._next_probe:

@@ -52,7 +52,7 @@ class RouterSocket(Endpoint[M]):
     def __init__(self, address: str, *, codec: Codec[M], keys: CurveKeys, heartbeat_timeout_s: float) -> None:
         check_address(address)
         path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
-        if path is not None and os.path.lexists(path):  # ZeroMQ would remove it, whatever it is
+        if path is not None and os.path.lexists(path):  # ZeroMQ would remove the file
             raise ConfigError(f"address={shown(address)} exists already; remove it if no process uses it")
         super().__init__(zmq.ROUTER, codec=codec, keys=keys, heartbeat_timeout_s=heartbeat_timeout_s)
         self._names: dict[bytes, str] = {}

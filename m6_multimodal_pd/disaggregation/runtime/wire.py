@@ -1,10 +1,10 @@
 """Messages between processes as bytes: a typed head in msgpack, and each large array in a frame of its own.
 
-New in this milestone: until now everything ran in one process, and nothing had to be believed. What comes in over a
-socket is checked against its type while it is read, sizes are compared with what is there before memory is taken for
-them, and whatever is wrong is a `WireError`. A head names its type and fields and can do nothing but hold values; a
-pickle is a program, and reading one means running it. Arrays stay out of the head so that they are neither copied into
-it nor out of it: the head says dtype, shape and number of the frame. vLLM: `MsgpackEncoder` and `MsgpackDecoder` in
+New in this milestone: until now everything ran in one process. A message that a socket receives is checked against its
+type while it is read, sizes are compared with the bytes that are there before memory is reserved for them, and every
+error is a `WireError`. A head has a type and fields, and holds values only; a pickle is a program, and to read it is to
+run it. Arrays stay out of the head so that they are not copied into it or out of it: the head has dtype, shape and the
+number of the frame. vLLM: `MsgpackEncoder` and `MsgpackDecoder` in
 `v1/serial_utils.py`, which keep large arrays apart in the same way, used by `v1/engine/core_client.py`; SGLang:
 `managers/scheduler.py` receives pickles over ZeroMQ (`recv_pyobj`).
 """
@@ -28,23 +28,23 @@ DTYPES = {name: np.dtype(name).newbyteorder("<") for name in get_args(DtypeName)
 MAX_FRAMES = 256
 MAX_DIMENSIONS = 8
 MAX_HEAD_BYTES = 8 * 2**20
-"""A million tokens fit. A byte of a head can become an object of many: this bounds what a bad one may cost."""
+"""A million tokens fit. A byte of a head can become an object of many: this bounds the memory that a bad one costs."""
 
 
 class ArrayHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What stands in the head for an array."""
+    """The array's entry in the head."""
 
     dtype: DtypeName
     shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     frame: int
-    """Which frame holds the elements, little-endian and in C order. The head is frame 0."""
+    """Number of the frame of its elements, little-endian and in C order. The head is frame 0."""
 
 
 class Codec(Generic[M]):
     """Writes and reads the messages of one union of tagged `msgspec.Struct`s. A field of type `np.ndarray` is an array.
 
-    `Codec[Message](Message, max_bytes)`. Only dtype and size of an array are checked here. Which dtype and shape a
-    message needs is for its own `__post_init__` to say, by a ValueError.
+    `Codec[Message](Message, max_bytes)`. Only dtype and size of an array are checked here; the `__post_init__` of a
+    message raises a ValueError for a dtype or shape that it does not accept.
     """
 
     def __init__(self, message_type: Any, max_bytes: int) -> None:
@@ -53,9 +53,9 @@ class Codec(Generic[M]):
         self._type = message_type
 
     def encode(self, message: M) -> list[bytes]:
-        """The frames of `message`: the head, then one for each array.
+        """Return the frames of `message`: the head, then one for each array.
 
-        Raises WireError if it is larger than the limits, or holds what cannot be sent.
+        Raises WireError if it is larger than the limits, or has a value that cannot be sent.
         """
         arrays = ArrayWriter(self.max_bytes)
         try:
@@ -67,9 +67,9 @@ class Codec(Generic[M]):
         return frames
 
     def decode(self, frames: Sequence[Frame]) -> M:
-        """The message that the frames hold. Its arrays may be written to; they share memory with the frames or not.
+        """Return the message of the frames. Its arrays may be written to; they may share memory with the frames.
 
-        Raises WireError, and nothing else, whatever is in the frames.
+        Raises WireError, and no other error, for any bytes.
         """
         self._check_sizes([len(frame) for frame in frames])
         arrays = ArrayReader(frames)
@@ -91,15 +91,15 @@ class Codec(Generic[M]):
 
 
 class ArrayWriter:
-    """Puts the arrays of one message into frames, in the order in which its encoder comes upon them."""
+    """Puts the arrays of one message into frames, in the order in which they are encoded."""
 
     def __init__(self, max_bytes: int) -> None:
         self.frames: list[bytes] = []
         self._bytes_left = max_bytes
 
     def add(self, value: object) -> ArrayHead | float | int | str:
-        """What stands for `value` in the head. The encoder asks for everything that msgpack has no form for."""
-        if isinstance(value, float):  # numpy's, say, which every check of a parameter takes for one
+        """Return the entry of `value` in the head. The encoder calls this for all types that msgpack does not have."""
+        if isinstance(value, float):  # numpy's, for example, which every check of a parameter accepts
             return float(value)
         if isinstance(value, int):  # an IntEnum's
             return int(value)
@@ -124,7 +124,7 @@ class ArrayReader:
         self.frames = dict(enumerate(frames[1:], start=1))
 
     def take(self, kind: Any, value: Any) -> np.ndarray:
-        """The array that `value`, still in plain lists and numbers, describes."""
+        """Return the array of an `ArrayHead`, which `value` has as lists and numbers."""
         assert kind is np.ndarray, f"a message has a field of type {kind}, which cannot be read"
         head = msgspec.convert(value, ArrayHead)
         dtype = DTYPES[head.dtype]
@@ -134,4 +134,4 @@ class ArrayReader:
         if prod(head.shape) * dtype.itemsize != len(frame):
             raise WireError(f"an array of {head.dtype} {shown(head.shape)} in a frame of {len(frame)} bytes")
         array = np.frombuffer(frame, dtype).reshape(head.shape)
-        return np.require(array, requirements=["ALIGNED", "WRITEABLE"])  # copies what is not: a frame starts anywhere
+        return np.require(array, requirements=["ALIGNED", "WRITEABLE"])  # copies if not: a frame may start at any byte
