@@ -37,7 +37,7 @@ from m6_multimodal_pd.disaggregation.runtime import child as child_module, proce
 from m6_multimodal_pd.disaggregation.runtime.assembly import await_engines
 from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks, Lost
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault
-from m6_multimodal_pd.disaggregation.runtime.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit
+from m6_multimodal_pd.disaggregation.runtime.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit, reason_of
 from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.wiring import PARTS
 from tests.m6_multimodal_pd.engines import greedy, setting
@@ -350,6 +350,14 @@ def test_one_that_stands_still_without_requests_is_replaced_too(group: Any, expe
     assert eventually(lambda: group.stats() and not is_alive(pid))
     check_is_whole(group)
     assert told_of(Callers(group, ASKED[:1]).answers()[0]) == told_of(expected[0])
+
+
+@pytest.mark.exhaustive
+def test_an_engine_whose_step_takes_too_long_is_ended_by_its_watchdog(make_group: Callable[..., Any]) -> None:
+    engine = make_group(step_timeout_s=0.0001, max_restarts=0)
+    children = list(links_of(engine).children.values())
+    assert isinstance(engine.generate([5, 6, 7], greedy(3)).error, EngineLostError)
+    assert any("a step did not end" in reason_of(child.process.poll() or 0) for child in children)
 
 
 @pytest.mark.exhaustive

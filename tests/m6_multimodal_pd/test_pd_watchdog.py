@@ -108,6 +108,13 @@ def test_a_process_without_a_place_for_the_stacks_ends_all_the_same(full_pipe: i
     assert closed.returncode == -signal.SIGALRM
 
 
+def test_a_process_whose_parent_ignores_the_alarm_ends_all_the_same() -> None:
+    ended = run(
+        "hangs_in_a_kernel", capture_output=True, preexec_fn=lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    )
+    assert ended.returncode == -signal.SIGALRM and "in hangs_in_a_kernel" in ended.stderr
+
+
 def broken_pipe() -> int:
     """The end of a pipe whose other end is closed."""
     reader, writer = os.pipe()

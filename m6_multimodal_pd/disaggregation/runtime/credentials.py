@@ -59,8 +59,8 @@ class GroupKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return new keys. Raises `ConfigError` if ZeroMQ was built without CURVE."""
         if not zmq.has("curve"):
             raise ConfigError("this build of ZeroMQ has no CURVE: install a wheel of pyzmq")
-        keys = [key.decode() for key in (*zmq.curve_keypair(), *zmq.curve_keypair())]
-        router, its_secret, engines, their_secret = keys
+        pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
+        router, its_secret, engines, their_secret = (key.decode() for key in pairs)
         return cls(CurveKeys(router, its_secret, engines), CurveKeys(engines, their_secret, router))
 
 

@@ -19,7 +19,8 @@ class Watchdog:
 
     def __init__(self, step_timeout_s: float) -> None:
         self.step_timeout_s = min(step_timeout_s, LONGEST_TIMER_S)
-        faulthandler.register(signal.SIGALRM, file=STDERR, chain=True)  # then the default action: the process ends
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, once the stacks are written
+        faulthandler.register(signal.SIGALRM, file=STDERR, chain=True)
 
     def __enter__(self) -> None:
         # a second alarm finds the first one writing, and ends the process at once
