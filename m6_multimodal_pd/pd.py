@@ -52,8 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, run, place in (("router", route, "--listen"), ("prefill", work, "--join"), ("decode", work, "--join")):
         what = f"start a {name} process"
         command = commands.add_parser(name, help=what, parents=[demo.make_parser()], conflict_handler="resolve")
-        where = "address of the router, such as tcp://127.0.0.1:5600"
-        command.add_argument(place, dest="address", required=True, metavar="ADDRESS", help=where)
+        command.add_argument(place, dest="address", required=True, metavar="ROUTER", help="as tcp://127.0.0.1:5600")
         command.add_argument("--keys", required=True, metavar="FILE", help="made by the command keys")
         if run is work:
             command.add_argument("--name", help="name of the engine; default: its role and its process id")

@@ -157,8 +157,6 @@ class ProcessLinks(SocketLinks):
     def lost(self) -> list[Lost]:
         """Return the engines whose process has ended; drop those that cannot be reached. Each is started anew, also one
         that had no memory: there may be some later."""
-        for unreachable in super().lost():
-            self.drop(unreachable.name, unreachable.why)
         found = []
         for name, child in list(self.children.items()):
             if not child.joined:
@@ -166,6 +164,8 @@ class ProcessLinks(SocketLinks):
             if (lost := child.ended()) is not None:
                 found.append(lost)
                 self._replace(name, child)
+        for unreachable in super().lost():
+            self.drop(unreachable.name, unreachable.why)
         return found
 
     def drop(self, name: str, why: str) -> None:
