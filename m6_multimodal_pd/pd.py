@@ -13,11 +13,9 @@ config` and a proxy.
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -35,67 +33,56 @@ from m6_multimodal_pd.disaggregation.runtime.shared_memory import owner_by_hand,
 
 PROG = "python -m m6_multimodal_pd.pd"
 OF_REQUESTS = ("prompt", "chat", "image", "video", "n", "trace_file", "chrome_trace")
-"""Flags of the demo that mean nothing to an engine."""
+"""Flags of the demo that have no effect on an engine."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Be one of the group; returns the exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    commands = {"keys": _keys, "prefill": _engine, "decode": _engine, "router": _router}
-    if not given or given[0] not in commands:
-        parser = argparse.ArgumentParser(prog=PROG, description=__doc__.splitlines()[0])
-        parser.add_argument("what", choices=list(commands), help="keys: make the file that all of a group need")
-        parser.parse_args(given[:1])
-        return 2
-    return commands[given[0]](given[0], given[1:])
+    """Run one command; returns the exit status."""
+    args = make_parser().parse_args(argv)
+    return m1.exit_status(args.run, args)
 
 
-def _keys(_: str, argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"{PROG} keys", description="Make keys for a group of engines.")
-    parser.add_argument("file", type=Path)
-
-    def run(args: argparse.Namespace, console: Console) -> None:
-        write_keys(args.file)
-        console.print(f"{args.file} has the keys of a router and its engines; keep it to yourself", highlight=False)
-
-    return m1.exit_status(run, parser.parse_args(argv))
-
-
-def _router(_: str, argv: Sequence[str]) -> int:
-    parser = demo.make_parser(f"{PROG} router")
-    parser.add_argument("--listen", required=True, metavar="ADDRESS", help="where engines join: tcp://127.0.0.1:5600")
-    parser.add_argument("--keys", required=True, metavar="FILE", help="made by the command keys")
-
-    def run(args: argparse.Namespace, console: Console) -> None:
-        if args.transport is not None:
-            raise ConfigError(f"transport={args.transport!r} has no effect: engines are started by hand")
-        args.group = DisaggregationConfig(
-            prefill=args.prefill or 1, decode=args.decode or 1, address=args.listen, key_file=args.keys
-        )
-        demo.run(args, console)
-
-    return m1.exit_status(run, parser.parse_args(argv))
+def make_parser() -> argparse.ArgumentParser:
+    """Return a parser of the commands. The router and the engines have the flags of the demo, and a few more."""
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    keys = commands.add_parser("keys", help="make the file of keys that a group needs")
+    keys.add_argument("file", type=Path)
+    keys.set_defaults(run=make_keys)
+    for name, run, place in (("router", route, "--listen"), ("prefill", work, "--join"), ("decode", work, "--join")):
+        what = f"start a {name} process"
+        command = commands.add_parser(name, help=what, parents=[demo.make_parser()], conflict_handler="resolve")
+        command.add_argument(place, dest="address", required=True, metavar="ROUTER", help="as tcp://127.0.0.1:5600")
+        command.add_argument("--keys", required=True, metavar="FILE", help="made by the command keys")
+        if run is work:
+            command.add_argument("--name", help="name of the engine; default: its role and its process id")
+        command.set_defaults(run=run)
+    return parser
 
 
-def _engine(role: str, argv: Sequence[str]) -> int:
-    parser = demo.make_parser(f"{PROG} {role}")
-    parser.add_argument("--join", required=True, metavar="ADDRESS", help="where the router listens")
-    parser.add_argument("--keys", required=True, metavar="FILE", help="made by the command keys")
-    parser.add_argument("--name", help="what the router calls it; default: its role and its process id")
-
-    def run(args: argparse.Namespace, console: Console) -> None:
-        _work(role, args, console)
-
-    return m1.exit_status(run, parser.parse_args(argv))
+def make_keys(args: argparse.Namespace, console: Console) -> None:
+    """Write new keys to a file."""
+    write_keys(args.file)
+    console.print(f"{args.file} has the keys of a router and its engines; keep it to yourself", highlight=False)
 
 
-def _work(role: Any, args: argparse.Namespace, console: Console) -> None:
-    """Be an engine until the router is gone, or somebody says stop."""
+def route(args: argparse.Namespace, console: Console) -> None:
+    """Run the demo with engines that are started by hand."""
+    if args.transport is not None:
+        raise ConfigError(f"transport={args.transport!r} has no effect: engines are started by hand")
+    args.group = DisaggregationConfig(
+        prefill=args.prefill or 1, decode=args.decode or 1, address=args.address, key_file=args.keys
+    )
+    demo.run(args, console)
+
+
+def work(args: argparse.Namespace, console: Console) -> None:
+    """Run an engine until its router is gone, or a signal ends it."""
     m3.check_flags(args)
     for name in OF_REQUESTS:
         if getattr(args, name, None):
             raise ConfigError(f"--{name.replace('_', '-')} has no effect: requests come from the router")
-    args.chat = True  # no tour, so memory and guesses are what an engine of its own would have
+    args.chat = True  # no tour: memory and drafts are those of an engine, not of the demo
     settings, keys = demo.settings_of(args, console), read_keys(args.keys)
     model = replace(settings.model, model=settings.model.model or DEFAULT_MODEL)
     config = EngineConfig(
@@ -107,9 +94,9 @@ def _work(role: Any, args: argparse.Namespace, console: Console) -> None:
         disaggregation=DisaggregationConfig(),
     )
     order = Order(
-        name=args.name or f"{role}-{os.getpid()}",
-        role=role,
-        address=args.join,
+        name=args.name or f"{args.command}-{os.getpid()}",
+        role=args.command,
+        address=args.address,
         keys=keys.engines,
         owner=owner_by_hand(),
         is_traced=True,
@@ -119,11 +106,9 @@ def _work(role: Any, args: argparse.Namespace, console: Console) -> None:
     remove_abandoned()
     console.print(f"{order.name} joins {order.address} with {model.model}", highlight=False)
     process = Process(order)
-    status = process.run(signal.SIGINT, signal.SIGTERM)
+    process.run(signal.SIGINT, signal.SIGTERM)
     if process.error is not None:
         raise process.error
-    if status:
-        raise ConfigError(f"{order.name} has ended: no router at {order.address} has admitted it")
 
 
 if __name__ == "__main__":

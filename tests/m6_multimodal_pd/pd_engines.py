@@ -188,7 +188,7 @@ class Group:
 
     def lose(self, name: str) -> None:
         """As if an engine's process had died."""
-        self.links.lose(name, "it was pulled out")
+        self.links.drop(name, "it was pulled out")
 
     # --- the user -----------------------------------------------------------------------------------------------------
 

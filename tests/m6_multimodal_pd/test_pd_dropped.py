@@ -21,9 +21,7 @@ import pytest
 from m6_multimodal_pd import CacheConfig, EngineConfig, EngineDeadError, LLMEngine, ModelConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime.assembly import start_engines
-from m6_multimodal_pd.disaggregation.runtime.credentials import GroupKeys
 from m6_multimodal_pd.disaggregation.runtime.processes import ProcessLinks
-from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket, RouterSocket
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.test_pd_processes import (
     configs,
@@ -34,7 +32,7 @@ from tests.m6_multimodal_pd.test_pd_processes import (
     pid_of,
     segments,
 )
-from tests.m6_multimodal_pd.test_pd_sockets import CODEC, Text, greeted
+from tests.m6_multimodal_pd.test_pd_sockets import Text, a_pair, greeted
 
 END_S = 20.0
 """Nothing that ends by itself takes so long, on a busy machine either: a dropped group ends in 1 or 2 s, and so does a
@@ -74,9 +72,9 @@ def test_sockets_that_the_collector_finds_leave_nothing_and_wait_for_nobody(tmp_
     address = f"ipc://{tmp_path / 'router'}"
 
     def drop() -> None:
-        keys = GroupKeys.generate()
-        router: Any = RouterSocket(address, codec=CODEC, keys=keys.router)
-        engine: Any = EngineSocket(address, name="decode-0", codec=CODEC, keys=keys.engines)
+        router: Any
+        engine: Any
+        router, engine = a_pair(address)
         greeted(router, engine)
         for number in range(100):
             router.send("decode-0", Text(f"{number} is never read"))

@@ -37,7 +37,7 @@ from m6_multimodal_pd.disaggregation.runtime import child as child_module, proce
 from m6_multimodal_pd.disaggregation.runtime.assembly import await_engines
 from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks, Lost
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault
-from m6_multimodal_pd.disaggregation.runtime.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit
+from m6_multimodal_pd.disaggregation.runtime.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit, reason_of
 from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.wiring import PARTS
 from tests.m6_multimodal_pd.engines import greedy, setting
@@ -353,6 +353,14 @@ def test_one_that_stands_still_without_requests_is_replaced_too(group: Any, expe
 
 
 @pytest.mark.exhaustive
+def test_an_engine_whose_step_takes_too_long_is_ended_by_its_watchdog(make_group: Callable[..., Any]) -> None:
+    engine = make_group(step_timeout_s=0.0001, max_restarts=0)
+    children = list(links_of(engine).children.values())
+    assert isinstance(engine.generate([5, 6, 7], greedy(3)).error, EngineLostError)
+    assert any("a step did not end" in reason_of(child.process.poll() or 0) for child in children)
+
+
+@pytest.mark.exhaustive
 def test_a_group_whose_processes_stand_still_is_closed_within_seconds(make_group: Callable[..., Any]) -> None:
     """Though nobody has missed them yet."""
     engine = make_group()
@@ -585,7 +593,7 @@ def test_an_engine_that_joins_after_weights_were_exchanged_has_the_new_ones(
         links = links_of(engine)
         shared = links.engines["prefill-0"].transport.segments
         for role in ("prefill", "decode"):
-            links.lose(f"{role}-0", "for a test")
+            links.drop(f"{role}-0", "for a test")
             add(links, f"{role}-0_1", partial(engine_of, role, engine.config, shared))
         assert engine.generate([5, 6, 7], greedy(10)).token_ids == expected
 

@@ -28,8 +28,8 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Told,
     ToRouter,
 )
-from m6_multimodal_pd.disaggregation.runtime.socket_links import HandLinks
-from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket, RouterSocket
+from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
+from m6_multimodal_pd.disaggregation.runtime.sockets import LOOPBACK, EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from tests.m6_multimodal_pd.items import make_req
 from tests.m6_multimodal_pd.pd_engines import Listener
@@ -47,7 +47,7 @@ class Site:
         write_keys(keys)
         self.keys = read_keys(keys)
         config = DisaggregationConfig(address="tcp://127.0.0.1:*", key_file=keys)
-        self.links = HandLinks(config)
+        self.links = SocketLinks("tcp://127.0.0.1:*", self.keys.router, config)
         self.listener = Listener()
         tracer = Tracer()
         tracer.attach(self.listener)
@@ -66,7 +66,9 @@ class Site:
         """Before anybody joins: so many messages may wait for each engine."""
         self.links.socket.close()
         with patch.object(endpoint, "MAX_QUEUED", max_queued):
-            self.links.socket = RouterSocket(codec=Codec(ToRouter, MAX_BYTES), keys=self.keys.router)
+            self.links.socket = RouterSocket(
+                LOOPBACK, codec=Codec(ToRouter, MAX_BYTES), keys=self.keys.router, heartbeat_timeout_s=15.0
+            )
 
     def join(self, name: str, role: Role, max_queued: int = 100_000) -> None:
         """An engine joins. `max_queued`: so much comes to it before it reads."""
@@ -82,7 +84,11 @@ class Site:
         """An engine that has said nothing yet."""
         with patch.object(endpoint, "MAX_QUEUED", max_queued):
             engine: EngineSocket[Any] = EngineSocket(
-                self.links.socket.address, name=name, codec=Codec(ToEngine, MAX_BYTES), keys=self.keys.engines
+                self.links.socket.address,
+                name=name,
+                codec=Codec(ToEngine, MAX_BYTES),
+                keys=self.keys.engines,
+                heartbeat_timeout_s=15.0,
             )
         self.engines[name], self.heard[name] = engine, []
         return engine

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import zmq
 
-from m1_single_request.errors import ConfigError, EngineClosedError, EngineUsageError
+from m1_single_request.errors import ConfigError
 from m6_multimodal_pd.disaggregation.runtime import door, endpoint
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys, GroupKeys
-from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, WELCOME, EngineSocket, RouterSocket
+from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, LOOPBACK, WELCOME, EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError, WireError
 
@@ -65,13 +65,13 @@ class Site:
         return [text for record in self.caplog.records if (text := record.getMessage()).startswith("refused: ")]
 
     def router(self, address: str = "tcp://127.0.0.1:*", keys: CurveKeys = KEYS.router) -> Router:
-        router: Router = RouterSocket(address, codec=CODEC, keys=keys)
+        router: Router = RouterSocket(address, codec=CODEC, keys=keys, heartbeat_timeout_s=15.0)
         self.opened.append(router)
         return router
 
     def engine(self, router: Router | str, name: str = "decode-0", keys: CurveKeys = KEYS.engines) -> Engine:
         address = router if isinstance(router, str) else router.address
-        engine: Engine = EngineSocket(address, name=name, codec=CODEC, keys=keys)
+        engine: Engine = EngineSocket(address, name=name, codec=CODEC, keys=keys, heartbeat_timeout_s=15.0)
         self.opened.append(engine)
         return engine
 
@@ -659,7 +659,7 @@ sys.stdin.read()
 def test_a_stopped_engine_is_missed_while_a_large_message_is_on_its_way(site: Site) -> None:
     """No ping can leave behind that message."""
     codec = Codec(Text | Picture, 2**26)
-    router = RouterSocket(codec=codec, keys=KEYS.router, heartbeat_timeout_s=1.0)
+    router = RouterSocket(LOOPBACK, codec=codec, keys=KEYS.router, heartbeat_timeout_s=1.0)
     site.opened.append(router)
     own = KEYS.engines
     arguments = [router.address, STRANGE.decode(), own.public, own.secret, own.trusted]
@@ -827,6 +827,13 @@ def test_a_wait_ends_at_once_when_something_arrives(site: Site) -> None:
     assert monotonic() - started < 5
 
 
+def a_pair(address: str) -> tuple[Router, Engine]:
+    """A router's and an engine's socket, to be closed by the test."""
+    router: Router = RouterSocket(address, codec=CODEC, keys=KEYS.router, heartbeat_timeout_s=15.0)
+    own: dict[str, Any] = {"codec": CODEC, "keys": KEYS.engines, "heartbeat_timeout_s": 15.0}
+    return router, EngineSocket(router.address, name="decode-0", **own)
+
+
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -840,8 +847,7 @@ def test_closed_sockets_leave_nothing(tmp_path: Path) -> None:
     before = open_files(), threads()
     path = tmp_path / "router"
     for address in ("tcp://127.0.0.1:*", f"ipc://{path}", "ipc://*"):
-        router: Router = RouterSocket(address, codec=CODEC, keys=KEYS.router)
-        engine: Engine = EngineSocket(router.address, name="decode-0", codec=CODEC, keys=KEYS.engines)
+        router, engine = a_pair(address)
         greeted(router, engine)
         assert threads() > before[1]
         router.send("decode-0", Text("never read"))
@@ -869,7 +875,8 @@ def test_a_file_that_is_there_is_not_taken_away(site: Site, tmp_path: Path) -> N
     assert path.read_text() == "data"
 
 
-def test_a_closed_socket_says_so(site: Site) -> None:
+def test_a_closed_socket_raises(site: Site) -> None:
+    """The engine that has it raises `EngineClosedError` before."""
     router = site.router()
     engine = site.engine(router)
     greeted(router, engine)
@@ -878,34 +885,8 @@ def test_a_closed_socket_says_so(site: Site) -> None:
     for use in (
         lambda: list(router.receive()),
         lambda: router.send("decode-0", Text("x")),
-        lambda: router.forget("decode-0"),
         engine.receive,
         lambda: engine.send(Text("x")),
     ):
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(zmq.ZMQError):
             use()
-
-
-def test_a_socket_belongs_to_its_thread(site: Site) -> None:
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
-    caught: list[Exception] = []
-
-    def elsewhere() -> None:
-        for use in (
-            lambda: list(router.receive()),
-            router.close,
-            lambda: router.send("decode-0", Text("x")),
-            engine.receive,
-        ):
-            try:
-                use()
-            except EngineUsageError as error:
-                caught.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert len(caught) == 4
-    greeted(router, engine)

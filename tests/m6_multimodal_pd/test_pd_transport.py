@@ -552,11 +552,11 @@ def test_in_one_process_a_segment_can_be_mapped_until_a_release_and_a_lost_one_n
     store = Memory(num_pages=3, seed=1).store
     source = StagedSource(store, segments, num_frames=2)
     tickets = [sent(source, name) for name in "abc"]
-    assert segments.names == [ticket.segment for ticket in tickets]
+    assert list(segments._linked) == [ticket.segment for ticket in tickets]
     source.release("a", tickets[0].number), source.forget("b")
-    assert segments.names == [tickets[2].segment]
+    assert list(segments._linked) == [tickets[2].segment]
     for ticket in tickets[:2]:
         with pytest.raises(TransferError, match="there is no segment"):
             StagedTarget(store, segments).map("p", ticket)
     source.close()
-    assert segments.names == []
+    assert list(segments._linked) == []

@@ -1,216 +1,134 @@
-"""A step that does not end is noticed and told, and one that ends is not; an engine then gives itself up."""
+"""A step that takes too long ends its process, with all stacks written; a step that ends in time does not."""
 
+import os
+import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from m6_multimodal_pd.disaggregation.runtime import watchdog
-from m6_multimodal_pd.disaggregation.runtime.watchdog import STUCK, Watchdog
+from m6_multimodal_pd.disaggregation.runtime.processes import reason_of
 
-PATIENCE_S = 20.0
-"""So long a test waits for what must come; on any machine it comes sooner."""
-
-
-class Stuck:
-    """Notes how often a watchdog has fired."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.was_called = threading.Event()
-
-    def __call__(self) -> None:
-        self.times.append(time.monotonic())
-        self.was_called.set()
-
-
-@pytest.fixture
-def stuck() -> Stuck:
-    return Stuck()
-
-
-@pytest.fixture
-def watchdogs() -> Iterator[list[Watchdog]]:
-    """Those of a test; none of them outlives it."""
-    made: list[Watchdog] = []
-    yield made
-    for own in made:
-        own.close()
-        assert not own._thread.is_alive()
-
-
-def hangs_here(released: threading.Event) -> None:
-    """What the stacks must name."""
-    assert released.wait(PATIENCE_S)
-
-
-def test_a_step_that_does_not_end_is_told_once_with_all_stacks(
-    watchdogs: list[Watchdog], stuck: Stuck, capfd: pytest.CaptureFixture[str]
-) -> None:
-    watchdogs.append(Watchdog(0.05, stuck))
-    began = time.monotonic()
-    watchdogs[0].begin()
-    hangs_here(stuck.was_called)
-    assert stuck.times[0] - began >= 0.05
-    told = capfd.readouterr().err
-    assert "a step did not end within 0.05 s; all stacks:" in told
-    assert "in hangs_here" in told and "in _watch" in told, "of all threads"
-    watchdogs[0]._thread.join(PATIENCE_S)
-    assert len(stuck.times) == 1 and not watchdogs[0]._thread.is_alive()
-
-
-def test_the_stacks_are_written_before_anybody_is_told(
-    watchdogs: list[Watchdog], stuck: Stuck, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """For `on_stuck` may end the process at once."""
-    told: list[str] = []
-
-    def look() -> None:
-        told.append(capfd.readouterr().err)
-        stuck()
-
-    watchdogs.append(Watchdog(0.05, look))
-    watchdogs[0].begin()
-    hangs_here(stuck.was_called)
-    assert "in hangs_here" in told[0]
-
-
-def test_steps_that_end_are_not_told(watchdogs: list[Watchdog], stuck: Stuck, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together they take much longer than one may."""
-    clock = Clock(monkeypatch)
-    watchdogs.append(Watchdog(0.02, stuck))
-    for _ in range(20):
-        watchdogs[0].begin()
-        clock.now += 0.019
-        clock.wait_for_looks(1)
-        watchdogs[0].end()
-        clock.now += 0.019
-    assert clock.num_looks >= 20 and not stuck.times
-
-
-def test_between_two_steps_there_is_all_the_time(
-    watchdogs: list[Watchdog], stuck: Stuck, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watchdogs.append(Watchdog(0.02, stuck))
-    clock = Clock(monkeypatch)
-    watchdogs[0].begin()
-    watchdogs[0].end()
-    clock.now += 1000
-    clock.wait_for_looks(3, watchdogs[0])
-    assert not stuck.times
-    watchdogs[0].begin()
-    clock.now += 1
-    assert stuck.was_called.wait(PATIENCE_S), "the next one is watched"
-
-
-def test_a_step_may_take_as_long_as_it_is_given(
-    watchdogs: list[Watchdog], stuck: Stuck, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch)
-    watchdogs.append(Watchdog(0.02, stuck))
-    watchdogs[0].begin()
-    clock.now += 0.02
-    clock.wait_for_looks(2)
-    assert not stuck.times
-    clock.now += 0.001
-    assert stuck.was_called.wait(PATIENCE_S)
-
-
-def test_a_process_without_a_place_for_the_stacks_gives_itself_up_all_the_same(
-    watchdogs: list[Watchdog], stuck: Stuck, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever read its errors may be gone."""
-
-    class Broken:
-        def write(self, text: str) -> int:
-            raise BrokenPipeError("nobody reads this")
-
-        def flush(self) -> None:
-            raise BrokenPipeError("nobody reads this")
-
-        def fileno(self) -> int:
-            raise OSError("no file")
-
-    for stream in (Broken(), None):
-        monkeypatch.setattr(sys, "stderr", stream)
-        watchdogs.append(Watchdog(0.02, stuck))
-        watchdogs[-1].begin()
-        assert stuck.was_called.wait(PATIENCE_S)
-        stuck.was_called.clear()
-
-
-def test_close_ends_the_thread_at_once(stuck: Stuck) -> None:
-    own = Watchdog(1000.0, stuck)
-    assert own._thread.is_alive() and own._thread.daemon
-    own.begin()
-    began = time.monotonic()
-    own.close()
-    assert not own._thread.is_alive() and time.monotonic() - began < PATIENCE_S
-    own.close()
-    assert not stuck.times
-
-
+PATIENCE_S = 60.0
+"""A process that is waited for ends within seconds on any machine, or never."""
 PROGRAM = """
 import runpy
 import sys
+import threading
 import time
 
-Watchdog = runpy.run_path(sys.argv[2])["Watchdog"]  # the module alone: its package takes seconds to load
+Watchdog = runpy.run_path(sys.argv[1])["Watchdog"]  # the module alone: its package takes seconds to load
 
 def hangs_in_a_kernel():
     time.sleep(1000)
 
-watchdog = Watchdog(0.1)
-if sys.argv[1] == "hangs":
-    watchdog.begin()
-    hangs_in_a_kernel()
-watchdog.begin()
-watchdog.end()
-watchdog.close()
+def hangs_with_the_lock():
+    10 ** (10**9)
+
+def has_steps():
+    for _ in range(20):
+        with watchdog:
+            time.sleep(0.05)
+
+def waits_between_steps():
+    with watchdog:
+        pass
+    time.sleep(1.0)
+
+def fails_in_a_step():
+    try:
+        with watchdog:
+            raise ValueError
+    except ValueError:
+        time.sleep(1.0)
+
+watchdog = Watchdog(float(sys.argv[3]))
+threading.Thread(target=time.sleep, args=[1.0], name="another", daemon=True).start()
+if sys.argv[2].startswith("hangs"):
+    with watchdog:
+        vars()[sys.argv[2]]()
+vars()[sys.argv[2]]()
 print("done")
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("hangs", STUCK), ("ends", 0)])
-def test_a_process_that_hangs_ends_with_a_status_of_its_own(how: str, status: int) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, how, watchdog.__file__], capture_output=True, text=True, timeout=60, check=False
+def run(what: str, limit_s: float = 0.5, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a program whose steps may take `limit_s`."""
+    command = [sys.executable, "-c", PROGRAM, watchdog.__file__, what, str(limit_s)]
+    return subprocess.run(command, text=True, timeout=PATIENCE_S, check=False, **options)
+
+
+@pytest.mark.parametrize("what", ["hangs_in_a_kernel", "hangs_with_the_lock"])
+def test_a_process_that_hangs_in_a_step_writes_all_stacks_and_ends(what: str) -> None:
+    """In C code that holds the interpreter's lock, too: no Python thread runs then."""
+    ended = run(what, capture_output=True)
+    assert ended.returncode == -signal.SIGALRM and ended.stdout == ""
+    assert f"in {what}" in ended.stderr and ended.stderr.count("most recent call first") == 2, "of all threads"
+    assert reason_of(ended.returncode) == "a step did not end, and its watchdog ended the process"
+
+
+@pytest.mark.parametrize("what", ["has_steps", "waits_between_steps", "fails_in_a_step"])
+def test_only_a_single_step_is_limited(what: str) -> None:
+    """All steps together may take longer, and so may the time between two of them, and after one that has failed."""
+    ended = run(what, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("limit_s", [1e9, 1e12, 1e300])
+def test_the_limit_may_be_as_long_as_one_likes(limit_s: float) -> None:
+    assert run("waits_between_steps", limit_s, capture_output=True).stdout == "done\n"
+
+
+@pytest.fixture
+def full_pipe() -> Iterator[int]:
+    """A pipe that takes no byte more, and that no process reads."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for size in (65536, 1):
+        try:
+            while True:
+                os.write(writer, bytes(size))
+        except BlockingIOError:
+            pass
+    os.set_blocking(writer, True)
+    yield writer
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_process_without_a_place_for_the_stacks_ends_all_the_same(full_pipe: int) -> None:
+    """The process that read its errors may be gone, or be stopped."""
+    for stderr in (full_pipe, broken := broken_pipe()):
+        assert run("hangs_in_a_kernel", stderr=stderr).returncode == -signal.SIGALRM
+    os.close(broken)
+    closed = run("hangs_in_a_kernel", preexec_fn=lambda: os.close(2))
+    assert closed.returncode == -signal.SIGALRM
+
+
+def test_a_process_whose_parent_ignores_the_alarm_ends_all_the_same() -> None:
+    ended = run(
+        "hangs_in_a_kernel", capture_output=True, preexec_fn=lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN)
     )
-    assert ended.returncode == status
-    assert ("in hangs_in_a_kernel" in ended.stderr) == (how == "hangs")
-    assert (ended.stdout == "done\n") == (how == "ends")
+    assert ended.returncode == -signal.SIGALRM and "in hangs_in_a_kernel" in ended.stderr
 
 
-def test_the_status_is_told_from_all_others() -> None:
-    assert STUCK == 70, "the status that sysexits.h has for an error of the program itself"
+def broken_pipe() -> int:
+    """The end of a pipe whose other end is closed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
 
 
-class Clock:
-    """The watchdog's time, which passes only when a test says so; and how often the watchdog has looked at it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        self.num_looks = 0
-        self._looked = threading.Condition()
-        monkeypatch.setattr("m6_multimodal_pd.disaggregation.runtime.watchdog.time", self)
-
-    def monotonic(self) -> float:
-        if threading.current_thread().name == "watchdog":
-            with self._looked:
-                self.num_looks += 1
-                self._looked.notify_all()
-        return self.now
-
-    def wait_for_looks(self, count: int, idle: Any = None) -> None:
-        """Let the watchdog look so often; with `idle`, so long that it must have: it looks at no clock then."""
-        if idle is not None:
-            for _ in range(count):
-                assert not idle._stopped.wait(idle.step_timeout_s / 2)
-            return
-        with self._looked:
-            due = self.num_looks + count
-            assert self._looked.wait_for(lambda: self.num_looks >= due, PATIENCE_S)
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (-9, "its process was killed by signal 9"),
+        (0, "its process ended, status 0"),
+        (1, "its process ended, status 1"),
+    ],
+)
+def test_every_other_end_has_another_reason(status: int, reason: str) -> None:
+    assert reason_of(status) == reason

@@ -19,12 +19,13 @@ from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.members import vocabulary_of
 from m6_multimodal_pd.disaggregation.router import Router
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
+from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys
 from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
 from m6_multimodal_pd.disaggregation.runtime.jobs import error_of
 from m6_multimodal_pd.disaggregation.runtime.links import Links, LocalLinks
 from m6_multimodal_pd.disaggregation.runtime.messages import Role
 from m6_multimodal_pd.disaggregation.runtime.processes import ProcessLinks
-from m6_multimodal_pd.disaggregation.runtime.socket_links import HandLinks
+from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
 from m6_multimodal_pd.errors import EngineLostError
 
 
@@ -70,14 +71,14 @@ def build_disaggregated(
 
 def links_of(
     config: Any, parts: Mapping[str, Any], prepare: Callable[..., Any], standard: Mapping[str, Any]
-) -> LocalLinks | ProcessLinks | HandLinks:
+) -> LocalLinks | SocketLinks:
     """Return links to engines of this process, of processes that it starts, or of those that a user starts."""
-    is_traced = config.trace != TraceConfig()
-    if config.disaggregation.transport == "in_process":
+    is_traced, group = config.trace != TraceConfig(), config.disaggregation
+    if group.transport == "in_process":
         return local_links(config, parts, prepare, is_traced=is_traced)
     check_standard(parts, standard)
-    if config.disaggregation.address is not None:
-        return HandLinks(config.disaggregation)
+    if group.address is not None:
+        return SocketLinks(group.address, read_keys(group.key_file).router, group)
     return ProcessLinks(config, is_traced=is_traced)
 
 
@@ -105,13 +106,12 @@ def local_links(config: Any, parts: Mapping[str, Any], prepare: Callable[..., An
     return LocalLinks(make)
 
 
-def start_engines(links: LocalLinks | ProcessLinks | HandLinks, group: DisaggregationConfig) -> None:
+def start_engines(links: LocalLinks | SocketLinks, group: DisaggregationConfig) -> None:
     """Start the engines of the group. Raises `EngineLostError` if a process cannot be started."""
-    if isinstance(links, HandLinks):
-        return
-    for role in get_args(Role):
-        for number in range(getattr(group, role)):
-            links.start(f"{role}-{number}", role)
+    if isinstance(links, LocalLinks | ProcessLinks):
+        for role in get_args(Role):
+            for number in range(getattr(group, role)):
+                links.start(f"{role}-{number}", role)
 
 
 def check_standard(parts: Mapping[str, Any], standard: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """An engine as a process: `python -m m6_multimodal_pd.disaggregation.runtime.child`.
 
-Its order comes on the standard input if a group starts it, or from a command line (`pd.py`); from there on there is one
-way. It connects to its router, builds its engine, reports that it is ready, and works until it is asked to end, or its
-router is gone. A parent holds the other end of the standard input, which closes with it however it dies. While there is
-nothing to compute the process sleeps in the socket, and wakes with the first message. SGLang: `run_scheduler_process`.
+A group writes the order to the standard input; the command line of `pd.py` makes one itself. From there on there is one
+way: the process connects to its router, builds its engine, reports that it is ready, and works until it is asked to end
+or its router is gone. A parent holds the other end of the standard input, which closes when the parent dies. While
+there is nothing to compute the process sleeps in the socket, and wakes with the first message. SGLang:
+`run_scheduler_process`.
 """
 
 import os
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -39,42 +40,29 @@ PATIENCE_S = 5.0
 def main() -> int:
     """Execute the order of a parent; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the parent's
-    line = read_line()
+    line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):  # the parent was interrupted before it had written the order
         return 0
     process = Process(msgspec.json.decode(line, type=Order))
     threading.Thread(target=process.end_with_parent, name="parent", daemon=True).start()
-    return process.run(signal.SIGTERM)
-
-
-def read_line() -> bytes:
-    """Read the first line of the standard input, and no byte behind it; by the descriptor, for no buffer has an owner
-    when the process ends."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(STDIN, 1)
-        if not byte:
-            break
-        line += byte
-    return line
+    process.run(signal.SIGTERM)
+    return 0 if process.error is None else 1
 
 
 class Process:
-    """An engine and its loop."""
+    """An engine, its socket and its event loop."""
 
     def __init__(self, order: Order) -> None:
         """Connect to the router. Raises `ConfigError` for an address that cannot be used."""
         self.order = order
         self.is_stopping = False
         self.error: Exception | None = None
-        """Why the engine cannot be built, or why the router rejects it."""
+        """Why the engine cannot be built, or has not joined."""
         self.config: Any = from_json(EngineConfig, order.config)
-        self.socket: EngineSocket[Any] = EngineSocket(
-            order.address,
-            name=order.name,
-            codec=Codec(ToEngine, self.config.disaggregation.max_message_bytes),
-            keys=order.keys,
-            heartbeat_timeout_s=self.config.disaggregation.heartbeat_timeout_s,
+        group = self.config.disaggregation
+        codec: Codec[Any] = Codec(ToEngine, group.max_message_bytes)
+        self.socket = EngineSocket(
+            order.address, name=order.name, codec=codec, keys=order.keys, heartbeat_timeout_s=group.heartbeat_timeout_s
         )
 
     def stop(self) -> None:
@@ -91,28 +79,26 @@ class Process:
         remove_leftovers(self.order.owner)
         os._exit(1)
 
-    def run(self, *signals: int) -> int:
-        """Build the engine and work, until one of the `signals` arrives or the router ends it. Returns the exit status:
-        1 if the engine never worked."""
+    def run(self, *signals: int) -> None:
+        """Build the engine and work, until one of the `signals` arrives or the router ends it. Sets `error` if the
+        engine never worked."""
         for number in signals:
             signal.signal(number, lambda *_: self.stop())
         try:
-            with closing(self.socket):
-                if not self._is_welcome():
-                    return 1
-                with suppress(PeerLostError):  # the router is gone, and with it all who wait for an answer
-                    engine = self._build()
-                    if engine is not None:
-                        self._work(engine)
+            with closing(self.socket), suppress(PeerLostError):  # without a router no request waits for an answer
+                self._await_welcome()
+                if self.socket.joined and (engine := self._build()) is not None:
+                    self._work(engine)
         finally:
             remove_leftovers(self.order.owner)
-        return 0 if self.error is None else 1
 
-    def _is_welcome(self) -> bool:
+    def _await_welcome(self) -> None:
+        """Wait until the router admits this engine; set `error` if it does not."""
         deadline = time.monotonic() + WELCOME_TIMEOUT_S
-        while not (self.socket.joined or self.socket.was_cut() or self.is_stopping) and time.monotonic() < deadline:
-            self.socket.receive(0.1)
-        return self.socket.joined
+        while not (self.socket.joined or self.is_stopping) and time.monotonic() < deadline:
+            self._receive(0.1)
+        if not self.socket.joined:
+            self.error = ConfigError(f"{self.order.name} has ended: no router at {self.order.address} has admitted it")
 
     def _build(self) -> Engine | None:
         """Return an engine that is ready. None if it cannot be built (the router receives the error), or has to end."""
@@ -130,8 +116,7 @@ class Process:
                 is_traced=self.order.is_traced,
             )
             self.socket.send(engine.fitted)
-            length = self._await_length()
-            if length is None:
+            if (length := self._await_length()) is None:
                 return None
             engine.start(length)
         except PeerLostError:
@@ -144,54 +129,47 @@ class Process:
 
     def _await_length(self) -> int | None:
         """Return the length of the group's requests, which the router fixes when all engines have reported theirs;
-        None if it does not come."""
-        while not self.is_stopping and not self.socket.was_cut():
+        None if this engine has to end."""
+        while not self.is_stopping:
             for message in self._receive(HEARTBEAT_S):
                 if isinstance(message, LengthFixed):
                     return message.max_model_len
         return None
 
     def _receive(self, timeout_s: float) -> list[ToEngine]:
-        """Return what has arrived, and stop if it ends this engine."""
+        """Return the messages that have arrived. Stop if one of them ends this engine, or the router is gone."""
         messages: list[ToEngine] = self.socket.receive(timeout_s)
         for message in messages:
             if isinstance(message, Refused):
                 where = f"the router at {self.order.address}"
                 self.error = ConfigError(f"{self.order.name} has ended: {where} does not take it, {message.why}")
-            if isinstance(message, Refused) or (isinstance(message, Call) and message.verb == "shutdown"):
                 self.stop()
+            elif isinstance(message, Call) and message.verb == "shutdown":
+                self.stop()
+        if self.socket.was_cut():
+            self.stop()
         return messages
 
     def _work(self, engine: Engine) -> None:
+        """Join, and run the event loop. An engine without requests sends no heartbeat: its router may not read for
+        hours."""
         watchdog = Watchdog(self.config.disaggregation.step_timeout_s)
-        try:
+        next_heartbeat, is_busy = 0.0, True
+        with closing(engine):
             self.socket.send(engine.joined)
-            self._loop(engine, watchdog)
-        finally:
-            watchdog.close()
-            engine.close()
-
-    def _loop(self, engine: Engine, watchdog: Watchdog) -> None:
-        """An engine without requests sends one heartbeat more: its router may not read for hours."""
-        next_heartbeat = 0.0
-        is_busy = had_rooms = True
-        while not self.is_stopping:
-            now = time.monotonic()
-            if now >= next_heartbeat:
-                has_rooms = bool(engine.side.rooms)
-                if has_rooms or had_rooms:
+            while True:
+                messages = self._receive(0.0 if is_busy else HEARTBEAT_S)
+                if self.is_stopping:
+                    return
+                loads_weights = any(isinstance(each, Call) and each.verb == "update_weights" for each in messages)
+                with nullcontext() if loads_weights else watchdog:  # loading weights has no limit
+                    is_busy = engine.tick(messages) or bool(messages)
+                if engine.side.rooms and time.monotonic() >= next_heartbeat:
                     self.socket.send(engine.heartbeat())
-                had_rooms, next_heartbeat = has_rooms, now + HEARTBEAT_S
-            messages = self._receive(0.0 if is_busy else next_heartbeat - now)
-            if self.socket.was_cut() or self.error is not None:
-                return
-            if not any(isinstance(message, Call) and message.verb == "update_weights" for message in messages):
-                watchdog.begin()  # loading weights has no limit
-            is_busy = engine.tick(messages) or bool(messages)
-            watchdog.end()
+                    next_heartbeat = time.monotonic() + HEARTBEAT_S
 
 
 if __name__ == "__main__":
     exit_status = main()
     sys.stderr.flush()
-    os._exit(exit_status)  # everything is closed; Python would take a second to forget its modules
+    os._exit(exit_status)  # everything is closed; Python would take a second to release its modules

@@ -1,8 +1,8 @@
 """Admission to the router's socket: a thread that checks keys and limits connections that have not been admitted.
 
-ZeroMQ asks for every peer whether its public key is trusted (ZAP, ZeroMQ's RFC 27), and reports every connection to a
-monitor. Both are answered in a thread, so that an engine is admitted while the user's program does something else, and
-a stranger that opens connections without a handshake cannot use up the file descriptors of the process. pyzmq's own
+ZeroMQ sends the public key of every peer to an authenticator (ZAP, ZeroMQ's RFC 27), and every connection to a monitor.
+One thread answers both, so that an engine is admitted while the user's program does something else, and a stranger that
+opens connections without a handshake cannot use up the file descriptors of the process. pyzmq's own
 `ThreadAuthenticator` checks keys in the same way; it has no limit for such connections. New in this milestone.
 """
 
@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 HANDSHAKE_TIMEOUT_S = 5.0
 """ZeroMQ closes a connection whose handshake takes longer."""
 MAX_UNADMITTED = 64
-"""Connections that may be open without an engine behind them. The oldest is closed for one more."""
+"""Maximum number of open connections that have not been admitted. One more closes the oldest."""
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 LOG = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ class Doorkeeper(threading.Thread):
         self._unadmitted: dict[int, socket.socket] = {}  # by the descriptor that ZeroMQ has, oldest first
         self._zap = context.socket(zmq.REP)
         self._zap.linger = 0
-        self._zap.bind("inproc://zeromq.zap.01")  # where libzmq asks
+        self._zap.bind("inproc://zeromq.zap.01")  # the address that libzmq sends keys to
         self._monitor = router.get_monitor_socket(EVENTS)
         self._monitor.linger = 0
         self.start()
 
     def admit(self, descriptor: int) -> None:
-        """Stop to count the connection with this descriptor: an engine has sent its hello over it."""
+        """Count the connection with this descriptor no more: an engine has sent its hello over it."""
         connection = self._unadmitted.pop(descriptor, None)
         if connection is not None:
             connection.close()
@@ -81,7 +81,7 @@ class Doorkeeper(threading.Thread):
         if event["event"] == zmq.EVENT_MONITOR_STOPPED:
             self._monitor.close()
             return
-        self.admit(event["value"])  # closed, or its descriptor is that of another connection now
+        self.admit(event["value"])  # the connection is closed; its descriptor may be that of another one now
         if event["event"] == zmq.EVENT_ACCEPTED:
             self._count(event["value"], event["endpoint"].decode())
             descriptors = list(self._unadmitted)  # another thread may admit one meanwhile
@@ -91,14 +91,12 @@ class Doorkeeper(threading.Thread):
     def _count(self, descriptor: int, endpoint: str) -> None:
         """Count a connection that was accepted at `endpoint`, unless it is closed since."""
         with suppress(OSError):
-            connection = socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)
-            if is_of(connection, endpoint):
-                self._unadmitted[descriptor] = connection
-            else:
-                connection.close()
+            connection = self._unadmitted[descriptor] = socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)
+            if not is_of(connection, endpoint):
+                self.admit(descriptor)
 
     def _shut(self, descriptor: int) -> None:
-        """Close a connection: ZeroMQ gives it up."""
+        """Shut a connection down; ZeroMQ closes it then."""
         LOG.info("refused: more than %d connections without an engine", MAX_UNADMITTED)
         with suppress(OSError, KeyError):  # closed, or admitted since
             self._unadmitted[descriptor].shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Release what outlives a Python object that was dropped without `close()`: child processes, sockets, files.
+"""Release the resources of a Python object that was dropped without `close()`: child processes, sockets, files.
 
 An object can be dropped at any line, in any thread (the garbage collector chooses), or live until the interpreter
 exits. So a release never waits for an engine's work or for a message, and at most a second for killed processes to
@@ -17,7 +17,7 @@ def when_dropped(owner: object, release: Callable[..., object], *args: Any) -> "
     """Call `release(*args)` once: when `owner` is gone, or the interpreter exits. `release` and `args` must not refer
     to `owner`: it would never be collected.
 
-    Nothing is released in a forked process, which has copies of all objects and owns none of what they stand for.
+    Does nothing in a forked process, which has copies of all objects and owns none of their resources.
     """
     return weakref.finalize(owner, _release, os.getpid(), release, args)
 

@@ -1,4 +1,4 @@
-"""A ZeroMQ socket that never blocks by accident, has limits in every direction, and leaves nothing when it is closed.
+"""A ZeroMQ socket with limits: for the time of a call, for messages in both directions, and for its end.
 
 New in this milestone; the common part of `RouterSocket` and `EngineSocket`. ZeroMQ's defaults allow messages of any
 size, and wait at the end for the last ones without a limit. vLLM: `make_zmq_socket` in `utils/network_utils.py`;
@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from math import ceil
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import zmq
 
-from m1_single_request.errors import ConfigError, EngineClosedError, EngineUsageError, shown
+from m1_single_request.errors import ConfigError, shown
 from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.runtime.door import HANDSHAKE_TIMEOUT_S
 from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
@@ -23,10 +23,10 @@ M = TypeVar("M")
 
 LINGER_MS = 500
 MAX_QUEUED = 100_000
-"""Messages that may wait for each peer, each way. Thousands are sent at once if an engine is lost and all of its
-requests are taken back; they are no more than the requests that were taken in."""
+"""Messages that may wait for each peer, in each direction. Thousands are sent at once if an engine is lost and all its
+requests are cancelled; they are at most as many as the requests of the group."""
 MAX_PER_CALL = 256
-"""Messages that one call receives."""
+"""Maximum number of messages that one call receives."""
 PING_EVERY_S = 1.0
 LONGEST_TIMER_MS = 2**31 - 1
 FRAME_OVERHEAD = 256
@@ -34,18 +34,16 @@ FRAME_OVERHEAD = 256
 
 
 class Endpoint(Generic[M]):
-    """One socket with a context of its own, for one thread.
+    """One socket with a context of its own, for one thread (a user's calls are checked by `LLMEngine`).
 
     A connection whose other side is silent for `heartbeat_timeout_s` is closed."""
 
     def __init__(self, kind: int, *, codec: Codec[M], keys: CurveKeys, heartbeat_timeout_s: float) -> None:
-        self._thread = threading.get_ident()
         self._codec = codec
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
-        self._sockets: list[Any] = [self._socket]
         # not at exit: a daemon thread may still be inside ZeroMQ, and the sockets end with the process
-        when_dropped(self, _release, self._context, self._sockets, 0).atexit = False
+        when_dropped(self, _release, self._context, self._socket, 0).atexit = False
         self._set(
             {
                 zmq.LINGER: LINGER_MS,
@@ -60,31 +58,26 @@ class Endpoint(Generic[M]):
         )
 
     def close(self) -> None:
-        """Close the socket, end ZeroMQ's thread. What is still queued has LINGER_MS to leave. May be called twice."""
-        self._check_thread()
-        _release(self._context, self._sockets, LINGER_MS)
+        """Close the socket, end ZeroMQ's thread. Queued messages have LINGER_MS to leave. May be called twice."""
+        _release(self._context, self._socket, LINGER_MS)
 
     def _set(self, options: dict[int, int | bytes]) -> None:
         for option, value in options.items():
             self._socket.setsockopt(option, value)
 
     def _open(self, open_at: Callable[[str], object], address: str) -> str:
-        """Bind or connect; returns the address with the port that the system chose for `*`."""
+        """Bind or connect; return the address with the port that the system chose for `*`. Close if that fails."""
         self._set({zmq.IPV6: int("[" in address)})
         try:
             open_at(address)
         except zmq.ZMQError as error:
+            self.close()
             raise ConfigError(f"address={shown(address)} cannot be used: {error}") from error
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def _wait(self, timeout_s: float) -> None:
-        """Sleep until a message arrives, so long at most."""
-        self._check_usable()
+    def _read(self, timeout_s: float) -> list[list[zmq.Frame]]:
+        """Return the messages that have arrived, at most `MAX_PER_CALL`, each as its frames; wait for the first one."""
         self._socket.poll(ceil(max(timeout_s, 0.0) * 1000))
-
-    def _read(self) -> list[list[zmq.Frame]]:
-        """Return the messages that have arrived, `MAX_PER_CALL` at most, each as its frames."""
-        self._check_usable()
         found: list[list[zmq.Frame]] = []
         with suppress(zmq.Again):
             while len(found) < MAX_PER_CALL:
@@ -93,22 +86,11 @@ class Endpoint(Generic[M]):
 
     def _write(self, frames: list[bytes]) -> None:
         """Queue a message. Raises `zmq.Again` if as many as `MAX_QUEUED` wait."""
-        self._check_usable()
         self._socket.send_multipart(frames, zmq.NOBLOCK)
-
-    def _check_usable(self) -> None:
-        """Raise `EngineUsageError` in another thread, `EngineClosedError` after `close`."""
-        self._check_thread()
-        if self._socket.closed:
-            raise EngineClosedError("this socket is closed")
-
-    def _check_thread(self) -> None:
-        if threading.get_ident() != self._thread:
-            raise EngineUsageError("a socket belongs to the thread that built it; this call came from another thread")
 
 
 def heartbeats(timeout_s: float) -> dict[int, int]:
-    """Options for pings, which ZeroMQ's thread sends and answers, whatever the two programs do."""
+    """Return options for pings, which ZeroMQ's thread sends and answers, also while the program computes."""
     interval_s = min(PING_EVERY_S, timeout_s / 4)
     seconds = {
         zmq.HEARTBEAT_IVL: interval_s,
@@ -118,9 +100,8 @@ def heartbeats(timeout_s: float) -> dict[int, int]:
     return {option: ceil(min(value * 1000, LONGEST_TIMER_MS)) for option, value in seconds.items()}
 
 
-def _release(context: "zmq.Context[zmq.Socket[bytes]]", sockets: list[Any], linger_ms: int) -> None:
-    """Close these sockets, which are all that this thread has of the context, and end the context."""
-    for each in sockets:
-        each.close(linger_ms)
+def _release(context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]", linger_ms: int) -> None:
+    """Close the one socket that this thread has of the context, and end the context."""
+    socket.close(linger_ms)
     if getattr(threading.current_thread(), "context", None) is not context:  # the doorkeeper's sockets are open yet
         context.term()

@@ -1,7 +1,7 @@
-"""Memory that two engines of one process see: a transport for tests and lessons.
+"""Memory that two engines of one process share: a transport for tests and lessons.
 
-The frames, the names and all that can go wrong are as between two processes (`shared_memory.py`), only that a segment
-is a tensor in a table. Both ends are given the same `InProcessSegments`. New in this milestone. SGLang:
+Frames, names and errors are as between two processes (`shared_memory.py`), but a segment is a tensor in a table. Both
+ends have the same `InProcessSegments`. New in this milestone. SGLang:
 `disaggregation/fake/conn.py`, which moves nothing.
 """
 
@@ -21,23 +21,18 @@ class InProcessSegments:
         self._linked: dict[str, Tensor] = {}
         self._numbers = count()
 
-    @property
-    def names(self) -> list[str]:
-        """Segments that can be opened."""
-        return list(self._linked)
-
     def create(self, num_bytes: int) -> tuple[str, Tensor]:
-        """A tensor, and its name in the table."""
+        """Return a new tensor, and its name in the table."""
         name = f"segment-{next(self._numbers)}"
         try:
             memory = torch.zeros(num_bytes, dtype=torch.uint8)
-        except (RuntimeError, TypeError) as error:  # out of memory; a number that is none for C
+        except (RuntimeError, TypeError) as error:  # out of memory; a number too large for C
             raise TransferError(f"{num_bytes:,} bytes for KV on its way cannot be had: {error}") from error
         self._linked[name] = memory
         return name, memory
 
     def open(self, name: str, num_bytes: int) -> Tensor:
-        """The tensor of that name and size."""
+        """Return the tensor of that name and size."""
         memory = self._linked.get(name)
         if memory is None or memory.nbytes != num_bytes:
             raise TransferError(f"there is no segment {shown(name)} of {num_bytes:,} bytes")

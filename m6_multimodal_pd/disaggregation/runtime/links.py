@@ -1,29 +1,27 @@
-"""How the router reaches its engines: as processes over a socket, or in this process, in turns.
+"""Links from the router to its engines: processes behind a socket, or engines of this process that run in turns.
 
-The router knows this interface only. The one that stands here runs the engines itself, one tick each time it is asked
-what came; so everything happens in one thread and in the same order every time: for tests, for the lesson, and to step
-through with a debugger. `socket_links.py` and `processes.py` have the others.
+The router uses this interface only. `LocalLinks`, below, runs the engines itself, one tick of each per `receive`; so
+everything happens in one thread and in the same order in every run: for tests, for the lesson, and to step through with
+a debugger. `socket_links.py` and `processes.py` have the links to other processes.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from m1_single_request.errors import ConfigError, EngineDeadError, EngineError
 from m6_multimodal_pd.disaggregation.engine import Engine
-from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
 from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault, LengthFixed, Role, ToEngine, ToRouter
 from m6_multimodal_pd.errors import PeerLostError
 
 
 class Lost(NamedTuple):
-    """An engine that is gone, and how that was noticed."""
+    """An engine that is gone, and the reason."""
 
     name: str
     why: str
     fault: Fault | None = None
-    """Why another one in its place would be no better: it could not be built, or does not fit."""
+    """Error of an engine that cannot be built or does not fit: another one in its place would have it, too."""
 
 
 class Links(Protocol):
@@ -31,32 +29,24 @@ class Links(Protocol):
 
     def send(self, name: str, message: ToEngine) -> None:
         """Queue a message. Raises `PeerLostError` for an engine that is gone, `WireError` for one that is too large."""
-        ...
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[str, ToRouter]]:
-        """Yield the messages that have arrived; wait for the first of them, so long at most. Each is kept until the
-        next one is asked for: after an interrupt while it was handled it comes again (`inbox.py`)."""
-        ...
+    def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
+        """Return the messages that have arrived; wait at most `timeout_s` seconds for the first one."""
 
-    def lost(self) -> Iterator[Lost]:
-        """Yield engines that are gone since the last call. Kept in the same way."""
-        ...
+    def lost(self) -> list[Lost]:
+        """Return the engines that are gone since the last call."""
 
     def drop(self, name: str, why: str) -> None:
-        """Give an engine up, whatever it still does; it is `lost`. Does nothing if it is gone."""
-        ...
+        """Give an engine up; `lost` may return it. Does nothing if it is gone."""
 
     def refuse(self, name: str, why: str) -> None:
-        """Reject an engine that does not fit, and end it; it is not started anew."""
-        ...
+        """Reject an engine that does not fit, and end it."""
 
     def coming(self, role: str) -> bool:
-        """Return whether an engine of this role is there, or will join."""
-        ...
+        """Return whether an engine of this role has joined, or will join without the user's help."""
 
     def close(self) -> None:
         """End all engines."""
-        ...
 
 
 class LocalLinks:
@@ -66,9 +56,9 @@ class LocalLinks:
         """`make` builds an engine of a role; its second argument sends to the router."""
         self.make = make
         self.engines: dict[str, Engine] = {}
-        self._to: dict[str, deque[ToEngine]] = {}
-        self._from: deque[tuple[str, ToRouter]] = deque()
-        self._lost: deque[Lost] = deque()
+        self._to: dict[str, list[ToEngine]] = {}
+        self._from: list[tuple[str, ToRouter]] = []
+        self._lost: list[Lost] = []
 
     def start(self, name: str, role: Role) -> None:
         """Build an engine, which joins once the length of requests is fixed."""
@@ -78,7 +68,7 @@ class LocalLinks:
             arrived.append((name, message))
 
         engine = self.make(role, send)
-        self.engines[name], self._to[name] = engine, deque()
+        self.engines[name], self._to[name] = engine, []
         send(engine.fitted)
 
     def send(self, name: str, message: ToEngine) -> None:
@@ -95,39 +85,38 @@ class LocalLinks:
         engine = self.engines[name]
         try:
             engine.start(max_model_len)
-        except EngineError as error:
-            self.lose(name, str(error), fault_of(error))
-        else:
             self._from.append((name, engine.joined))
+        except EngineError as error:
+            self.drop(name, str(error), fault_of(error))
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[str, ToRouter]]:
-        """One tick of each engine, and what they have said. One whose device is gone is lost."""
+    def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
+        """Run one tick of each engine; return their messages. An engine whose device is gone is lost."""
         for name, engine in [(name, engine) for name, engine in self.engines.items() if engine.core is not None]:
+            messages, self._to[name] = self._to[name], []
             try:
-                engine.tick(self._to[name].popleft() for _ in range(len(self._to[name])))
+                engine.tick(messages)
             except EngineDeadError as error:
-                self.lose(name, str(error))
-        yield from handed_out(self._from)
+                self.drop(name, str(error))
+        arrived = self._from[:]
+        self._from.clear()
+        return arrived
 
-    def lose(self, name: str, why: str, fault: Fault | None = None) -> None:
-        """As if its process had ended."""
-        self._lost.append(Lost(name, why, fault))
-        self.engines.pop(name).close()
-        del self._to[name]
-
-    def drop(self, name: str, why: str) -> None:
+    def drop(self, name: str, why: str, fault: Fault | None = None) -> None:
+        """Close an engine, as if its process had ended."""
         if name in self.engines:
-            self.lose(name, why)
+            self._lost.append(Lost(name, why, fault))
+            self.engines.pop(name).close()
+            del self._to[name]
 
     def refuse(self, name: str, why: str) -> None:
-        if name in self.engines:
-            self.lose(name, why, fault_of(ConfigError(why)))
+        self.drop(name, why, fault_of(ConfigError(why)))
 
     def coming(self, role: str) -> bool:
         return any(engine.role == role for engine in self.engines.values())
 
-    def lost(self) -> Iterator[Lost]:
-        return handed_out(self._lost)
+    def lost(self) -> list[Lost]:
+        lost, self._lost = self._lost, []
+        return lost
 
     def close(self) -> None:
         for name in list(self.engines):

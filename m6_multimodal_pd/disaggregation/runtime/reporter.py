@@ -1,8 +1,7 @@
-"""An engine's trace on its way to the router: what each step has to say, in one message.
+"""Trace reader of an engine that sends the events of each step to the router, in one message.
 
-The engine's own readers stay where they are; this one is attached only if somebody listens to the router's trace. What
-travels are the event's words, and its numbers by name, so the router need not know the events of whatever the engine is
-made of.
+It is attached only if the router's trace has a reader. A message has the sentence of each event and its numbers by
+name, so the router needs no classes for the events of an engine's parts.
 """
 
 from collections.abc import Callable
@@ -14,13 +13,13 @@ from m6_multimodal_pd.disaggregation.runtime.messages import Told, ToldEvent, To
 from m6_multimodal_pd.errors import WireError
 
 MOST_EVENTS = 1000
-"""More are not told of one step."""
+"""Maximum number of events that are sent of one step."""
 LONGEST_WORD, LARGEST = 64, 2**62
-"""Longer words and larger numbers are not told by name."""
+"""Longer words and larger numbers are not sent by name."""
 
 
 class Reporter:
-    """A trace reader that gathers what is said until it is `told`."""
+    """Collects events until `tell` sends them."""
 
     def __init__(self, send: Callable[[ToRouter], None]) -> None:
         self.send = send
@@ -28,7 +27,7 @@ class Reporter:
         self._events: list[ToldEvent] = []
 
     def read(self, record: TraceRecord) -> None:
-        """Take one record."""
+        """Collect the event of one record; send those of the step before."""
         event = record.event
         if record.step != self._step:
             self.tell()
@@ -39,22 +38,22 @@ class Reporter:
             )
 
     def tell(self) -> None:
-        """Send what was gathered; what is more than a message holds stays untold."""
+        """Send the collected events; drop them if they are too large for a message."""
         if self._events:
             events, self._events = tuple(self._events), []
             with suppress(WireError):
                 self.send(Told(self._step, events))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the last events."""
         self.tell()
 
 
 def facts_of(event: Event) -> tuple[tuple[str, int | str], ...]:
-    """The fields that are whole numbers or short words, and the same in every run."""
+    """Return the fields that are whole numbers or short words, and the same in every run."""
     return tuple(
         (name, value)
         for name, value in event.data(stable=True).items()
-        if (isinstance(value, int) and not isinstance(value, bool) and -LARGEST < value < LARGEST)
+        if (type(value) is int and -LARGEST < value < LARGEST)
         or (isinstance(value, str) and len(value) <= LONGEST_WORD)
     )

@@ -1,18 +1,20 @@
-"""Engines in other processes, reached through one socket. How they start and end is for the subclasses."""
+"""Links to engines in other processes, through one socket.
+
+An engine that a user starts, perhaps in another terminal, joins at an address, with keys from a file; one that ends and
+is started again joins again. `processes.py` adds the engines that the router starts itself.
+"""
 
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from m1_single_request.errors import EngineClosedError
+import zmq
+
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys, read_keys
-from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
+from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys
 from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT
 from m6_multimodal_pd.disaggregation.runtime.links import Lost
-from m6_multimodal_pd.disaggregation.runtime.messages import Call, Failed, Probe, Refused, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import Call, Probe, Refused, ToEngine, ToRouter
 from m6_multimodal_pd.disaggregation.runtime.sockets import RouterSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError
@@ -21,62 +23,34 @@ PROBE_EVERY_S = 1.0
 
 
 class SocketLinks:
-    """Common part of the `Links` to engines in other processes."""
+    """The `Links` to engines that users start."""
 
-    def __init__(self, address: str, keys: CurveKeys, config: DisaggregationConfig) -> None:
-        """Raises `ConfigError` for an address that cannot be used."""
-        self.socket: RouterSocket[Any] = RouterSocket(
-            address,
-            codec=Codec(ToRouter, config.max_message_bytes),
-            keys=keys,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
-        )
-        self._lost: deque[Lost] = deque()
+    def __init__(self, address: str, keys: CurveKeys, group: DisaggregationConfig) -> None:
+        """Bind the socket. Raises `ConfigError` for an address that cannot be used."""
+        codec: Codec[Any] = Codec(ToRouter, group.max_message_bytes)
+        self.socket = RouterSocket(address, codec=codec, keys=keys, heartbeat_timeout_s=group.heartbeat_timeout_s)
         self._next_probe = 0.0
 
     def send(self, name: str, message: ToEngine) -> None:
         self.socket.send(name, message)
 
-    def _probe(self, names: Iterable[str]) -> None:
-        """Note the engines among these that cannot be reached any more, once a second."""
-        now = time.monotonic()
+    def receive(self, timeout_s: float) -> list[tuple[str, ToRouter]]:
+        return self.socket.receive(timeout_s)
+
+    def lost(self) -> list[Lost]:
+        """Send a probe to each engine, once a second; return those that cannot be reached.
+
+        These include engines that have not joined: one that ends while it loads would keep its name.
+        """
+        now, unreachable = time.monotonic(), []
         if now >= self._next_probe:
             self._next_probe = now + PROBE_EVERY_S
-            for name in names:
+            for name in self.socket.names:
                 try:
                     self.socket.send(name, Probe())
                 except PeerLostError as error:
-                    self._lost.append(Lost(name, str(error)))
-
-    def shut_down(self) -> None:
-        """Ask all engines to end. Does nothing after `close`, which an interrupt may have ended too early."""
-        for name in self.socket.names:
-            with suppress(PeerLostError, EngineClosedError):
-                self.socket.send(name, Call(0, "shutdown"))
-
-
-class HandLinks(SocketLinks):
-    """The `Links` to engines that a user starts, perhaps on another terminal; they join at an address, with keys from
-    a file. An engine that ends and is started again joins again."""
-
-    def __init__(self, config: DisaggregationConfig) -> None:
-        """Raises `ConfigError` for an address or keys that cannot be used."""
-        assert config.address is not None and config.key_file is not None
-        super().__init__(config.address, read_keys(config.key_file).router, config)
-
-    def receive(self, timeout_s: float) -> Iterator[tuple[str, ToRouter]]:
-        """Yield messages; forget an engine that cannot be built, so that its name is free."""
-        for name, message in self.socket.receive(timeout_s):
-            if isinstance(message, Failed):
-                self.socket.forget(name)
-            else:
-                yield name, message
-
-    def lost(self) -> Iterator[Lost]:
-        """Yield engines that cannot be reached, also those that have not joined: an engine that dies while it loads
-        would keep its name from the one that is started in its place."""
-        self._probe(self.socket.names)
-        return handed_out(self._lost)
+                    unreachable.append(Lost(name, str(error)))
+        return unreachable
 
     def drop(self, name: str, why: str) -> None:
         self.socket.forget(name)
@@ -88,9 +62,12 @@ class HandLinks(SocketLinks):
         self.socket.forget(name)
 
     def coming(self, role: str) -> bool:
-        """Return False: the router does not start engines."""
+        """Return False: users start the engines."""
         return False
 
     def close(self) -> None:
-        self.shut_down()
+        """Ask all engines to end, and close the socket. May be called twice."""
+        for name in self.socket.names:
+            with suppress(PeerLostError, zmq.ZMQError):  # it is gone; this socket is closed
+                self.socket.send(name, Call(0, "shutdown"))
         self.socket.close()

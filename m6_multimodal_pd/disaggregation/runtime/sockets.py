@@ -1,10 +1,9 @@
-"""One socket in the middle: a router that binds, and engines that connect and never wait for each other.
+"""One socket for a group of engines: the router binds it, and engines connect and never wait for each other.
 
 New in this milestone. The router binds a ROUTER socket, each engine connects a DEALER socket, and messages between two
-engines go through the router, so that there is one door to guard. The keys of a connection (`credentials.py`) prove
-that its other side belongs to the group. An engine's identity is its name and a random part, so that an engine that is
-started again under its name is another peer. A connection that broke stays broken; an engine that comes back is a new
-one.
+engines go through the router, so that one door is guarded. The keys of a connection (`credentials.py`) prove that its
+other side belongs to the group. An engine's identity is its name and a random part, so that an engine that is started
+again under its name is another peer. A connection that broke stays broken; an engine that comes back is a new one.
 
     engine                                             router
       | [b"HELLO"]           as name.random  ---------->  |   the name is taken from now on
@@ -22,8 +21,6 @@ import os
 import re
 import secrets
 import weakref
-from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,12 +28,10 @@ from typing import Any
 import zmq
 
 from m1_single_request.errors import ConfigError, shown
-from m6_multimodal_pd.disaggregation.config import HEARTBEAT_TIMEOUT_S
 from m6_multimodal_pd.disaggregation.runtime.credentials import NAME, CurveKeys, check_address
 from m6_multimodal_pd.disaggregation.runtime.door import Doorkeeper
 from m6_multimodal_pd.disaggregation.runtime.dropped import when_dropped
 from m6_multimodal_pd.disaggregation.runtime.endpoint import Endpoint, M
-from m6_multimodal_pd.disaggregation.runtime.inbox import handed_out
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError, WireError
 
@@ -51,20 +46,15 @@ LOG = logging.getLogger(__name__)
 class RouterSocket(Endpoint[M]):
     """The router's side. `address` is the real one, with the port that the system chose for `*`.
 
-    Belongs to the thread that built it. Raises `ConfigError` if the address cannot be used.
+    Raises `ConfigError` if the address cannot be used.
     """
 
-    def __init__(
-        self,
-        address: str = LOOPBACK,
-        *,
-        codec: Codec[M],
-        keys: CurveKeys,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, address: str, *, codec: Codec[M], keys: CurveKeys, heartbeat_timeout_s: float) -> None:
         check_address(address)
+        path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+        if path is not None and os.path.lexists(path):  # ZeroMQ would remove the file
+            raise ConfigError(f"address={shown(address)} exists already; remove it if no process uses it")
         super().__init__(zmq.ROUTER, codec=codec, keys=keys, heartbeat_timeout_s=heartbeat_timeout_s)
-        self._arrived: deque[list[zmq.Frame]] = deque()
         self._names: dict[bytes, str] = {}
         self._identities: dict[str, bytes] = {}
         self._set({zmq.CURVE_SERVER: 1, zmq.ZAP_DOMAIN: b"stepwise"})
@@ -72,42 +62,28 @@ class RouterSocket(Endpoint[M]):
         self._set({zmq.ROUTER_HANDOVER: 0})  # an identity stays with its connection
         self._unlink: weakref.finalize[Any, Any] | None = None
         self._door = Doorkeeper(self._context, self._socket, keys.trusted)
-        try:
-            self.address = self._bind(address)
-        except BaseException:
-            self.close()
-            raise
-
-    def _bind(self, address: str) -> str:
-        path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
-        if path is not None and os.path.lexists(path):  # ZeroMQ would remove it, whatever it is
-            raise ConfigError(f"address={shown(address)} exists already; remove it if no process uses it")
-        actual = self._open(self._socket.bind, address)
+        self.address = self._open(self._socket.bind, address)
         self._unlink = when_dropped(self, path.unlink, True) if path is not None else None
-        return actual
 
     @property
     def names(self) -> tuple[str, ...]:
         """The engines that have sent a hello and are not forgotten, in the order in which they came."""
         return tuple(self._identities)
 
-    def receive(self, timeout_s: float = 0.0) -> Iterator[tuple[str, M]]:
-        """Yield the messages that have arrived, with the name of the engine; wait for the first of them.
-
-        Each is kept until the next one is asked for (`inbox.py`). There may be none before the time is over: a refused
-        message ends the wait, too.
-        """
-        self._wait(0.0 if self._arrived else timeout_s)
-        self._arrived.extend(self._read())
-        for identity, *frames in handed_out(self._arrived):
+    def receive(self, timeout_s: float = 0.0) -> list[tuple[str, M]]:
+        """Return the messages that have arrived, with the names of their engines; wait for the first one, at most
+        `timeout_s` seconds. A rejected message ends the wait, too."""
+        received = []
+        for identity, *frames in self._read(timeout_s):
             try:
                 name = self._names.get(identity.bytes)
                 if name is None:
                     self._admit(identity, frames)
                 else:
-                    yield name, self._codec.decode([frame.buffer for frame in frames])
+                    received.append((name, self._codec.decode([frame.buffer for frame in frames])))
             except WireError as error:
                 LOG.info("refused: from %s: %s", shown(identity.bytes), error)
+        return received
 
     def send(self, name: str, message: M) -> None:
         """Queue `message` for an engine.
@@ -131,10 +107,7 @@ class RouterSocket(Endpoint[M]):
 
     def forget(self, name: str) -> None:
         """Accept no more messages of an engine, if there is such a one. Its name is free for another."""
-        self._check_usable()
-        identity = self._identities.pop(name, None)
-        if identity is not None:
-            del self._names[identity]
+        self._names.pop(self._identities.pop(name, b""), None)
 
     def close(self) -> None:
         """Close as every endpoint; remove the file of an `ipc` address, which ZeroMQ leaves if it has not named it."""
@@ -150,7 +123,7 @@ class RouterSocket(Endpoint[M]):
         if found is None or [frame.bytes for frame in frames] != [HELLO]:
             raise WireError("a message of a peer that has not sent a hello")
         name = found[1].decode()
-        if self._identities.get(name, identity) != identity:  # its own if it is admitted again, after a Ctrl-C
+        if name in self._identities:
             raise WireError(f"there is another engine {name!r}")
         self._door.admit(sender.get(zmq.SRCFD))
         with suppress(zmq.ZMQError):  # gone already: the first `send` reports it
@@ -163,45 +136,31 @@ class EngineSocket(Endpoint[M]):
     """An engine's side. It connects once; `joined` is True when the router has answered.
 
     A router that is not there yet, or has another engine of the name, answers nothing; the caller decides how long to
-    wait. Belongs to the thread that built it. Raises `ConfigError`.
+    wait. Raises `ConfigError` for a name or an address that cannot be used.
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        name: str,
-        codec: Codec[M],
-        keys: CurveKeys,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        self, address: str, *, name: str, codec: Codec[M], keys: CurveKeys, heartbeat_timeout_s: float
     ) -> None:
         check_address(address)
-        if not isinstance(name, str) or not NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise ConfigError(f"name={shown(name)} must be 1 to 64 letters, digits, - or _")
         super().__init__(zmq.DEALER, codec=codec, keys=keys, heartbeat_timeout_s=heartbeat_timeout_s)
         self.name, self.joined = name, False
         self._set({zmq.ROUTING_ID: f"{name}.{secrets.token_hex(16)}".encode()})
         self._set({zmq.CURVE_SERVERKEY: keys.trusted.encode()})
         self._set({zmq.RECONNECT_IVL: -1})  # never
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._sockets.append(self._monitor)
-        try:
-            self._open(self._socket.connect, address)
-        except BaseException:
-            self.close()
-            raise
+        self._open(self._socket.connect, address)
         self._write([HELLO])
 
     def was_cut(self) -> bool:
-        """Return whether the connection to the router is over."""
-        self._check_usable()
-        return bool(self._monitor.poll(0))
+        """Return whether the connection to the router is over, or the router does not read its messages."""
+        return not self._socket.poll(0, zmq.POLLOUT)
 
     def receive(self, timeout_s: float = 0.0) -> list[M]:
-        """Return the messages that have arrived; wait for the first of them. See `RouterSocket.receive`."""
-        self._wait(timeout_s)
+        """Return the messages that have arrived; wait for the first one, as `RouterSocket.receive` does."""
         received = []
-        for frames in self._read():
+        for frames in self._read(timeout_s):
             try:
                 if self.joined:
                     received.append(self._codec.decode([frame.buffer for frame in frames]))

@@ -1,56 +1,30 @@
-"""Notices a step that does not end, from a thread that does nothing else.
+"""End the process of an engine whose step takes too long, with the stacks of all threads on stderr.
 
-A step that hangs, in a kernel or in a part of somebody's own, cannot be ended from outside. So the process says where
-it hangs, and gives itself up: the router then gives its requests to others. SGLang: `Watchdog`; vLLM: a timeout on
-`execute_model`.
+A step that hangs, in a kernel or in a user's part, cannot be interrupted from Python: it may hold the interpreter's
+lock. So the limit is a timer of the kernel: SIGALRM writes the stacks (`faulthandler`) and ends the process, and the
+router routes its requests to other engines. SGLang: `Watchdog`; vLLM: a timeout on `execute_model`.
 """
 
 import faulthandler
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
+import signal
 
-STUCK = 70
-"""The exit status of an engine that gave itself up."""
+STDERR = 2
+WRITE_TIMEOUT_S = 2.0
+"""Seconds that writing the stacks may take: stderr may be a pipe that no process reads."""
+LONGEST_TIMER_S = 1e9
 
 
 class Watchdog:
-    """Belongs to the process; `begin` and `end` surround each step."""
+    """Limit for the steps of this process: `with watchdog:` surrounds each step. Setting the timer takes 1 us."""
 
-    def __init__(self, step_timeout_s: float, on_stuck: Callable[[], None] = lambda: os._exit(STUCK)) -> None:
-        """`on_stuck` is called, in the thread, when all stacks were written to stderr."""
-        self.step_timeout_s, self.on_stuck = step_timeout_s, on_stuck
-        self._since: float | None = None
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+    def __init__(self, step_timeout_s: float) -> None:
+        self.step_timeout_s = min(step_timeout_s, LONGEST_TIMER_S)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, once the stacks are written
+        faulthandler.register(signal.SIGALRM, file=STDERR, chain=True)
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._since = time.monotonic()
+    def __enter__(self) -> None:
+        # a second alarm finds the first one writing, and ends the process at once
+        signal.setitimer(signal.ITIMER_REAL, self.step_timeout_s, WRITE_TIMEOUT_S)
 
-    def end(self) -> None:
-        """It has ended."""
-        self._since = None
-
-    def close(self) -> None:
-        """Watch no longer."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(min(self.step_timeout_s / 4, 1.0)):
-            since = self._since
-            if since is not None and time.monotonic() - since > self.step_timeout_s:
-                with suppress(Exception):  # whoever read it may be gone: no reason to hang for ever
-                    self._write_stacks()
-                self.on_stuck()
-                return
-
-    def _write_stacks(self) -> None:
-        sys.stderr.write(f"a step did not end within {self.step_timeout_s:g} s; all stacks:\n")
-        sys.stderr.flush()
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    def __exit__(self, *error: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)

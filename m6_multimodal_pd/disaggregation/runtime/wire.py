@@ -1,22 +1,21 @@
 """Messages between processes as bytes: a typed head in msgpack, and each large array in a frame of its own.
 
-New in this milestone: until now everything ran in one process, and nothing had to be believed. What comes in over a
-socket is checked against its type while it is read, sizes are compared with what is there before memory is taken for
-them, and whatever is wrong is a `WireError`. A head names its type and fields and can do nothing but hold values; a
-pickle is a program, and reading one means running it. Arrays stay out of the head so that they are neither copied into
-it nor out of it: the head says dtype, shape and number of the frame. vLLM: `MsgpackEncoder` and `MsgpackDecoder` in
+New in this milestone: until now everything ran in one process. A message that a socket receives is checked against its
+type while it is read, sizes are compared with the bytes that are there before memory is reserved for them, and every
+error is a `WireError`. A head has a type and fields, and holds values only; a pickle is a program, and to read it is to
+run it. Arrays stay out of the head so that they are not copied into it or out of it: the head has dtype, shape and the
+number of the frame. vLLM: `MsgpackEncoder` and `MsgpackDecoder` in
 `v1/serial_utils.py`, which keep large arrays apart in the same way, used by `v1/engine/core_client.py`; SGLang:
 `managers/scheduler.py` receives pickles over ZeroMQ (`recv_pyobj`).
 """
 
 from collections.abc import Sequence
 from math import prod
-from typing import Annotated, Any, Generic, TypeVar, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
-from m1_single_request.config import check_whole_number
 from m1_single_request.errors import shown
 from m6_multimodal_pd.errors import WireError
 
@@ -24,39 +23,39 @@ M = TypeVar("M")
 
 Frame = bytes | memoryview
 
-DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("float32", "float16", "int64", "int32", "uint8")}
+DtypeName = Literal["float32", "float16", "int64", "int32", "uint8"]
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in get_args(DtypeName)}
 MAX_FRAMES = 256
 MAX_DIMENSIONS = 8
 MAX_HEAD_BYTES = 8 * 2**20
-"""A million tokens fit. A byte of a head can become an object of many: this bounds what a bad one may cost."""
+"""A million tokens fit. A byte of a head can become an object of many: this bounds the memory that a bad one costs."""
 
 
 class ArrayHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What stands in the head for an array."""
+    """The array's entry in the head."""
 
-    dtype: str
+    dtype: DtypeName
     shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     frame: int
-    """Which frame holds the elements, little-endian and in C order. The head is frame 0."""
+    """Number of the frame of its elements, little-endian and in C order. The head is frame 0."""
 
 
 class Codec(Generic[M]):
     """Writes and reads the messages of one union of tagged `msgspec.Struct`s. A field of type `np.ndarray` is an array.
 
-    `Codec[Message](Message, max_bytes)`. Only dtype and size of an array are checked here. Which dtype and shape a
-    message needs is for its own `__post_init__` to say, by a ValueError.
+    `Codec[Message](Message, max_bytes)`. Only dtype and size of an array are checked here; the `__post_init__` of a
+    message raises a ValueError for a dtype or shape that it does not accept.
     """
 
     def __init__(self, message_type: Any, max_bytes: int) -> None:
-        check_whole_number("max_bytes", max_bytes, low=1)
         self.max_bytes = max_bytes
         """Of one message, all frames together."""
         self._type = message_type
 
     def encode(self, message: M) -> list[bytes]:
-        """The frames of `message`: the head, then one for each array.
+        """Return the frames of `message`: the head, then one for each array.
 
-        Raises WireError if it is larger than the limits, or holds what cannot be sent.
+        Raises WireError if it is larger than the limits, or has a value that cannot be sent.
         """
         arrays = ArrayWriter(self.max_bytes)
         try:
@@ -68,19 +67,18 @@ class Codec(Generic[M]):
         return frames
 
     def decode(self, frames: Sequence[Frame]) -> M:
-        """The message that the frames hold. Its arrays may be written to; they share memory with the frames or not.
+        """Return the message of the frames. Its arrays may be written to; they may share memory with the frames.
 
-        Raises WireError, and nothing else, whatever is in the frames.
+        Raises WireError, and no other error, for any bytes.
         """
         self._check_sizes([len(frame) for frame in frames])
         arrays = ArrayReader(frames)
         try:
             message: M = msgspec.msgpack.Decoder(self._type, dec_hook=arrays.take).decode(frames[0])
-        except WireError:
-            raise
-        except Exception as error:  # of msgspec, of str, of a message's own checks: a stranger chooses which
+        except Exception as error:  # of msgspec, of str, of a message's own checks: the sender chooses which
             raise WireError(f"a message that cannot be read: {shown(str(error))}") from error
-        arrays.check_all_taken()
+        if arrays.frames:
+            raise WireError(f"a message with {len(arrays.frames)} frames too many")
         return message
 
     def _check_sizes(self, sizes: list[int]) -> None:
@@ -93,15 +91,15 @@ class Codec(Generic[M]):
 
 
 class ArrayWriter:
-    """Puts the arrays of one message into frames, in the order in which its encoder comes upon them."""
+    """Puts the arrays of one message into frames, in the order in which they are encoded."""
 
     def __init__(self, max_bytes: int) -> None:
         self.frames: list[bytes] = []
         self._bytes_left = max_bytes
 
     def add(self, value: object) -> ArrayHead | float | int | str:
-        """What stands for `value` in the head. The encoder asks for everything that msgpack has no form for."""
-        if isinstance(value, float):  # numpy's, say, which every check of a parameter takes for one
+        """Return the entry of `value` in the head. The encoder calls this for all types that msgpack does not have."""
+        if isinstance(value, float):  # numpy's, for example, which every check of a parameter accepts
             return float(value)
         if isinstance(value, int):  # an IntEnum's
             return int(value)
@@ -120,28 +118,20 @@ class ArrayWriter:
 
 
 class ArrayReader:
-    """Hands out the array frames of one message, each of them once."""
+    """The array frames of one message that are not read yet, by number; each becomes one array."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
-        self._waiting = dict(enumerate(frames[1:], start=1))
+        self.frames = dict(enumerate(frames[1:], start=1))
 
     def take(self, kind: Any, value: Any) -> np.ndarray:
-        """The array that `value`, still in plain lists and numbers, describes."""
-        if (get_origin(kind) or kind) is not np.ndarray:
-            raise TypeError(f"a message has a field of type {kind}, which is none that can be read")
+        """Return the array of an `ArrayHead`, which `value` has as lists and numbers."""
+        assert kind is np.ndarray, f"a message has a field of type {kind}, which cannot be read"
         head = msgspec.convert(value, ArrayHead)
-        dtype = DTYPES.get(head.dtype)
-        if dtype is None:
-            raise WireError(f"an array of {shown(head.dtype)}; known are {', '.join(DTYPES)}")
-        frame = self._waiting.pop(head.frame, None)
+        dtype = DTYPES[head.dtype]
+        frame = self.frames.pop(head.frame, None)
         if frame is None:
             raise WireError(f"frame {head.frame} is not there, or is of two arrays")
         if prod(head.shape) * dtype.itemsize != len(frame):
             raise WireError(f"an array of {head.dtype} {shown(head.shape)} in a frame of {len(frame)} bytes")
         array = np.frombuffer(frame, dtype).reshape(head.shape)
-        return np.require(array, requirements=["ALIGNED", "WRITEABLE"])  # copies what is not: a frame starts anywhere
-
-    def check_all_taken(self) -> None:
-        """Raise WireError if a frame belongs to no array."""
-        if self._waiting:
-            raise WireError(f"a message with {len(self._waiting)} frames too many")
+        return np.require(array, requirements=["ALIGNED", "WRITEABLE"])  # copies if not: a frame may start at any byte
