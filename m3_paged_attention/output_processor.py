@@ -21,7 +21,5 @@ class OutputProcessor(SingleRequestOutputProcessor):
         if not isinstance(request, ParentRequest):
             return output
         completions = tuple(replace(self._completion(child), index=i) for i, child in enumerate(request.children))
-        num_output_tokens = sum(len(completion.token_ids) for completion in completions)
-        return replace(
-            output, outputs=completions, metrics=replace(output.metrics, num_output_tokens=num_output_tokens)
-        )
+        metrics = replace(output.metrics, num_output_tokens=sum(len(each.token_ids) for each in completions))
+        return replace(output, outputs=completions, metrics=metrics)
