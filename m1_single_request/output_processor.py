@@ -76,7 +76,7 @@ def make_metrics(request: Request) -> RequestMetrics:
         cached_tokens=request.cached_tokens,
         num_draft_tokens=request.num_draft_tokens,
         num_accepted_tokens=request.num_accepted_tokens,
-        num_output_tokens=request.num_output_tokens,
+        num_output_tokens=len(request.sequence.output_token_ids),
     )
 
 

@@ -176,11 +176,6 @@ class Request:
         return SamplingRow(self.sampling_params, self.seed, prompt, output, stop_ids)
 
     @property
-    def num_output_tokens(self) -> int:
-        """Number of output tokens so far."""
-        return len(self.sequence.output_token_ids)
-
-    @property
     def prompt_token_ids(self) -> list[int]:
         return self.sequence.prompt_token_ids
 

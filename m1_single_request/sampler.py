@@ -10,7 +10,6 @@ takes the token at which the sum exceeds the row's own random number (`draws.py`
 the other rows. vLLM: `v1/sample/sampler.py`.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -178,11 +177,6 @@ def prompt_logprobs(params: SamplingParams, token_ids: Sequence[int], logits: Te
         return None
     targets = torch.tensor(token_ids[1:], device=logits.device)
     return tuple(gather_logprobs(logits[:-1], targets, params.prompt_logprobs)) if len(targets) else ()
-
-
-def suspect_rows(logits: Tensor) -> list[bool]:
-    """Return for each row of `logits` `[rows, vocab]` whether it may contain NaN or infinity: its sum is not finite."""
-    return [not math.isfinite(total) for total in logits.sum(dim=-1).tolist()]
 
 
 def not_finite(request_id: str) -> ForwardError:

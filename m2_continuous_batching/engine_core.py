@@ -7,6 +7,7 @@ scheduler returns a batch, an executor runs it, and all its rows are sampled tog
 SGLang: `Scheduler.event_loop_normal`.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,7 +27,6 @@ from m1_single_request.sampler import (
     impossible_row,
     not_finite,
     prompt_logprobs,
-    suspect_rows,
 )
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.stop_checker import StopChecker
@@ -153,9 +153,9 @@ class EngineCore(EngineCoreBase):
 
 def _not_finite(logits: Mapping[str, Tensor]) -> dict[str, ForwardError]:
     """Return an error for each request whose logits contain NaN or infinity."""
-    last = torch.stack([rows[-1] for rows in logits.values()])
+    sums = torch.stack([rows[-1] for rows in logits.values()]).sum(dim=-1).tolist()  # not finite: the row may be broken
     return {
         request_id: not_finite(request_id)
-        for (request_id, rows), suspect in zip(logits.items(), suspect_rows(last), strict=True)
-        if (suspect or len(rows) > 1) and not rows.isfinite().all()
+        for (request_id, rows), total in zip(logits.items(), sums, strict=True)
+        if (len(rows) > 1 or not math.isfinite(total)) and not rows.isfinite().all()
     }

@@ -18,9 +18,9 @@ from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import Request
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.executor import GPUExecutor
+from m3_paged_attention.executor import GPUExecutor, checked
 from m3_paged_attention.kv_events import BlocksUsed
-from m3_paged_attention.outputs import EngineStats, ModelRunnerOutput, checked
+from m3_paged_attention.outputs import EngineStats, ModelRunnerOutput
 from m3_paged_attention.parallel_sampling import RequestFamilies
 from m3_paged_attention.scheduler import Scheduler
 from m3_paged_attention.scheduler_output import SchedulerOutput

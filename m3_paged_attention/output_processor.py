@@ -17,10 +17,9 @@ class OutputProcessor(SingleRequestOutputProcessor):
 
     def make_output(self, request: Request) -> RequestOutput:
         """Return the output of `request` as of now; of a parent with one completion for each child."""
-        make_output = super().make_output
-        output = make_output(request)
+        output = super().make_output(request)
         if not isinstance(request, ParentRequest):
             return output
-        completions = [make_output(child).outputs[0] for child in request.children]
-        numbered = (replace(completion, index=index) for index, completion in enumerate(completions))
-        return replace(output, outputs=tuple(numbered))
+        completions = tuple(replace(self._completion(child), index=i) for i, child in enumerate(request.children))
+        metrics = replace(output.metrics, num_output_tokens=sum(len(each.token_ids) for each in completions))
+        return replace(output, outputs=completions, metrics=metrics)

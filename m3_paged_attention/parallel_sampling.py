@@ -98,4 +98,4 @@ class RequestFamilies:
     @property
     def num_output_tokens(self) -> int:
         """Number of output tokens since the start, of all requests."""
-        return self.scheduler.num_output_tokens
+        return self.scheduler.updater.num_output_tokens

@@ -35,7 +35,7 @@ class Request(SingleRequest):
 
 
 class ParentRequest(SingleRequest):
-    """Several continuations of one prompt, reported as one request with the sum of their `num_output_tokens`.
+    """Several continuations of one prompt, reported as one request with the sum of their output tokens.
 
     Children: any class with a `parent_id`.
     """
@@ -46,11 +46,6 @@ class ParentRequest(SingleRequest):
         self.children = children
         for child in children:
             child.parent_id = request_id
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of output tokens of all children."""
-        return sum(child.num_output_tokens for child in self.children)
 
     def reassign_prompt_logprobs(self) -> None:
         """Select another child to compute the prompt's log-probabilities if the first one was aborted before that."""

@@ -4,6 +4,7 @@ In m1 and m2 the engine core sampled, with access to the requests. Now the logit
 only tokens are returned. vLLM: `_sample` in `v1/worker/gpu_model_runner.py`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from m1_single_request.errors import ForwardError
-from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs, impossible_row, not_finite, suspect_rows
+from m1_single_request.sampler import LogprobRow, Sampler, gather_logprobs, impossible_row, not_finite
 from m1_single_request.sampling_metadata import SamplingMetadata, SamplingRow as SingleSamplingRow
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.tracer import Tracer
@@ -121,10 +122,9 @@ class RowSampler:
     def __call__(self, req_ids: Sequence[str], batch: SamplingBatch, logits: Tensor) -> SampledRows:
         """Sample the next token of each row of float32 `logits` `[rows, vocab]`; `req_ids` are the rows' requests."""
         errors: dict[str, ForwardError] = {}
-        suspects = [i for i, suspect in enumerate(suspect_rows(logits)) if suspect]
-        if broken := [i for i in suspects if not logits[i].isfinite().all()]:
+        if not math.isfinite(logits.sum()):
+            logits, broken = without_broken_rows(logits)
             errors = {req_ids[i]: not_finite(req_ids[i]) for i in broken}
-            logits = logits.index_fill(0, torch.tensor(broken, device=logits.device), 0.0)  # any finite number works
         metadata = batch.metadata()
         chosen = self.sampler(logits, metadata)
         impossible = [req_ids[i] for i in chosen.impossible_rows if req_ids[i] not in errors]
@@ -138,6 +138,12 @@ class RowSampler:
             logprobs=[[chosen.logprobs[i]] for i in kept],
             errors=errors,
         )
+
+
+def without_broken_rows(logits: Tensor) -> tuple[Tensor, list[int]]:
+    """Replace the rows of `logits` `[rows, vocab]` with NaN or infinity by zeros; return also their indices."""
+    is_finite = logits.isfinite().all(dim=-1)
+    return logits.masked_fill(~is_finite[:, None], 0.0), (~is_finite).nonzero()[:, 0].tolist()
 
 
 def prompt_logprobs(

@@ -42,6 +42,7 @@ class Scheduler:
     running: list[Request]
     kv_manager: KVCacheManager
     num_preemptions: int
+    updater: RequestUpdater
 
     def __init__(
         self,
@@ -155,11 +156,6 @@ class Scheduler:
         self.kv_manager.reset()
         for request in requests.values():
             self.updater.end(request, reason)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of output tokens since the start, of all requests."""
-        return self.updater.num_output_tokens
 
     def check_invariants(self) -> None:
         """Raise AssertionError if queues and memory contradict each other; tests call this after every step."""

@@ -16,11 +16,10 @@ from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
 from m1_single_request.request import FinishAbort
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.executor import GPUExecutor
-from m3_paged_attention.outputs import ModelRunnerOutput, checked
+from m3_paged_attention.executor import GPUExecutor, checked
+from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.parallel_sampling import RequestFamilies
 from m4_radix_cache.model_worker_batch import ModelWorkerBatch
-from m4_radix_cache.schedule_batch import ScheduleBatch
 from m4_radix_cache.scheduler import Scheduler
 
 
@@ -54,8 +53,10 @@ class EngineCore(EngineCoreBase):
         An exception in the model ends the requests of this step, and only these; an unusable row of logits ends only
         its request; a lost device (`EngineDeadError`) ends all requests and the engine.
         """
-        batch = self._schedule()  # 1 schedule
-        output = self._run_or_fail("execute", self._execute, batch)  # 2 execute
+        batch = self.scheduler.schedule()  # 1 schedule
+        self._record.lap("schedule")
+        worker_batch = None if batch is None else batch.get_model_worker_batch()
+        output = self._run_or_fail("execute", self._execute, worker_batch)  # 2 execute
         changed = self.scheduler.update_from_output(batch, output)  # 3 update
         return self._make_outputs(self.families.reported(changed))  # 4 make outputs
 
@@ -96,25 +97,15 @@ class EngineCore(EngineCoreBase):
         """Return the totals up to the last finished step, and the state of the cache."""
         return self.scheduler.stats(vars(super().stats()) | self._counters)
 
-    def _schedule(self) -> ScheduleBatch | None:
-        batch = self.scheduler.schedule()
-        self._record.lap("schedule")
-        return batch
-
-    def _execute(self, batch: ScheduleBatch) -> ModelRunnerOutput:
+    def _execute(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
         """Run a batch; a request without a token in the output ends with its error."""
         self._record.request_ids = batch.rids
-        worker_batch = self._prepare(batch)
-        self._record.num_tokens = len(worker_batch.input_ids)
-        self._record.num_prompt_tokens = worker_batch.num_prompt_tokens
-        expected = dict(zip(worker_batch.rids, worker_batch.sample_lens, strict=True))
-        output = checked(self.executor.execute_model(worker_batch), expected)
+        self._record.num_tokens = len(batch.input_ids)
+        self._record.num_prompt_tokens = batch.num_prompt_tokens
+        expected = dict(zip(batch.rids, batch.sample_lens, strict=True))
+        output = checked(self.executor.execute_model(batch), expected)
         for request_id, error in output.errors.items():
             self._fail([request_id], error)
         self._record.ms["execute"] -= output.sample_seconds * 1e3
         self._record.ms["sample"] += output.sample_seconds * 1e3
         return output
-
-    def _prepare(self, batch: ScheduleBatch) -> ModelWorkerBatch:
-        """Return a batch as plain data for the model runner."""
-        return batch.get_model_worker_batch()

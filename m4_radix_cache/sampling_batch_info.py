@@ -89,8 +89,7 @@ def metadata_of(
 class SamplingBatchInfo:
     """One row per request of a batch: lists, arrays and tensors only, so it could be sent to another process.
 
-    Between a step and the preparation of the next one it is one token behind its requests: `advance` adds the newest
-    tokens. Arrays are `[rows]`; tensors are `[rows, vocab]`, on the logits' device.
+    `advance` adds the tokens of a step. Arrays are `[rows]`; tensors are `[rows, vocab]`, on the logits' device.
     """
 
     vocab_size: int

@@ -115,9 +115,8 @@ class ScheduleBatch:
     def prepare_for_decode(self) -> None:
         """Allocate a slot for the next token of every request. Call only after `check_decode_mem` returned True."""
         pools, rows = self.pools, self.req_pool_indices
-        assert self.sampling_info is not None
         assert (pools.req_to_token_pool.lens[rows] == self.seq_lens).all(), "a row has slots unknown to the batch"
-        last_locs = pools.req_to_token_pool.last_slots(rows)
+        last_locs = pools.req_to_token_pool.req_to_token[rows, self.seq_lens - 1].astype(np.int64)
         slots = pools.token_to_kv_pool_allocator.alloc_decode(self.seq_lens + 1, last_locs)
         assert slots is not None, "check_decode_mem was not called, or returned False"
         pools.req_to_token_pool.append(rows, slots)
@@ -125,7 +124,6 @@ class ScheduleBatch:
         self.input_ids, self.out_cache_loc = self.output_ids, slots
         self.seq_lens = self.seq_lens + 1
         self.prefix_lens = self.extend_lens = None
-        self.sampling_info.advance(self.output_ids, 1)
 
     def get_model_worker_batch(self) -> ModelWorkerBatch:
         """Return this step as plain data."""
@@ -156,15 +154,18 @@ class ScheduleBatch:
 
     def take_tokens(self, output: ModelRunnerOutput) -> tuple[list[Req], list[int]]:
         """Store the sampled tokens as the next step's input; return the requests with a token, and these tokens."""
-        token_ids = [token_ids[0] for token_ids in output.sampled_token_ids]
+        assert self.sampling_info is not None
+        reqs, token_ids = self.reqs, [token_ids[0] for token_ids in output.sampled_token_ids]
         if output.req_ids == self.rids:
             self.output_ids = np.array(token_ids, dtype=np.int64)
-            return self.reqs, token_ids
-        by_id = {rid: index for index, rid in enumerate(self.rids)}
-        places = [by_id[rid] for rid in output.req_ids]
-        self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)  # a request without a token ends now
-        self.output_ids[places] = token_ids
-        return [self.reqs[place] for place in places], token_ids
+        else:
+            by_id = {rid: index for index, rid in enumerate(self.rids)}
+            places = [by_id[rid] for rid in output.req_ids]
+            self.output_ids = np.zeros(len(self.reqs), dtype=np.int64)  # a request without a token ends now
+            self.output_ids[places] = token_ids
+            reqs = [self.reqs[place] for place in places]
+        self.sampling_info.advance(self.output_ids, 1)
+        return reqs, token_ids
 
     # --- joining and leaving ------------------------------------------------------------------------------------------
 

@@ -214,11 +214,6 @@ class Scheduler:
     def running(self) -> list[Req]:
         return [req for req in self.requests.values() if req.status is RequestStatus.RUNNING]
 
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of output tokens since the start, of all requests."""
-        return self.updater.num_output_tokens
-
     def counters(self) -> dict[str, Any]:
         """Return the totals that `EngineStats` has besides m1's, by field."""
         return {

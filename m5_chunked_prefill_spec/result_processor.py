@@ -56,8 +56,6 @@ class ResultProcessor:
     def _process_decodes(self, batch: ScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
         """Give each request of a batch without prompts and drafts its token, as in most steps."""
         reqs, token_ids = batch.take_tokens(output)
-        assert batch.sampling_info is not None
-        batch.sampling_info.advance(batch.output_ids, 1)
         for index in self.updater.commit_simply(reqs, token_ids):
             run = Run(index, reqs[index], [token_ids[index]], output.logprobs[index])
             if run.req.to_finish is None:

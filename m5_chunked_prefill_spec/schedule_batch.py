@@ -66,27 +66,23 @@ class ScheduleBatch(PlainScheduleBatch):
     def prepare_for_decode(self, drafts: Sequence[list[int]] = ()) -> None:
         """Prepare the newest token of every request and its `drafts` (by row; empty: there are none). They must have
         room: `check_decode_mem`, `has_room_for`."""
-        pools, rows = self.pools, self.req_pool_indices
-        pool = cast(ReqToTokenPool, pools.req_to_token_pool)
-        assert (pool.lens[rows] == self.seq_lens).all(), "a row has slots unknown to the batch"
-        last_locs = pool.last_slots(rows)
-        self.num_prompts, self.chunked_req, self.prefix_lens, self.extend_lens = 0, None, None, None
+        self.num_prompts, self.chunked_req = 0, None
         if not any(drafts):
-            self.forward_mode, self.drafts = ForwardMode.DECODE, []
-            self.new_lens, self.input_ids = np.ones(len(rows), dtype=np.int64), self.output_ids
-            slots = pools.token_to_kv_pool_allocator.alloc_decode(self.seq_lens + 1, last_locs)
-            assert slots is not None, "no slots for the next tokens after check_decode_mem"
-            pool.append(rows, slots)
-        else:
-            self.forward_mode, self.drafts = ForwardMode.TARGET_VERIFY, list(drafts)
-            self.new_lens = np.array([1 + len(own) for own in drafts])
-            known = zip(self.output_ids.tolist(), drafts, strict=True)
-            self.input_ids = np.array([token_id for newest, own in known for token_id in (newest, *own)])
-            after = self.seq_lens + self.new_lens
-            slots = pools.token_to_kv_pool_allocator.alloc_extend(self.seq_lens, after, last_locs)
-            assert slots is not None, "no slots for the drafts after has_room_for"
-            pool.append_runs(rows, slots, self.new_lens)
-        self.out_cache_loc, self.seq_lens = slots, self.seq_lens + self.new_lens
+            super().prepare_for_decode()
+            self.new_lens, self.drafts = np.ones(len(self.reqs), dtype=np.int64), []
+            return
+        pool, rows = cast(ReqToTokenPool, self.pools.req_to_token_pool), self.req_pool_indices
+        assert (pool.lens[rows] == self.seq_lens).all(), "a row has slots unknown to the batch"
+        last_locs = pool.req_to_token[rows, self.seq_lens - 1].astype(np.int64)
+        self.new_lens, self.drafts = np.array([1 + len(own) for own in drafts]), list(drafts)
+        after = self.seq_lens + self.new_lens
+        slots = self.pools.token_to_kv_pool_allocator.alloc_extend(self.seq_lens, after, last_locs)
+        assert slots is not None, "no slots for the drafts after has_room_for"
+        pool.append_runs(rows, slots, self.new_lens)
+        known = zip(self.output_ids.tolist(), drafts, strict=True)
+        self.input_ids = np.array([token_id for newest, own in known for token_id in (newest, *own)])
+        self.forward_mode, self.out_cache_loc, self.seq_lens = ForwardMode.TARGET_VERIFY, slots, after
+        self.prefix_lens = self.extend_lens = None
 
     def mix_with_running(self, running: "ScheduleBatch") -> None:
         """Append the requests of a prepared batch of decodes to this prepared batch of prompts."""
@@ -107,6 +103,7 @@ class ScheduleBatch(PlainScheduleBatch):
     def get_model_worker_batch(self) -> ModelWorkerBatch:
         """Return this step as plain data."""
         assert self.sampling_info is not None
+        prompts = self.reqs[: self.num_prompts]  # each gets a token, except the one in pieces
         return ModelWorkerBatch(
             forward_mode=self.forward_mode,
             rids=self.rids,
@@ -116,21 +113,14 @@ class ScheduleBatch(PlainScheduleBatch):
             out_cache_loc=self.out_cache_loc,
             prefix_lens=(self.seq_lens - self.new_lens).tolist(),
             extend_lens=self.new_lens.tolist(),
-            prompts_to_rate=self._prompts_to_rate(self.reqs[: self.num_prompts]) if self.num_prompts else {},
+            prompts_to_rate=self._prompts_to_rate(prompts) if prompts else {},
             sampling_info=self.sampling_info,
             new_lens=self.new_lens,
-            sample_lens=self._sample_lens(),
+            sample_lens=[int(req is not self.chunked_req) for req in prompts] + self.new_lens[len(prompts) :].tolist(),
             num_prompts=self.num_prompts,
-            num_prompt_tokens=int(self.new_lens[: self.num_prompts].sum()) if self.num_prompts else 0,
+            num_prompt_tokens=int(self.new_lens[: self.num_prompts].sum()) if prompts else 0,
             spec_info=SpecInput(self.drafts) if self.drafts else None,
         )
-
-    def _sample_lens(self) -> list[int]:
-        """Return the number of tokens to sample for each request: none for the one in pieces."""
-        sample_lens = [1 + len(own) for own in self.drafts] if self.drafts else [1] * len(self.reqs)
-        if self.chunked_req is not None:
-            sample_lens[self.reqs.index(self.chunked_req)] = 0
-        return sample_lens
 
     def take_runs(self, output: ModelRunnerOutput) -> list[Run]:
         """Return the tokens of each request, in the order of the batch, and keep the newest ones as the next input."""

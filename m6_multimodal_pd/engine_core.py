@@ -15,11 +15,11 @@ from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import FinishAbort, Request
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.executor import GPUExecutor
+from m3_paged_attention.outputs import ModelRunnerOutput
 from m3_paged_attention.request import ParentRequest
 from m4_radix_cache.engine_core import EngineCore as RadixEngineCore
-from m4_radix_cache.schedule_batch import ScheduleBatch
+from m4_radix_cache.model_worker_batch import ModelWorkerBatch as PlainModelWorkerBatch
 from m4_radix_cache.scheduler import Scheduler
-from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch as TextModelWorkerBatch
 from m6_multimodal_pd.model_worker_batch import ModelWorkerBatch
 from m6_multimodal_pd.multimodal.encoder import Encoder
 from m6_multimodal_pd.operations import Operations
@@ -30,7 +30,7 @@ from m6_multimodal_pd.request import Req
 class EngineCore(RadixEngineCore):
     """Engine core of a model with a vision encoder.
 
-    `add_request` traces the images of a request, and `_prepare` adds those of a step to its batch. `clear_kv_caches`
+    `add_request` traces the images of a request, and `_execute` adds those of a step to its batch. `clear_kv_caches`
     and `close` also clear the embedding cache; `close` also ends a profile. `stats` and `run_step` add the totals of
     the encoder.
     """
@@ -94,11 +94,12 @@ class EngineCore(RadixEngineCore):
             **vars(super().stats()), **self._encoder_totals, embedding_cache_bytes=self.encoder.cache.used_bytes
         )
 
-    def _prepare(self, batch: ScheduleBatch) -> TextModelWorkerBatch:
-        text = super()._prepare(batch)
-        assert isinstance(text, TextModelWorkerBatch)
-        inputs = [req.multimodal_inputs for req in cast("list[Req]", batch.reqs)]
-        return ModelWorkerBatch(**vars(text), multimodal_inputs=inputs) if any(inputs) else text
+    def _execute(self, batch: PlainModelWorkerBatch) -> ModelRunnerOutput:
+        """Run a batch, with the images of its requests."""
+        inputs = [cast(Req, self.scheduler.requests[rid]).multimodal_inputs for rid in batch.rids]
+        if any(inputs):
+            batch = ModelWorkerBatch(**vars(batch), multimodal_inputs=inputs)
+        return super()._execute(batch)
 
     def run_step(self) -> dict[str, RequestOutput]:
         """Run one step and add it to the totals."""

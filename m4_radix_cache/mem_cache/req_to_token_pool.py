@@ -84,10 +84,6 @@ class ReqToTokenPool:
         """Return the slots of the tokens `start` to `end - 1`: int64, a copy."""
         return self.req_to_token[row, start:end].astype(np.int64)
 
-    def last_slots(self, rows: npt.NDArray[np.int64]) -> Slots:
-        """Return the slot of the last token of each of `rows`: int64, a copy."""
-        return self.req_to_token[rows, self.lens[rows] - 1].astype(np.int64)
-
     def page_tables(self, rows: npt.NDArray[np.int64], num_tokens: int, page_size: int) -> npt.NDArray[np.int32]:
         """Return the pages of the first `num_tokens` tokens of each of `rows`, int32 `[len(rows), pages]`; 0: no page.
 

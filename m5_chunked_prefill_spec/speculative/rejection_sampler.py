@@ -11,6 +11,7 @@ Transformers via Speculative Decoding", 2023; Chen et al., 2023). The random num
 as for all draws. vLLM: `v1/sample/rejection_sampler.py`; SGLang: `speculative/eagle_info.py`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -33,11 +34,10 @@ from m1_single_request.sampler import (
     gather_logprobs,
     impossible_row,
     not_finite,
-    suspect_rows,
 )
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.row_sampler import RowSampler, SampledRows
+from m3_paged_attention.row_sampler import RowSampler, SampledRows, without_broken_rows
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m5_chunked_prefill_spec.speculative.spec_info import Drafts
 from m5_chunked_prefill_spec.speculative.verify_rows import metadata_of_rows
@@ -71,10 +71,9 @@ class RejectionSampler:
         if drafts is None and all(count == 1 for count in sample_lens):
             return self.one_each(req_ids, info, logits)
         draft_token_ids = drafts.token_ids if drafts is not None else [[] for _ in req_ids]
-        broken = {i for i, suspect in enumerate(suspect_rows(logits)) if suspect and not logits[i].isfinite().all()}
-        if broken:
-            index = torch.tensor(sorted(broken), device=logits.device)
-            logits = logits.index_fill(0, index, 0.0)  # finite, and not used
+        broken: list[int] = []
+        if not math.isfinite(logits.sum()):
+            logits, broken = without_broken_rows(logits)
         metadata = metadata_of_rows(info, sample_lens, draft_token_ids)
         chosen = self.sampler(logits, metadata)
         if drafts is not None and drafts.probs is not None:
@@ -102,7 +101,7 @@ class RejectionSampler:
         chosen: SamplerOutput,
         first: int,
         drafts: list[int],
-        broken: set[int],
+        broken: list[int],
         errors: dict[str, ForwardError],
     ) -> list[int]:
         """Return the tokens of one request, whose rows begin at `first`; none, and an error, if a row is unusable."""

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from m3_paged_attention import ConfigError, LLMEngine, ModelConfig, PartError
+from m3_paged_attention.executor import checked
 from m3_paged_attention.model_runner import ModelRunner
-from m3_paged_attention.outputs import LogprobRow, ModelRunnerOutput, checked
+from m3_paged_attention.outputs import LogprobRow, ModelRunnerOutput
 from m3_paged_attention.scheduler_output import SchedulerOutput
 from tests.m3_paged_attention.engines import MakeEngine, check_drained, greedy, run, setting
 

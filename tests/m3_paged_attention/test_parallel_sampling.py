@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from m1_single_request import DuplicateRequestError, SamplingParams
+from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.request import ParentRequest, Request
 from tests.m3_paged_attention.engines import MakeEngine, greedy, setting, unfinished
 from tests.testbed.fakes import answer, make_request
@@ -169,7 +170,8 @@ def test_a_parent_ends_with_its_last_child() -> None:
     times = [child.finished_time for child in parent.children]
     assert parent.finished_time == max(times) and parent.finish_reason == parent.children[0].finish_reason  # type: ignore[type-var]
     assert parent.first_token_time == min(child.first_token_time for child in parent.children)  # type: ignore[type-var]
-    assert parent.num_output_tokens == sum(len(bed.said(child)) for child in children(rid, 2))
+    metrics = OutputProcessor().make_output(parent).metrics
+    assert metrics.num_output_tokens == sum(len(bed.said(child)) for child in children(rid, 2))
 
 
 def test_an_abort_of_the_parent_ends_all_that_are_left() -> None:

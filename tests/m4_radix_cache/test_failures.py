@@ -318,7 +318,7 @@ def test_no_memory_for_the_settings_of_a_prompt_ends_all_requests_and_the_engine
 def test_a_device_that_fails_in_the_books_ends_all_requests(
     make_engine: MakeEngine, make_m1: Any, monkeypatch: pytest.MonkeyPatch, verb: str, error: Exception
 ) -> None:
-    left, real = [error], getattr(SamplingBatchInfo, verb)
+    left, real = list[Exception](), getattr(SamplingBatchInfo, verb)
 
     def fails(self: Any, *args: Any) -> Any:
         if left:
@@ -329,6 +329,7 @@ def test_a_device_that_fails_in_the_books_ends_all_requests(
     engine = make_engine(**setting(2, policy="fcfs"))
     engine.add_request([5, 6, 7], greedy(3), request_id="a")
     engine.step()
+    left.append(error)
     engine.add_request([8, 9], greedy(6), request_id="b")
     engine.add_request([10], greedy(6), request_id="waits")
     outputs = run(engine)

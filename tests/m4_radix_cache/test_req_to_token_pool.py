@@ -80,11 +80,9 @@ def test_a_step_of_decodes_appends_one_slot_to_each_row() -> None:
     pool.alloc(3)
     pool.write(0, 0, np.array([4]))
     pool.write(2, 0, np.array([8, 9]))
-    assert pool.last_slots(np.array([2, 0])).tolist() == [9, 4]
     pool.append(np.array([2, 0]), np.array([10, 5]))
     assert pool.lens.tolist() == [2, 0, 3]
     assert [pool.read(row, 0, 4).tolist() for row in range(3)] == [[4, 5, 0, 0], [0, 0, 0, 0], [8, 9, 10, 0]]
-    assert pool.last_slots(np.array([0, 2])).tolist() == [5, 10]
 
 
 def test_page_tables_name_the_page_of_every_token_and_page_0_behind_the_last() -> None:

@@ -251,7 +251,9 @@ def test_filter_then_merge_keeps_every_array_as_long_as_the_batch(keep: list[int
     say(batch, *range(50, 50 + len(batch.reqs)))
     check_columns(batch, *("abc"[i] for i in keep), "d", "e")
     assert batch.sampling_info is not None
-    assert batch.sampling_info.positions.tolist() == [1] * len(batch.reqs), "one behind, until the next decode"
+    assert batch.sampling_info.positions.tolist() == [2] * len(batch.reqs), (
+        "the tokens of the prompts and of the decode"
+    )
     batch.filter_batch([len(batch.reqs) - 1])
     check_columns(batch, "e")
 
