@@ -140,15 +140,9 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
     """Build one engine, or a group of engines and its router."""
     if config.disaggregation is None:
         return build_engine_core(config, parts, tracer)
-    return build_disaggregated(
-        config,
-        parts,
-        tracer,
-        prepare=prepare,
-        sight_of=media_reader_of,
-        describe=describe_model,
-        standard=PARTS,
-    )
+    described = describe_model(config.model)
+    media = media_reader_of(config, parts, described)
+    return build_disaggregated(config, parts, tracer, described=described, media=media, prepare=prepare, standard=PARTS)
 
 
 def media_reader_of(

@@ -54,8 +54,6 @@ class Site:
         self.router = Router(
             links=self.links,
             config=config,
-            stop_checker=StopChecker(eos_token_ids=(), max_model_len=2**20),
-            speculates=False,
             vocabulary=VOCABULARY,
             tracer=tracer,
         )
@@ -70,10 +68,12 @@ class Site:
 
     def join(self, name: str, role: Role, max_queued: int = 100_000) -> None:
         """An engine joins. `max_queued`: so much comes to it before it reads."""
+        if self.router.max_model_len is None:
+            self.router.fix_length(2**20, StopChecker(eos_token_ids=(), max_model_len=2**20))
         engine = self.connect(name, max_queued)
         engine.send(Joined(role, 16, 2**20, 2**20, "float32[2, 16]", "tiny", VOCABULARY))
         for _ in range(1000):
-            self.router.hear(0.01)
+            self.router.receive(0.01)
             if name in self.router.members:
                 return
         raise AssertionError(f"{name} did not join")
@@ -178,7 +178,7 @@ def test_a_request_whose_tokens_have_a_gap_is_tried_anew_behind_those_that_came(
     (attempt,) = site.router.attempts.values()
     site.read_until(Decode, attempt.room, "decode-0")
     assert [m.job.output_token_ids for m in site.heard["decode-0"] if isinstance(m, Decode)] == [(), (7,)]
-    assert Cancel(room) in site.heard["decode-0"] and site.router.num_retries == 1
+    assert Cancel(room) in site.heard["decode-0"] and attempt.number == 2
 
 
 def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +210,8 @@ def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for_and_leaves_i
     for message in told:
         first.send(message)
     site.listen_until(lambda: first.joined or first.receive())
-    site.listen_until(lambda: len(site.router.length.waiting) == len(told))
+    site.listen_until(lambda: len(site.router.fitted) == len(told))
     first.close()
     site.listen_until(lambda: not site.links.socket.names)
-    assert not site.router.length.waiting, "its length counts no more"
+    assert not site.router.fitted, "its length counts no more"
     site.join("decode-0", "decode")
