@@ -16,7 +16,6 @@ from typing import Any
 from m1_single_request.engine_core import EngineCoreBase
 from m1_single_request.errors import ConfigError, EngineUsageError, shown
 from m1_single_request.outputs import EngineStats as SingleRequestStats, RequestOutput
-from m1_single_request.tracer import Tracer
 from m3_paged_attention.parallel_sampling import RequestFamilies
 from m6_multimodal_pd.disaggregation.members import Member
 from m6_multimodal_pd.disaggregation.router import ON_JOINING, Router
@@ -32,7 +31,7 @@ CALL_TIMEOUT_S = 60.0
 """Seconds until an engine must have answered a call. Loading weights has no limit."""
 STATS_TIMEOUT_S = 1.0
 """Seconds to wait for totals; of an engine in a longer step, its latest ones count."""
-COUNTED_HERE = ("num_waiting", "num_running", "num_finished", "num_output_tokens", "max_model_len")
+COUNTED_HERE = {"num_waiting", "num_running", "num_finished", "num_output_tokens", "max_model_len"}
 """Fields of `EngineStats` that are not sums over the engines: a request is on two of them."""
 
 
@@ -43,19 +42,12 @@ class RouterCore(EngineCoreBase):
     kv_bytes_per_token = 0
 
     def __init__(
-        self,
-        *,
-        input_processor: Any,
-        router: Router,
-        output_processor: Any,
-        parts: Mapping[str, Any],
-        tracer: Tracer,
-        model: str,
+        self, *, input_processor: Any, router: Router, output_processor: Any, parts: Mapping[str, Any], model: str
     ) -> None:
         """`model`: that the engines have loaded."""
         self.router, self.model = router, model
-        self.families = RequestFamilies(scheduler=router, tracer=tracer)
-        super().__init__(input_processor, self.families, output_processor, parts, tracer)
+        self.families = RequestFamilies(scheduler=router, tracer=router.tracer)
+        super().__init__(input_processor, self.families, output_processor, parts, router.tracer)
         self.operations = GroupOperations(weakref.proxy(self))  # without a cycle a group ends with its last user
         self._numbers = count(ON_JOINING + 1)
 
@@ -84,12 +76,9 @@ class RouterCore(EngineCoreBase):
         self._call("stats", "", STATS_TIMEOUT_S)
         members, own = self.router.members.values(), vars(super().stats())
         of_engines = [m.result_of("stats") if "stats" in m.answers else stats_of_idle(m.joined) for m in members]
-        return EngineStats(
-            **{
-                name: own[name] if name in COUNTED_HERE else sum(stats.get(name, 0) for stats in of_engines)
-                for name in EngineStats.__dataclass_fields__
-            }
-        )
+        summed = EngineStats.__dataclass_fields__.keys() - COUNTED_HERE
+        totals = {name: sum(stats.get(name, 0) for stats in of_engines) for name in summed}
+        return EngineStats(**{**own, **totals})
 
     def flush_cache(self) -> bool:
         """Clear the caches of all engines. False, and nothing is cleared, while requests are unfinished.

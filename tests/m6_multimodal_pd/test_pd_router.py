@@ -11,7 +11,7 @@ from m1_single_request.request import FinishAbort
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.router import Router
+from m6_multimodal_pd.disaggregation.router import WATCHDOG_GRACE_S, Router
 from m6_multimodal_pd.disaggregation.runtime import endpoint, socket_links
 from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
 from m6_multimodal_pd.disaggregation.runtime.messages import (
@@ -199,6 +199,32 @@ def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monk
     (lost,) = site.listener.own("engine_lost")
     assert lost.name == "prefill-0" and "a bug of ours" in lost.why
     assert site.router.members["decode-0"].heartbeat == Heartbeat(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("has_request", [True, False])
+def test_an_engine_with_a_request_that_sends_nothing_for_long_is_lost(site: Site, has_request: bool) -> None:
+    """Its watchdog should have ended it. Without requests it has nothing to send."""
+    site.join("decode-0", "decode")
+    site.join("prefill-0", "prefill")
+    if has_request:
+        site.ask(0)
+    for member in site.router.members.values():
+        member.last_heard -= site.router.config.step_timeout_s + WATCHDOG_GRACE_S + 1.0
+    site.router.listen(0.0)
+    lost = [event.name for event in site.listener.own("engine_lost")]
+    assert lost == (["decode-0", "prefill-0"] if has_request else [])
+
+
+def test_tokens_that_arrive_between_two_steps_are_reported_by_the_next_one(site: Site) -> None:
+    """A call such as `stats` listens, too."""
+    site.join("decode-0", "decode")
+    site.join("prefill-0", "prefill")
+    room = site.ask(0)
+    site.engines["decode-0"].send(Tokens(room, 0, (7,), (None,), None, 0, 0, 0))
+    req = site.router.requests["r0"]
+    site.listen_until(lambda: req.output_ids)
+    assert site.router.update(0.0) == [req]
+    assert site.router.update(0.0) == []
 
 
 @pytest.mark.parametrize("told", [(), (LengthFitted("decode", 2**20, False),)], ids=["it loads", "it waits"])

@@ -30,23 +30,26 @@ from m6_multimodal_pd.disaggregation.runtime.socket_links import HandLinks
 from m6_multimodal_pd.errors import EngineLostError
 
 
+def check_parts(parts: Mapping[str, Any], standard: Mapping[str, Any], group: DisaggregationConfig) -> None:
+    """Raise `ConfigError` for a part that is not m6's, where it has no effect or cannot be sent to another process."""
+    own = sorted(role for role, part in parts.items() if part is not standard.get(role))
+    if "scheduler" in own:
+        raise ConfigError("the part 'scheduler' has no effect in a group: its engines have schedulers of their roles")
+    if own and group.transport != "in_process":
+        raise ConfigError(
+            f"the parts {', '.join(own)} are not m6's, and cannot go to other processes: use transport='in_process'"
+        )
+
+
 def build_disaggregated(
-    config: Any,
-    parts: Mapping[str, Any],
-    tracer: Tracer,
-    *,
-    described: Any,
-    media: Any,
-    prepare: Callable[..., Any],
-    standard: Mapping[str, Any],
+    config: Any, parts: Mapping[str, Any], tracer: Tracer, *, described: Any, media: Any, prepare: Callable[..., Any]
 ) -> RouterCore:
     """Build a group of engines behind a router, and wait until they have joined.
 
-    `described`: the model without weights; `media`: its media reader; `prepare` prepares one engine; `standard`: m6's
-    own parts. Raises `EngineLostError` for an engine that does not join, and the error of one that cannot be built.
+    `described`: the model without weights; `media`: its media reader; `prepare` prepares one engine. Raises
+    `EngineLostError` for an engine that does not join, and the error of one that cannot be built.
     """
     group = config.disaggregation
-    check_parts(parts, standard, group)
     with ExitStack() as undo:
         links = links_of(config, parts, prepare)
         undo.callback(links.close)
@@ -75,22 +78,10 @@ def build_disaggregated(
             router=router,
             output_processor=parts["output_processor"](),
             parts=parts,
-            tracer=tracer,
             model=str(config.model.model),
         )
         undo.pop_all()
     return core
-
-
-def check_parts(parts: Mapping[str, Any], standard: Mapping[str, Any], group: DisaggregationConfig) -> None:
-    """Raise `ConfigError` for a part that is not m6's, where it has no effect or cannot be sent to another process."""
-    own = sorted(role for role, part in parts.items() if part is not standard.get(role))
-    if "scheduler" in own:
-        raise ConfigError("the part 'scheduler' has no effect in a group: its engines have schedulers of their roles")
-    if own and group.transport != "in_process":
-        raise ConfigError(
-            f"the parts {', '.join(own)} are not m6's, and cannot go to other processes: use transport='in_process'"
-        )
 
 
 def links_of(
