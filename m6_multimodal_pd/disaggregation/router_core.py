@@ -116,8 +116,9 @@ class RouterCore(EngineCoreBase):
                 self.call_all("update_weights", model)
         except BaseException as error:
             if not isinstance(error, Exception):
-                for name in list(self.router.members):
-                    self.router.lose(name, "an update of its weights was interrupted")
+                with self.changing():
+                    for name in list(self.router.members):
+                        self.router.lose(name, "an update of its weights was interrupted")
             raise
 
     def call_all(self, verb: Any, argument: str = "") -> dict[str, Any]:
@@ -149,9 +150,10 @@ class RouterCore(EngineCoreBase):
             raise ConfigError(f"{verb}: {shown(argument)} is longer than {LONGEST_TEXT:,} characters")
         number, deadline = next(self._numbers), time.monotonic() + timeout_s
         asked = list(self.router.members.values())
-        for member in asked:
-            member.calls[number] = verb
-            self.router.send(member.name, Call(number, verb, argument))
+        with self.changing():
+            for member in asked:
+                member.calls[number] = verb
+                self.router.send(member.name, Call(number, verb, argument))
         asked = [member for member in asked if not member.is_lost]
         while any(number in m.calls and not m.is_lost for m in asked) and time.monotonic() < deadline:
             with self.changing():
