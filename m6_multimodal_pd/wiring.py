@@ -29,7 +29,7 @@ from m5_chunked_prefill_spec.wiring import (
 )
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig, MultimodalConfig
 from m6_multimodal_pd.disaggregation.router_core import RouterCore
-from m6_multimodal_pd.disaggregation.runtime.assembly import build_disaggregated
+from m6_multimodal_pd.disaggregation.runtime.assembly import build_disaggregated, check_parts
 from m6_multimodal_pd.engine_core import EngineCore
 from m6_multimodal_pd.input_processor import InputProcessor
 from m6_multimodal_pd.model_loader import LoadedModel, describe_model, language_of, load_model
@@ -135,15 +135,10 @@ def build(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> Eng
     """Build one engine, or a group of engines and its router."""
     if config.disaggregation is None:
         return build_engine_core(config, parts, tracer)
-    return build_disaggregated(
-        config,
-        parts,
-        tracer,
-        prepare=prepare,
-        sight_of=media_reader_of,
-        describe=describe_model,
-        standard=PARTS,
-    )
+    check_parts(parts, PARTS, config.disaggregation)
+    described = describe_model(config.model)
+    media = media_reader_of(config, parts, described)
+    return build_disaggregated(config, parts, tracer, described=described, media=media, prepare=prepare)
 
 
 def media_reader_of(config: EngineConfig, parts: Mapping[str, Any], model: ModelDescription) -> MediaReader | None:

@@ -52,7 +52,7 @@ class DecodeSide(EngineSide[KVReceiver]):
             self.num_told[message.room] = len(req.output_ids)
             self.enter(message, req, KVReceiver)
 
-    def hear(self, origin: str, body: PeerMessage) -> None:
+    def receive(self, origin: str, body: PeerMessage) -> None:
         match body:
             case Chunk():
                 try:

@@ -89,7 +89,7 @@ class EngineSide(ABC, Generic[T]):
         """Take a request in."""
 
     @abstractmethod
-    def hear(self, origin: str, body: PeerMessage) -> None:
+    def receive(self, origin: str, body: PeerMessage) -> None:
         """Handle a message of another engine. Raises `TransferError` for an invalid one."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class EngineSide(ABC, Generic[T]):
             return  # a room of other engines
         try:
             if not isinstance(body, RoomFailed):
-                self.hear(origin, body)
+                self.receive(origin, body)
             elif occupied is not None:
                 self.fail(occupied, TransferError(f"{origin}: {body.why}"), tell_peer=False)
         except TransferError as error:

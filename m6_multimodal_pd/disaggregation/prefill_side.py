@@ -47,7 +47,7 @@ class PrefillSide(EngineSide[KVSender]):
             req.max_new_tokens = 1
             self.enter(message, req, KVSender)
 
-    def hear(self, origin: str, body: PeerMessage) -> None:
+    def receive(self, origin: str, body: PeerMessage) -> None:
         match body:
             case Taken(number):
                 self.source.release(origin, number)

@@ -631,17 +631,18 @@ def busy_group(tiny_directory: Path) -> Iterator[Group]:
         yield group
 
 
-def test_a_second_interrupt_leaves_a_dead_group(busy_group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["step", "stats"])
+def test_a_second_interrupt_leaves_a_dead_group(busy_group: Group, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, interrupts = busy_group.engine, Interrupts()
     stream, before = engine.stream(PROMPTS["a"], greedy(9)), engine.stats()
     with monkeypatch.context() as patch:
         patch.setattr(type(busy_group.router), "listen", interrupts.after(type(busy_group.router), "listen").listen)
         interrupts.num = 2
         with pytest.raises(KeyboardInterrupt):
-            engine.step()
-    for call in [*calls_of(engine), lambda: list(stream)]:
+            getattr(engine, call)()
+    for later in [*calls_of(engine), lambda: list(stream)]:
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
-            call()
+            later()
     assert not engine.has_unfinished_requests() and not engine.abort_request("a")
     assert engine.stats().num_finished == before.num_finished
     busy_group.settle()

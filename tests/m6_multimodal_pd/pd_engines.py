@@ -121,6 +121,8 @@ class Group:
             **{**setting(), **configs},
         )
         self.router: Router = self.engine.engine_core.router
+        self.routed = Listener()
+        self.engine.tracer.attach(self.routed)
         links = self.router.links
         assert isinstance(links, LocalLinks)
         self.links = links
@@ -156,6 +158,11 @@ class Group:
     def room_of(self, rid: str) -> int | None:
         """The room that a request has now."""
         return next((room for room, attempt in self.router.attempts.items() if attempt.req.rid == rid), None)
+
+    @property
+    def num_retries(self) -> int:
+        """Attempts after the first one, of all requests."""
+        return sum(event.attempt > 1 for event in self.routed.own("request_routed"))
 
     def states(self, rid: str) -> set[str]:
         """Where a request is, in words: on the prefill side, and on the decode side."""
@@ -258,7 +265,7 @@ class Group:
     def check_drained(self) -> None:
         """What must hold when all is done: nothing waits, runs, is on its way or is remembered of anybody."""
         router = self.router
-        assert not router.requests and not router.attempts and not router.num_attempts and not router.running
+        assert not router.requests and not router.attempts and not router.latest and not router.running
         assert not any(member.rooms for member in router.members.values())
         for name, engine in self.engines.items():
             scheduler, side = engine.core.scheduler, engine.side

@@ -216,7 +216,7 @@ def test_an_engine_lost_at_any_step_costs_nobody_a_token(
             group.lose(name)
             group.run()
             check_alike(group.last, wanted)
-            retried += group.router.num_retries
+            retried += group.num_retries
             assert group.engine.stats().num_finished == {"length": len(ASKED)}
             group.check_flushed()
     assert retried >= 4
@@ -307,7 +307,7 @@ def test_a_request_is_tried_as_often_as_it_may_be(seeing_directory: Path, max_re
         group.run()
         output = group.last["r"]
         assert output.finish_reason == "error" and isinstance(output.error, EngineLostError)
-        assert len(group.wire.commands(Decode)) == max_retries + 1 and group.router.num_retries == max_retries
+        assert len(group.wire.commands(Decode)) == max_retries + 1 and group.num_retries == max_retries
         assert group.engine.generate(asking(1), greedy(3)).finish_reason == "length", "the others still work"
 
 
@@ -471,7 +471,7 @@ def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(
             assert type(output.error) is kind and str(error) in str(output.error) and f"{role}-0" in str(output.error)
             assert output.token_ids == wanted[rid].token_ids[: len(output.token_ids)]
         check_alike(group.last, without(wanted, *failed))
-        assert not group.router.num_retries
+        assert not group.num_retries
         again = {rid: ASKED[rid] for rid in failed}
         check_alike(group.run(again), wanted)
         group.check_flushed()
@@ -574,7 +574,7 @@ def test_a_chunk_that_was_spoilt_on_its_way_is_noticed_and_the_request_is_tried_
     flipped = corrupting(monkeypatch, chunks=lambda n: n == number)
     with Group(seeing_directory, 1, 1, **LIMITS) as group:
         group.run(ASKED)
-        assert flipped == [number] and group.router.num_retries == 1
+        assert flipped == [number] and group.num_retries == 1
         check_alike(group.last, wanted)
         group.check_flushed()
 
@@ -599,7 +599,7 @@ def test_without_checksums_nobody_would_notice(
     corrupting(monkeypatch, chunks=lambda n: True)
     with Group(seeing_directory, 1, 1, **setting(debug=False)) as group:
         group.run(ASKED)
-        assert not group.router.num_retries and all(output.error is None for output in group.last.values())
+        assert not group.num_retries and all(output.error is None for output in group.last.values())
 
 
 # --- messages that come late, twice, or not in their turn -------------------------------------------------------------
@@ -621,7 +621,7 @@ def test_a_message_that_comes_twice_changes_nothing(
     with Group(seeing_directory, 1, 1, **LIMITS) as group:
         group.run(ASKED)
         check_alike(group.last, wanted)
-        assert not group.router.num_retries
+        assert not group.num_retries
         group.check_flushed()
 
 

@@ -71,18 +71,19 @@ def travelled(job: Job) -> Job:
 def test_a_job_says_all_that_an_engine_must_know() -> None:
     params = SamplingParams(max_tokens=7, n=3, temperature=0.5, stop="x", logit_bias={3: 1.0}, prompt_logprobs=1)
     req = request(params=params)
-    for job in (job_of(req, speculate=True), travelled(job_of(req, speculate=True))):
+    for job in (job_of(req), travelled(job_of(req))):
         assert job.rid == "r3"
         assert job.prompt_token_ids == tuple(range(20, 35)) and job.output_token_ids == (8, 9)
         assert job.params == replace(params, n=1), "each of n is a request of its own by now"
         assert (job.seed, job.priority, job.cache_salt, job.media) == (-(2**62), -4, "salt", None)
         assert job.speculate
-    assert not job_of(req, speculate=False).speculate
+    req.speculate = False
+    assert not job_of(req).speculate
 
 
 def test_a_job_does_not_change_with_its_request() -> None:
     req = request()
-    job = job_of(req, speculate=False)
+    job = job_of(req)
     req.output_ids.append(10)
     assert job.output_token_ids == (8, 9)
 
@@ -92,13 +93,13 @@ def test_whatever_names_a_request_reaches_the_engine(rid: str) -> None:
     """An engine that could not read it would never answer."""
     req = request()
     req.request_id = rid
-    job = job_of(req, speculate=True)
+    job = job_of(req)
     assert travelled(job).rid == rid
 
 
 def test_pictures_come_back_the_same() -> None:
     media = seeing()
-    came = travelled(job_of(request(media=media), speculate=False)).media
+    came = travelled(job_of(request(media=media))).media
     assert came is not None
     for mine, own in zip(came.mm_items, media.mm_items, strict=True):
         for name in ("modality", "offsets", "grid_thw", "hash", "size", "num_tokens", "start", "end"):
@@ -122,11 +123,11 @@ def test_a_request_goes_on_behind_what_was_said() -> None:
 
 
 def test_a_retried_job_has_what_was_said_in_all_attempts() -> None:
-    first = job_of(request(), speculate=False)
+    first = job_of(request())
     again = make_req(3, first.prompt_token_ids)
     resume(again, first.output_token_ids)
     again.output_ids.append(11)
-    assert job_of(again, speculate=False).output_token_ids == (8, 9, 11)
+    assert job_of(again).output_token_ids == (8, 9, 11)
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def test_an_error_can_be_told_whatever_it_says(error: BaseException) -> None:
 
 
 def test_both_engines_get_the_same_job() -> None:
-    job = job_of(request(media=seeing()), speculate=True)
+    job = job_of(request(media=seeing()))
     for message in (Prefill(1, job, "d"), Decode(1, job, "p")):
         came = CODEC.decode(CODEC.encode(message)).job
         assert came.params == job.params and came.media.mm_items[0].hash == job.media.mm_items[0].hash  # type: ignore[union-attr]

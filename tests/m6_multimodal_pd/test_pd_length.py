@@ -19,7 +19,7 @@ from m6_multimodal_pd import (
     SamplingParams,
     TraceConfig,
 )
-from m6_multimodal_pd.disaggregation.length import misfit
+from m6_multimodal_pd.disaggregation.members import length_incompatibility
 from m6_multimodal_pd.disaggregation.runtime.credentials import write_keys
 from m6_multimodal_pd.disaggregation.runtime.messages import LengthFitted
 from tests.engine_contract.test_real_models import GIB, NARROW, text_model
@@ -101,7 +101,7 @@ def test_an_engine_that_comes_later_takes_the_length_or_is_refused_with_the_reas
                 config, cache=memory(tokens), model=replace(config.model, max_model_len=named), trace=TraceConfig()
             )
             add(router.links, f"decode-{number}", partial(engine_of, "decode", own, shared))
-            router.hear(0)
+            router.receive(0)
         refused = {event.name: event.why for event in listener.own("engine_refused")}
         assert set(router.members) == {"prefill-0", "decode-0", "decode-1"} and set(refused) == {"decode-2", "decode-3"}
         assert refused["decode-2"] == "it has room for requests of 1,024 tokens, and max_model_len is 2,048 here"
@@ -123,7 +123,7 @@ def test_an_engine_that_comes_later_takes_the_length_or_is_refused_with_the_reas
 def test_an_engine_takes_a_shorter_length_than_its_own_if_it_was_not_named(
     own: int, is_named: bool, fits: bool
 ) -> None:
-    assert (misfit(LengthFitted("decode", own, is_named), 100) is None) == fits
+    assert (length_incompatibility(LengthFitted("decode", own, is_named), 100) is None) == fits
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from m6_multimodal_pd import ConfigError, DisaggregationConfig, EngineConfig, EngineLostError, ModelConfig
 from m6_multimodal_pd.disaggregation.engine import Engine
-from m6_multimodal_pd.disaggregation.members import Member, misfit, vocabulary_of
+from m6_multimodal_pd.disaggregation.members import Member, incompatibility, vocabulary_of
 from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks, Lost
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault, Joined, LengthFixed
 from m6_multimodal_pd.disaggregation.runtime.processes import ProcessLinks
@@ -33,8 +33,8 @@ PROMPT = [5, 6, 7]
 
 
 def test_the_first_engine_fits_if_its_tokens_mean_the_same() -> None:
-    assert misfit(JOINED, [], OURS) is None
-    assert "other tokens than the router" in str(misfit(JOINED, [], OTHERS))
+    assert incompatibility(JOINED, [], OURS) is None
+    assert "other tokens than the router" in str(incompatibility(JOINED, [], OTHERS))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_the_first_engine_fits_if_its_tokens_mean_the_same() -> None:
 )
 def test_what_must_be_the_same_is_compared_with_those_who_are_there(field: str, value: Any) -> None:
     there = [Member("prefill-0", msgspec.structs.replace(JOINED, role="prefill", total_tokens=5), 0.0)]
-    assert misfit(JOINED, there, OURS) is None, "memory may be of any size"
-    why = str(misfit(msgspec.structs.replace(JOINED, **{field: value}), there, OURS))
+    assert incompatibility(JOINED, there, OURS) is None, "memory may be of any size"
+    why = str(incompatibility(msgspec.structs.replace(JOINED, **{field: value}), there, OURS))
     assert field in why and str(value) in why and str(getattr(JOINED, field)) in why and "prefill-0" in why
 
 
@@ -117,11 +117,11 @@ def test_an_engine_that_comes_late_and_does_not_fit_is_refused_and_nobody_is_dis
         assert set(group.router.members) == set(group.engines) == {"prefill-0", "decode-0"}
         (refused,) = group.listener.own("engine_refused")
         assert (refused.name, refused.role) == ("decode-1", "decode") and reason in refused.why
-        assert not group.listener.own("engine_lost") and not group.router.num_retries
+        assert not group.listener.own("engine_lost") and not group.num_retries
         assert group.last["r"].finish_reason == "length"
         add(group.links, "decode-1", partial(engine_of, "decode", group.engine.config, shared))
         for _ in range(2):  # it reports its length, then joins
-            group.router.hear(0)
+            group.router.receive(0)
         assert set(group.router.members) == {"prefill-0", "decode-0", "decode-1"}, "one that fits may have its name"
 
 

@@ -11,7 +11,7 @@ from m1_single_request.request import FinishAbort
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.disaggregation.router import Router
+from m6_multimodal_pd.disaggregation.router import WATCHDOG_GRACE_S, Router
 from m6_multimodal_pd.disaggregation.runtime import endpoint, socket_links
 from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
 from m6_multimodal_pd.disaggregation.runtime.messages import (
@@ -54,8 +54,6 @@ class Site:
         self.router = Router(
             links=self.links,
             config=config,
-            stop_checker=StopChecker(eos_token_ids=(), max_model_len=2**20),
-            speculates=False,
             vocabulary=VOCABULARY,
             tracer=tracer,
         )
@@ -72,10 +70,12 @@ class Site:
 
     def join(self, name: str, role: Role, max_queued: int = 100_000) -> None:
         """An engine joins. `max_queued`: so much comes to it before it reads."""
+        if self.router.max_model_len is None:
+            self.router.fix_length(2**20, StopChecker(eos_token_ids=(), max_model_len=2**20))
         engine = self.connect(name, max_queued)
         engine.send(Joined(role, 16, 2**20, 2**20, "float32[2, 16]", "tiny", VOCABULARY))
         for _ in range(1000):
-            self.router.hear(0.01)
+            self.router.receive(0.01)
             if name in self.router.members:
                 return
         raise AssertionError(f"{name} did not join")
@@ -184,7 +184,7 @@ def test_a_request_whose_tokens_have_a_gap_is_tried_anew_behind_those_that_came(
     (attempt,) = site.router.attempts.values()
     site.read_until(Decode, attempt.room, "decode-0")
     assert [m.job.output_token_ids for m in site.heard["decode-0"] if isinstance(m, Decode)] == [(), (7,)]
-    assert Cancel(room) in site.heard["decode-0"] and site.router.num_retries == 1
+    assert Cancel(room) in site.heard["decode-0"] and attempt.number == 2
 
 
 def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +207,32 @@ def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monk
     assert site.router.members["decode-0"].heartbeat == Heartbeat(1, 2, 3, 4)
 
 
+@pytest.mark.parametrize("has_request", [True, False])
+def test_an_engine_with_a_request_that_sends_nothing_for_long_is_lost(site: Site, has_request: bool) -> None:
+    """Its watchdog should have ended it. Without requests it has nothing to send."""
+    site.join("decode-0", "decode")
+    site.join("prefill-0", "prefill")
+    if has_request:
+        site.ask(0)
+    for member in site.router.members.values():
+        member.last_heard -= site.router.config.step_timeout_s + WATCHDOG_GRACE_S + 1.0
+    site.router.listen(0.0)
+    lost = [event.name for event in site.listener.own("engine_lost")]
+    assert lost == (["decode-0", "prefill-0"] if has_request else [])
+
+
+def test_tokens_that_arrive_between_two_steps_are_reported_by_the_next_one(site: Site) -> None:
+    """A call such as `stats` listens, too."""
+    site.join("decode-0", "decode")
+    site.join("prefill-0", "prefill")
+    room = site.ask(0)
+    site.engines["decode-0"].send(Tokens(room, 0, (7,), (None,), None, 0, 0, 0))
+    req = site.router.requests["r0"]
+    site.listen_until(lambda: req.output_ids)
+    assert site.router.update(0.0) == [req]
+    assert site.router.update(0.0) == []
+
+
 @pytest.mark.parametrize("told", [(), (LengthFitted("decode", 2**20, False),)], ids=["it loads", "it waits"])
 def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for_and_leaves_its_name(
     site: Site, told: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
@@ -216,8 +242,8 @@ def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for_and_leaves_i
     for message in told:
         first.send(message)
     site.listen_until(lambda: first.joined or first.receive())
-    site.listen_until(lambda: len(site.router.length.waiting) == len(told))
+    site.listen_until(lambda: len(site.router.fitted) == len(told))
     first.close()
     site.listen_until(lambda: not site.links.socket.names)
-    assert not site.router.length.waiting, "its length counts no more"
+    assert not site.router.fitted, "its length counts no more"
     site.join("decode-0", "decode")

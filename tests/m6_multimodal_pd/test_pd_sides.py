@@ -7,6 +7,7 @@ import pytest
 
 from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, SamplingParams, WireError
 from m6_multimodal_pd.disaggregation.runtime.messages import FirstToken, Relay, Tokens
+from tests.m6_multimodal_pd.pd_engines import Listener
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 OTHER = [{"role": "user", "content": "What is prefill?"}]
@@ -43,8 +44,8 @@ def test_what_no_message_holds_is_not_tried_anew(name: str) -> None:
     """It would be as large the second time; whoever hears of it first."""
     config = DisaggregationConfig(transport="in_process")
     with LLMEngine(cache_config=CacheConfig(page_size=4, max_total_tokens=512), disaggregation_config=config) as engine:
-        router: Any = engine.engine_core.router  # type: ignore[attr-defined]
-        links = router.links
+        links: Any = engine.engine_core.router.links  # type: ignore[attr-defined]
+        engine.tracer.attach(listener := Listener())
         usual, own = links.receive, links.engines[name].side
         send = own.send
 
@@ -61,7 +62,7 @@ def test_what_no_message_holds_is_not_tried_anew(name: str) -> None:
         own.send, links.receive = too_large, others_first
         output = engine.chat(QUESTION, PARAMS)
         assert isinstance(output.error, WireError) and "8 are the limit" in str(output.error)
-        assert router.num_retries == 0
+        assert len(listener.own("request_routed")) == 1
         own.send = send
         assert engine.chat(OTHER, PARAMS).error is None
         assert engine.flush_cache()

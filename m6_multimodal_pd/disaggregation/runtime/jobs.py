@@ -27,8 +27,8 @@ LONGEST_TEXT = 4096
 REPORTED = Logprob(0.0, 1, "")
 
 
-def job_of(req: Req, *, speculate: bool) -> Job:
-    """Return a request in its present state for engines. `speculate`: whether they may draft its tokens."""
+def job_of(req: Req) -> Job:
+    """Return a request in its present state for engines."""
     media = req.multimodal_inputs
     assert media is None or isinstance(media, MultimodalInputs)
     return Job(
@@ -39,7 +39,7 @@ def job_of(req: Req, *, speculate: bool) -> Job:
         seed=req.seed,
         priority=req.priority,
         cache_salt=req.extra_key,
-        speculate=speculate,
+        speculate=req.speculate,
         media=media,
     )
 
