@@ -142,10 +142,10 @@ class Killer:
         chunk = event.what in ("chunk_sent", "chunk_received")
         is_there = {
             "bootstrapping": event.what == "request_added",
-            "waiting for input": event.what == "kv_poll_changed" and "-> waiting for input" in event.said,
-            "transferring": chunk and "the last ones" not in event.said,
-            "inflight": chunk and "the last ones" in event.said,
-            "success": event.what == "kv_poll_changed" and "-> success" in event.said,
+            "waiting for input": event.what == "kv_poll_changed" and "-> waiting for input" in event.text,
+            "transferring": chunk and "the last ones" not in event.text,
+            "inflight": chunk and "the last ones" in event.text,
+            "success": event.what == "kv_poll_changed" and "-> success" in event.text,
         }
         return event.rids[0] if is_there[self.state] else None
 

@@ -87,7 +87,7 @@ def all_sides() -> Iterator[dict[str, Side]]:
 def bytes_moved(lengths: Sequence[int]) -> Row:
     """What a request's prompt moves, counted where it is sent, and what it should be."""
     with LLMEngine(disaggregation_config=DisaggregationConfig(transport="in_process"), **configs()) as engine:
-        source: Any = engine.engine_core.router.links.engines["prefill-0"].transport  # type: ignore[attr-defined]
+        source: Any = engine.engine_core.router.links.engines["prefill-0"].side.transport  # type: ignore[attr-defined]
         page_bytes, rows, sent = source.store.page_bytes, [], [0]
         send = source.send
 

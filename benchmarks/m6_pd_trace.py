@@ -63,7 +63,7 @@ class Followed:
         if isinstance(event, Reported):
             again = event.engine.startswith("decode") and event.what in ("result", "finish")  # the router says it, too
             if event.what in TOLD and not again and set(event.rids) & set(self.rids):
-                self._say(event.engine, event.said)
+                self._say(event.engine, event.text)
         elif event.kind in ("request_routed", "result", "finish") and set(event.request_ids()) & set(self.rids):
             self._say("router", event.explain())
 

@@ -54,10 +54,8 @@ def new_group(
         _replace_delta(engines["decode-0"].side, delta)
     if source is not None:
         prefill = engines["prefill-0"]
-        own = prefill.transport
-        prefill.transport = prefill.side.source = source(
-            own.store, own.segments, num_frames=num_frames, checksums=own.checksums
-        )
+        own = prefill.side.transport
+        prefill.side.transport = source(own.store, own.segments, num_frames=num_frames, checksums=own.checksums)
     return engine
 
 
@@ -93,7 +91,7 @@ def line_of(record: Any, rid: str) -> tuple[str, str] | None:
     if rid not in event.request_ids() and rid not in getattr(event, "rids", ()):
         return None
     if event.kind == "reported":
-        return event.engine, event.said
+        return event.engine, event.text
     return "router", event.explain()
 
 

@@ -18,6 +18,7 @@ FINER = 3
 BACKGROUND = (200, 200, 200)
 FPS = 2.0
 """Frames a second of a clip."""
+DISTANCE = 48.0
 
 COLOURS = {
     "red": (220, 40, 40),
@@ -79,9 +80,9 @@ def picture(*shapes: Shape) -> Image.Image:
     return _drawn([(shape, shape.middle) for shape in shapes])
 
 
-def clip(shape: Shape, frames: int = 4, way: float = 48.0) -> list[Image.Image]:
-    """A clip in which a shape moves from left to right through the middle, `way` pixels in all."""
-    places = [SIDE / 2 - way / 2 + way * i / (frames - 1) for i in range(frames)]
+def clip(shape: Shape, frames: int) -> list[Image.Image]:
+    """Return a clip in which a shape moves DISTANCE pixels from left to right through the center."""
+    places = [SIDE / 2 - DISTANCE / 2 + DISTANCE * i / (frames - 1) for i in range(frames)]
     return [_drawn([(shape, (x, SIDE / 2))]) for x in places]
 
 

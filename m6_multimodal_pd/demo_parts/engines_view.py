@@ -90,7 +90,7 @@ def engines_table(post: Post, board: Board) -> Table:
         stands, work = board.standing.get(name), board.work.get(name)
         numbers = () if stands is None else (stands.num_steps, stands.num_running, stands.num_waiting)
         free = post.engines[name].total_tokens if stands is None else stands.free_tokens
-        said = Text("" if work is None else work.said, overflow="ellipsis", no_wrap=True)
+        said = Text("" if work is None else work.text, overflow="ellipsis", no_wrap=True)
         table.add_row(name, *map(str, numbers or ("", "", "")), f"{free:,}", said)
     return table
 

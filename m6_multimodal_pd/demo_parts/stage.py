@@ -107,7 +107,7 @@ def scenes() -> list[Ask]:
 
 def moving() -> Ask:
     """The clip."""
-    frames = clip(MOVING)
+    frames = clip(MOVING, frames=4)
     words = f"{len(frames)} frames: a {MOVING.name} moves from left to right"
     return Ask(
         "What happens in the clip?",

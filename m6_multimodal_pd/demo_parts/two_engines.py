@@ -168,7 +168,7 @@ def show_followed(board: Board, post: Post, console: Console) -> None:
         Text(f"How the KV of {followed.rid} moved, in the engines' own words, cause before effect:", style="bold")
     )
     console.print(Text("A room is the number of one transfer, which both engines know it by.", style="dim"))
-    lines = [f"{own.engine}, step {own.its_step}: {own.said}" for own in said]
+    lines = [f"{own.engine}, step {own.its_step}: {own.text}" for own in said]
     if len(lines) > MOST_LINES:
         left_out = len(lines) - MOST_LINES
         lines[-LAST_LINES - left_out : -LAST_LINES] = [f"... {some(left_out, 'line')} ..."]

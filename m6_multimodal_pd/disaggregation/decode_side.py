@@ -36,20 +36,20 @@ class DecodeSide(EngineSide[KVReceiver]):
     """The side of an engine with a `DecodeScheduler`."""
 
     role = "decode"
+    transport: StagedTarget
 
-    def __init__(self, *, target: StagedTarget, **settings: Any) -> None:
-        """`settings`: as of every `EngineSide`."""
-        super().__init__(**settings)
-        self.target = target
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """As every `EngineSide`."""
+        super().__init__(*args, **settings)
         self.of_prompts: dict[int, FirstToken] = {}
         """By room: the first token's message, until the router has its content."""
-        self.num_told: dict[int, int] = {}
+        self.num_reported: dict[int, int] = {}
         """By room: number of output tokens that the router has."""
 
     def begin(self, message: Decode) -> None:
         req = self.admit(message.room, without_prompt_logprobs(message.job))
         if req is not None:
-            self.num_told[message.room] = len(req.output_ids)
+            self.num_reported[message.room] = len(req.output_ids)
             self.enter(message, req, KVReceiver)
 
     def receive(self, origin: str, body: PeerMessage) -> None:
@@ -63,9 +63,6 @@ class DecodeSide(EngineSide[KVReceiver]):
                 if self.rooms[room].transfer.first_token_arrived(body.num_chunks):
                     self.of_prompts[room] = body
                     self._join_if_complete(self.rooms[room])
-
-    def forget_peer(self, name: str) -> None:
-        self.target.forget(name)
 
     def after_step(self) -> None:
         """Take memory for waiting requests, send new tokens to the router, leave the rooms of ended requests."""
@@ -83,17 +80,17 @@ class DecodeSide(EngineSide[KVReceiver]):
             )
             self.say(occupied.peer, Preallocated(occupied.room, req.kv_committed_len))
         for occupied in list(self.rooms.values()):
-            self._tell(occupied)
+            self._report(occupied)
             if occupied.req.is_finished:
                 self.leave(occupied)
                 self.of_prompts.pop(occupied.room, None)
-                del self.num_told[occupied.room]
+                del self.num_reported[occupied.room]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _take(self, origin: str, chunk: Chunk) -> None:
         """Copy a chunk into its pages, unless its request has ended."""
-        self.target.map(origin, chunk.ticket)
+        self.transport.map(origin, chunk.ticket)
         occupied = self.rooms.get(chunk.room)
         pages = range(chunk.first_page, chunk.first_page + chunk.num_pages)
         if occupied is None or occupied.req.rid not in self.core.scheduler.transfer_queue:
@@ -102,7 +99,7 @@ class DecodeSide(EngineSide[KVReceiver]):
             return
         began = time.perf_counter()
         own = tuple(self.core.scheduler.pages(occupied.req)[pages.start : pages.stop].tolist())
-        self.target.receive(origin, chunk.ticket, own)
+        self.transport.receive(origin, chunk.ticket, own)
         occupied.transfer.arrived(pages)
         self.tracer.emit(
             ChunkReceived,
@@ -122,10 +119,10 @@ class DecodeSide(EngineSide[KVReceiver]):
             self.core.scheduler.complete(occupied.req.rid, SampledTokens((first.token_id,), (first.logprobs,)))
             self.say(occupied.peer, Received(occupied.room))
 
-    def _tell(self, occupied: Occupied[KVReceiver]) -> None:
+    def _report(self, occupied: Occupied[KVReceiver]) -> None:
         """Send the tokens that the router does not have."""
         req, room = occupied.req, occupied.room
-        first = self.num_told[room]
+        first = self.num_reported[room]
         new = req.output_ids[first:]
         if not new:
             return
@@ -143,7 +140,7 @@ class DecodeSide(EngineSide[KVReceiver]):
             num_draft_tokens=req.num_draft_tokens,
             num_accepted_tokens=req.num_accepted_tokens,
         )
-        self.num_told[room] = first + len(new)
+        self.num_reported[room] = first + len(new)
         try:
             self.send(tokens)
         except WireError as error:  # log-probabilities may be too large for a message

@@ -55,19 +55,12 @@ class Engine:
 
         `prepare`: m6's. `is_traced`: whether the router reads a trace. Raises the errors of building an engine.
         """
-        self.role, self.config, self.tracer, self.is_traced = role, config, Tracer(), is_traced
-        self.segments = segments
-        self.reporter = reporter = Reporter(send)
-        self._last_told: Heartbeat | None = None
-
-        def send_in_order(message: ToRouter) -> None:
-            """Send the events that led to a message before the message."""
-            reporter.tell()  # without a reference to the engine: it would be a cycle
-            send(message)
-
-        self.send = send_in_order
-        if is_traced:
+        self.role, self.config, self.segments, self.send = role, config, segments, send
+        self.tracer, self.reporter = Tracer(), Reporter(send) if is_traced else None
+        if self.reporter is not None:
+            self.send = self.reporter.send
             self.tracer.attach(self.reporter)
+        self._last_heartbeat: Heartbeat | None = None
         self.core: Any = None
         self.prepared = prepare(config, parts_for(role, parts), self.tracer)
 
@@ -92,24 +85,15 @@ class Engine:
         runner = core.executor.worker.model_runner
         drafts = [] if runner.draft_runner is None else [runner.draft_runner.kv]
         self.store = store = PageStore([runner.kv, *drafts])
-        settings: dict[str, Any] = {
-            "core": core,
-            "page_bytes": store.page_bytes,
-            "send": self.send,
-            "tracer": self.tracer,
-            "page_size": config.cache.page_size,
-        }
         self.side: EngineSide[Any]
-        self.transport: StagedSource | StagedTarget
         if self.role == "prefill":
             in_buffer = max(config.disaggregation.transfer_buffer_bytes // store.page_bytes, 1)
             frames = min(in_buffer, store.num_pages)  # more can never be in transit
-            self.transport = StagedSource(store, self.segments, num_frames=frames, checksums=config.cache.debug)
-            self.side = PrefillSide(source=self.transport, **settings)
+            source = StagedSource(store, self.segments, num_frames=frames, checksums=config.cache.debug)
+            self.side = PrefillSide(source, core=core, send=self.send)
         else:
             core.executor = PrebuiltExecutor(core.executor, core.scheduler.first_tokens)
-            self.transport = StagedTarget(store, self.segments)
-            self.side = DecodeSide(target=self.transport, **settings)
+            self.side = DecodeSide(StagedTarget(store, self.segments), core=core, send=self.send)
 
     @property
     def joined(self) -> Joined:
@@ -144,10 +128,11 @@ class Engine:
         if has_stepped:
             self.core.run_step()
         self.side.after_step()
-        self.reporter.tell()
-        if self.is_traced and (now := self.heartbeat()) != self._last_told:
-            self._last_told = now
-            self.send(now)
+        if self.reporter is not None:
+            self.reporter.flush()
+            if (now := self.heartbeat()) != self._last_heartbeat:
+                self._last_heartbeat = now
+                self.send(now)
         if self.core.dead is not None:
             raise self.core.dead
         return has_stepped
@@ -166,7 +151,7 @@ class Engine:
     def close(self) -> None:
         """Release all memory."""
         if self.core is not None:
-            self.transport.close()
+            self.side.transport.close()
             self.core.close()
 
     def _answer(self, call: Call) -> None:

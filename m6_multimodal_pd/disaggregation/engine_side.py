@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 
 from m1_single_request.errors import EngineDeadError, EngineError
 from m1_single_request.request import FinishError
-from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.events import KVPollChanged
 from m6_multimodal_pd.disaggregation.poll import KVPoll, Transfer
 from m6_multimodal_pd.disaggregation.runtime.jobs import LONGEST_TEXT, fault_of, resume
@@ -56,12 +55,11 @@ class EngineSide(ABC, Generic[T]):
 
     role: Role
 
-    def __init__(
-        self, *, core: Any, send: Callable[[ToRouter], None], tracer: Tracer, page_size: int, page_bytes: int
-    ) -> None:
-        """`send`: to the router. `page_bytes`: size of a page in all storages."""
-        self.core, self.send, self.tracer = core, send, tracer
-        self.page_size, self.page_bytes = page_size, page_bytes
+    def __init__(self, transport: Any, *, core: Any, send: Callable[[ToRouter], None]) -> None:
+        """`transport`: this engine's end of it. `send`: to the router."""
+        self.transport, self.page_bytes = transport, transport.store.page_bytes
+        self.core, self.send, self.tracer = core, send, core.tracer
+        self.page_size = core.scheduler.pools.token_to_kv_pool_allocator.page_size
         self.rooms: dict[int, Occupied[T]] = {}
         self.newest_room = -1
         """Rooms come in the order of their numbers, each once."""
@@ -77,7 +75,7 @@ class EngineSide(ABC, Generic[T]):
                 if room in self.rooms:
                     self.core.abort_request(self.rooms[room].req.rid)
             case PeerLost(name):
-                self.forget_peer(name)
+                self.transport.forget(name)
                 for occupied in [o for o in self.rooms.values() if o.peer == name]:
                     self.fail(occupied, EngineLostError(f"engine {name!r} is gone"), tell_peer=False)
             case Prefill(room) | Decode(room) if room > self.newest_room:
@@ -91,10 +89,6 @@ class EngineSide(ABC, Generic[T]):
     @abstractmethod
     def receive(self, origin: str, body: PeerMessage) -> None:
         """Handle a message of another engine. Raises `TransferError` for an invalid one."""
-
-    @abstractmethod
-    def forget_peer(self, name: str) -> None:
-        """Drop the memory that is shared with an engine that is lost."""
 
     @abstractmethod
     def after_step(self) -> None:

@@ -1,8 +1,7 @@
 """Events of a group of engines: requests routed, KV transferred, engines joined, refused and lost."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from m1_single_request.trace_event import Event, size, some, volatile
 from m6_multimodal_pd.disaggregation.runtime.messages import Joined
@@ -214,11 +213,6 @@ class EngineLost(Event):
     rids: tuple[str, ...]
     """Ids of the requests that it had."""
 
-    @classmethod
-    def of(cls, name: str, why: str, attempts: Iterable[Any]) -> Self:
-        """Build the event for an engine and the router's `Attempt`s that it had."""
-        return cls(name=name, why=why, rids=tuple(attempt.req.rid for attempt in attempts))
-
     def explain(self) -> str:
         had = f"it had {', '.join(self.rids)}" if self.rids else "it had no requests"
         return f"Engine {self.name} is lost: {self.why}; {had}."
@@ -236,10 +230,10 @@ class Reported(Event):
     """The event's kind."""
     rids: tuple[str, ...]
     """Ids of the requests that it is about."""
-    said: str = volatile()
+    text: str = volatile()
     """Its `explain()`."""
     facts: tuple[tuple[str, int | str], ...]
     """Those of its fields that are integers or short strings, by name."""
 
     def explain(self) -> str:
-        return f"On {self.engine}, step {self.its_step}: {self.said}"
+        return f"On {self.engine}, step {self.its_step}: {self.text}"

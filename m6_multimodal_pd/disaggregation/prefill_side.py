@@ -7,7 +7,6 @@ them. Without free frames the pages wait in their places for a later step. SGLan
 """
 
 import time
-from typing import Any
 
 from m1_single_request.request import RequestStatus
 from m6_multimodal_pd.disaggregation.engine_side import EngineSide, Occupied
@@ -35,11 +34,7 @@ class PrefillSide(EngineSide[KVSender]):
     """The side of an engine with a `PrefillScheduler`."""
 
     role = "prefill"
-
-    def __init__(self, *, source: StagedSource, **settings: Any) -> None:
-        """`settings`: as of every `EngineSide`."""
-        super().__init__(**settings)
-        self.source = source
+    transport: StagedSource
 
     def begin(self, message: Prefill) -> None:
         req = self.admit(message.room, message.job)
@@ -50,7 +45,7 @@ class PrefillSide(EngineSide[KVSender]):
     def receive(self, origin: str, body: PeerMessage) -> None:
         match body:
             case Taken(number):
-                self.source.release(origin, number)
+                self.transport.release(origin, number)
             case Preallocated(room, start) if room in self.rooms:
                 occupied = self.rooms[room]
                 if occupied.transfer.preallocated(start):
@@ -59,9 +54,6 @@ class PrefillSide(EngineSide[KVSender]):
                 occupied = self.rooms[room]
                 if occupied.transfer.received():
                     self.core.scheduler.finish_requests([occupied.req.rid], TAKEN_OVER)
-
-    def forget_peer(self, name: str) -> None:
-        self.source.forget(name)
 
     def after_step(self) -> None:
         """Send pages that are complete; leave the rooms of requests that have ended."""
@@ -82,7 +74,7 @@ class PrefillSide(EngineSide[KVSender]):
         req, transfer = occupied.req, occupied.transfer
         if transfer.state is KVPoll.BOOTSTRAPPING or req.req_pool_idx is None or transfer.first_token_sent:
             return
-        at_most = max(self.source.num_frames // SHARE_OF_FRAMES, 1)
+        at_most = max(self.transport.num_frames // SHARE_OF_FRAMES, 1)
         while pages := transfer.pages_ready(req.kv_committed_len, at_most=at_most):
             if not self._send(occupied, pages):
                 return
@@ -96,7 +88,7 @@ class PrefillSide(EngineSide[KVSender]):
         began = time.perf_counter()
         pool, size = self.core.scheduler.pools.req_to_token_pool, self.page_size
         slots = pool.read(req.req_pool_idx, pages.start * size, min(pages.stop * size, req.kv_committed_len))
-        ticket = self.source.send(occupied.peer, (slots[::size] // size).tolist())
+        ticket = self.transport.send(occupied.peer, (slots[::size] // size).tolist())
         if ticket is None:
             return False
         number = transfer.sent(pages)

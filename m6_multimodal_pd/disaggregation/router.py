@@ -42,9 +42,9 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Relay,
     Relayed,
     Role,
+    StepEvents,
     ToEngine,
     Tokens,
-    Told,
     ToRouter,
 )
 from m6_multimodal_pd.errors import EngineLostError, PeerLostError, TransferError, WireError
@@ -108,11 +108,6 @@ class Router:
         """Requests that are to be routed, for the first time or again."""
         running = {req.rid for req in self.running}
         return [req for rid, req in self.requests.items() if rid not in running]
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens since the start, of all requests."""
-        return self.updater.num_output_tokens
 
     def add_request(self, request: Req) -> None:
         """Queue a request; the next update routes it."""
@@ -180,7 +175,7 @@ class Router:
         match message:
             case Heartbeat():
                 member.heartbeat = message
-            case Told():
+            case StepEvents():
                 self._pass_on(name, message)
             case Relay(to, body):
                 self.send(to, Relayed(name, body))
@@ -191,11 +186,17 @@ class Router:
             case Ended():
                 self._take_end(member, message)
 
-    def _pass_on(self, name: str, told: Told) -> None:
+    def _pass_on(self, name: str, message: StepEvents) -> None:
         """Emit the events of an engine's trace in the trace of this process."""
-        for own in told.events:
+        for own in message.events:
             self.tracer.emit(
-                Reported, engine=name, its_step=told.step, what=own.kind, rids=own.rids, said=own.said, facts=own.facts
+                Reported,
+                engine=name,
+                its_step=message.step,
+                what=own.kind,
+                rids=own.rids,
+                text=own.text,
+                facts=own.facts,
             )
 
     def _take_answer(self, member: Member, answer: Answer) -> None:
@@ -282,7 +283,7 @@ class Router:
             return
         member.is_lost = True
         lost = [self.attempts[room] for room in sorted(member.rooms) if room in self.attempts]
-        self.tracer.emit(EngineLost.of, name, why, lost)
+        self.tracer.emit(EngineLost, name=name, why=why, rids=tuple(attempt.req.rid for attempt in lost))
         for other in list(self.members):
             self.send(other, PeerLost(name))
         for attempt in lost:

@@ -23,7 +23,7 @@ VOLATILE = {
     "encoder_run": {"milliseconds"},
     "chunk_sent": {"seconds"},
     "chunk_received": {"seconds"},
-    "reported": {"said"},
+    "reported": {"text"},
 }
 """What may differ between runs or machines, by the kind of event; nothing else may."""
 

@@ -67,7 +67,7 @@ JOINED = EngineJoined(name="decode-1", role="decode", total_tokens=131_072, page
 REFUSED = EngineRefused(name="decode-2", role="decode", why="its page_size is 8, and that of prefill-0 is 16")
 LOST = EngineLost(name="decode-1", why="its process was killed by signal 9", rids=("a", "b"))
 REPORTED = Reported(
-    engine="decode-1", its_step=12, what="decode", rids=("a",), said="a has 3 tokens.", facts=(("n", 3),)
+    engine="decode-1", its_step=12, what="decode", rids=("a",), text="a has 3 tokens.", facts=(("n", 3),)
 )
 
 EXAMPLES: dict[Event, list[str]] = {

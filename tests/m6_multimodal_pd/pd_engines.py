@@ -252,8 +252,8 @@ class Group:
         """What must hold after every step."""
         for engine in self.engines.values():
             engine.core.scheduler.check_invariants()
-            if isinstance(engine.transport, StagedSource):
-                engine.transport.check_invariants()
+            if isinstance(engine.side.transport, StagedSource):
+                engine.side.transport.check_invariants()
             assert {o.req.rid for o in engine.side.rooms.values()} == set(engine.core.scheduler.requests)
         router = self.router
         in_rooms = [attempt.req.rid for attempt in router.attempts.values()]
@@ -277,9 +277,9 @@ class Group:
             assert allocator.available_size() + tree.evictable_size() == allocator.size, name
             if engine.role == "decode":
                 assert not scheduler.first_tokens and not scheduler.arrivals, name
-                assert not side.of_prompts and not side.num_told, name  # type: ignore[attr-defined]
+                assert not side.of_prompts and not side.num_reported, name  # type: ignore[attr-defined]
             for target in frames_of(engine):
-                assert free_frames(engine.transport, target) == engine.transport.num_frames, (name, target)
+                assert free_frames(engine.side.transport, target) == engine.side.transport.num_frames, (name, target)
 
     def check_flushed(self) -> None:
         """An idle group forgets everything when it is told to."""
@@ -296,14 +296,14 @@ class Group:
 def is_idle(engine: Engine) -> bool:
     """Whether an engine has nothing to do, and nothing of it is on its way."""
     frames_are_free = all(
-        free_frames(engine.transport, target) == engine.transport.num_frames for target in frames_of(engine)
+        free_frames(engine.side.transport, target) == engine.side.transport.num_frames for target in frames_of(engine)
     )
     return not engine.side.rooms and not engine.core.scheduler.requests and frames_are_free
 
 
 def frames_of(engine: Any) -> list[str]:
     """The decode engines for which a prefill engine has frames."""
-    return list(engine.transport.targets) if engine.role == "prefill" else []
+    return list(engine.side.transport.targets) if engine.role == "prefill" else []
 
 
 def check_goes_on(before: RequestOutput | None, after: RequestOutput) -> None:

@@ -60,7 +60,7 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """A folder with a picture, a clip as a file and as a folder, a text, and a picture that was cut off."""
-    frames = drawing.clip(stage.MOVING)
+    frames = drawing.clip(stage.MOVING, frames=4)
     frames[0].save(tmp_path / "picture.png")
     frames[0].save(tmp_path / "clip.gif", save_all=True, append_images=frames[1:], duration=500)
     (tmp_path / "frames").mkdir()
@@ -518,7 +518,7 @@ def test_edges_are_smooth_and_pictures_are_always_the_same() -> None:
 
 
 def test_a_clip_moves_to_the_right() -> None:
-    frames = [np.asarray(frame) for frame in drawing.clip(Shape("small", "red", "star"))]
+    frames = [np.asarray(frame) for frame in drawing.clip(Shape("small", "red", "star"), frames=4)]
     middles = [np.argwhere((frame != drawing.BACKGROUND).any(axis=2)).mean(axis=0) for frame in frames]
     across = [x for _, x in middles]
     assert across == sorted(across) and across[-1] - across[0] == pytest.approx(48, abs=1)

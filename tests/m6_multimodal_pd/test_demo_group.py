@@ -190,7 +190,7 @@ def test_on_a_terminal_engines_and_transfers_are_watched_and_shown_again(seeing_
 def said(engine: str, what: str, rid: str = "a", step: int = 1, **facts: Any) -> Word:
     """An engine's word."""
     return Word(
-        0.0, engine, Reported(engine=engine, its_step=step, what=what, rids=(rid,), said="", facts=(*facts.items(),))
+        0.0, engine, Reported(engine=engine, its_step=step, what=what, rids=(rid,), text="", facts=(*facts.items(),))
     )
 
 
@@ -251,7 +251,7 @@ def test_an_engine_s_line_says_how_it_stands_and_what_it_did_in_what_is_left_of_
         post.engines[name] = EngineJoined(
             name=name, role=name[:-2], total_tokens=8192, page_size=16, max_model_len=4096
         )
-    did = Reported(engine="prefill-0", its_step=12, what="batch", rids=(), said="Extend batch: " + "x" * 200, facts=())
+    did = Reported(engine="prefill-0", its_step=12, what="batch", rids=(), text="Extend batch: " + "x" * 200, facts=())
     board = board_of(Word(0.0, "prefill-0", Heartbeat(12, 3, 4, 7000)), Word(0.0, "prefill-0", did))
     lines = drawn(post, board).splitlines()
     assert re.match(r"prefill-0 +12 +3 +4 +7,000 +Extend batch: x+…", lines[1]) and "free tokens" in lines[0]

@@ -262,7 +262,7 @@ def test_pages_that_the_decode_side_has_are_not_sent_again(seeing_directory: Pat
             -(-prompt // page_size) - start // page_size for prompt, start in zip(prompts, starts, strict=True)
         ]
         (taken,) = [event for event in group.listener.told("room_taken") if "two" in event.rids]
-        assert cache == "chunk" or f"{starts[1]} tokens are cached here" in taken.said
+        assert cache == "chunk" or f"{starts[1]} tokens are cached here" in taken.text
         group.check_flushed()
 
 
@@ -337,15 +337,15 @@ def test_the_trace_tells_of_every_page_and_of_every_first_token_once(seeing_dire
         chunks = group.wire.relayed(Chunk)
         for kind, pattern in (("chunk_sent", r"lie ready for"), ("chunk_received", r"came from")):
             said = group.listener.told(kind)
-            assert len(said) == len(chunks) and all(pattern in event.said for event in said)
-        sent = [event.said for event in group.listener.told("chunk_sent")]
+            assert len(said) == len(chunks) and all(pattern in event.text for event in said)
+        sent = [event.text for event in group.listener.told("chunk_sent")]
         assert sum(int(words.split()[0]) for words in sent) == sum(chunk.num_pages for chunk in chunks)
         assert sum("the last ones" in words for words in sent) == len(group.wire.commands(Prefill))
         told = tokens_told(group)
         assert len(told) == len(group.wire.commands(Prefill)) == len(group.listener.own("request_routed"))
         joined = [event.name for event in group.listener.own("engine_joined")]
         assert joined == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
-        finals = [event.said for event in group.listener.told("kv_poll_changed")]
+        finals = [event.text for event in group.listener.told("kv_poll_changed")]
         assert sum("-> success" in words for words in finals) == 2 * len(told)
 
 

@@ -95,7 +95,7 @@ def test_an_engine_that_comes_later_takes_the_length_or_is_refused_with_the_reas
         trace_config=TraceConfig(readers=(listener,)),
     ) as engine:
         router = engine.engine_core.router
-        config, shared = engine.config, router.links.engines["decode-0"].transport.segments
+        config, shared = engine.config, router.links.engines["decode-0"].side.transport.segments
         for number, (tokens, named) in enumerate([(3072, None), (1024, None), (3072, 3000)], start=1):
             own = replace(
                 config, cache=memory(tokens), model=replace(config.model, max_model_len=named), trace=TraceConfig()

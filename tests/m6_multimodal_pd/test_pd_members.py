@@ -111,7 +111,7 @@ def test_an_engine_that_comes_late_and_does_not_fit_is_refused_and_nobody_is_dis
         group.add({"r": (PROMPT, greedy(9), {})})
         group.until(lambda: "r" in group.last)
         config = change(group.engine.config, tmp_path / "other")
-        shared = group.engines["decode-0"].transport.segments
+        shared = group.engines["decode-0"].side.transport.segments
         add(group.links, "decode-1", partial(engine_of, "decode", config, shared))
         group.run()
         assert set(group.router.members) == set(group.engines) == {"prefill-0", "decode-0"}
@@ -144,7 +144,7 @@ def test_weights_wait_for_no_engine_that_has_the_name_of_one_that_was_lost(seein
         links, members = group.links, group.router.members
         prefill, decode = (group.engines[name] for name in ("prefill-0", "decode-0"))
         first, usual, held, num_ticks = members["prefill-0"], decode.tick, list[Any](), count()
-        again = partial(engine_of, "prefill", group.engine.config, decode.transport.segments)
+        again = partial(engine_of, "prefill", group.engine.config, decode.side.transport.segments)
 
         def die(messages: Any) -> None:
             links.drop("prefill-0", "it was killed")
@@ -177,7 +177,7 @@ def test_an_engine_that_fails_while_it_starts_leaves_nothing_open(
 ) -> None:
     closed: list[Any] = []
     with Group(seeing_directory, **setting(page_size=4)) as group:
-        shared = group.engines["decode-0"].transport.segments
+        shared = group.engines["decode-0"].side.transport.segments
         engine = engine_of("decode", group.engine.config, shared, lambda message: None)
         core_type = type(group.engines["decode-0"].core)
         monkeypatch.setattr(core_type, "close", lambda core: closed.append(core))

@@ -42,13 +42,13 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Refused,
     Relay,
     Relayed,
+    ReportedEvent,
     RoomFailed,
+    StepEvents,
     Taken,
     Ticket,
     ToEngine,
     Tokens,
-    Told,
-    ToldEvent,
     ToRouter,
 )
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
@@ -94,7 +94,7 @@ JOB = Job("réq-1", (1, 2, 3), (4,), PARAMS, 2**63 - 1, -5, "salt", True, MEDIA)
 ROW = LogprobRow((5, 0), (-0.5, float("-inf")), (1, 2))
 FAULT = Fault("PromptTooLongError", "too long")
 TICKET = Ticket(3, "segment", 8, 5, (2**32 - 1, 0, 7))
-TOLD = ToldEvent("admit", ("a", "b"), "said", (("room", 1 - 2**62), ("side", "decode")))
+TOLD = ReportedEvent("admit", ("a", "b"), "said", (("room", 1 - 2**62), ("side", "decode")))
 
 EXAMPLES: list[Message] = [
     Prefill(2**62 - 1, JOB, "decode-0"),
@@ -110,7 +110,7 @@ EXAMPLES: list[Message] = [
     Joined("decode", 16, 4096, 512, "float32[2, 16]", "tiny", "0" * 64),
     Failed(FAULT),
     Heartbeat(-1, 1, 2, 3),
-    Told(7, (TOLD,)),
+    StepEvents(7, (TOLD,)),
     Tokens(5, 1, (3, 4), (ROW, None), (ROW,), 8, 4, 2),
     Ended(5, FAULT, True),
     Answer(1, msgspec.Raw(msgspec.msgpack.encode({"a": [1, None]})), FAULT),
@@ -303,14 +303,14 @@ BAD: list[tuple[Any, list[Any]]] = [
     (all_messages.Token, [-1, 2**31]),
     (all_messages.Room, [-1, 2**62, 2**63]),
     (all_messages.Name, ["", "x" * 65]),
-    (all_messages.Said, ["x" * 4097]),
+    (all_messages.Text, ["x" * 4097]),
 ]
 GOOD: list[tuple[Any, list[Any]]] = [
     (all_messages.Count, [0, 2**31 - 1]),
     (all_messages.Token, [0, 2**31 - 1]),
     (all_messages.Room, [0, 2**62 - 1]),
     (all_messages.Name, ["x", "x" * 64]),
-    (all_messages.Said, ["", "x" * 4096]),
+    (all_messages.Text, ["", "x" * 4096]),
 ]
 
 

@@ -591,7 +591,7 @@ def test_an_engine_that_joins_after_weights_were_exchanged_has_the_new_ones(
         assert engine.generate([5, 6, 7], greedy(10)).token_ids != expected
         engine.update_weights(other)
         links = links_of(engine)
-        shared = links.engines["prefill-0"].transport.segments
+        shared = links.engines["prefill-0"].side.transport.segments
         for role in ("prefill", "decode"):
             links.drop(f"{role}-0", "for a test")
             add(links, f"{role}-0_1", partial(engine_of, role, engine.config, shared))

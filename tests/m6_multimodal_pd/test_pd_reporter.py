@@ -8,7 +8,7 @@ import pytest
 
 from m1_single_request.trace_event import Event, volatile
 from m1_single_request.tracer import TraceRecord
-from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Heartbeat, Joined, Relay, Told, ToldEvent
+from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Heartbeat, Joined, Relay, ReportedEvent, StepEvents
 from m6_multimodal_pd.disaggregation.runtime.reporter import MOST_EVENTS, Reporter, facts_of
 from m6_multimodal_pd.errors import WireError
 from tests.m6_multimodal_pd.engines import greedy
@@ -52,10 +52,10 @@ def test_a_step_is_told_in_one_message_in_order() -> None:
     reporter = Reporter(sent.append)
     for step, number in ((1, 1), (1, 2), (2, 3)):
         reporter.read(record(step, number))
-    assert sent == [Told(1, (told(1), told(2)))], "with the next step"
-    reporter.tell()
-    reporter.tell()
-    assert sent[1:] == [Told(2, (told(3),))]
+    assert sent == [StepEvents(1, (told(1), told(2)))], "with the next step"
+    reporter.flush()
+    reporter.flush()
+    assert sent[1:] == [StepEvents(2, (told(3),))]
 
 
 def test_of_a_step_with_very_much_to_say_the_rest_is_left_out() -> None:
@@ -79,11 +79,11 @@ def test_words_that_no_message_holds_are_left_out_and_the_engine_goes_on() -> No
     for number in (1, 2, 3):
         reporter.read(record(number, number))
     reporter.close()
-    assert sent == [Told(1, (told(1),)), Told(3, (told(3),))]
+    assert sent == [StepEvents(1, (told(1),)), StepEvents(3, (told(3),))]
 
 
-def told(number: int) -> ToldEvent:
-    return ToldEvent("noticed", ("a",), f"a has {number}.", (("rid", "a"), ("number", number)))
+def told(number: int) -> ReportedEvent:
+    return ReportedEvent("noticed", ("a",), f"a has {number}.", (("rid", "a"), ("number", number)))
 
 
 def test_what_led_to_a_message_is_told_before_it_and_how_the_engine_stands_behind(seeing_directory: Path) -> None:
@@ -96,7 +96,7 @@ def test_what_led_to_a_message_is_told_before_it_and_how_the_engine_stands_behin
         assert len(sent) >= 2
         for place in sent:
             before = own[place - 1]
-            assert isinstance(before, Told) and before.events[-1].kind == "chunk_sent"
+            assert isinstance(before, StepEvents) and before.events[-1].kind == "chunk_sent"
             facts = dict(before.events[-1].facts)
             assert (facts["room"], facts["number"]) == (own[place].body.room, own[place].body.number)
         stands = {name: message for name, message in heard if isinstance(message, Heartbeat)}
@@ -107,4 +107,4 @@ def test_what_led_to_a_message_is_told_before_it_and_how_the_engine_stands_behin
 def test_without_a_reader_nothing_is_told(seeing_directory: Path) -> None:
     with Group(seeing_directory) as group:
         group.run({"a": (asking(2, 3), greedy(4), {})})
-        assert not [message for _, message in group.wire.heard if isinstance(message, Told | Heartbeat)]
+        assert not [message for _, message in group.wire.heard if isinstance(message, StepEvents | Heartbeat)]

@@ -23,9 +23,9 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     PeerLost,
     Prefill,
     Role,
+    StepEvents,
     ToEngine,
     Tokens,
-    Told,
     ToRouter,
 )
 from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
@@ -196,7 +196,7 @@ def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monk
         raise ZeroDivisionError("a bug of ours")
 
     monkeypatch.setattr(site.router, "_pass_on", broken)
-    site.engines["prefill-0"].send(Told(1, ()))
+    site.engines["prefill-0"].send(StepEvents(1, ()))
     site.engines["decode-0"].send(Heartbeat(1, 2, 3, 4))
     for _ in range(1000):
         site.router.update(0.01)

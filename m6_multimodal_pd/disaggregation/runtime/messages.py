@@ -22,7 +22,7 @@ Count32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Room = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-Said = Annotated[str, msgspec.Meta(max_length=4096)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Number = Annotated[int, msgspec.Meta(gt=-(2**62), lt=2**62)]
 Word = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -58,7 +58,7 @@ class Fault(Value, frozen=True):
     """An error: the name of a type that both sides know, and its text."""
 
     kind: Name
-    text: Said
+    text: Text
 
 
 # --- router to engine -------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class Probe(Message, frozen=True):
 class Refused(Message, frozen=True):
     """The engine does not fit to the group, and ends."""
 
-    why: Said
+    why: Text
 
 
 class LengthFixed(Message, frozen=True):
@@ -120,7 +120,7 @@ class Call(Message, frozen=True):
 
     number: Count
     verb: Literal["stats", "flush_cache", "update_weights", "start_profile", "stop_profile", "shutdown"]
-    argument: Said = ""
+    argument: Text = ""
 
 
 # --- engine to router -------------------------------------------------------------------------------------------------
@@ -143,9 +143,9 @@ class Joined(Message, frozen=True):
     page_size: Count
     total_tokens: Count
     max_model_len: Count
-    layout: Said
+    layout: Text
     """The meaning of the bytes of a page, the same for all engines of a group."""
-    model: Said
+    model: Text
     """Name, dtype and format of its weights."""
     vocabulary: Digest
     """Of its tokenizer (`members.vocabulary_of`)."""
@@ -190,21 +190,21 @@ class Ended(Message, frozen=True):
     """Whether another attempt may succeed."""
 
 
-class ToldEvent(Value, frozen=True):
+class ReportedEvent(Value, frozen=True):
     """An event of an engine's trace."""
 
     kind: Name
     rids: tuple[str, ...]
-    said: str
+    text: str
     facts: tuple[tuple[Name, Number | Word], ...]
     """Its fields that are whole numbers or short words."""
 
 
-class Told(Message, frozen=True):
+class StepEvents(Message, frozen=True):
     """The events of one step of an engine."""
 
     step: Count
-    events: tuple[ToldEvent, ...]
+    events: tuple[ReportedEvent, ...]
 
 
 class Answer(Message, frozen=True):
@@ -285,7 +285,7 @@ class RoomFailed(Message, frozen=True):
     """P to D or D to P: the transfer of this room has failed."""
 
     room: Room
-    why: Said
+    why: Text
 
 
 # --- to a process that becomes an engine ------------------------------------------------------------------------------
@@ -307,4 +307,4 @@ class Order(Value, frozen=True):
 
 PeerMessage = Preallocated | Chunk | Taken | FirstToken | Received | RoomFailed
 ToEngine = Prefill | Decode | Cancel | PeerLost | Probe | Refused | LengthFixed | Relayed | Call
-ToRouter = LengthFitted | Joined | Failed | Heartbeat | Told | Tokens | Ended | Answer | Relay
+ToRouter = LengthFitted | Joined | Failed | Heartbeat | StepEvents | Tokens | Ended | Answer | Relay

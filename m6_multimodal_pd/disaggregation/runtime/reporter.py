@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from m1_single_request.trace_event import Event
 from m1_single_request.tracer import TraceRecord
-from m6_multimodal_pd.disaggregation.runtime.messages import Told, ToldEvent, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import ReportedEvent, StepEvents, ToRouter
 from m6_multimodal_pd.errors import WireError
 
 MOST_EVENTS = 1000
@@ -19,34 +19,41 @@ LONGEST_WORD, LARGEST = 64, 2**62
 
 
 class Reporter:
-    """Collects events until `tell` sends them."""
+    """Collects events until `flush` sends them."""
 
     def __init__(self, send: Callable[[ToRouter], None]) -> None:
-        self.send = send
+        self._send = send
         self._step = 0
-        self._events: list[ToldEvent] = []
+        self._events: list[ReportedEvent] = []
 
     def read(self, record: TraceRecord) -> None:
         """Collect the event of one record; send those of the step before."""
         event = record.event
         if record.step != self._step:
-            self.tell()
+            self.flush()
             self._step = record.step
         if len(self._events) < MOST_EVENTS:
             self._events.append(
-                ToldEvent(kind=event.kind[:64], rids=event.request_ids(), said=event.explain(), facts=facts_of(event))
+                ReportedEvent(
+                    kind=event.kind[:64], rids=event.request_ids(), text=event.explain(), facts=facts_of(event)
+                )
             )
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Send the collected events; drop them if they are too large for a message."""
         if self._events:
             events, self._events = tuple(self._events), []
             with suppress(WireError):
-                self.send(Told(self._step, events))
+                self._send(StepEvents(self._step, events))
+
+    def send(self, message: ToRouter) -> None:
+        """Send the events that led to a message, and then the message."""
+        self.flush()
+        self._send(message)
 
     def close(self) -> None:
         """Send the last events."""
-        self.tell()
+        self.flush()
 
 
 def facts_of(event: Event) -> tuple[tuple[str, int | str], ...]:
