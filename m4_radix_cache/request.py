@@ -32,7 +32,7 @@ class Req(Request):
         self.num_retractions = 0
         self.max_new_tokens = self.sampling_params.max_tokens  # maximum number of output tokens; clipped at intake
         self.fill_ids: list[int] = []  # prompt and outputs, which have KV after its next extend
-        self.prefix_indices = NO_SLOTS  # int64: slots of the cached tokens, which are not computed
+        self.prefix_indices = NO_SLOTS  # int64: slots of the tokens that have KV before its next extend
         self.last_node: Any = None  # the cache's handle for the prefix, locked while the request runs
         self.cache_protected_len = 0  # tokens whose slots belong to the cache
         self.extend_input_len = 0  # tokens to compute

@@ -217,9 +217,9 @@ class Work:
         """Admit waiting requests in the order of the policy, until one does not fit."""
         if not waiting:
             return
-        scheduler, policy = self.scheduler, self.scheduler.policy
-        prefilling = [adder.can_run_list] if adder.can_run_list else []
-        order = checked(policy.calc_priority(list(waiting), *prefilling), policy, waiting)
+        scheduler = self.scheduler
+        policy: Any = scheduler.policy  # m5's, which m4's scheduler has in place of its own
+        order = checked(policy.calc_priority(list(waiting), adder.can_run_list), policy, waiting)
         for req in self._fairly(order.ready):
             req.init_next_round_input(scheduler.tree_cache)
             scheduler.tracer.emit(Matched.of, req)

@@ -20,7 +20,6 @@ from m3_paged_attention.preemption import FewestOutputsFirst
 from m4_radix_cache.invariants import check_scheduler
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch as PlainScheduleBatch
-from m4_radix_cache.schedule_policy import SchedulePolicy
 from m4_radix_cache.scheduler import Scheduler as RadixScheduler
 from m5_chunked_prefill_spec.batch_composer import PromptState, Work
 from m5_chunked_prefill_spec.config import SchedulerConfig
@@ -28,6 +27,7 @@ from m5_chunked_prefill_spec.events import Batch
 from m5_chunked_prefill_spec.outputs import EngineStats
 from m5_chunked_prefill_spec.result_processor import ResultProcessor
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 
 
 class Scheduler(RadixScheduler):

@@ -54,7 +54,7 @@ class DecodeScheduler(Scheduler):
 
     def add_request(self, request: Req) -> None:
         """Queue a request until there is room for its prompt."""
-        super().add_request(request)
+        super().add_request(request)  # appends it to the waiting queue
         self.prealloc_queue[request.rid] = self.waiting_queue.pop()
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:

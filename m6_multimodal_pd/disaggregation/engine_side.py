@@ -97,6 +97,8 @@ class EngineSide(ABC, Generic[T]):
     # --- for both sides -----------------------------------------------------------------------------------------------
 
     def _handle_peer(self, origin: str, body: PeerMessage) -> None:
+        """Handle a message of another engine, unless it is for a room of others. `Taken` is for a ticket and has no
+        room: the frames of a chunk are released also when its request has ended."""
         occupied = self.rooms.get(getattr(body, "room", -1))
         if occupied is not None and occupied.peer != origin:
             return  # a room of other engines

@@ -36,7 +36,7 @@ class PrefillScheduler(Scheduler):
 
     def add_request(self, request: Req) -> None:
         """Queue a request until a decode engine has room for its KV."""
-        super().add_request(request)
+        super().add_request(request)  # appends it to the waiting queue
         self.bootstrap_queue[request.rid] = self.waiting_queue.pop()
 
     def bootstrapped(self, rid: str) -> None:

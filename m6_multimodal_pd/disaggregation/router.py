@@ -4,9 +4,9 @@ The engine core above uses the router as a scheduler: requests come in, and each
 router gives each attempt at a request a room, a number that is never used again, and sends it to a prefill and a decode
 engine. Tokens come back as ids; the router's stop checker is of the same class as the engines', so that both sides end
 a request at the same token. If an engine is lost or a transfer fails, the request gets another room and continues after
-the tokens that it has: a draw depends on seed and position alone, so the next tokens are the same. New in this
-milestone. SGLang: `disaggregation/mini_lb.py` (now the router of its own package); vLLM: a proxy in front of two
-servers.
+the tokens that it has: a draw depends on seed and position alone, so the next tokens are the same (but where a draft
+model draws its drafts, they are another sample from the same distribution). New in this milestone. SGLang:
+`disaggregation/mini_lb.py` (now the router of its own package); vLLM: a proxy in front of two servers.
 """
 
 import time
@@ -66,6 +66,8 @@ class Attempt:
     decode: str
     number: int
     """1 for the first."""
+    drafts_before: tuple[int, int]
+    """Drafts of earlier attempts: their number, and the number of accepted ones."""
 
 
 class Router:
@@ -186,17 +188,11 @@ class Router:
             case Ended():
                 self._take_end(member, message)
 
-    def _pass_on(self, name: str, message: StepEvents) -> None:
+    def _pass_on(self, name: str, sent: StepEvents) -> None:
         """Emit the events of an engine's trace in the trace of this process."""
-        for own in message.events:
+        for own in sent.events:
             self.tracer.emit(
-                Reported,
-                engine=name,
-                its_step=message.step,
-                what=own.kind,
-                rids=own.rids,
-                text=own.text,
-                facts=own.facts,
+                Reported, engine=name, its_step=sent.step, what=own.kind, rids=own.rids, text=own.text, facts=own.facts
             )
 
     def _take_answer(self, member: Member, answer: Answer) -> None:
@@ -219,7 +215,9 @@ class Router:
             return
         if not req.output_ids:
             req.cached_tokens = message.cached_tokens
-        req.num_draft_tokens, req.num_accepted_tokens = message.num_draft_tokens, message.num_accepted_tokens
+        num_draft_tokens, num_accepted_tokens = attempt.drafts_before
+        req.num_draft_tokens = num_draft_tokens + message.num_draft_tokens
+        req.num_accepted_tokens = num_accepted_tokens + message.num_accepted_tokens
         sampled = SampledTokens(message.token_ids, message.logprobs, message.prompt_logprobs)
         self.updater.commit(req, sampled, num_new_kv=0)
         self._changed[req.rid] = req
@@ -314,7 +312,8 @@ class Router:
             return
         earlier = self.latest.get(req.rid)
         number = 1 if earlier is None else earlier.number + 1
-        attempt = Attempt(next(self._rooms), req, prefill.name, decode.name, number)
+        drafts = req.num_draft_tokens, req.num_accepted_tokens
+        attempt = Attempt(next(self._rooms), req, prefill.name, decode.name, number, drafts)
         self.attempts[attempt.room] = self.latest[req.rid] = attempt
         for member in (prefill, decode):
             if not member.rooms:  # without requests it had nothing to send
@@ -347,7 +346,8 @@ class Router:
         return [member for member in self.members.values() if member.role == role]
 
     def _retry(self, attempt: Attempt, error: EngineError) -> None:
-        """Give up a failed attempt. Its request is routed again, or ends with `error` after the last retry."""
+        """Give up a failed attempt. Its request is among the `waiting` ones again, which the next update routes, or
+        ends with `error` after the last retry."""
         if attempt.room not in self.attempts:
             return  # it was given up when its other engine was lost
         self._give_up(attempt)

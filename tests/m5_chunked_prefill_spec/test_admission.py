@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from m1_single_request.errors import PartError
+from m1_single_request.errors import ConfigError, PartError
 from m4_radix_cache.config import SchedulePolicyName
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
@@ -26,7 +26,7 @@ POLICIES = get_args(SchedulePolicyName)
 class NewestFirst(SchedulePolicy):
     """The worst for whoever came early."""
 
-    def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
+    def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req]) -> Order:
         return Order(sorted(waiting, key=lambda req: -req.number), [])
 
 
@@ -229,7 +229,7 @@ def test_a_function_that_fails_to_build_the_adder_is_named(make_engine: MakeEngi
 
 def test_a_policy_that_fails_ends_the_prompt_in_pieces_too(make_engine: MakeEngine) -> None:
     class Fails(SchedulePolicy):
-        def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req] = ()) -> Order:
+        def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req]) -> Order:
             if prefilling:
                 raise RuntimeError("cannot decide")
             return super().calc_priority(waiting, prefilling)
@@ -243,3 +243,14 @@ def test_a_policy_that_fails_ends_the_prompt_in_pieces_too(make_engine: MakeEngi
     for output in outputs.values():
         assert isinstance(output.error, PartError) and "the part 'schedule_policy' (Fails)" in str(output.error)
     check_drained(engine)
+
+
+def test_a_policy_of_m4_is_refused_before_the_first_request(make_engine: MakeEngine) -> None:
+    """In the first step that completes a prompt beside waiting requests it would fail all of them."""
+
+    class OfM4(SchedulePolicy):
+        def calc_priority(self, waiting: Sequence[Req]) -> Order:  # type: ignore[override]
+            return Order(list(waiting), [])
+
+    with pytest.raises(ConfigError, match=r"'schedule_policy': OfM4 has a method calc_priority\(\)"):
+        make_engine({"schedule_policy": OfM4}, **setting(4, 16))

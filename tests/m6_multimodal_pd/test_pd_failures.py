@@ -22,7 +22,15 @@ from m6_multimodal_pd import (
     SamplingParams,
 )
 from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks
-from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, FirstToken, Prefill, Received, Relayed
+from m6_multimodal_pd.disaggregation.runtime.messages import (
+    Chunk,
+    Decode,
+    FirstToken,
+    Prefill,
+    Received,
+    Relayed,
+    Tokens,
+)
 from m6_multimodal_pd.disaggregation.staging import StagedTarget
 from m6_multimodal_pd.errors import EngineLostError, RemoteError, TransferError
 from m6_multimodal_pd.model_runner import ModelRunner
@@ -301,14 +309,32 @@ def test_a_request_is_tried_as_often_as_it_may_be(seeing_directory: Path, max_re
         group.add({"r": (asking("a", 1), greedy(60), {})})
         for number in range(max_retries + 1):
             said = len(group.last["r"].token_ids) if number else 0
-            while "r" not in group.last or len(group.last["r"].token_ids) <= said:
-                group.step()
+            group.until(lambda said=said: "r" in group.last and len(group.last["r"].token_ids) > said)
             group.lose(decode_of(group, "r"))
         group.run()
         output = group.last["r"]
         assert output.finish_reason == "error" and isinstance(output.error, EngineLostError)
         assert len(group.wire.commands(Decode)) == max_retries + 1 and group.num_retries == max_retries
         assert group.engine.generate(asking(1), greedy(3)).finish_reason == "length", "the others still work"
+
+
+def test_the_drafts_of_all_attempts_are_counted(seeing_directory: Path) -> None:
+    with Group(seeing_directory, 1, 2, **setting(8, 32, method="ngram", drafts=3)) as group:
+        group.add({"r": ([5, 6, 7, 8] * 5, greedy(40), {})})
+        group.until(lambda: "r" in group.last and group.last["r"].metrics.num_draft_tokens > 2)
+        group.lose(decode_of(group, "r"))
+        group.run()
+        counts = {own.room: (own.num_draft_tokens, own.num_accepted_tokens) for own in heard(group, Tokens)}
+        metrics = group.last["r"].metrics
+        assert len(counts) == 2 and all(own[0] > 2 for own in counts.values())
+        assert (metrics.num_draft_tokens, metrics.num_accepted_tokens) == tuple(
+            map(sum, zip(*counts.values(), strict=True))
+        )
+
+
+def heard(group: Group, kind: type) -> list[Any]:
+    """The messages of one kind that came to the router."""
+    return [message for _, message in group.wire.heard if isinstance(message, kind)]
 
 
 def decode_of(group: Group, rid: str) -> str:

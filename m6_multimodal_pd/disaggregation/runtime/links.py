@@ -34,7 +34,8 @@ class Links(Protocol):
         """Return the messages that have arrived; wait at most `timeout_s` seconds for the first one."""
 
     def lost(self) -> list[Lost]:
-        """Return the engines that are gone since the last call."""
+        """Return the engines that are gone since the last call, and do what their end asks for: `ProcessLinks` removes
+        what they leave, and starts others in their place."""
 
     def drop(self, name: str, why: str) -> None:
         """Give an engine up; `lost` may return it. Does nothing if it is gone."""
