@@ -157,7 +157,7 @@ def _cache_with(
                 self._candidates: EvictionHeap = EvictionHeap(strategy)
 
     return (Tree if cache_class is RadixCache else cache_class)(
-        req_to_token_pool=ReqToTokenPool(size=1, max_context_len=1),  # nobody runs, so there are no rows
+        req_to_token_pool=ReqToTokenPool(size=1, max_context_len=1),  # no request runs, so there are no rows
         token_to_kv_pool_allocator=TokenToKVPoolAllocator(size=size, page_size=page_size),
         eviction_policy="lru" if callable(strategy) else strategy,
         tracer=Tracer(),
@@ -247,7 +247,7 @@ def grade_split(split: Callable[[Node, int, int], Node]) -> str:
                 f"A tree of {_told(before)} is {_told(_paths(root))} after a split. It must hold the same prefixes, "
                 f"with the same slots."
             )
-    return "By hand and in 100 random trees: the same prefixes and slots, and nobody's handle or lock has moved."
+    return "By hand and in 100 random trees: the same prefixes and slots, and no handle or lock has moved."
 
 
 def _grade_split_by_hand(split: Callable[[Node, int, int], Node]) -> None:
@@ -388,7 +388,7 @@ ROUNDS: tuple[tuple[str, dict[str, list[int]], tuple[list[str], list[str]], str]
         "two hits",
         {"a1": [*A, 4], "b": [*B, 4], "a2": [*A, 5]},
         (["a1", "a2", "b"], []),
-        "Whoever finds most goes first; what two of them share is there already, so neither waits.",
+        "The one that finds most is first; what two of them share is cached already, so neither waits.",
     ),
     (
         "two with the same new prefix",
@@ -406,7 +406,7 @@ ROUNDS: tuple[tuple[str, dict[str, list[int]], tuple[list[str], list[str]], str]
         "less than a page in common",
         {"b": [*B, 4], "d": [2, 2, 2, 9, 9, 9, 9]},
         (["b", "d"], []),
-        "What they share is less than a page, so nobody would find it.",
+        "What they share is less than a page, so neither would find it.",
     ),
     (
         "a common prefix that goes on where the cache ends",
@@ -441,7 +441,7 @@ def grade_who_goes_first(who_goes_first: WhoGoesFirst) -> str:
         if [(name, tokens) for name, tokens in prompts.items()] != waiting:
             raise Mismatch("who_goes_first() changes the list of those that wait.")
         if not (isinstance(got, tuple | list) and len(got) == 2 and all(isinstance(names, list) for names in got)):
-            raise Mismatch(f"Two lists of names are wanted, who goes and who is held back; you return {short(got)}.")
+            raise Mismatch(f"Two lists of names are wanted: those to run, those held back. You return {short(got)}.")
         order, held_back = map(list, got)
         if sorted(order + held_back) != sorted(prompts):
             raise Mismatch(
@@ -449,12 +449,12 @@ def grade_who_goes_first(who_goes_first: WhoGoesFirst) -> str:
             )
         if (order, held_back) != wanted:
             raise Mismatch(
-                f"{what}: {wanted[0]} go, {wanted[1] or 'nobody'} held back; you say {order} and "
-                f"{held_back or 'nobody'}. {hint}"
+                f"{what}: {wanted[0]} run, {wanted[1] or 'none'} held back; you return {order} and "
+                f"{held_back or 'none'}. {hint}"
             )
     tokens, computed = serve_two_kinds({"schedule_policy": policy_of(who_goes_first)})
     if tokens != _two_kinds_in_order():
-        raise Mismatch("In the engine the tokens of a request have changed, or somebody has not finished.")
+        raise Mismatch("In the engine the tokens of a request have changed, or a request has not ended.")
     if computed > 2 * 104 + 10 * 8:
         raise Mismatch(f"In the engine {computed} tokens of prompts were computed; 288 are enough.")
     return f"{len(ROUNDS)} rounds by hand, and in the engine: {computed} tokens of prompts computed, and not 1,248."
@@ -546,12 +546,12 @@ HELPFUL = (
     "anything."
 )
 ROOM, FCFS = 14 * 16, SchedulerConfig(schedule_policy="fcfs", schedule_conservativeness=0)
-"""So little that somebody gets the pages that came free; in order of arrival, nobody is held back."""
+"""So little that a later request gets the freed pages; in order of arrival, no request is held back."""
 
 
 @grader("m4.freed_while_mapped")
 def grade_freed_while_mapped(cache_class: type[RadixCache]) -> str:
-    """The lab's cache, repaired: whoever finds its tokens in the tree reads them there, and its own slots are free."""
+    """The lab's cache, repaired: requests read tokens that are in the tree there, and free their own slots."""
     wanted = _right_twins()
     for (step, right, _), (_, sizes, said) in zip(wanted, _twins(cache_class), strict=False):
         if sizes != right:
@@ -649,7 +649,7 @@ REPEATED = (12, 13)
 
 
 def _grade_repeated(engine: LLMEngine, page_size: int, length: int, answer: tuple[int, ...]) -> None:
-    """The same prompt again, in one step with a prompt that nobody has computed."""
+    """The same prompt again, in one step with a prompt that no request has computed."""
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     outputs: dict[str, Any] = {"first": engine.generate(ids_of(length), params)}
     engine.add_request(ids_of(length), params, request_id="again")

@@ -101,9 +101,9 @@ STEPS: tuple[tuple[int, Sequence[tuple[str, int]], int, str], ...] = (
     (4, [("a", 100)], 64, "Everybody who decodes has a token of the budget already."),
     (4, [("a", 10), ("b", 20), ("c", 100)], 64, "Prompts in their order, and the first that does not fit is cut."),
     (4, [("a", 60), ("b", 5)], 64, "Nothing is left for 'b': nobody gets a piece of no tokens."),
-    (4, [("a", 100), ("b", 5)], 64, "Nobody comes after one that was cut: 'a' goes on first in the next step."),
+    (4, [("a", 100), ("b", 5)], 64, "No prompt comes after one that was cut: 'a' continues first in the next step."),
     (64, [("a", 5)], 64, "Everything is spent."),
-    (3, [], 64, "Nobody waits."),
+    (3, [], 64, "No prompt waits."),
 )
 
 
@@ -148,7 +148,7 @@ def _compare_fill(
     got = fill(num_decodes, list(prompts), budget)
     if not isinstance(got, list) or [tuple(each) for each in got] != wanted:
         raise Mismatch(
-            f"{num_decodes} decodes, {short(list(prompts))} wait, {budget} tokens a step: {wanted} go, you say "
+            f"{num_decodes} decodes, {short(list(prompts))} wait, {budget} tokens a step: {wanted} is right, you say "
             f"{short(got)}.{' ' if hint else ''}{hint}"
         )
 
@@ -231,7 +231,7 @@ def _compare_lookup(lookup: Any, tokens: list[int], limit: int, longest: int, le
         raise Mismatch("lookup() changes the tokens. They are the request's.")
     if not isinstance(got, Sequence) or list(got) != wanted:
         raise Mismatch(
-            f"After {tokens}, runs of {longest} to {least} tokens, at most {limit}: {wanted} is guessed, you say "
+            f"After {tokens}, runs of {longest} to {least} tokens, at most {limit}: {wanted} is right, you say "
             f"{short(got)}.{' ' if hint else ''}{hint}"
         )
 
@@ -439,7 +439,7 @@ def grade_sampled_piece(batch_class: type[ScheduleBatch]) -> str:
         batch_class, max_num_batched_tokens=16, page_size=4, parts={"proposer": PARTS["proposer"]}
     ) as engine:
         repeat, tokens = _repeated()
-        hint = " Whoever has guesses needs a row of logits for each of them, and one more."
+        hint = " A request with guesses needs a row of logits for each of them, and one more."
         said = _all_tokens(engine, {"repeat": repeat, "long": prompt}, "Guesses beside pieces", hint=hint)
         if said != {"repeat": tokens, "long": wanted}:
             raise Mismatch(f"With guesses in the step the answers are others.{hint}")
@@ -486,7 +486,7 @@ def _all_tokens(
         for output in found.values():
             if output.error is not None:
                 raise Mismatch(f"{what}: {output.error}.{hint}")
-    raise Mismatch(f"{what}: after 200 steps somebody has not ended.{hint}")
+    raise Mismatch(f"{what}: after 200 steps a request has not ended.{hint}")
 
 
 @grader("m5.overshoot")
@@ -495,7 +495,7 @@ def grade_overshoot(batch_class: type[ScheduleBatch]) -> str:
     for page_size in (1, 4):
         for guess in CODES:
             _grade_continued(batch_class, page_size, guess)
-    return "Wrong and right guesses, pages of 1 and 4: whoever goes on with an answer gets what it would get alone."
+    return "Wrong and right guesses, pages of 1 and 4: a request that continues an answer gets what it would get alone."
 
 
 CODES = (" goat", " lamp", " ship", " river")
@@ -503,7 +503,7 @@ LIST = "The code of goat is 6706. The code of lamp is 1234. The code of ship is 
 
 
 def _grade_continued(batch_class: type[ScheduleBatch], page_size: int, guess: str) -> None:
-    """A request ends with a token in whose place `guess` stood; somebody goes on from there."""
+    """A request ends with a token in whose place `guess` stood; another request continues it."""
     prompt, last, follows, wanted, ids = _continued()
     with _engine_of(batch_class, page_size=page_size, parts={"proposer": always(ids[guess])}) as engine:
         params = SamplingParams(max_tokens=20, stop_token_ids=[last])
@@ -515,8 +515,8 @@ def _grade_continued(batch_class: type[ScheduleBatch], page_size: int, guess: st
         text_of = engine.engine_core.input_processor.tokenizer.decode
     if got != wanted:
         raise Mismatch(
-            f"The first answer ends with {text_of([last])!r}, in whose place {guess!r} was guessed. Whoever goes on "
-            f"from there is told {text_of(list(got))!r}, and not {text_of(list(wanted))!r}. The newest token has no "
+            f"The first answer ends with {text_of([last])!r}, in whose place {guess!r} was guessed. A request that "
+            f"continues it is told {text_of(list(got))!r}, and not {text_of(list(wanted))!r}. The newest token has no "
             f"KV: what lies in its slot is the guess's."
         )
     if held > most:
@@ -542,24 +542,24 @@ def _continued() -> tuple[list[int], int, list[int], tuple[int, ...], dict[str, 
 
 @grader("m5.starved")
 def grade_starved(composer: type) -> str:
-    """The lab's composer, repaired: whoever is being answered gets a token at least every second step."""
+    """The lab's composer, repaired: a running request gets a token at least every second step."""
     tokens: dict[str, tuple[int, ...]] = {}
     for name, count, length, budget in (("many short prompts", 12, 30, 64), ("one long prompt", 1, 600, 64)):
         gap, served, steps = _longest_wait(composer, count, length, budget)
         if gap > 2:
             raise Mismatch(
-                f"{name}: the stream waits {gap} steps for a token. After a step of prompts it is the turn of those "
-                f"who are being answered, or both share a step."
+                f"{name}: the stream waits {gap} steps for a token. After a step of prompts comes one of the "
+                f"running requests, or both share a step."
             )
         least = -(-count * length // budget)
         if steps > 3 * least + 60:
             raise Mismatch(f"{name}: all are done after {steps} steps; prompts must come to their end, too.")
         if served != _served_by_engine(count, length, budget):
-            raise Mismatch(f"{name}: the tokens of a request have changed, or somebody has not ended.")
+            raise Mismatch(f"{name}: the tokens of a request have changed, or a request has not ended.")
         if count > 1 and next(iter(served)) == "stream":
             raise Mismatch(f"{name}: now they wait until the stream has ended. Nobody is to starve, prompts neither.")
         tokens |= served
-    return "Many short prompts and a long one: the stream waits for one step at most, and everybody is served."
+    return "Many short prompts and a long one: the stream waits for one step at most, and all requests end."
 
 
 def _longest_wait(composer: type, count: int, length: int, budget: int) -> tuple[int, dict[str, tuple[int, ...]], int]:
