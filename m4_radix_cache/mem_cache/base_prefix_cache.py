@@ -43,8 +43,7 @@ class MatchResult(NamedTuple):
 class BasePrefixCache(ABC):
     """KV that outlives its request. For use by one thread; times are counted operations, not a clock.
 
-    Requests (`Req`) are passed to `cache_unfinished_req` and `cache_finished_req` as `Any`: `request.py` imports this
-    file. A cache changes their `prefix_indices`, `last_node` and `cache_protected_len`.
+    A cache changes the `prefix_indices`, `last_node` and `cache_protected_len` of requests.
     """
 
     disable: ClassVar[bool] = False
