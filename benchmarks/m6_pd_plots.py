@@ -1,6 +1,6 @@
 """The plots of prefill and decode apart, drawn from what `benchmarks.m6_pd` has measured, and the machine of states.
 
-The latter is drawn from `TRANSITIONS` itself: a state or a way that is added there appears here.
+The latter is drawn from `TRANSITIONS` itself; `DOES` below has the words for each state.
 """
 
 from collections.abc import Callable

@@ -111,8 +111,9 @@ class KVCacheManager:
         `OutOfBlocksError`, and then changes nothing.
 
         A request that already owns blocks writes one token next, at position `num_tokens - 1`. If the block of this
-        position is shared, a new block replaces it in the table and the copy is noted; if the table has no block of this
-        position, new blocks are appended. In both cases the last new id is at index `(num_tokens - 1) // block_size` of the table.
+        position is shared, a new block replaces it in the table and the copy is noted; if the table has no block of
+        this position, new blocks are appended. In both cases the last new id is at index `(num_tokens - 1) //
+        block_size` of the table.
         """
         table = self._tables.get(request_id)
         if table is None:

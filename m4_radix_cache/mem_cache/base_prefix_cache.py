@@ -14,7 +14,7 @@ tokens in one step the second finds them cached: its own slots are duplicates, a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.mem_cache.allocator import Slots, TokenToKVPoolAllocator
-from m4_radix_cache.mem_cache.events import CacheFlushed, DuplicatesFreed, Locked, Released
+from m4_radix_cache.mem_cache.events import CacheFlushed, DuplicatesFreed, Evicted, Locked, Released
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
@@ -93,7 +93,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def _start_empty(self) -> None:
-        """Make the cache empty, in whatever state it was."""
+        """Make the cache empty."""
 
     @abstractmethod
     def match_prefix(self, key: RadixKey, max_len: int | None = None) -> MatchResult:
@@ -197,6 +197,16 @@ class BasePrefixCache(ABC):
         self._protected += delta * num_tokens
         if node.parent is not None:
             self.tracer.emit(Locked.of, self, node, delta, num_tokens)
+
+    def _evicted(self, num_tokens: int, slots: Slots, nodes: Sequence[tuple[int, int]]) -> int:
+        """Free the pages of evicted nodes; return the number of tokens. `num_tokens`: number asked for. `slots`: at
+        least one of each page. `nodes`: id and number of tokens of each."""
+        freed = sum(count for _, count in nodes)
+        self._evictable -= freed
+        self.num_evicted_tokens += freed
+        self.token_to_kv_pool_allocator.free(slots)
+        self.tracer.emit(Evicted.of, self, num_tokens, nodes)
+        return freed
 
     def _check_pages(self, pages: Slots) -> None:
         """Raise AssertionError if a page is cached twice, or cached and free."""

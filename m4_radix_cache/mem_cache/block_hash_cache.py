@@ -15,7 +15,7 @@ import numpy as np
 
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult
-from m4_radix_cache.mem_cache.events import Evicted, Inserted
+from m4_radix_cache.mem_cache.events import Inserted
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 
 DIGEST_BYTES = 32
@@ -133,12 +133,8 @@ class BlockHashCache(BasePrefixCache):
             pages.append(block.id)
         if not pages:
             return 0
-        freed = len(pages) * self.page_size
-        self._evictable -= freed
-        self.num_evicted_tokens += freed
-        self.token_to_kv_pool_allocator.free(np.array(pages) * self.page_size)
-        self.tracer.emit(Evicted.of, self, num_tokens, [(page, self.page_size) for page in pages])
-        return freed
+        slots = np.array(pages) * self.page_size
+        return self._evicted(num_tokens, slots, [(page, self.page_size) for page in pages])
 
     def check_invariants(self) -> None:
         seen: set[bytes] = set()

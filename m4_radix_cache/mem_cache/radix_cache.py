@@ -18,7 +18,7 @@ import numpy as np
 
 from m4_radix_cache.mem_cache.allocator import Slots
 from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult
-from m4_radix_cache.mem_cache.events import Evicted, Inserted, Split
+from m4_radix_cache.mem_cache.events import Inserted, Split
 from m4_radix_cache.mem_cache.eviction import STRATEGIES, EvictionHeap, EvictionStrategy
 from m4_radix_cache.mem_cache.radix_key import TOKEN_BYTES, RadixKey
 from m4_radix_cache.mem_cache.tree_node import Edge, TreeNode
@@ -175,11 +175,8 @@ class RadixCache(BasePrefixCache):
                 self._candidates.push(parent)
         if not nodes:
             return 0
-        self._evictable -= freed
-        self.num_evicted_tokens += freed
-        self.token_to_kv_pool_allocator.free(np.concatenate([node.value for node in nodes]))
-        self.tracer.emit(Evicted.of, self, num_tokens, [(node.id, len(node.value)) for node in nodes])
-        return freed
+        slots = np.concatenate([node.value for node in nodes])
+        return self._evicted(num_tokens, slots, [(node.id, len(node.value)) for node in nodes])
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
