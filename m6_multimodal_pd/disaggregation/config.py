@@ -15,6 +15,8 @@ from m5_chunked_prefill_spec.config import check_positive
 TransportName = Literal["shared_memory", "in_process"]
 MAX_ENGINES = 64
 HEARTBEAT_TIMEOUT_S = 15.0
+LOWEST = {"transfer_buffer_bytes": 1, "max_message_bytes": 16_384, "max_retries": 0, "max_restarts": 0}
+"""An engine's report of its state must fit into a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +70,7 @@ class DisaggregationConfig:
             )
         if self.address is not None and self.transport == "in_process":
             raise ConfigError("engines of this process are not started by hand: address has no effect")
-        for name in ("transfer_buffer_bytes", "max_message_bytes"):
-            check_whole_number(name, getattr(self, name), low=1)
-        for name in ("max_retries", "max_restarts"):
-            check_whole_number(name, getattr(self, name), low=0)
+        for name, low in LOWEST.items():
+            check_whole_number(name, getattr(self, name), low=low)
         for name in ("start_timeout_s", "heartbeat_timeout_s", "step_timeout_s"):
             check_positive(name, getattr(self, name))

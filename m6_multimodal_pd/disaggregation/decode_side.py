@@ -55,10 +55,13 @@ class DecodeSide(EngineSide[KVReceiver]):
     def receive(self, origin: str, body: PeerMessage) -> None:
         match body:
             case Chunk():
+                is_mapped = False
                 try:
+                    self.transport.map(origin, body.ticket)
+                    is_mapped = True
                     self._take(origin, body)
                 finally:
-                    self.say(origin, Taken(body.ticket.number))
+                    self.say(origin, Taken(body.ticket.number, is_mapped))
             case FirstToken(room) if room in self.rooms:
                 if self.rooms[room].transfer.first_token_arrived(body.num_chunks):
                     self.of_prompts[room] = body
@@ -90,7 +93,6 @@ class DecodeSide(EngineSide[KVReceiver]):
 
     def _take(self, origin: str, chunk: Chunk) -> None:
         """Copy a chunk into its pages, unless its request has ended."""
-        self.transport.map(origin, chunk.ticket)
         occupied = self.rooms.get(chunk.room)
         pages = range(chunk.first_page, chunk.first_page + chunk.num_pages)
         if occupied is None or occupied.req.rid not in self.core.scheduler.transfer_queue:

@@ -44,8 +44,10 @@ class PrefillSide(EngineSide[KVSender]):
 
     def receive(self, origin: str, body: PeerMessage) -> None:
         match body:
-            case Taken(number):
+            case Taken(number, is_mapped):
                 self.transport.release(origin, number)
+                if not is_mapped:  # the next pages go through a new segment
+                    self.transport.forget(origin)
             case Preallocated(room, start) if room in self.rooms:
                 occupied = self.rooms[room]
                 if occupied.transfer.preallocated(start):

@@ -179,8 +179,8 @@ class Router:
                 member.heartbeat = message
             case StepEvents():
                 self._pass_on(name, message)
-            case Relay(to, body):
-                self.send(to, Relayed(name, body))
+            case Relay():
+                self._relay(name, message)
             case Answer():
                 self._take_answer(member, message)
             case Tokens():
@@ -194,6 +194,15 @@ class Router:
             self.tracer.emit(
                 Reported, engine=name, its_step=sent.step, what=own.kind, rids=own.rids, text=own.text, facts=own.facts
             )
+
+    def _relay(self, name: str, message: Relay) -> None:
+        """Pass a message on. One that is too large with its new envelope fails its request, and no engine."""
+        try:
+            self.send(message.to, Relayed(name, message.body))
+        except WireError as error:
+            attempt = self.attempts.get(getattr(message.body, "room", -1))
+            if attempt is not None:
+                self.finish_requests([attempt.req.rid], FinishError(error))
 
     def _take_answer(self, member: Member, answer: Answer) -> None:
         """Store the answer to a call, also one that arrives late. An engine that cannot load the weights is lost."""
@@ -303,14 +312,19 @@ class Router:
     # --- inside: requests ---------------------------------------------------------------------------------------------
 
     def _route(self, req: Req) -> None:
-        """Give a request a room and two engines. Without an engine it waits, or ends if none will join."""
-        prefill, decode = (min(self.of_role(role), key=load_of, default=None) for role in get_args(Role))
+        """Give a request a room and two engines, if possible others than those of its last attempt. Without an engine
+        it waits, or ends if none will join."""
+        earlier = self.latest.get(req.rid)
+        tried = () if earlier is None else (earlier.prefill, earlier.decode)
+        prefill, decode = (
+            min(self.of_role(role), key=lambda member: (member.name in tried, *load_of(member)), default=None)
+            for role in get_args(Role)
+        )
         if prefill is None or decode is None:
             role = "prefill" if prefill is None else "decode"
             if not self.links.coming(role):
                 self.finish_requests([req.rid], FinishError(EngineLostError(f"there is no {role} engine left")))
             return
-        earlier = self.latest.get(req.rid)
         number = 1 if earlier is None else earlier.number + 1
         drafts = req.num_draft_tokens, req.num_accepted_tokens
         attempt = Attempt(next(self._rooms), req, prefill.name, decode.name, number, drafts)

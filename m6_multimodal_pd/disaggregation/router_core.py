@@ -67,8 +67,10 @@ class RouterCore(EngineCoreBase):
     def close(self) -> None:
         """Stop a profile that is being recorded, and end all engines."""
         self.operations.profiler.drop()
-        self.router.links.close()
-        self.router.members.clear()  # their totals count no more
+        try:
+            self.router.links.close()
+        finally:  # a second Ctrl-C may stop it: no message goes out any more
+            self.router.members.clear()
         super().close()
 
     def stats(self) -> SingleRequestStats:

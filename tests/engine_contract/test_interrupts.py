@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import m1_single_request
-from m1_single_request import EngineClosedError, EngineDeadError, PartError
+from m1_single_request import EngineClosedError, EngineDeadError, EngineError, PartError
 from m1_single_request.held_interrupt import HeldInterrupt
 from tests.engine_contract.crowd import (
     NUM_TOKENS,
@@ -646,6 +646,28 @@ def test_a_second_interrupt_leaves_a_dead_group(busy_group: Group, call: str, mo
     assert not engine.has_unfinished_requests() and not engine.abort_request("a")
     assert engine.stats().num_finished == before.num_finished
     busy_group.settle()
+
+
+def test_after_a_close_of_a_group_that_was_stopped_no_call_reaches_an_engine(
+    busy_group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket may be closed already."""
+    engine, links = busy_group.engine, busy_group.router.links
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(links, "close", stop)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+        patch.setattr(links, "send", lambda name, message: pytest.fail(f"{message} was sent to {name}"))
+        engine.stats()
+        for call in calls_of(engine):
+            with pytest.raises(EngineError):
+                call()
+    engine.close()
+    assert not busy_group.engines
 
 
 def test_an_error_of_the_router_ends_all_requests_and_the_group_goes_on(

@@ -290,3 +290,11 @@ def test_a_connection_is_given_up_long_before_a_step_is() -> None:
     """They are two things: a long step is not silence."""
     group = DisaggregationConfig()
     assert (group.heartbeat_timeout_s, group.step_timeout_s) == (15.0, 120.0)
+
+
+@pytest.mark.parametrize("value", [0, 300, 16_383])
+def test_a_message_has_room_for_what_an_engine_reports_of_itself(value: int) -> None:
+    """An engine whose report does not fit would be lost by it."""
+    with pytest.raises(ConfigError, match=f"max_message_bytes={value} must be a whole number of at least 16384"):
+        DisaggregationConfig(max_message_bytes=value)
+    assert DisaggregationConfig(max_message_bytes=16_384).max_message_bytes == 16_384

@@ -32,7 +32,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Tokens,
 )
 from m6_multimodal_pd.disaggregation.staging import StagedTarget
-from m6_multimodal_pd.errors import EngineLostError, RemoteError, TransferError
+from m6_multimodal_pd.errors import EngineLostError, RemoteError, TransferError, WireError
 from m6_multimodal_pd.model_runner import ModelRunner
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting
@@ -316,6 +316,53 @@ def test_a_request_is_tried_as_often_as_it_may_be(seeing_directory: Path, max_re
         assert output.finish_reason == "error" and isinstance(output.error, EngineLostError)
         assert len(group.wire.commands(Decode)) == max_retries + 1 and group.num_retries == max_retries
         assert group.engine.generate(asking(1), greedy(3)).finish_reason == "length", "the others still work"
+
+
+def test_a_segment_that_cannot_be_mapped_once_is_replaced(
+    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine had no memory at that moment. The error names the cause, and the pair of engines works again."""
+    with Group(seeing_directory, 1, 1, **LIMITS, group={"max_retries": 0}) as group:
+        wanted = aggregated(seeing_directory, ASKED, **LIMITS)
+        segments = group.engines["decode-0"].side.transport.segments
+        with monkeypatch.context() as patch:
+            patch.setattr(segments, "open", refuse_memory)
+            group.run({"first": (asking("a", 1), greedy(4), {})})
+        error = group.last["first"].error
+        assert isinstance(error, TransferError) and "no memory now" in str(error)
+        check_alike(group.run(ASKED), wanted)
+
+
+def refuse_memory(name: str, num_bytes: int) -> Any:
+    raise TransferError("no memory now")
+
+
+def test_a_retry_takes_other_engines(seeing_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Group(seeing_directory, 1, 2, **LIMITS) as group:
+        bad = group.engines["decode-0"]
+        monkeypatch.setattr(bad.side.transport, "map", refuse_memory)
+        output = group.run({"r": (asking("a", 1), greedy(4), {})})["r"]
+        assert output.error is None and group.num_retries == 1
+
+
+def test_a_relayed_message_that_is_too_large_fails_its_request_alone(
+    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fitted into its first envelope, and the second one is some bytes larger."""
+    with Group(seeing_directory, 1, 1, **LIMITS) as group:
+        send, sent = group.links.send, list[Any]()
+
+        def too_large(name: str, message: Any) -> None:
+            if isinstance(message, Relayed) and isinstance(message.body, FirstToken) and not sent:
+                sent.append(message)
+                raise WireError("a message of 9 bytes; 8 are the limit")
+            send(name, message)
+
+        monkeypatch.setattr(group.links, "send", too_large)
+        found = group.run(ASKED)
+        failed = [output for output in found.values() if output.error is not None]
+        assert len(failed) == 1 and isinstance(failed[0].error, WireError)
+        assert set(group.router.members) == {"prefill-0", "decode-0"} and not group.num_retries
 
 
 def test_the_drafts_of_all_attempts_are_counted(seeing_directory: Path) -> None:

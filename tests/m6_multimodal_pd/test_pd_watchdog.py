@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -108,10 +108,16 @@ def test_a_process_without_a_place_for_the_stacks_ends_all_the_same(full_pipe: i
     assert closed.returncode == -signal.SIGALRM
 
 
-def test_a_process_whose_parent_ignores_the_alarm_ends_all_the_same() -> None:
-    ended = run(
-        "hangs_in_a_kernel", capture_output=True, preexec_fn=lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    )
+@pytest.mark.parametrize(
+    "inherited",
+    [
+        lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN),
+        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]),
+    ],
+    ids=["ignores", "blocks"],
+)
+def test_a_process_whose_parent_has_no_use_for_the_alarm_ends_all_the_same(inherited: Callable[[], object]) -> None:
+    ended = run("hangs_in_a_kernel", capture_output=True, preexec_fn=inherited)
     assert ended.returncode == -signal.SIGALRM and "in hangs_in_a_kernel" in ended.stderr
 
 

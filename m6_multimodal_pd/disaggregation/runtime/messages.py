@@ -262,6 +262,8 @@ class Taken(Message, frozen=True):
     """D to P: the frames of this ticket are free again: its pages were read, or are not wanted."""
 
     number: Count
+    is_mapped: bool
+    """False if the segment of the ticket could not be mapped."""
 
 
 class FirstToken(Message, frozen=True):

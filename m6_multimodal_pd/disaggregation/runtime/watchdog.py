@@ -20,6 +20,7 @@ class Watchdog:
     def __init__(self, step_timeout_s: float) -> None:
         self.step_timeout_s = min(step_timeout_s, LONGEST_TIMER_S)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process, once the stacks are written
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # a parent may have blocked it
         faulthandler.register(signal.SIGALRM, file=STDERR, chain=True)
 
     def __enter__(self) -> None:
