@@ -7,7 +7,6 @@ the router after every step. SGLang: `SchedulerDisaggregationDecodeMixin`.
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -38,18 +37,9 @@ class DecodeSide(EngineSide[KVReceiver]):
     role = "decode"
     transport: StagedTarget
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        """As every `EngineSide`."""
-        super().__init__(*args, **settings)
-        self.of_prompts: dict[int, FirstToken] = {}
-        """By room: the first token's message, until the router has its content."""
-        self.num_reported: dict[int, int] = {}
-        """By room: number of output tokens that the router has."""
-
     def begin(self, message: Decode) -> None:
         req = self.admit(message.room, without_prompt_logprobs(message.job))
         if req is not None:
-            self.num_reported[message.room] = len(req.output_ids)
             self.enter(message, req, KVReceiver)
 
     def receive(self, origin: str, body: PeerMessage) -> None:
@@ -63,9 +53,10 @@ class DecodeSide(EngineSide[KVReceiver]):
                 finally:
                     self.say(origin, Taken(body.ticket.number, is_mapped))
             case FirstToken(room) if room in self.rooms:
-                if self.rooms[room].transfer.first_token_arrived(body.num_chunks):
-                    self.of_prompts[room] = body
-                    self._join_if_complete(self.rooms[room])
+                occupied = self.rooms[room]
+                if occupied.transfer.first_token_arrived(body.num_chunks):
+                    occupied.first_token = body
+                    self._join_if_complete(occupied)
 
     def after_step(self) -> None:
         """Take memory for waiting requests, send new tokens to the router, leave the rooms of ended requests."""
@@ -86,8 +77,6 @@ class DecodeSide(EngineSide[KVReceiver]):
             self._report(occupied)
             if occupied.req.is_finished:
                 self.leave(occupied)
-                self.of_prompts.pop(occupied.room, None)
-                del self.num_reported[occupied.room]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -117,23 +106,23 @@ class DecodeSide(EngineSide[KVReceiver]):
 
     def _join_if_complete(self, occupied: Occupied[KVReceiver]) -> None:
         if occupied.req.to_finish is None and occupied.transfer.complete():
-            first = self.of_prompts[occupied.room]
+            first = occupied.first_token
+            assert first is not None, "it announces the number of chunks"
             self.core.scheduler.complete(occupied.req.rid, SampledTokens((first.token_id,), (first.logprobs,)))
             self.say(occupied.peer, Received(occupied.room))
 
     def _report(self, occupied: Occupied[KVReceiver]) -> None:
         """Send the tokens that the router does not have."""
-        req, room = occupied.req, occupied.room
-        first = self.num_reported[room]
+        req, first = occupied.req, occupied.num_reported
         new = req.output_ids[first:]
         if not new:
             return
-        came = self.of_prompts.pop(room, None)
+        came, occupied.first_token = occupied.first_token, None
         logprobs: tuple[LogprobRow | None, ...] = (None,) * len(new)
         if req.sampling_params.logprobs is not None:
             logprobs = tuple(map(row_of, req.sequence.output_logprobs[first:]))
         tokens = Tokens(
-            room=room,
+            room=occupied.room,
             first=first,
             token_ids=tuple(new),
             logprobs=logprobs,
@@ -142,7 +131,7 @@ class DecodeSide(EngineSide[KVReceiver]):
             num_draft_tokens=req.num_draft_tokens,
             num_accepted_tokens=req.num_accepted_tokens,
         )
-        self.num_reported[room] = first + len(new)
+        occupied.num_reported = first + len(new)
         try:
             self.send(tokens)
         except WireError as error:  # log-probabilities may be too large for a message

@@ -22,12 +22,12 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Cancel,
     Decode,
     Ended,
+    FirstToken,
     Job,
     PeerLost,
     PeerMessage,
     Prefill,
     Relay,
-    Relayed,
     Role,
     RoomFailed,
     ToRouter,
@@ -48,6 +48,10 @@ class Occupied(Generic[T]):
     peer: str
     """Name of the other engine."""
     transfer: T
+    num_reported: int
+    """Number of output tokens that the router has."""
+    first_token: FirstToken | None = None
+    """On the decode side: the message that came with the first token, until the router has its content."""
 
 
 class EngineSide(ABC, Generic[T]):
@@ -69,7 +73,7 @@ class EngineSide(ABC, Generic[T]):
     def handle(self, message: Any) -> None:
         """Handle a message. An error in it fails its room alone."""
         match message:
-            case Relayed(origin, body):
+            case Relay(origin, body):
                 self._handle_peer(origin, body)
             case Cancel(room):
                 if room in self.rooms:
@@ -144,7 +148,7 @@ class EngineSide(ABC, Generic[T]):
             page_size=self.page_size,
             on_change=partial(self._emit_change, message.room, req.rid),
         )
-        self.rooms[message.room] = Occupied(message.room, req, message.peer, transfer)
+        self.rooms[message.room] = Occupied(message.room, req, message.peer, transfer, len(req.output_ids))
         self.core.add_request(req)
 
     def fail(self, occupied: Occupied[T], error: EngineError, *, tell_peer: bool = True) -> None:

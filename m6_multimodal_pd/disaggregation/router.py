@@ -40,7 +40,6 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     PeerLost,
     Prefill,
     Relay,
-    Relayed,
     Role,
     StepEvents,
     ToEngine,
@@ -198,7 +197,7 @@ class Router:
     def _relay(self, name: str, message: Relay) -> None:
         """Pass a message on. One that is too large with its new envelope fails its request, and no engine."""
         try:
-            self.send(message.to, Relayed(name, message.body))
+            self.send(message.peer, Relay(name, message.body))
         except WireError as error:
             attempt = self.attempts.get(getattr(message.body, "room", -1))
             if attempt is not None:

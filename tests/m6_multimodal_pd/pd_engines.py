@@ -23,7 +23,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     FirstToken,
     Preallocated,
     Received,
-    Relayed,
+    Relay,
     Tokens,
 )
 from m6_multimodal_pd.disaggregation.staging import StagedSource
@@ -82,7 +82,7 @@ class Wire:
 
     def relayed(self, kind: type) -> list[Any]:
         """What engines said to each other, of one kind."""
-        return [m.body for _, m in self.sent if isinstance(m, Relayed) and isinstance(m.body, kind)]
+        return [m.body for _, m in self.sent if isinstance(m, Relay) and isinstance(m.body, kind)]
 
     def commands(self, kind: type) -> list[Any]:
         """What the router said to engines, of one kind."""
@@ -277,7 +277,6 @@ class Group:
             assert allocator.available_size() + tree.evictable_size() == allocator.size, name
             if engine.role == "decode":
                 assert not scheduler.first_tokens and not scheduler.arrivals, name
-                assert not side.of_prompts and not side.num_reported, name  # type: ignore[attr-defined]
             for target in frames_of(engine):
                 assert free_frames(engine.side.transport, target) == engine.side.transport.num_frames, (name, target)
 

@@ -28,7 +28,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     FirstToken,
     Prefill,
     Received,
-    Relayed,
+    Relay,
     Tokens,
 )
 from m6_multimodal_pd.disaggregation.staging import StagedTarget
@@ -353,7 +353,7 @@ def test_a_relayed_message_that_is_too_large_fails_its_request_alone(
         send, sent = group.links.send, list[Any]()
 
         def too_large(name: str, message: Any) -> None:
-            if isinstance(message, Relayed) and isinstance(message.body, FirstToken) and not sent:
+            if isinstance(message, Relay) and isinstance(message.body, FirstToken) and not sent:
                 sent.append(message)
                 raise WireError("a message of 9 bytes; 8 are the limit")
             send(name, message)
@@ -687,7 +687,7 @@ def test_a_message_that_comes_twice_changes_nothing(
 
     def twice(self: LocalLinks, name: str, message: Any) -> None:
         send(self, name, message)
-        if isinstance(message, Relayed) and isinstance(message.body, kind):
+        if isinstance(message, Relay) and isinstance(message.body, kind):
             send(self, name, message)
 
     monkeypatch.setattr(LocalLinks, "send", twice)

@@ -4,6 +4,7 @@ A message without an example fails here. From the examples all else follows: eac
 with what cannot be there.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -41,7 +42,6 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Received,
     Refused,
     Relay,
-    Relayed,
     ReportedEvent,
     RoomFailed,
     StepEvents,
@@ -104,7 +104,6 @@ EXAMPLES: list[Message] = [
     Probe(),
     Refused("its page_size is 8"),
     LengthFixed(4096),
-    Relayed("prefill-0", Taken(4, True)),
     Call(2**31 - 1, "update_weights", "/a/directory"),
     LengthFitted("decode", 4096, False),
     Joined("decode", 16, 4096, 512, "float32[2, 16]", "tiny", "0" * 64),
@@ -163,8 +162,8 @@ def test_every_message_is_in_a_union_and_has_an_example() -> None:
         for value in vars(all_messages).values()
         if isinstance(value, type) and issubclass(value, Message) and value is not Message
     }
-    in_unions = [kind for union in (ToEngine, ToRouter, PeerMessage) for kind in get_args(union)]
-    assert len(in_unions) == len(set(in_unions)), "each goes one way"
+    in_unions = Counter(kind for union in (ToEngine, ToRouter, PeerMessage) for kind in get_args(union))
+    assert {kind for kind, number in in_unions.items() if number > 1} == {Relay}, "each other one goes one way"
     assert defined == set(in_unions) == {type(example) for example in EXAMPLES}
 
 
@@ -188,10 +187,9 @@ def test_a_message_comes_back_the_same(message: Any) -> None:
 @pytest.mark.parametrize(
     "body", [m for m in EXAMPLES if codec_of(m) is UNIONS["PeerMessage"]], ids=lambda m: type(m).__name__
 )
-@pytest.mark.parametrize("envelope", [Relay, Relayed])
-def test_what_engines_say_to_each_other_goes_through_the_router_the_same(envelope: Any, body: Any) -> None:
-    message = envelope("decode-0", body)
-    codec = codec_of(message)
+@pytest.mark.parametrize("direction", ["ToEngine", "ToRouter"])
+def test_what_engines_say_to_each_other_goes_through_the_router_the_same(direction: str, body: Any) -> None:
+    message, codec = Relay("decode-0", body), UNIONS[direction]
     assert plain(codec.decode(codec.encode(message))) == plain(message)
 
 
@@ -205,7 +203,7 @@ def test_an_order_comes_back_the_same() -> None:
 def test_a_message_of_the_other_direction_is_refused(name: str) -> None:
     own = codec_of(BY_NAME[name])
     for codec in UNIONS.values():
-        if codec is not own:
+        if codec is not own and name != "Relay":
             with pytest.raises(WireError):
                 codec.decode(own.encode(BY_NAME[name]))
 

@@ -5,7 +5,6 @@ log-probabilities, and errors as a name and a text: an error that is not the pro
 """
 
 from dataclasses import replace
-from typing import Any
 
 from m1_single_request import errors as m1
 from m1_single_request.outputs import Logprob, TokenLogprobs
@@ -14,7 +13,6 @@ from m3_paged_attention import errors as m3
 from m4_radix_cache import errors as m4
 from m6_multimodal_pd import errors as m6
 from m6_multimodal_pd.disaggregation.runtime.messages import Fault, Job
-from m6_multimodal_pd.multimodal.inputs import MultimodalInputs
 from m6_multimodal_pd.request import Req
 
 KNOWN_ERRORS: dict[str, type[m1.EngineError]] = {
@@ -29,8 +27,6 @@ REPORTED = Logprob(0.0, 1, "")
 
 def job_of(req: Req) -> Job:
     """Return a request in its present state for engines."""
-    media = req.multimodal_inputs
-    assert media is None or isinstance(media, MultimodalInputs)
     return Job(
         rid=req.rid,
         prompt_token_ids=tuple(req.origin_input_ids),
@@ -40,7 +36,7 @@ def job_of(req: Req) -> Job:
         priority=req.priority,
         cache_salt=req.extra_key,
         speculate=req.speculate,
-        media=media,
+        media=req.multimodal_inputs,
     )
 
 
@@ -72,6 +68,5 @@ def fault_of(error: BaseException) -> Fault:
 
 def error_of(fault: Fault, engine: str) -> m1.EngineError:
     """Return the error that an engine has reported."""
-    error_type: Any = KNOWN_ERRORS.get(fault.kind, m6.RemoteError)
-    error: m1.EngineError = error_type(f"{fault.text} (on {engine})")
-    return error
+    error_type = KNOWN_ERRORS.get(fault.kind, m6.RemoteError)
+    return error_type(f"{fault.text} (on {engine})")

@@ -1,7 +1,7 @@
 """The messages of a router and its engines, as types.
 
 Bytes that are not one of these types, with exactly these fields, are refused. Every message is a value; none names
-code. The two engines of a room send their messages through the router (`Relay`, `Relayed`), which passes them on
+code. The two engines of a room send their messages through the router (`Relay`), which passes them on
 unread. New in this milestone. SGLang: `io_struct.py`, and the bytes that `disaggregation/common/conn.py` sends; vLLM:
 `EngineCoreRequest` and `EngineCoreOutputs` in `v1/engine/__init__.py`.
 """
@@ -108,13 +108,6 @@ class LengthFixed(Message, frozen=True):
     max_model_len: Count
 
 
-class Relayed(Message, frozen=True):
-    """A message of another engine to this one."""
-
-    origin: Name
-    body: "PeerMessage"
-
-
 class Call(Message, frozen=True):
     """Execute the verb between two steps, and answer with this number."""
 
@@ -216,9 +209,10 @@ class Answer(Message, frozen=True):
 
 
 class Relay(Message, frozen=True):
-    """A message to another engine."""
+    """A message of one engine to another. The router replaces `peer`, the engine that it goes to, by the name of the
+    one that it comes from."""
 
-    to: Name
+    peer: Name
     body: "PeerMessage"
 
 
@@ -308,5 +302,5 @@ class Order(Value, frozen=True):
 
 
 PeerMessage = Preallocated | Chunk | Taken | FirstToken | Received | RoomFailed
-ToEngine = Prefill | Decode | Cancel | PeerLost | Probe | Refused | LengthFixed | Relayed | Call
+ToEngine = Prefill | Decode | Cancel | PeerLost | Probe | Refused | LengthFixed | Relay | Call
 ToRouter = LengthFitted | Joined | Failed | Heartbeat | StepEvents | Tokens | Ended | Answer | Relay
