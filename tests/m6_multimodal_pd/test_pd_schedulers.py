@@ -17,10 +17,10 @@ from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import NO_SLOTS, Req
 from m4_radix_cache.schedule_batch import Pools
-from m4_radix_cache.schedule_policy import SchedulePolicy
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst
 from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
+from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m6_multimodal_pd.disaggregation.decode_scheduler import NUM_RESERVED_TOKENS, DecodeScheduler
 from m6_multimodal_pd.disaggregation.first_token import HANDED_ON, TAKEN_OVER
 from m6_multimodal_pd.disaggregation.prebuilt import PrebuiltBatch

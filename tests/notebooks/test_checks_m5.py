@@ -380,7 +380,7 @@ class TooFull:
 
 WRONG_COMPOSERS = [
     (PrefillFirst, "the stream waits 13 steps for a token"),
-    (EveryFourth, "steps for a token. After a step of prompts it is the turn"),
+    (EveryFourth, "steps for a token. After a step of prompts comes one of the running requests"),
     (Crumbs, "prompts must come to their end, too"),
     (DecodesOnly, "Nobody is to starve, prompts neither"),
     (TooFull, "A step has"),
