@@ -57,19 +57,7 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
             max_total_tokens=pools.token_to_kv_pool_allocator.size,
             seed=config.model.seed,
         ),
-        scheduler=parts["scheduler"](
-            scheduler_config=limits,
-            pools=pools,
-            policy=parts["schedule_policy"](
-                limits.schedule_policy, tree_cache=pools.tree_cache, seed=config.model.seed, tracer=tracer
-            ),
-            prefill_adder=parts["prefill_adder"],
-            preemption=parts["preemption"](),
-            stop_checker=parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len),
-            vocab_size=loaded.vocab_size,
-            device=device,
-            tracer=tracer,
-        ),
+        scheduler=build_scheduler(config, limits, parts, pools, loaded, tracer),
         executor=executor,
         output_processor=parts["output_processor"](),
         kv_bytes_per_token=kv_cache_config.spec.bytes_per_token,
@@ -127,6 +115,26 @@ def build_executor(config: EngineConfig, parts: Mapping[str, Any], loaded: Loade
     )
     worker = parts["worker"](model_runner=runner, step_threads=step_threads(tracer, loaded))
     return Runner(limits, parts["executor"](worker=worker), rows)
+
+
+def build_scheduler(
+    config: Any, limits: Any, parts: Mapping[str, Any], pools: Pools, loaded: Any, tracer: Tracer, **more: Any
+) -> Any:
+    """Build the scheduler and the parts that it calls. `more`: further keywords of it."""
+    return parts["scheduler"](
+        scheduler_config=limits,
+        pools=pools,
+        policy=parts["schedule_policy"](
+            limits.schedule_policy, tree_cache=pools.tree_cache, seed=config.model.seed, tracer=tracer
+        ),
+        prefill_adder=parts["prefill_adder"],
+        preemption=parts["preemption"](),
+        stop_checker=parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len),
+        vocab_size=loaded.vocab_size,
+        device=config.model.torch_device(),
+        tracer=tracer,
+        **more,
+    )
 
 
 def fit_to_memory(

@@ -21,6 +21,7 @@ from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.wiring import (
     PARTS as M4_PARTS,
     build_pools,
+    build_scheduler as whole_prompts_scheduler,
     fit_to_memory,
     prefix_cache_class,
     reserve_kv_memory,
@@ -150,21 +151,16 @@ def build_scheduler(
     tracer: Tracer,
 ) -> Any:
     """Build the scheduler and the parts that it calls. Raises `ConfigError` as `build_speculation` does."""
-    return parts["scheduler"](
-        scheduler_config=limits,
-        pools=pools,
-        policy=parts["schedule_policy"](
-            limits.schedule_policy, tree_cache=pools.tree_cache, seed=config.model.seed, tracer=tracer
-        ),
-        prefill_adder=parts["prefill_adder"],
+    return whole_prompts_scheduler(
+        config,
+        limits,
+        parts,
+        pools,
+        loaded,
+        tracer,
         composer=parts["composer"](limits, costs),
         speculation=build_speculation(config.speculative, parts, loaded),
         chunk_alignment=chunk_alignment(limits, config.cache.page_size),
-        preemption=parts["preemption"](),
-        stop_checker=parts["stop_checker"](eos_token_ids=loaded.eos_token_ids, max_model_len=loaded.max_model_len),
-        vocab_size=loaded.vocab_size,
-        device=config.model.torch_device(),
-        tracer=tracer,
     )
 
 

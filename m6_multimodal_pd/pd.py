@@ -5,9 +5,9 @@
     python -m m6_multimodal_pd.pd decode  --join tcp://127.0.0.1:5600 --keys group.json
     python -m m6_multimodal_pd.pd router  --listen tcp://127.0.0.1:5600 --keys group.json --chat
 
-The router is the demo, with all its flags; an engine takes those of model, memory and scheduling. A router must be
-there when an engine joins. New in this milestone. SGLang: `--disaggregation-mode` and its router; vLLM: `--kv-transfer-
-config` and a proxy.
+The router is the demo, with all its flags; an engine takes those of model, memory, scheduling and speculation, and
+drafts as its own flags say. A router must be there when an engine joins. New in this milestone. SGLang:
+`--disaggregation-mode` and its router; vLLM: `--kv-transfer- config` and a proxy.
 """
 
 import argparse

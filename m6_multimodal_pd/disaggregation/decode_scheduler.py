@@ -35,7 +35,7 @@ class DecodeScheduler(Scheduler):
     """
 
     def __init__(self, **settings: Any) -> None:
-        """`settings`: as m5's."""
+        """`settings`: as m5's. A `policy` orders the waiting queue; the preallocation queue has an order of its own."""
         super().__init__(**settings)
         self.by_priority = settings["scheduler_config"].schedule_policy == "priority"
         self.prealloc_queue: dict[str, Req] = {}

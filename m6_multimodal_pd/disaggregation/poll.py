@@ -89,7 +89,7 @@ class Transfer:
 class KVSender(Transfer):
     """The end of the prefill side."""
 
-    first_token_sent = False
+    has_sent_first_token = False
     """Whether the first token was sent, after the last chunk."""
 
     def preallocated(self, start: int) -> bool:
@@ -113,7 +113,7 @@ class KVSender(Transfer):
 
     def received(self) -> bool:
         """Note that the decode side has everything. Returns False for a message that comes late or too early."""
-        return self.first_token_sent and self._go(KVPoll.SUCCESS, "the decode side has everything")
+        return self.has_sent_first_token and self._go(KVPoll.SUCCESS, "the decode side has everything")
 
 
 class KVReceiver(Transfer):

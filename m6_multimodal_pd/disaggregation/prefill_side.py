@@ -74,7 +74,7 @@ class PrefillSide(EngineSide[KVSender]):
     def _send_pages(self, occupied: Occupied[KVSender]) -> None:
         """Send the next pages of a request, and its first token after the last ones."""
         req, transfer = occupied.req, occupied.transfer
-        if transfer.state is KVPoll.BOOTSTRAPPING or req.req_pool_idx is None or transfer.first_token_sent:
+        if transfer.state is KVPoll.BOOTSTRAPPING or req.req_pool_idx is None or transfer.has_sent_first_token:
             return
         at_most = max(self.transport.num_frames // SHARE_OF_FRAMES, 1)
         while pages := transfer.pages_ready(req.kv_committed_len, at_most=at_most):
@@ -82,7 +82,7 @@ class PrefillSide(EngineSide[KVSender]):
                 return
         if req.status is RequestStatus.TRANSFERRING:
             self.say(occupied.peer, self._first_token(occupied))
-            transfer.first_token_sent = True
+            transfer.has_sent_first_token = True
 
     def _send(self, occupied: Occupied[KVSender], pages: range) -> bool:
         """Send these pages. Return False if there are no free frames for them now."""

@@ -74,7 +74,11 @@ class RouterCore(EngineCoreBase):
         super().close()
 
     def stats(self) -> SingleRequestStats:
-        """Return the totals of all engines, the latest known ones for an engine in a long step."""
+        """Return the totals of the engines that are members, the latest known ones for an engine in a long step.
+
+        Requests and output tokens are counted here. Everything else that a lost engine has counted is lost with it, so
+        these totals can fall.
+        """
         self._call("stats", "", STATS_TIMEOUT_S)
         members, own = self.router.members.values(), vars(super().stats())
         of_engines = [m.result_of("stats") if "stats" in m.answers else stats_of_idle(m.joined) for m in members]

@@ -107,8 +107,8 @@ class StagedSource:
         return ticket
 
     def release(self, target: str, number: int) -> None:
-        """Free the frames of this ticket, and with the first one remove the segment's name: the target has mapped it.
-        Raises for a number that is not in transit."""
+        """Free the frames of this ticket, and with the first one remove the segment's name: the target has mapped it,
+        or never will (then `forget` it). Raises for a number that is not in transit."""
         outgoing = self.targets.get(target)
         if outgoing is None or not outgoing.frames.free(number):
             raise TransferError(f"target {shown(target)} releases {shown(number)}, which is not in transit to it")

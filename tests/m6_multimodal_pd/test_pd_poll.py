@@ -53,7 +53,7 @@ def sender(state: KVPoll = BOOTSTRAPPING, *, num_tokens: int = TOKENS, start: in
         end.sent(range(1))
     if state is SUCCESS:
         end.sent(range(1, PAGES))
-        end.first_token_sent = True
+        end.has_sent_first_token = True
         assert end.received()
     if state is FAILED:
         assert end.fail("a test")
@@ -150,7 +150,7 @@ def test_nothing_that_comes_late_changes_a_final_state(state: KVPoll) -> None:
     p, d = sender(state), receiver(state)
     unchanged(p, lambda: p.preallocated(0))
     unchanged(p, p.received)
-    p.first_token_sent = True
+    p.has_sent_first_token = True
     unchanged(p, p.received)
     unchanged(d, lambda: d.preallocated(0))
     unchanged(d, lambda: d.expects(0, range(1)))
@@ -428,7 +428,7 @@ class Room:
     def send(self, at_most: int) -> None:
         """The next pages, or the first token behind the last."""
         end = self.sender
-        if end.state is BOOTSTRAPPING or end.state.is_final or end.first_token_sent:
+        if end.state is BOOTSTRAPPING or end.state.is_final or end.has_sent_first_token:
             return
         pages = end.pages_ready(self.num_computed, at_most=at_most)
         assert len(pages) <= at_most
@@ -437,7 +437,7 @@ class Room:
             number = end.sent(pages)
             self.channel.append(Chunk(self.number, number, pages.start, len(pages), Ticket(number, "segment", 1, 0)))
         elif self.num_computed == end.num_tokens:
-            end.first_token_sent = True
+            end.has_sent_first_token = True
             self.channel.append(FirstToken(self.number, end.num_chunks, 5, None, None, 0))
 
     def fail(self, end: Transfer) -> None:

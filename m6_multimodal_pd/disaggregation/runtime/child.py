@@ -98,7 +98,7 @@ class Process:
         while not (self.socket.joined or self.is_stopping) and time.monotonic() < deadline:
             self._receive(0.1)
         if not self.socket.joined:
-            self.error = ConfigError(f"{self.order.name} has ended: no router at {self.order.address} has admitted it")
+            self.error = ConfigError(f"{self.order.name}: no router at {self.order.address}, or the name is taken")
 
     def _build(self) -> Engine | None:
         """Return an engine that is ready. None if it cannot be built (the router receives the error), or has to end."""
