@@ -70,6 +70,7 @@ def make_scheduler(
     rows_class: type[ReqToTokenPool] = ReqToTokenPool,
     prompt_of: Callable[[int, int], list[int]] = repeated,
     request_class: type[Req] = Req,
+    policy_class: type[SchedulePolicy] = SchedulePolicy,
 ) -> Any:
     """An m4 scheduler, or what `made_by` makes of the same, with so many requests; none ends within `num_steps` tokens.
 
@@ -86,7 +87,7 @@ def make_scheduler(
     scheduler = made_by(
         scheduler_config=SchedulerConfig(max_num_seqs=num_sequences, max_num_batched_tokens=budget),
         pools=Pools(rows, allocator, cache),
-        policy=SchedulePolicy("fcfs", tree_cache=cache, seed=0, tracer=tracer),
+        policy=policy_class("fcfs", tree_cache=cache, seed=0, tracer=tracer),
         prefill_adder=PrefillAdder,
         preemption=FewestOutputsFirst(),
         stop_checker=StopChecker(eos_token_ids=frozenset({EOS}), max_model_len=length + 1),

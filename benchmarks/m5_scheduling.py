@@ -16,6 +16,7 @@ from m5_chunked_prefill_spec.forward_batch import ForwardBatch
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.request import Req
+from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m5_chunked_prefill_spec.speculative.proposer import Proposer, make_proposer
 from m5_chunked_prefill_spec.speculative.speculation import Speculation
@@ -60,6 +61,7 @@ def m5_scheduler(num_sequences: int, num_tokens: int, config: SpeculativeConfig,
         rows_class=ReqToTokenPool,
         prompt_of=never_twice,
         request_class=Req,
+        policy_class=SchedulePolicy,
     )
 
 
