@@ -1,7 +1,7 @@
 """Flags of a command line, made of configuration classes: name, type, choices and help of a flag come from its field.
 
     add_flags(parser.add_argument_group("batching"), SchedulerConfig, ("max_num_seqs", "execution"))
-    args = parser.parse_args()                          # knows --max-num-seqs and --execution
+    args = parser.parse_args()                          # has --max-num-seqs and --execution
     config = config_of(args, SchedulerConfig, max_num_seqs=4)   # with the default of the caller, not of the class
 
 So a field is described once, in its docstring. A flag that is not given leaves the default to the class, or to the
@@ -21,16 +21,19 @@ T = TypeVar("T")
 
 
 def add_flags(
-    group: Any, config_class: type, names: Sequence[str], spelled: Mapping[str, Sequence[str]] | None = None
+    group: Any, config_class: type, names: Sequence[str], spelled: Mapping[str, Sequence[str]], defaults: Mapping
 ) -> None:
-    """Add a flag for each of these fields. `spelled`: flags of fields that are not spelled as `--its-name`."""
+    """Add a flag for each of these fields.
+
+    `spelled`: flags of fields that are not spelled as `--its-name`. `defaults`: values that replace those of the class.
+    """
     types, texts = get_type_hints(config_class), field_docs(config_class)
-    defaults = {field.name: field.default for field in fields(config_class)}
+    values = {field.name: field.default for field in fields(config_class)} | defaults
     for name in names:
-        flags = (spelled or {}).get(name, [f"--{name.replace('_', '-')}"])
-        default = "" if defaults[name] in (None, ()) else f" Default: {defaults[name]}."
+        flags = spelled.get(name, [f"--{name.replace('_', '-')}"])
+        default = "" if values[name] in (None, ()) else f" Default: {values[name]}."
         options = {"dest": f"{config_class.__name__}.{name}", "help": f"{texts[name]}{default}".replace("%", "%%")}
-        group.add_argument(*flags, **options, **_options(types[name], name))
+        group.add_argument(*flags, **options, default=defaults.get(name), **_options(types[name], name))
 
 
 def config_of(args: argparse.Namespace, config_class: type[T], **defaults: Any) -> T:
@@ -38,9 +41,14 @@ def config_of(args: argparse.Namespace, config_class: type[T], **defaults: Any) 
 
     Raises what the class raises for a wrong value.
     """
+    return config_class(**defaults | given(args, config_class))
+
+
+def given(args: argparse.Namespace, config_class: type) -> dict[str, Any]:
+    """Return the values of the flags of this class that are given or have a default of the demo's own, by field."""
     start = f"{config_class.__name__}."
-    given = {name.removeprefix(start): value for name, value in vars(args).items() if name.startswith(start)}
-    return config_class(**defaults | {name: value for name, value in given.items() if value is not None})
+    found = {name.removeprefix(start): value for name, value in vars(args).items() if name.startswith(start)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def field_docs(config_class: type) -> dict[str, str]:
@@ -62,9 +70,8 @@ def _options(kind: Any, name: str) -> dict[str, Any]:
         return {"choices": alternatives}
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if alternatives and get_origin(kind) is not tuple:  # an optional value: its first type
-        return _options(str if str in alternatives else alternatives[0], name)
-    options: dict[str, Any] = {"metavar": name.rsplit("_")[-1].upper()}
-    if get_origin(kind) is tuple:
-        return options | {"action": "append"}
-    return options | {"type": kind}
+    if get_origin(kind) in (tuple, Sequence):
+        return {"action": "append", "metavar": name.rsplit("_")[-1].upper()}
+    if alternatives:  # a sequence, if one of them is; else the first, a string for a path
+        return _options(next((each for each in alternatives if get_origin(each) is Sequence), alternatives[0]), name)
+    return {"metavar": name.rsplit("_")[-1].upper(), "type": kind}
