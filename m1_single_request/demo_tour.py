@@ -4,9 +4,9 @@ Part of `python -m m1_single_request.demo`; no part of the engine depends on it.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -18,6 +18,8 @@ from m1_single_request.events import size
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import RequestMetrics, RequestOutput
 from m1_single_request.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 FULL_STEPS = 2  # at the start of each request
 QUESTION = "What is a KV cache?"
@@ -82,6 +84,7 @@ def chat_prompt(engine: LLMEngine, question: str) -> list[int]:
 
 def headline(console: Console, title: str, remark: str) -> None:
     """Print the title of a part of the tour, and a remark on what to look at."""
+    console.print()
     console.rule(Text(title, style="bold"))
     console.print(Text(f"{remark}\n", style="italic"))
 
@@ -92,6 +95,16 @@ def bullets(console: Console, sentences: Iterable[str]) -> None:
     for sentence in sentences:
         table.add_row("-", Text(sentence))
     console.print(table)
+
+
+def compared(columns: Mapping[str, T], rows: Mapping[str, Callable[[T], str]]) -> Table:
+    """Return a table with a column for each of these things, and a row for each number of them."""
+    table = Table("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for label, shown in rows.items():
+        table.add_row(label, *map(shown, columns.values()))
+    return table
 
 
 def checked(output: RequestOutput) -> RequestOutput:
@@ -170,7 +183,6 @@ def costs_of(engine: LLMEngine, metrics: RequestMetrics) -> Costs:
 
 def cost_table(costs: Costs) -> Table:
     """Return a table of the costs of this run and the recorded ones."""
-    table = Table("", "this run", "recorded")
     rows: dict[str, Callable[[Costs], str]] = {
         "time to first token (TTFT)": lambda own: f"{own.ttft * 1e3:.1f} ms",
         "time per output token (TPOT)": lambda own: f"{own.tpot * 1e3:.2f} ms",
@@ -180,9 +192,7 @@ def cost_table(costs: Costs) -> Table:
         "the machine does": lambda own: f"{own.flops / 1e9:,.0f} GFLOP/s",
         "while it reads one byte, it can do": lambda own: f"{own.ridge:.1f} operations",
     }
-    for label, shown in rows.items():
-        table.add_row(label, shown(costs), shown(RECORDED))
-    return table
+    return compared({"this run": costs, "recorded": RECORDED}, rows)
 
 
 def conclusions(costs: Costs, slowest: float) -> list[str]:
@@ -199,7 +209,7 @@ def conclusions(costs: Costs, slowest: float) -> list[str]:
     )
     return notice * disturbed + [
         f"A decode step does {shown.intensity:.2f} operations per byte, and the machine could do {shown.ridge:.1f}: it "
-        f"waits for memory. A prefill does as many times more as its prompt has tokens, with one read of the weights.",
+        f"waits for memory. A prefill of 100 tokens does 100 times as many, with the same read of the weights.",
         f"Reading takes {shown.read_ms:.2f} ms of the {shown.tpot * 1e3:.2f} ms of a step ({share:.0%}): {rest}.",
     ]
 

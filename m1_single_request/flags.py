@@ -14,6 +14,7 @@ import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -21,19 +22,24 @@ T = TypeVar("T")
 
 
 def add_flags(
-    group: Any, config_class: type, names: Sequence[str], spelled: Mapping[str, Sequence[str]], defaults: Mapping
+    group: Any,
+    config_class: type,
+    names: Sequence[str],
+    spelled: Mapping[str, Sequence[str]],
+    defaults: Mapping[str, Any],
 ) -> None:
     """Add a flag for each of these fields.
 
     `spelled`: flags of fields that are not spelled as `--its-name`. `defaults`: values that replace those of the class.
     """
     types, texts = get_type_hints(config_class), field_docs(config_class)
-    values = {field.name: field.default for field in fields(config_class)} | defaults
+    values = {field.name: field.default for field in fields(config_class)} | dict(defaults)
     for name in names:
         flags = spelled.get(name, [f"--{name.replace('_', '-')}"])
         default = "" if values[name] in (None, ()) else f" Default: {values[name]}."
-        options = {"dest": f"{config_class.__name__}.{name}", "help": f"{texts[name]}{default}".replace("%", "%%")}
-        group.add_argument(*flags, **options, default=defaults.get(name), **_options(types[name], name))
+        text = f"{texts[name]}{default}".replace(" None: ", " Default: ").replace("%", "%%")
+        options = {"dest": f"{config_class.__name__}.{name}", "default": defaults.get(name)}
+        group.add_argument(*flags, help=text, **options, **_options(types[name], name))
 
 
 def config_of(args: argparse.Namespace, config_class: type[T], **defaults: Any) -> T:
@@ -56,7 +62,7 @@ def field_docs(config_class: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for cls in [cls for cls in reversed(config_class.__mro__) if "__dataclass_fields__" in vars(cls)]:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-        for statement, below in zip(body, body[1:], strict=False):
+        for statement, below in pairwise(body):
             match statement, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = " ".join(text.split("\n\n")[0].split()).replace("`", "")
