@@ -9,6 +9,7 @@ import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
     params, trace = config_of(args, SamplingParams), trace_config(args, console, tour="verbose")
-    with LLMEngine(model_config=config_of(args, ModelConfig), trace_config=trace) as engine:
+    with LLMEngine(model_config=model_config(args), trace_config=trace) as engine:
         if is_tour(args):
             tour(engine, params, console, None if args.trace else trace.readers[0])
         else:
@@ -95,6 +96,14 @@ def exit_status(run: Callable[[argparse.Namespace, Console], None], args: argpar
 def is_tour(args: argparse.Namespace) -> bool:
     """Return whether the demo shows its tour: neither `--prompt` nor `--chat` is given."""
     return not args.chat and args.prompt is None
+
+
+def model_config(args: argparse.Namespace) -> ModelConfig:
+    """Return the model of the flags. That which ships gets one CPU thread: its operations are too small to share."""
+    config = config_of(args, ModelConfig)
+    if config.model is None:
+        torch.set_num_threads(1)
+    return config
 
 
 def trace_config(args: argparse.Namespace, console: Console, *, tour: str = "off") -> TraceConfig:

@@ -4,9 +4,9 @@ Part of `python -m m1_single_request.demo`; no part of the engine depends on it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,8 +18,6 @@ from m1_single_request.events import size
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import RequestMetrics, RequestOutput
 from m1_single_request.sampling_params import SamplingParams
-
-T = TypeVar("T")
 
 FULL_STEPS = 2  # at the start of each request
 QUESTION = "What is a KV cache?"
@@ -66,12 +64,10 @@ def tour(engine: LLMEngine, params: SamplingParams, console: Console, reader: An
                 reader.verbose = output.finished or len(output.token_ids) < FULL_STEPS
         show_answer(console, output, question)
     engine.tracer.close()
-    headline(console, "5. The cost of question 1", f"The fastest of three repeats, and one recorded on {RECORDED_ON}.")
+    headline(console, "5. The cost of question 1", f"The fastest of three repeats; in brackets: {RECORDED_ON}.")
     at_least_two = replace(params, max_tokens=max(2, params.max_tokens), min_tokens=2)
     runs = [checked(engine.generate(chat_prompt(engine, QUESTION), at_least_two)).metrics for _ in range(3)]
-    costs = costs_of(engine, min(runs, key=tpot))
-    console.print(cost_table(costs))
-    bullets(console, conclusions(costs, slowest=max(map(tpot, runs))))
+    bullets(console, costs(engine, sorted(runs, key=lambda run: run.time_per_output_token or 0.0)))
 
 
 def chat_prompt(engine: LLMEngine, question: str) -> list[int]:
@@ -97,16 +93,6 @@ def bullets(console: Console, sentences: Iterable[str]) -> None:
     console.print(table)
 
 
-def compared(columns: Mapping[str, T], rows: Mapping[str, Callable[[T], str]]) -> Table:
-    """Return a table with a column for each of these things, and a row for each number of them."""
-    table = Table("")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for label, shown in rows.items():
-        table.add_row(label, *map(shown, columns.values()))
-    return table
-
-
 def checked(output: RequestOutput) -> RequestOutput:
     """Return `output`. Raises `EngineError` if the request failed."""
     if output.error is not None:
@@ -128,90 +114,42 @@ def show_answer(console: Console, output: RequestOutput, question: str | None = 
 # --- the costs --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Costs of one request, in seconds and bytes, and the limits of its machine."""
-
-    ttft: float
-    tpot: float
-    num_bytes: int
-    """Read by a decode step: all weights, and the KV."""
-    operations: float
-    """Of a decode step: about two per parameter."""
-    bandwidth: float
-    """Bytes per second of a large read."""
-    flops: float
-    """Operations per second of a matrix product."""
-
-    @property
-    def intensity(self) -> float:
-        """Operations of a decode step per byte that it reads."""
-        return self.operations / self.num_bytes
-
-    @property
-    def ridge(self) -> float:
-        """Operations that the machine can do while it reads one byte."""
-        return self.flops / self.bandwidth
-
-    @property
-    def read_ms(self) -> float:
-        """Milliseconds of reading alone in a decode step."""
-        return self.num_bytes / self.bandwidth * 1e3
+RECORDED_ON = "recorded on an AMD EPYC, with tiny-qwen3, a prompt of 16 tokens, 1 thread"
+"""Source of the recorded numbers: `benchmarks/results/m1_single_request.json`."""
 
 
-RECORDED = Costs(0.00586, 0.00358, 16_858_112, 8.46e6, 18.5e9, 102.4e9)
-RECORDED_ON = "an AMD EPYC with tiny-qwen3 and 16 prompt tokens"
-"""From `benchmarks/results/m1_single_request.json`."""
-
-
-def tpot(metrics: RequestMetrics) -> float:
-    """Return the time per output token in seconds."""
-    return metrics.time_per_output_token or 0.0
-
-
-def costs_of(engine: LLMEngine, metrics: RequestMetrics) -> Costs:
-    """Measure this machine, and return the costs of a finished request of at least two output tokens."""
-    runner = engine.engine_core.model_runner
+def costs(engine: LLMEngine, runs: list[RequestMetrics]) -> list[str]:
+    """Return the costs of the first of these runs of one request, and their reason. Measures the machine."""
+    runner, best = engine.engine_core.model_runner, runs[0]
     parameters = list(runner.model.parameters())
-    kv_bytes = (metrics.num_prompt_tokens + metrics.num_output_tokens - 1) * runner.kv_bytes_per_token
-    flops, bandwidth = measure_machine(parameters[0])
-    num_bytes, operations = sum(each.nbytes for each in parameters), 2 * sum(each.numel() for each in parameters)
-    return Costs(
-        metrics.time_to_first_token or 0.0, tpot(metrics), num_bytes + kv_bytes, operations, bandwidth, flops
-    )  # fmt: skip
+    kv_bytes = (best.num_prompt_tokens + best.num_output_tokens - 1) * runner.kv_bytes_per_token
+    num_bytes = sum(each.nbytes for each in parameters) + kv_bytes
+    operations = 2 * sum(each.numel() for each in parameters)
+    return reasons(runs, num_bytes, operations, *measure_machine(parameters[0]))
 
 
-def cost_table(costs: Costs) -> Table:
-    """Return a table of the costs of this run and the recorded ones."""
-    rows: dict[str, Callable[[Costs], str]] = {
-        "time to first token (TTFT)": lambda own: f"{own.ttft * 1e3:.1f} ms",
-        "time per output token (TPOT)": lambda own: f"{own.tpot * 1e3:.2f} ms",
-        "a decode step reads weights and KV": lambda own: f"{size(own.num_bytes)}, in {own.read_ms:.2f} ms",
-        "a decode step does, per byte read": lambda own: f"{own.intensity:.2f} operations",
-        "the machine reads": lambda own: f"{own.bandwidth / 1e9:.1f} GB/s",
-        "the machine does": lambda own: f"{own.flops / 1e9:,.0f} GFLOP/s",
-        "while it reads one byte, it can do": lambda own: f"{own.ridge:.1f} operations",
-    }
-    return compared({"this run": costs, "recorded": RECORDED}, rows)
+def reasons(runs: list[RequestMetrics], num_bytes: int, operations: float, flops: float, bandwidth: float) -> list[str]:
+    """Return the costs and their reason in sentences: numbers of this run, and recorded ones in brackets.
 
-
-def conclusions(costs: Costs, slowest: float) -> list[str]:
-    """Return the meaning of the numbers, of the recorded ones if this run was disturbed. `slowest`: its worst TPOT."""
-    disturbed = slowest > 1.5 * costs.tpot or costs.ridge < 2 * costs.intensity or costs.read_ms > costs.tpot * 1e3
-    shown = RECORDED if disturbed else costs
-    share = shown.read_ms / (shown.tpot * 1e3)
-    notice = ["This run was disturbed, or the machine is an unusual one. The recorded numbers show the rule:"]
-    rest = (
-        "the rest is Python and the start of some hundred small operations, as many as in a model of billions of "
-        "parameters, where reading takes a thousand times as long"
-        if share < 0.5
-        else "reading is most of a step"
-    )
-    return notice * disturbed + [
-        f"A decode step does {shown.intensity:.2f} operations per byte, and the machine could do {shown.ridge:.1f}: it "
-        f"waits for memory. A prefill of 100 tokens does 100 times as many, with the same read of the weights.",
-        f"Reading takes {shown.read_ms:.2f} ms of the {shown.tpot * 1e3:.2f} ms of a step ({share:.0%}): {rest}.",
+    `num_bytes` and `operations` are those of a decode step, `flops` and `bandwidth` those of the machine per second.
+    """
+    first, step, slowest = runs[0].time_to_first_token or 0.0, *(run.time_per_output_token or 0.0 for run in runs[::2])
+    read, intensity, ridge = num_bytes / bandwidth, operations / num_bytes, flops / bandwidth
+    numbers = [
+        f"The first token (TTFT) took {first * 1e3:.1f} ms [5.9], each later one (TPOT) {step * 1e3:.2f} ms [3.58].",
+        f"Such a decode step reads every weight and the KV, {size(num_bytes)} [16.1 MiB]. This machine reads "
+        f"{bandwidth / 1e9:.1f} GB/s [18.5]: reading alone takes {read * 1e3:.2f} ms [0.91].",
+        f"The step does {intensity:.2f} [0.50] operations per byte. This machine does {flops / 1e9:,.0f} GFLOP/s "
+        f"[102]: {ridge:.1f} [5.5] in the time of reading one byte.",
     ]
+    rule = "decode waits for memory. A prefill of 100 tokens does 100 times as many operations with the same read."
+    if slowest > 1.5 * step or ridge < 2 * intensity or read > step:
+        return [*numbers, f"This run was disturbed, or the machine is unusual. The numbers in brackets show it: {rule}"]
+    rest = (
+        " The rest of a step is Python and the start of some hundred small operations: as many as in a model of "
+        "billions of parameters, where reading takes a thousand times as long."
+    )
+    return [*numbers, f"So {rule}{rest if read < step / 2 else ''}"]
 
 
 def measure_machine(like: torch.Tensor) -> tuple[float, float]:

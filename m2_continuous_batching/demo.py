@@ -1,22 +1,24 @@
 """Demo of m2, many requests at a time: `python -m m2_continuous_batching.demo`.
 
-Without --prompt and --chat: three questions and a burst of later ones, with a timeline of the batch at every step; then
-one request after the other, static batching and continuous batching, measured on the same requests.
+Without --prompt and --chat: three questions and a burst of later ones, with a timeline of the batch at every step of
+at most 97 new tokens; then static and continuous batching, measured on the same requests.
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from m1_single_request import demo as m1
-from m1_single_request.config import ModelConfig, check_whole_number
+from m1_single_request.config import check_whole_number
 from m1_single_request.flags import config_of
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching.config import SchedulerConfig
 from m2_continuous_batching.demo_tour import tour
 from m2_continuous_batching.llm_engine import LLMEngine
+
+TOUR_BUDGET = 97  # tokens in a step: one more than the longest prompt of the tour
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
-    params, trace = config_of(args, SamplingParams), m1.trace_config(args, console)
-    model, scheduler = config_of(args, ModelConfig), config_of(args, SchedulerConfig)
-    num_prompts = config_of(args, DemoConfig).num_prompts
-    if m1.is_tour(args):
-        tour(model, scheduler, trace, params, console, num_prompts=num_prompts)
-        return
-    with LLMEngine(model_config=model, scheduler_config=scheduler, trace_config=trace) as engine:
-        m1.Conversation(engine, params, console).run(args)
+    params, trace, demo = config_of(args, SamplingParams), m1.trace_config(args, console), config_of(args, DemoConfig)
+    limits = config_of(args, SchedulerConfig)
+    if m1.is_tour(args) and limits.max_num_batched_tokens is None:
+        limits = replace(limits, max_num_batched_tokens=max(TOUR_BUDGET, limits.max_num_seqs))
+    with LLMEngine(model_config=m1.model_config(args), scheduler_config=limits, trace_config=trace) as engine:
+        if m1.is_tour(args):
+            tour(engine, params, console, num_prompts=demo.num_prompts, is_live=not trace.readers)
+        else:
+            m1.Conversation(engine, params, console).run(args)
 
 
 if __name__ == "__main__":

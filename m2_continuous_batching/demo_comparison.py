@@ -6,10 +6,12 @@ one group, the same code is continuous batching. So the difference in the number
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
+
+from rich.table import Table
 
 from m1_single_request.demo_tour import checked
 from m1_single_request.events import some
@@ -97,3 +99,13 @@ def same_answers(runs: dict[str, Run]) -> str:
     if differing:
         return f"{differing} of {some(len(answers), 'answer')} differ: other batches round differently."
     return f"The answers are the same in each column, token for token, all {len(answers)} of them."
+
+
+def compared(runs: Mapping[str, Run], rows: Mapping[str, Callable[[Run], str]]) -> Table:
+    """Return a table with a column for each run, and a row for each of their numbers."""
+    table = Table("")
+    for name in runs:
+        table.add_column(name, justify="right")
+    for label, shown in rows.items():
+        table.add_row(label, *map(shown, runs.values()))
+    return table

@@ -7,23 +7,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import partial
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from m1_single_request.config import ModelConfig, TraceConfig
 from m1_single_request.demo import as_prompt
-from m1_single_request.demo_tour import bullets, checked, compared, headline
+from m1_single_request.demo_tour import bullets, checked, headline
 from m1_single_request.events import some
 from m1_single_request.llm_engine import LLMEngine as AnyEngine
 from m1_single_request.output_events import Finish
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
-from m2_continuous_batching.config import SchedulerConfig
-from m2_continuous_batching.demo_comparison import Run, Workload, fastest, make_workload, run, same_answers
+from m2_continuous_batching.demo_comparison import Run, Workload, compared, fastest, make_workload, run, same_answers
 from m2_continuous_batching.events import Forward, KVUsage, LeftOut, NotAdmitted
 from m2_continuous_batching.llm_engine import LLMEngine
 from m2_continuous_batching.views.timeline import Timeline
@@ -47,36 +45,23 @@ class Question:
     """Sampling parameters of this question only."""
 
 
-def tour(
-    model: ModelConfig,
-    scheduler: SchedulerConfig,
-    trace: TraceConfig,
-    params: SamplingParams,
-    console: Console,
-    *,
-    num_prompts: int,
-) -> None:
-    """Show both parts. The default token budget is one token more than the longest prompt of the story."""
-    configs: dict[str, Any] = {"model_config": model, "parts": {"model_loader": cache(LLMEngine.parts["model_loader"])}}
-    with LLMEngine(scheduler_config=replace(scheduler, max_num_seqs=1), **configs) as single:
-        story = make_story(single, scheduler.max_num_batched_tokens)
-        longest = max(len(question.token_ids) for question in story)
-        budget = scheduler.max_num_batched_tokens or max(longest + 1, scheduler.max_num_seqs)
-        scheduler = replace(scheduler, max_num_batched_tokens=budget)
-        with LLMEngine(scheduler_config=scheduler, trace_config=trace, **configs) as engine:
-            show_timeline(engine, story, params, console, is_live=not trace.readers)
-            text = [token_id for question in story for token_id in question.token_ids]
-            workload = make_workload(num_prompts, text, params, longest_prompt=budget // scheduler.max_num_seqs)
-            show_comparison(engine, single, workload, console)
+def tour(engine: LLMEngine, params: SamplingParams, console: Console, *, num_prompts: int, is_live: bool) -> None:
+    """Show both parts."""
+    limits = engine.config.scheduler
+    story = make_story(engine, limits.max_num_batched_tokens)
+    show_timeline(engine, story, params, console, is_live=is_live)
+    text = [token_id for question in story for token_id in question.token_ids]
+    longest = limits.max_num_batched_tokens // limits.max_num_seqs
+    show_comparison(engine, make_workload(num_prompts, text, params, longest_prompt=longest), console)
 
 
 # --- 1. the timeline --------------------------------------------------------------------------------------------------
 
 
-def make_story(engine: AnyEngine, budget: int | None) -> list[Question]:
+def make_story(engine: AnyEngine, budget: int) -> list[Question]:
     """Return the questions as prompts of this model. One prompt is a list of facts, as long as the limits allow."""
     intake = engine.engine_core.input_processor
-    limit = min(budget or intake.max_model_len, intake.max_model_len - 1)
+    limit = min(budget, intake.max_model_len - 1)
 
     def question(text: str, arrival: int, title: str | None = None) -> Question:
         prompt = as_prompt(engine, {"role": "user", "content": text})
@@ -102,10 +87,9 @@ def show_timeline(
         console,
         "1. Requests join and leave at every step",
         f"{len(FIRST)} questions at the start, {len(LATE)} more after step {LATE_AFTER}. At most "
-        f"{limits.max_num_seqs} requests run at a time (max_num_seqs). At most {limits.max_num_batched_tokens} new "
-        f"tokens go through the model in a step (max_num_batched_tokens); the longest prompt has "
-        f"{max(len(question.token_ids) for question in story)}. The model of the course was not trained on the first "
-        f"three questions: watch the times of its answers, not their text.",
+        f"{limits.max_num_seqs} requests run at a time (max_num_seqs), with at most {limits.max_num_batched_tokens} "
+        f"new tokens in a step (max_num_batched_tokens). The model of the course was not trained on the first three "
+        f"questions: watch the times of its answers, not their text.",
     )
     engine.tracer.attach(timeline)
     with live_view(console, lambda: timeline.draw(console.width, latest=True), is_live) as step_done:
@@ -188,23 +172,19 @@ def facts(timeline: Timeline) -> list[str]:
 # --- 2. the comparison ------------------------------------------------------------------------------------------------
 
 
-def show_comparison(engine: LLMEngine, single: LLMEngine, workload: Workload, console: Console) -> None:
-    """Measure one by one, static batching and continuous batching on the same requests."""
+def show_comparison(engine: LLMEngine, workload: Workload, console: Console) -> None:
+    """Measure static batching and continuous batching on the same requests."""
     lengths, size = [params.max_tokens for _, params in workload], engine.config.scheduler.max_num_seqs
     headline(
         console,
         "2. Static batching against continuous batching",
         f"The same {len(workload)} requests in each column, with {min(lengths)} to {max(lengths)} output tokens, all "
-        f"there at the start. One by one: max_num_seqs = 1. Static: {size} at a time, the next {size} when all of "
-        f"these have ended. Continuous: all at once. Latency counts from the start.",
+        f"there at the start. Static: {size} are submitted at a time, the next {size} when all of these have ended. "
+        f"Continuous: all at once. Latency counts from the start.",
     )
-    ways = {
-        "one by one": lambda: run(single, workload, len(workload)),
-        "static": lambda: run(engine, workload, size),
-        "continuous": lambda: run(engine, workload, len(workload)),
-    }
     with console.status("measuring", refresh_per_second=2):
-        runs = fastest(ways)
+        groups = {"static": size, "continuous": len(workload)}
+        runs = fastest({name: partial(run, engine, workload, count) for name, count in groups.items()})
     rows: dict[str, Callable[[Run], str]] = {
         "steps": lambda run: f"{len(run.stats):,}",
         "output tokens per step": lambda run: f"{run.num_tokens / len(run.stats):.1f}",
@@ -213,19 +193,17 @@ def show_comparison(engine: LLMEngine, single: LLMEngine, workload: Workload, co
         "mean latency": lambda run: f"{run.mean_latency:.2f} s",
     }
     console.print(compared(runs, rows))
-    bullets(console, conclusions(runs["static"], runs["continuous"], size))
-    bullets(console, [same_answers(runs)])
+    bullets(console, [conclusion(runs["static"], runs["continuous"], size), same_answers(runs)])
 
 
-def conclusions(static: Run, continuous: Run, size: int) -> list[str]:
-    """Return the difference between static and continuous batching in sentences."""
+def conclusion(static: Run, continuous: Run, size: int) -> str:
+    """Return the difference between static and continuous batching, in groups of `size`, in sentences."""
     if len(static.stats) == len(continuous.stats):
-        return ["No request waited for a slot that another had left. Try more requests: --num-prompts."]
+        return "No request waited for a slot that another had left. Try more requests: --num-prompts."
     slots, speed = len(static.stats) * size, continuous.tokens_per_second / static.tokens_per_second
-    disturbed = "" if speed > 1 else " That is not more: another program disturbed this run."
-    return [
+    return (
         f"In static batching {slots - static.num_tokens:,} of {slots:,} slots stayed empty while short answers waited "
         f"for the longest of their group. Continuous batching gives such a slot to the next request at once: "
-        f"{len(continuous.stats) / len(static.stats):.0%} of the steps, {speed:.2f} times the tokens per second."
-        f"{disturbed}"
-    ]
+        f"{len(continuous.stats) / len(static.stats):.0%} of the steps, {speed:.2f} times the tokens per second"
+        f"{'' if speed > 1 else ', because another program disturbed this run'}."
+    )

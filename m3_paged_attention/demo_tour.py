@@ -3,10 +3,9 @@
 Part of `python -m m3_paged_attention.demo`; no part of the engine depends on it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from m1_single_request.config import ModelConfig as FileModelConfig, TraceConfig
-from m1_single_request.demo_tour import bullets, compared, headline
-from m1_single_request.errors import ConfigError
+from m1_single_request.demo_tour import bullets, headline
 from m1_single_request.events import size, some
-from m1_single_request.llm_engine import LLMEngine as AnyEngine
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching import LLMEngine as SlotEngine, SchedulerConfig as SlotSchedulerConfig
-from m2_continuous_batching.demo_comparison import Run, Workload, fastest, make_workload, run, same_answers
+from m2_continuous_batching.demo_comparison import Run, Workload, compared, fastest, make_workload, run, same_answers
 from m2_continuous_batching.demo_tour import (
     FIRST,
     LATE,
@@ -43,7 +40,6 @@ POOL_TOKENS = 288  # a little less than the tour would fill at most, so that a r
 FORKED = FIRST[1]  # the question that gets several answers
 NUM_ANSWERS = 3
 PAUSE = 0.9  # seconds; on a terminal, where an event happens for the first time
-WIDE, TIGHT, PAGED = "m2, as many", "m2, same bytes", "m3"
 
 
 def tour(
@@ -163,83 +159,53 @@ def pause(block_map: BlockMap) -> float:
 
 
 def show_comparison(engine: LLMEngine, workload: Workload, console: Console) -> None:
-    """Measure m3 and m2 on the same requests."""
+    """Measure m3, and m2 with as many slots as fit into the same memory, on the same requests."""
+    num_slots, num_tokens = slots_of_m2(engine, workload)
     headline(
         console,
-        "2. m2 against m3 on the same requests",
-        f"{some(len(workload), 'request')}, all there at the start; {some(torch.get_num_threads(), 'CPU thread')}. "
-        f"{WIDE}: as many slots as m3 has requests in flight at most. {TIGHT}: as many as fit into the memory of m3, "
-        f"cut to the longest request of this workload, a length that no engine knows beforehand.",
+        "2. m2 against m3 on the same bytes",
+        f"{some(len(workload), 'request')}, all there at the start; {some(torch.get_num_threads(), 'CPU thread')}. m2 "
+        f"has {some(num_slots, 'slot')} of {num_tokens} tokens, the length of the longest request of this workload, "
+        f"which no engine knows beforehand. m3 has its blocks.",
     )
-    if engine.config.model.load_format == "dummy":
-        bullets(console, ["m2 needs the files of a model: with random weights only m3 runs."])
+    if engine.config.model.load_format == "dummy" or not num_slots:
+        bullets(console, ["Nothing is compared: m2 needs the files of a model, and memory for a slot."])
         return
-    with console.status("measuring", refresh_per_second=2), engines(engine, workload) as (entrants, memory, notes):
-        runs = fastest({name: partial(run, each, workload, len(workload)) for name, each in entrants.items()})
-    rows: dict[str, Callable[[tuple[Run, int]], str]] = {
-        "KV memory": lambda own: size(own[1]),
-        "  with keys and values": lambda own: f"{own[0].mean(lambda stats: stats.kv_bytes) / own[1]:.1%}",
-        "in flight, at most": lambda own: some(most_running(own[0]), "request"),
-        "  on average": lambda own: f"{own[0].mean(lambda stats: stats.num_running):.1f}",
-        "steps": lambda own: f"{len(own[0].stats):,}",
-        "tokens per second": lambda own: f"{own[0].tokens_per_second:,.0f}",
+    model = engine.config.model
+    config = FileModelConfig(
+        model=model.model, device=model.device, dtype=model.dtype, seed=model.seed, max_model_len=num_tokens
+    )
+    limits = SlotSchedulerConfig(max_num_seqs=num_slots)
+    with SlotEngine(model_config=config, scheduler_config=limits) as m2, console.status("measuring"):
+        ways = {"m2": m2, "m3": engine}
+        runs = fastest({name: partial(run, each, workload, len(workload)) for name, each in ways.items()})
+    rows: dict[str, Callable[[Run], str]] = {
+        "in flight, at most": lambda run: str(max(stats.num_running for stats in run.stats)),
+        "  on average": lambda run: f"{run.mean(lambda stats: stats.num_running):.1f}",
+        "keys and values, on average": lambda run: size(round(run.mean(lambda stats: stats.kv_bytes))),
+        "steps": lambda run: f"{len(run.stats):,}",
+        "tokens per second": lambda run: f"{run.tokens_per_second:,.0f}",
     }
-    console.print(compared({name: (each, memory[name]) for name, each in runs.items()}, rows))
-    bullets(console, [*notes, *conclusions(runs, memory)])
+    console.print(compared(runs, rows))
+    bullets(console, [*conclusions(runs["m2"], runs["m3"]), same_answers(runs)])
 
 
-@contextmanager
-def engines(engine: LLMEngine, workload: Workload) -> Iterator[tuple[dict[str, AnyEngine], dict[str, int], list[str]]]:
-    """Yield m2's engines and m3's, the bytes of their KV memories, and the reasons why one of m2 is missing."""
-    core, model, entrants, notes = engine.engine_core, engine.config.model, dict[str, AnyEngine](), list[str]()
-    pool, per_token = core.scheduler.kv_manager, core.executor.kv_cache_spec(1).bytes_per_token
-    memory = {PAGED: (pool.num_blocks + 1) * pool.block_size * per_token}  # with block 0
-    longest = min(max(len(prompt) + own.max_tokens for prompt, own in workload), core.input_processor.max_model_len)
-    num_running = most_running(run(engine, workload, len(workload)))
-    wanted = {
-        WIDE: (num_running, core.input_processor.max_model_len),
-        TIGHT: (memory[PAGED] // (longest * per_token), longest),
-    }
-    config = FileModelConfig(model=model.model, device=model.device, dtype=model.dtype, seed=model.seed)
-    load = cache(partial(SlotEngine.parts["model_loader"], config))
-    with ExitStack() as stack:
-        for name, (num_slots, num_tokens) in wanted.items():
-            loaded = partial(replace, load(), max_model_len=num_tokens)
-            try:
-                limits = SlotSchedulerConfig(max_num_seqs=num_slots)
-                m2 = SlotEngine(
-                    model_config=config,
-                    scheduler_config=limits,
-                    parts={"model_loader": lambda _, loaded=loaded: loaded()},
-                )
-            except ConfigError as error:
-                notes.append(f"{name} is left out: {error}.")
-                continue
-            entrants[name] = stack.enter_context(m2)
-            memory[name] = num_slots * num_tokens * per_token
-        yield entrants | {PAGED: engine}, memory, notes
+def slots_of_m2(engine: LLMEngine, workload: Workload) -> tuple[int, int]:
+    """Return the number of m2's slots that fit into the memory of m3, and their length, that of the longest request."""
+    core = engine.engine_core
+    longest = max(len(prompt) + params.max_tokens for prompt, params in workload)
+    num_tokens = min(longest, core.input_processor.max_model_len)
+    pool = core.scheduler.kv_manager
+    return (pool.num_blocks + 1) * pool.block_size // num_tokens, num_tokens  # with block 0
 
 
-def conclusions(runs: dict[str, Run], memory: dict[str, int]) -> list[str]:
-    """Return the differences in a sentence each."""
-    m3, said = runs[PAGED], []
-    if WIDE in runs:
-        said.append(
-            f"For {some(most_running(runs[WIDE]), 'request')} in flight m2 reserves {size(memory[WIDE])}, m3 "
-            f"{size(memory[PAGED])}."
-        )
-    if TIGHT in runs:
-        steps, running = len(runs[TIGHT].stats), runs[TIGHT].mean(lambda stats: stats.num_running)
-        said.append(
-            f"On the same bytes m2 takes {steps} steps, with {running:.1f} requests in flight on average, and m3 "
-            f"{len(m3.stats)}, with {m3.mean(lambda stats: stats.num_running):.1f}."
-        )
-    if len(runs) > 1:
-        said.append(same_answers(runs))
-        said.append("The speed has a second cause: m2 runs the network of transformers, m3 its own.")
-    return said
-
-
-def most_running(run: Run) -> int:
-    """Return the largest number of running requests after a step."""
-    return int(max(stats.num_running for stats in run.stats))
+def conclusions(m2: Run, m3: Run) -> list[str]:
+    """Return the differences in sentences."""
+    if len(m2.stats) <= len(m3.stats):
+        return ["m2 needs no more steps: no request had to wait for a slot. Try more requests: --num-prompts."]
+    return [
+        f"m2 takes {len(m2.stats) / len(m3.stats):.2f} times as many steps as m3: a slot is reserved to its end from "
+        f"the start, a block when it is needed.",
+        f"m3 makes {m3.tokens_per_second / m2.tokens_per_second:.1f} times as many tokens per second. That has a "
+        f"second cause: m2 runs the network of transformers, m3 its own.",
+    ]
