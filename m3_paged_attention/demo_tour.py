@@ -83,7 +83,8 @@ def show_block_map(
 ) -> None:
     """Run the requests, draw the blocks at the first event of each kind, and print the facts."""
     assert block_map.sized is not None, "the map has the size of the memory"
-    headline(console, "1. A burst of requests in a few blocks", introduction(block_map.sized))
+    num_answers = max(question.changes.get("n", 1) for question in story)
+    headline(console, "1. A burst of requests in a few blocks", introduction(block_map.sized, num_answers))
     console.print(Text(f"{KEY}\n"))
 
     def latest() -> Group:
@@ -98,12 +99,12 @@ def show_block_map(
     bullets(console, facts(block_map))
 
 
-def introduction(sized: KVSized) -> str:
+def introduction(sized: KVSized, num_answers: int) -> str:
     """Return a description of the requests, and the number of m2's slots in the same memory."""
     slot_bytes = sized.max_model_len * sized.bytes_per_token
     return (
         f"The burst of m2's demo: {len(FIRST)} questions at the start, {len(LATE)} more after step {LATE_AFTER}, with "
-        f"several answers to {FORKED!r}. The KV memory is {some(sized.num_blocks, 'block')} of "
+        f"{num_answers} answers to {FORKED!r}. The KV memory is {some(sized.num_blocks, 'block')} of "
         f"{some(sized.block_size, 'token')}, {size(sized.num_bytes)} with block 0, which is never handed out. m2 keeps "
         f"a slot for each request, as long as the longest may become: {sized.max_model_len:,} tokens, "
         f"{size(slot_bytes)}. For m2 this memory is {sized.num_bytes / slot_bytes:.2f} slots."
