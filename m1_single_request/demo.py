@@ -35,7 +35,7 @@ FLAGS: Flags = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status."""
-    return exit_status(run, make_parser("m1_single_request.demo", __doc__, FLAGS).parse_args(argv))
+    return exit_status(run, make_parser("m1_single_request.demo", __doc__, FLAGS, spelled={}).parse_args(argv))
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 
 def make_parser(
-    prog: str, doc: str | None, flags: Flags, spelled: Mapping[str, Sequence[str]] | None = None, **defaults: object
+    prog: str, doc: str | None, flags: Flags, spelled: Mapping[str, Sequence[str]], **defaults: object
 ) -> argparse.ArgumentParser:
     """Return a parser of `--prompt`, `--chat`, the trace and these flags. Its description is `doc` after the title.
 
@@ -71,7 +71,7 @@ def make_parser(
     )
     parser.add_argument("--trace-file", metavar="OUT.jsonl", help="Write every event to this file, one per line.")
     for title, (config_class, names) in flags.items():
-        add_flags(parser.add_argument_group(title), config_class, names.split(), spelled or {}, defaults)
+        add_flags(parser.add_argument_group(title), config_class, names.split(), spelled, defaults)
     return parser
 
 

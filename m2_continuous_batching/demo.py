@@ -41,7 +41,7 @@ FLAGS: m1.Flags = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status."""
-    parser = m1.make_parser("m2_continuous_batching.demo", __doc__, FLAGS, max_num_seqs=4)
+    parser = m1.make_parser("m2_continuous_batching.demo", __doc__, FLAGS, spelled={}, max_num_seqs=4)
     return m1.exit_status(run, parser.parse_args(argv))
 
 

@@ -92,7 +92,8 @@ def show_timeline(
         f"questions: watch the times of its answers, not their text.",
     )
     engine.tracer.attach(timeline)
-    with live_view(console, lambda: timeline.draw(console.width, latest=True), is_live) as step_done:
+    latest = partial(timeline.draw, console.width, latest=True)
+    with live_view(console, latest, lambda: PACE, is_live=is_live) as step_done:
         outputs = run_story(engine, story, params, step_done)
     engine.tracer.close()
     console.print(timeline.draw(console.width))
@@ -118,11 +119,11 @@ def run_story(
 
 @contextmanager
 def live_view(
-    console: Console, draw: Callable[[], RenderableType], is_live: bool, pause: Callable[[], float] = lambda: PACE
+    console: Console, draw: Callable[[], RenderableType], pause: Callable[[], float], *, is_live: bool
 ) -> Iterator[Callable[[], None]]:
-    """Yield a function that draws a view after each step and waits; remove the drawing at the end.
+    """Yield a function that draws a view after each step and waits for `pause()` seconds; erase the view at the end.
 
-    `is_live`: without it, and without a terminal, the function does nothing. `pause` returns seconds.
+    Without `is_live`, or without a terminal, the function does nothing.
     """
     if not is_live or not console.is_terminal or console.is_dumb_terminal:
         yield lambda: None
@@ -186,11 +187,11 @@ def show_comparison(engine: LLMEngine, workload: Workload, console: Console) -> 
         groups = {"static": size, "continuous": len(workload)}
         runs = fastest({name: partial(run, engine, workload, count) for name, count in groups.items()})
     rows: dict[str, Callable[[Run], str]] = {
-        "steps": lambda run: f"{len(run.stats):,}",
-        "output tokens per step": lambda run: f"{run.num_tokens / len(run.stats):.1f}",
-        "wall time": lambda run: f"{run.seconds:.2f} s",
-        "tokens per second": lambda run: f"{run.tokens_per_second:,.0f}",
-        "mean latency": lambda run: f"{run.mean_latency:.2f} s",
+        "steps": lambda own: f"{len(own.stats):,}",
+        "requests in flight, on average": lambda own: f"{own.mean(lambda stats: stats.num_running):.1f}",
+        "wall time": lambda own: f"{own.seconds:.2f} s",
+        "tokens per second": lambda own: f"{own.tokens_per_second:,.0f}",
+        "mean latency": lambda own: f"{own.mean_latency:.2f} s",
     }
     console.print(compared(runs, rows))
     bullets(console, [conclusion(runs["static"], runs["continuous"], size), same_answers(runs)])

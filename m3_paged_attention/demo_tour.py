@@ -90,7 +90,7 @@ def show_block_map(
     def latest() -> Group:
         return draw(block_map.frames[-1], console.width, most=6)
 
-    with live_view(console, latest, is_live, partial(pause, block_map)) as step_done:
+    with live_view(console, latest, partial(pause, block_map), is_live=is_live) as step_done:
         outputs = run_story(engine, story, params, step_done)
     engine.tracer.close()
     for title, frame in highlights(block_map):
@@ -181,11 +181,11 @@ def show_comparison(engine: LLMEngine, workload: Workload, console: Console) -> 
         ways = {"m2": m2, "m3": engine}
         runs = fastest({name: partial(run, each, workload, len(workload)) for name, each in ways.items()})
     rows: dict[str, Callable[[Run], str]] = {
-        "in flight, at most": lambda run: str(max(stats.num_running for stats in run.stats)),
-        "  on average": lambda run: f"{run.mean(lambda stats: stats.num_running):.1f}",
-        "keys and values, on average": lambda run: size(round(run.mean(lambda stats: stats.kv_bytes))),
-        "steps": lambda run: f"{len(run.stats):,}",
-        "tokens per second": lambda run: f"{run.tokens_per_second:,.0f}",
+        "in flight, at most": lambda own: str(max(stats.num_running for stats in own.stats)),
+        "  on average": lambda own: f"{own.mean(lambda stats: stats.num_running):.1f}",
+        "keys and values, on average": lambda own: size(round(own.mean(lambda stats: stats.kv_bytes))),
+        "steps": lambda own: f"{len(own.stats):,}",
+        "tokens per second": lambda own: f"{own.tokens_per_second:,.0f}",
     }
     console.print(compared(runs, rows))
     bullets(console, [*conclusions(runs["m2"], runs["m3"]), same_answers(runs)])
