@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 from rich.tree import Tree
 
@@ -41,6 +41,7 @@ KEY = (
     "of the first page; its text goes on in the nodes below it; hits: requests that started from it; used: last use by "
     "a request, counted in look-ups of the cache; locks: requests that use it now)"
 )
+"""Meaning of the marks and numbers."""
 
 
 @dataclass(eq=False)
@@ -48,7 +49,8 @@ class Node:
     """A node of the tree, or a page of the table."""
 
     number: int
-    parent: "Node | None" = None
+    parent: Any = None
+    """The node above it; None for the root."""
     token_ids: Sequence[int] = ()
     pages: Sequence[int] = ()
     namespace: str | None = None
@@ -86,7 +88,6 @@ class RadixTreeView:
         """The root, and every cached node or page by its number."""
         self._num_gone = 0  # tokens evicted since the last drawing, of those that it showed
         self._num_slots = self._num_held = 0  # all; held by requests, at the end of the last step
-        self._is_explained = False
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -134,14 +135,14 @@ class RadixTreeView:
         upper = replace(
             node, number=event.upper, token_ids=node.token_ids[: event.head], pages=node.pages[:pages], children=[node]
         )
-        siblings = _siblings(node)
+        siblings = node.parent.children
         siblings[siblings.index(node)] = self.nodes[upper.number] = upper
         node.parent, node.token_ids, node.pages = upper, node.token_ids[event.head :], node.pages[pages:]
         self._touched(event)
 
     def _remove(self, numbers: Iterable[int]) -> None:
         for node in map(self.nodes.pop, numbers):
-            _siblings(node).remove(node)
+            node.parent.children.remove(node)
             self._num_gone += len(node.token_ids) * (node.mark != "+")
 
     def _touched(self, event: Inserted | Split | Locked) -> list[Node]:
@@ -154,8 +155,8 @@ class RadixTreeView:
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
-    def draw(self, tokenizer: Any) -> RenderableType:
-        """Draw the cache in the console's width; below the first nodes that are drawn is a legend."""
+    def draw(self, tokenizer: Any) -> Tree:
+        """Draw the cache in the console's width, with marks for the changes since the last drawing."""
         root, shown, top = Tree(self._title(), guide_style="dim"), list[list[Node]](), self.nodes[0].children
         for salt in sorted({node.namespace for node in top}, key=lambda salt: (salt is None, salt)):
             branches = [root if salt is None else root.add(Text(f"cache_salt {salt!r}", style="magenta"))]
@@ -167,17 +168,10 @@ class RadixTreeView:
         if left := len(self.nodes) - 1 - len(drawn):
             num_tokens = _num_tokens(self.nodes.values()) - _num_tokens(drawn)
             root.add(Text(f"... {some(left, 'node')} more with {some(num_tokens, 'token')}", style="dim"))
-        self.look()
-        if self._is_explained or not drawn:
-            return root
-        self._is_explained = True
-        return Group(root, Text(KEY, style="dim"))
-
-    def look(self) -> None:
-        """Forget the changes, as if the cache had been drawn."""
         self._num_gone = 0
         for node in self.nodes.values():
             node.mark = " "
+        return root
 
     def _title(self) -> Text:
         nodes = [node for number, node in self.nodes.items() if number]
