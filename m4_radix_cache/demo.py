@@ -16,14 +16,9 @@ from m1_single_request import demo as m1
 from m1_single_request.config import check_whole_number
 from m1_single_request.errors import ConfigError
 from m1_single_request.flags import config_of
-from m1_single_request.outputs import RequestOutput
-from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention import demo as m3
-from m3_paged_attention.config import ModelConfig
-from m4_radix_cache.config import CacheConfig, SchedulerConfig
-from m4_radix_cache.demo_tour import CONSERVATIVENESS, reuse, tour
-from m4_radix_cache.input_processor import check_cache_salt, check_priority
-from m4_radix_cache.llm_engine import LLMEngine
+from m4_radix_cache import CacheConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams, SchedulerConfig
+from m4_radix_cache.demo_tour import CONSERVATIVENESS, Tour, reuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +44,14 @@ class RequestConfig:
     cache_salt: str | None = None
     """Name of a tenant: its requests share KV only with requests of the same tenant."""
 
-    def __post_init__(self) -> None:
-        check_priority(self.priority)
-        check_cache_salt(self.cache_salt)
 
-
+LIMITS = "max_num_seqs max_num_batched_tokens"
 FLAGS: m1.Flags = m3.FLAGS | {
     "requests": (RequestConfig, "priority cache_salt"),
     "prefix cache": (CacheConfig, "prefix_cache eviction_policy"),
-    "batching": (
-        SchedulerConfig,
-        "max_num_seqs max_num_batched_tokens schedule_policy schedule_conservativeness",
-    ),
+    "batching": (SchedulerConfig, f"{LIMITS} schedule_policy schedule_conservativeness"),
     "KV memory": (CacheConfig, "page_size max_total_tokens kv_cache_memory_bytes gpu_memory_utilization"),
-    "demo": (DemoConfig, "num_prompts threads num_blocks"),
+    "tour": (DemoConfig, "num_prompts threads num_blocks"),
 }
 SPELLED = {"prefix_cache": ["--cache"], "page_size": ["--page-size", "--block-size"]}
 
@@ -74,17 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
-    params, demo, options = config_of(args, SamplingParams), config_of(args, DemoConfig), request_options(args)
-    little: dict[str, Any] = {"schedule_conservativeness": CONSERVATIVENESS} if m1.is_tour(args) else {}
-    configs = {
+    params, demo, options = m3.answer_params(args), config_of(args, DemoConfig), request_options(args)
+    reserved = {"schedule_conservativeness": CONSERVATIVENESS} if m1.is_tour(args) else {}
+    configs: dict[str, Any] = {
         "model_config": config_of(args, ModelConfig),
-        "scheduler_config": config_of(args, SchedulerConfig, **little),
+        "scheduler_config": config_of(args, SchedulerConfig, **reserved),
         "cache_config": cache_config(args),
         "trace_config": m1.trace_config(args, console),
     }
-    demo.set_threads(...)
+    demo.set_threads(configs["model_config"])
     if m1.is_tour(args):
-        tour(configs, params, options, console, demo.num_prompts)
+        Tour(configs, params, options, console).run(demo.num_prompts)
         return
     with LLMEngine(**configs) as engine:
         Conversation(engine, params, console, options).run(args)

@@ -4,54 +4,52 @@ Part of `python -m m4_radix_cache.demo`; no part of the engine depends on it. Th
 inference and restates codes from its prompt, so a wrong page in the cache would show in an answer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from statistics import mean, median
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from m1_single_request.config import TraceConfig
 from m1_single_request.demo_tour import bullets, checked, headline
-from m1_single_request.events import some
+from m1_single_request.events import Event, RequestAdded, some
 from m1_single_request.input_processor import Message
-from m1_single_request.llm_engine import LLMEngine as AnyEngine
-from m1_single_request.outputs import RequestOutput
-from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import readers_of
 from m1_single_request.tracer import TraceReader, TraceRecord
-from m4_radix_cache.config import CacheConfig
-from m4_radix_cache.events import Admit, Audit, Retract
-from m4_radix_cache.llm_engine import LLMEngine
+from m4_radix_cache import CacheConfig, LLMEngine, RequestOutput, SamplingParams, TraceConfig
+from m4_radix_cache.events import Admit, Audit, Matched, PolicyOrder, Retract
 from m4_radix_cache.mem_cache.events import Evicted
 from m4_radix_cache.views.radix_tree import KEY, RadixTreeView
 
 PLENTY = 8192  # tokens of KV memory: enough, and numbers that a reader can add up
-LITTLE = 400  # tokens in the last part: a little less than its requests fill at most, so that one is retracted
+LITTLE = 400  # tokens in part 4: a little less than its requests fill at most, so that one is retracted
 CONSERVATIVENESS = 0.1  # admits requests for which there is no room in the end
-EVERY, MOST_OUTPUT = 2, 48  # in the last part: steps between two arrivals, and tokens of an answer
+EVERY, MOST_OUTPUT = 2, 48  # in part 4: steps between two arrivals, and tokens of an answer
 ROUNDS = 3  # of a measurement
 RECORDED, RECORDED_ON = {"with shared KV": 0.012, "without": 0.040}, "AMD EPYC, 1 thread"
-"""Mean seconds to the first token of the requests of part 1."""
+"""Mean seconds to the first token in part 3."""
 NOUNS = (
     "zebra", "otter", "lamp", "eagle", "candle", "goat", "kite", "river", "tiger", "spoon", "anchor", "bridge",
     "castle", "dragon", "forest", "garden", "hammer", "island", "jacket", "ladder", "mirror", "needle", "ocean",
-    "pencil", "queen", "rocket", "saddle", "table", "velvet", "wagon",
+    "pencil", "queen", "rocket", "saddle", "table", "velvet", "wagon", "acorn", "basket", "camel", "donkey", "engine",
+    "feather", "guitar", "helmet", "igloo", "jungle", "kettle", "lemon", "magnet", "noodle",
 )  # fmt: skip
 TERMS = ("prefix caching", "a radix tree", "LRU", "continuous batching", "paged attention", "cache eviction")
 CHAT = ("What is prefix caching?", "What is the code of lamp?", "What is LRU?", "What is the code of zebra?")
 """Turns of the conversation; the last takes the place of the one before it."""
-INSTRUCTIONS = "You answer questions about LLM inference. Requests that begin with the same tokens share their KV."
-OTHER_TENANT = "another tenant"
 CONVERSATION = (
     "The cache is empty again. One user asks question after question. Each request has the whole conversation, because "
     "a model remembers nothing; its beginning is reused, with the answers, and only the end is computed."
 )
+TIMES = (
+    "The requests of part 1 once more, from an empty cache: as they are, and each with a salt of its own, so that none "
+    "shares. Medians of three rounds."
+)
+DECISIONS = (RequestAdded, PolicyOrder, Matched, Admit)
 
 S, T = TypeVar("S"), TypeVar("T")
 
@@ -66,189 +64,167 @@ class Records(list[TraceRecord]):
     def close(self) -> None:
         """Do nothing: the records are read after the run."""
 
+    def told(self, wanted: Callable[[Any], bool]) -> list[str]:
+        """Return the sentences of the wanted events, each with its step."""
+        return [f"step {record.step}: {record.event.explain()}" for record in self if wanted(record.event)]
 
-@dataclass(frozen=True)
+
 class Stage:
-    """An engine with its trace and its view, and the settings of its requests."""
+    """Builds the engines of a tour, which share the readers of the trace, and runs its requests with the same options."""
 
-    engine: LLMEngine
-    records: Records
-    view: RadixTreeView
-    params: SamplingParams
-    options: Mapping[str, Any]
-    console: Console
+    engine_class: ClassVar[Any] = LLMEngine
 
-    def run(self, *prompts: list[int], **changes: Any) -> list[RequestOutput]:
-        """Run requests that arrive at once. `changes`: of their options."""
-        return run_together(self.engine, prompts, [self.params] * len(prompts), {**self.options, **changes})
+    def __init__(
+        self, configs: Mapping[str, Any], params: SamplingParams, options: Mapping[str, Any], console: Console
+    ) -> None:
+        self.params, self.options, self.console, self.stack = several(params, params.n), options, console, ExitStack()
+        self.configs = {**configs, "parts": {"model_loader": cache(self.engine_class.parts["model_loader"])}}
+        self.readers = [self._kept_open(reader) for reader in readers_of(configs["trace_config"])]
+
+    def _kept_open(self, reader: TraceReader) -> Any:
+        """Return a reader for several engines: the end of the tour closes it, not the end of an engine."""
+        self.stack.callback(reader.close)
+        return SimpleNamespace(read=reader.read, close=lambda: None)
+
+    def engine(self, *readers: TraceReader, **configs: Any) -> Any:
+        """Return an engine with these readers, which lives to the end of the tour."""
+        trace = TraceConfig(readers=readers)
+        return self.stack.enter_context(self.engine_class(**{**self.configs, "trace_config": trace, **configs}))
+
+    def answer(self, engine: Any, *prompts: list[int], salts: Sequence[str] = ()) -> list[RequestOutput]:
+        """Run requests that arrive at once, under these salts; return their outputs."""
+        options = [{**self.options, "cache_salt": salt} for salt in salts] or [self.options] * len(prompts)
+        streams = [engine.stream(prompt, self.params, **own) for prompt, own in zip(prompts, options, strict=True)]
+        return [checked(list(stream)[-1]) for stream in streams]
+
+
+class Tour(Stage):
+    """The parts of m4's tour. `scene` begins those on an engine of their own."""
+
+    def run(self, num_users: int) -> None:
+        """Run all parts."""
+        memory = self.configs["cache_config"]
+        plenty = replace(memory, max_total_tokens=PLENTY, kv_cache_memory_bytes=None, gpu_memory_utilization=None)
+        with self.stack:
+            self.scene(plenty)
+            prompts = [self.prompt(f"What is {TERMS[i % len(TERMS)]}?") for i in range(num_users)]
+            self.show_users(prompts)
+            self.show_conversation()
+            self.show_times(prompts)
+            self.scene(replace(sized(memory, LITTLE), debug=True))
+            self.show_little_memory()
+
+    def scene(self, memory: CacheConfig) -> None:
+        """Build the engine of the next parts, with a trace and a view of its own."""
+        self.records, self.view = Records(), RadixTreeView()
+        self.llm = self.engine(*self.readers, self.records, self.view, cache_config=memory)
+
+    def prompt(self, question: str, past: Sequence[Message] = ()) -> list[int]:
+        """Return a prompt with the codes, a conversation so far, and a question."""
+        return as_tokens(self.llm, [SYSTEM, *past, {"role": "user", "content": question}])
 
     def draw(self) -> None:
         """Print the cache."""
-        self.console.print("\n[bold]The cache now")
-        self.console.print(self.view.draw(self.engine.engine_core.input_processor.tokenizer))
+        self.console.print("[bold]The cache now")
+        self.console.print(self.view.draw(self.llm.engine_core.input_processor.tokenizer))
+        self.console.print()
+
+    def show_users(self, prompts: list[list[int]]) -> None:
+        """Print the tokens that each request reuses, the reason, and the tree."""
+        intro = (
+            f"{some(len(prompts), 'user')} at the same time, whose prompts begin with the same instructions. Only whole "
+            f"pages are shared, of {some(self.llm.config.cache.page_size, 'token')} each."
+        )
+        headline(self.console, "1. Many users, one system prompt", intro)
+        outputs = self.answer(self.llm, *prompts)
+        bullets(self.console, [f"{output.request_id}: {reuse(output)}" for output in outputs])
+        best = max(outputs, key=lambda output: output.metrics.cached_tokens)
+        rid, skipped = best.request_id, some(best.metrics.cached_tokens, "token")
+        self.console.print(f"\n[bold]Why {rid} skips {skipped}: its way through the trace")
+        bullets(self.console, self.records.told(lambda e: isinstance(e, DECISIONS) and rid in e.request_ids()))
+        (other,) = self.answer(self.llm, prompts[0], salts=["another tenant"])
+        self.console.print(
+            f"\n{other.request_id} comes later with the first prompt, but with the cache_salt of another tenant: "
+            f"{reuse(other)}. Tenants share nothing, so that no fast answer betrays what others have asked.\n"
+        )
+        self.draw()
+        self.console.print(Text(f"{KEY}\n", style="dim"))
+
+    def show_conversation(self) -> None:
+        """Print each turn with the tokens that it reuses, and the tree in the end."""
+        headline(self.console, "2. A conversation", CONVERSATION)
+        self.llm.flush_cache()
+        past: list[Message] = []
+        for question in CHAT:
+            if question == CHAT[-1]:
+                self.console.print("[italic]The last turn is taken back; another question takes its place.\n")
+                del past[-2:]
+            (output,) = self.answer(self.llm, self.prompt(question, past))
+            self.console.print(Text.assemble((question, "bold"), f"\n{output.text}\n", (f"{reuse(output)}\n", "dim")))
+            past += [{"role": "user", "content": question}, {"role": "assistant", "content": output.text}]
+        self.draw()
+
+    def show_times(self, prompts: list[list[int]]) -> None:
+        """Print the time to first token of the same requests with shared KV and without, measured without a trace."""
+        headline(self.console, "3. The time to first token", TIMES)
+        self.llm.tracer.close()
+
+        def run(salts: list[str]) -> tuple[float, list[str]]:
+            self.llm.flush_cache()
+            outputs = self.answer(self.llm, *prompts, salts=salts)
+            return mean(each.metrics.time_to_first_token or 0.0 for each in outputs), [each.text for each in outputs]
+
+        alone = [f"user {index}" for index in range(len(prompts))]
+        with self.console.status("measuring", refresh_per_second=2):
+            rounds = take_turns(dict(zip(RECORDED, ([], alone), strict=True)), run)
+        times = {name: [seconds for seconds, _ in own] for name, own in rounds.items()}
+        is_same = len({tuple(texts) for own in rounds.values() for _, texts in own}) == 1
+        answers = f"The answers {'are the same' if is_same else 'differ'} with shared KV and without."
+        bullets(self.console, [f"The first token comes, on average, after {compared(times, RECORDED)}", answers])
+        self.console.print()
+
+    def show_little_memory(self) -> None:
+        """Print the evictions and retractions, the tree, two requests that come again, and the audit of the memory."""
+        texts = [f"{codes(range(4 * i, 4 * i + 4))} What is {term}?" for i, term in enumerate(TERMS)]
+        prompts = [as_tokens(self.llm, [{"role": "user", "content": text}]) for text in texts]
+        params = replace(self.params, max_tokens=min(self.params.max_tokens, MOST_OUTPUT))
+        room, reserved = self.llm.stats().max_total_tokens, self.llm.config.scheduler.schedule_conservativeness
+        intro = (
+            f"{len(prompts)} users with nothing in common come {EVERY} steps after each other. Each may need up to "
+            f"{max(map(len, prompts)) + params.max_tokens} tokens; the KV memory has room for {room:,}. Admission "
+            f"reserves {reserved:g} times the usual part of it for answers. Evicted and retracted are:"
+        )
+        headline(self.console, "4. Little memory", intro)
+        streams = []
+        for prompt in prompts:
+            streams.append(self.llm.stream(prompt, params, **self.options))
+            for _ in range(EVERY):
+                self.llm.step()
+        for stream in streams:
+            checked(list(stream)[-1])
+        bullets(self.console, self.records.told(is_loss))
+        self.console.print()
+        self.draw()
+        first, last = self.answer(self.llm, prompts[0], prompts[-1])
+        audits = self.records.told(lambda event: isinstance(event, Audit))
+        bullets(
+            self.console,
+            [
+                f"The first user asks again: {reuse(first)}. The last one: {reuse(last)}.",
+                f"The memory was audited after each of {some(len(audits), 'step')}; {audits[-1]}",
+            ],
+        )
 
 
-def tour(
-    configs: Mapping[str, Any], params: SamplingParams, options: Mapping[str, Any], console: Console, num_users: int
-) -> None:
-    """Run all parts on two engines. The model is loaded once."""
-    memory, parts = configs["cache_config"], {"model_loader": cache(LLMEngine.parts["model_loader"])}
-    plenty = replace(memory, max_total_tokens=PLENTY, kv_cache_memory_bytes=None, gpu_memory_utilization=None)
-    with ExitStack() as stack:
-        readers = [stack.enter_context(kept_open(reader)) for reader in readers_of(configs["trace_config"])]
-
-        def stage(cache_config: CacheConfig) -> Stage:
-            records, view = Records(), RadixTreeView()
-            own = {"cache_config": cache_config, "trace_config": TraceConfig(readers=(*readers, records, view))}
-            engine = stack.enter_context(LLMEngine(**{**configs, **own}, parts=parts))
-            return Stage(engine, records, view, params, options, console)
-
-        roomy, scarce = stage(plenty), stage(replace(sized(memory, LITTLE), debug=True))
-        prompts = show_users(roomy, num_users)
-        show_conversation(roomy)
-        show_times(roomy, prompts)
-        show_little_memory(scarce)
-
-
-def show_users(stage: Stage, num_users: int) -> list[list[int]]:
-    """Print the tokens that each request reuses, the reason, and the tree. Return the prompts."""
-    console, page_size = stage.console, stage.engine.config.cache.page_size
-    questions = [f"What is {TERMS[i % len(TERMS)]}?" for i in range(num_users)]
-    prompts = [as_tokens(stage.engine, [SYSTEM, _user(question)]) for question in questions]
-    headline(
-        console,
-        "1. Many users, one system prompt",
-        f"{some(num_users, 'user')} at the same time, whose prompts begin with the same instructions. Only whole pages "
-        f"are shared, of {some(page_size, 'token')} each.",
-    )
-    outputs, table = stage.run(*prompts), Table("", "question", "prompt", "reused", "computed", box=None)
-    for question, output in zip(questions, outputs, strict=True):
-        total, reused = output.metrics.num_prompt_tokens, output.metrics.cached_tokens
-        table.add_row(output.request_id, Text(question), f"{total:,}", f"{reused:,}", f"{total - reused:,}")
-    console.print(table)
-    best = max(outputs, key=lambda output: output.metrics.cached_tokens)
-    skips = some(best.metrics.cached_tokens, "token")
-    console.print(f"\n[bold]Why {best.request_id} skips {skips}: its way through the trace")
-    bullets(console, way(stage.records, best.request_id))
-    (other,) = stage.run(prompts[0], cache_salt=OTHER_TENANT)
-    console.print(
-        f"\n{other.request_id} comes later with the prompt of {outputs[0].request_id}, but with cache_salt="
-        f"{OTHER_TENANT!r}, and finds {some(other.metrics.cached_tokens, 'token')}. Tenants with different salts share "
-        f"nothing, so that no fast answer betrays what others have asked."
-    )
-    stage.draw()
-    console.print(Text(f"{KEY}\n", style="dim"))
-    return prompts
-
-
-def way(records: Records, rid: str) -> Iterator[str]:
-    """Yield the decisions about a request, until it is admitted."""
-    for record in records:
-        if rid in record.event.request_ids():
-            yield f"step {record.step}: {record.event.explain()}"
-            if isinstance(record.event, Admit):
-                return
-
-
-def show_conversation(stage: Stage) -> None:
-    """Print each turn with the tokens that it reuses, and the tree in the end."""
-    stage.engine.flush_cache()
-    headline(stage.console, "2. A conversation", CONVERSATION)
-    past = [SYSTEM]
-    for question in CHAT:
-        if question == CHAT[-1]:
-            stage.console.print("[italic]The last turn is taken back; another question takes its place.\n")
-            del past[-2:]
-        (output,) = stage.run(as_tokens(stage.engine, [*past, _user(question)]))
-        stage.console.print(Text.assemble((question, "bold"), f"\n{output.text}\n", (f"{reuse(output)}\n", "dim")))
-        past += [_user(question), {"role": "assistant", "content": output.text}]
-    stage.draw()
+def is_loss(event: Event) -> bool:
+    """Return whether KV is lost, or a request returns that had lost its own."""
+    return isinstance(event, Evicted | Retract) or (isinstance(event, Admit) and event.num_output_tokens > 0)
 
 
 def reuse(output: RequestOutput) -> str:
     """Return the number of prompt tokens that were reused, and of those that were computed."""
     total, reused = output.metrics.num_prompt_tokens, output.metrics.cached_tokens
     return f"{some(total, 'prompt token')}: {reused:,} reused, {total - reused:,} computed"
-
-
-def show_times(stage: Stage, prompts: Sequence[list[int]]) -> None:
-    """Print the time to first token of the same requests with shared KV and without, measured without a trace."""
-    engine, console = stage.engine, stage.console
-    headline(
-        console,
-        "\n3. The time to first token",
-        f"The {some(len(prompts), 'request')} of part 1 once more, {ROUNDS} times from an empty cache: as they are, and "
-        f"each with a salt of its own, so that none shares.",
-    )
-    engine.tracer.close()
-
-    def run(is_shared: bool) -> list[RequestOutput]:
-        engine.flush_cache()
-        salts = [{} if is_shared else {"cache_salt": f"user {i}"} for i in range(len(prompts))]
-        streams = [
-            engine.stream(p, stage.params, **{**stage.options, **salt}) for p, salt in zip(prompts, salts, strict=True)
-        ]
-        return [checked(list(stream)[-1]) for stream in streams]
-
-    with console.status("measuring", refresh_per_second=2):
-        rounds = take_turns(dict(zip(RECORDED, (True, False), strict=True)), run)
-    waits = {
-        name: [mean(output.metrics.time_to_first_token or 0.0 for output in outputs) for outputs in own]
-        for name, own in rounds.items()
-    }
-    answers = zip(*(own[-1] for own in rounds.values()), strict=True)
-    same = sum(shared.outputs == alone.outputs for shared, alone in answers)
-    bullets(
-        console,
-        [
-            f"The first token comes, on average, after {compared(waits, RECORDED)}",
-            f"{same} of {some(len(prompts), 'answer')} are the same with shared KV and without, token for token.\n",
-        ],
-    )
-
-
-def show_little_memory(stage: Stage) -> None:
-    """Print the evictions and retractions, the tree, two requests that come again, and the last audit of the memory."""
-    engine, console = stage.engine, stage.console
-    params = replace(stage.params, max_tokens=min(stage.params.max_tokens, MOST_OUTPUT))
-    texts = [f"{codes(range(4 * i, 4 * i + 4))} What is {term}?" for i, term in enumerate(TERMS)]
-    prompts = [as_tokens(engine, [_user(text)]) for text in texts]
-    needed, room = sum(len(prompt) + params.max_tokens for prompt in prompts), engine.stats().max_total_tokens
-    headline(
-        console,
-        "4. Little memory",
-        f"{len(prompts)} users with nothing in common come {EVERY} steps after each other. Prompts and answers have up "
-        f"to {needed:,} tokens, the KV memory {room:,}. Admission reserves "
-        f"{engine.config.scheduler.schedule_conservativeness:g} times the usual room for answers. What is lost:",
-    )
-    streams = []
-    for prompt in prompts:
-        streams.append(engine.stream(prompt, params, **stage.options))
-        for _ in range(EVERY):
-            engine.step()
-    for stream in streams:
-        checked(list(stream)[-1])
-    bullets(console, losses(stage.records))
-    stage.draw()
-    stats, short = engine.stats(), [replace(params, max_tokens=1)] * 2
-    first, last = run_together(engine, [prompts[0], prompts[-1]], short, stage.options)
-    *_, audit = (record.event for record in stage.records if isinstance(record.event, Audit))
-    bullets(
-        console,
-        [
-            f"\nIn all {some(stats.num_evicted_tokens, 'cached token')} evicted, {some(stats.num_retractions, 'retraction')}.",
-            f"The first user asks again, {reuse(first)}; then the last one, {reuse(last)}.",
-            f"The memory is audited after each step. The last time: {audit.explain()}",
-        ],
-    )
-
-
-def losses(records: Records) -> Iterator[str]:
-    """Yield the evictions, the retractions, and the returns of retracted requests."""
-    for record in records:
-        event = record.event
-        if isinstance(event, Evicted | Retract) or (isinstance(event, Admit) and event.num_output_tokens):
-            yield f"step {record.step}: {event.explain()}"
 
 
 # --- requests and measurements ----------------------------------------------------------------------------------------
@@ -264,10 +240,10 @@ def codes(indices: Sequence[int]) -> str:
     return " ".join(f"The code of {NOUNS[index]} is {code_of(index)}." for index in indices)
 
 
-SYSTEM: Message = {"role": "system", "content": f"{INSTRUCTIONS} {codes(range(len(NOUNS)))}"}
+SYSTEM: Message = {"role": "system", "content": f"You answer questions. {codes(range(len(NOUNS)))}"}
 
 
-def as_tokens(engine: AnyEngine, messages: Sequence[Message]) -> list[int]:
+def as_tokens(engine: Any, messages: Sequence[Message]) -> list[int]:
     """Return the prompt of a conversation; without a chat template, a line for each message."""
     tokenizer = engine.engine_core.input_processor.tokenizer
     if tokenizer.chat_template is not None:
@@ -285,14 +261,6 @@ def sized(config: CacheConfig, num_tokens: int) -> CacheConfig:
     """Return `config` with room for `num_tokens`, unless it sets a size."""
     sizes = (config.max_total_tokens, config.kv_cache_memory_bytes, config.gpu_memory_utilization)
     return replace(config, max_total_tokens=num_tokens) if all(size is None for size in sizes) else config
-
-
-def run_together(
-    engine: AnyEngine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], options: Mapping[str, Any]
-) -> list[RequestOutput]:
-    """Run requests that arrive at once; return their outputs, in order. Raises `EngineError` if one fails."""
-    streams = [engine.stream(prompt, own, **options) for prompt, own in zip(prompts, params, strict=True)]
-    return [checked(list(stream)[-1]) for stream in streams]
 
 
 def take_turns(subjects: Mapping[str, S], run: Callable[[S], T]) -> dict[str, list[T]]:
@@ -316,16 +284,3 @@ def _ratio(seconds: Mapping[str, float]) -> str:
     short, long = seconds.values()
     each = " and ".join(f"{own * 1e3:.1f} ms {name}" for name, own in seconds.items())
     return f"{each}, {long / short:.1f} times as long"
-
-
-@contextmanager
-def kept_open(reader: TraceReader) -> Iterator[Any]:
-    """Yield a reader for several engines: the end of the context closes it, not the end of an engine."""
-    try:
-        yield SimpleNamespace(read=reader.read, close=lambda: None)
-    finally:
-        reader.close()
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}

@@ -14,12 +14,11 @@ from rich.console import Console
 
 from m1_single_request import demo as m1
 from m1_single_request.flags import config_of
-from m1_single_request.sampling_params import SamplingParams
-from m3_paged_attention.config import ModelConfig
+from m3_paged_attention import demo as m3
 from m4_radix_cache import demo as m4
-from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL, SchedulerConfig, SpeculativeConfig
+from m5_chunked_prefill_spec import LLMEngine, ModelConfig, SchedulerConfig, SpeculativeConfig
+from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
 from m5_chunked_prefill_spec.demo_tour import TOUR_BUDGET, Tour
-from m5_chunked_prefill_spec.llm_engine import LLMEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
-    params, options, drafts = config_of(args, SamplingParams), m4.request_options(args), speculative_configs(args)
+    params, demo, options = m3.answer_params(args), config_of(args, DemoConfig), m4.request_options(args)
+    drafts = speculative_configs(args)
     configs: dict[str, Any] = {
         "model_config": config_of(args, ModelConfig),
         "scheduler_config": scheduler_config(args),
         "cache_config": m4.cache_config(args),
         "trace_config": m1.trace_config(args, console),
     }
+    demo.set_threads(configs["model_config"])
     if m1.is_tour(args):
-        Tour(configs, params, options, console).run(drafts, config_of(args, DemoConfig).num_prompts)
+        Tour(configs, params, options, console).run(drafts, demo.num_prompts)
         return
-    configs |= {"speculative_config": own for own in drafts.values()}
-    with LLMEngine(**configs) as engine:
+    with LLMEngine(**configs, speculative_config=next(iter(drafts.values()), SpeculativeConfig())) as engine:
         m4.Conversation(engine, params, console, options).run(args)
 
 
