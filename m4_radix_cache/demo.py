@@ -46,7 +46,8 @@ class RequestConfig:
 
 
 LIMITS = "max_num_seqs max_num_batched_tokens"
-FLAGS: m1.Flags = m3.FLAGS | {
+FLAGS: m1.Flags = {
+    **m3.FLAGS,
     "requests": (RequestConfig, "priority cache_salt"),
     "prefix cache": (CacheConfig, "prefix_cache eviction_policy"),
     "batching": (SchedulerConfig, f"{LIMITS} schedule_policy schedule_conservativeness"),
@@ -81,7 +82,8 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of every request."""
-    return vars(config_of(args, RequestConfig))
+    config = config_of(args, RequestConfig)
+    return {"priority": config.priority, "cache_salt": config.cache_salt}
 
 
 def cache_config(args: argparse.Namespace) -> CacheConfig:
@@ -95,7 +97,7 @@ def cache_config(args: argparse.Namespace) -> CacheConfig:
 
 
 class Conversation(m1.Conversation):
-    """m1's conversation; every request has the user's options, and the tokens that it reused are printed."""
+    """m1's conversation with another `stream`: requests have options, and the number of reused tokens is printed."""
 
     def __init__(self, engine: Any, params: SamplingParams, console: Console, options: dict[str, Any]) -> None:
         super().__init__(engine, params, console)

@@ -51,7 +51,8 @@ TIMES = (
 )
 DECISIONS = (RequestAdded, PolicyOrder, Matched, Admit)
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Records(list[TraceRecord]):
@@ -70,7 +71,7 @@ class Records(list[TraceRecord]):
 
 
 class Stage:
-    """Builds the engines of a tour, which share the readers of the trace, and runs its requests with the same options."""
+    """Builds the engines of a tour, which share the readers of the trace, and runs its requests with equal options."""
 
     engine_class: ClassVar[Any] = LLMEngine
 
@@ -93,7 +94,7 @@ class Stage:
 
     def answer(self, engine: Any, *prompts: list[int], salts: Sequence[str] = ()) -> list[RequestOutput]:
         """Run requests that arrive at once, under these salts; return their outputs."""
-        options = [{**self.options, "cache_salt": salt} for salt in salts] or [self.options] * len(prompts)
+        options = [dict(self.options, cache_salt=salt) for salt in salts] or [dict(self.options)] * len(prompts)
         streams = [engine.stream(prompt, self.params, **own) for prompt, own in zip(prompts, options, strict=True)]
         return [checked(list(stream)[-1]) for stream in streams]
 
@@ -127,12 +128,11 @@ class Tour(Stage):
         """Print the cache."""
         self.console.print("[bold]The cache now")
         self.console.print(self.view.draw(self.llm.engine_core.input_processor.tokenizer))
-        self.console.print()
 
     def show_users(self, prompts: list[list[int]]) -> None:
         """Print the tokens that each request reuses, the reason, and the tree."""
         intro = (
-            f"{some(len(prompts), 'user')} at the same time, whose prompts begin with the same instructions. Only whole "
+            f"{some(len(prompts), 'user')} at the same time; all prompts begin with the same instructions. Only whole "
             f"pages are shared, of {some(self.llm.config.cache.page_size, 'token')} each."
         )
         headline(self.console, "1. Many users, one system prompt", intro)
@@ -148,7 +148,7 @@ class Tour(Stage):
             f"{reuse(other)}. Tenants share nothing, so that no fast answer betrays what others have asked.\n"
         )
         self.draw()
-        self.console.print(Text(f"{KEY}\n", style="dim"))
+        self.console.print(Text(f"\n{KEY}", style="dim"))
 
     def show_conversation(self) -> None:
         """Print each turn with the tokens that it reuses, and the tree in the end."""
@@ -181,7 +181,6 @@ class Tour(Stage):
         is_same = len({tuple(texts) for own in rounds.values() for _, texts in own}) == 1
         answers = f"The answers {'are the same' if is_same else 'differ'} with shared KV and without."
         bullets(self.console, [f"The first token comes, on average, after {compared(times, RECORDED)}", answers])
-        self.console.print()
 
     def show_little_memory(self) -> None:
         """Print the evictions and retractions, the tree, two requests that come again, and the audit of the memory."""
@@ -205,6 +204,7 @@ class Tour(Stage):
         bullets(self.console, self.records.told(is_loss))
         self.console.print()
         self.draw()
+        self.console.print()
         first, last = self.answer(self.llm, prompts[0], prompts[-1])
         audits = self.records.told(lambda event: isinstance(event, Audit))
         bullets(

@@ -42,7 +42,8 @@ class DraftConfig:
 
 
 STEP = "schedule enable_chunked_prefill chunked_prefill_size target_gap_ms"
-FLAGS: m1.Flags = m4.FLAGS | {
+FLAGS: m1.Flags = {
+    **m4.FLAGS,
     "batching": (SchedulerConfig, f"{m4.FLAGS['batching'][1]} {STEP}"),
     "speculative decoding": (DraftConfig, "speculative num_speculative_tokens draft_model"),
     "tour": (DemoConfig, m4.FLAGS["tour"][1]),

@@ -41,8 +41,8 @@ TEXT = (
 )
 DRAFTS = (
     "A text to repeat, a term to explain, a code to look up. Without drafts every token takes a step. ngram drafts the "
-    "tokens that followed an earlier occurrence of the last ones; draft_model drafts with a small model. One step of the "
-    "model verifies all drafts, and drops those that it would not have generated itself."
+    "tokens that followed an earlier occurrence of the last ones; draft_model drafts with a small model. One step of "
+    "the model verifies all drafts, and drops those that it would not have generated itself."
 )
 
 
@@ -80,8 +80,8 @@ class Tour(Stage):
         prompt = ask(first, f"{codes(range(len(NOUNS)))} What is the code of {NOUNS[len(NOUNS) // 2]}?")
         intro = (
             f"{some(num_streams, 'answer')} being streamed; when each has {BEFORE} tokens, a prompt of "
-            f"{some(len(prompt), 'token')} arrives. One engine computes it whole, as m4, and the streams wait. The other "
-            f"gives each stream a token in every step, and cuts the prompt so that a step has at most "
+            f"{some(len(prompt), 'token')} arrives. One engine computes it whole, as m4, and the streams wait. The "
+            f"other gives each stream a token in every step, and cuts the prompt so that a step has at most "
             f"{some(first.engine_core.scheduler.max_num_batched_tokens, 'token')}."
         )
         headline(self.console, "1. A long prompt arrives among streams", intro)
@@ -99,7 +99,6 @@ class Tour(Stage):
         waits = {name: [run.output.metrics.time_to_first_token or 0.0 for run in runs[name]] for name in RECORDED_WAITS}
         gap, wait = compared(gaps, RECORDED_GAPS), compared(waits, RECORDED_WAITS)
         bullets(self.console, [f"Longest gap of a stream: {gap}", f"First token of the long prompt: after {wait}"])
-        self.console.print()
 
     def run_streams(self, engine: LLMEngine, prompt: list[int], num_streams: int) -> Run:
         """Start the streams, add the long prompt when each has `BEFORE` tokens, and step until all have ended."""
