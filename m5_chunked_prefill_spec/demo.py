@@ -85,15 +85,15 @@ def scheduler_config(args: argparse.Namespace) -> SchedulerConfig:
 def speculative_configs(args: argparse.Namespace) -> dict[str, SpeculativeConfig]:
     """Return the requested source of drafts by name; for a tour without a request, all for which there is a model."""
     flags = config_of(args, DraftConfig)
-    number = {} if flags.num_speculative_tokens is None else {"num_speculative_tokens": flags.num_speculative_tokens}
-    model = {} if flags.draft_model is None else {"model": flags.draft_model}
+    given: dict[str, Any] = {"num_speculative_tokens": flags.num_speculative_tokens, "model": flags.draft_model}
+    given = {name: value for name, value in given.items() if value is not None}
     if flags.speculative is None and m1.is_tour(args):
-        drafts = {"ngram": SpeculativeConfig(method="ngram", **number)}
-        if model or (config_of(args, ModelConfig).model is None and DEFAULT_DRAFT_MODEL.exists()):
-            drafts["draft_model"] = SpeculativeConfig(method="draft_model", **number, **model)
-        return drafts
+        has_draft = "model" in given or (config_of(args, ModelConfig).model is None and DEFAULT_DRAFT_MODEL.exists())
+        drafts = {"draft_model": SpeculativeConfig(method="draft_model", **given)} if has_draft else {}
+        given.pop("model", None)
+        return {"ngram": SpeculativeConfig(method="ngram", **given), **drafts}
     method = None if flags.speculative == "none" else flags.speculative
-    config = SpeculativeConfig(method=method, **number, **model)
+    config = SpeculativeConfig(method=method, **given)
     return {} if method is None else {method: config}
 
 
