@@ -46,9 +46,7 @@ def printed(picture: Any, width: int = 100) -> list[str]:
 
 
 def drawn(view: RadixTreeView, width: int = 100) -> list[str]:
-    """The lines of a drawing, without the legend of the first one."""
-    lines = printed(view.draw(TOKENIZER), width)
-    return lines[: next((index for index, line in enumerate(lines) if line.startswith("(+ new")), len(lines))]
+    return printed(view.draw(TOKENIZER), width)
 
 
 def texts(lines: Sequence[str]) -> list[str]:
@@ -201,14 +199,6 @@ def test_a_page_with_other_tokens_is_new() -> None:
     put(cache, RIGHT)
     title, text, *_ = drawn(view)
     assert text.startswith("└── + 2") and "4 tokens gone" in title
-
-
-def test_a_legend_is_printed_once() -> None:
-    cache, view = viewed()
-    assert "(+ new" not in " ".join(printed(view.draw(TOKENIZER)))
-    put(cache, COMMON)
-    first, second = (" ".join(printed(view.draw(TOKENIZER))) for _ in range(2))
-    assert "(+ new since the last drawing" in first and "locks: requests" in first and "(+ new" not in second
 
 
 def test_a_new_node_is_green() -> None:
