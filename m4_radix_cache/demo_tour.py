@@ -43,7 +43,7 @@ CHAT = ("What is prefix caching?", "What is the code of lamp?", "What is LRU?", 
 """Turns of the conversation; the last takes the place of the one before it."""
 CONVERSATION = (
     "The cache is empty again. One user asks question after question. Each request has the whole conversation, because "
-    "a model remembers nothing; its beginning is reused, with the answers, and only the end is computed."
+    "a model remembers nothing. Compare the tokens that are reused with the prompt of the turn before."
 )
 TIMES = (
     "The requests of part 1 once more, from an empty cache: as they are, and each with a salt of its own, so that none "

@@ -89,9 +89,9 @@ class Tour(Stage):
         headline(self.console, "1. A long prompt arrives among streams", intro)
         late = self.run_streams(first, prompt, num_streams).output
         first.tracer.close()  # what follows is measured without a trace
-        bullets(
-            self.console, records.told(lambda event: isinstance(event, Batch) and has_prompt(event, late.request_id))
-        )
+        steps = records.told(lambda event: isinstance(event, Batch) and has_prompt(event, late.request_id))
+        middle = steps[2:-1] if len(steps) < 5 else [f"{len(steps) - 3} more steps like these"]
+        bullets(self.console, [*steps[:2], *middle, *steps[2:][-1:]])
         self.console.print(Text(f"\n{late.request_id}: {late.text}\n", style="green"))
         with self.console.status("measuring", refresh_per_second=2):
             runs = take_turns(engines, lambda engine: self.run_streams(engine, prompt, num_streams))
