@@ -70,6 +70,7 @@ def show_two_engines(tour: Tour, group: DisaggregationConfig, batch: Mapping[str
             replay(records, tour.console)
         same = sum(tokens_of(alone[rid]) == tokens_of(together[rid]) for rid in batch)
         tour.console.print(f"\n{same} of {len(batch)} requests have the same tokens as from one engine, in part 1.")
+        engine.tracer.close()  # what follows is measured without readers here
         with LLMEngine(**tour.configs) as one:
             show_gaps(tour, {TWO: engine, ONE: one})
 
