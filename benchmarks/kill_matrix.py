@@ -39,9 +39,9 @@ from m6_multimodal_pd import (
     SchedulerConfig,
     TraceConfig,
 )
-from m6_multimodal_pd.demo_parts.drawing import Shape, picture
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import segment_directory
+from notebooks.shapes import Shape, picture
 
 SEED = 1
 NAME = "kill_matrix"

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from benchmarks import ASSETS
 from benchmarks.m3_trace import run
-from m3_paged_attention.block_map import BlockMap, Frame
+from m3_paged_attention.views.block_map import BlockMap, Frame
 from notebooks.checks_m3 import draw_blocks
 
 OWNER, STEP, POSITION = "six/0", 4, 8  # the token that the picture of a block table follows

@@ -47,8 +47,8 @@ from m6_multimodal_pd import (
     SamplingParams,
     SpeculativeConfig,
 )
-from m6_multimodal_pd.demo_parts.drawing import Shape, picture
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import remove_abandoned
+from notebooks.shapes import Shape, picture
 
 NAME = "soak"
 SEED = 1

@@ -1,11 +1,11 @@
-"""The tour of the demo: four requests that show prefill, decode, sampling and the stops, then what one of them cost.
+"""Tour of the demo: four requests that show prefill, decode, sampling and the stops, then the cost of one of them.
 
-Part of `python -m m1_single_request.demo`; nothing in the engine depends on it.
+Part of `python -m m1_single_request.demo`; no part of the engine depends on it.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,171 +14,142 @@ from rich.table import Table
 from rich.text import Text
 
 from m1_single_request.errors import EngineError
-from m1_single_request.events import RequestAdded, size
+from m1_single_request.events import size
 from m1_single_request.llm_engine import LLMEngine
-from m1_single_request.output_events import Finish, Result, TextHeld
-from m1_single_request.outputs import RequestOutput
+from m1_single_request.outputs import RequestMetrics, RequestOutput
 from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.trace_readers import ConsoleReader
-from m1_single_request.tracer import TraceReader, TraceRecord
 
 FULL_STEPS = 2  # at the start of each request
 QUESTION = "What is a KV cache?"
 FACTS = "The code of zebra is 4821. The code of lamp is 0937. The code of otter is 6650."
 
-
-@dataclass(frozen=True)
-class Station:
-    """One stop of the tour."""
-
-    title: str
-    remark: str
-    question: str
-    changes: dict[str, Any]
-
-
-STATIONS = (
-    Station(
+STATIONS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    (
         "1. A question, answered greedily",
         "The prefill takes the whole prompt in one step, every decode step just one token.",
         QUESTION,
         {},
     ),
-    Station(
+    (
         "2. A fact from the prompt",
         "A decode step feeds in one token: the fact reaches it only through the KV cache.",
         f"{FACTS} What is the code of lamp?",
         {},
     ),
-    Station(
+    (
         "3. A vague question, drawn instead of taken",
-        "The model could say many things here. What it says depends on the seed and the place in the answer alone.",
+        "Many answers are likely here. The one that comes depends on the seed and the place in the answer alone.",
         "Explain.",
         {"temperature": 1.0, "top_p": 0.9, "seed": 0, "max_tokens": 48},
     ),
-    Station(
+    (
         "4. A stop string",
-        "The text says ' so far' before ' so each': what may be the beginning of the stop is held back until then.",
+        "The text has ' so far' before ' so each': the possible beginning of the stop string is held back until then.",
         QUESTION,
         {"stop": " so each", "max_tokens": 64},
     ),
 )
+"""Title, remark, question, and changes of the sampling parameters."""
 
 
-class TourReader:
-    """A console trace for a first look: the first steps of each request and its last in full, most others in a line.
+def tour(engine: LLMEngine, params: SamplingParams, console: Console, reader: Any) -> None:
+    """Run the stations, then measure question 1 without a trace.
 
-    A step that holds text back, and the one after it, are shown in full, too. What a step shows is decided for all
-    requests in it together.
+    `reader`: a console reader that is to print the first steps of each request in full, the others in a line; or None.
     """
-
-    def __init__(self, console: Console) -> None:
-        self._console = ConsoleReader(console=console)
-        self._step: list[TraceRecord] = []
-        self._held = False
-
-    def read(self, record: TraceRecord) -> None:
-        """Keep a step's records until it is over, then print them one way or the other."""
-        self._step.append(record)
-        event = record.event
-        if event.headline or event.ends_step or isinstance(event, RequestAdded):
-            events = [kept.event for kept in self._step]
-            lengths = [e.out_len for e in events if isinstance(e, Result)]
-            early = not lengths or min(lengths) <= FULL_STEPS
-            held = any(isinstance(e, TextHeld) for e in events)
-            self._console.verbose = early or held or self._held or any(isinstance(e, Finish) for e in events)
-            for kept in self._step:
-                self._console.read(kept)
-            self._held = held
-            self._step.clear()
-
-    def close(self) -> None:
-        """Do nothing: no text is kept after the end of a step."""
+    for title, remark, question, changes in STATIONS:
+        headline(console, title, remark)
+        for output in engine.stream(chat_prompt(engine, question), replace(params, **changes)):
+            if reader is not None:
+                reader.verbose = output.finished or len(output.token_ids) < FULL_STEPS
+        show_answer(console, output, question)
+    engine.tracer.close()
+    headline(console, "5. The cost of question 1", f"The fastest of three repeats; in brackets: {RECORDED_ON}.")
+    at_least_two = replace(params, max_tokens=max(2, params.max_tokens), min_tokens=2)
+    runs = [checked(engine.generate(chat_prompt(engine, QUESTION), at_least_two)).metrics for _ in range(3)]
+    bullets(console, costs(engine, sorted(runs, key=lambda run: run.time_per_output_token or 0.0)))
 
 
-def tour(engine: LLMEngine, params: SamplingParams, console: Console, reader: TraceReader | None) -> None:
-    """Run the stations; `reader`, which prints the trace, is detached before the costs are measured."""
-    for station in STATIONS:
-        console.rule(f"[bold]{station.title}")
-        console.print(f"[italic]{station.remark}[/italic]\n")
-        output = ask(engine, station.question, replace(params, **station.changes))
-        console.print()
-        show_answer(console, output, question=station.question)
-    if reader is not None:
-        engine.tracer.detach(reader)
-    console.rule("[bold]What question 1 costs")
-    output = min((ask(engine, QUESTION, params) for _ in range(3)), key=lambda output: output.metrics.latency or 0.0)
-    console.print(cost_table(engine, output))
-    console.print(why_memory_bound(engine, output))
+def chat_prompt(engine: LLMEngine, question: str) -> list[int]:
+    """Return the prompt of a conversation of one question."""
+    return engine.chat_prompt([{"role": "user", "content": question}])
 
 
-def ask(engine: LLMEngine, question: str, params: SamplingParams) -> RequestOutput:
-    """One question as a conversation of its own."""
-    return engine.chat([{"role": "user", "content": question}], params)
+# --- printed by the demos of all milestones ---------------------------------------------------------------------------
+
+
+def headline(console: Console, title: str, remark: str) -> None:
+    """Print the title of a part of the tour, and a remark on what to look at."""
+    console.print()
+    console.rule(Text(title, style="bold"))
+    console.print(Text(f"{remark}\n", style="italic"))
+
+
+def bullets(console: Console, sentences: Iterable[str]) -> None:
+    """Print a list with a dash before each item."""
+    table = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        table.add_row("-", Text(sentence))
+    console.print(table)
+
+
+def checked(output: RequestOutput) -> RequestOutput:
+    """Return `output`. Raises `EngineError` if the request failed."""
+    if output.error is not None:
+        raise EngineError(f"{output.request_id} failed: {output.error}") from output.error
+    return output
 
 
 def show_answer(console: Console, output: RequestOutput, question: str | None = None) -> None:
-    """Question and answer, and why it ended. Raises `EngineError` if it failed."""
-    if output.error is not None:
-        raise EngineError(f"{output.request_id} failed: {output.error}") from output.error
+    """Print the question, the answers, and why each ended. Raises `EngineError` if the request failed."""
     if question is not None:
-        console.print(Text.assemble(("question  ", "bold"), question))
-    for answer in output.outputs:  # of later milestones' n; here there is one
+        console.print(Text.assemble(("\nquestion  ", "bold"), question))
+    for answer in checked(output).outputs:
         label = "answer" if len(output.outputs) == 1 else f"answer {answer.index}"
-        console.print(Text.assemble((f"{label:<10}", "bold"), answer.text))
         stop = "" if answer.stop_reason is None else f" {answer.stop_reason!r}"
+        console.print(Text.assemble((f"{label:<10}", "bold"), answer.text))
         console.print(Text(f"{answer.finish_reason}{stop}, {len(answer.token_ids)} tokens\n", style="dim"))
 
 
-def cost_table(engine: LLMEngine, output: RequestOutput) -> Table:
-    """Times, rates and bytes of one finished request."""
-    metrics, runner = output.metrics, engine.engine_core.model_runner
-    ttft, tpot = metrics.time_to_first_token or 0.0, metrics.time_per_output_token
-    kv_tokens = metrics.num_prompt_tokens + metrics.num_output_tokens - 1
-    table = Table(show_header=False, caption="the fastest of three repeats, without a trace")
-    table.add_row("prompt", f"{metrics.num_prompt_tokens} tokens")
-    table.add_row("output", f"{metrics.num_output_tokens} tokens")
-    table.add_row(
-        "time to first token (TTFT)", f"{ttft * 1e3:.1f} ms: {metrics.num_prompt_tokens / ttft:,.0f} prompt tokens/s"
-    )
-    if tpot is not None:
-        table.add_row("time per output token (TPOT)", f"{tpot * 1e3:.2f} ms: {1 / tpot:,.0f} tokens/s")
-    table.add_row(
-        "KV cache at the end",
-        f"{kv_tokens} tokens x {runner.kv_bytes_per_token:,} bytes = {size(kv_tokens * runner.kv_bytes_per_token)}",
-    )
-    return table
+# --- the costs --------------------------------------------------------------------------------------------------------
 
 
-def why_memory_bound(engine: LLMEngine, output: RequestOutput) -> str:
-    """The arithmetic of a decode step on this machine: bytes that must be read, operations done with them."""
-    runner, metrics = engine.engine_core.model_runner, output.metrics
+RECORDED_ON = "recorded on an AMD EPYC, with tiny-qwen3, a prompt of 16 tokens, 1 thread"
+"""Source of the recorded numbers: `benchmarks/results/m1_single_request.json`."""
+
+
+def costs(engine: LLMEngine, runs: list[RequestMetrics]) -> list[str]:
+    """Return the costs of the first of these runs of one request, and their reason. Measures the machine."""
+    runner, best = engine.engine_core.model_runner, runs[0]
     parameters = list(runner.model.parameters())
-    weight_bytes = sum(p.nbytes for p in parameters)
-    operations = 2 * sum(p.numel() for p in parameters)
-    kv_bytes = (metrics.num_prompt_tokens + metrics.num_output_tokens - 1) * runner.kv_bytes_per_token
-    flops, bandwidth = measure_machine(next(iter(parameters)))
-    read_ms, compute_ms = (weight_bytes + kv_bytes) / bandwidth * 1e3, operations / flops * 1e3
-    prompt = metrics.num_prompt_tokens
-    lines = [
-        "\n[bold]Why decode waits for memory[/bold]",
-        f"A decode step reads every weight and the KV once: {size(weight_bytes)} + {size(kv_bytes)}.",
-        f"It does about 2 operations per parameter, {operations / 1e6:.1f} million: "
-        f"{operations / (weight_bytes + kv_bytes):.2f} per byte read.",
-        f"This machine was just measured at {bandwidth / 1e9:.1f} GB/s and {flops / 1e9:.0f} GFLOP/s: it can do "
-        f"{flops / bandwidth:.0f} operations in the time of reading one byte.",
-        f"By this count reading takes {read_ms:.2f} ms and computing {compute_ms:.2f} ms, so the step would wait for "
-        f"{'memory' if read_ms > compute_ms else 'the processor'}.",
-        f"The prefill did {prompt} tokens with one read of the weights: {prompt} times as many operations per byte.",
+    kv_bytes = (best.num_prompt_tokens + best.num_output_tokens - 1) * runner.kv_bytes_per_token
+    num_bytes = sum(each.nbytes for each in parameters) + kv_bytes
+    operations = 2 * sum(each.numel() for each in parameters)
+    return reasons(runs, num_bytes, operations, *measure_machine(parameters[0]))
+
+
+def reasons(runs: list[RequestMetrics], num_bytes: int, operations: float, flops: float, bandwidth: float) -> list[str]:
+    """Return the costs and their reason in sentences: numbers of this run, and recorded ones in brackets.
+
+    `num_bytes` and `operations` are those of a decode step, `flops` and `bandwidth` those of the machine per second.
+    """
+    first, step, slowest = runs[0].time_to_first_token or 0.0, *(run.time_per_output_token or 0.0 for run in runs[::2])
+    read, intensity, ridge = num_bytes / bandwidth, operations / num_bytes, flops / bandwidth
+    numbers = [
+        f"The first token (TTFT) took {first * 1e3:.1f} ms [5.9], each later one (TPOT) {step * 1e3:.2f} ms [3.58].",
+        f"Such a decode step reads every weight and the KV, {size(num_bytes)} [16.1 MiB]. This machine reads "
+        f"{bandwidth / 1e9:.1f} GB/s [18.5]: reading alone takes {read * 1e3:.2f} ms [0.91].",
+        f"The step does {intensity:.2f} [0.50] operations per byte. This machine does {flops / 1e9:,.0f} GFLOP/s "
+        f"[102]: {ridge:.1f} [5.5] in the time of reading one byte.",
     ]
-    if tpot := metrics.time_per_output_token:
-        share = max(read_ms, compute_ms) / (tpot * 1e3)
-        lines.append(
-            f"A step really took {tpot * 1e3:.2f} ms, and this bound is {share:.0%} of that. The rest is Python and "
-            f"the start of some hundred small operations. A model of billions of parameters does the same number of "
-            f"operations on a thousand times the bytes: there the bound is what counts."
-        )
-    return "\n".join(lines)
+    rule = "decode waits for memory. A prefill of 100 tokens does 100 times as many operations with the same read."
+    if slowest > 1.5 * step or ridge < 2 * intensity or read > step:
+        return [*numbers, f"This run was disturbed, or the machine is unusual. The numbers in brackets show it: {rule}"]
+    rest = (
+        " The rest of a step is Python and the start of some hundred small operations: as many as in a model of "
+        "billions of parameters, where reading takes a thousand times as long."
+    )
+    return [*numbers, f"So {rule}{rest if read < step / 2 else ''}"]
 
 
 def measure_machine(like: torch.Tensor) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from m1_single_request.errors import *
 from m1_single_request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from m1_single_request.request_stream import RequestStream
 from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.trace_file import read_trace
 from m1_single_request.trace_readers import ChromeTraceReader, ConsoleReader, JsonlReader
 from m1_single_request.tracer import Tracer, TraceReader, TraceRecord
 
@@ -38,4 +39,5 @@ __all__ = [
     "TraceReader",
     "TraceRecord",
     "Tracer",
+    "read_trace",
 ]

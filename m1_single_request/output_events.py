@@ -154,6 +154,9 @@ class TextHeld(Event):
         begun = tuple(stop for stop in stops if held_back(text, [stop]))
         return cls(rid=request.request_id, text=held + tail, stops=begun)
 
+    def brief(self) -> str:
+        return f"{self.rid} holds {self.text!r}"
+
     def explain(self) -> str:
         if not self.stops:
             return f"The last bytes of {self.rid} are half a character: they are held back until the rest of it comes."

@@ -34,10 +34,15 @@ class Event:
     ends_step: ClassVar[bool] = False
     """True: it is the last event of a step, and the readers show that step."""
 
+    @classmethod
+    def kind_name(cls) -> str:
+        """Return the class name in snake case, such as `step_done` or `kv_usage`."""
+        return WORD_BREAK.sub("_", cls.__name__).lower()
+
     @property
     def kind(self) -> str:
-        """The class name in snake case, such as `step_done` or `kv_usage`."""
-        return WORD_BREAK.sub("_", type(self).__name__).lower()
+        """The name of its class, such as `step_done` or `kv_usage`."""
+        return self.kind_name()
 
     def explain(self) -> str:
         """Return the event as one or two sentences with its numbers."""

@@ -5,17 +5,15 @@ is built.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from m1_single_request.config import DEFAULT_MODEL
 from m1_single_request.errors import ConfigError
 from m1_single_request.tracer import Tracer
-from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.kv_cache_config import check_memory_share
 from m3_paged_attention.step_threads import StepThreads, step_threads
 from m3_paged_attention.wiring import trace_start
-from m4_radix_cache.config import CacheConfig
 from m4_radix_cache.engine_core import EngineCore
 from m4_radix_cache.schedule_batch import Pools
 from m4_radix_cache.wiring import (
@@ -41,19 +39,6 @@ from m5_chunked_prefill_spec.speculative.draft_runner import DraftRunner, limite
 from m5_chunked_prefill_spec.speculative.proposer import make_proposer
 from m5_chunked_prefill_spec.speculative.rejection_sampler import RejectionSampler
 from m5_chunked_prefill_spec.speculative.speculation import Speculation
-
-
-class Settings(Protocol):
-    """Settings that m5's build functions read."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def scheduler(self) -> SchedulerConfig: ...
-    @property
-    def cache(self) -> CacheConfig: ...
-    @property
-    def speculative(self) -> SpeculativeConfig: ...
 
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
@@ -100,7 +85,7 @@ class Runner(NamedTuple):
 
 
 def build_executor(
-    config: Settings,
+    config: EngineConfig,
     parts: Mapping[str, Any],
     loaded: Any,
     drafting: Any,
@@ -127,7 +112,12 @@ def build_executor(
 
 
 def build_input_processor(
-    config: Settings, limits: SchedulerConfig, parts: Mapping[str, Any], loaded: Any, max_total_tokens: int, **more: Any
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    parts: Mapping[str, Any],
+    loaded: Any,
+    max_total_tokens: int,
+    **more: Any,
 ) -> Any:
     """Build the input processor for a KV memory of `max_total_tokens`. `more`: further keywords of it."""
     return parts["input_processor"](
@@ -142,7 +132,7 @@ def build_input_processor(
 
 
 def build_scheduler(
-    config: Settings,
+    config: EngineConfig,
     limits: SchedulerConfig,
     parts: Mapping[str, Any],
     pools: Pools,

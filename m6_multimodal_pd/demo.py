@@ -1,240 +1,201 @@
-"""Pictures and clips in every request: `python -m m6_multimodal_pd.demo`.
+"""Demo of m6, pictures and engines that share the work: `python -m m6_multimodal_pd.demo`.
 
-Without flags: three pictures and a clip, drawn for this, in one batch with questions that have none, each shown beside
-its answer; where the tokens of a prompt with a picture stand; what a picture costs when it comes again; and the same
-batch through two processes, one that computes prompts and one that answers. `--image` and `--video` show something of
-your own with `--prompt` or in a `--chat`. Most other flags are those of m1 to m5.
+Without --prompt and --chat: three pictures and a clip in one batch with texts, each beside its answer; the positions of
+their tokens; a picture that comes again; then the same batch through a process that computes prompts and one that
+answers, and the longest gap of a stream while long prompts arrive, with one engine and with two. With a --model of your
+own the last parts need --pd, because each engine loads the model.
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, cast, get_args
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import torch
 from rich.console import Console
-from rich.text import Text
 
 from m1_single_request import demo as m1
-from m1_single_request.errors import ConfigError
-from m1_single_request.llm_engine import LLMEngine as SingleRequestEngine
+from m1_single_request.errors import ConfigError, EngineError
+from m1_single_request.events import some
+from m1_single_request.flags import config_of, given
+from m1_single_request.input_processor import Message
+from m1_single_request.outputs import RequestOutput
+from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention import demo as m3
+from m3_paged_attention.config import ModelConfig
 from m4_radix_cache import demo as m4
+from m4_radix_cache.demo_tour import sized
 from m5_chunked_prefill_spec import demo as m5
-from m5_chunked_prefill_spec.config import CHUNKED_BATCHED_TOKENS, SpeculativeConfig
-from m6_multimodal_pd.config import URL_SCHEMES, MultimodalConfig
-from m6_multimodal_pd.demo_parts.stage import Part, Settings
-from m6_multimodal_pd.demo_parts.tour import tour
-from m6_multimodal_pd.demo_parts.viewer import Viewer
-from m6_multimodal_pd.disaggregation.config import DisaggregationConfig, TransportName
+from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
+from m6_multimodal_pd.config import MultimodalConfig
+from m6_multimodal_pd.demo_terminal import shown
+from m6_multimodal_pd.demo_tour import MOST_COLUMNS, OptionsOf, Tour, show_pictures
+from m6_multimodal_pd.demo_two_engines import show_two_engines, starting
+from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
+from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.llm_engine import LLMEngine
+from m6_multimodal_pd.multimodal.decode_video import Frames
 
-NUM_TEXTS = 3
-DESCRIPTION = """Watch the engine see pictures, answer, and explain every step. Without --prompt and --chat it shows a
-tour, which needs no network and no GPU: pictures, a clip and texts in one batch; where a picture's tokens stand; a
-picture that comes again; then the same batch through a process for prompts and one for answers."""
-MEANINGS = m5.MEANINGS | {
-    "dtype": "of weights and KV; default: on CUDA what the model names, on a CPU float32, or bfloat16 for a large one",
-    "max_tokens": "an answer ends after so many; default: 128",
-    "n": "so many answers to one prompt, which share it and its pictures; in the tour: to the first picture's question",
-    "temperature": "0, the default, takes the likeliest token; more draws it",
-    "top_k": "draw from so many of the likeliest tokens; default: -1, all",
-    "top_p": "draw from the likeliest tokens that have this share together; default: 1, all",
-    "min_p": "draw from tokens with at least this share of the likeliest one's probability; default: 0, all",
-    "presence_penalty": "less of what the answer has already; default: 0",
-    "frequency_penalty": "the same for each time that it has it; default: 0",
-    "repetition_penalty": "less of what prompt or answer have already; default: 1, no less",
-    "seed": "of what is drawn: the same one draws the same",
-    "num_prompts": f"requests without a picture in the tour's batch; default: {NUM_TEXTS}",
-    "max_num_batched_tokens": "so many new tokens go through the model in one step; a longer prompt is cut, inside a "
-    f"picture, too; default: {CHUNKED_BATCHED_TOKENS['cpu']} on a CPU, {CHUNKED_BATCHED_TOKENS['cuda']:,} on a GPU",
-    "speculative": "who guesses tokens; default: ngram in the tour, else nobody. A draft model cannot see: it guesses "
-    "for texts only",
+ROOM = 32_768
+"""Tokens of KV memory in the tour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(m5.DemoConfig):
+    """Settings of the tour."""
+
+    num_prompts: int = 3
+    """Number of requests without a picture in the batch of the tour."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserConfig:
+    """Settings of a prompt or a chat."""
+
+    image: Sequence[str] = ()
+    """Picture for the prompt, or for the first line of a chat, where /image PATH takes others. May be repeated."""
+    video: Sequence[str] = ()
+    """Clip for the prompt or the chat: a GIF, APNG or WebP file, or a folder of frames. May be repeated."""
+    video_fps: float | None = None
+    """Frames per second of a clip without times of its own, a folder."""
+    pd: bool = False
+    """Use engines that share the work, each a process that loads the model. Implied by the next three flags."""
+
+
+LIMITS = "allowed_url_schemes min_pixels max_pixels encoder_budget embedding_cache_bytes"
+FLAGS: m1.Flags = {
+    **m5.FLAGS,
+    "tour": (DemoConfig, m5.FLAGS["tour"][1]),
+    "pictures": (UserConfig, "image video video_fps"),
+    "limits of pictures": (MultimodalConfig, LIMITS),
+    "prefill and decode apart": (UserConfig, "pd"),
+    "engines that share the work": (DisaggregationConfig, "prefill decode transport"),
 }
-"""Of flags of earlier milestones, here."""
 
 
-def make_parser(prog: str = "python -m m6_multimodal_pd.demo") -> argparse.ArgumentParser:
-    """The flags of m1 to m5, those of pictures, and those of engines that share the work."""
-    parser = m5.make_parser(prog)
-    parser.description = DESCRIPTION
-    add_picture_flags(parser)
-    add_group_flags(parser)
-    parser.set_defaults(num_prompts=NUM_TEXTS)
-    m5.retell(parser, MEANINGS, m5.MEMORY)
-    return parser
-
-
-def add_picture_flags(parser: argparse.ArgumentParser) -> None:
-    """What is shown, and what the vision tower may cost."""
-    pictures = parser.add_argument_group(
-        "pictures",
-        "With --prompt they stand before its text, with --chat before the first question, where /image PATH and "
-        "/video PATH show more. With neither, the demo asks what is in them. Pixels and budget are those of the model "
-        "and the device, if nothing is said.",
-    )
-    pictures.add_argument(
-        "--image", action="append", default=[], metavar="PATH", help="show this picture; may be repeated"
-    )
-    pictures.add_argument(
-        "--video",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="show this clip, a GIF, APNG or WebP, or a folder of frames; may be repeated, and comes behind the images",
-    )
-    pictures.add_argument(
-        "--video-fps", type=float, metavar="FPS", help="frames a second of a --video that does not say so, a folder"
-    )
-    pictures.add_argument(
-        "--allow-url",
-        action="append",
-        default=[],
-        choices=URL_SCHEMES,
-        help="let --image and --video be URLs of this kind; may be repeated",
-    )
-    pictures.add_argument("--min-pixels", type=int, metavar="PIXELS", help="enlarge a smaller picture to so many")
-    pictures.add_argument("--max-pixels", type=int, metavar="PIXELS", help="reduce a larger picture to so many")
-    pictures.add_argument(
-        "--encoder-budget", type=int, metavar="TOKENS", help="the vision tower makes at most so many in one step"
-    )
-    pictures.add_argument(
-        "--embedding-cache-bytes", type=int, metavar="BYTES", help="memory for what the vision tower has made"
-    )
-
-
-def add_group_flags(parser: argparse.ArgumentParser) -> None:
-    """How many engines share the work."""
-    group = parser.add_argument_group(
-        "prefill and decode apart",
-        "Some engines compute prompts, others answer, and a prompt's KV moves from one to the other. Each is a process "
-        "that loads the model. The tour ends with such a group, 1 + 1 unless these flags say otherwise; with a --model "
-        "of your own only if one of them is given. With --prompt and --chat they make a group answer in place of one "
-        "engine.",
-    )
-    group.add_argument("--pd", action="store_true", help="a group, of one engine each")
-    group.add_argument(
-        "--prefill", type=int, metavar="N", help="so many engines that compute prompts; default: 1; implies --pd"
-    )
-    group.add_argument("--decode", type=int, metavar="N", help="so many engines that answer; default: 1; implies --pd")
-    group.add_argument(
-        "--transport",
-        choices=get_args(TransportName),
-        help="how KV moves between them; default: shared_memory; in_process: all of them run in this process, in "
-        "turns; implies --pd",
-    )
+def make_parser() -> argparse.ArgumentParser:
+    """Return a parser of all flags."""
+    spelled = {**m5.SPELLED, "allowed_url_schemes": ["--allow-url"]}
+    return m1.make_parser("m6_multimodal_pd.demo", __doc__, FLAGS, spelled)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo; return the exit status."""
     return m1.exit_status(run, make_parser().parse_args(argv))
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """Do what the flags say."""
-    m3.check_flags(args)
-    media = media_parts(args)
-    if media and m1.is_tour(args):
-        args.prompt = question_about(args)
-    settings = settings_of(args, console)
-    if args.threads or args.model is None:
-        torch.set_num_threads(args.threads or 1)
+    """Run the tour, or answer the prompt or the chat that the flags request."""
+    demo, user, params = config_of(args, DemoConfig), config_of(args, UserConfig), m3.answer_params(args)
+    check_pictures(args, user)
+    if m1.is_tour(args) and (user.image or user.video):
+        args.prompt = "What happens in the clip?" if user.video else "Describe the picture."
+    configs, group, trace = configs_of(args), group_of(args), m1.trace_config(args, console)
+    options_of = partial(options_by_prompt, m4.request_options(args), configs["speculative_config"].method)
+    demo.set_threads(configs["model_config"])
     if m1.is_tour(args):
-        tour(settings, console)
+        tour = Tour(configs, params, options_of, demo.num_prompts, console)
+        batch, outputs = show_pictures(tour, trace)
+        if group is not None:
+            show_two_engines(tour, group, batch, outputs)
         return
-    with LLMEngine(
-        model_config=settings.model,
-        scheduler_config=settings.scheduler,
-        cache_config=settings.cache,
-        speculative_config=settings.speculative,
-        multimodal_config=settings.multimodal,
-        trace_config=settings.trace,
-        **groups(settings),
-    ) as engine:
-        viewer = Viewer(engine, settings, console, video_options(args))
-        for part in media:
-            viewer.show(part)
-        if media and args.prompt is not None:
-            console.print(Text.assemble(("question  ", "bold"), args.prompt))
-        user = cast(SingleRequestEngine, viewer)  # all that m1 calls of an engine
-        if args.chat:
-            console.print("[dim]/image PATH and /video PATH show something with the next question[/dim]")
-            m1.chat(user, settings.params, console, viewer.commands)
-        else:
-            m1.converse(user, args, settings.params, console)
+    with starting(group, console):
+        engine = LLMEngine(trace_config=trace, disaggregation_config=group, **configs)
+    with engine:
+        Conversation(engine, params, console, user, options_of).run(args)
 
 
-def settings_of(args: argparse.Namespace, console: Console) -> Settings:
-    """All flags, checked."""
-    params = replace(m1.sampling_params(args), n=1 if args.n is None else args.n)
-    memory, is_tour = m4.cache_config(args), m1.is_tour(args)
-    return Settings(
-        model=m3.model_config(args),
-        scheduler=m5.scheduler_config(args),
-        cache=m5.roomy(memory) if is_tour else memory,
-        speculative=speculative_config(args),
-        multimodal=multimodal_config(args),
-        trace=m1.trace_config(args, m1.console_reader(args, console)),
-        disaggregation=disaggregation_config(args),
-        params=replace(params, n=1) if is_tour else params,
-        num_texts=args.num_prompts,
-        num_answers=params.n,
-        live=args.trace in (None, "off"),
-        options=m4.request_options(args),
-    )
+def check_pictures(args: argparse.Namespace, user: UserConfig) -> None:
+    """Raise `ConfigError` for flags of pictures that have no effect."""
+    if user.video_fps is not None and not user.video and not args.chat:
+        raise ConfigError(f"video_fps={user.video_fps} has no effect without a video")
+    if args.raw and (user.image or user.video):
+        raise ConfigError("raw has no effect with pictures: the chat template puts them into the prompt")
 
 
-def media_parts(args: argparse.Namespace) -> list[Part]:
-    """What the flags show, as parts of a message. Raises `ConfigError` for flags that have no effect."""
-    if args.video_fps is not None and not args.video and not args.chat:
-        raise ConfigError(f"video_fps={args.video_fps} has no effect without a video")
-    if args.raw and (args.image or args.video):
-        raise ConfigError("raw: it is the chat template that puts pictures into a prompt; leave --raw or them away")
-    images: list[Part] = [{"type": "image", "image": path} for path in args.image]
-    return [*images, *({"type": "video", "video": path, **video_options(args)} for path in args.video)]
+def configs_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the configurations of the flags, as keywords of an engine."""
+    drafts, cache = [*m5.speculative_configs(args).values(), SpeculativeConfig()], m4.cache_config(args)
+    return {
+        "model_config": config_of(args, ModelConfig),
+        "scheduler_config": config_of(args, SchedulerConfig),
+        "cache_config": sized(cache, ROOM) if m1.is_tour(args) else cache,
+        "speculative_config": drafts[0],
+        "multimodal_config": config_of(args, MultimodalConfig),
+    }
 
 
-def video_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of every video."""
-    return {} if args.video_fps is None else {"video_fps": args.video_fps}
+def options_by_prompt(options: dict[str, Any], method: str | None, prompt: Any) -> dict[str, Any]:
+    """Return the options of a request with this prompt: a draft model takes texts only."""
+    has_pictures = getattr(prompt, "multimodal_inputs", None) is not None
+    return {**options, "speculate": False} if has_pictures and method == "draft_model" else options
 
 
-def question_about(args: argparse.Namespace) -> str:
-    """What is asked about pictures that came without a question."""
-    if args.video:
-        return "What happens in the clip?"
-    return "Compare the two pictures." if len(args.image) == 2 else "Describe the picture."
+def group_of(args: argparse.Namespace) -> DisaggregationConfig | None:
+    """Return the group of engines that the flags request; None for one engine.
+
+    The tour has a group, unless a model of the user would be loaded twice more.
+    """
+    flags, is_short = given(args, DisaggregationConfig), m1.is_tour(args) and config_of(args, ModelConfig).model is None
+    return DisaggregationConfig(**flags) if flags or config_of(args, UserConfig).pd or is_short else None
 
 
-def speculative_config(args: argparse.Namespace) -> SpeculativeConfig:
-    """Who guesses, checked. If nobody was asked for: nobody, but in the tour, which is to show it."""
-    asked = args.speculative or ("ngram" if m1.is_tour(args) else "none")
-    known = m5.speculative_configs(argparse.Namespace(**vars(args) | {"speculative": asked}))
-    return known.get(asked, SpeculativeConfig())
+class Conversation(m4.Conversation):
+    """m4's conversation, with pictures: those that were shown go with the next question.
 
+    It changes `message`, `stream` and `reset`.
+    """
 
-def disaggregation_config(args: argparse.Namespace) -> DisaggregationConfig | None:
-    """The flags of engines that share the work, checked; None, if they do not. The tour has a pair of them, unless that
-    would load a large model twice more."""
-    if getattr(args, "group", None) is not None:
-        group: DisaggregationConfig = args.group
-        return group
-    names = ("prefill", "decode", "transport")
-    given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    wanted = args.pd or given or (m1.is_tour(args) and args.model is None)
-    return DisaggregationConfig(**given) if wanted else None
+    def __init__(
+        self, engine: LLMEngine, params: SamplingParams, console: Console, user: UserConfig, options_of: OptionsOf
+    ) -> None:
+        super().__init__(engine, params, console, {})
+        self.options_of, self.video_fps = options_of, user.video_fps
+        self.waiting: list[dict[str, Any]] = []
+        for kind in ("image", "video"):
+            self.commands[f"/{kind}"] = partial(self.take, kind)
+            for path in getattr(user, kind):
+                self.show(kind, path)
 
+    def take(self, kind: str, path: str) -> str:
+        """Show a picture or a clip; return the line to print, also for an error."""
+        if not path:
+            return f"/{kind} needs a path"
+        try:
+            self.show(kind, os.path.expanduser(path.strip("'\"")))
+        except EngineError as error:
+            return f"{type(error).__name__}: {error}"
+        return "it goes with the next question"
 
-def groups(settings: Settings) -> dict[str, Any]:
-    """The keyword that makes an engine a group of them."""
-    return {} if settings.disaggregation is None else {"disaggregation_config": settings.disaggregation}
+    def show(self, kind: str, path: str) -> None:
+        """Print a picture or a clip, and keep it for the next question. Raises `InvalidMediaError`."""
+        prompts, name = self.engine.engine_core.input_processor.prompts, f"{kind} {path}"
+        if prompts is None:
+            raise InvalidMediaError(f"the model takes texts only, not {name}")
+        fps = {} if self.video_fps is None or kind == "image" else {"video_fps": self.video_fps}
+        media = prompts.media.loader.load({"type": kind, kind: path, **fps}, name)
+        frames = media.pixels.reshape(-1, *media.pixels.shape[-3:])
+        words = f"{name}: {frames.shape[2]} x {frames.shape[1]} pixels"
+        if isinstance(media, Frames):
+            words += f", {len(frames)} of {some(media.total, 'frame')}"
+        self.console.print(shown(frames, words, self.console, MOST_COLUMNS))
+        self.waiting.append({"type": kind, kind: path, **fps})
 
+    def message(self, text: str) -> Message:
+        """Return the message of a line, with the pictures that wait for it."""
+        parts, self.waiting = self.waiting, []
+        return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}
 
-def multimodal_config(args: argparse.Namespace) -> MultimodalConfig:
-    """The flags of pictures, checked."""
-    names = ("min_pixels", "max_pixels", "encoder_budget", "embedding_cache_bytes")
-    given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return MultimodalConfig(allowed_url_schemes=tuple(args.allow_url), **given)
+    def stream(self, prompt: str | list[int]) -> Iterable[RequestOutput]:
+        """Run one request with its options; yield its output after each step."""
+        self.options = dict(self.options_of(prompt))
+        return super().stream(prompt)
+
+    def reset(self, line: str) -> str:
+        """Forget the conversation, and the pictures that wait."""
+        self.waiting.clear()
+        return super().reset(line)
 
 
 if __name__ == "__main__":

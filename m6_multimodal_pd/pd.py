@@ -21,7 +21,7 @@ from rich.console import Console
 
 from m1_single_request import demo as m1
 from m1_single_request.errors import ConfigError
-from m3_paged_attention import demo as m3
+from m1_single_request.flags import config_of, given
 from m6_multimodal_pd import demo
 from m6_multimodal_pd.config import DEFAULT_MODEL, EngineConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
@@ -32,7 +32,9 @@ from m6_multimodal_pd.disaggregation.runtime.messages import Order
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import owner_by_hand, remove_abandoned
 
 PROG = "python -m m6_multimodal_pd.pd"
-OF_REQUESTS = ("prompt", "chat", "image", "video", "n", "trace_file", "chrome_trace")
+ADDRESS, KEYS = "DisaggregationConfig.address", "DisaggregationConfig.key_file"
+"""Where the parser puts the flags of a group that is started by hand."""
+OF_REQUESTS = ("prompt", "chat", "trace_file", "UserConfig.image", "UserConfig.video", "SamplingParams.n")
 """Flags of the demo that have no effect on an engine."""
 
 
@@ -52,8 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     for name, run, place in (("router", route, "--listen"), ("prefill", work, "--join"), ("decode", work, "--join")):
         what = f"start a {name} process"
         command = commands.add_parser(name, help=what, parents=[demo.make_parser()], conflict_handler="resolve")
-        command.add_argument(place, dest="address", required=True, metavar="ROUTER", help="as tcp://127.0.0.1:5600")
-        command.add_argument("--keys", required=True, metavar="FILE", help="made by the command keys")
+        command.add_argument(place, dest=ADDRESS, required=True, metavar="ROUTER", help="as tcp://127.0.0.1:5600")
+        command.add_argument("--keys", dest=KEYS, required=True, metavar="FILE", help="made by the command keys")
         if run is work:
             command.add_argument("--name", help="name of the engine; default: its role and its process id")
         command.set_defaults(run=run)
@@ -68,39 +70,33 @@ def make_keys(args: argparse.Namespace, console: Console) -> None:
 
 def route(args: argparse.Namespace, console: Console) -> None:
     """Run the demo with engines that are started by hand."""
-    if args.transport is not None:
-        raise ConfigError(f"transport={args.transport!r} has no effect: engines are started by hand")
-    args.group = DisaggregationConfig(
-        prefill=args.prefill or 1, decode=args.decode or 1, address=args.address, key_file=args.keys
-    )
+    flags = given(args, DisaggregationConfig)
+    if "transport" in flags:
+        raise ConfigError(f"transport={flags['transport']!r} has no effect: engines are started by hand")
     demo.run(args, console)
 
 
 def work(args: argparse.Namespace, console: Console) -> None:
     """Run an engine until its router is gone, or a signal ends it."""
-    m3.check_flags(args)
     for name in OF_REQUESTS:
         if getattr(args, name, None):
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect: requests come from the router")
+            flag = name.rpartition(".")[2].replace("_", "-")
+            raise ConfigError(f"--{flag} has no effect: requests come from the router")
     args.chat = True  # no tour: memory and drafts are those of an engine, not of the demo
-    settings, keys = demo.settings_of(args, console), read_keys(args.keys)
-    model = replace(settings.model, model=settings.model.model or DEFAULT_MODEL)
-    config = EngineConfig(
-        model=model,
-        scheduler=settings.scheduler,
-        cache=settings.cache,
-        speculative=settings.speculative,
-        multimodal=settings.multimodal,
-        disaggregation=DisaggregationConfig(),
+    configs, keys = demo.configs_of(args), read_keys(getattr(args, KEYS))
+    model = configs["model_config"] = replace(
+        configs["model_config"], model=configs["model_config"].model or DEFAULT_MODEL
     )
+    fields = {name.removesuffix("_config"): config for name, config in configs.items()}
+    config = EngineConfig(**fields, disaggregation=DisaggregationConfig())
     order = Order(
         name=args.name or f"{args.command}-{os.getpid()}",
         role=args.command,
-        address=args.address,
+        address=getattr(args, ADDRESS),
         keys=keys.engines,
         owner=owner_by_hand(),
         is_traced=True,
-        num_threads=args.threads or 1,
+        num_threads=config_of(args, demo.DemoConfig).threads or 1,
         config=to_json(config),
     )
     remove_abandoned()

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from m1_single_request.tracer import Tracer, TraceRecord
 from m3_paged_attention import CacheConfig, LLMEngine, SamplingParams, SchedulerConfig
-from m3_paged_attention.block_map import Frame
 from m3_paged_attention.block_pool import BlockPool
 from m3_paged_attention.input_batch import BatchRow, CachedRequestState
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
@@ -27,6 +26,7 @@ from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.model_input import make_model_input
 from m3_paged_attention.scheduler_events import Preempted
 from m3_paged_attention.scheduler_output import NewRequestData
+from m3_paged_attention.views.block_map import Frame
 
 try:  # in the checkout, for the tests
     from notebooks.checks import (

@@ -24,7 +24,7 @@ from m4_radix_cache.mem_cache.radix_key import RadixKey, decode
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_policy import Order, SchedulePolicy
-from m4_radix_cache.tree_view import TreeView
+from m4_radix_cache.views.radix_tree import RadixTreeView
 
 try:  # in the checkout, for the tests
     from notebooks.checks import Mismatch, check, grader, ids_of, run_steps, short, show_source, tokens_alone
@@ -61,7 +61,7 @@ class Letters:
         return "".join(map(chr, token_ids))
 
 
-class LettersView(TreeView):
+class LettersView(RadixTreeView):
     """Draws a cache whose tokens are letters."""
 
     def draw(self, tokenizer: Any = None) -> Any:

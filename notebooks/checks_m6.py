@@ -16,7 +16,6 @@ import torch
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.mem_cache.radix_key import decode
 from m6_multimodal_pd import PARTS, CacheConfig, LLMEngine, SamplingParams
-from m6_multimodal_pd.demo_parts.drawing import Shape, picture
 from m6_multimodal_pd.input_processor import InputProcessor
 from m6_multimodal_pd.models.rotary import axes_of_pairs
 from m6_multimodal_pd.multimodal.decode_video import FrameSampling, VideoOptions
@@ -35,8 +34,10 @@ from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
 
 try:  # in the checkout, for the tests
     from notebooks.checks import Mismatch, check, grader, short, show_source
+    from notebooks.shapes import Shape, picture
 except ModuleNotFoundError:  # beside the notebook
     from checks import Mismatch, check, grader, short, show_source  # type: ignore[no-redef]
+    from shapes import Shape, picture  # type: ignore[no-redef]
 
 __all__ = [
     "ONE_MODEL",

@@ -12,7 +12,6 @@ import torch
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_storage import KVStorage
 from m6_multimodal_pd import CacheConfig, DisaggregationConfig, LLMEngine, RequestOutput, SamplingParams
-from m6_multimodal_pd.demo_parts.drawing import Shape, picture
 from m6_multimodal_pd.disaggregation.page_store import PageStore
 from m6_multimodal_pd.disaggregation.poll import KVReceiver, KVSender
 from m6_multimodal_pd.disaggregation.runtime.in_process import InProcessSegments
@@ -23,9 +22,11 @@ from m6_multimodal_pd.multimodal.mrope import Block, get_rope_index
 try:  # in the checkout, for the tests
     from notebooks.checks import Mismatch, check, grader, short, show_source
     from notebooks.checks_m6 import KV_TOKENS, ONE_MODEL, new_engine
+    from notebooks.shapes import Shape, picture
 except ModuleNotFoundError:  # beside the notebook
     from checks import Mismatch, check, grader, short, show_source  # type: ignore[no-redef]
     from checks_m6 import KV_TOKENS, ONE_MODEL, new_engine  # type: ignore[no-redef]
+    from shapes import Shape, picture  # type: ignore[no-redef]
 
 __all__ = ["check", "line_of", "new_engine", "new_group", "outputs_of", "show_source"]
 

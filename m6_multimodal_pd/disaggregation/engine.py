@@ -26,7 +26,6 @@ from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
 from m6_multimodal_pd.disaggregation.runtime.messages import (
     Answer,
     Call,
-    Heartbeat,
     Joined,
     LengthFitted,
     Role,
@@ -60,7 +59,6 @@ class Engine:
         if self.reporter is not None:
             self.send = self.reporter.send
             self.tracer.attach(self.reporter)
-        self._last_heartbeat: Heartbeat | None = None
         self.core: Any = None
         self.prepared = prepare(config, parts_for(role, parts), self.tracer)
 
@@ -130,23 +128,9 @@ class Engine:
         self.side.after_step()
         if self.reporter is not None:
             self.reporter.flush()
-            if (now := self.heartbeat()) != self._last_heartbeat:
-                self._last_heartbeat = now
-                self.send(now)
         if self.core.dead is not None:
             raise self.core.dead
         return has_stepped
-
-    def heartbeat(self) -> Heartbeat:
-        """Return the state of the engine."""
-        scheduler = self.core.scheduler
-        pools = scheduler.pools
-        return Heartbeat(
-            num_steps=self.core.iteration,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.requests) - len(scheduler.running),
-            free_tokens=pools.token_to_kv_pool_allocator.available_size() + pools.tree_cache.evictable_size(),
-        )
 
     def close(self) -> None:
         """Release all memory."""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from m6_multimodal_pd.disaggregation.runtime.jobs import error_of
-from m6_multimodal_pd.disaggregation.runtime.messages import Answer, Heartbeat, Joined, LengthFitted, Role
+from m6_multimodal_pd.disaggregation.runtime.messages import Answer, Joined, LengthFitted, Role
 
 COMPARED = ("page_size", "layout", "max_model_len", "model")
 
@@ -30,7 +30,6 @@ class Member:
     joined: Joined
     last_heard: float
     """Time of its last message, in monotonic seconds; an engine without requests, or in a step, sends none."""
-    heartbeat: Heartbeat | None = None
     rooms: set[int] = field(default_factory=set)
     """Rooms that it has not ended."""
     calls: dict[int, str] = field(default_factory=dict)

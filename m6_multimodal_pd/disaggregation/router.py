@@ -33,7 +33,6 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Cancel,
     Decode,
     Ended,
-    Heartbeat,
     Joined,
     LengthFitted,
     LengthFixed,
@@ -174,8 +173,6 @@ class Router:
             return None
         member.last_heard = time.monotonic()
         match message:
-            case Heartbeat():
-                member.heartbeat = message
             case StepEvents():
                 self._pass_on(name, message)
             case Relay():

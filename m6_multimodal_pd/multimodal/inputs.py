@@ -128,11 +128,6 @@ class MultimodalInputs:
         if self.mrope_positions.dtype != np.int64 or self.mrope_positions.ndim != 2 or len(self.mrope_positions) != 3:
             raise ValueError("M-RoPE positions are int64 [3, tokens]")
 
-    @property
-    def image_pad_len(self) -> list[int]:
-        """Number of placeholders of each item."""
-        return [item.num_tokens for item in self.mm_items]
-
     def within(self, start: int, end: int) -> list[MultimodalDataItem]:
         """Return the items with placeholders among the tokens `start` to `end`."""
         return [item for item in self.mm_items if item.rows(start, end)]

@@ -16,7 +16,7 @@ QUOTED = [
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "m6_multimodal_pd").rglob("*.py"))
-    if path.name != "__init__.py" and "demo" not in path.as_posix()
+    if path.name != "__init__.py" and not path.name.startswith("demo")
 ]
 EXAMPLES = [
     pytest.param(code, marks=pytest.mark.exhaustive if "DisaggregationConfig(" in code else (), id=code.splitlines()[0])

@@ -26,7 +26,6 @@ from m1_single_request import (
     TraceReader,
     TraceRecord,
 )
-from m1_single_request.demo_tour import TourReader
 from m1_single_request.events import Event, Free, RequestAdded, size, some
 from m1_single_request.output_events import Finish, Result
 from tests.m1_single_request.engines import MakeEngine, drain, greedy, scripted, unfinished
@@ -577,17 +576,6 @@ def test_the_verbose_console_says_an_event_of_another_milestone() -> None:
         "  3 requests share the step, 5 tokens of it padding.",
         "  2 pages are gone.",
     ]
-
-
-def test_the_tour_shows_a_step_in_full_while_any_request_in_it_is_new() -> None:
-    file = io.StringIO()
-    reader = TourReader(Console(file=file, width=400, highlight=False))
-    for step, lengths in ((3, (9, 2)), (4, (10, 3))):
-        for event in (MIXED, *(result(rid, n, " x") for rid, n in zip("ab", lengths, strict=True)), STEP):
-            reader.read(record(event, step=step))
-    said = file.getvalue()
-    assert "a has 9 of" in said and "b has 2 of" in said and "b has 3 of" not in said
-    assert "step    4  3 together  a #10 ' x'  b #3 ' x'" in said and "step    3" not in said
 
 
 # --- readers from the configuration -----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""The timeline: what it draws of a trace, whatever the width, and what it says of it."""
+"""The timeline: lanes and columns of a trace at any width, and the facts of a run; the same from a file."""
 
 import io
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ from rich.console import Console
 
 from m1_single_request.events import RequestAdded, StepDone
 from m1_single_request.output_events import Finish
-from m2_continuous_batching import SamplingParams, TraceRecord
+from m2_continuous_batching import TraceConfig, TraceRecord, read_trace
+from m2_continuous_batching.demo_tour import facts
 from m2_continuous_batching.events import Batch, LeftOut
-from m2_continuous_batching.timeline import LEGEND, Timeline
-from m2_continuous_batching.timeline_facts import facts
+from m2_continuous_batching.views.timeline import LEGEND, Timeline
 from tests.m2_continuous_batching.engines import EXECUTIONS, MakeEngine, greedy, limits, unfinished
 
 LETTERS = {"P": "prefill", "-": "decode", ".": "queued", "x": "left out"}
@@ -201,54 +202,37 @@ def test_a_lane_has_a_place_for_every_token_and_no_step_too_many(story: tuple[Ti
     assert timeline.lanes["req-1"].states.count("left out") == 1
 
 
-def test_what_it_says_has_the_numbers_of_the_run(story: tuple[Timeline, dict[str, int]]) -> None:
+def test_the_facts_have_the_numbers_of_the_run(story: tuple[Timeline, dict[str, int]]) -> None:
     timeline, lengths = story
-    said = "\n".join(facts(timeline))
+    words = "\n".join(facts(timeline))
     for part in (
-        "Step 1 prefills req-0, req-1 and req-2: 9 + 3 + 5 prompt tokens",
-        "Step 8: req-4 joins the batch while req-1 and req-2 are in the middle of their answers.",
-        "req-5 waits longest, 7 steps: 5 behind others in the queue, 2 as the first in line, because as many run as "
-        "max_num_seqs = 3 allows. It joins in step 10, right after the end of req-4.",
-        "Step 5 has no token for req-1 and req-2: the prompt of req-3 takes 24 of the 24 that max_num_batched_tokens "
-        "allows. In step 6 they run before any request is admitted.",
-        "33.0 KiB held keys and values (step 7)",
-        f"21 steps made the {sum(lengths.values())} output tokens of 6 requests: 2.2 a step.",
+        "Step 5: No token for req-1, req-2: the budget of 24 is used up.",
+        "req-5 waits longest, 7 steps. Step 9: req-5 must wait: max_num_seqs = 3 requests run already.",
+        "33.0 KiB of ",
+        f"21 steps made {sum(lengths.values())} output tokens. One request after the other takes "
+        f"{sum(lengths.values())} steps.",
     ):
-        assert part in said, part
+        assert part in words, part
 
 
-def test_it_says_which_limit_somebody_waited_for(make_engine: MakeEngine) -> None:
-    engine, timeline = make_engine(**limits(3, 10)), Timeline()
-    engine.tracer.attach(timeline)
-    engine.generate_batch([list(range(7)), list(range(6)), [5]], [greedy(2), greedy(2), greedy(1)])
-    (said,) = (text for text in facts(timeline) if "waits longest" in text)
-    assert said.startswith(
-        "req-1 waits longest, 1 step: 1 as the first in line, because its prompt is longer than the "
-    )
-    assert "rest of the step's token budget, 3. It joins in step 2." in said
+def test_a_timeline_of_a_file_is_that_of_the_run(make_engine: MakeEngine, tmp_path: Path) -> None:
+    timeline, later = Timeline(), Timeline()
+    engine = make_engine(**limits(2, 12), trace_config=TraceConfig(jsonl=tmp_path / "t.jsonl", readers=(timeline,)))
+    engine.generate_batch([[5, 6, 7], [5, 6, 7, 8, 9], [8] * 11], [greedy(9), greedy(4), greedy(2)])
+    engine.close()
+    for record in read_trace(tmp_path / "t.jsonl", "m2_continuous_batching"):
+        later.read(record)
+    assert drawn(later, 40) == drawn(timeline, 40) and facts(later) == facts(timeline)
+    assert later.records == timeline.records
 
 
-def test_it_says_what_was_padding_and_what_was_reserved(make_engine: MakeEngine) -> None:
-    said = {}
+def test_the_facts_say_what_was_padding_and_what_was_reserved(make_engine: MakeEngine) -> None:
+    words = {}
     for execution in EXECUTIONS:
         engine, timeline = make_engine(**limits(2, None, execution)), Timeline()
         engine.tracer.attach(timeline)
         engine.generate_batch([[5, 6, 7], [5, 6, 7, 8, 9]], [greedy(2), greedy(2)])
-        said[execution] = "\n".join(facts(timeline))
-    assert "2 rows of 5, as long as the longest prompt: 2 of its 10 places are padding" in said["padded"]
-    assert "Padding: 2 of 12 places in the tensors of these 2 steps hold no token (17%)" in said["padded"]
-    assert "reserved" in said["padded"] and "No reserved memory is empty" not in said["padded"]
-    assert "each prompt in a pass of its own" in said["per_request"]
-    assert "Padding: none" in said["per_request"] and "No reserved memory is empty" in said["per_request"]
-
-
-def test_a_run_of_one_request_has_little_to_say(make_engine: MakeEngine) -> None:
-    engine, timeline = make_engine(**limits(1)), Timeline()
-    engine.tracer.attach(timeline)
-    engine.generate("a", SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
-    said = facts(timeline)
-    assert [text.split(":")[0] for text in said] == [
-        "Padding",
-        "KV memory",
-        "3 steps made the 3 output tokens of 1 request",
-    ]
+        words[execution] = "\n".join(facts(timeline))
+    assert "Step 1: Forward of all prefills: 2 x 5, 2 of 10 places are padding" in words["padded"]
+    assert "Padding: 2 of 12 places in the tensors of all steps hold no token (17%)" in words["padded"]
+    assert "Padding: 0 of 10 places" in words["per_request"] and "Forward" not in words["per_request"]

@@ -1,6 +1,5 @@
-"""The demo, run as a reader runs it: the tour, its facts, the flags of all milestones, and no traceback."""
+"""The demo: right numbers in the sentences of its tour, the flags of all milestones, and no traceback in any end."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +9,20 @@ from typing import Any
 import pytest
 
 from m1_single_request.output_events import Result
-from m5_chunked_prefill_spec import demo
+from m1_single_request.trace_file import read_trace
+from m4_radix_cache import demo_tour as m4_tour
+from m5_chunked_prefill_spec import LLMEngine, SamplingParams, SpeculativeConfig, TraceConfig, demo, demo_tour
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
-from m5_chunked_prefill_spec.demo_parts import guesses, streams
-from m5_chunked_prefill_spec.demo_parts.notes import Notes, Token, bar, coloured
-from tests.m5_chunked_prefill_spec.event_examples import BATCH, VERIFIED
+from m5_chunked_prefill_spec.demo_tour import timelines
+from m5_chunked_prefill_spec.views.token_origins import Token, TokenOrigins, coloured, legend
+from tests.m5_chunked_prefill_spec.event_examples import VERIFIED
 
+ROOT = Path(__file__).parents[2]
 HAS_DRAFT = DEFAULT_DRAFT_MODEL.exists()
 
 
 def words(text: str) -> str:
-    """A text without its line breaks: the console makes them where it likes."""
+    """A text without its line breaks: the console makes them anywhere."""
     return " ".join(text.split())
 
 
@@ -28,55 +30,78 @@ def words(text: str) -> str:
 def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A screen of 80 columns, and one round where there would be three."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(streams, "ROUNDS", 1)
-    monkeypatch.setattr(guesses, "ROUNDS", 1)
+    monkeypatch.setattr(m4_tour, "ROUNDS", 1)
+
+
+# --- the tour ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
-def test_the_tour_cuts_guesses_and_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tour_cuts_drafts_and_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     assert demo.main(["--trace-file", str(trace)]) == 0
     out, err = capsys.readouterr()
     assert err == "" and "\x1b" not in out and max(map(len, out.splitlines())) <= 80
-    said = words(out)
     for part in (
-        "4 answers being streamed. When each has 6 tokens, a prompt of 510 tokens comes.",
+        "4 answers being streamed; when each has 6 tokens, a prompt of 510 tokens arrives.",
         "a step has at most 64 tokens",
-        "4 decodes + 60 of the prompt",
-        "5 decodes",
+        "step 8: Mixed batch: 4 decodes + 60 tokens of 1 prompt = 64 of at most 64 tokens.",
+        "step 16: Mixed batch: 4 decodes + 30 tokens of 1 prompt = 34 of at most 64 tokens.",
         "req-4: The code of ocean is 7115.",
-        "Step 8 took 60 of the 510 tokens of req-4: that was what the decodes had left of the budget.",
-        "It took 9 pieces; only the last gave it a token.",
-        "repeat, ngram: Seven",
-        "recall, ngram: The",
+        "Longest gap of a stream: ",
+        "First token of the long prompt: after ",
+        "repeat, ngram: Seven[ boats cross under]",
+        "recall, ngram: The[ code of]",
+        "The answers are the same with drafts and without.",
     ):
-        assert part in said, part
-    shown = 6 if HAS_DRAFT else 3
-    assert f"{shown} of {shown} answers are those without guesses, token for token." in said
-    rows = re.findall(r"^(?:repeat|explain|recall)?\s+(nobody|ngram|draft_model) +(\d+) +(\d+)", out, re.MULTILINE)
-    rows += re.findall(r"^(?:repeat|explain|recall) +(nobody|ngram|draft_model) +(\d+) +(\d+)", out, re.MULTILINE)
-    for who, tokens, steps in rows:
-        assert (int(steps) == int(tokens)) if who == "nobody" else (0 < int(steps) <= int(tokens))
-    kinds = {json.loads(line)["event"] for line in trace.read_text(encoding="utf-8").splitlines()}
-    assert {"chunk_cut", "batch", "verified", "audit"} <= kinds
+        assert part in words(out), part
+    assert len(re.findall(r"^(?:in pieces|whole) +[| ]+$", out, re.MULTILINE)) == 2
+    rows = re.findall(r"(no drafts|ngram|draft_model) +(\d+) +(\d+) +(\d+) +\d+ +x [\d.]+ +x [\d.]+", out)
+    assert len(rows) == (9 if HAS_DRAFT else 6)
+    assert all(int(accepted) <= int(drafts) < 2 * int(tokens) for _, tokens, drafts, accepted in rows)
+    assert {"chunk_cut", "batch", "verified"} <= {
+        record.event.kind for record in read_trace(trace, "m5_chunked_prefill_spec")
+    }
 
 
-def test_the_first_part_shows_how_a_step_is_filled(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--speculative", "none", "--max-num-batched-tokens", "100", "--num-prompts", "2"]) == 0
-    out = capsys.readouterr().out
-    bars = re.findall(r"step \d+ +\|(.{30})\| +(\d+) decodes?(?: \+ (\d+) of the prompt)?", out)
-    assert [int(prompt) for _, _, prompt in bars if prompt] == [98, 98, 98, 98, 98, 20]
-    for drawn, decodes, prompt in bars:
-        assert drawn.count("D") >= 1 and int(decodes) in (2, 3)
-        assert drawn.strip() == "D" * drawn.count("D") + "#" * drawn.count("#")
-        assert abs(drawn.count("#") - 30 * int(prompt or 0) / 100) < 2
+def test_the_first_part_has_the_steps_and_streams_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--speculative", "none", "--max-num-batched-tokens", "100", "--num-prompts", "2"]
+    assert demo.main(argv) == 0
+    out = words(capsys.readouterr().out)
+    assert "2 answers being streamed" in out and "2. Two ways" not in out
+    pieces = re.findall(r"2 decodes \+ (\d+) tokens of 1 prompt", out)
+    assert list(map(int, pieces)) == [98, 98, 20] and "3 more steps like these" in out
 
 
-def test_one_prompt_with_guesses_is_answered_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recorded_numbers_are_those_of_the_benchmark() -> None:
+    table = (ROOT / "benchmarks/results/m5_chunked_prefill_spec.md").read_text(encoding="utf-8")
+    row = r"\| {} \| [\d.]+ ms \|[^|]*\| ([\d.]+) ms \([^|]*\|[^|]*\| ([\d,]+) ms"
+    for name, row_name in (("in pieces", "decode_first, 64 tokens"), ("whole", "prefill_first, whole prompts")):
+        found = re.search(row.format(row_name), table)
+        assert found is not None
+        assert float(found[1]) == pytest.approx(demo_tour.RECORDED_GAPS[name] * 1e3)
+        assert float(found[2]) == pytest.approx(demo_tour.RECORDED_WAITS[name] * 1e3)
+    one = table.partition("start:speculation_1]")[2].partition("end:speculation_1")[0]
+    for kind, methods in demo_tour.RECORDED_SPEEDS.items():
+        for method, speed in methods.items():
+            assert re.search(rf"\| {kind} \| {method}, k = 4 \|.*\| {speed} \|", one), (kind, method)
+
+
+def test_a_timeline_has_a_mark_for_each_token_on_one_scale() -> None:
+    table = timelines({"a": [0.0, 0.5, 1.0], "b": [0.25]})
+    lines = [str(cell) for cell in table.columns[1].cells]
+    assert [[place for place, mark in enumerate(line) if mark == "|"] for line in lines] == [[0, 30, 60], [15]]
+
+
+# --- a prompt, and the flags ------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_with_drafts_is_answered_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--prompt", "Repeat this text:\nlamp river goat lamp river", "--speculative", "ngram", "--trace", "verbose"]
     assert demo.main([*argv, "--num-speculative-tokens", "3"]) == 0
-    said = words(capsys.readouterr().out)
-    assert "lamp river goat lamp river" in said and "ngram drafted" in said and "Target verify batch" in said
+    out = words(capsys.readouterr().out)
+    assert "lamp river goat lamp river" in out and "ngram drafted" in out and "Target verify batch" in out
+    assert "prompt tokens: 0 reused" in out
 
 
 @pytest.mark.sample(1)
@@ -104,18 +129,43 @@ def test_the_flags_of_a_step_change_no_answer(argv: list[str], capsys: pytest.Ca
         (["--schedule", "prefill_first", "--target-gap-ms", "3"], "target_gap_ms has no effect"),
         (["--no-chunked-prefill", "--chunked-prefill-size", "8"], "chunked_prefill_size has no effect"),
         (["--max-num-batched-tokens", "3"], "max_num_batched_tokens=3 is less than max_num_seqs=16"),
-        (["--speculative", "draft_model", "--draft-model", "/nowhere"], "nowhere"),
-        (["--priority", str(2**70)], "priority"),
+        (["--prompt", "x", "--speculative", "draft_model", "--draft-model", "/nowhere"], "nowhere"),
+        (["--prompt", "x", "--priority", str(2**70)], "priority"),
     ],
     ids=lambda value: value[-2] if isinstance(value, list) else None,
 )
-def test_what_cannot_be_is_one_clear_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_value_is_one_clear_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(argv) == 2
     out, err = capsys.readouterr()
     assert message in err and len(err.splitlines()) == 1 and "Traceback" not in out + err
 
 
-# --- its parts --------------------------------------------------------------------------------------------------------
+def sources(flags: str) -> dict[str, Any]:
+    args = demo.m1.make_parser("m5", demo.__doc__, demo.FLAGS, demo.SPELLED).parse_args(flags.split())
+    return demo.speculative_configs(args)
+
+
+def test_a_tour_drafts_in_all_ways_for_which_there_is_a_model_and_a_prompt_as_requested() -> None:
+    assert list(sources("")) == ["ngram", "draft_model"][: 1 + HAS_DRAFT]
+    assert list(sources("--model other")) == ["ngram"] and sources("--speculative none") == {}
+    assert sources("--model other --draft-model small")["draft_model"].model == "small"
+    assert sources("--prompt a") == {} and list(sources("--prompt a --speculative ngram")) == ["ngram"]
+    assert all(own.num_speculative_tokens == 2 for own in sources("--num-speculative-tokens 2").values())
+
+
+def test_every_flag_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.main(["--help"])
+    out = capsys.readouterr().out
+    for flag in (
+        *("schedule", "no-chunked-prefill", "chunked-prefill-size", "target-gap-ms", "speculative"),
+        *("num-speculative-tokens", "draft-model", "cache", "num-blocks", "max-num-batched-tokens", "priority", "n"),
+    ):
+        assert f"--{flag} " in out or f"--{flag}\n" in out, flag
+    assert "Number of streams in part 1 of the tour. Default: 4." in words(out) and "128 on a CPU" in words(out)
+
+
+# --- the view of origins ----------------------------------------------------------------------------------------------
 
 
 def test_tokens_are_coloured_by_their_origin_and_marked_where_there_are_no_colours() -> None:
@@ -127,34 +177,33 @@ def test_tokens_are_coloured_by_their_origin_and_marked_where_there_are_no_colou
     assert coloured(tokens, text_of, with_marks=True).plain == "1[23]{4}<5>"
     plain = coloured(tokens, text_of, with_marks=False)
     assert plain.plain == "12345" and len({span.style for span in plain.spans}) == 4
+    assert coloured(tokens[1:2], lambda ids: "", with_marks=True).plain == ""
+    assert [mark in legend(with_marks=True).plain for mark in "[{<"] == [True] * 3
+    assert "[" not in legend(with_marks=False).plain
 
 
 def test_a_token_s_origin_is_read_from_the_trace() -> None:
-    notes = Notes()
+    view = TokenOrigins()
 
-    def tell(event: Any) -> None:
-        notes.read(SimpleNamespace(event=event, step=1))  # type: ignore[arg-type]
+    def read(event: Any) -> None:
+        view.read(SimpleNamespace(event=event, step=1))  # type: ignore[arg-type]
 
-    def got(*tokens: int) -> Result:
+    def result(*tokens: int) -> Result:
         return Result(rid="b", tokens=tokens, out_len=9, max_tokens=20, new_text="")
 
-    tell(got(1))
-    tell(VERIFIED), tell(got(7, 9))
-    tell(replace(VERIFIED, accepted=2, tokens=(7, 8, 9))), tell(got(7, 8, 9))
-    tell(replace(VERIFIED, accepted=2, tokens=(7, 8, 9))), tell(got(7))  # a stop came in between
-    origins = [token.origin for token in notes.tokens["b"]]
+    read(result(1))
+    read(VERIFIED), read(result(7, 9))
+    read(replace(VERIFIED, accepted=2, tokens=(7, 8, 9))), read(result(7, 8, 9))
+    read(replace(VERIFIED, accepted=2, tokens=(7, 8, 9))), read(result(7))  # a stop came in between
+    origins = [token.origin for token in view.tokens["b"]]
     assert origins == ["own", "accepted", "corrected", "accepted", "accepted", "bonus", "accepted"]
 
 
-def test_a_bar_shows_who_takes_how_much_of_the_budget() -> None:
-    assert bar(BATCH, 32).plain == "|D?" + "#" * 30 + "|"
-
-
-def test_the_help_of_earlier_flags_is_of_this_tour(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        demo.main(["--help"])
-    words = " ".join(capsys.readouterr().out.split())
-    for right in ("to the long prompt of part 1", "being streamed in part 1 of the tour; default: 4", "128 on a CPU"):
-        assert right in words
-    for stale in ("last user", "users in part 1", "part 3", "as the longest prompt needs", "416", "of m3 is gone"):
-        assert stale not in words
+def test_origins_drawn_from_a_file_are_those_of_the_run(tmp_path: Path) -> None:
+    trace, view, later = tmp_path / "trace.jsonl", TokenOrigins(), TokenOrigins()
+    readers = TraceConfig(readers=(view,), jsonl=trace)
+    with LLMEngine(speculative_config=SpeculativeConfig(method="ngram"), trace_config=readers) as engine:
+        engine.generate([5, 6, 7, 8] * 4, SamplingParams(max_tokens=12, ignore_eos=True))
+    for record in read_trace(trace, "m5_chunked_prefill_spec"):
+        later.read(record)
+    assert later.tokens == view.tokens and sum(map(len, view.tokens.values())) == 12

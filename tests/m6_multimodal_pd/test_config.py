@@ -206,7 +206,7 @@ def tokens_of(engine: Any, width: int, height: int) -> int:
     """Tokens of a grey picture of this size."""
     image = picture("size", 8, 8).resize((width, height))
     prompt = engine.chat_prompt([{"role": "user", "content": [{"type": "image", "image": image}]}])
-    return int(prompt.multimodal_inputs.image_pad_len[0])
+    return int(prompt.multimodal_inputs.mm_items[0].num_tokens)
 
 
 def test_pixels_are_held_between_the_limits_that_were_given(make_engine: MakeEngine) -> None:

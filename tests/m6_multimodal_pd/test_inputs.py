@@ -29,7 +29,7 @@ def test_the_items_of_a_range_are_those_that_it_touches():
     first, second = item("a", (2, 5)), item("b", (8, 12))
     both = inputs(15, first, second)
     assert both.within(0, 2) == [] and both.within(4, 6) == [first] and both.within(4, 9) == [first, second]
-    assert both.image_pad_len == [3, 4]
+    assert [item.num_tokens for item in both.mm_items] == [3, 4]
 
 
 # --- positions --------------------------------------------------------------------------------------------------------

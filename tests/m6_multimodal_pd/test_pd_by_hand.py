@@ -22,9 +22,9 @@ from m6_multimodal_pd import (
     SamplingParams,
     pd,
 )
-from m6_multimodal_pd.demo_parts.drawing import Shape, picture as drawn
 from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import segment_directory
+from notebooks.shapes import Shape, picture as drawn
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 PARAMS = SamplingParams(max_tokens=8)

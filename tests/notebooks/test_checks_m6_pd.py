@@ -3,11 +3,11 @@
 import pytest
 
 from m6_multimodal_pd import SamplingParams
-from m6_multimodal_pd.demo_parts.drawing import Shape, picture
 from m6_multimodal_pd.disaggregation.poll import KVReceiver
 from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.errors import TransferError
 from notebooks.checks_m6_pd import new_engine, new_group, outputs_of
+from notebooks.shapes import Shape, picture
 from tests.notebooks.exercises import M6_PD, assert_refused
 
 LESSON = M6_PD.lesson

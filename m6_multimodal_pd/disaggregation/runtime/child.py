@@ -23,7 +23,15 @@ from m6_multimodal_pd.config import EngineConfig
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.runtime.config_json import from_json
 from m6_multimodal_pd.disaggregation.runtime.jobs import fault_of
-from m6_multimodal_pd.disaggregation.runtime.messages import Call, Failed, LengthFixed, Order, Refused, ToEngine
+from m6_multimodal_pd.disaggregation.runtime.messages import (
+    Call,
+    Failed,
+    Heartbeat,
+    LengthFixed,
+    Order,
+    Refused,
+    ToEngine,
+)
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import SharedMemorySegments, remove_leftovers
 from m6_multimodal_pd.disaggregation.runtime.sockets import EngineSocket
 from m6_multimodal_pd.disaggregation.runtime.watchdog import Watchdog
@@ -165,7 +173,7 @@ class Process:
                 with nullcontext() if loads_weights else watchdog:  # loading weights has no limit
                     is_busy = engine.tick(messages) or bool(messages)
                 if engine.side.rooms and time.monotonic() >= next_heartbeat:
-                    self.socket.send(engine.heartbeat())
+                    self.socket.send(Heartbeat())
                     next_heartbeat = time.monotonic() + HEARTBEAT_S
 
 

@@ -151,12 +151,7 @@ class Failed(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """State of a live engine."""
-
-    num_steps: int
-    num_running: Count
-    num_waiting: Count
-    free_tokens: Count
+    """An engine with requests is alive."""
 
 
 class Tokens(Message, frozen=True):

@@ -1,0 +1,111 @@
+"""Comparison of ways to run the same requests: their steps, their speed, their answers.
+
+Static batching, which is request-level scheduling as before Orca, runs a group of requests until the last of them has
+ended, and only then starts the next group. `run` does that on an engine of continuous batching; with all requests in
+one group, the same code is continuous batching. So the difference in the numbers comes from the scheduling.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from rich.table import Table
+
+from m1_single_request.demo_tour import checked
+from m1_single_request.events import some
+from m1_single_request.llm_engine import LLMEngine
+from m1_single_request.outputs import RequestOutput
+from m1_single_request.sampling_params import SamplingParams
+
+ANSWER_RATIO = 16  # length of the longest answer of a workload, divided by the shortest
+LONGEST_PROMPT, LONGEST_ANSWER = 32, 64  # tokens; so that the comparison takes seconds
+ROUNDS = 2
+
+Workload = list[tuple[list[int], SamplingParams]]
+"""Prompts that all arrive at the start, and their parameters."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a workload."""
+
+    seconds: float
+    latencies: list[float]
+    """Seconds from the start, when all requests arrive, to the end of each request."""
+    token_ids: list[tuple[int, ...]]
+    """The output tokens of each request, in the order of the workload."""
+    stats: list[Any]
+    """The engine's statistics after each step."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def mean_latency(self) -> float:
+        return sum(self.latencies) / len(self.latencies)
+
+    def mean(self, number: Callable[[Any], float]) -> float:
+        """Return the mean of a number in the statistics over all steps."""
+        return sum(map(number, self.stats)) / len(self.stats)
+
+
+def make_workload(num_prompts: int, text: Sequence[int], params: SamplingParams, *, longest_prompt: int) -> Workload:
+    """Make requests of very different lengths: pieces of `text` as prompts, answers of at most 64 tokens.
+
+    The random seed is fixed, so the workload is always the same. Answers continue after the end of sequence, so that
+    their length is the drawn one. Short answers are more frequent than long ones, as in real traffic.
+    """
+    rng, workload = Random(0), Workload()
+    longest_prompt, longest = min(longest_prompt, LONGEST_PROMPT), min(params.max_tokens, LONGEST_ANSWER)
+    shortest = max(1, longest // ANSWER_RATIO)
+    for _ in range(num_prompts):
+        begin, length = rng.randrange(len(text)), rng.randint(min(4, longest_prompt), longest_prompt)
+        prompt = [text[(begin + i) % len(text)] for i in range(length)]
+        max_tokens = round(shortest * (longest / shortest) ** rng.random())
+        workload.append((prompt, replace(params, max_tokens=max_tokens, ignore_eos=True)))
+    return workload
+
+
+def run(engine: LLMEngine, workload: Workload, group_size: int) -> Run:
+    """Run a workload in groups; each group starts when all requests of the group before have ended."""
+    begin, outputs, stats = time.monotonic(), dict[str, RequestOutput | None](), []
+    for first in range(0, len(workload), group_size):
+        outputs |= dict.fromkeys(engine.add_request(*request) for request in workload[first : first + group_size])
+        while engine.has_unfinished_requests():
+            outputs |= engine.step()
+            stats.append(engine.stats())
+    seconds, done = time.monotonic() - begin, [checked(output) for output in outputs.values() if output]
+    latencies = [(output.metrics.finished_time or 0.0) - begin for output in done]
+    return Run(seconds, latencies, [output.token_ids for output in done], stats)
+
+
+def fastest(ways: dict[str, Callable[[], Run]]) -> dict[str, Run]:
+    """Run each way several times, in turn, so that a slow period of the machine meets all; return the fastest runs."""
+    rounds = [{name: way() for name, way in ways.items()} for _ in range(ROUNDS)]
+    return {name: min((each[name] for each in rounds), key=lambda run: run.seconds) for name in ways}
+
+
+def same_answers(runs: dict[str, Run]) -> str:
+    """Return the number of requests whose answer is not the same in all runs, in a sentence."""
+    answers = list(zip(*(run.token_ids for run in runs.values()), strict=True))
+    differing = sum(len(set(each)) > 1 for each in answers)
+    if differing:
+        return f"{differing} of {some(len(answers), 'answer')} differ: other batches round differently."
+    return f"The answers are the same in each column, token for token, all {len(answers)} of them."
+
+
+def compared(runs: Mapping[str, Run], rows: Mapping[str, Callable[[Run], str]]) -> Table:
+    """Return a table with a column for each run, and a row for each of their numbers."""
+    table = Table("")
+    for name in runs:
+        table.add_column(name, justify="right")
+    for label, shown in rows.items():
+        table.add_row(label, *map(shown, runs.values()))
+    return table

@@ -1,0 +1,1 @@
+"""Views of m3: readers of the trace that draw a run."""

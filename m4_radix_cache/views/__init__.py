@@ -1,0 +1,1 @@
+"""Views of m4: readers of the trace that draw."""

@@ -1,0 +1,1 @@
+"""Views of m5: readers of the trace that draw."""

@@ -1,0 +1,81 @@
+"""The tokens of answers, each in the colour of its origin: an accepted draft, a corrected one, or no draft.
+
+    view = TokenOrigins()                                     # a reader of the trace: TraceConfig(readers=(view,))
+    console.print(coloured(view.tokens["req-0"], tokenizer.decode, with_marks=False))
+
+New in m5: before it, each token of an answer had a step of its own. vLLM and SGLang report counts of accepted drafts.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from rich.text import Text
+
+from m1_single_request.output_events import Result
+from m1_single_request.tracer import TraceRecord
+from m5_chunked_prefill_spec.events import Verified
+
+STYLES = {"accepted": "green", "corrected": "bold red", "bonus": "bold cyan", "own": "default"}
+MARKS = {"accepted": ("[", "]"), "corrected": ("{", "}"), "bonus": ("<", ">"), "own": ("", "")}
+"""Around runs of tokens where a console shows no colours."""
+MEANINGS = {
+    "accepted": "an accepted draft",
+    "corrected": "in the place of a wrong draft",
+    "bonus": "behind drafts that were all accepted",
+    "own": "without a draft",
+}
+
+
+class Token(NamedTuple):
+    """One token of an answer."""
+
+    token_id: int
+    origin: str
+    """As returned by `Verified.origin`; `own`: without any draft."""
+
+
+class TokenOrigins:
+    """Keeps the tokens of each request with their origins."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[Token]] = defaultdict(list)
+        """By request id."""
+        self._verified: dict[str, Verified] = {}
+
+    def read(self, record: TraceRecord) -> None:
+        """Keep the tokens of a result; a verification of the same step comes before it."""
+        match record.event:
+            case Verified() as event:
+                self._verified[event.rid] = event
+            case Result() as event:
+                verified = self._verified.pop(event.rid, None)
+                for place, token_id in enumerate(event.tokens):
+                    self.tokens[event.rid].append(Token(token_id, verified.origin(place) if verified else "own"))
+
+    def close(self) -> None:
+        """Do nothing: the tokens can be drawn after the run."""
+
+
+def coloured(tokens: Sequence[Token], text_of: Callable[[list[int]], str], *, with_marks: bool) -> Text:
+    """Return an answer with each token in the colour of its origin; `with_marks`: also in brackets.
+
+    `text_of(token_ids)` decodes a run of tokens.
+    """
+    text = Text()
+    for origin, run in groupby(tokens, key=lambda token: token.origin):
+        shown = text_of([token.token_id for token in run]).replace("\n", " ")
+        text.append(_marked(shown, origin, with_marks and shown != ""), style=STYLES[origin])
+    return text
+
+
+def legend(*, with_marks: bool) -> Text:
+    """Return the meanings of the colours."""
+    meanings = (Text(_marked(text, origin, with_marks), STYLES[origin]) for origin, text in MEANINGS.items())
+    return Text(" · ", style="dim").join(meanings)
+
+
+def _marked(text: str, origin: str, with_marks: bool) -> str:
+    opening, closing = MARKS[origin] if with_marks else ("", "")
+    return f"{opening}{text}{closing}"

@@ -1,0 +1,53 @@
+"""Pictures in a terminal: each character shows two pixels, one above the other.
+
+Part of `python -m m6_multimodal_pd.demo`; no part of the engine depends on it. The upper half of a character cell has
+the colour of the letter `▀`, the lower half that of its background.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+from rich.color import Color
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+HALF = "▀"
+
+
+def shown(frames: Sequence[np.ndarray], words: str, console: Console, columns: int) -> Text:
+    """Return a picture, or some frames of a clip, in at most `columns` x `columns / 2` characters.
+
+    `frames`: uint8 `[height, width, 3]`. On a console without colours, or without this character: the `words`.
+    """
+    if not can_draw(console):
+        return Text(f"[{words}]", style="dim")
+    return half_blocks(frames[0] if len(frames) == 1 else contact_sheet(frames), columns)
+
+
+def can_draw(console: Console) -> bool:
+    """Return whether a console has colours and, as Unicode text has, the character HALF."""
+    return console.color_system is not None and not console.no_color and console.encoding.startswith("utf")
+
+
+def half_blocks(pixels: np.ndarray, columns: int) -> Text:
+    """Return pixels as characters, as large as `columns` x `columns / 2` of them allow without distorting it."""
+    image = Image.fromarray(pixels)
+    scale = columns / max(image.size)
+    size = max(round(image.width * scale), 1), max(round(image.height * scale / 2), 1) * 2
+    small = np.asarray(image.resize(size, Image.Resampling.BOX)).tolist()
+    drawing = Text(no_wrap=True)
+    for upper, lower in zip(small[::2], small[1::2], strict=True):
+        for above, below in zip(upper, lower, strict=True):
+            drawing.append(HALF, Style(color=Color.from_rgb(*above), bgcolor=Color.from_rgb(*below)))
+        drawing.append("\n")
+    return drawing
+
+
+def contact_sheet(frames: Sequence[np.ndarray]) -> np.ndarray:
+    """Return four frames of a clip from the first to the last, two in a line, with black lines between them."""
+    chosen = np.linspace(0, len(frames) - 1, 4).round().astype(int)
+    gap = len(frames[0]) // 12 + 1
+    a, b, c, d = (np.pad(frames[i], ((0, gap), (0, gap), (0, 0))) for i in chosen)
+    return np.vstack([np.hstack([a, b]), np.hstack([c, d])])[:-gap, :-gap]

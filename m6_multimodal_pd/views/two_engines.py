@@ -1,0 +1,113 @@
+"""Engines that share the work, drawn from the trace of their router alone: the state of each, and all transfers.
+
+    view = TwoEnginesView()       # a reader of the trace: TraceConfig(readers=(view,))
+    console.print(view.draw())    # now
+
+    engine     steps  running  waiting  KV tokens     last step
+    prefill-0  5      1        2        354 of 8,192  Extend batch: 128 tokens of 2 prompts = 128 of at most ...
+    decode-0   9      4        0        410 of 8,192  Decode batch: 4 decodes = 4 of at most 128 tokens.
+
+           prefill side       decode side        chunks  pages  moved
+    req-0  success            success            1/1     3/3    192.0 KiB
+    req-5  transferring       waiting for input  1/2     8/19   512.0 KiB
+
+Chunks and pages: those that have arrived, and those that were sent or are expected. New in m6: one engine had no router
+before, whose trace has the events of its engines as `Reported`.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
+
+from m1_single_request.events import size
+from m1_single_request.tracer import TraceRecord
+from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, Reported, RequestRouted
+
+REPLAY_S = 8.0
+START = "BOOTSTRAPPING"
+STYLES = {START: "dim", "WAITING_FOR_INPUT": "yellow", "TRANSFERRING": "cyan", "SUCCESS": "green", "FAILED": "red"}
+"""Colours of the states of a transfer."""
+
+
+class TwoEnginesView:
+    """Keeps the last reports of all engines of a group, and all reports about the latest transfer of each request."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, EngineJoined] = {}
+        self.latest: dict[tuple[str, str], Reported] = {}
+        """By engine and kind of event."""
+        self.transfers: dict[Any, list[Reported]] = defaultdict(list)
+        """By room."""
+        self.routed: dict[str, RequestRouted] = {}
+        """By request id."""
+
+    def read(self, record: TraceRecord) -> None:
+        """Keep an event of the router."""
+        match record.event:
+            case EngineJoined() as event:
+                self.engines[event.name] = event
+            case EngineLost() as event:
+                self.engines.pop(event.name, None)
+            case RequestRouted() as event:
+                self.routed[event.rid] = event
+            case Reported() as event:
+                self.latest[event.engine, event.what] = event
+                self.transfers[dict(event.facts).get("room")].append(event)
+
+    def close(self) -> None:
+        """Do nothing: the view can be drawn after the run."""
+
+    def draw(self) -> Group:
+        """Return a table of the engines, those of prompts first, and one of the transfers."""
+        columns = [Column(name, no_wrap=True) for name in ("engine", "steps", "running", "waiting", "KV tokens")]
+        engines = Table(*columns, "last step", box=None, padding=(0, 2, 0, 0))
+        for joined in sorted(self.engines.values(), key=lambda joined: (joined.role != "prefill", joined.name)):
+            engines.add_row(*self._engine(joined))
+        sides = [Column(name, min_width=max(map(len, STYLES))) for name in ("prefill side", "decode side")]
+        transfers = Table("", *sides, "chunks", "pages", "moved", box=None, padding=(0, 2, 0, 0))
+        for routed in list(self.routed.values()):
+            transfers.add_row(routed.rid, *cells(self.transfers[routed.room]))
+        return Group(engines, Text(), transfers)
+
+    def _engine(self, joined: EngineJoined) -> Iterator[str | Text]:
+        """Yield the cells of an engine's line."""
+        done, batch = (self.latest.get((joined.name, what)) for what in ("step_done", "batch"))
+        state: dict[str, Any] = dict(() if done is None else done.facts)
+        yield from (joined.name, str(0 if done is None else done.its_step))
+        yield from (str(state.get(name, 0)) for name in ("num_running", "num_waiting"))
+        yield f"{state.get('kv_tokens', 0):,} of {joined.total_tokens:,}"
+        yield Text("" if batch is None else batch.text, no_wrap=True, overflow="ellipsis")
+
+
+def cells(reports: Sequence[Reported]) -> Iterator[str | Text]:
+    """Yield the cells of a transfer's line, from the reports of both engines about it."""
+    facts: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for report in reports:
+        facts[report.what].append(dict(report.facts))
+    changes = {each["side"]: each["new"] for each in facts["kv_poll_changed"]}
+    for side in ("prefill", "decode"):
+        state = changes.get(side, START)
+        yield Text(state.replace("_", " ").lower(), STYLES[state])
+    sent, received = {each["number"]: each["num_pages"] for each in facts["chunk_sent"]}, facts["chunk_received"]
+    expected = [each["num_pages"] for each in facts["room_taken"]] or ["?"]
+    yield f"{len(received)}/{len(sent)}"
+    yield f"{sum(sent.get(each['number'], 0) for each in received)}/{expected[-1]}"
+    yield size(sum(each["num_bytes"] for each in received))
+
+
+def replay(records: Sequence[TraceRecord], console: Console) -> None:
+    """Draw records once more, in REPLAY_S seconds."""
+    view, now = TwoEnginesView(), records[0].time
+    slower = REPLAY_S / max(records[-1].time - now, 1e-3)
+    title = Text(f"once more, {slower:,.0f} times slower", style="dim")
+    with Live(get_renderable=lambda: Group(view.draw(), title), console=console, transient=True):
+        for record in records:
+            time.sleep((record.time - now) * slower)
+            now = record.time
+            view.read(record)

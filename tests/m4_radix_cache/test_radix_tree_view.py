@@ -1,0 +1,322 @@
+"""The picture of the prefix cache, drawn from the trace: its nodes, their numbers, and the marks of changes."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from m1_single_request.trace_file import read_trace
+from m1_single_request.tracer import Tracer
+from m4_radix_cache import DEFAULT_MODEL, TraceConfig
+from m4_radix_cache.events import Admit
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.mem_cache.radix_cache import RadixCache
+from m4_radix_cache.views.radix_tree import RadixTreeView
+from tests.m4_radix_cache.caches import find, make_cache, put
+from tests.m4_radix_cache.engines import MakeEngine, cache_of, greedy, ids, setting
+
+TOKENIZER = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+
+
+def viewed(kind: str = "radix", **sizes: Any) -> tuple[BasePrefixCache, RadixTreeView]:
+    """A cache that belongs to no engine, and a view that reads its trace."""
+    tracer, view = Tracer(), RadixTreeView()
+    tracer.attach(view)
+    return make_cache(kind, tracer=tracer, **{"page_size": 4} | sizes), view
+
+
+def reuse(cache: BasePrefixCache, token_ids: Sequence[int]) -> None:
+    """Admit a request that starts from the cached ones of these tokens."""
+    node = find(cache, token_ids).last_device_node
+    numbers = {"prefix": 0, "extend": 1, "num_waiting": 0, "num_output_tokens": 0, "need": 1, "rem_total": 9}
+    rest: dict[str, Any] = {"cur_rem": 9, "rem_input": 9, "evictable": 0, "result": "continue"}
+    cache.record_hit(node)
+    cache.tracer.emit(Admit, rid="r", node=node.id, **numbers, **rest)
+
+
+def printed(picture: Any, width: int = 100) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(picture)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def drawn(view: RadixTreeView, width: int = 100) -> list[str]:
+    return printed(view.draw(TOKENIZER), width)
+
+
+def texts(lines: Sequence[str]) -> list[str]:
+    """The lines with a text, up to it."""
+    return [line.split('"')[0] for line in lines if '"' in line]
+
+
+def text_ids(text: str, length: int) -> list[int]:
+    token_ids: list[int] = TOKENIZER.encode(text)
+    assert len(token_ids) >= length
+    return token_ids[:length]
+
+
+def decoded(token_ids: Sequence[int]) -> str:
+    return repr(TOKENIZER.decode(token_ids))[1:-1]
+
+
+COMMON = text_ids("The KV of a shared prompt is computed once and read by all of them after that.", 8)
+LEFT, RIGHT = text_ids("One user asks about paged attention today.", 4), text_ids("Another one about LRU.", 4)
+
+
+# --- nodes and their numbers ------------------------------------------------------------------------------------------
+
+
+def test_a_node_has_its_text_its_slots_and_its_last_use() -> None:
+    cache, view = viewed()
+    put(cache, COMMON)
+    assert drawn(view) == [
+        "tree of 1 node: 8 tokens cached (0 locked)",
+        f'└── + 1  "{decoded(COMMON)}"',
+        "         8 tokens, slots 4-11, 0 hits, used 1",
+    ]
+
+
+def test_common_tokens_are_drawn_once_with_a_branch_for_each_continuation() -> None:
+    cache, view = viewed()
+    put(cache, COMMON + LEFT)
+    put(cache, COMMON + RIGHT)
+    view.draw(TOKENIZER)
+    lines = drawn(view)
+    assert texts(lines) == ["└──   2  ", "    ├──   1  ", "    └──   3  "]
+    assert [line.split('"')[1] for line in lines if '"' in line] == [decoded(COMMON), decoded(LEFT), decoded(RIGHT)]
+
+
+def test_a_path_without_a_fork_is_not_indented() -> None:
+    cache, view = viewed()
+    for length in (4, 8, 12):
+        put(cache, [*COMMON, *LEFT][:length])
+    assert texts(drawn(view)) == ["└── + 1  ", "    + 2  ", "    + 3  "]
+
+
+def test_locks_and_hits_are_counted() -> None:
+    cache, view = viewed()
+    put(cache, COMMON)
+    cache.inc_lock_ref(find(cache, COMMON).last_device_node)
+    reuse(cache, COMMON)
+    lines = drawn(view)
+    assert "8 tokens cached (8 locked)" in lines[0]
+    assert lines[2].strip() == "8 tokens, slots 4-11, 1 lock, 1 hit, used 3"
+
+
+def test_slots_that_are_not_neighbours_are_listed_in_ranges() -> None:
+    cache, view = viewed(page_size=1, num_pages=16)
+    allocator = cache.token_to_kv_pool_allocator
+    slots = allocator.alloc(14)
+    allocator.free(slots[1::2])  # 7 stay, with a gap behind each
+    put(cache, ids(9))
+    assert "slots 15-16 2 4 and 5 more" in drawn(view)[2]
+
+
+def test_tenants_have_branches_under_their_salts() -> None:
+    cache, view = viewed()
+    put(cache, COMMON)
+    for salt in ("bob", "alice"):
+        put(cache, COMMON, extra_key=salt)
+    assert [line.split('"')[0].rstrip() for line in drawn(view) if "slots" not in line][1:] == [
+        "├── cache_salt 'alice'", "│   └── + 3", "├── cache_salt 'bob'", "│   └── + 2", "└── + 1",
+    ]  # fmt: skip
+
+
+def test_a_table_of_hashes_is_drawn_as_chains_of_pages() -> None:
+    cache, view = viewed("block_hash")
+    put(cache, COMMON + LEFT)
+    view.draw(TOKENIZER)
+    put(cache, COMMON + RIGHT)
+    cache.inc_lock_ref(find(cache, COMMON).last_device_node)
+    assert drawn(view) == [
+        "table of 4 hashed pages: 16 tokens cached (8 locked)",
+        f'└──   1  "{decoded(COMMON)}"',
+        "         8 tokens, slots 4-11, 1 lock, 0 hits",
+        f'    ├──   3  "{decoded(LEFT)}"',
+        "    │        4 tokens, slots 12-15, 0 hits",
+        f'    └── + 6  "{decoded(RIGHT)}"',
+        "             4 tokens, slots 24-27, 0 hits",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["radix", "block_hash", "chunk"])
+def test_an_empty_cache_is_one_line(kind: str) -> None:
+    assert drawn(viewed(kind)[1]) == ["empty cache: 0 tokens cached (0 locked)"]
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_since_the_last_drawing_are_new_and_a_split_makes_none() -> None:
+    cache, view = viewed()
+    put(cache, COMMON + LEFT)
+    assert texts(drawn(view)) == ["└── + 1  "]
+    put(cache, COMMON + RIGHT)  # splits node 1
+    assert texts(drawn(view)) == ["└──   2  ", "    ├──   1  ", "    └── + 3  "]
+    assert not any("+" in line for line in drawn(view))
+
+
+def test_a_longer_chain_of_a_table_is_new_only_where_it_has_grown() -> None:
+    cache, view = viewed("block_hash")
+    put(cache, COMMON)
+    view.draw(TOKENIZER)
+    put(cache, COMMON + LEFT)
+    lines = drawn(view)
+    assert texts(lines) == ["└──   1  ", "    + 5  "] and "4 tokens, slots 20-23" in lines[4]
+
+
+def test_a_node_from_which_a_request_starts_is_marked_also_if_it_is_split_for_that() -> None:
+    cache, view = viewed()
+    put(cache, COMMON + LEFT)
+    view.draw(TOKENIZER)
+    reuse(cache, COMMON + RIGHT)
+    assert texts(drawn(view)) == ["└── * 2  ", "      1  "]
+
+
+def test_evicted_tokens_are_counted_once_and_only_if_they_were_drawn() -> None:
+    cache, view = viewed()
+    put(cache, COMMON + LEFT)
+    put(cache, COMMON + RIGHT)
+    view.draw(TOKENIZER)
+    cache.evict(1)
+    assert drawn(view, 120)[0].endswith("; 4 tokens gone since the last drawing")
+    put(cache, LEFT)
+    cache.evict(1)  # the older leaf
+    cache.reset()
+    assert "; 12 tokens gone" in drawn(view, 120)[0] and "gone" not in drawn(view)[0]
+
+
+def test_a_page_with_other_tokens_is_new() -> None:
+    cache, view = viewed(num_pages=1)
+    put(cache, LEFT)
+    view.draw(TOKENIZER)
+    cache.evict(4)
+    put(cache, RIGHT)
+    title, text, *_ = drawn(view)
+    assert text.startswith("└── + 2") and "4 tokens gone" in title
+
+
+def test_a_new_node_is_green() -> None:
+    cache, view = viewed()
+    put(cache, COMMON)
+    terminal = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="standard", _environ={})
+    terminal.print(view.draw(TOKENIZER))
+    assert "\x1b[32m" in terminal.file.getvalue()  # type: ignore[attr-defined]
+
+
+# --- room, and texts that a terminal would act on ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_long_text_keeps_its_ends_and_fits(width: int) -> None:
+    cache, view = viewed(num_pages=200)
+    start, end = text_ids("A long prompt begins like this, with words.", 8), text_ids("and it ends with these.", 4)
+    put(cache, [*start, *(ids(1) * 500), *end])
+    lines = drawn(view, width)
+    text = next(line for line in lines if '"' in line)
+    assert max(map(len, lines)) <= width and len(text) == width
+    assert text.split('"')[1].startswith("A long ") and text.endswith(f'{decoded(end)[-8:]}"') and " ... " in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a\n\x1b[2J\x07", "a\\n\\x1b[2J\\x07"), ("[red]hot[/red] [/]", "[red]hot[/red] [/]")]
+)
+def test_control_characters_are_escaped_and_markup_is_text(text: str, shown: str) -> None:
+    cache, view = viewed(page_size=1)
+    put(cache, TOKENIZER.encode(text))
+    assert f'"{shown}"' in drawn(view)[1]
+
+
+def test_a_terminal_without_line_characters_gets_others() -> None:
+    cache, view = viewed()
+    put(cache, COMMON)
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding="ascii", errors="replace"), width=80, legacy_windows=False)
+    console.print(view.draw(TOKENIZER))
+    console.file.flush()
+    assert b"`-- + 1" in raw.getvalue() and b"?" not in raw.getvalue()
+
+
+def test_nodes_beyond_the_limits_are_counted() -> None:
+    cache, view = viewed(page_size=1, num_pages=64)
+    for first in range(10, 40):
+        put(cache, [first, first + 1])
+    view.most_nodes = 4
+    lines = drawn(view)
+    assert len(texts(lines)) == 4 and lines[0].startswith("tree of 30 nodes: 60 tokens")
+    assert lines[-1] == "└── ... 26 nodes more with 52 tokens"
+    cache, view = viewed(page_size=1, num_pages=64)
+    for depth in range(14):
+        put(cache, [*ids(depth), 100 + depth])
+    put(cache, ids(15))
+    lines = drawn(view, 80)
+    assert "tree of 28 nodes" in lines[0] and max(map(len, lines)) <= 80
+    assert len(texts(lines)) < 28 and f"... {28 - len(texts(lines))} nodes more" in lines[-1]
+
+
+# --- a real engine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["radix", "hash"])
+def test_after_every_step_of_a_random_run_the_view_is_the_cache(
+    make_engine: MakeEngine, tmp_path: Path, kind: str
+) -> None:
+    """In little memory, with locks, splits, evictions and salts; and drawn from the file it is the same."""
+    random, view, path = Random(4), RadixTreeView(), tmp_path / "trace.jsonl"
+    engine = make_engine(
+        **setting(3, tokens=88, conservativeness=0.0, cache=kind, page_size=4),
+        trace_config=TraceConfig(readers=(view,), jsonl=path),
+    )
+    for _ in range(12):
+        prompt = [*ids(9), *ids(random.choice((4, 9)), random.choice((5, 40, 60)))]
+        engine.add_request(prompt, greedy(12), cache_salt=random.choice((None, None, "tenant")))
+        for _ in range(random.randrange(6)):
+            engine.step()
+            check_view(engine, view, random.randrange(20, 120))
+    while engine.has_unfinished_requests():
+        engine.step()
+        check_view(engine, view, 80)
+    assert engine.stats().num_evicted_tokens
+    later = RadixTreeView()
+    for record in read_trace(path, "m4_radix_cache"):
+        later.read(record)
+    later.draw(TOKENIZER)
+    assert drawn(later) == drawn(view)
+    assert engine.flush_cache()
+    assert drawn(view)[0].startswith("empty cache: 0 tokens cached (0 locked), 88 of 88 slots free")
+
+
+def check_view(engine: Any, view: RadixTreeView, width: int) -> None:
+    stats, cache = engine.stats(), cache_of(engine)
+    num_tokens = stats.evictable_size + stats.protected_size
+    picture = view.draw(TOKENIZER)
+    title = printed(picture, 200)[0]
+    assert f"{num_tokens:,} tokens cached ({stats.protected_size:,} locked)" in title
+    assert f"{stats.available_size:,} of {stats.max_total_tokens:,} slots free" in title
+    assert max(map(len, printed(picture, width))) <= max(width, 40)
+    if isinstance(cache, RadixCache):
+        for node in cache.nodes():
+            shown = view.nodes[node.id]
+            assert node.parent is not None and shown.parent is not None and shown.parent.number == node.parent.id
+            assert (shown.lock_ref, shown.hit_count) == (node.lock_ref, node.hit_count)
+            assert shown.slots.tolist() == node.value.tolist() and len(shown.token_ids) == len(node.value)
+            assert shown.last_access_time is not None
+            assert shown.last_access_time <= node.last_access_time, "a look-up without an admission is in no event"
+
+
+def test_a_picture_stays_what_it_was_when_the_engine_goes_on(make_engine: MakeEngine) -> None:
+    view = RadixTreeView()
+    engine = make_engine(**setting(page_size=4), trace_config=TraceConfig(readers=(view,)))
+    engine.add_request(ids(9), greedy(6))
+    engine.step()
+    picture = view.draw(TOKENIZER)
+    before = printed(picture)
+    assert "1 lock" in " ".join(before)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert printed(picture) == before != printed(view.draw(TOKENIZER))
