@@ -12,6 +12,8 @@ import torch
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
+from m3_paged_attention.kv_events import BlocksFreed
+from tests.support.engines import Recorder
 
 BLOCK = 4
 
@@ -95,6 +97,28 @@ def test_the_first_to_write_into_a_shared_block_gets_a_copy_and_the_last_one_nee
     assert kv.take_moves() == ([], [], []), "moves are taken once"
 
 
+def test_a_copy_of_a_block_that_is_itself_to_be_copied_comes_from_where_the_data_is() -> None:
+    kv = forked(num_tokens=5)
+    kv.reserve("b", 6)
+    kv.fork("b", "c", 5)
+    kv.fork("c", "d", 5)
+    kv.reserve("c", 6), kv.reserve("d", 6)
+    assert (kv.block_ids("b"), kv.block_ids("c"), kv.block_ids("d")) == ([1, 3], [1, 4], [1, 5])
+    assert kv.take_moves().copies == [(2, 3), (2, 4), (2, 5)]
+
+
+def test_a_copy_to_a_block_that_was_freed_is_forgotten() -> None:
+    kv = forked(num_tokens=5, num_blocks=3)
+    kv.reserve("b", 6)
+    kv.release("b")
+    assert kv.take_moves().copies == []
+    kv.fork("a", "c", 5), kv.fork("a", "d", 5)
+    kv.reserve("c", 6)
+    kv.release("c")
+    kv.reserve("d", 6)
+    assert kv.take_moves().copies == [(2, 3)], "a block is a target once"
+
+
 def test_a_request_that_writes_its_tokens_again_copies_every_block_that_is_shared() -> None:
     """After a lost step, say: the token that is written need not be in the last block."""
     kv = forked(num_tokens=6)
@@ -135,6 +159,27 @@ def test_a_swapped_request_owns_host_blocks_and_comes_back_to_any_others() -> No
     assert kv.owned() == {"a": [2, 3]} and kv.swapped() == {} and not kv.is_swapped("a")
     assert kv.take_moves() == ([(0, 2), (1, 3)], [], [])
     assert kv.reserve("a", 8) == [] and kv.reserve("a", 9) == [1]
+
+
+def test_a_copy_that_is_swapped_out_before_it_is_made_comes_from_its_source() -> None:
+    """Swaps come before copies."""
+    kv = forked(num_tokens=5, host=2)
+    kv.reserve("b", 6)
+    kv.swap_out("b")
+    assert kv.take_moves() == ([], [(1, 0), (2, 1)], [])
+
+
+def test_a_released_request_leaves_the_host_and_is_not_moved_there() -> None:
+    kv = manager(2, host=2)
+    recorder = Recorder(kv.tracer)
+    kv.reserve("a", 8)
+    kv.swap_out("a")
+    kv.release("a")
+    assert kv.swapped() == {} and kv.take_moves() == ([], [], [])
+    (freed,) = recorder.events("blocks_freed")
+    assert freed == BlocksFreed(owner="a", block_ids=(0, 1), num_kept=0, on_host=True, num_free=2)
+    kv.reserve("b", 8)
+    assert kv.swap_out("b")
 
 
 def test_swapping_in_over_what_is_still_to_be_read_is_a_bug_of_ours() -> None:
