@@ -62,6 +62,11 @@ def test_a_new_request_is_remembered_in_full() -> None:
     assert row.state.sampling_row.stop_ids == {0}
 
 
+def test_a_fork_begins_behind_the_tokens_that_its_sibling_computed() -> None:
+    (row,) = batch().update(decision(new("a/1", [11, 12, 13, 14, 15], [3, 5], computed=4)))
+    assert facts(row) == ("a/1", 4, 1, False), "its prompt does not go through the model"
+
+
 def test_the_tokens_of_a_row_may_span_prompt_and_output() -> None:
     known = batch()
     known.update(decision(new("a", [11, 12, 13], [1])))
@@ -107,6 +112,15 @@ def test_a_request_sent_as_new_again_replaces_itself() -> None:
     for blocks in ([1, 2], [4]):
         known.update(decision(new("a", [1, 2, 3], blocks)))
     assert table(known, "a") == [4, 0, 0, 0] and len(known.block_tables) == 1
+
+
+def test_preempted_requests_keep_their_rows_and_others_get_more() -> None:
+    known = batch(2)
+    ids = [f"r{number}" for number in range(5)]
+    for number, rid in enumerate(ids):
+        known.update(decision(new(rid, [1], [number + 1])))
+    assert [table(known, rid)[0] for rid in ids] == [1, 2, 3, 4, 5]
+    assert len({known.states[rid].table_row for rid in ids}) == 5
 
 
 @pytest.mark.parametrize(

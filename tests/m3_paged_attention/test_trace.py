@@ -22,9 +22,15 @@ from m3_paged_attention import (
     kv_events,
     scheduler_events,
 )
+from m3_paged_attention.kv_events import BlocksForked
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, run, setting, unfinished
 from tests.m3_paged_attention.event_examples import USAGE
 from tests.support.traces import chrome_bars, chrome_curves, traced
+
+
+def test_events_name_their_requests() -> None:
+    forked = BlocksForked(owner="a/1", parent="a/0", block_ids=(3, 4), num_tokens=30)
+    assert forked.request_ids() == ("a/0", "a/1")
 
 
 def test_usage_draws_curves_and_an_empty_pool_wastes_nothing() -> None:
