@@ -179,6 +179,8 @@ def test_a_released_request_leaves_the_host_and_is_not_moved_there() -> None:
     (freed,) = recorder.events("blocks_freed")
     assert freed == BlocksFreed(owner="a", block_ids=(0, 1), num_kept=0, on_host=True, num_free=2)
     kv.reserve("b", 8)
+    kv.fork("b", "c", 0), kv.release("c")
+    assert len(recorder.events("blocks_freed")) == 1, "no event for a request without blocks"
     assert kv.swap_out("b")
 
 
