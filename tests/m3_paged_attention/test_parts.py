@@ -14,7 +14,7 @@ from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.scheduler import Scheduler
 from m3_paged_attention.step_plan import StepPlan
-from tests.m3_paged_attention.engines import InTurn, MakeEngine, Recorder, check_drained, greedy, run, setting
+from tests.m3_paged_attention.engines import MakeEngine, Recorder, check_drained, greedy, run, setting
 
 PROMPTS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
 
@@ -64,19 +64,6 @@ def test_a_kv_manager_of_ones_own_hands_out_the_blocks(make_engine: MakeEngine) 
     assert recorder.events("blocks_allocated")[0].block_ids == (9,)
     assert [o.token_ids for o in outputs.values()] == [o.token_ids for o in usual.values()]
     check_drained(engine)
-
-
-def test_a_preemption_policy_of_ones_own_chooses_the_victims(make_engine: MakeEngine, mode: str) -> None:
-    def victims(parts: dict[str, Any]) -> tuple[list[str], list[tuple[int, ...]]]:
-        engine = make_engine(parts, **setting(4, blocks=8, block_size=2, mode=mode))
-        recorder = Recorder(engine.tracer)
-        outputs = engine.generate_batch(PROMPTS, greedy(9))
-        return [event.rid for event in recorder.events("preempted")], [o.token_ids for o in outputs.values()]
-
-    usual, tokens = victims({})
-    mine, same_tokens = victims({"preemption": InTurn})
-    assert tokens == same_tokens
-    assert usual != mine and min(len(usual), len(mine)) > 0
 
 
 class NewestFirst(Scheduler):

@@ -4,7 +4,6 @@ The trace alone must explain the memory: allocated, shared, copied, moved and fr
 """
 
 import dataclasses
-import inspect
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,15 +11,11 @@ from typing import Any
 
 import pytest
 
-from m1_single_request.trace_event import Event
 from m3_paged_attention import (
     ChromeTraceReader,
     ConsoleReader,
     LLMEngine,
     TraceConfig,
-    events,
-    kv_events,
-    scheduler_events,
 )
 from m3_paged_attention.kv_events import BlocksForked
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, run, setting, unfinished
@@ -163,23 +158,6 @@ def test_a_step_that_failed_says_so_and_shows_no_usage(make_engine: MakeEngine) 
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_reader_no_event_is_built(
-    make_engine: MakeEngine, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def built(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError(f"{type(self).__name__} was built")
-
-    engine = make_engine(**setting(5, blocks=12, block_size=2, mode=mode))
-    for module in (events, kv_events, scheduler_events):
-        for value in vars(module).values():
-            if inspect.isclass(value) and issubclass(value, Event) and value is not Event:
-                monkeypatch.setattr(value, "__init__", built)
-    for n in range(3):
-        engine.add_request(ids(4 + n), greedy(9, n=1 + n), request_id=str(n))
-    run(engine)
-    assert engine.stats().num_preemptions > 0
 
 
 def test_the_consoles_show_blocks(make_engine: MakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
