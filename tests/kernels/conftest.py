@@ -1,8 +1,8 @@
-"""Every kernel test runs on each kind of kernels: C++ for this processor, Triton in its interpreter on a CPU, and
-Triton natively on a GPU (`pytest -m gpu`).
+"""Every kernel test runs on each kind of kernels, with the same tolerances.
 
-The tests are the same, with the same tolerances. tests/conftest.py takes out what needs a device that this machine
-lacks; C++ without a compiler is skipped with the reason.
+The kinds are torch, C++ for this processor, Triton in its interpreter on a CPU, and on a GPU (`pytest -m gpu`) Triton
+natively and torch. tests/conftest.py takes out those for which this machine has no device; C++ without a compiler is
+skipped with the reason.
 """
 
 import importlib.util
@@ -13,20 +13,23 @@ import torch
 
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.registry import Backend
+from m3_paged_attention.attention.torch_backend import TorchBackend
 
 if importlib.util.find_spec("triton") is None:
     collect_ignore = ["test_interpreter_bf16.py", "test_sm90.py"]  # tests/conftest.py says so in a line
 
 KINDS = [
+    "torch",
     "native",
-    pytest.param("interpreter", marks=pytest.mark.interpreter),
+    pytest.param("interpreter", marks=[pytest.mark.interpreter, pytest.mark.sample(2)]),  # which takes long
     pytest.param("gpu", marks=pytest.mark.gpu),
+    pytest.param("torch on a gpu", marks=pytest.mark.gpu),
 ]
 
 
 @pytest.fixture(autouse=True)
 def same_numbers_and_no_luck() -> Iterator[None]:
-    """Random numbers repeat, and `torch.empty` returns NaN, so that reading what nobody wrote shows."""
+    """Random numbers repeat, and `torch.empty` returns NaN, so that a read of unwritten memory shows."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     yield
@@ -42,7 +45,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def device(kind: str) -> torch.device:
     """Where the kernels run."""
-    return torch.device("cuda" if kind == "gpu" else "cpu")
+    return torch.device("cuda" if kind.endswith("gpu") else "cpu")
 
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
@@ -54,6 +57,8 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture
 def backend(kind: str) -> Backend:
     """The backend under test. In the interpreter, bfloat16 is made to compute as on a GPU."""
+    if kind.startswith("torch"):
+        return TorchBackend()
     if kind == "native":
         if obstacle := native_library.obstacle():
             pytest.skip(obstacle)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from m3_paged_attention.attention.metadata import AttentionMetadata
+from m3_paged_attention.attention.registry import Backend
 from m3_paged_attention.kv_storage import KVLayer
 
 NO_SUCH_PAGE = 10**6
@@ -77,7 +78,7 @@ def paged_batch(
 
 
 def _block_tables(seq_lens: Sequence[int], page: int) -> tuple[Tensor, int]:
-    """Pages in random order, and how many there are. Page 0 is nobody's, and so is the last."""
+    """Pages in random order, and how many there are. Page 0 and the last have no owner."""
     generator = torch.Generator().manual_seed(0)
     counts = [-(-seq_len // page) for seq_len in seq_lens]
     tables = torch.full((len(seq_lens), max(counts, default=0) + 2), NO_SUCH_PAGE, dtype=torch.int32)
@@ -169,3 +170,20 @@ def assert_close(actual: Tensor, expected: Tensor, tolerances: dict[torch.dtype,
     expected = expected.to(actual.device)
     error = (actual.double() - expected).abs().max() / expected.abs().max()
     assert error <= tolerance, f"error {error:.2e}, tolerated {tolerance:.0e}"
+
+
+TORCH_ATTENTION = {torch.float32: 2e-6}
+"""On a CPU, where torch's exp is good to a few units in the last place."""
+
+
+def attend(backend: Backend, batch: PagedBatch) -> Tensor:
+    """The attention of a batch, kept from the next call: `[num_tokens, num_heads, head_dim]`."""
+    return backend.attention(batch.query, batch.layer, batch.metadata, batch.scale).clone()
+
+
+def check_attention(backend: Backend, batch: PagedBatch, tolerances: dict[torch.dtype, float] | None = None) -> Tensor:
+    """Compare the attention of a batch with float64, and return it."""
+    result = attend(backend, batch)
+    own = TORCH_ATTENTION if backend.name == "torch" else {}
+    assert_close(result, batch.expected, tolerances or ATTENTION | own)
+    return result

@@ -6,8 +6,6 @@ import torch
 from tests.kernels import references
 from tests.kernels.references import NORM, POINTWISE, assert_close
 
-pytestmark = pytest.mark.sample(2)
-
 EPS = 1e-6
 
 

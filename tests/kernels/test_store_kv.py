@@ -8,8 +8,6 @@ import torch
 from m3_paged_attention.kv_storage import KVLayer
 from tests.kernels.references import paged_batch
 
-pytestmark = pytest.mark.sample(2)
-
 SLOTS = [17, 16, 3, 63, 40, 41, 4]
 
 

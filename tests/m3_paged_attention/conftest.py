@@ -9,6 +9,7 @@ import m3_paged_attention
 from m1_single_request.model_loader import LoadedModel
 from m3_paged_attention import LLMEngine
 from m3_paged_attention.model_loader import load_model
+from tests.m3_paged_attention.checkpoints import directory as directory, saved as saved
 from tests.m3_paged_attention.engines import MODES, MakeEngine, check_memory
 from tests.support.engines import EngineMaker
 

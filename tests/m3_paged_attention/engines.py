@@ -96,7 +96,7 @@ def check_drained(engine: LLMEngine) -> None:
 
 
 def check_memory(engine: LLMEngine) -> None:
-    """Nobody owns a block, on the device or on the host, and the runner remembers nobody."""
+    """No request owns a block, on the device or on the host, and the runner stores no state."""
     kv_manager = engine.engine_core.scheduler.kv_manager
     assert not kv_manager.owned() and not kv_manager.swapped()
     assert kv_manager.num_free == kv_manager.num_blocks

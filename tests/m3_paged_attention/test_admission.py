@@ -9,19 +9,6 @@ from tests.testbed.paged import make_paged_bed
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_needs_room_for_its_prompt_and_not_for_its_life() -> None:
-    bed = make_paged_bed(num_blocks=8, block_size=4)
-    bed.add(4, max_tokens=28), bed.add(4, max_tokens=28)  # either could fill the pool
-    assert bed.step().joined == ["r0", "r1"]
-    bed.drain()
-
-
-def test_the_first_one_may_take_the_whole_pool() -> None:
-    bed = make_paged_bed(num_blocks=3, block_size=4)
-    whole = bed.add(12, max_tokens=1)
-    assert bed.step().ended == {whole: "length"}
-
-
 @pytest.mark.parametrize(("num_blocks", "joins"), [(5, False), (6, True)])
 def test_one_block_stays_free_for_each_that_runs(num_blocks: int, joins: bool) -> None:
     """Two requests of two blocks each: four blocks, and one more for either of them."""
@@ -36,35 +23,6 @@ def test_one_block_stays_free_for_each_that_runs(num_blocks: int, joins: bool) -
         assert "it needs 2 blocks of 3 free ones, and 2 must stay free for the next tokens" in refusal.explain()
     bed.drain()
     assert bed.scheduler.num_preemptions == 0
-
-
-def test_what_was_kept_free_is_enough_for_the_next_token_of_everybody() -> None:
-    bed = make_paged_bed(num_blocks=13, block_size=4, max_num_seqs=8)
-    for _ in range(8):
-        bed.add(4, max_tokens=5)
-    bed.step()
-    assert len(bed.running()) == 6, "6 blocks, and 6 kept free"
-    bed.step()
-    assert bed.scheduler.num_preemptions == 0 and bed.scheduler.kv_manager.num_free == 1
-    bed.drain()
-
-
-def test_nobody_overtakes_whoever_has_no_blocks() -> None:
-    bed = make_paged_bed(num_blocks=6, block_size=4)
-    bed.add(8, max_tokens=3)
-    large, small = bed.add(12, max_tokens=2), bed.add(1)
-    bed.step()
-    assert bed.waiting() == [large, small]
-    while large in bed.waiting():
-        step = bed.step()
-        assert small not in step.joined or large in step.joined
-    bed.drain()
-
-
-def test_blocks_of_a_request_that_ends_are_there_for_the_next_decision() -> None:
-    bed = make_paged_bed(num_blocks=4, block_size=4)
-    bed.add(16, max_tokens=1), bed.add(16, max_tokens=1), bed.add(3, max_tokens=1)
-    assert [bed.step().joined for _ in range(3)] == [["r0"], ["r1"], ["r2"]]
 
 
 # --- places and tokens ------------------------------------------------------------------------------------------------
@@ -86,14 +44,6 @@ def test_prompts_join_as_far_as_the_budget_reaches() -> None:
     assert [bed.step().counts for _ in range(3)] == [{"r0": 4, "r1": 6}, {"r2": 1}, {"r3": 10}]
     refusals = [(event.rid, event.limit, event.needed, event.available) for event in bed.events("not_admitted")]
     assert refusals == [("r2", "max_num_batched_tokens", 1, 0), ("r3", "max_num_batched_tokens", 10, 9)]
-
-
-def test_an_abort_of_the_first_in_line_lets_the_next_join_at_once() -> None:
-    bed = make_paged_bed(num_blocks=4, block_size=4)
-    bed.add(3), bed.add(12), bed.add(3)
-    bed.abort("r1")
-    assert bed.step().joined == ["r0", "r2"]
-    bed.drain()
 
 
 # --- the ways in ------------------------------------------------------------------------------------------------------
@@ -132,13 +82,3 @@ def test_a_late_sibling_starts_on_the_blocks_of_one_that_decodes() -> None:
     assert bed.events("admit")[-1].source == "r1/0"
     assert "r1/1 joins on the blocks of r1/0" in bed.events("admit")[-1].explain()
     bed.drain()
-
-
-def test_a_swapped_request_needs_the_blocks_of_all_its_tokens_again() -> None:
-    bed = make_paged_bed(num_blocks=5, block_size=4, swap=True, trace=True)
-    bed.add(4, max_tokens=8), bed.add(4, max_tokens=8)
-    bed.drain()
-    assert admitted(bed)[-1] == ("r1", "swap_in", 8, 1, 3)
-    assert "comes back from host memory with the KV of 8 tokens" in bed.events("admit")[-1].explain()
-    refusal = bed.events("not_admitted")[-1]
-    assert (refusal.rid, refusal.limit, refusal.needed) == ("r1", "blocks", 3)

@@ -9,15 +9,6 @@ from m3_paged_attention.block_pool import BlockPool
 from m3_paged_attention.errors import OutOfBlocksError
 
 
-def test_block_0_is_never_handed_out() -> None:
-    assert BlockPool(4).allocate(4) == [1, 2, 3, 4]
-
-
-def test_a_pool_may_begin_at_0() -> None:
-    """Nothing is padded on the host."""
-    assert BlockPool(3, first_id=0).allocate(3) == [0, 1, 2]
-
-
 def test_whoever_was_freed_first_is_handed_out_first() -> None:
     pool = BlockPool(4)
     pool.allocate(4)
@@ -32,25 +23,6 @@ def test_more_than_there_is_raises_and_changes_nothing() -> None:
         pool.allocate(3)
     assert pool.num_free == 2 and pool.allocate(2) == [2, 3]
     assert pool.allocate(0) == []
-
-
-def test_a_shared_block_is_free_after_its_last_holder() -> None:
-    pool = BlockPool(2)
-    pool.allocate(2)
-    pool.share([1])
-    pool.share([1])
-    assert (pool.ref_count(1), pool.ref_count(2), pool.num_shared) == (3, 1, 1)
-    assert [pool.free([1]), pool.free([1]), pool.free([1])] == [[], [], [1]]
-    assert (pool.ref_count(1), pool.num_shared, pool.num_free) == (0, 0, 1)
-
-
-@pytest.mark.parametrize("block_id", [0, -1, 3, 4], ids=lambda n: f"block {n}")
-@pytest.mark.parametrize("verb", ["free", "share"])
-def test_a_block_that_nobody_holds_can_be_neither_freed_nor_shared(verb: str, block_id: int) -> None:
-    pool = BlockPool(3)
-    pool.allocate(2)
-    with pytest.raises(ValueError, match=f"block {block_id} is not in use"):
-        getattr(pool, verb)([block_id])
 
 
 def test_a_block_cannot_be_freed_twice() -> None:

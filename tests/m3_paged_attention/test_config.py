@@ -1,4 +1,4 @@
-"""What an m3 engine can be told: limits, a KV memory, kernels. Checked when the configuration is made."""
+"""The settings of m3: limits, KV memory, kernels. They are checked when a configuration is made."""
 
 import dataclasses
 from typing import Any

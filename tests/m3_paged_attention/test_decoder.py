@@ -102,24 +102,8 @@ class Paged:
     def _metadata(self, rids: list[str], contexts: list[int], new: list[int], slots: list[int]) -> AttentionMetadata:
         tables = [self.blocks[rid] for rid in rids]
         width = max(map(len, tables))
-        seq_lens = [context + count for context, count in zip(contexts, new, strict=True)]
-        prefills = [count for count in new if count > 1]
-
-        def ints(values: Any) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32)
-
-        return AttentionMetadata(
-            query_start_loc=ints([sum(new[:number]) for number in range(len(new) + 1)]),
-            seq_lens=ints(seq_lens),
-            block_tables=ints([table + [0] * (width - len(table)) for table in tables]),
-            slot_mapping=torch.tensor(slots),
-            num_prefills=len(prefills),
-            num_prefill_tokens=sum(prefills),
-            num_decodes=len(new) - len(prefills),
-            max_query_len=max(new),
-            query_lens_host=tuple(new),
-            seq_lens_host=tuple(seq_lens),
-        )
+        rows = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
+        return AttentionMetadata.build(new, contexts, rows, torch.tensor(slots), rows.device)
 
 
 @torch.inference_mode()
@@ -179,14 +163,6 @@ def test_logits_do_not_depend_on_the_block_size(block_size: int, tmp_path: Path)
     paged = Paged(loaded, block_size)
     parts = [paged.step({"a": text[start:end]})["a"] for start, end in ((0, 20), (20, 21), (21, 22), (22, 30))]
     torch.testing.assert_close(torch.cat(parts), whole, atol=TOLERANCE, rtol=0)
-
-
-def test_rows_do_not_see_each_other(tmp_path: Path) -> None:
-    loaded = load(save_random_model(tmp_path, "llama"))
-    batch = {str(seed): tokens_of(seed, count) for seed, count in enumerate((5, 1, 14, 1, 2))}
-    together = Paged(loaded).step(batch)
-    for rid, tokens in batch.items():
-        torch.testing.assert_close(together[rid], Paged(loaded).step({rid: tokens})[rid], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.skipif(bool(native_library.obstacle()), reason="no C++ compiler")

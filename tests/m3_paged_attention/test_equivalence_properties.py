@@ -1,4 +1,4 @@
-"""Whoever shares the steps and the memory, whenever requests come and go: everybody gets m1's tokens.
+"""Requests in any company, arriving and leaving at any step, get the tokens of m1.
 
 Hypothesis makes the traffic, with the strategies and the comparison of `tests/equivalence/traffic.py`: several outputs
 per prompt, in pools so small that requests are thrown out by recompute and by swap. All of it runs on the native
@@ -112,7 +112,7 @@ def noting(rows: list[Tensor]) -> type[Sampler]:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 128])
 def test_logits_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, mode: str, block_size: int) -> None:
-    """Every row of logits of every request, with somebody thrown out in every third step."""
+    """Every row of logits of every request, with a preemption in every third step."""
     prompts = [prompt_of(n) for n in (1, 21, 5, 16)]
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     theirs: list[Tensor] = []
@@ -138,7 +138,7 @@ def test_logits_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, mode: str
     outputs = engine.generate_batch(prompts, params)
     assert engine.stats().num_preemptions >= 3
     assert [o.token_ids for o in outputs.values()] == [o.token_ids for o in expected.values()]
-    assert sorted(places) == sorted(wanted), "each row once: nobody's token is sampled again after a preemption"
+    assert sorted(places) == sorted(wanted), "each row once: no token is sampled again after a preemption"
     for place, row in zip(places, ours, strict=True):
         torch.testing.assert_close(row, wanted[place], rtol=0, atol=1e-4)
 

@@ -6,13 +6,16 @@ All that every milestone with batches promises about failures is tested in `test
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from m1_single_request.errors import PartError
 from m1_single_request.request import Request
 from m3_paged_attention import (
     EngineClosedError,
@@ -21,6 +24,7 @@ from m3_paged_attention import (
     LLMEngine,
     ModelConfig,
 )
+from m3_paged_attention.errors import OutOfBlocksError
 from m3_paged_attention.executor import GPUExecutor
 from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.outputs import ModelRunnerOutput
@@ -45,7 +49,7 @@ MOMENTS: tuple[Moment, ...] = ("before", "forward", "after")
 
 @pytest.fixture
 def expected(make_m1: Any) -> Answers:
-    """What everybody gets if nothing breaks."""
+    """The tokens of each request if nothing breaks."""
     return answers_of(make_m1)
 
 
@@ -56,7 +60,7 @@ def expected(make_m1: Any) -> Answers:
 def test_whoever_was_preempted_in_a_step_that_failed_is_computed_again(
     make_engine: MakeEngine, make_m1: Any, mode: str, at: Moment
 ) -> None:
-    """Its blocks should have moved to the host in that step; nobody knows whether they did."""
+    """Its blocks should have moved to the host in that step; whether they did is unknown."""
 
     class FailsWhenSomebodyLeaves(GPUExecutor):
         left = 1
@@ -200,6 +204,61 @@ def test_a_lost_device_fails_a_family_that_runs_and_one_that_waits(make_engine: 
     assert engine.stats().num_finished == {"error": 2}
 
 
+# --- a part that breaks the rules -------------------------------------------------------------------------------------
+
+
+def test_a_kv_manager_that_runs_dry_is_a_bug_that_the_engine_survives(make_engine: MakeEngine) -> None:
+    """The requests end with an error that names the part, and the engine goes on with empty memory."""
+    engine = make_engine(**setting(2, blocks=4))
+    engine.add_request([5, 6, 7], greedy(3), request_id="a")
+    pool = engine.engine_core.scheduler.kv_manager.pool
+    allocate, left = pool.allocate, [1]
+
+    def dry(count: int) -> list[int]:
+        if left:
+            left.pop()
+            raise OutOfBlocksError("none left")
+        return allocate(count)
+
+    pool.allocate = dry
+    error = engine.step()["a"].error
+    assert isinstance(error, PartError) and isinstance(error.__cause__, OutOfBlocksError)
+    assert "the part 'kv_manager' (KVCacheManager)" in str(error) and "none left" in str(error)
+    assert engine.generate([5, 6, 7], greedy(3)).finish_reason == "length"
+
+
+CHOICES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda running: None,
+    "a stranger": lambda running: SimpleNamespace(request_id="stranger"),
+    "an id": lambda running: running[0].request_id,
+    "raises": lambda running: {}["victim"],
+    "sorts in place": lambda running: running.sort(),
+}
+
+
+@pytest.mark.parametrize(("seats", "blocks", "num_valid"), [(2, 8, 0), (3, 9, 1)])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_policy_that_chooses_no_running_request_ends_all_requests_and_the_engine_goes_on(
+    make_engine: MakeEngine, make_m1: Any, mode: str, choice: str, seats: int, blocks: int, num_valid: int
+) -> None:
+    """A first victim may wait already, perhaps with its blocks on the way to the host."""
+    alone, left = make_m1(), [1] * num_valid
+
+    class Invalid:
+        def choose_victim(self, running: Any) -> Any:
+            return running[0] if left and left.pop() else CHOICES[choice](running)
+
+    engine = make_engine({"preemption": Invalid}, **setting(seats, blocks=blocks, block_size=2, mode=mode))
+    for rid in "abc":
+        engine.add_request(PROMPTS[rid], greedy(12), request_id=rid)
+    for rid, output in run(engine).items():
+        assert isinstance(output.error, PartError) and "the part 'preemption' (Invalid)" in str(output.error)
+        assert output.token_ids == alone.generate(PROMPTS[rid], greedy(12)).token_ids[: len(output.token_ids)]
+    assert not left
+    assert engine.generate(PROMPTS["a"], greedy(12)).token_ids == alone.generate(PROMPTS["a"], greedy(12)).token_ids
+    check_drained(engine)
+
+
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
@@ -235,26 +294,6 @@ def test_a_closed_engine_holds_neither_kv_nor_weights(tiny_directory: Path, back
     for call in [*calls_of(engine), lambda: engine.chat_prompt([{"role": "user", "content": "a"}])]:
         with pytest.raises(EngineClosedError):
             call()
-
-
-def test_a_close_that_was_stopped_in_the_middle_can_be_repeated(make_engine: MakeEngine) -> None:
-    class Stopped(GPUExecutor):
-        left = 1
-
-        def shutdown(self) -> None:
-            super().shutdown()
-            if self.left:
-                self.left = 0
-                raise KeyboardInterrupt
-
-    engine = make_engine({"executor": Stopped}, **setting(3))
-    submit(engine)
-    engine.step()
-    with pytest.raises(KeyboardInterrupt):
-        engine.close()
-    engine.close()
-    with pytest.raises(EngineClosedError):
-        engine.step()
 
 
 def test_the_preemptions_of_a_step_that_was_stopped_do_not_count(make_engine: MakeEngine) -> None:

@@ -26,7 +26,7 @@ def record(path: Path) -> None:
     """Six requests with room for four, 24 tokens a step and 14 blocks of 4; write the stable trace to `path`.
 
     One wants three outputs, one draws, one stops at a string; one is aborted while it waits and one while it runs. They
-    swap; the host has room for eight blocks, so somebody must be computed again.
+    swap; the host has room for eight blocks, so one request must be computed again.
     """
     block_bytes = 4 * 4096  # of this model
     with LLMEngine(

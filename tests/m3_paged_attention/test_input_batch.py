@@ -62,39 +62,9 @@ def test_a_new_request_is_remembered_in_full() -> None:
     assert row.state.sampling_row.stop_ids == {0}
 
 
-def test_a_fork_begins_behind_what_its_sibling_computed() -> None:
+def test_a_fork_begins_behind_the_tokens_that_its_sibling_computed() -> None:
     (row,) = batch().update(decision(new("a/1", [11, 12, 13, 14, 15], [3, 5], computed=4)))
     assert facts(row) == ("a/1", 4, 1, False), "its prompt does not go through the model"
-
-
-def test_differences_are_applied() -> None:
-    known = batch()
-    known.update(decision(new("a", [11, 12, 13], [3])))
-    (row,) = known.update(decision(others=cached(a=(21, [], 3))))
-    assert facts(row) == ("a", 3, 1, False) and table(known, "a") == [3, 0, 0, 0]
-    known.update(decision(others=cached(a=(22, [9], 4))))
-    assert table(known, "a") == [3, 9, 0, 0], "its fifth token begins a block"
-    assert known.states["a"].output_token_ids == [21, 22]
-    known.update(decision(others=cached(a=(23, [8], 5))))
-    assert table(known, "a") == [3, 8, 0, 0], "a copy takes the place of the block that others hold"
-
-
-def test_the_sampler_sees_the_tokens_as_they_come() -> None:
-    known = batch()
-    (row,) = known.update(decision(new("a", [11], [3])))
-    known.update(decision(others=cached(a=(21, [], 1))))
-    assert row.state.sampling_row.output_token_ids == [21]
-    known.update(decision(ResumedReqData("a", [21, 22], [4], 0), counts={"a": 3}))
-    assert row.state.sampling_row.output_token_ids == [21, 22], "after a preemption, too"
-
-
-def test_a_resumed_request_gets_a_new_table() -> None:
-    known = batch()
-    known.update(decision(new("a", [11, 12, 13, 14, 15, 16, 17, 18, 19], [1, 2, 3])))
-    (row,) = known.update(decision(ResumedReqData("a", [21], [7, 8], 0), counts={"a": 10}))
-    assert facts(row) == ("a", 0, 10, False) and table(known, "a") == [7, 8, 0, 0]
-    (row,) = known.update(decision(ResumedReqData("a", [21, 22], [9, 1, 2], 10), counts={"a": 1}))
-    assert facts(row) == ("a", 10, 1, False), "swapped in"
 
 
 def test_the_tokens_of_a_row_may_span_prompt_and_output() -> None:
@@ -144,7 +114,7 @@ def test_a_request_sent_as_new_again_replaces_itself() -> None:
     assert table(known, "a") == [4, 0, 0, 0] and len(known.block_tables) == 1
 
 
-def test_preempted_requests_keep_their_places_and_others_get_more() -> None:
+def test_preempted_requests_keep_their_rows_and_others_get_more() -> None:
     known = batch(2)
     ids = [f"r{number}" for number in range(5)]
     for number, rid in enumerate(ids):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from m1_single_request.errors import ConfigError
-from m1_single_request.tracer import Tracer, TraceRecord
-from m3_paged_attention import kv_cache_config
+from m1_single_request.tracer import Tracer
+from m3_paged_attention import LLMEngine, ModelConfig, SchedulerConfig, kv_cache_config
 from m3_paged_attention.config import CacheConfig
 from m3_paged_attention.events import KVSized
 from m3_paged_attention.kv_cache_config import (
@@ -23,6 +24,7 @@ from m3_paged_attention.kv_cache_config import (
     needs_profile,
     size_kv_cache,
 )
+from tests.support.engines import Recorder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MIB, GIB = 2**20, 2**30
@@ -31,21 +33,9 @@ SMALL = KVCacheSpec(block_size=16, num_layers=4, num_kv_heads=2, head_dim=64, dt
 H100 = MemoryProfile(total_bytes=80 * GIB, peak_bytes=16 * GIB)
 
 
-class Recorder:
-    """A reader that keeps the events."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def read(self, record: TraceRecord) -> None:
-        self.events.append(record.event)
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture(autouse=True)
 def plenty(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """A machine with so many bytes, whichever this one is; a terabyte if a test says nothing."""
+    """A machine with so many bytes: a terabyte, unless a test sets another number."""
 
     def set_available(num_bytes: int | None) -> None:
         monkeypatch.setattr(kv_cache_config, "available_memory", lambda device: num_bytes)
@@ -89,12 +79,12 @@ def sized(
 
 
 def sizing_of(**settings: Any) -> KVSized:
-    """What the trace hears of it."""
-    tracer, recorder = Tracer(), Recorder()
-    tracer.attach(recorder)
+    """The event of the sizing."""
+    tracer = Tracer()
+    recorder = Recorder(tracer)
     sized(tracer=tracer, **settings)
-    [event] = recorder.events
-    return event
+    (event,) = recorder.events("kv_sized")
+    return event  # type: ignore[no-any-return]
 
 
 # --- one block --------------------------------------------------------------------------------------------------------
@@ -109,13 +99,10 @@ def test_the_bytes_of_a_block() -> None:
 
 def test_16384_tokens_of_a_7b_model_take_exactly_8_gib() -> None:
     assert LLAMA_7B.blocks_for(16384) * LLAMA_7B.block_bytes == 8 * GIB
+    assert [LLAMA_7B.blocks_for(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2], "the last block counts whole"
     config = KVCacheConfig(spec=LLAMA_7B, num_blocks=1024)
     assert config.num_blocks * LLAMA_7B.block_size == 16384
     assert config.num_bytes == 8 * GIB + LLAMA_7B.block_bytes, "block 0 comes on top"
-
-
-def test_the_last_block_counts_whole() -> None:
-    assert [LLAMA_7B.blocks_for(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
 
 
 # --- where the number comes from --------------------------------------------------------------------------------------
@@ -135,68 +122,48 @@ QWEN3 = {name: dataclasses.replace(LLAMA_7B, num_layers=layers, num_kv_heads=8, 
          for name, layers in (("0.6B", 28), ("1.7B", 28), ("8B", 36), ("VL-2B", 28))}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "positions", "gib", "tokens"),
-    [
-        ("0.6B", 40_960, 24, 37_440),  # 4 GiB, in pages of 16 tokens of 112 KiB; block 0 comes on top
-        ("1.7B", 40_960, 16, 37_440),
-        ("8B", 40_960, 24, 29_120),
-        ("VL-2B", 262_144, 24, 37_440),
-        ("0.6B", 40_960, 8, 18_720),  # a quarter of the machine's memory
-        ("0.6B", 40_960, 1, 4_656),  # 512 MiB, block 0 included
-    ],
-)
-def test_on_a_cpu_the_default_grows_with_the_requests_up_to_4_gib_or_a_quarter_of_the_memory(
-    monkeypatch: pytest.MonkeyPatch, name: str, positions: int, gib: int, tokens: int
-) -> None:
-    monkeypatch.setattr(kv_cache_config, "physical_memory", lambda: gib * GIB)
-    budget = kv_budget(
+def default_budget(name: str, *, max_model_len: int, max_num_seqs: int = 16, num_shares: int = 1) -> Any:
+    """The KV memory of a model on a CPU if no setting names it."""
+    return kv_budget(
         QWEN3[name],
         size_setting="num_blocks",
         cache_config=CacheConfig(),
         device=CPU,
-        max_model_len=positions,
-        max_num_seqs=16,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        num_shares=num_shares,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "seqs", "gib", "tokens"),
+    [
+        ("0.6B", 40_960, 16, 24, 37_440),  # 4 GiB, in pages of 16 tokens of 112 KiB; block 0 comes on top
+        ("1.7B", 40_960, 16, 16, 37_440),
+        ("8B", 40_960, 16, 24, 29_120),
+        ("VL-2B", 262_144, 16, 24, 37_440),
+        ("0.6B", 40_960, 16, 8, 18_720),  # a quarter of the machine's memory
+        ("0.6B", 40_960, 16, 1, 4_656),  # 512 MiB, block 0 included
+        ("8B", 8192, 1, 64, 8192),  # no more than the requests need
+        ("8B", 8192, 2, 64, 16_384),
+        ("8B", 8192, 3, 64, 24_576),
+    ],
+)
+def test_on_a_cpu_the_default_grows_with_the_requests_up_to_4_gib_or_a_quarter_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, name: str, positions: int, seqs: int, gib: int, tokens: int
+) -> None:
+    monkeypatch.setattr(kv_cache_config, "physical_memory", lambda: gib * GIB)
+    budget = default_budget(name, max_model_len=positions, max_num_seqs=seqs)
     assert longest_request(QWEN3[name], budget) == tokens
-
-
-def test_on_a_cpu_the_default_does_not_grow_beyond_what_the_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_config, "physical_memory", lambda: 64 * GIB)
-
-    def default(max_num_seqs: int) -> int | None:
-        budget = kv_budget(
-            QWEN3["8B"],
-            size_setting="num_blocks",
-            cache_config=CacheConfig(),
-            device=CPU,
-            max_model_len=8192,
-            max_num_seqs=max_num_seqs,
-        )
-        return longest_request(QWEN3["8B"], budget)
-
-    assert [default(count) for count in (1, 2, 3)] == [8192, 16_384, 24_576]
 
 
 @pytest.mark.parametrize("gib", [64, 8])
 def test_on_a_cpu_what_the_default_grows_by_is_shared_out(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
     monkeypatch.setattr(kv_cache_config, "physical_memory", lambda: gib * GIB)
-
-    def default(num_shares: int) -> int:
-        budget = kv_budget(
-            QWEN3["0.6B"],
-            size_setting="num_blocks",
-            cache_config=CacheConfig(),
-            device=CPU,
-            max_model_len=40_960,
-            max_num_seqs=16,
-            num_shares=num_shares,
-        )
-        assert budget.num_bytes is not None
-        return budget.num_bytes - QWEN3["0.6B"].block_bytes
-
+    budgets = [default_budget("0.6B", max_model_len=40_960, num_shares=shares).num_bytes for shares in (1, 2, 8)]
     grown = min(4 * GIB, gib * GIB // 4) - 512 * MIB
-    assert [default(n) - 512 * MIB for n in (1, 2, 8)] == [grown, grown // 2, grown // 8]
+    base = 512 * MIB + QWEN3["0.6B"].block_bytes
+    assert [budget - base for budget in budgets] == [grown, grown // 2, grown // 8]
 
 
 def test_on_a_cpu_the_default_is_the_same_and_starts_whatever_else_runs_at_the_moment(
@@ -225,13 +192,13 @@ def test_no_more_blocks_are_made_than_the_requests_can_fill() -> None:
     assert sized(max_num_seqs=1, max_model_len=32, kv_cache_memory_bytes=GIB).num_blocks == 2
 
 
-def test_all_blocks_that_fit_are_made_for_whoever_can_use_more_than_the_requests_fill() -> None:
+def test_all_blocks_that_fit_are_made_where_more_than_the_requests_can_use_them() -> None:
     assert sized(max_num_seqs=None, max_model_len=32, kv_cache_memory_bytes=GIB).num_blocks == GIB // (64 * 1024) - 1
     assert "never fill" not in sizing_of(max_num_seqs=None, max_model_len=32).explain()
 
 
 def test_a_number_of_blocks_is_taken_as_it_is() -> None:
-    """Even if the longest request does not fit, or nobody could fill them."""
+    """Even if the longest request does not fit, or the requests cannot fill them."""
     assert sized(num_blocks=1).num_blocks == 1
     assert sized(num_blocks=1000, max_num_seqs=1, max_model_len=16).num_blocks == 1000
 
@@ -318,15 +285,8 @@ def test_too_small_a_share_names_the_one_that_suffices() -> None:
         on_gpu(0.9, 79 * GIB)
 
 
-def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.5 needs a GPU, and the device is cpu"):
-        check_cache_config(CacheConfig(gpu_memory_utilization=0.5), preemption_mode="recompute", device=CPU)
+def test_a_share_of_a_gpu_and_swap_space_are_taken_where_they_have_an_effect() -> None:
     check_cache_config(CacheConfig(gpu_memory_utilization=0.5), preemption_mode="recompute", device=CUDA)
-
-
-def test_swap_space_means_nothing_without_swapping() -> None:
-    with pytest.raises(ConfigError, match="swap_space_bytes=100000 has no effect with preemption_mode='recompute'"):
-        check_cache_config(CacheConfig(swap_space_bytes=100000), preemption_mode="recompute", device=CPU)
     check_cache_config(CacheConfig(swap_space_bytes=100000), preemption_mode="swap", device=CPU)
 
 
@@ -348,7 +308,7 @@ def test_more_than_the_machine_has_is_refused_before_it_is_asked_for(plenty: Cal
     plenty(SMALL.block_bytes)
     with pytest.raises(ConfigError, match=r"Use a smaller num_blocks$"):
         sized(num_blocks=1)
-    plenty(None)  # nobody can say in advance
+    plenty(None)  # the number is unknown
     assert sized(num_blocks=10**9).num_blocks == 10**9
 
 
@@ -357,33 +317,41 @@ def test_a_share_of_a_gpu_was_measured_and_is_not_doubted(plenty: Callable[[int 
     assert sized(device=CUDA, profile=H100).num_blocks > 0
 
 
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ({"num_blocks": 10**15}, "Use num_blocks of at most"),
+        ({"swap_space_bytes": 10**18}, "swap_space_bytes"),
+    ],
+    ids=str,
+)
+def test_an_engine_refuses_more_memory_than_this_machine_has(
+    monkeypatch: pytest.MonkeyPatch, tiny_directory: Path, cache: dict[str, Any], message: str
+) -> None:
+    monkeypatch.undo()
+    model_config = ModelConfig(model=tiny_directory, device="cpu", dtype="float32")
+    limits = SchedulerConfig(preemption_mode="swap" if "swap_space_bytes" in cache else "recompute")
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine(model_config=model_config, cache_config=CacheConfig(**cache), scheduler_config=limits)
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization=0.5 needs a GPU, and the device is cpu"),
+        ({"swap_space_bytes": 2**20}, "swap_space_bytes=1048576 has no effect with preemption_mode='recompute'"),
+    ],
+    ids=str,
+)
+def test_a_size_without_effect_is_refused_before_anything_is_loaded(cache: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine(model_config=ModelConfig(model="/nowhere", device="cpu"), cache_config=CacheConfig(**cache))
+
+
 # --- the trace --------------------------------------------------------------------------------------------------------
-
-
-def test_the_trace_shows_the_arithmetic() -> None:
-    said = sizing_of().explain()
-    assert "512.0 MiB / 64.0 KiB per block = 8,192 blocks of 16 tokens" in said
-    assert "with block 0, which is never handed out, they take 512.0 MiB" in said
-    assert "room for 131,056 tokens, or 64.0 requests of 2,048" in said
-    assert "host" not in said and "never fill" not in said
-
-
-def test_the_trace_says_why_fewer_blocks_are_made() -> None:
-    said = sizing_of(max_num_seqs=3, max_model_len=33).explain()
-    assert "3 requests of 3 blocks at most never fill more than 9" in said and "640.0 KiB" in said
-
-
-def test_the_trace_says_what_a_profiling_run_left() -> None:
-    said = sizing_of(spec=LLAMA_7B, device=CUDA, profile=H100, mode="swap", swap_space_bytes=GIB).explain()
-    assert "90% of 80.0 GiB, less 16.0 GiB for all else, leave 56.0 GiB" in said
-    assert "56.0 GiB / 8.0 MiB per block = 7,168 blocks of 16 tokens" in said
-    assert "128 more blocks on the host for swapping take 1.0 GiB" in said
-
-
-def test_the_trace_says_that_the_number_was_given() -> None:
-    event = sizing_of(num_blocks=1)
-    assert event.explain().startswith("KV memory: num_blocks=1 of 16 tokens was asked for, 64.0 KiB each; ")
-    assert event.budget_bytes is None and event.num_bytes == 2 * SMALL.block_bytes
 
 
 def test_the_trace_holds_all_numbers() -> None:

@@ -1,8 +1,7 @@
-"""Random steps on tiny pools: whatever is forked, copied, swapped or dropped, everybody finds its tokens.
+"""Random steps on tiny pools: after forks, copies, swaps and releases each request finds its tokens.
 
 The world below is a KV memory of single values instead of vectors. It makes the moves and writes the tokens as a worker
-would, keeps for each request what its tokens must be, and counts blocks in its own way. The second half interrupts
-every verb before every line, recovers, and looks again.
+would, keeps for each request what its tokens must be, and counts blocks in its own way.
 """
 
 from collections import Counter
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from m1_single_request.tracer import Tracer
-from m3_paged_attention import block_pool, kv_cache_manager
 from m3_paged_attention.errors import OutOfBlocksError
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
@@ -22,7 +20,6 @@ from m3_paged_attention.kv_storage import KVStorage
 from tests.support.amounts import examples
 
 Tokens = list[int]
-MODULES = [kv_cache_manager, block_pool]
 
 
 class World:
@@ -41,7 +38,7 @@ class World:
         self.tokens: dict[str, Tokens] = {}  # of each request, those whose KV is there
         self.coming: dict[str, Tokens] = {}  # those that this step writes behind them
         self.waiting_for: dict[str, tuple[str, int]] = {}  # forks of a prompt that this step writes
-        self.thrown_out = False  # whether somebody was, in this step
+        self.thrown_out = False  # whether a request was, in this step
         self.values = count(1)
 
     # --- verbs --------------------------------------------------------------------------------------------------------
@@ -96,7 +93,7 @@ class World:
         self._drop_step_of(name)
 
     def swap_in(self, name: str) -> None:
-        """A scheduler lets nobody in while it throws others out."""
+        """A scheduler admits no request in a step that preempts."""
         if name not in self.tokens or not self.kv.is_swapped(name) or self.thrown_out:
             return
         num_blocks, before = len(self.kv.swapped()[name]), self.state()
@@ -149,7 +146,7 @@ class World:
         assert sorted([*owned, *swapped]) == sorted(self.tokens)
         holders = Counter(block_id for table in owned.values() for block_id in table)
         assert kv.num_free == self.num_blocks - len(holders)
-        assert set(holders) <= set(range(1, self.num_blocks + 1)), "block 0 is nobody's"
+        assert set(holders) <= set(range(1, self.num_blocks + 1)), "block 0 has no owner"
         assert kv.usage()[1:] == (kv.num_free, len(holders), sum(n > 1 for n in holders.values()))
         on_host = [host_id for table in swapped.values() for host_id in table]
         assert len(on_host) == len(set(on_host)) and set(on_host) <= set(range(self.num_host_blocks))
@@ -193,12 +190,14 @@ class World:
         table = kv.block_ids(name)
         assert table[:index] == [*old, *new][:index] and len(table) == max(len(old), index + 1)
         assert table[index] == [*old[index : index + 1], *new][-1], "the last new id belongs to the last token"
-        assert sum(table[index] in other for other in kv.owned().values()) == 1, "nobody else may read what is written"
+        assert sum(table[index] in other for other in kv.owned().values()) == 1, (
+            "no other request may read what is written"
+        )
         assert kv.num_needed(name, num_tokens) == 0 and kv.reserve(name, num_tokens) == []
         return True
 
     def _drop_step_of(self, name: str) -> None:
-        """It was thrown out: its tokens do not come, and whoever waits for them goes, too."""
+        """It was preempted: its tokens do not come, and the forks that wait for them are released, too."""
         self.coming.pop(name, None)
         self.waiting_for.pop(name, None)
         for child in [child for child, (parent, _) in self.waiting_for.items() if parent == name]:
@@ -232,7 +231,7 @@ VERBS = st.one_of(
     num_host_blocks=st.integers(0, 5),
     verbs=st.lists(VERBS, min_size=5, max_size=40),
 )
-def test_everybody_finds_its_tokens(
+def test_each_request_finds_its_tokens(
     block_size: int, num_blocks: int, num_host_blocks: int, verbs: list[tuple[Any, ...]]
 ) -> None:
     world = World(block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
@@ -243,7 +242,7 @@ def test_everybody_finds_its_tokens(
 
 
 def drain(world: World) -> None:
-    """Whoever is still there goes, and nothing is left."""
+    """Release all requests; nothing is left."""
     for name in list(world.tokens):
         world.release(name)
     world.step()

@@ -1,14 +1,10 @@
-"""A packed weight computes what the weight computes, takes its place, and is there only where it pays."""
-
-import gc
-import weakref
+"""A packed weight computes what the weight computes, and is made only where it pays."""
 
 import pytest
 import torch
 from torch.nn import functional
 
 from m2_continuous_batching.packed_linear import can_pack
-from m3_paged_attention import linear
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.linear import MIN_WEIGHTS, PackedLinear, PlainLinear, pack
 
@@ -51,40 +47,19 @@ def test_rows_that_do_not_lie_together_and_more_dimensions_work(dtype: torch.dty
         )
 
 
-@needs_onednn
-def test_the_weight_can_go() -> None:
-    weight = torch.randn(520, 300)
-    alive = weakref.ref(weight)
-    packed = pack(weight)
-    expected = packed(torch.ones(1, 300)) if packed else None
-    del weight
-    gc.collect()
-    assert alive() is None, "the packed form keeps nothing of it"
-    assert packed is not None and expected is not None
-    assert torch.equal(packed(torch.ones(1, 300)), expected)
-
-
-def test_a_small_weight_stays_as_it_is() -> None:
-    assert pack(torch.randn(MIN_WEIGHTS // 64 - 1, 64)) is None
-
-
-@needs_onednn
-def test_the_smallest_that_pays_is_packed() -> None:
-    assert isinstance(pack(torch.randn(MIN_WEIGHTS // 64, 64)), PackedLinear)
-
-
-def test_precisions_that_onednn_lacks_stay_as_they_are() -> None:
-    assert pack(torch.randn(520, 300, dtype=torch.float64)) is None
-    assert (pack(torch.randn(520, 300).half()) is not None) == (torch.float16 in PACKABLE)
-
-
-def test_a_weight_on_another_device_stays_as_it_is() -> None:
-    assert pack(torch.empty(520, 300, device="meta")) is None
-
-
-def test_a_torch_without_the_operations_packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "can_pack", lambda dtype, device: False)
-    assert pack(torch.randn(520, 300)) is None
+@pytest.mark.parametrize(
+    ("weight", "pays"),
+    [
+        (torch.ones(MIN_WEIGHTS // 64 - 1, 64), False),
+        (torch.ones(MIN_WEIGHTS // 64, 64), torch.float32 in PACKABLE),
+        (torch.ones(520, 300).half(), torch.float16 in PACKABLE),
+        (torch.ones(520, 300).double(), False),
+        (torch.empty(520, 300, device="meta"), False),
+    ],
+    ids=["too small", "the smallest", "float16", "float64", "another device"],
+)
+def test_a_weight_is_packed_where_that_pays(weight: torch.Tensor, pays: bool) -> None:
+    assert (pack(weight) is not None) == pays
 
 
 @needs_onednn
@@ -95,10 +70,3 @@ def test_the_torch_backend_packs_what_pays() -> None:
     assert [type(layer) for layer in layers] == [PackedLinear, PlainLinear]
     torch.testing.assert_close(layers[0](hidden), functional.linear(hidden, large, offset), rtol=0, atol=1e-3)
     assert torch.equal(layers[1](hidden), functional.linear(hidden, small))
-
-
-def test_a_plain_layer_is_the_weight_itself() -> None:
-    weight, bias, hidden = torch.randn(5, 7), torch.randn(5), torch.randn(3, 7)
-    assert PlainLinear(weight).weight is weight
-    assert torch.equal(PlainLinear(weight)(hidden), functional.linear(hidden, weight))
-    assert torch.equal(PlainLinear(weight, bias)(hidden), functional.linear(hidden, weight, bias))

@@ -25,37 +25,6 @@ def row(table_row: int, start: int, num_tokens: int, *, first_token: int = 0) ->
 TABLES = np.array([[5, 6, 7, 0], [1, 2, 0, 0], [9, 3, 0, 0]], dtype=np.int32)
 
 
-def test_prefills_and_decodes_side_by_side() -> None:
-    rows = [row(2, 0, 3, first_token=30), row(0, 4, 5, first_token=10), row(1, 6, 1, first_token=50)]
-    made = make_model_input(rows, TABLES, BLOCK_SIZE, CPU)
-    metadata = made.attn_metadata
-    assert made.input_ids.tolist() == [30, 31, 32, 14, 15, 16, 17, 18, 56]
-    assert made.positions.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 6]
-    assert metadata.slot_mapping.tolist() == [36, 37, 38, 24, 25, 26, 27, 28, 10]
-    assert made.logits_indices.tolist() == [2, 7, 8], "the last token of each"
-    assert metadata.query_start_loc.tolist() == [0, 3, 8, 9]
-    assert metadata.seq_lens.tolist() == [3, 9, 7] == list(metadata.seq_lens_host)
-    assert metadata.query_lens_host == (3, 5, 1)
-    assert metadata.block_tables.tolist() == [[9, 3, 0], [5, 6, 7], [1, 2, 0]], "in the order of the rows"
-    assert (metadata.num_prefills, metadata.num_prefill_tokens) == (2, 8)
-    assert (metadata.num_decodes, metadata.max_query_len) == (1, 5)
-
-
-def test_decodes_alone() -> None:
-    made = make_model_input([row(1, 7, 1), row(0, 8, 1, first_token=40)], TABLES, BLOCK_SIZE, CPU)
-    metadata = made.attn_metadata
-    assert made.input_ids.tolist() == [7, 48] and made.positions.tolist() == [7, 8]
-    assert metadata.slot_mapping.tolist() == [11, 28]
-    assert made.logits_indices is None, "every token is the last of its row"
-    assert metadata.query_start_loc.tolist() == [0, 1, 2] and metadata.max_query_len == 1
-    assert (metadata.num_prefills, metadata.num_prefill_tokens, metadata.num_decodes) == (0, 0, 2)
-
-
-def test_a_prompt_of_one_token_is_a_decode() -> None:
-    metadata = make_model_input([row(1, 0, 1)], TABLES, BLOCK_SIZE, CPU).attn_metadata
-    assert (metadata.num_prefills, metadata.num_decodes, metadata.seq_lens.tolist()) == (0, 1, [1])
-
-
 def test_the_kinds_of_numbers() -> None:
     made = make_model_input([row(0, 0, 5), row(1, 3, 1)], TABLES, BLOCK_SIZE, CPU)
     metadata = made.attn_metadata
@@ -90,7 +59,7 @@ def test_a_step_is_not_changed_by_what_the_runner_learns_later() -> None:
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=6),
     st.sampled_from([1, 2, 4, 16]),
 )
-def test_it_says_for_all_tokens_what_a_loop_says_for_each(lens: list[tuple[int, int]], block_size: int) -> None:
+def test_every_token_has_the_place_that_a_loop_gives_it(lens: list[tuple[int, int]], block_size: int) -> None:
     lens.sort(key=lambda one: one[1] == 1)
     width = 32
     tables = np.random.default_rng(len(lens)).permutation(len(lens) * width).reshape(len(lens), width) + 1
@@ -101,4 +70,15 @@ def test_it_says_for_all_tokens_what_a_loop_says_for_each(lens: list[tuple[int, 
     assert made.positions.tolist() == [place for _, place in places]
     slots = [int(tables[number, place // block_size]) * block_size + place % block_size for number, place in places]
     assert made.attn_metadata.slot_mapping.tolist() == slots and len(set(slots)) == len(slots)
-    assert int(made.attn_metadata.query_start_loc[-1]) == len(places)
+    counts = [count for _, count in lens]
+    prefills = [count for count in counts if count > 1]
+    metadata = made.attn_metadata
+    assert metadata.query_start_loc.tolist() == [sum(counts[:number]) for number in range(len(counts) + 1)]
+    assert metadata.query_lens_host == tuple(counts)
+    widest = max(-(-sum(pair) // block_size) for pair in lens)
+    assert metadata.block_tables.tolist() == tables[:, :widest].tolist(), "in the order of the rows"
+    assert metadata.seq_lens.tolist() == [sum(pair) for pair in lens] == list(metadata.seq_lens_host)
+    assert (metadata.num_prefills, metadata.num_prefill_tokens) == (len(prefills), sum(prefills))
+    assert (metadata.num_decodes, metadata.max_query_len) == (len(counts) - len(prefills), max(counts))
+    last = made.logits_indices
+    assert last is None if not prefills else last.tolist() == [end - 1 for end in np.cumsum(counts).tolist()]

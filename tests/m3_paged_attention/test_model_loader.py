@@ -1,6 +1,5 @@
 """Loading into the engine's own decoder: what loads, what is counted, and one clear error for what does not."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,32 +14,11 @@ from m3_paged_attention.config import ModelConfig
 from m3_paged_attention.model_loader import load_model
 from m3_paged_attention.models.architecture import decoder_config
 from tests.equivalence.models import ARCHITECTURES, EVERY_61ST, save_random_model
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3."""
-    return save_random_model(tmp_path_factory.mktemp("loader"), "qwen3")
-
-
-@pytest.fixture
-def directory(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be changed."""
-    return Path(shutil.copytree(saved, tmp_path / "model"))
+from tests.m3_paged_attention.checkpoints import edit_config
 
 
 def load(model: Any, **settings: Any) -> LoadedModel:
     return load_model(ModelConfig(**{"model": model, "device": "cpu"} | settings))
-
-
-def edit_config(directory: Path, **values: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def drop_from_config(directory: Path, *names: str) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key not in names}))
 
 
 def refusal(model: Any, **settings: Any) -> str:
@@ -93,10 +71,11 @@ def test_the_older_form_of_the_rope_settings_is_read(directory: Path) -> None:
     new = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
     edit_config(directory, rope_parameters=new)
     expected = load(directory).model.rotary
-    drop_from_config(directory, "rope_parameters")
-    edit_config(directory, rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0})
+    edit_config(
+        directory, without=("rope_parameters",), rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0}
+    )
     assert torch.equal(load(directory).model.rotary.cos, expected.cos)
-    drop_from_config(directory, "rope_scaling")
+    edit_config(directory, without=("rope_scaling",))
     assert not torch.equal(load(directory).model.rotary.cos, expected.cos)
 
 
@@ -141,10 +120,6 @@ def test_dummy_weights_need_no_files(directory: Path) -> None:
     assert torch.equal(dummy.model.embedding, load(directory, load_format="dummy", seed=1).model.embedding)
     assert not torch.equal(dummy.model.embedding, load(directory, load_format="dummy", seed=2).model.embedding)
     assert "has no .safetensors file" in refusal(directory)
-
-
-def test_dummy_weights_are_drawn_even_where_there_are_files(directory: Path) -> None:
-    assert not torch.equal(load(directory).model.embedding, load(directory, load_format="dummy").model.embedding)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
@@ -258,16 +233,6 @@ def test_a_path_that_does_not_exist_is_named(name: str, load_format: str) -> Non
 def test_a_hub_id_without_a_network_fails_at_once() -> None:
     message = refusal("nobody/no-such-model")
     assert "taken for a hub id" in message and "connection" in message
-
-
-def test_tensors_that_do_not_fit_are_an_error_of_the_loader(directory: Path) -> None:
-    edit_config(directory, intermediate_size=65)
-    assert refusal(directory).startswith(f"{directory}: the weights have other shapes for model.layers.0.mlp.down_proj")
-
-
-def test_files_that_are_broken_are_an_error_of_the_loader(directory: Path) -> None:
-    (directory / "model.safetensors").write_bytes(b"x" * 100)
-    assert "its weights cannot be loaded: model.safetensors: " in refusal(directory)
 
 
 @pytest.mark.parametrize("field", ["head_dim", "rms_norm_eps", "initializer_range"])

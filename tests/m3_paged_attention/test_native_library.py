@@ -104,14 +104,8 @@ def test_what_was_compiled_once_is_found_again(make_compiler: MakeCompiler, cach
     assert len(compiler.calls) == 1 and names(cache) == kept
     (name,) = kept
     assert name.startswith("native-") and name.endswith(".so"), "and nothing else is left there"
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700, "code that others could put there would run as the user's"
     assert all(flag in compiler.calls[0].split() for flag in (*native_library.FLAGS, *native_library.LINK))
-
-
-def test_the_cache_is_private(make_compiler: MakeCompiler, cache: Path) -> None:
-    """Code that others could put there would run as the user's."""
-    make_compiler()
-    native_library.load()
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
 def test_without_xdg_cache_home_it_is_below_the_home_directory(
@@ -194,20 +188,36 @@ def test_without_a_place_to_keep_them_kernels_come_from_a_temporary_one(
     assert not names(tmp_path / "temporary"), "it is gone, and the kernels work on"
 
 
-@pytest.mark.parametrize("content", [b"", b"no library", b"\x7fELF and the disk was full"], ids=len)
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "no library": lambda content: b"no library",
+    "a full disk": lambda content: b"\x7fELF and the disk was full",
+    "cut off": lambda content: content[: len(content) // 2],  # the system opens it and the one below without complaint
+    "another bit": lambda content: bytes(byte ^ (at == len(content) // 2) for at, byte in enumerate(content)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_library_is_compiled_anew(
-    make_compiler: MakeCompiler, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+    make_compiler: MakeCompiler,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[bytes], bytes],
 ) -> None:
+    """Some of these would load and crash: only the digest tells."""
     compiler = make_compiler()
     native_library.load()
-    damaged = tmp_path / "elsewhere" / "stepwise"  # the system opens no path twice in a process
-    damaged.mkdir(parents=True)
-    (damaged / names(cache)[0]).write_bytes(content)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(damaged.parent))
+    (kept,) = cache.iterdir()
+    damaged = tmp_path / "elsewhere" / "stepwise" / kept.name  # the system opens no path twice in a process
+    damaged.parent.mkdir(parents=True, mode=0o700)
+    damaged.write_bytes(damage(kept.read_bytes()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     for _ in range(2):
         forget()
         check_works(native_library.load())
-    assert len(compiler.calls) == 2 and names(damaged) == names(cache), "once, and then it is there again"
+    assert len(compiler.calls) == 2, "once, and then it is there again"
+    assert names(damaged.parent) == names(cache) and damaged.read_bytes() == kept.read_bytes()
 
 
 @pytest.mark.parametrize("named", [None, "clang-of-tomorrow", "/nowhere/c++", ""])
@@ -282,7 +292,7 @@ def test_nobody_waits_forever_for_a_compiler(
 
 
 def test_two_processes_may_compile_at_once(make_compiler: MakeCompiler, tmp_path: Path, cache: Path) -> None:
-    """Each waits in its compiler until the other is there, too. Whoever comes last replaces what is the same."""
+    """Each waits in its compiler until the other is there, too. The last one replaces an equal file."""
     os.mkfifo(tmp_path / "both")
     meet = f"cd '{tmp_path}'; if mkdir first 2> /dev/null; then read other < both; else echo > both; fi"
     compiler = make_compiler(f'{meet}; cp LIBRARY "$target"')
@@ -291,28 +301,6 @@ def test_two_processes_may_compile_at_once(make_compiler: MakeCompiler, tmp_path
     for library in libraries:
         check_works(library)
     assert len(compiler.calls) == 2 and len(names(cache)) == 1
-
-
-@pytest.mark.parametrize("damage", ["cut off", "other bytes"])
-def test_a_library_that_would_load_and_crash_is_compiled_anew(
-    make_compiler: MakeCompiler, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
-    """The system opens it without complaint; only its digest tells."""
-    compiler = make_compiler()
-    native_library.load()
-    content = bytearray((cache / names(cache)[0]).read_bytes())
-    if damage == "cut off":
-        del content[len(content) // 2 :]
-    else:
-        content[len(content) // 2] ^= 255
-    elsewhere = tmp_path / "elsewhere" / "stepwise"
-    elsewhere.mkdir(parents=True, mode=0o700)
-    (elsewhere / names(cache)[0]).write_bytes(content)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere.parent))
-    forget()
-    native_library.load()
-    assert len(compiler.calls) == 2
-    assert (elsewhere / names(cache)[0]).read_bytes() == (cache / names(cache)[0]).read_bytes()
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
@@ -338,7 +326,9 @@ def test_what_a_killed_process_left_is_removed_later(make_compiler: MakeCompiler
         os.utime(cache / name, (then, then))
     cache.chmod(0o700)
     native_library.load()
-    assert [name for name in names(cache) if name.startswith(".")] == [".building-now"], "perhaps somebody's who works"
+    assert [name for name in names(cache) if name.startswith(".")] == [".building-now"], (
+        "perhaps of a process that compiles"
+    )
 
 
 def test_a_full_disk_is_no_obstacle_while_there_is_another(

@@ -1,7 +1,6 @@
 """Parts of one's own in m3's roles: what fits is used by this engine alone, what does not fit is a readable error."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,60 +9,27 @@ import pytest
 import m1_single_request
 import m2_continuous_batching
 from m1_single_request.sampler import Sampler
-from m3_paged_attention import PARTS, ConfigError, LLMEngine, PromptTooLongError
-from m3_paged_attention.engine_core import EngineCore
-from m3_paged_attention.executor import GPUExecutor
-from m3_paged_attention.input_processor import InputProcessor
+from m3_paged_attention import PARTS, ConfigError, LLMEngine
 from m3_paged_attention.kv_cache_manager import KVCacheManager
-from m3_paged_attention.model_runner import ModelRunner
 from m3_paged_attention.output_processor import OutputProcessor
-from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler import Scheduler
-from m3_paged_attention.scheduler_output import SchedulerOutput
 from m3_paged_attention.step_plan import StepPlan
-from m3_paged_attention.worker import GPUWorker
-from tests.m3_paged_attention.engines import InTurn, MakeEngine, Recorder, check_drained, greedy, run, setting
+from tests.m3_paged_attention.engines import MakeEngine, Recorder, check_drained, greedy, run, setting
 
 PROMPTS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
-def test_every_role_has_a_part_and_every_part_a_role() -> None:
-    assert LLMEngine.parts is PARTS
-    assert m2_continuous_batching.PARTS.keys() < PARTS.keys()
-    assert PARTS.keys() - m2_continuous_batching.PARTS.keys() == {"preemption"}
-
-
-class WithoutVictims:
-    def __init__(self) -> None: ...
-
-
 class KVManagerWithoutFork(KVCacheManager):
     fork = None  # type: ignore[assignment]
-
-
-class WorkerWithoutArguments(GPUWorker):
-    def __init__(self) -> None: ...
-
-
-class PolicyThatInsists:
-    def __init__(self, *, seed: int) -> None: ...
-    def choose_victim(self, running: Sequence[Request]) -> Request: ...
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"preemption": WithoutVictims}, r"'preemption': WithoutVictims has no choose_victim\(\)"),
-        ({"preemption": PolicyThatInsists}, "cannot be called as the default part is: .* 'seed'"),
         ({"kv_manager": m2_continuous_batching.PARTS["kv_manager"]}, r"SlotManager has no .*fork\(\)"),
         ({"kv_manager": KVManagerWithoutFork}, r"KVManagerWithoutFork has no fork\(\)"),
-        (
-            {"worker": WorkerWithoutArguments},
-            "cannot be called as the default part is: .* 'model_runner'",
-        ),
         ({"executor": m2_continuous_batching.PARTS["executor"]}, r"'executor': GPUExecutor has no .*execute_model\(\)"),
         ({"scheduler": m2_continuous_batching.PARTS["scheduler"]}, "'scheduler': Scheduler cannot be called as the"),
         ({"model_runner": m2_continuous_batching.PARTS["model_runner"]}, r"ModelRunner has no .*execute_model\(\)"),
@@ -71,12 +37,10 @@ class PolicyThatInsists:
             {"engine_core": m1_single_request.PARTS["engine_core"]},
             "cannot be called as the default part is: .* 'model_runner'",
         ),
-        ({"block_manager": KVCacheManager}, "no role 'block_manager'.*kv_manager"),
-        ({"kv_manager": 16}, "must be a class or a function, not 16"),
     ],
     ids=str,
 )
-def test_a_part_that_does_not_fit_is_refused_before_anything_is_loaded(parts: Any, message: str) -> None:
+def test_a_part_of_another_milestone_is_refused_before_anything_is_loaded(parts: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLMEngine("/nowhere", parts=parts)
 
@@ -102,19 +66,6 @@ def test_a_kv_manager_of_ones_own_hands_out_the_blocks(make_engine: MakeEngine) 
     check_drained(engine)
 
 
-def test_a_preemption_policy_of_ones_own_chooses_the_victims(make_engine: MakeEngine, mode: str) -> None:
-    def victims(parts: dict[str, Any]) -> tuple[list[str], list[tuple[int, ...]]]:
-        engine = make_engine(parts, **setting(4, blocks=8, block_size=2, mode=mode))
-        recorder = Recorder(engine.tracer)
-        outputs = engine.generate_batch(PROMPTS, greedy(9))
-        return [event.rid for event in recorder.events("preempted")], [o.token_ids for o in outputs.values()]
-
-    usual, tokens = victims({})
-    mine, same_tokens = victims({"preemption": InTurn})
-    assert tokens == same_tokens
-    assert usual != mine and min(len(usual), len(mine)) > 0
-
-
 class NewestFirst(Scheduler):
     """Last come, first served."""
 
@@ -137,29 +88,6 @@ def test_a_scheduler_of_ones_own_decides_the_order(make_engine: MakeEngine) -> N
     assert PARTS["scheduler"] is Scheduler
 
 
-def test_executor_worker_and_runner_of_ones_own_pass_the_decision_down(make_engine: MakeEngine) -> None:
-    passed: list[str] = []
-
-    class Noting:
-        def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-            passed.append(type(self).__mro__[2].__name__)
-            return super().execute_model(scheduler_output)  # type: ignore[misc]
-
-    class MyExecutor(Noting, GPUExecutor): ...
-
-    class MyWorker(Noting, GPUWorker): ...
-
-    class MyRunner(Noting, ModelRunner): ...
-
-    engine = make_engine({"executor": MyExecutor, "worker": MyWorker, "model_runner": MyRunner}, **setting(2))
-    executor = engine.engine_core.executor
-    assert (type(executor), type(executor.worker)) == (MyExecutor, MyWorker)
-    assert type(executor.worker.model_runner) is MyRunner
-    expected = make_engine(**setting(2)).generate(PROMPTS[0], greedy(3)).token_ids
-    assert engine.generate(PROMPTS[0], greedy(3)).token_ids == expected
-    assert passed == ["GPUExecutor", "GPUWorker", "ModelRunner"] * 3
-
-
 def test_a_sampler_of_ones_own_runs_beside_the_model(make_engine: MakeEngine) -> None:
     class SecondBest(Sampler):
         def choose(self, logits: Any, metadata: Any) -> Any:
@@ -169,20 +97,6 @@ def test_a_sampler_of_ones_own_runs_beside_the_model(make_engine: MakeEngine) ->
     output = make_engine({"sampler": SecondBest}, **setting(2)).generate([5, 6], greedy(4, logprobs=2))
     first = usual.outputs[0].logprobs[0]
     assert output.token_ids[0] == next(token for token, entry in first.items() if entry.rank == 2)
-
-
-class ShortPrompts(InputProcessor):
-    """Takes two tokens at most."""
-
-    def check_limits(self, token_ids: list[int], params: Any, request_id: str) -> None:
-        super().check_limits(token_ids, params, request_id)
-        if len(token_ids) > 2:
-            raise PromptTooLongError(f"{request_id!r} is too long for me")
-
-
-def test_an_input_processor_of_ones_own_refuses_what_it_likes(make_engine: MakeEngine) -> None:
-    outputs = make_engine({"input_processor": ShortPrompts}).generate_batch(PROMPTS, greedy(2))
-    assert [output.finish_reason for output in outputs.values()] == ["error", "length", "length", "error"]
 
 
 def test_an_output_processor_of_ones_own_may_merge_otherwise(make_engine: MakeEngine) -> None:
@@ -195,19 +109,6 @@ def test_an_output_processor_of_ones_own_may_merge_otherwise(make_engine: MakeEn
     output = engine.generate([5, 6, 7], greedy(5, n=4, temperature=1.0, seed=1))
     lengths = [len(completion.text) for completion in output.outputs]
     assert lengths == sorted(lengths, reverse=True) and len(lengths) == 4
-
-
-def test_an_engine_core_of_ones_own_may_count_more(make_engine: MakeEngine) -> None:
-    class Counting(EngineCore):
-        added = 0
-
-        def add_request(self, request: Any) -> None:
-            self.added += 1
-            super().add_request(request)
-
-    engine = make_engine({"engine_core": Counting})
-    engine.generate_batch(PROMPTS, greedy(1, n=2))
-    assert engine.engine_core.added == 4, "parents, not children"
 
 
 def test_a_function_that_builds_the_part_fits_as_well(make_engine: MakeEngine) -> None:

@@ -1,8 +1,7 @@
-"""Preemption: who has to go, what becomes of its KV, when it comes back, and that no answer shows it."""
+"""Preemption: the victim, its KV, the order of return, and requests that cannot run at all."""
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -57,28 +56,13 @@ def running(*lens: tuple[int, int]) -> list[Request]:
     ],
     ids=["fewest outputs", "before all else", "then the longest prompt", "then the latest arrival", "the only one"],
 )
-def test_the_victim_is_who_loses_least(lens: Sequence[tuple[int, int]], victim: int) -> None:
+def test_the_victim_loses_the_fewest_tokens(lens: Sequence[tuple[int, int]], victim: int) -> None:
     requests = running(*lens)
     for order in itertools.permutations(requests):
         assert FewestOutputsFirst().choose_victim(order) is requests[victim], "whatever the order of admission"
 
 
 # --- what becomes of it -----------------------------------------------------------------------------------------------
-
-
-@BOTH_MODES
-def test_a_victim_loses_its_blocks_and_keeps_what_it_said(swap: bool) -> None:
-    bed = crowd(swap=swap)
-    step = step_until_preempted(bed)
-    assert bed.preempted() == ["r1"] == bed.waiting() and bed.running() == ["r0"]
-    assert step.counts == {"r0": 1} and len(bed.said("r1")) == 5
-    kv_manager = bed.scheduler.kv_manager
-    assert kv_manager.owned().keys() == {"r0"}
-    assert kv_manager.swapped().keys() == ({"r1"} if swap else set())
-    assert len(step.output.blocks_to_swap_out) == (2 if swap else 0)
-    said = bed.said("r1")
-    bed.drain()
-    assert bed.said("r1")[: len(said)] == said and len(bed.said("r1")) == 8
 
 
 def test_a_recomputed_request_comes_back_with_all_its_tokens() -> None:
@@ -105,17 +89,8 @@ def test_a_swapped_request_comes_back_with_its_kv() -> None:
     assert bed.runner.num_written == 2 * (4 + 8 - 1), "nothing is computed twice"
 
 
-def test_without_host_blocks_a_victim_is_recomputed() -> None:
-    bed = make_paged_bed(num_blocks=5, block_size=4, swap=True, num_host_blocks=1, trace=True)
-    bed.add(4, max_tokens=8), bed.add(4, max_tokens=8)
-    step = step_until_preempted(bed)
-    assert step.output.blocks_to_swap_out == [] and not bed.scheduler.kv_manager.swapped()
-    assert [event.mode for event in bed.events("preempted")] == ["recompute"]
-    assert set(bed.drain().values()) == {"length"}
-
-
 @BOTH_MODES
-def test_the_trace_says_why(swap: bool) -> None:
+def test_the_trace_names_the_victim_and_the_reason(swap: bool) -> None:
     bed = crowd(swap=swap)
     step_until_preempted(bed)
     (event,) = bed.events("preempted")
@@ -129,7 +104,7 @@ def test_the_trace_says_why(swap: bool) -> None:
     assert [(event.rid, event.how) for event in came_back] == [("r1", "swap_in" if swap else "prefill")]
 
 
-def test_a_mate_that_fails_in_the_same_step_does_not_confuse_the_count_of_a_recomputed_one() -> None:
+def test_a_request_is_recomputed_beside_one_that_fails_in_the_same_step() -> None:
     """One comes back, one fails: as many results as there are requests that merely go on."""
     bed = make_paged_bed(block_size=4, max_num_seqs=4, kv_manager_class=Squeezed)
     bed.add(4, max_tokens=9), bed.add(4, max_tokens=9), bed.add(4, max_tokens=9)
@@ -142,52 +117,10 @@ def test_a_mate_that_fails_in_the_same_step_does_not_confuse_the_count_of_a_reco
     assert set(bed.drain().values()) == {"error", "length"}
 
 
-# --- who comes back when ----------------------------------------------------------------------------------------------
+# --- the order of return ----------------------------------------------------------------------------------------------
 
 
-@BOTH_MODES
-def test_whoever_was_preempted_goes_before_all_others_oldest_first(swap: bool) -> None:
-    bed = make_paged_bed(num_blocks=6, block_size=2, max_num_seqs=6, swap=swap)
-    for _ in range(4):
-        bed.add(2, max_tokens=9)
-    came: list[str] = []
-    for _ in range(200):
-        if not bed.scheduler.requests:
-            break
-        before = bed.waiting()
-        preempted = bed.preempted()
-        assert before[: len(preempted)] == preempted == sorted(preempted)
-        step = bed.step()
-        came += [rid for rid in before if rid in step.counts]
-    assert bed.scheduler.num_preemptions > 2
-    assert set(bed.ended.values()) == {"length"}
-    assert list(dict.fromkeys(came)) == ["r0", "r1", "r2", "r3"]
-
-
-@BOTH_MODES
-def test_nobody_is_admitted_in_a_step_that_preempted(swap: bool) -> None:
-    bed = crowd(swap=swap)
-    for _ in range(5):
-        bed.step()
-    newcomer = bed.add(1, max_tokens=1)
-    step = bed.step()
-    assert bed.preempted() == ["r1"] and step.joined == [] and newcomer in bed.waiting()
-    assert bed.scheduler.kv_manager.num_free == 2, "there would have been room"
-    bed.drain()
-
-
-def test_a_resumed_request_alone_may_exceed_the_token_budget() -> None:
-    bed = crowd(swap=False, max_num_seqs=3, max_num_batched_tokens=5)
-    step_until_preempted(bed)
-    mate = bed.add(3, max_tokens=2)
-    step = bed.step()
-    while "r1" not in step.counts:
-        step = bed.step()
-    assert step.counts == {"r1": 9} and mate in bed.waiting(), "alone, and whoever is behind it waits"
-    assert set(bed.drain().values()) == {"length"}
-
-
-def test_two_beyond_the_budget_come_back_in_two_steps_and_whoever_runs_is_not_starved() -> None:
+def test_two_requests_beyond_the_budget_come_back_in_two_steps_between_decodes() -> None:
     bed = make_paged_bed(block_size=4, max_num_seqs=3, max_num_batched_tokens=4, kv_manager_class=Squeezed)
     for _ in range(3):
         bed.add(1, max_tokens=12)
@@ -201,58 +134,7 @@ def test_two_beyond_the_budget_come_back_in_two_steps_and_whoever_runs_is_not_st
     bed.drain()
 
 
-def test_whoever_exceeds_the_budget_is_alone_in_its_step() -> None:
-    bed = make_paged_bed(num_blocks=12, block_size=2, max_num_seqs=3, max_num_batched_tokens=4)
-    bed.add(2, max_tokens=12), bed.add(2, max_tokens=12), bed.add(2, max_tokens=12)
-    assert set(bed.drain().values()) == {"length"}
-    over = [step for step in bed.steps if step.output.total_num_scheduled_tokens > 4]
-    assert over and all(len(step.counts) == 1 and step.output.scheduled_resumed_reqs for step in over)
-
-
-@BOTH_MODES
-def test_preempted_requests_may_be_more_than_those_that_run(swap: bool) -> None:
-    bed = make_paged_bed(num_blocks=8, block_size=1, max_num_seqs=4, swap=swap)
-    for _ in range(6):
-        bed.add(1, max_tokens=7)
-    assert set(bed.drain().values()) == {"length"}
-    assert bed.scheduler.num_preemptions >= 3
-
-
-# --- no answer shows it -----------------------------------------------------------------------------------------------
-
-
-@BOTH_MODES
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_answers_with_forced_preemptions_are_those_without(block_size: int, swap: bool) -> None:
-    bed = make_paged_bed(block_size=block_size, max_num_seqs=3, swap=swap, tensors=True, kv_manager_class=Squeezed)
-    kv_manager: Any = bed.scheduler.kv_manager
-    for number in range(5):
-        bed.add(1 + 3 * number % 7, max_tokens=6 + number, n=1 + number % 2)
-    while bed.scheduler.requests and len(bed.steps) < 200:
-        kv_manager.due = int(len(bed.steps) % 3 == 2)
-        bed.step()
-    assert kv_manager.num_forced == bed.scheduler.num_preemptions > 3
-    assert len(bed.drain()) == 7 and set(bed.ended.values()) == {"length"}
-
-
-@BOTH_MODES
-@pytest.mark.parametrize("which", ["preempted", "resumed in this step"])
-def test_an_abort_of_a_preempted_request_frees_everything(swap: bool, which: str) -> None:
-    bed = crowd(swap=swap)
-    step_until_preempted(bed)
-    if which == "preempted":
-        bed.abort("r1")
-        assert bed.step().ended == {"r1": "abort"}
-    else:
-        while bed.preempted():
-            step = bed.step(between=lambda output: "r1" in output.num_scheduled_tokens and bed.abort("r1"))
-        assert step.ended.get("r1") == "abort"
-    assert not bed.scheduler.kv_manager.swapped()
-    assert bed.drain()["r1"] == "abort" and len(bed.said("r1")) == 5
-    assert bed.reported_ends.count("r1") == 1
-
-
-# --- who cannot be helped ---------------------------------------------------------------------------------------------
+# --- requests that cannot run -----------------------------------------------------------------------------------------
 
 
 @BOTH_MODES
@@ -268,22 +150,6 @@ def test_a_request_that_outgrows_the_pool_alone_fails_and_others_go_on(swap: boo
     )
 
 
-def test_a_pool_of_one_block_serves_what_fits_into_it() -> None:
-    bed = make_paged_bed(num_blocks=1, block_size=4)
-    fits, grows, next_one = bed.add(2, max_tokens=3), bed.add(2, max_tokens=4), bed.add(4, max_tokens=1)
-    assert bed.drain(limit=50) == {fits: "length", grows: "error", next_one: "length"}
-    assert [len(bed.said(rid)) for rid in (fits, grows, next_one)] == [3, 3, 1]
-
-
-@BOTH_MODES
-def test_of_two_that_grow_without_end_each_fills_the_pool_before_it_fails(swap: bool) -> None:
-    bed = make_paged_bed(num_blocks=4, block_size=2, max_num_seqs=2, swap=swap)
-    bed.add(2, max_tokens=20), bed.add(2, max_tokens=20)
-    ended = bed.drain(limit=200)
-    assert ended == {"r0": "error", "r1": "error"}
-    assert [len(bed.said(rid)) for rid in ("r0", "r1")] == [7, 7], "prompt and output but for the newest token"
-
-
 def test_a_prompt_over_the_pool_that_intake_let_pass_fails_alone() -> None:
     bed = make_paged_bed(num_blocks=2, block_size=4)
     before, too_long, after = bed.add(3), bed.add(9), bed.add(3)
@@ -291,7 +157,7 @@ def test_a_prompt_over_the_pool_that_intake_let_pass_fails_alone() -> None:
 
 
 @BOTH_MODES
-def test_the_last_one_waits_for_whoever_is_about_to_end_before_it_gives_up(swap: bool) -> None:
+def test_the_last_request_waits_for_one_that_is_about_to_end_before_it_fails(swap: bool) -> None:
     bed = make_paged_bed(num_blocks=5, block_size=2, max_num_seqs=2, swap=swap, trace=True)
     stays, leaves = bed.add(2, max_tokens=7), bed.add(4, max_tokens=20)
     while len(bed.said(stays)) < 3:
@@ -308,28 +174,8 @@ def test_the_last_one_waits_for_whoever_is_about_to_end_before_it_gives_up(swap:
 # --- steps that fail --------------------------------------------------------------------------------------------------
 
 
-def swapping_bed(*, checked: bool = False) -> PagedBed:
-    """A bed before a step in which everything but a preemption happens.
-
-    family/0 decodes, `ends` decodes for the last time; family/1 comes back from host memory, family/2 starts on the
-    blocks of a sibling and copies one, the twins join, one of them on the other's prompt; `waits` waits.
-    """
-    bed = make_paged_bed(block_size=4, max_num_seqs=6, swap=True, checked=checked, kv_manager_class=Squeezed)
-    for number in range(3):
-        bed.add(2, max_tokens=3, request_id=f"first-{number}")
-    bed.add(2, max_tokens=4, request_id="ends")
-    bed.add(6, max_tokens=9, n=3, request_id="family")
-    bed.step()
-    bed.step()
-    bed.add(5, max_tokens=3, n=2, request_id="twins"), bed.add(3, max_tokens=2, request_id="waits")
-    bed.scheduler.kv_manager.due = 1  # type: ignore[attr-defined]
-    bed.step()
-    assert bed.preempted() == ["family/1"] and bed.running() == ["ends", "family/0"]
-    return bed
-
-
 def test_a_step_that_failed_with_blocks_on_their_way() -> None:
-    """Nobody knows whether they were moved. Who was in the step fails; who was swapped out in it starts over."""
+    """Whether they were moved is unknown. Requests in the step fail; those that it swapped out start over."""
     bed = make_paged_bed(num_blocks=5, block_size=4, swap=True)
     bed.add(4, max_tokens=8), bed.add(4, max_tokens=8)
     for _ in range(5):
@@ -340,10 +186,3 @@ def test_a_step_that_failed_with_blocks_on_their_way() -> None:
     step = bed.step()
     assert step.output.scheduled_resumed_reqs[0].num_computed_tokens == 0
     assert bed.drain() == {"r0": "error", "r1": "length"}
-
-
-def test_a_failed_step_with_a_swap_in_and_forks() -> None:
-    bed = swapping_bed(checked=True)
-    step = bed.step(crash=True)
-    assert set(step.ended.values()) == {"error"} and step.ended.keys() == step.counts.keys()
-    bed.drain()

@@ -1,7 +1,9 @@
 """Which backend is chosen, and what is said when one cannot run."""
 
 import importlib.util
+import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,33 +44,32 @@ def refusal(name: str, device: torch.device) -> str:
     return str(caught.value)
 
 
-def test_a_cpu_gets_native_unless_told_otherwise() -> None:
-    assert registry.choose("auto", CPU) == registry.choose("native", CPU) == "native"
-    assert resolve("torch", CPU).name == "torch"
-
-
-def test_a_cpu_without_a_compiler_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_with(monkeypatch, NO_COMPILER)
-    assert resolve("auto", CPU).name == "torch"
-
-
-@pytest.mark.parametrize(("obstacle", "chosen"), [(None, "native"), (NO_COMPILER, "torch")])
-def test_the_interpreter_is_never_chosen_by_itself(
-    monkeypatch: pytest.MonkeyPatch, obstacle: str | None, chosen: str
+@pytest.mark.parametrize(
+    ("name", "device", "lacking", "chosen"),
+    [
+        ("auto", CPU, "", "native"),
+        ("native", CPU, "", "native"),
+        ("torch", CPU, "", "torch"),
+        ("auto", CPU, "compiler", "torch"),
+        ("auto", CUDA, "", "triton"),
+        ("torch", CUDA, "", "torch"),
+        ("auto", CUDA, "triton", "torch"),
+        ("auto", torch.device("meta"), "", "torch"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("interprets", [False, True], ids=["", "interpreter"])
+def test_the_fastest_that_the_device_and_the_machine_have_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device, lacking: str, chosen: str, interprets: bool
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    compile_with(monkeypatch, obstacle)
-    assert registry.choose("auto", CPU) == chosen
-
-
-def test_a_gpu_gets_triton_unless_told_otherwise() -> None:
-    assert registry.choose("auto", CUDA) == "triton"
-    assert resolve("torch", CUDA).name == "torch"
-
-
-def test_a_gpu_without_triton_gets_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {})
-    assert resolve("auto", CUDA).name == "torch"
+    """The interpreter is never chosen by itself."""
+    if interprets:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if lacking == "compiler":
+        compile_with(monkeypatch, NO_COMPILER)
+    if lacking == "triton":
+        install(monkeypatch, {})
+    assert registry.choose(name, device) == chosen
 
 
 def test_only_a_cpu_may_have_something_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,15 +84,22 @@ def test_only_a_cpu_may_have_something_compiled_for_it(monkeypatch: pytest.Monke
     assert "device='cuda' is not a CPU" in refusal("native", CUDA)
 
 
-def test_native_without_a_compiler_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "device", "message"),
+    [
+        ("native", CPU, NO_COMPILER),
+        ("native", torch.device("cuda:1"), "it runs on CPUs, and device='cuda:1' is not a CPU"),
+        ("triton", CPU, "the package triton is not installed"),
+        ("triton", CUDA, "the package triton is not installed"),
+    ],
+    ids=str,
+)
+def test_a_backend_that_cannot_run_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device, message: str
+) -> None:
     compile_with(monkeypatch, NO_COMPILER)
-    assert refusal("native", CPU) == f"attention_backend='native' cannot run here: {NO_COMPILER}"
-
-
-def test_native_on_a_gpu_is_refused() -> None:
-    assert refusal("native", torch.device("cuda:1")) == (
-        "attention_backend='native' cannot run here: it runs on CPUs, and device='cuda:1' is not a CPU"
-    )
+    install(monkeypatch, {"numpy": "2.4.6"})
+    assert refusal(name, device) == f"attention_backend={name!r} cannot run here: {message}"
 
 
 @pytest.mark.parametrize(
@@ -120,12 +128,6 @@ def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     assert registry.choose("triton", CPU) == "triton"
 
 
-def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, {"numpy": "2.4.6"})
-    for device in (CPU, CUDA):
-        assert "the package triton is not installed" in refusal("triton", device)
-
-
 @pytest.mark.parametrize(
     ("triton", "numpy", "works"),
     [("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False), ("3.6.0+git1", "2.10.1", False), ("3.7.1", "2.4.6", True)],
@@ -148,44 +150,40 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: Any) -> None:
     assert refusal(name, CPU) == f"attention_backend={name!r} is unknown: use auto, native, torch or triton"
 
 
-def test_every_refusal_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = [refusal("flash", CPU), refusal("triton", CPU), refusal("native", CUDA)]
-    compile_with(monkeypatch, NO_COMPILER)
-    messages.append(refusal("native", CPU))
+class JITFunction:
+    """As a triton that compiles has them."""
+
+
+def test_triton_imported_before_its_interpreter_was_switched_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its import triton decides the kind of its own functions; kernels of the other kind cannot call them."""
+    monkeypatch.undo()
+    install(monkeypatch, VERSIONS)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    install(monkeypatch, {"triton": "3.6.0", "numpy": "2.4.0"})
-    messages.append(refusal("triton", CPU))
-    install(monkeypatch, {})
-    messages.append(refusal("triton", CPU))
-    assert all("\n" not in message and ". " not in message and len(message) < 220 for message in messages)
+    monkeypatch.setitem(sys.modules, "triton.language", SimpleNamespace(cdiv=JITFunction()))
+    assert refusal("triton", CPU).startswith("attention_backend='triton' cannot run here: triton was imported before")
+    monkeypatch.setitem(sys.modules, "triton.language", SimpleNamespace(cdiv=object()))
+    assert registry.choose("triton", CPU) == "triton"
 
 
-def forget_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every backend be imported anew, and importing triton raise."""
-    for module in [module for module in sys.modules if module.startswith("m3_paged_attention.attention.")]:
-        if module.endswith("_backend"):
-            monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "triton", None)
-
-
-@pytest.mark.parametrize("name", ["auto", "torch"])
-def test_torch_is_found_without_loading_another(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    forget_backends(monkeypatch)
-    compile_with(monkeypatch, NO_COMPILER)
-    assert resolve(name, CPU).name == "torch"
-    assert "m3_paged_attention.attention.native_backend" not in sys.modules
-    assert "m3_paged_attention.attention.triton_backend" not in sys.modules
-
-
-@pytest.mark.skipif(not HAS_COMPILER, reason=str(native_library.obstacle()))
-@pytest.mark.parametrize("name", ["auto", "native"])
-def test_native_is_found_without_loading_triton(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    forget_backends(monkeypatch)
-    assert resolve(name, CPU).name == "native"
-    assert "m3_paged_attention.attention.triton_backend" not in sys.modules
+@pytest.mark.parametrize(
+    ("name", "obstacle", "made"),
+    [("auto", NO_COMPILER, "torch"), ("torch", None, "torch"), ("auto", None, "native"), ("native", None, "native")],
+)
+def test_a_backend_is_made_without_loading_another(
+    monkeypatch: pytest.MonkeyPatch, name: str, obstacle: str | None, made: str
+) -> None:
+    if made == "native" and not HAS_COMPILER:
+        pytest.skip("no C++ compiler")
+    for module in [module for module in sys.modules if re.match(r"m3_paged_attention\.attention\.\w+_backend", module)]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "triton", None)  # its import raises
+    compile_with(monkeypatch, obstacle)
+    assert resolve(name, CPU).name == made
+    loaded = {kind for kind in ("native", "triton") if f"m3_paged_attention.attention.{kind}_backend" in sys.modules}
+    assert loaded == {made} - {"torch"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_backend_asked_for_is_the_backend_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_made_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert resolve("triton", CPU).name == "triton"

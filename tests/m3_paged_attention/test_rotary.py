@@ -1,6 +1,5 @@
 """Rotary tables: the same angles as transformers', for every type that the supported families have."""
 
-import math
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from m3_paged_attention.models.architecture import decoder_config
-from m3_paged_attention.models.rotary import RopeConfig, RotaryTable
+from m3_paged_attention.models.rotary import RotaryTable
 
 LENGTH, HEAD_DIM = 4096, 32
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
@@ -68,24 +67,3 @@ def test_dynamic_is_the_default_up_to_the_length_of_the_model() -> None:
     positions = torch.arange(LENGTH)
     dynamic, default = (table(llama(ROPES[name]))(positions) for name in ("dynamic", "default"))
     assert torch.equal(dynamic[0], default[0]) and torch.equal(dynamic[1], default[1])
-
-
-def test_cosine_and_sine_are_scaled_for_yarn_alone() -> None:
-    for name, rope in ROPES.items():
-        cos, sin = table(llama(rope))(torch.arange(LENGTH))
-        factor = (cos**2 + sin**2).sqrt()
-        expected = {"yarn, own factor": 1.7}.get(name, 0.1 * math.log(4.0) + 1.0 if "yarn" in name else 1.0)
-        if name != "yarn, mscale":
-            torch.testing.assert_close(factor, torch.full_like(factor, expected))
-
-
-def test_rows_are_gathered_in_the_order_of_the_positions() -> None:
-    short = table(llama(ROPES["llama3"]), length=10)
-    cos, sin = short(torch.tensor([9, 3, 3]))
-    assert torch.equal(cos, short.cos[[9, 3, 3]]) and torch.equal(sin, short.sin[[9, 3, 3]])
-    assert short.cos.shape == (10, HEAD_DIM // 2)
-
-
-def test_position_zero_does_not_turn() -> None:
-    cos, sin = RotaryTable(RopeConfig(), 8, 4, torch.device("cpu"))(torch.tensor([0]))
-    assert torch.equal(cos, torch.ones(1, 4)) and torch.equal(sin, torch.zeros(1, 4))

@@ -5,7 +5,6 @@ message and reads every slot of KV; here the decisions are compared with an orac
 many of them is asserted.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +12,10 @@ from hypothesis import given, settings, strategies as st
 
 from m3_paged_attention.errors import KVCapacityError
 from tests.support.amounts import examples
-from tests.testbed.bed import Step
 from tests.testbed.fakes import answer
 from tests.testbed.paged import PagedBed, Squeezed, make_paged_bed
+from tests.testbed.traffic import STEPS, Traffic, names, plain_trace, play, scheduled_names, traffic_of
 
-MANY_STEPS = 1500
 MAX_MODEL_LEN = 40
 
 # --- traffic ----------------------------------------------------------------------------------------------------------
@@ -35,6 +33,19 @@ class Arrival:
     """Whether its fifth token is a stop token."""
     prompt_logprobs: int | None = None
 
+    def arrive(self, bed: PagedBed, place: int, name: str) -> None:
+        """Add it to a bed."""
+        prompt = [33 + (place * 7 + i) % 90 for i in range(self.prompt_len)]
+        bed.add(
+            prompt,
+            self.max_tokens,
+            n=self.n,
+            request_id=name,
+            seed=place,
+            stop_token_ids=answer(prompt, 5, seed=place)[4:] if self.stop else (),
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -50,22 +61,6 @@ class Limits:
         return min(self.max_num_batched_tokens, self.num_blocks * self.block_size, MAX_MODEL_LEN - 1)
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """All that happens to a scheduler. Steps count from 0; a request is named by its place among all children."""
-
-    limits: Limits
-    arrivals: tuple[Arrival, ...]
-    aborts: tuple[tuple[int, bool, int], ...] = ()
-    """Step, whether while the model runs (else before the decision), request."""
-    failures: tuple[tuple[int, int], ...] = ()
-    """Step, request: it gets no token there if it runs."""
-    crashes: tuple[int, ...] = ()
-    """Steps in which the model raises."""
-    squeezes: tuple[int, ...] = ()
-    """Steps in which somebody is preempted whatever is free; as many as there are of the same step."""
-
-
 @st.composite
 def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 4) -> Traffic:
     """Some requests and some limits; `disturbed`: with all kinds of accidents."""
@@ -78,12 +73,12 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 4)
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([0, 1, 4, 12, 40])),
     )
-    steps, lens = st.integers(0, 12), st.integers(1, min(limits.longest_prompt, 16))
+    lens = st.integers(1, min(limits.longest_prompt, 16))
     arrivals = draw(
         st.lists(
             st.builds(
                 Arrival,
-                step=st.one_of(st.just(0), steps),
+                step=st.one_of(st.just(0), STEPS),
                 prompt_len=lens,
                 max_tokens=st.integers(1, 14),
                 n=st.one_of(st.just(1), st.integers(1, largest_family)),
@@ -94,68 +89,11 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True, largest_family: int = 4)
             max_size=8,
         )
     )
-    plain = Traffic(limits, tuple(sorted(arrivals, key=lambda arrival: arrival.step)))
-    if not disturbed:
-        return plain
-    victims = st.integers(0, sum(arrival.n for arrival in arrivals) - 1)
-    return replace(
-        plain,
-        aborts=tuple(draw(st.lists(st.tuples(steps, st.booleans(), victims), max_size=6))),
-        failures=tuple(draw(st.lists(st.tuples(steps, victims), max_size=3))),
-        crashes=tuple(draw(st.lists(steps, max_size=2))),
-        squeezes=tuple(draw(st.lists(steps, max_size=4))),
-    )
+    return traffic_of(draw, limits, arrivals, disturbed=disturbed)
 
 
 def bed_for(traffic: Traffic, **settings: Any) -> PagedBed:
     return make_paged_bed(max_model_len=MAX_MODEL_LEN, kv_manager_class=Squeezed, **vars(traffic.limits), **settings)
-
-
-def names(traffic: Traffic, prefix: str = "r") -> list[str]:
-    return [f"{prefix}{number}" for number in range(len(traffic.arrivals))]
-
-
-def scheduled_names(traffic: Traffic, names: list[str]) -> list[str]:
-    """The names of all children, and of whoever has no siblings."""
-    pairs = zip(names, traffic.arrivals, strict=True)
-    return [f"{name}/{i}" if one.n > 1 else name for name, one in pairs for i in range(one.n)]
-
-
-def play(traffic: Traffic, bed: PagedBed, names: list[str]) -> Iterator[Step]:
-    """Let the traffic happen; yields before the first step, and after every step."""
-    kv_manager: Any = bed.scheduler.kv_manager
-    ids = scheduled_names(traffic, names)
-    for number in range(MANY_STEPS):
-        come(traffic, bed, names, number)
-        if number > 12 and not bed.scheduler.requests:
-            bed.drain()
-            return
-        bed.abort(*(ids[who] for step, late, who in traffic.aborts if step == number and not late))
-        kv_manager.due = traffic.squeezes.count(number)
-        late = [ids[who] for step, late, who in traffic.aborts if step == number and late]
-        yield bed.step(
-            between=lambda output, late=late: bed.abort(*late),  # type: ignore[misc]
-            failing=[ids[who] for step, who in traffic.failures if step == number],
-            crash=number in traffic.crashes,
-        )
-        kv_manager.due = 0
-    raise AssertionError(f"not done after {MANY_STEPS} steps")
-
-
-def come(traffic: Traffic, bed: PagedBed, names: list[str], number: int) -> None:
-    """Let those arrive who come before this step."""
-    for place, arrival in enumerate(traffic.arrivals):
-        if arrival.step == number:
-            prompt = [33 + (place * 7 + i) % 90 for i in range(arrival.prompt_len)]
-            bed.add(
-                prompt,
-                arrival.max_tokens,
-                n=arrival.n,
-                request_id=names[place],
-                seed=place,
-                stop_token_ids=answer(prompt, 5, seed=place)[4:] if arrival.stop else (),
-                prompt_logprobs=arrival.prompt_logprobs,
-            )
 
 
 # --- whatever happens -------------------------------------------------------------------------------------------------
@@ -163,13 +101,13 @@ def come(traffic: Traffic, bed: PagedBed, names: list[str], number: int) -> None
 
 @settings(max_examples=examples(150))
 @given(traffic())
-def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
+def test_every_request_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
     bed = bed_for(traffic)
     for _ in play(traffic, bed, names(traffic)):
         pass
     ids = scheduled_names(traffic, names(traffic))
     assert bed.ended.keys() == set(ids)
-    assert sorted(bed.reported_ends) == sorted(names(traffic)), "callers hear of each end once"
+    assert sorted(bed.reported_ends) == sorted(names(traffic)), "each end is reported once"
     aborted = {ids[who] for _, _, who in traffic.aborts}
     for rid, reason in bed.ended.items():
         request = bed.requests[rid]
@@ -197,23 +135,7 @@ def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(
         bed = bed_for(traffic, trace=True)
         for _ in play(traffic, bed, names):
             pass
-        assert bed.recorder is not None
-        ids = [*scheduled_names(traffic, names), *names]
-        places = {rid: place for place, rid in enumerate(ids)}
-
-        def plain(name: str, value: Any) -> Any:
-            if name == "left":  # sorted by name
-                return sorted(places[rid] for rid in value)
-            if name == "why":  # a sentence
-                return ""
-            if isinstance(value, tuple):
-                return [places.get(one, one) if isinstance(one, str) else one for one in value]
-            return places.get(value, value) if isinstance(value, str) else value
-
-        return [
-            (record.step, record.event.kind, {name: plain(name, value) for name, value in vars(record.event).items()})
-            for record in bed.recorder.records
-        ]
+        return plain_trace(bed, [*scheduled_names(traffic, names), *names])
 
     first = trace(names(traffic))
     assert trace(names(traffic)) == first
@@ -306,7 +228,7 @@ def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None
 
 @settings(max_examples=examples(40))
 @given(traffic(disturbed=False))
-def test_there_is_always_somebody_who_goes_on(traffic: Traffic) -> None:
+def test_in_every_step_a_request_goes_on_or_ends(traffic: Traffic) -> None:
     bed = bed_for(traffic)
     for step in play(traffic, bed, names(traffic)):
         assert step.counts or "error" in step.ended.values() or not bed.scheduler.requests
@@ -314,7 +236,7 @@ def test_there_is_always_somebody_who_goes_on(traffic: Traffic) -> None:
 
 @settings(max_examples=examples(25))
 @given(traffic(disturbed=False, largest_family=1))
-def test_those_who_never_ran_come_in_by_arrival(traffic: Traffic) -> None:
+def test_new_requests_join_in_order_of_arrival(traffic: Traffic) -> None:
     bed = bed_for(traffic)
     joined: dict[str, None] = {}
     for step in play(traffic, bed, names(traffic)):

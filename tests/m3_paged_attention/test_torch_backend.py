@@ -1,7 +1,7 @@
-"""The torch backend computes what float64 computes, over blocks, in any mixture of prefills and decodes.
+"""The torch backend gathers blocks in tiles and keeps a plan for a step: neither changes a value, and no NaN is hidden.
 
-The memory behind every sequence is NaN (`paged_batch`), and so is what `torch.empty` returns: whatever is read without
-having been written shows.
+What it has in common with the other backends is tested in `tests/kernels`. The memory behind every sequence is NaN
+(`paged_batch`), and so is what `torch.empty` returns: a read of memory that was not written shows.
 """
 
 from collections.abc import Iterator
@@ -9,19 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from m3_paged_attention.attention import tiles, torch_backend
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.kv_storage import KVLayer
 from tests.kernels import references
-from tests.kernels.references import NORM, POINTWISE, PagedBatch, assert_close, decode_row, paged_batch
+from tests.kernels.references import NORM, assert_close, attend, check_attention, paged_batch
 
 FP32 = torch.float32
-ATTENTION = references.ATTENTION | {FP32: 2e-6}  # torch's exp is good to a few units in the last place
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-HEADS = [(4, 2, 64), (2, 2, 64), (6, 1, 64), (16, 8, 128), (4, 1, 128)]
-BLOCK_SIZES = [1, 4, 16, 128]
 
 
 @pytest.fixture(autouse=True)
@@ -41,31 +37,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return request.param
 
 
-def attend(backend: TorchBackend, batch: PagedBatch) -> Tensor:
-    return backend.attention(batch.query, batch.layer, batch.metadata, batch.scale)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_decodes_equal_the_reference(backend, device, heads, dtype) -> None:
-    batch = paged_batch(heads, decodes=[1, 47, 33, 2, 48, 16, 300], dtype=dtype, device=device)
-    assert_close(attend(backend, batch), batch.expected, ATTENTION)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_prefills_equal_the_reference(backend, device, heads, dtype) -> None:
-    batch = paged_batch(heads, prefills=[(0, 37), (30, 5), (16, 16), (1, 2), (0, 2)], dtype=dtype, device=device)
-    assert_close(attend(backend, batch), batch.expected, ATTENTION)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("decodes", [[1], [7], [15], [16], [40], [7, 7], [5, 16]], ids=str)
 def test_a_nan_that_is_seen_comes_out(backend, decodes, dtype) -> None:
     """On a CPU torch's own attention makes zeros of it for short sequences, see `FEW_TOKENS`."""
     for cache in (0, 1):
         batch = paged_batch((4, 2, 64), decodes=decodes, dtype=dtype, device=torch.device("cpu"))
-        clean = attend(backend, batch).clone()
+        clean = attend(backend, batch)
         batch.layer[cache][batch.metadata.block_tables[0, 0], 0, 1, 5] = torch.nan
         result = attend(TorchBackend(), batch)
         assert result[0, 2:, 5].isnan().all()
@@ -83,26 +61,13 @@ def test_a_nan_in_a_prompt_comes_out(backend, prefill, dtype) -> None:
     assert not result[: prefill[1], :2].isnan().any() and not result[prefill[1] :].isnan().any()
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_blocks_may_have_any_size(backend, device, block_size) -> None:
-    batch = paged_batch(
-        (4, 2, 64),
-        prefills=[(0, 9), (129, 17)],
-        decodes=[5, 129, 1, 128, 40],
-        dtype=FP32,
-        device=device,
-        page=block_size,
-    )
-    assert_close(attend(backend, batch), batch.expected, ATTENTION)
-
-
 @pytest.mark.parametrize("decodes", [[1], [16], [131], [40] * 5, [3, 90] * 4, list(range(200, 150, -7))], ids=str)
 def test_tiles_of_every_form(backend, device, monkeypatch, decodes) -> None:
     """One sequence; equal ones, which need no mask; a sequence larger than the scratch; several tiles."""
     batch = paged_batch((4, 2, 64), decodes=decodes, dtype=FP32, device=device)
     for tokens in (1, 128, 400, 10**6):
         monkeypatch.setattr(tiles, "TILE_BYTES", tokens * 2 * 2 * 64 * 4)
-        assert_close(attend(TorchBackend(), batch), batch.expected, ATTENTION)
+        check_attention(TorchBackend(), batch)
 
 
 def test_tiles_stay_small_and_nearly_full(backend, monkeypatch) -> None:
@@ -134,26 +99,7 @@ def test_one_sequence_whose_blocks_lie_in_a_row(backend, device, length, first_b
     for cache, source in zip(layer, batch.layer, strict=True):
         cache[ids.long()] = source[blocks]
     metadata = replace(batch.metadata, block_tables=torch.cat((ids, ids.new_full((2,), 10**6)))[None])
-    result = backend.attention(batch.query, layer, metadata, batch.scale)
-    assert_close(result, batch.expected, ATTENTION)
-
-
-def test_company_changes_only_the_rounding(backend, device) -> None:
-    batch = paged_batch((4, 2, 64), decodes=[33, 40, 38, 7, 100, 101, 37], dtype=FP32, device=device)
-    together = attend(backend, batch)
-    for row in range(7):
-        alone = decode_row(batch, row)
-        assert (attend(backend, alone)[0] - together[row]).abs().max() < 1e-6
-
-
-def test_rows_of_no_length_become_zeros(backend, device) -> None:
-    """They pad the batch of a CUDA graph. Their queries are NaN, their tables point nowhere."""
-    batch = paged_batch((4, 2, 64), prefills=[(3, 4)], decodes=[0, 50, 19, 0], dtype=FP32, device=device)
-    result = attend(backend, batch)
-    assert_close(result, batch.expected, ATTENTION)
-    assert not result[[4, 7]].any()
-    empty = paged_batch((4, 2, 64), decodes=[0, 0], dtype=FP32, device=device)
-    assert not attend(backend, empty).any()
+    check_attention(backend, replace(batch, layer=layer, metadata=metadata))
 
 
 def test_layers_of_one_step_share_a_plan_and_no_values(backend, device) -> None:
@@ -161,7 +107,7 @@ def test_layers_of_one_step_share_a_plan_and_no_values(backend, device) -> None:
     batch = paged_batch((4, 2, 64), prefills=[(5, 12)], decodes=[30, 61, 33], dtype=FP32, device=device)
     # Attention is linear in the values.
     second = KVLayer(batch.layer.key_cache, batch.layer.value_cache * 2)
-    first_result = attend(backend, batch).clone()
+    first_result = attend(backend, batch)
     second_result = attend(backend, replace(batch, layer=second))
     assert torch.equal(second_result, first_result * 2)
     assert torch.equal(attend(backend, batch), first_result)
@@ -177,7 +123,7 @@ def test_steps_and_models_do_not_disturb_each_other(backend, device) -> None:
         paged_batch((4, 2, 64), decodes=[30, 61], dtype=torch.bfloat16, device=device),
     ]
     for batch in batches * 2:
-        assert_close(attend(backend, batch), batch.expected, ATTENTION)
+        check_attention(backend, batch)
 
 
 def test_a_draft_model_may_attend_in_the_same_step(backend, device) -> None:
@@ -186,30 +132,7 @@ def test_a_draft_model_may_attend_in_the_same_step(backend, device) -> None:
     draft = paged_batch((2, 1, 128), decodes=[30, 61], dtype=FP32, device=device)
     draft = replace(draft, metadata=target.metadata)
     for batch in (target, draft, target):
-        assert_close(attend(backend, batch), batch.expected, ATTENTION)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_keys_and_values_go_to_their_slots_and_nowhere_else(backend, device, dtype) -> None:
-    layer = KVLayer(*torch.full((2, 5, 4, 2, 64), torch.nan, dtype=dtype, device=device))
-    fused = torch.randn(3, 8, 64, device=device).to(dtype)
-    key, value = fused[:, 4:6], fused[:, 6:]  # views, as a fused projection gives them
-    slots = torch.tensor([19, 4, 9], device=device)
-    backend.store_kv(key, value, layer, slots)
-    for cache, written in zip(layer, (key, value), strict=True):
-        rows = cache.view(20, 2, 64)
-        assert torch.equal(rows[slots], written)
-        assert rows[[row for row in range(20) if row not in (19, 4, 9)]].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 64), (5, 256), (3, 4, 128), (0, 64)], ids=str)
-def test_rms_norm_equals_the_reference(backend, device, shape, dtype) -> None:
-    x, weight = torch.randn(shape, device=device).to(dtype), torch.rand(shape[-1], device=device).to(dtype)
-    normed = backend.rms_norm(x, weight, 1e-6)
-    assert normed.shape == x.shape and normed.dtype == dtype
-    if x.numel():
-        assert_close(normed, references.rms_norm(x, weight, 1e-6), NORM)
+        check_attention(backend, batch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -241,33 +164,3 @@ def test_rms_norm_of_16_bits_sums_in_float32(backend, device) -> None:
     """In half precision even the root of the sum would overflow."""
     x = torch.full((1, 128), 10_000.0, dtype=torch.float16, device=device)
     assert_close(backend.rms_norm(x, torch.ones_like(x[0]), 1e-6), torch.ones(1, 128, dtype=torch.float64), NORM)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_add_rms_norm_returns_the_norm_and_the_sum(backend, device, dtype) -> None:
-    x, residual = torch.randn(2, 5, 256, device=device).to(dtype)
-    weight = torch.rand(256, device=device).to(dtype)
-    expected = x + residual
-    normed, total = backend.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, expected)
-    assert_close(normed, references.rms_norm(expected, weight, 1e-5), NORM)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rotary_equals_the_reference(backend, device, head_dim, dtype) -> None:
-    fused = torch.randn(7, 8, head_dim, device=device).to(dtype)
-    heads = fused[:, :6]
-    for _ in range(2):  # the second step has other angles
-        angles = torch.rand(7, head_dim // 2, device=device) * 6
-        cos, sin = angles.cos(), angles.sin()
-        expected = references.rotary(heads, cos, sin)
-        for _ in range(2):  # two layers
-            assert_close(backend.rotary(heads.clone(), cos, sin), expected, POINTWISE)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_silu_mul_equals_the_reference(backend, device, dtype) -> None:
-    gate_up = torch.randn(5, 2 * 96, device=device).to(dtype)
-    expected = references.silu_mul(gate_up)
-    assert_close(backend.silu_mul(gate_up), expected, NORM)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,23 +28,11 @@ from m3_paged_attention.models.weights import (
     places,
 )
 from tests.equivalence.models import ARCHITECTURES, save_random_model
+from tests.m3_paged_attention.checkpoints import edit_config, edit_weights
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-NAMES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied Qwen3."""
-    return save_random_model(tmp_path_factory.mktemp("weights"), "qwen3")
-
-
-@pytest.fixture
-def directory(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
-    return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
 def shape_of(directory: Path) -> DecoderConfig:
@@ -64,17 +51,6 @@ def refusal(directory: Path) -> str:
     message = str(caught.value)
     assert str(directory) in message and "\n" not in message
     return message
-
-
-def edit_weights(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(directory: Path, **values: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def split_up(directory: Path, num_shards: int = 3) -> dict[str, str]:
@@ -105,33 +81,11 @@ def same(one: DecoderWeights, other: DecoderWeights) -> bool:
 OPTIONS = {"qwen3": {"attention_bias": True}, "qwen2": {}, "llama": {"attention_bias": True, "mlp_bias": True}}
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_q_k_v_and_gate_up_stand_one_after_another(architecture: str, tmp_path: Path) -> None:
-    directory = save_random_model(tmp_path, architecture, **OPTIONS[architecture])
-    files, weights = load_file(directory / "model.safetensors"), load(directory)
-    for index, layer in enumerate(weights.layers):
-        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
-        assert torch.equal(layer.qkv, torch.cat([files[f"{attention}.{p}_proj.weight"] for p in "qkv"]))
-        assert torch.equal(layer.gate_up, torch.cat([files[f"{mlp}.{p}_proj.weight"] for p in ("gate", "up")]))
-        assert layer.qkv_bias is not None
-        assert torch.equal(layer.qkv_bias, torch.cat([files[f"{attention}.{p}_proj.bias"] for p in "qkv"]))
-        if layer.gate_up_bias is not None:
-            assert torch.equal(layer.gate_up_bias, torch.cat([files[f"{mlp}.{p}_proj.bias"] for p in ("gate", "up")]))
-    assert sum(tensor.numel() for tensor in weights.tensors()) == sum(tensor.numel() for tensor in files.values())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_are_converted_on_the_way(saved: Path, dtype: torch.dtype) -> None:
     found = places(shape_of(saved), load(saved, dtype))
     for name, tensor in load_file(saved / "model.safetensors").items():
         assert torch.equal(found[name], tensor.to(dtype)), name
-
-
-def test_weights_in_several_files_load(directory: Path) -> None:
-    whole = load(directory)
-    split_up(directory)
-    assert same(load(directory), whole)
 
 
 def test_files_beside_the_model_are_not_read(directory: Path) -> None:
@@ -268,18 +222,6 @@ def test_a_file_that_is_cut_off_is_named(directory: Path, keep: int, shards: int
     assert f"its weights cannot be loaded: {file.name}: " in message
 
 
-def test_a_header_that_lies_is_refused(directory: Path) -> None:
-    file = directory / "model.safetensors"
-    content = file.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    header = content[8 : 8 + size].replace(b'"shape":[96,64]', b'"shape":[96,65]')
-    assert header != content[8 : 8 + size]
-    file.write_bytes(content[:8] + header + content[8 + size :])
-    assert "its weights cannot be loaded" in refusal(directory)
-    file.write_bytes((10**15).to_bytes(8, "little") + content[8:])
-    assert "its weights cannot be loaded" in refusal(directory)
-
-
 def test_neither_file_nor_index_is_said(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "consolidated.safetensors")
     assert "has neither model.safetensors nor model.safetensors.index.json" in refusal(directory)
@@ -329,15 +271,6 @@ def test_a_tensor_in_two_files_is_refused(directory: Path) -> None:
 
 
 # --- weights without files --------------------------------------------------------------------------------------------
-
-
-def test_dummy_weights_follow_from_the_seed(saved: Path) -> None:
-    shape = shape_of(saved)
-    first, again = (dummy_weights(shape, torch.float32, CPU, seed=3) for _ in range(2))
-    assert same(first, again)
-    other = dummy_weights(shape, torch.float32, CPU, seed=4)
-    assert not torch.equal(first.embedding, other.embedding)
-    assert not torch.equal(first.layers[0].qkv, first.layers[1].qkv)
 
 
 def test_dummy_weights_leave_the_global_generator_alone(saved: Path) -> None:

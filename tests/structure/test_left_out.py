@@ -23,6 +23,10 @@ def test_long(number):
 def test_long_on_a_gpu():
     pass
 
+@pytest.mark.gpu
+def test_on_a_gpu():
+    pass
+
 def test_ctrl_c():
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -41,27 +45,36 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     return lambda *arguments: pytester.runpytest_inprocess(*given, *arguments)
 
 
+@pytest.mark.interpreter  # deselected where there is a GPU
 @pytest.mark.parametrize(
-    ("arguments", "passed", "said"),
+    ("arguments", "passed", "num_exhaustive", "num_gpu"),
     [
-        ("tests/test_these.py", 1, 1),
-        ("-m exhaustive", 2, 0),
-        ("tests/test_these.py::test_long", 2, 0),
-        ("tests/test_these.py::test_long[2] tests/test_these.py::test_ctrl_c", 2, 0),
-        ("-m not(exhaustive)", 1, 0),
+        ("tests/test_these.py", 1, 1, 2),
+        ("-m exhaustive", 2, 0, 1),
+        ("tests/test_these.py::test_long", 2, 0, 0),
+        ("tests/test_these.py::test_long[2] tests/test_these.py::test_ctrl_c", 2, 0, 0),
+        ("-m not(exhaustive)", 1, 0, 1),
+        ("-m gpu", 0, 0, 2),
+        pytest.param("-m gpu -n 1", 0, 0, 2, marks=pytest.mark.exhaustive),  # a worker counts, the controller prints
     ],
 )
-def test_exhaustive_tests_run_when_they_are_asked_for(run, arguments: str, passed: int, said: int) -> None:
+def test_a_line_counts_the_exhaustive_tests_and_those_of_a_gpu_that_did_not_run(
+    run, arguments: str, passed: int, num_exhaustive: int, num_gpu: int
+) -> None:
     done = run(*arguments.split())
-    assert done.parseoutcomes()["passed"] == passed
-    assert done.stdout.str().count("exhaustive tests left out: `pytest -m exhaustive` runs them") == said
+    assert done.ret == (pytest.ExitCode.OK if passed else pytest.ExitCode.NO_TESTS_COLLECTED)
+    assert done.parseoutcomes().get("passed", 0) == passed
+    output = done.stdout.str()
+    assert output.count("exhaustive tests left out: `pytest -m exhaustive` runs them") == num_exhaustive
+    assert output.count("gpu tests ran") == (num_gpu > 0)
+    assert output.count(f"no CUDA device here: 0 of {num_gpu} gpu tests ran") == (num_gpu > 0)
 
 
 def test_a_run_in_the_background_has_its_ctrl_c(run) -> None:
     """A shell starts such a job with SIGINT ignored, which every process that a test starts would inherit."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        run("-k", "ctrl_c").assert_outcomes(passed=1, deselected=3)
+        run("-k", "ctrl_c").assert_outcomes(passed=1, deselected=4)
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -61,7 +61,7 @@ READ = {
     "a field of a tuple": "from typing import NamedTuple\nclass A(NamedTuple):\n    x: int\nprint(A)",
     "the field's enumeration": "from enum import Enum\nclass ForwardMode(Enum):\n    EXTEND = 1\nprint(ForwardMode)",
     "a parameter": "def f(x): return lambda: x\nf(2)",
-    "a parameter that says that it is unused": "def f(_x): return 1\nf(2)",
+    "a parameter with an underscore": "def f(_x): return 1\nf(2)",
     "a parameter that an override reads": (
         "class A:\n    def f(self, x): return 1\nclass B(A):\n    def f(self, x): return x\nB().f(1)"
     ),

@@ -25,8 +25,6 @@ from tests.support.engines import Recorder
 from tests.testbed.checks import MessageChecks
 from tests.testbed.fakes import EOS, FakeRunner, Row, make_request, rows_of
 
-MANY_STEPS = 20_000
-
 
 @dataclass(frozen=True)
 class Step:
@@ -52,11 +50,13 @@ class Step:
 class SchedulerBed:
     """One scheduler, the fake model, and a judge of every message between them."""
 
+    many_steps = 20_000
+
     def __init__(
         self,
         scheduler: Any,
         *,
-        checks: MessageChecks | None,
+        checks: Any,
         runner: Any = None,
         rows_of: Callable[[Any], list[Row]] = rows_of,
         request_class: type[Request] = Request,
@@ -77,10 +77,7 @@ class SchedulerBed:
         self, prompt: int | Sequence[int], max_tokens: int = 4, *, request_id: str | None = None, **params: Any
     ) -> str:
         """Let a request arrive. A number makes a prompt of so many tokens, different from all others."""
-        number = len(self.requests)
-        if isinstance(prompt, int):
-            prompt = [33 + (number * 7 + place) % 90 for place in range(prompt)]
-        rid = f"r{number}" if request_id is None else request_id
+        prompt, rid = self.named(prompt, request_id)
         settings = SamplingParams(max_tokens=max_tokens, **params)
         request = make_request(rid, prompt, settings, request_class=self.request_class)
         self.scheduler.add_request(request)
@@ -88,6 +85,17 @@ class SchedulerBed:
         if self.checks:
             self.checks.added(request)
         return rid
+
+    def num_arrived(self) -> int:
+        """The number of requests that callers have added."""
+        return len(self.requests)
+
+    def named(self, prompt: int | Sequence[int], request_id: str | None) -> tuple[list[int], str]:
+        """The tokens of a prompt, and the id of its request."""
+        number = self.num_arrived()
+        if isinstance(prompt, int):
+            prompt = [33 + (number * 7 + place) % 90 for place in range(prompt)]
+        return list(prompt), f"r{number}" if request_id is None else request_id
 
     def abort(self, *request_ids: str) -> list[str]:
         """Give requests up. Returns the ids that were marked."""
@@ -104,6 +112,10 @@ class SchedulerBed:
             self.checks.scheduled(output)
         return output
 
+    def decision_of(self, output: Any) -> Any:
+        """The record of a decision: the scheduler's output itself, if it does not change afterwards."""
+        return output
+
     def execute(self, output: Any) -> dict[str, SampledTokens]:
         """Run a decision; returns the new tokens by request id."""
         said = self.runner.run(self.rows_of(output))
@@ -113,8 +125,9 @@ class SchedulerBed:
         """What the scheduler takes as a step's result; None: the model did not run, or raised."""
         return sampled or {}
 
-    def update(self, output: Any, sampled: dict[str, SampledTokens] | None) -> Step:
-        """The second verb, and the release that follows it."""
+    def update(self, output: Any, sampled: dict[str, SampledTokens] | None, decision: Any = None) -> Step:
+        """The second verb, and the release that follows it. `decision`: the record of the decision, if there is one."""
+        decision = decision or self.decision_of(output)
         if self.checks:
             self.checks.nothing_is_freed()
         changed = self.scheduler.update_from_output(output, self.result_of(sampled))
@@ -124,15 +137,19 @@ class SchedulerBed:
         self.scheduler.check_invariants()
         self.release()
         if self.checks:
-            for rid, life in self.checks.running.items():
-                assert self.runner.num_kv_tokens(rid) >= life.num_kv
+            self.check_kv()
         self.ended |= ended
-        assert len(self.steps) < MANY_STEPS, "a test of so many steps goes in circles"
-        self.steps.append(Step(output, [request.request_id for request in changed], ended))
+        assert len(self.steps) < self.many_steps, "a test of so many steps goes in circles"
+        self.steps.append(Step(decision, [request.request_id for request in changed], ended))
         return self.steps[-1]
 
+    def check_kv(self) -> None:
+        """Compare the runner's KV with the tokens of the requests that run."""
+        for rid, life in self.checks.running.items():
+            assert self.runner.num_kv_tokens(rid) >= life.num_kv
+
     def release(self) -> None:
-        """Let the runner forget whom the scheduler does not know any more."""
+        """Remove the runner's state of the requests that the scheduler has ended."""
         for rid in self.runner.held_request_ids():
             if rid not in self.scheduler.requests:
                 self.runner.free_request_cache(rid)
@@ -147,22 +164,26 @@ class SchedulerBed:
         if self.recorder:
             self.scheduler.tracer.step += 1
         output = self.schedule()
+        decision = self.decision_of(output)
+        scheduled = {} if output is None else decision.num_scheduled_tokens
         sampled = None if crash or output is None else self.execute(output)
-        if crash and output is not None:
-            self.fail(output.num_scheduled_tokens, RuntimeError("the model crashed"))
-        failed = [rid for rid in failing if sampled and sampled.pop(rid, None)]
+        if crash:
+            self.fail(scheduled, RuntimeError("the model crashed"))
+        failed = [rid for rid in failing if sampled is not None and rid in scheduled]
+        for rid in failed:
+            sampled.pop(rid, None)
         self.fail(failed, ValueError("no token can be sampled"))
         if between:
-            between(output)
-        return self.update(output, sampled)
+            between(decision)
+        return self.update(output, sampled, decision)
 
-    def drain(self, *, limit: int = MANY_STEPS) -> dict[str, str]:
+    def drain(self, *, limit: int | None = None) -> dict[str, str]:
         """Step until nothing is left; returns why each request ended, in the order of the ends."""
-        for _ in range(limit):
+        for _ in range(limit or self.many_steps):
             if not self.scheduler.requests:
                 break
             self.step()
-        assert not self.scheduler.requests, f"not done after {limit} steps"
+        assert not self.scheduler.requests, f"not done after {len(self.steps)} steps"
         if self.checks:
             self.checks.nothing_is_left()
         self.scheduler.check_invariants()

@@ -1,76 +1,125 @@
 """What the scheduler's messages must say, judged by a record of one's own.
 
-`MessageChecks` hears of everything that comes in (arrivals, aborts, errors) and reads everything that goes out. It
-knows from the rule of the fake model what each request will say and when it must end, and asks the scheduler's own
-state only where the promise is about that state: who runs, who owns memory, what is still to be announced.
+`Checks` is the record: it receives every arrival, abort and error, computes from the rule of the fake model what each
+request will say and when it must end, and compares every update with that. `MessageChecks` adds m2's messages. The
+scheduler's own state is read only where the promise is about that state: who runs, who owns memory, what is still to
+be announced.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from m1_single_request.request import Request
+from m1_single_request.request import FinishError, Request
 from m1_single_request.sampler import SampledTokens
+from m3_paged_attention.errors import KVCapacityError
 from tests.testbed.fakes import answer
 
 
 @dataclass
 class Life:
-    """What is known of a request that has not ended."""
+    """The record of a request that has not ended."""
 
-    request: Request
+    request: Any
+    number: int
+    """Its place in the order of arrival."""
     expected: tuple[int, ...]
     """All that it will say if nothing comes between."""
     said: list[int] = field(default_factory=list)
-    sent: bool = False
-    """Whether it was sent as new, in an output that was not lost."""
+    is_known: bool = False
+    """Whether the runner has its tokens and blocks, so that differences may be sent."""
+    ran: bool = False
+    """Whether it is or was among the running ones: if it waits, it was preempted."""
     marked: bool = False
-    """Aborted or failed: it ends at the next update."""
+    """Aborted, failed or given up: it ends at the next update."""
     blocks: list[int] = field(default_factory=list)
+    """Its block table, according to the messages."""
 
     @property
     def prompt(self) -> list[int]:
-        return self.request.prompt_token_ids
+        return self.request.prompt_token_ids  # type: ignore[no-any-return]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.said)
 
     @property
     def num_kv(self) -> int:
-        """Tokens that have KV between two steps."""
-        return len(self.prompt) + len(self.said) - 1 if self.said else 0
+        """Tokens that certainly have KV between two steps, if it runs."""
+        return self.num_tokens - 1 if self.said else 0
 
 
-class MessageChecks:
-    """Raises AssertionError at the first message that does not say what it must.
+class Checks:
+    """The record of all requests that have not ended."""
 
-    For a milestone whose messages differ: `new_request` and `cached_requests` judge the two kinds of data in an output.
-    """
-
-    def __init__(self, scheduler: Any, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    def __init__(self, scheduler: Any, *, max_model_len: int) -> None:
         self.scheduler = scheduler
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.waiting: dict[str, Life] = {}  # in order of arrival
-        self.running: dict[str, Life] = {}  # in order of admission
-        self.unannounced: set[str] = set()
-        self.owned: dict[str, list[int]] = {}  # as of the last decision
+        self.lives: dict[str, Life] = {}  # in order of arrival
+        self._num_arrivals = 0
 
-    # --- what comes in ------------------------------------------------------------------------------------------------
-
-    def added(self, request: Request) -> None:
+    def added(self, request: Any) -> None:
         """A request arrived."""
-        params, prompt = request.sampling_params, request.prompt_token_ids
-        most = min(params.max_tokens, self.max_model_len - len(prompt))
-        self.waiting[request.request_id] = Life(request, answer(prompt, most, params.stop_token_ids))
+        most = min(request.sampling_params.max_tokens, self.max_model_len - len(request.prompt_token_ids))
+        self._num_arrivals += 1
+        self.lives[request.request_id] = Life(request, self._num_arrivals, self.answer_of(request, most))
+
+    def answer_of(self, request: Any, num_tokens: int) -> tuple[int, ...]:
+        """The fake model's answer to a request, of so many tokens at most."""
+        stop_token_ids = request.sampling_params.stop_token_ids
+        return answer(request.prompt_token_ids, num_tokens, stop_token_ids, seed=request.seed)
 
     def marked(self, request_ids: Collection[str], marked: Collection[str]) -> None:
         """Requests were aborted or failed, and `marked` was the scheduler's answer."""
-        lives = {rid: self.waiting.get(rid) or self.running.get(rid) for rid in request_ids}
-        new = {rid: life for rid, life in lives.items() if life is not None and not life.marked}
+        new = {rid: self.lives[rid] for rid in request_ids if rid in self.lives and not self.lives[rid].marked}
         assert list(marked) == list(new)
         for life in new.values():
             life.marked = True
 
-    # --- what goes out ------------------------------------------------------------------------------------------------
+    def fits_alone(self, num_tokens: int) -> bool:
+        """Return whether all memory has room for a request of so many tokens."""
+        raise NotImplementedError
+
+    def note_failures_for_memory(self) -> None:
+        """Mark the requests that a decision failed: they have outgrown all memory."""
+        for rid, life in self.lives.items():
+            reason = life.request.to_finish
+            if reason is not None and not life.marked:
+                assert isinstance(reason, FinishError) and isinstance(reason.error, KVCapacityError), (rid, reason)
+                assert not self.fits_alone(life.num_tokens), f"{rid} could have run alone"
+                life.marked = True
+
+    def ends_of(self, sampled: Mapping[str, SampledTokens], changed: Sequence[Request]) -> dict[str, str]:
+        """Compare an update with the record. Returns why requests ended in it, by request id."""
+        ends = {rid for rid, life in self.lives.items() if life.marked}
+        assert len(changed) == len({request.request_id for request in changed})
+        assert {request.request_id for request in changed} == ends | sampled.keys()
+        for rid in sampled.keys() - ends:
+            life = self.lives[rid]
+            life.said += sampled[rid].token_ids[: len(life.expected) - len(life.said)]  # nothing behind its end
+            assert tuple(life.said) == life.expected[: len(life.said)], f"{rid} says something wrong"
+            if len(life.said) == len(life.expected):
+                ends.add(rid)
+        for rid, life in self.lives.items():
+            assert life.request.sequence.output_token_ids == life.said
+            assert life.request.is_finished == (rid in ends)
+        reasons = {request.request_id: request.finish_reason for request in changed if request.is_finished}
+        assert reasons.keys() == ends
+        for rid in ends:
+            del self.lives[rid]
+        return {rid: reason.reason for rid, reason in reasons.items() if reason is not None}
+
+
+class MessageChecks(Checks):
+    """Raises AssertionError at the first message of m2's scheduler that does not say what it must."""
+
+    def __init__(self, scheduler: Any, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+        super().__init__(scheduler, max_model_len=max_model_len)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.running: dict[str, Life] = {}  # in order of admission
+        self.unannounced: set[str] = set()
+        self.owned: dict[str, list[int]] = {}  # as of the last decision
 
     def scheduled(self, output: Any) -> None:
         """A decision was made; None: there is nothing to compute."""
@@ -89,32 +138,32 @@ class MessageChecks:
         assert output.finished_req_ids == self.unannounced, "each end is announced once, in the next decision"
         self.unannounced = set()
         for data in new:
-            self.new_request(data, counts[data.req_id])
-        self.cached_requests(cached, counts)
+            self._new_request(data, counts[data.req_id])
+        self._cached_requests(cached, counts)
 
-    def new_request(self, data: Any, num_scheduled: int) -> None:
+    def _new_request(self, data: Any, num_scheduled: int) -> None:
         """The full data of a request, which must be the oldest that waits."""
         rid = data.req_id
-        if rid in self.waiting:
-            oldest = next((rid for rid, life in self.waiting.items() if not life.marked), None)
+        if rid not in self.running:
+            oldest = next((rid for rid in self._waiting() if not self.lives[rid].marked), None)
             assert rid == oldest, f"{rid} overtakes {oldest}"
-            self.running[rid] = self.waiting.pop(rid)
+            self.running[rid] = self.lives[rid]
         life = self.running[rid]
-        assert not life.sent, f"{rid} was sent as new before"
+        assert not life.is_known, f"{rid} was sent as new before"
         assert not life.marked, f"{rid} runs although it is to end"
-        life.sent = True
+        life.is_known = True
         assert data.prompt_token_ids == life.prompt and num_scheduled == len(life.prompt)
         assert data.sampling_params is life.request.sampling_params
         assert data.num_computed_tokens == 0 and not life.said
         assert data.block_ids == self.owned[rid]
         life.blocks = list(data.block_ids)
 
-    def cached_requests(self, cached: Any, counts: Mapping[str, int]) -> None:
+    def _cached_requests(self, cached: Any, counts: Mapping[str, int]) -> None:
         """The differences of the requests that were sent before."""
         columns = (cached.new_token_ids, cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids)
         for rid, tokens, start, num_output, blocks in zip(cached.req_ids, *columns, strict=True):
             life = self.running[rid]
-            assert life.sent, f"{rid} was never sent as new"
+            assert life.is_known, f"{rid} was never sent as new"
             assert not life.marked, f"{rid} runs although it is to end"
             assert (tokens, start, num_output) == (life.said[-1:], life.num_kv, len(life.said))
             assert counts[rid] == 1
@@ -123,25 +172,16 @@ class MessageChecks:
 
     def updated(self, sampled: Mapping[str, SampledTokens], changed: Sequence[Request]) -> dict[str, str]:
         """A step was committed. Returns why requests ended in it, by request id."""
-        ends = {rid for lives in (self.waiting, self.running) for rid, life in lives.items() if life.marked}
-        assert len(changed) == len({request.request_id for request in changed})
-        assert {request.request_id for request in changed} == ends | sampled.keys()
-        for rid in sampled.keys() - ends:
-            life = self.running[rid]
-            life.said += sampled[rid].token_ids
-            assert tuple(life.said) == life.expected[: len(life.said)]
-            if len(life.said) == len(life.expected):
-                ends.add(rid)
-        for rid, life in self.running.items():
-            assert life.request.sequence.output_token_ids == life.said
-            assert life.request.is_finished == (rid in ends)
-        for rid in ends:
-            (self.waiting if rid in self.waiting else self.running).pop(rid)
-        self.unannounced |= ends
-        self._nothing_is_lost_or_kept()
-        reasons = {request.request_id: request.finish_reason for request in changed if request.is_finished}
-        assert reasons.keys() == ends
-        return {rid: reason.reason for rid, reason in reasons.items() if reason is not None}
+        assert sampled.keys() <= self.running.keys()
+        reasons = self.ends_of(sampled, changed)
+        self.running = {rid: life for rid, life in self.running.items() if rid in self.lives}
+        self.unannounced |= reasons.keys()
+        scheduler = self.scheduler
+        assert scheduler.requests.keys() == self.lives.keys(), "nothing is lost or kept"
+        assert [request.request_id for request in scheduler.waiting] == self._waiting()
+        assert scheduler.finished_req_ids == self.unannounced
+        self._memory_belongs_to_the_running()
+        return reasons
 
     def nothing_is_freed(self) -> None:
         """Between a decision and its update the memory stays as it is, whatever happens."""
@@ -150,23 +190,19 @@ class MessageChecks:
     def nothing_is_left(self) -> None:
         """After a drain."""
         scheduler = self.scheduler
-        assert not self.waiting and not self.running and not scheduler.requests
+        assert not self.lives and not self.running
         assert (len(scheduler.requests), len(scheduler.waiting), len(scheduler.running)) == (0, 0, 0)
         assert not self._owned()
 
-    def _nothing_is_lost_or_kept(self) -> None:
-        scheduler = self.scheduler
-        assert scheduler.requests.keys() == self.waiting.keys() | self.running.keys()
-        assert [request.request_id for request in scheduler.waiting] == list(self.waiting)
-        assert scheduler.finished_req_ids == self.unannounced
-        self._memory_belongs_to_the_running()
+    def _waiting(self) -> list[str]:
+        return [rid for rid in self.lives if rid not in self.running]
 
     def _memory_belongs_to_the_running(self) -> None:
         running = [request.request_id for request in self.scheduler.running]
         assert len(running) <= self.max_num_seqs
         assert running == list(self.running), "in order of admission"
         owned = self._owned()
-        assert owned.keys() == set(running), "whoever runs owns memory, and nobody else"
+        assert owned.keys() == set(running), "each running request owns memory, and no other"
         blocks = [block for ids in owned.values() for block in ids]
         assert len(set(blocks)) == len(blocks)
 

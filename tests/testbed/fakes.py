@@ -6,6 +6,7 @@ each request what its KV would hold, and refuses to read what was never written.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -38,14 +39,17 @@ def letter(state: int, seed: int = 0) -> int:
     return 97 + (state // 2**16 + 7 * seed) % 26
 
 
+def states_of(token_ids: Iterable[int], start: int = 0) -> list[int]:
+    """The state after each of these tokens: what the KV of each must be."""
+    return list(accumulate(token_ids, after, initial=start))[1:]
+
+
 def answer(
-    prompt: Iterable[int], num_tokens: int, stop_token_ids: Sequence[int] = (), *, seed: int = 0
+    prompt: Iterable[int], num_tokens: int, stop_token_ids: Sequence[int] = (), *, seed: int = 0, start: int = 0
 ) -> tuple[int, ...]:
-    """What the fake model says to `prompt`: so many tokens, or as far as the first stop token, which belongs to it."""
-    state = 0
+    """The fake model's answer to `prompt`: so many tokens, or as far as the first stop token, which belongs to it."""
+    state = [start, *states_of(prompt, start)][-1]
     said: list[int] = []
-    for token_id in prompt:
-        state = after(state, token_id)
     while len(said) < num_tokens and not (said and said[-1] in stop_token_ids):
         said.append(letter(state, seed))
         state = after(state, said[-1])

@@ -8,8 +8,7 @@
 Requests come in and go out through `RequestFamilies`, as in the engine core; below it the bed knows children only.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,30 +19,20 @@ from m1_single_request.stop_checker import StopChecker
 from m3_paged_attention.config import SchedulerConfig
 from m3_paged_attention.kv_cache_config import KVCacheConfig, KVCacheSpec
 from m3_paged_attention.kv_cache_manager import KVCacheManager
-from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.parallel_sampling import RequestFamilies
 from m3_paged_attention.preemption import FewestOutputsFirst
-from m3_paged_attention.request import ParentRequest, Request
+from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler import Scheduler
 from m3_paged_attention.scheduler_output import SchedulerOutput
 from tests.support.engines import Recorder
-from tests.testbed.bed import SchedulerBed, Step
-from tests.testbed.fakes import EOS, make_request
+from tests.testbed.bed import Step
+from tests.testbed.fakes import EOS
+from tests.testbed.families import FamiliesBed
 from tests.testbed.paged_checks import PagedChecks
 from tests.testbed.paged_runner import PagedRunner
 
-MANY_STEPS = 3000
 
-
-class PagedBed(SchedulerBed):
+class PagedBed(FamiliesBed):
     """m3's scheduler below its `RequestFamilies`, on simulated memory."""
-
-    def __init__(self, scheduler: Scheduler, **settings: Any) -> None:
-        super().__init__(scheduler, request_class=Request, **settings)
-        self.families = RequestFamilies(scheduler=scheduler, tracer=scheduler.tracer)
-        self.parents: dict[str, ParentRequest] = {}
-        self.reported: list[list[str]] = []  # in each step, whom callers hear of
-        self.reported_ends: list[str] = []
 
     def add(
         self,
@@ -56,68 +45,30 @@ class PagedBed(SchedulerBed):
         **params: Any,
     ) -> str:
         """Let a request arrive; with `n` > 1 its children are called `request_id/0` and so on."""
-        number = len({(request.parent_id or rid) for rid, request in self.requests.items()})
-        if isinstance(prompt, int):
-            prompt = [33 + (number * 7 + place) % 90 for place in range(prompt)]
-        rid = f"r{number}" if request_id is None else request_id
+        prompt, rid = self.named(prompt, request_id)
         settings = SamplingParams(max_tokens=max_tokens, **params)
-        if n == 1:
-            request: Any = make_request(rid, prompt, settings, request_class=Request, seed=seed)
-            own = [request]
-        else:  # as intake makes them
-            others = replace(settings, prompt_logprobs=None)
-            own = [
-                make_request(f"{rid}/{i}", prompt, others if i else settings, request_class=Request, seed=seed + i)
-                for i in range(n)
-            ]
-            request = self.parents[rid] = ParentRequest(own, request_id=rid)
-        for one in own:
-            self.requests[one.request_id] = one
-        self.families.add_request(request)
-        for one in own:
-            if self.checks:
-                self.checks.added(one)
-        return rid
+        return self.submit(rid, self.children(rid, prompt, settings, n=n, seed=seed))
 
     def execute(self, output: SchedulerOutput) -> dict[str, SampledTokens]:
         return self.runner.run(output)
 
-    def result_of(self, sampled: dict[str, SampledTokens] | None) -> ModelRunnerOutput | None:
-        if sampled is None:
-            return None
-        prompt_logprobs = {rid: one.prompt_logprobs for rid, one in sampled.items() if one.prompt_logprobs is not None}
-        return ModelRunnerOutput(
-            req_ids=list(sampled),
-            sampled_token_ids=[list(one.token_ids) for one in sampled.values()],
-            logprobs=[one.logprobs for one in sampled.values()],
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def update(self, output: Any, sampled: dict[str, SampledTokens] | None) -> Step:
-        step = super().update(output, sampled)
-        assert len(self.steps) < MANY_STEPS, "a test of so many steps goes in circles"
-        reported = self.families.reported([self.requests[rid] for rid in step.changed])
-        self.reported.append([request.request_id for request in reported])
-        self.reported_ends += [request.request_id for request in reported if request.is_finished]
+    def update(self, output: Any, sampled: dict[str, SampledTokens] | None, decision: Any = None) -> Step:
+        step = super().update(output, sampled, decision)
         self.runner.poison_free_blocks()
         return step
 
-    def preempted(self) -> list[str]:
-        """Who waits after having run."""
-        return [request.request_id for request in self.scheduler.waiting if request.status.value == "preempted"]
+    @property
+    def memory(self) -> Any:
+        """The KV manager; `Squeezed` preempts if a victim is due."""
+        return self.scheduler.kv_manager
 
-    def _mark(self, request_ids: Collection[str], reason: Any) -> list[str]:
-        children = {rid: [child.request_id for child in parent.children] for rid, parent in self.parents.items()}
-        ids = list(dict.fromkeys(one for rid in request_ids for one in children.get(rid, [rid])))
-        before = {rid for rid in ids if rid in self.scheduler.requests and self.requests[rid].to_finish is None}
-        marked = self.families.finish_requests(request_ids, reason)
-        if self.checks:
-            self.checks.marked(ids, [rid for rid in ids if rid in before and self.requests[rid].to_finish is not None])
-        return marked
+    def preempted(self) -> list[str]:
+        """The waiting requests that ran before."""
+        return [request.request_id for request in self.scheduler.waiting if request.status.value == "preempted"]
 
 
 class Squeezed(KVCacheManager):
-    """Says, when told to, that more blocks are needed than are free: once for each victim that is `due`."""
+    """Needs more blocks than are free, once for each victim that is `due`."""
 
     due = 0
     num_forced = 0
@@ -136,6 +87,10 @@ class Squeezed(KVCacheManager):
             self._is_short = False
             return self.num_blocks + 1
         return super().num_needed_together(lengths)
+
+    def relax(self) -> None:
+        """No victim is due any more."""
+        self.due = 0
 
 
 def make_paged_bed(
@@ -177,6 +132,7 @@ def make_paged_bed(
     checks: Any = PagedChecks(scheduler, max_num_batched_tokens=config.max_num_batched_tokens, **limits)
     return PagedBed(
         scheduler,
+        request_class=Request,
         checks=checks if checked else None,
         runner=PagedRunner(kv_manager, num_host_blocks=num_host_blocks, tensors=tensors, **limits),
         recorder=Recorder(tracer) if trace else None,

@@ -1,89 +1,32 @@
-"""What the messages of a scheduler of blocks must say: `checks.py` for whoever preempts, forks and swaps.
+"""What the messages of a scheduler of blocks must say: `checks.py` for preemption, forks and swaps.
 
-`PagedChecks` hears of everything that comes in and reads everything that goes out, as m2's does. It asks the scheduler
-who runs and the KV manager who owns what, before and after; what changed in between must be what the rules allow.
+`PagedChecks` reads every message, as m2's does. It compares the running requests of the scheduler and the owners of the
+KV manager before and after a decision: the rules must allow the difference.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from m1_single_request.request import FinishError
 from m1_single_request.sampler import SampledTokens
 from m2_continuous_batching.scheduler_output import CachedRequestData
-from m3_paged_attention.errors import KVCapacityError
 from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_output import SchedulerOutput
-from tests.testbed.fakes import answer
-
-
-@dataclass
-class Life:
-    """What is known of a request that has not ended."""
-
-    request: Request
-    number: int
-    """Its place in the order of arrival."""
-    expected: tuple[int, ...]
-    """All that it will say if nothing comes between."""
-    said: list[int] = field(default_factory=list)
-    is_known: bool = False
-    """Whether the runner knows its tokens and blocks, so that differences may be sent."""
-    ran: bool = False
-    """Whether it is or was among the running ones: if it waits, it was preempted."""
-    marked: bool = False
-    """Aborted, failed or given up: it ends at the next update."""
-    blocks: list[int] = field(default_factory=list)
-    """Its block table, as the messages tell it."""
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.request.prompt_token_ids
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.said)
-
-    @property
-    def num_kv(self) -> int:
-        """Tokens that certainly have KV between two steps, if it runs."""
-        return self.num_tokens - 1 if self.said else 0
-
+from tests.testbed.checks import Checks, Life
 
 NOTHING = SchedulerOutput([], [], CachedRequestData(), {}, 0, frozenset(), [], [], [])
 
 
-class PagedChecks:
+class PagedChecks(Checks):
     """Raises AssertionError at the first message that does not say what it must."""
 
     def __init__(self, scheduler: Any, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
-        self.scheduler = scheduler
+        super().__init__(scheduler, max_model_len=max_model_len)
         self.kv = scheduler.kv_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.lives: dict[str, Life] = {}  # unfinished ones, in order of arrival
         self.running: dict[str, Life] = {}  # in order of admission
         self.unannounced: set[str] = set()
-        self._num_arrivals = 0
         self._look()
-
-    # --- what comes in ------------------------------------------------------------------------------------------------
-
-    def added(self, request: Request) -> None:
-        """A request arrived."""
-        params, prompt = request.sampling_params, request.prompt_token_ids
-        most = min(params.max_tokens, self.max_model_len - len(prompt))
-        expected = answer(prompt, most, params.stop_token_ids, seed=request.seed)
-        self._num_arrivals += 1
-        self.lives[request.request_id] = Life(request, self._num_arrivals, expected)
-
-    def marked(self, request_ids: Collection[str], marked: Collection[str]) -> None:
-        """Requests were aborted or failed, and `marked` was the scheduler's answer."""
-        new = {rid: self.lives[rid] for rid in request_ids if rid in self.lives and not self.lives[rid].marked}
-        assert list(marked) == list(new)
-        for life in new.values():
-            life.marked = True
 
     # --- a decision ---------------------------------------------------------------------------------------------------
 
@@ -98,7 +41,7 @@ class PagedChecks:
         if not is_none:
             assert output.finished_req_ids == self.unannounced, "each end is announced in the next decision, and once"
             self.unannounced = set()
-        self._note_who_was_given_up()
+        self.note_failures_for_memory()
         joined = self._queues_moved_by_the_rules()
         for data in output.scheduled_new_reqs:
             self._new(data, counts[data.req_id])
@@ -125,13 +68,8 @@ class PagedChecks:
         has_moves = bool(output.blocks_to_swap_in or output.blocks_to_swap_out)
         assert (output is NOTHING) == (not ids and not has_moves)
 
-    def _note_who_was_given_up(self) -> None:
-        for rid, life in self.lives.items():
-            reason = life.request.to_finish
-            if reason is not None and not life.marked:
-                assert isinstance(reason, FinishError) and isinstance(reason.error, KVCapacityError), (rid, reason)
-                assert self.kv.blocks_for(life.num_tokens) > self.kv.num_blocks, f"{rid} could have run alone"
-                life.marked = True
+    def fits_alone(self, num_tokens: int) -> bool:
+        return self.kv.blocks_for(num_tokens) <= self.kv.num_blocks
 
     def _queues_moved_by_the_rules(self) -> list[str]:
         """Compare who runs with who ran; returns who joined."""
@@ -144,7 +82,7 @@ class PagedChecks:
         for rid in gone:
             self.lives[rid].is_known = False
         assert now == [rid for rid in before if rid in now] + joined, "in order of admission"
-        assert not (gone and joined), "nobody is admitted in a step that preempted"
+        assert not (gone and joined), "a request is admitted in a step that preempted"
         assert joined == queue[: len(joined)], f"{joined} joined, but the queue was {queue}"
         assert not any(self.lives[rid].marked for rid in gone + joined)
         return joined
@@ -189,7 +127,7 @@ class PagedChecks:
         life.blocks, life.is_known = list(block_ids), True
 
     def _who_runs_has_a_reason_to_wait(self, output: Any, joined: list[str]) -> None:
-        """Whoever runs has a token, unless the budget is used up, its sibling comes first, or others end."""
+        """Each running request has a token, unless the budget is used up, a sibling comes first, or others end."""
         counts = output.num_scheduled_tokens
         others_end = any(life.marked for life in self.running.values())
         for rid, life in self.running.items():
@@ -219,29 +157,15 @@ class PagedChecks:
 
     def updated(self, sampled: Mapping[str, SampledTokens], changed: Sequence[Request]) -> dict[str, str]:
         """A step was committed. Returns why requests ended in it, by request id."""
-        ends = {rid for rid, life in self.lives.items() if life.marked}
-        assert len(changed) == len({request.request_id for request in changed})
-        assert {request.request_id for request in changed} == ends | sampled.keys()
-        for rid in sampled.keys() - ends:
-            life = self.running[rid]
-            life.said += sampled[rid].token_ids
-            assert tuple(life.said) == life.expected[: len(life.said)], f"{rid} says something wrong"
-            if len(life.said) == len(life.expected):
-                ends.add(rid)
-        for rid, life in self.lives.items():
-            assert life.request.sequence.output_token_ids == life.said
-            assert life.request.is_finished == (rid in ends)
-        reasons = {request.request_id: request.finish_reason for request in changed if request.is_finished}
-        assert reasons.keys() == ends
-        for rid in ends:
-            del self.lives[rid]
-            self.running.pop(rid, None)
-        self.unannounced |= ends
+        assert sampled.keys() <= self.running.keys()
+        reasons = self.ends_of(sampled, changed)
+        self.running = {rid: life for rid, life in self.running.items() if rid in self.lives}
+        self.unannounced |= reasons.keys()
         self._who_was_sent_back(sampled)
         self._queues_are_right()
         self._look()
         self._memory_is_sound()
-        return {rid: reason.reason for rid, reason in reasons.items() if reason is not None}
+        return reasons
 
     def nothing_is_left(self) -> None:
         """After a drain."""
@@ -280,7 +204,7 @@ class PagedChecks:
     def _memory_is_sound(self) -> None:
         running = self._running_ids()
         assert len(running) <= self.max_num_seqs
-        assert self.owned.keys() == set(running), "whoever runs owns memory, and nobody else"
+        assert self.owned.keys() == set(running), "each running request owns memory, and no other"
         assert not self.swapped.keys() & set(running)
         holders: dict[int, set[Any]] = {}
         for rid, block_ids in self.owned.items():

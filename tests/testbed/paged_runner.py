@@ -1,26 +1,20 @@
 """KV memory in blocks, for the fake model: an oracle that knows what every slot must hold.
 
 What the real KV of a token is to a model, the rule's state after that token is here. So a slot that was never written,
-was written for other tokens, or was overwritten by somebody else is noticed as soon as a request reads it. Block tables
-are kept by the real `InputBatch`, from the messages alone; who owns a block is asked of the KV manager.
+was written for other tokens, or was overwritten by another request is noticed as soon as a request reads it. The real
+`InputBatch` keeps the block tables, from the messages alone; the KV manager names the owners of blocks.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 from m1_single_request.sampler import LogprobRow, SampledTokens
 from m3_paged_attention.input_batch import BatchRow, InputBatch
 from m3_paged_attention.model_input import make_model_input
 from m3_paged_attention.scheduler_output import SchedulerOutput
-from tests.testbed.fakes import CPU, after, letter
+from tests.testbed.fakes import CPU, letter, states_of
 
 Block = list[int | None]  # the states after its tokens; None: never written, or given back since
-
-
-def states_of(token_ids: Iterable[int]) -> list[int]:
-    """What the KV of these tokens must be."""
-    return list(accumulate(token_ids, after, initial=0))[1:]
 
 
 class PagedRunner:
@@ -56,7 +50,7 @@ class PagedRunner:
         return {row.state.req_id: self._read_and_say(row) for row in rows}
 
     def poison_free_blocks(self) -> None:
-        """What nobody owns holds nothing that anybody may read."""
+        """Memory without an owner holds nothing that a request may read."""
         owned = {block_id for block_ids in self.kv_manager.owned().values() for block_id in block_ids}
         on_host = {block_id for block_ids in self.kv_manager.swapped().values() for block_id in block_ids}
         empty = self._new_block()
@@ -137,10 +131,10 @@ class PagedRunner:
         expected = states_of(state.prompt_token_ids + state.output_token_ids)
         found = self._kv(self._table(row))[:end]
         wrong = [position for position, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
-        assert not wrong, f"{state.req_id}: the KV of its tokens {wrong} is missing, or somebody else's"
+        assert not wrong, f"{state.req_id}: the KV of its tokens {wrong} is missing, or another request's"
         prompt_logprobs = None
         if state.params.prompt_logprobs is not None and row.is_prompt:
-            assert row.num_tokens == len(state.prompt_token_ids), "whoever asks for them computes the whole prompt"
+            assert row.num_tokens == len(state.prompt_token_ids), "they need the whole prompt"
             prompt_logprobs = tuple(LogprobRow((token_id,), (0.0,), (1,)) for token_id in state.prompt_token_ids[1:])
         return SampledTokens((letter(expected[-1], state.sampling_row.seed),), (None,), prompt_logprobs)
 

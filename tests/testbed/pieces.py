@@ -2,7 +2,7 @@
 
 bed = make_pieces_bed(max_num_batched_tokens=32, guesses=Guesses(4, right=0.5))
 bed.add(100, max_tokens=9)           # runs in pieces of 32, 32, 32 and 4 tokens
-bed.drain()                          # everybody has said what it had to, however much was guessed
+bed.drain()                          # every answer is right, however much was guessed
 """
 
 from collections.abc import Callable, Sequence
@@ -129,7 +129,7 @@ class PiecesBed(RadixBed):
         return [d.prompts[request_id] for d in self.decisions if request_id in d.prompts]
 
     def chunked(self) -> str | None:
-        """Whoever is in pieces now."""
+        """The request that is in pieces now."""
         req = self.scheduler.chunked_req
         return None if req is None or req.req_pool_idx is None else req.rid
 

@@ -1,7 +1,7 @@
 """What a scheduler of pieces, decodes and guesses must decide and keep, judged by a record of one's own.
 
 As `RadixChecks`, with the rules that are new: one budget for a step, one prompt in pieces at most, prompts in front and
-decodes behind, nobody left out by `decode_first`, and slots for guesses that are there in flight only.
+decodes behind, no request left out by `decode_first`, and slots for guesses that are there in flight only.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,11 +23,11 @@ class PiecesChecks(RadixChecks):
         self.config = config
         self.chunk_alignment = chunk_alignment
         self.pieces: dict[str, int] = {}
-        """Whoever is in pieces, and how many of its tokens have KV; at most one."""
+        """The request in pieces, and the number of its tokens with KV; at most one."""
         self.in_flight: dict[str, int] = {}
-        """Tokens with KV after this step, of whoever's prompt does not end in it."""
+        """Tokens with KV after this step, of the request whose prompt does not end in it."""
         self.keys: dict[str | None, list[bytes]] = {}
-        """All that was ever said by anybody, by namespace."""
+        """The keys of all ended requests, by namespace."""
 
     def in_pieces(self) -> list[str]:
         return list(self.pieces)
@@ -50,21 +50,21 @@ class PiecesChecks(RadixChecks):
         self.in_flight = cut
 
     def _composed_by_the_rules(self, batch: Any, in_batch: list[str], joined: list[str], unmarked: list[str]) -> None:
-        """Whoever may go on goes on; prompts fill the rest."""
+        """Each request that may go on goes on; prompts fill the rest."""
         decoding = [rid for rid in unmarked if rid not in self.pieces]
         is_marked = {rid for rid in self.running if self.lives[rid].marked}
         if batch is None:
-            assert not unmarked or is_marked, "somebody could run"
+            assert not unmarked or is_marked, "a request could run"
             return
         assert not is_marked & set(in_batch)
         prompts, decodes = in_batch[: batch.num_prompts], in_batch[batch.num_prompts :]
         goes_on = [rid for rid in self.pieces if rid in prompts]
         assert sorted(prompts) == sorted([*goes_on, *joined])
         if joined and self.pieces:
-            assert goes_on, "whoever is in pieces goes on before anybody is let in"
-        may_wait = bool(is_marked)  # somebody leaves its memory at the update
+            assert goes_on, "the request in pieces goes on before any is admitted"
+        may_wait = bool(is_marked)  # a request frees its memory at the update
         if self.config.schedule == "decode_first":
-            assert decodes == decoding or (may_wait and not decodes), "everybody who runs gets a token"
+            assert decodes == decoding or (may_wait and not decodes), "each running request gets a token"
         else:
             assert not (prompts and decodes)
             assert prompts or decodes == decoding
@@ -134,4 +134,6 @@ class PiecesChecks(RadixChecks):
             path = before + node.key
             paths[node.id] = extra_key, path
             known: Collection[bytes] = [*self.keys.get(extra_key, ()), *alive.get(extra_key, ())]
-            assert any(data.startswith(path) for data in known), f"{len(path) // TOKEN_BYTES} tokens nobody said"
+            assert any(data.startswith(path) for data in known), (
+                f"{len(path) // TOKEN_BYTES} tokens that no request had"
+            )

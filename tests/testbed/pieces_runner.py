@@ -38,7 +38,7 @@ class PiecesRunner(RadixRunner):
         assert count and len(set(batch.rids)) == len(set(batch.req_pool_indices.tolist())) == count
         assert len(batch.req_pool_indices) == len(batch.seq_lens) == len(batch.sampling_info) == count
         assert len(batch.sample_lens) == len(new_lens) == len(self.guesses) == count
-        assert all(n > 0 for n in new_lens), "somebody has nothing to compute"
+        assert all(n > 0 for n in new_lens), "a request has nothing to compute"
         assert sum(new_lens) == len(batch.input_ids) == len(batch.out_cache_loc)
         assert batch.num_prompt_tokens == sum(new_lens[: batch.num_prompts])
         rows, first = [], 0

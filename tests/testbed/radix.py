@@ -3,22 +3,19 @@
     bed = make_radix_bed(num_tokens=12, page_size=4)
     bed.add(9, max_tokens=3)             # a prompt of 9 tokens
     bed.add(9, same_as="r0")             # the same 9 tokens
-    bed.drain()                          # everybody has said what it had to, and all memory is free or evictable
+    bed.drain()                          # every answer is right, and all memory is free or evictable
 
 A step does what the engine core's does, in the same order. Requests come in and go out through `RequestFamilies`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from m1_single_request import SamplingParams, Tracer
 from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
-from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.parallel_sampling import RequestFamilies
 from m3_paged_attention.preemption import FewestOutputsFirst
-from m3_paged_attention.request import ParentRequest
 from m4_radix_cache.config import SchedulerConfig
 from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
@@ -31,12 +28,11 @@ from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.schedule_policy import SchedulePolicy
 from m4_radix_cache.scheduler import Scheduler
 from tests.support.engines import Recorder
-from tests.testbed.bed import SchedulerBed, Step
-from tests.testbed.fakes import CPU, EOS, VOCAB_SIZE, make_request
+from tests.testbed.fakes import CPU, EOS, VOCAB_SIZE
+from tests.testbed.families import FamiliesBed
 from tests.testbed.radix_checks import RadixChecks
 from tests.testbed.radix_runner import RadixRunner
 
-MANY_STEPS = 3000
 CACHES: dict[str, Any] = {"radix": RadixCache, "hash": BlockHashCache, "chunk": ChunkCache}
 
 
@@ -71,7 +67,7 @@ class Decision:
         return cls(batch.forward_mode.name.lower(), rids, tuple(lens), tuple(starts))
 
 
-class RadixBed(SchedulerBed):
+class RadixBed(FamiliesBed):
     """m4's scheduler below its `RequestFamilies`, on simulated memory.
 
     Seams for a scheduler whose steps do several things at once: `runner_class`, `decision_class`, `req_class`.
@@ -86,9 +82,6 @@ class RadixBed(SchedulerBed):
         self.runner = self.runner_class(scheduler.pools, self.requests, tensors=tensors)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.pools: Any = scheduler.pools
-        self.families = RequestFamilies(scheduler=scheduler, tracer=scheduler.tracer)
-        self.parents: dict[str, ParentRequest] = {}
-        self.reported_ends: list[str] = []
 
     def add(
         self,
@@ -107,41 +100,25 @@ class RadixBed(SchedulerBed):
 
         With `n` > 1 its children are called `request_id/0` and so on.
         """
-        number = len({(request.parent_id or rid) for rid, request in self.reqs.items()})
-        if isinstance(prompt, int):
-            own = [33 + (number * 7 + place) % 90 for place in range(prompt)]
-            shared = [] if same_as is None else self.reqs[same_as].origin_input_ids[:prompt]
-            prompt = shared + own[len(shared) :]
-        rid = f"r{number}" if request_id is None else request_id
-        settings = SamplingParams(max_tokens=max_tokens, **params)
-
-        def make(child_id: str, settings: SamplingParams, seed: int) -> Req:  # as intake makes it
-            request = make_request(child_id, prompt, settings, request_class=self.req_class, seed=seed)
-            assert isinstance(request, Req)
-            request.priority = priority
-            request.extra_key = extra_key
-            room = min(self.max_model_len, self.pools.token_to_kv_pool_allocator.size - 1) - len(prompt)
-            request.max_new_tokens = min(max_tokens, room)
-            return request
-
-        reqs = [make(rid, settings, seed)]
-        request: Any = reqs[0]
-        if n > 1:
-            others = replace(settings, prompt_logprobs=None)
-            reqs = [make(f"{rid}/{i}", others if i else settings, seed + i) for i in range(n)]
-            request = self.parents[rid] = ParentRequest(reqs, request_id=rid)
-        for req in reqs:
-            self.requests[req.rid] = req
-        self.families.add_request(request)
-        for req in reqs:
-            if self.checks:
-                self.checks.added(req)
-        return rid
+        length, (own, rid) = prompt, self.named(prompt, request_id)
+        if isinstance(length, int) and same_as is not None:
+            shared = self.reqs[same_as].origin_input_ids[:length]
+            own = shared + own[len(shared) :]
+        children = self.children(rid, own, SamplingParams(max_tokens=max_tokens, **params), n=n, seed=seed)
+        room = min(self.max_model_len, self.pools.token_to_kv_pool_allocator.size - 1) - len(own)
+        for req in children:  # as intake makes them
+            req.priority, req.extra_key, req.max_new_tokens = priority, extra_key, min(max_tokens, room)
+        return self.submit(rid, children)
 
     @property
     def reqs(self) -> dict[str, Req]:
         """All that ever arrived, in order of arrival."""
         return self.requests  # type: ignore[return-value]
+
+    @property
+    def memory(self) -> Any:
+        """The pools, which preempt if a victim is due."""
+        return self.pools
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -149,56 +126,11 @@ class RadixBed(SchedulerBed):
         """Run a batch; returns the new tokens by request id."""
         return self.runner.run(output.get_model_worker_batch())  # type: ignore[no-any-return]
 
-    def result_of(self, sampled: dict[str, SampledTokens] | None) -> ModelRunnerOutput | None:
-        if sampled is None:
-            return None
-        prompt_logprobs = {rid: one.prompt_logprobs for rid, one in sampled.items() if one.prompt_logprobs is not None}
-        return ModelRunnerOutput(
-            req_ids=list(sampled),
-            sampled_token_ids=[list(one.token_ids) for one in sampled.values()],
-            logprobs=[one.logprobs for one in sampled.values()],
-            prompt_logprobs=prompt_logprobs,
-        )
+    def decision_of(self, output: Any) -> Decision:
+        return self.decision_class.of(output)
 
-    def step(
-        self, *, between: Callable[[Any], object] | None = None, failing: Collection[str] = (), crash: bool = False
-    ) -> Step:
-        """One step. `between` is called with the decision when the model has run, as a trace reader may be.
-
-        `failing` requests get no token but an error; with `crash` the model raises and all of the step fail.
-        """
-        if self.recorder:
-            self.scheduler.tracer.step += 1
-        batch = self.schedule()
-        decision = self.decision_class.of(batch)
-        sampled = None if crash or batch is None else self.execute(batch)
-        if crash:
-            self.fail(decision.rids, RuntimeError("the model crashed"))
-        failed = [rid for rid in failing if sampled is not None and rid in decision.rids]
-        for rid in failed:
-            assert sampled is not None
-            sampled.pop(rid, None)
-        self.fail(failed, ValueError("no token can be sampled"))
-        if between:
-            between(decision)
-        return self.update(batch, sampled, decision)
-
-    def update(self, output: Any, sampled: dict[str, SampledTokens] | None, decision: Decision | None = None) -> Step:
-        """The second verb, and what callers hear of it."""
-        decision = decision or self.decision_class.of(output)
-        if self.checks:
-            self.checks.nothing_is_freed()
-        changed = self.scheduler.update_from_output(output, self.result_of(sampled))
-        ended = {req.rid: req.finish_reason.reason for req in changed if req.finish_reason is not None}
-        if self.checks:
-            assert self.checks.updated(sampled or {}, changed) == ended
-        self.scheduler.check_invariants()
-        self.ended |= ended
-        self.steps.append(Step(decision, [req.rid for req in changed], ended))
-        assert len(self.steps) < MANY_STEPS, "a test of so many steps goes in circles"
-        reported = self.families.reported(changed)
-        self.reported_ends += [request.request_id for request in reported if request.is_finished]
-        return self.steps[-1]
+    def check_kv(self) -> None:
+        """The checks do it, with the rows of the scheduler."""
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -207,11 +139,11 @@ class RadixBed(SchedulerBed):
         return str(self.steps[-1].output.mode)
 
     def retracted(self) -> list[str]:
-        """Who waits after having run, the oldest first."""
+        """The waiting requests that ran before, the oldest first."""
         return [req.rid for req in self.reqs.values() if req.is_retracted]
 
     def error_of(self, request_id: str) -> BaseException:
-        """What a failed request ended with."""
+        """The error of a failed request."""
         return self.requests[request_id].finish_reason.error  # type: ignore[union-attr,no-any-return]
 
     def flush(self) -> None:
@@ -220,18 +152,9 @@ class RadixBed(SchedulerBed):
         self.pools.tree_cache.evict(self.pools.token_to_kv_pool_allocator.size)
         assert self.pools.token_to_kv_pool_allocator.available_size() == self.pools.token_to_kv_pool_allocator.size
 
-    def _mark(self, request_ids: Collection[str], reason: Any) -> list[str]:
-        children = {rid: [child.request_id for child in parent.children] for rid, parent in self.parents.items()}
-        ids = list(dict.fromkeys(one for rid in request_ids for one in children.get(rid, [rid])))
-        before = {rid for rid in ids if rid in self.scheduler.requests and self.requests[rid].to_finish is None}
-        marked = self.families.finish_requests(request_ids, reason)
-        if self.checks:
-            self.checks.marked(ids, [rid for rid in ids if rid in before and self.requests[rid].to_finish is not None])
-        return marked
-
 
 class SqueezedPools(Pools):
-    """Says, when told to, that there is no room for the next tokens: once for each victim that is `due`."""
+    """Has no room for the next tokens, once for each victim that is `due`."""
 
     running: Callable[[], Sequence[Req]] = staticmethod(lambda: [])
     due = 0
@@ -247,9 +170,11 @@ class SqueezedPools(Pools):
         self._count = count if self.due > 0 and count > 1 else None
         return has_room and self._count is None
 
-    def release(self) -> None:
-        """Nobody is due any more."""
+    def relax(self) -> None:
+        """No victim is due any more."""
         self.due, self._count = 0, None
+
+    release = relax
 
 
 def make_pools(

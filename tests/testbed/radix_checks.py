@@ -1,81 +1,45 @@
 """What a scheduler with a prefix cache must decide and keep, judged by a record of one's own.
 
-`RadixChecks` hears of everything that comes in and reads every batch that goes out, as m3's `PagedChecks` does. Its own
+`RadixChecks` reads every arrival and every batch, as m3's `PagedChecks` does. Its own
 books of memory come from the rows and the cache's nodes, not from the sums that allocator and cache keep: every page is
 free, the cache's or one request's, and every lock belongs to a request that runs.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from m1_single_request.request import FinishError, RequestStatus
+from m1_single_request.request import RequestStatus
 from m1_single_request.sampler import SampledTokens
-from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.radix_key import decode
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import ScheduleBatch
+from tests.testbed.checks import Checks, Life
 from tests.testbed.radix_runner import RadixRunner, answer_of, states_of
 
 
-@dataclass
-class Life:
-    """What is known of a request that has not ended."""
-
-    request: Req
-    number: int
-    """Its place in the order of arrival."""
-    expected: tuple[int, ...]
-    """All that it will say if nothing comes between."""
-    said: list[int] = field(default_factory=list)
-    ran: bool = False
-    """Whether it ran: if it waits, it lost its place."""
-    marked: bool = False
-    """Aborted, failed or given up: it ends at the next update."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.origin_input_ids) + len(self.said)
-
-    @property
-    def loss(self) -> tuple[int, int, int]:
-        """Whoever has the smallest loses its place first."""
-        return len(self.said), -len(self.request.origin_input_ids), -self.number
+def loss(life: Life) -> tuple[int, int, int]:
+    """The request with the smallest loses its place first."""
+    return len(life.said), -len(life.prompt), -life.number
 
 
-class RadixChecks:
+class RadixChecks(Checks):
     """Raises AssertionError at the first decision that breaks a rule."""
 
     def __init__(self, scheduler: Any, runner: RadixRunner, *, max_model_len: int, honest_policy: bool = True) -> None:
         """`honest_policy`: whether the victims are those of the usual preemption policy."""
-        self.scheduler = scheduler
+        super().__init__(scheduler, max_model_len=max_model_len)
         self.runner = runner
-        self.max_model_len = max_model_len
         self.honest_policy = honest_policy
-        self.lives: dict[str, Life] = {}  # unfinished ones, in order of arrival
         self.running: list[str] = []  # as of the last update, in the order of the batch
-        self._num_arrivals = 0
         self._free = 0
 
-    # --- what comes in ------------------------------------------------------------------------------------------------
-
-    def added(self, request: Req) -> None:
-        """A request arrived."""
-        most = min(request.sampling_params.max_tokens, self.max_model_len - len(request.origin_input_ids))
-        self._num_arrivals += 1
-        self.lives[request.rid] = Life(request, self._num_arrivals, answer_of(request, most))
-
-    def marked(self, request_ids: Collection[str], marked: Collection[str]) -> None:
-        """Requests were aborted or failed, and `marked` was the scheduler's answer."""
-        new = {rid: self.lives[rid] for rid in request_ids if rid in self.lives and not self.lives[rid].marked}
-        assert list(marked) == list(new)
-        for life in new.values():
-            life.marked = True
+    def answer_of(self, request: Any, num_tokens: int) -> tuple[int, ...]:
+        return answer_of(request, num_tokens)
 
     # --- a decision ---------------------------------------------------------------------------------------------------
 
@@ -83,11 +47,11 @@ class RadixChecks:
         """A decision was made."""
         now = [request.rid for request in self.scheduler.requests.values() if request.req_pool_idx is not None]
         in_batch = [] if batch is None else [request.rid for request in batch.reqs]
-        self._note_who_was_given_up()
+        self.note_failures_for_memory()
         joined = [rid for rid in in_batch if rid not in self.running]
         gone = [rid for rid in self.running if rid not in now]
         self._lost_rows_are_retracted(gone)
-        assert not (gone and joined), "nobody is admitted in a step that retracted"
+        assert not (gone and joined), "a request is admitted in a step that retracted"
         unmarked = [rid for rid in self.running if rid not in gone and not self.lives[rid].marked]
         self._composed_by_the_rules(batch, in_batch, joined, unmarked)
         for rid in joined:
@@ -97,14 +61,14 @@ class RadixChecks:
         self._free = self._num_free()
 
     def _composed_by_the_rules(self, batch: Any, in_batch: list[str], joined: list[str], unmarked: list[str]) -> None:
-        """Prompts, or everybody's next token. `unmarked`: those who ran and may go on."""
+        """Prompts, or the next token of each. `unmarked`: the requests that ran and may go on."""
         if batch is None:
-            assert not unmarked or any(self.lives[rid].marked for rid in self.running), "somebody could run"
+            assert not unmarked or any(self.lives[rid].marked for rid in self.running), "a request could run"
         elif batch.forward_mode is ForwardMode.EXTEND:
             assert in_batch == joined and not any(self.lives[rid].marked for rid in in_batch)
             self._joined_by_the_rules(batch, joined)
         else:
-            assert in_batch == unmarked, "everybody who runs gets a token, in order of admission"
+            assert in_batch == unmarked, "each running request gets a token, in order of admission"
 
     def nothing_is_freed(self) -> None:
         """Between a decision and its update the memory stays as it is, whatever happens."""
@@ -113,15 +77,9 @@ class RadixChecks:
     def _num_free(self) -> int:
         return int(self.scheduler.pools.token_to_kv_pool_allocator.available_size())
 
-    def _note_who_was_given_up(self) -> None:
+    def fits_alone(self, num_tokens: int) -> bool:
         allocator = self.scheduler.pools.token_to_kv_pool_allocator
-        for rid, life in self.lives.items():
-            reason = life.request.to_finish
-            if reason is not None and not life.marked:
-                assert isinstance(reason, FinishError) and isinstance(reason.error, KVCapacityError), (rid, reason)
-                num_pages = -(-life.num_tokens // allocator.page_size)
-                assert num_pages * allocator.page_size > allocator.size, f"{rid} could have run alone"
-                life.marked = True
+        return -(-num_tokens // allocator.page_size) * allocator.page_size <= allocator.size
 
     def _lost_rows_are_retracted(self, gone: list[str]) -> None:
         """Of those who ran, those went who lose least."""
@@ -129,9 +87,9 @@ class RadixChecks:
             assert self.lives[rid].request.is_retracted or self.lives[rid].marked, rid
         if self.honest_policy and gone:
             stayed = [life for rid, life in self.lives.items() if rid in self.running and rid not in gone]
-            most = max(self.lives[rid].loss for rid in gone)
-            assert all(life.marked or life.loss > most for life in stayed), "another one should have gone"
-            assert not any(self.lives[rid].marked for rid in gone), "whoever is to end leaves its memory anyway"
+            most = max(loss(self.lives[rid]) for rid in gone)
+            assert all(life.marked or loss(life) > most for life in stayed), "another one should have gone"
+            assert not any(self.lives[rid].marked for rid in gone), "a request that is to end frees its memory anyway"
 
     def _joined_by_the_rules(self, batch: ScheduleBatch, joined: list[str]) -> None:
         """Retracted requests first; tokens and places as many as there are."""
@@ -147,7 +105,7 @@ class RadixChecks:
         retracted = [rid for rid, one in self.lives.items() if one.ran and rid not in self.running and not one.marked]
         came_back = [rid for rid in retracted if rid in joined]
         assert came_back == retracted[: len(came_back)], f"{came_back} came back, but {retracted} lost their places"
-        assert came_back == retracted or len(joined) == len(came_back), "somebody overtook a retracted request"
+        assert came_back == retracted or len(joined) == len(came_back), "a request overtook a retracted one"
         assert len(joined) + len(self.running) <= self.scheduler.max_num_seqs
         return came_back
 
@@ -202,7 +160,7 @@ class RadixChecks:
         return sum(len(node.value) if hasattr(node, "value") else page_size for node in nodes.values())
 
     def _tree_holds_what_it_says(self, tree: RadixCache, owned: Collection[int]) -> None:
-        """The KV that is cached is that of the tokens on its path; its pages are nobody else's."""
+        """The KV that is cached is that of the tokens on its path; its pages have no other owner."""
         paths: dict[int, tuple[str | None, list[int]]] = {tree.root.id: (None, [])}
         pages: list[int] = []
         for node in tree.nodes():
@@ -215,31 +173,16 @@ class RadixChecks:
             states = states_of(tokens, extra_key)[len(before) :]
             assert self.runner.kv[node.value].tolist() == states, f"{node!r} holds something else"
             pages += np.unique(node.value // tree.page_size).tolist()
-        assert len(set(pages)) == len(pages) and not set(pages) & set(owned), "a page of the cache is somebody else's"
+        assert len(set(pages)) == len(pages) and not set(pages) & set(owned), "a page of the cache has another owner"
 
     # --- a result -----------------------------------------------------------------------------------------------------
 
     def updated(self, sampled: Mapping[str, SampledTokens], changed: Sequence[Req]) -> dict[str, str]:
         """A step was committed. Returns why requests ended in it, by request id."""
-        ends = {rid for rid, life in self.lives.items() if life.marked}
-        assert len(changed) == len({request.rid for request in changed})
-        assert {request.rid for request in changed} == ends | sampled.keys()
-        for rid in sampled.keys() - ends:
-            life = self.lives[rid]
-            life.said += sampled[rid].token_ids[: len(life.expected) - len(life.said)]  # nothing behind its end
-            assert tuple(life.said) == life.expected[: len(life.said)], f"{rid} says something wrong"
-            if len(life.said) == len(life.expected):
-                ends.add(rid)
-        for rid, life in self.lives.items():
-            assert life.request.output_ids == life.said
-            assert life.request.is_finished == (rid in ends)
-        reasons = {request.rid: request.finish_reason for request in changed if request.is_finished}
-        assert reasons.keys() == ends
-        for rid in ends:
-            del self.lives[rid]
+        reasons = self.ends_of(sampled, changed)
         self._queues_are_right(sampled)
         self.memory_is_sound()
-        return {rid: reason.reason for rid, reason in reasons.items() if reason is not None}
+        return reasons
 
     def nothing_is_left(self) -> None:
         """After a drain: all memory is free or can be evicted, all rows are free, nothing is locked."""
@@ -253,7 +196,7 @@ class RadixChecks:
         assert ratio.value == ratio.init, "an idle engine has learnt nothing"
 
     def in_pieces(self) -> list[str]:
-        """Those of whose prompts a part is computed, and that are in no batch perhaps: nobody here."""
+        """Requests with a part of the prompt computed, perhaps in no batch: none here."""
         return []
 
     def num_kv_tokens(self, rid: str) -> int:

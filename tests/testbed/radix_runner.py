@@ -1,13 +1,12 @@
 """KV memory in slots that requests share, for the fake model: an oracle that knows what every slot must hold.
 
 What the real KV of a token is to a model, the rule's state after that token is here. So a slot that was never written,
-was written for other tokens, or was overwritten by somebody else is noticed as soon as a request reads it. What the
+was written for other tokens, or was overwritten by another request is noticed as soon as a request reads it. What the
 model is to compute comes from `ModelWorkerBatch` and from the rows of `req_to_token`, as for the real runner; only the
 tokens that it should have been given are asked of the requests.
 """
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -18,25 +17,26 @@ from m4_radix_cache.forward_batch import ForwardBatch
 from m4_radix_cache.model_worker_batch import ForwardMode, ModelWorkerBatch
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools
-from tests.testbed.fakes import CPU, after, letter
+from tests.testbed import fakes
+from tests.testbed.fakes import CPU, letter
 
 UNWRITTEN = -1
 
 
+def start_of(extra_key: str | None) -> int:
+    """The state before the first token: in another namespace (another adapter, say) it is another."""
+    return 0 if extra_key is None else crc32(extra_key.encode()) % 2**31
+
+
 def states_of(token_ids: Iterable[int], extra_key: str | None = None) -> list[int]:
-    """What the KV of these tokens must be; in another namespace (another adapter, say) it is another."""
-    start = 0 if extra_key is None else crc32(extra_key.encode()) % 2**31
-    return list(accumulate(token_ids, after, initial=start))[1:]
+    """What the KV of these tokens must be in a namespace."""
+    return fakes.states_of(token_ids, start_of(extra_key))
 
 
 def answer_of(request: Req, num_tokens: int) -> tuple[int, ...]:
-    """What the fake model says to a request: so many tokens, or as far as the first stop token, which belongs to it."""
-    state = states_of(request.origin_input_ids, request.extra_key)[-1]
-    said: list[int] = []
-    while len(said) < num_tokens and not (said and said[-1] in request.sampling_params.stop_token_ids):
-        said.append(letter(state, request.seed))
-        state = after(state, said[-1])
-    return tuple(said)
+    """The fake model's answer to a request: so many tokens, or as far as the first stop token, which belongs to it."""
+    stop_token_ids, start = request.sampling_params.stop_token_ids, start_of(request.extra_key)
+    return fakes.answer(request.origin_input_ids, num_tokens, stop_token_ids, seed=request.seed, start=start)
 
 
 class Row(NamedTuple):
@@ -78,7 +78,7 @@ class RadixRunner:
         return {rid: sampled for rid, sampled in said.items() if sampled.token_ids}
 
     def poison_free_pages(self) -> None:
-        """What nobody owns holds nothing that anybody may read."""
+        """Memory without an owner holds nothing that a request may read."""
         is_owned = np.zeros(len(self.kv) // self.page_size, dtype=np.bool_)
         is_owned[self.pools.token_to_kv_pool_allocator.owned_pages()] = True
         self.kv[~np.repeat(is_owned, self.page_size)] = UNWRITTEN
@@ -93,7 +93,7 @@ class RadixRunner:
     # --- what a bed asks ----------------------------------------------------------------------------------------------
 
     def held_request_ids(self) -> list[str]:
-        """It remembers nobody."""
+        """It stores no state of requests."""
         return []
 
     def is_empty(self) -> bool:
@@ -121,7 +121,7 @@ class RadixRunner:
         assert len(batch.req_pool_indices) == len(batch.seq_lens) == len(batch.sampling_info) == count
         assert (batch.prefix_lens is None, batch.extend_lens is None) == (not is_extend, not is_extend)
         extend_lens = batch.extend_lens if batch.extend_lens is not None else [1] * count
-        assert all(n > 0 for n in extend_lens), "somebody has nothing to compute"
+        assert all(n > 0 for n in extend_lens), "a request has nothing to compute"
         assert sorted(extend_lens, key=lambda n: n == 1) == list(extend_lens), "long rows first"
         assert sum(extend_lens) == len(batch.input_ids) == len(batch.out_cache_loc)
         rows, first = [], 0
@@ -143,7 +143,7 @@ class RadixRunner:
     def _check_sampling(self, batch: ModelWorkerBatch, place: int, request: Req) -> None:
         """The parameters of a row are its request's, and its history is what the request has said."""
         info, rid = batch.sampling_info, request.rid
-        assert info.params[place] is request.sampling_params, f"{rid} is sampled with somebody else's parameters"
+        assert info.params[place] is request.sampling_params, f"{rid} is sampled with another request's parameters"
         assert info.seeds[place] == request.seed and info.positions[place] == len(request.output_ids), rid
         if info.numbers["penalised"][place]:
             assert info.output_counts is not None and info.seen is not None, f"the penalties of {rid} are forgotten"
@@ -178,7 +178,7 @@ class RadixRunner:
 
     def _check_kv(self, row: Row) -> None:
         wrong = np.flatnonzero(self.kv[row.slots] != row.states)
-        assert not len(wrong), f"{row.request.rid}: the KV of its tokens {wrong} is missing, or somebody else's"
+        assert not len(wrong), f"{row.request.rid}: the KV of its tokens {wrong} is missing, or another request's"
 
     def _check_tensors(self, batch: ModelWorkerBatch, rows: list[Row]) -> None:
         forward_batch = ForwardBatch.init_new(batch, self)
