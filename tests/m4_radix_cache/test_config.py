@@ -15,8 +15,53 @@ from m4_radix_cache import (
     TraceConfig,
 )
 from tests.m4_radix_cache.engines import MakeEngine, setting
+from tests.m4_radix_cache.wrong_values import INFINITE, NAN, Wrong, check_refused, each_of
 
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
+WRONG: Wrong = {
+    SchedulerConfig: {
+        "max_num_seqs": (0, True, None),
+        "max_num_batched_tokens": (0, 512.0),
+        "schedule_policy": (None, ["lpm"]),
+        "schedule_conservativeness": (-0.1, NAN, INFINITE, 10**400, True, "1", None),
+    },
+    CacheConfig: {
+        "page_size": (0, 16.0, None, True),
+        "prefix_cache": (None, False),
+        "eviction_policy": (None,),
+        "max_total_tokens": (0, 1e4),
+        "kv_cache_memory_bytes": (0, 1e9),
+        "gpu_memory_utilization": (0, 1.01, NAN, True),
+        "debug": (1, None),
+    },
+}
+
+
+@each_of(WRONG)
+def test_a_wrong_value_is_refused_with_its_name(make: Any, name: str, value: Any) -> None:
+    check_refused(make, name, value)
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "message"),
+    [
+        (SchedulerConfig, {"max_num_seqs": 16, "max_num_batched_tokens": 15}, "15 is less than max_num_seqs=16"),
+        (
+            SchedulerConfig,
+            {"schedule_policy": "sjf"},
+            "schedule_policy='sjf' is unknown: use fcfs or lpm or dfs-weight or lof or random or priority",
+        ),
+        (SchedulerConfig, {"schedule_conservativeness": -0.1}, "=-0.1 must be a number of at least 0"),
+        (CacheConfig, {"prefix_cache": "tree"}, "prefix_cache='tree' is unknown: use radix or hash or chunk"),
+        (CacheConfig, {"eviction_policy": "mru"}, "eviction_policy='mru' is unknown: use lru or lfu or fifo"),
+        (CacheConfig, {"max_total_tokens": 15}, "max_total_tokens=15 is less than one page of page_size=16 tokens"),
+        (CacheConfig, {"debug": 1}, "debug=1 must be True or False"),
+    ],
+    ids=str,
+)
+def test_the_message_names_valid_values(make: Any, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**values)
 
 
 def test_what_is_right_is_accepted() -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m4_radix_cache import KVCapacityError, SamplingParams
-from tests.equivalence import answers
 from tests.equivalence.forced_retraction import ForcedRetraction, InTurn
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, check_ask, prompt_of, serve
@@ -133,18 +132,3 @@ def test_logits_behind_a_hit_are_those_of_m1(make_engine: MakeEngine, make_m1: A
         assert engine.generate(prompt, params).token_ids == m1.generate(prompt, params).token_ids
     assert (engine.stats().num_cached_tokens > 60) == (cache != "chunk")
     torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=0, atol=1e-4)
-
-
-# --- what shares the batch --------------------------------------------------------------------------------------------
-
-
-def test_a_drawn_answer_does_not_depend_on_who_shares_steps_and_memory(
-    make_engine: MakeEngine, make_m1: Any, cache: str
-) -> None:
-    drawn = SamplingParams(max_tokens=10, temperature=1.0, seed=11, top_k=8, ignore_eos=True)
-    limits = setting(8, tokens=80, cache=cache)
-    answers.check_drawn_in_company(lambda: make_engine(**limits), make_m1(), drawn, longest=17)
-
-
-def test_without_a_seed_the_number_of_the_request_decides(make_engine: MakeEngine, make_m1: Any, cache: str) -> None:
-    answers.check_unseeded(make_engine(seed=4, **setting(cache=cache)), make_m1(seed=4))

@@ -76,6 +76,18 @@ def test_the_upper_node_inherits_locks_hits_and_priority_and_is_new(cache: Radix
     assert upper.creation_time > lower.creation_time and upper.last_access_time == lower.last_access_time
 
 
+# --- lock -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_locked_node_stays_when_its_last_child_is_evicted(cache: RadixCache) -> None:
+    put(cache, A + B)
+    node = find(cache, A).last_device_node
+    cache.inc_lock_ref(node)
+    assert cache.evict(8) == 4 and hit(cache, A + B) == 4
+    cache.dec_lock_ref(node)
+    assert cache.evict(8) == 4 and hit(cache, A) == 0
+
+
 # --- evict ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from m1_single_request import DuplicateRequestError, SamplingParams
 from m1_single_request.request import FinishAbort
 from m4_radix_cache.errors import PoolError
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
+from m4_radix_cache.request import Req
 from tests.m4_radix_cache.caches import ForgetsSalts
 from tests.support.engines import OnEvent
+from tests.testbed.fakes import make_request
 from tests.testbed.radix import RadixBed, make_radix_bed
 
 # --- one step after the other -----------------------------------------------------------------------------------------
@@ -144,6 +147,15 @@ def test_those_who_wait_join_in_the_order_of_the_policy(schedule_policy: str, or
     bed.drain()
     joined = [step.output.rids[0] for step in bed.steps if step.output.mode == "extend"]
     assert joined == ["r0", *order]
+
+
+def test_an_id_is_refused_while_it_is_in_use() -> None:
+    bed = make_radix_bed()
+    bed.add(3, max_tokens=2, request_id="same")
+    for face in (bed.scheduler, bed.families):
+        with pytest.raises(DuplicateRequestError, match="'same' is in use"):
+            face.add_request(make_request("same", [1], SamplingParams(), request_class=Req))
+    bed.drain()
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------

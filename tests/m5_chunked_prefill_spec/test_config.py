@@ -89,7 +89,7 @@ def test_a_wrong_value_is_refused_with_its_name(make: Any, name: str, value: Any
     ],
     ids=str,
 )
-def test_what_is_wrong_or_would_have_no_effect_is_refused_with_what_would_be_right(
+def test_the_message_names_valid_values_or_the_setting_without_effect(
     make: Any, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

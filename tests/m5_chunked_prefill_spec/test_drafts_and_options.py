@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from m1_single_request.outputs import RequestOutput
-from m5_chunked_prefill_spec import InvalidRequestError, LLMEngine, SamplingParams
-from tests.equivalence import answers as equal
+from m5_chunked_prefill_spec import InvalidRequestError, SamplingParams
 from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.traffic import prompt_of
 from tests.m5_chunked_prefill_spec.engines import (
-    Guessing,
     MakeEngine,
     Recorder,
     Remembered,
@@ -91,19 +89,6 @@ def test_all_of_it_at_once_in_mixed_steps_and_pieces(
     outputs |= run(engine)
     for i, right in enumerate(wanted):
         check_same(outputs[str(i)], right)
-
-
-def test_log_probabilities_and_draws_of_many_requests_are_those_of_m1(make_engine: MakeEngine, m1: Remembered) -> None:
-    def engine() -> LLMEngine:
-        return make_engine({"proposer": Guessing}, **setting(8, method="ngram"))
-
-    drawn = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
-    equal.check_drawn_in_company(engine, m1, drawn, longest=40)
-    equal.check_logprobs(engine(), m1, lengths=(5, 8, 3, 13, 1, 20), top_k=20, exact_ranks=False)
-
-
-def test_without_a_seed_the_engines_seed_and_the_number_decide(make_engine: MakeEngine, make_m1: Any) -> None:
-    equal.check_unseeded(make_engine({"proposer": Guessing}, **setting(8, method="ngram")), make_m1())
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ def test_the_worked_example() -> None:
     assert (batch.mode, batch.rids, batch.num_prompts, batch.chunked) == ("mixed", ("r2", "r0", "r1"), 1, "r2")
     assert (batch.extend_lens, batch.prefix_lens, batch.seq_lens) == ((30, 1, 1), (0, 9, 3), (30, 10, 4))
     assert (batch.total_tokens, batch.budget, batch.counters()["prompt tokens"]) == (32, 32, 30)
+    assert batch.explain().startswith("Mixed batch: 2 decodes + 30 tokens of 1 prompt = 32 of at most 32 tokens.")
     bed.drain()
 
 
