@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from m1_single_request.trace_event import Event
-from m1_single_request.tracer import Tracer, TraceRecord
+from m1_single_request.tracer import Tracer
 from m4_radix_cache.mem_cache.allocator import Slots, TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import NO_SLOTS, BasePrefixCache, MatchResult
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
@@ -17,6 +16,8 @@ from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
 
 CACHES = {"radix": RadixCache, "block_hash": BlockHashCache, "chunk": ChunkCache}
+SHARING = ["radix", "block_hash"]
+"""The caches that keep KV."""
 
 
 def make_cache(
@@ -138,18 +139,13 @@ def audit(cache: BasePrefixCache, reqs: Sequence[FakeReq]) -> None:
     assert sum(parts) == allocator.size, parts
 
 
-class Events:
-    """A reader that keeps what it hears."""
+class ForgetsSalts(RadixCache):
+    """All requests share one namespace."""
 
-    def __init__(self, tracer: Tracer) -> None:
-        self.heard: list[Event] = []
-        tracer.attach(self)
+    def match_prefix(self, key: Any, max_len: int | None = None) -> Any:
+        key.extra_key = None
+        return super().match_prefix(key, max_len)
 
-    def read(self, record: TraceRecord) -> None:
-        self.heard.append(record.event)
-
-    def close(self) -> None:
-        pass
-
-    def of(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.heard if isinstance(event, kind)]
+    def insert(self, key: Any, value: Any, priority: int = 0) -> int:
+        key.extra_key = None
+        return super().insert(key, value, priority)

@@ -8,7 +8,6 @@ import pytest
 import m4_radix_cache
 from m1_single_request.model_loader import LoadedModel
 from m3_paged_attention.model_loader import load_model
-from m4_radix_cache import LLMEngine
 from tests.m4_radix_cache.engines import CACHES, MakeEngine, check_memory
 from tests.support.engines import EngineMaker
 
@@ -33,9 +32,3 @@ def make_engine(loaded: LoadedModel) -> Iterator[MakeEngine]:
 def cache(request: pytest.FixtureRequest) -> str:
     """Every prefix cache."""
     return str(request.param)
-
-
-@pytest.fixture
-def engine(make_engine: MakeEngine) -> LLMEngine:
-    """A fresh engine with the default limits."""
-    return make_engine()

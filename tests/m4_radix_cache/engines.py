@@ -1,6 +1,7 @@
 """Helpers of m4's engine tests: settings in a line, what memory must look like, and parts that do as they are told."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from math import nan
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -16,11 +17,9 @@ from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 from m4_radix_cache.request import Req
 from m4_radix_cache.scheduler import Scheduler
 from tests.support.engines import (
-    MAX_MODEL_LEN as MAX_MODEL_LEN,
     OnEvent as OnEvent,
     Recorder as Recorder,
     Remembered as Remembered,
-    drain as drain,
     greedy as greedy,
     held as held,
     unfinished as unfinished,
@@ -43,7 +42,7 @@ class MakeEngine(Protocol):
         max_model_len: int | None = None,
         eos_token_ids: Iterable[int] | None = None,
         **configs: Any,
-    ) -> LLMEngine: ...
+    ) -> Any: ...
 
 
 def setting(
@@ -179,14 +178,14 @@ def check_memory(engine: LLMEngine) -> None:
     assert not cache.protected_size() and rows.available_size() == rows.size
 
 
-def run(engine: LLMEngine) -> dict[str, Any]:
+def run(engine: Any, check: Callable[[Any], None] = check_step) -> dict[str, Any]:
     """Step until nothing is left, looking at the engine after every step; the last output of every request."""
     last: dict[str, Any] = {}
     for _ in unfinished(engine):
         outputs = engine.step()
         assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
         last |= outputs
-        check_step(engine)
+        check(engine)
     check_drained(engine)
     return last
 
@@ -219,15 +218,20 @@ def failing_runner(error: BaseException, *, rid: str, position: int, at: Moment 
     return FailingRunner
 
 
-class InTurn:
-    """A policy that chooses another victim each time, whatever it loses."""
+def no_numbers_for(row: int, in_step: int) -> type[ModelRunner]:
+    """A runner that once gives no numbers for this row of a batch."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    class NoNumbers(ModelRunner):
+        num_steps = 0
 
-    def choose_victim(self, running: Any) -> Req:
-        self.count += 1
-        return running[self.count % len(running)]
+        def forward(self, batch: ForwardBatch) -> Any:
+            hidden = super().forward(batch)
+            self.num_steps += 1
+            if self.num_steps == in_step:
+                hidden[row] = nan
+            return hidden
+
+    return NoNumbers
 
 
 def check_answers(outputs: dict[str, Any], m1: Remembered, asked: Asked) -> None:

@@ -26,51 +26,10 @@ def ints(*values: int) -> Any:
 # --- handing out ------------------------------------------------------------------------------------------------------
 
 
-def test_page_0_is_never_handed_out() -> None:
-    assert checked(3, 1).alloc(3).tolist() == [1, 2, 3]
-    assert checked(2, 4).alloc(8).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
-
-
 @pytest.mark.parametrize(("size", "page_size"), [(0, 1), (4, 0), (-4, 4), (6, 4), (2, 4)])
 def test_a_size_that_is_no_whole_number_of_pages_is_refused(size: int, page_size: int) -> None:
     with pytest.raises(ConfigError, match=f"size={size} is no positive multiple of page_size={page_size}"):
         TokenToKVPoolAllocator(size=size, page_size=page_size)
-
-
-def test_what_was_freed_first_is_handed_out_first() -> None:
-    allocator = checked(4, 2)
-    allocator.alloc(6)
-    allocator.free(ints(6, 7))
-    allocator.free(ints(2, 3))
-    assert allocator.alloc(6).tolist() == [8, 9, 6, 7, 2, 3]
-
-
-def test_an_extension_fills_the_started_page_before_it_takes_another() -> None:
-    allocator = checked(8, 4)
-    first = allocator.alloc_extend(ints(0), ints(6), ints(-1))
-    assert first.tolist() == [4, 5, 6, 7, 8, 9]
-    assert allocator.alloc_extend(ints(6), ints(13), first[-1:]).tolist() == [10, 11, 12, 13, 14, 15, 16]
-
-
-def test_an_extension_within_the_started_page_takes_no_page() -> None:
-    """The variant of an engine for another accelerator breaks here."""
-    allocator = checked(2, 4)
-    allocator.alloc(8)
-    assert allocator.alloc_extend(ints(1, 1), ints(3, 4), ints(4, 8)).tolist() == [5, 6, 9, 10, 11]
-    assert allocator.available_size() == 0
-
-
-def test_an_extension_by_nothing_gets_nothing() -> None:
-    allocator = checked(4, 4)
-    assert allocator.alloc_extend(ints(3, 4, 0), ints(3, 5, 0), ints(7, 11, -1)).tolist() == [4]
-    assert allocator.alloc_extend(ints(), ints(), ints()).tolist() == []
-
-
-def test_a_decode_takes_a_page_where_the_last_one_is_full() -> None:
-    allocator = checked(8, 4)
-    allocator.alloc(12)
-    slots = allocator.alloc_decode(ints(4, 5, 7, 9), ints(6, 7, 9, 15))  # the tokens number 3, 4, 6 and 8
-    assert slots.tolist() == [7, 16, 10, 20] and allocator.num_pages_for_decode(ints(4, 5, 7, 9)) == 2
 
 
 def test_a_decode_leaves_the_array_of_last_slots_alone() -> None:
@@ -146,12 +105,6 @@ def test_one_slot_frees_its_whole_page_and_many_slots_free_it_once() -> None:
     allocator.free(ints(12, 4, 13, 5))
     assert allocator.available_size() == 12 and allocator.owned_pages().tolist() == [4]
     assert allocator.alloc(12).tolist()[::4] == [8, 4, 12]
-
-
-def test_to_free_nothing_is_nothing() -> None:
-    allocator = checked(2, 4)
-    allocator.free(ints())
-    assert allocator.available_size() == 8
 
 
 WRONG = {

@@ -12,22 +12,20 @@ from m4_radix_cache.errors import PoolError
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.events import DuplicatesFreed
 from tests.m4_radix_cache.caches import (
-    Events,
+    SHARING,
     FakeReq,
     admit,
     allocator_of,
     audit,
     decode,
     extend,
-    find,
     hit,
     make_cache,
     owned_by,
     row_of,
 )
 from tests.support.amounts import examples
-
-SHARING = ["radix", "block_hash"]
+from tests.support.engines import Recorder
 
 
 @pytest.fixture(params=SHARING)
@@ -43,21 +41,6 @@ def sizes(cache: BasePrefixCache, *reqs: FakeReq) -> tuple[int, int, int, int]:
 
 def tokens(length: int, first: int = 0) -> list[int]:
     return list(range(first, first + length))
-
-
-# --- unfinished -------------------------------------------------------------------------------------------------------
-
-
-def test_an_unfinished_request_shares_its_whole_pages_and_keeps_the_tail(cache: BasePrefixCache) -> None:
-    req = admit(cache, "a", tokens(10))
-    slots = row_of(cache, req)
-    assert sizes(cache, req) == (61, 0, 0, 3)
-    cache.cache_unfinished_req(req)
-    assert sizes(cache, req) == (61, 0, 2, 1)
-    assert row_of(cache, req) == slots == req.prefix_indices.tolist() and req.cache_protected_len == 8
-    assert find(cache, tokens(12)).device_indices.tolist() == slots[:8]
-    assert cache.evict(100) == 0, "the request has locked it"
-    audit(cache, [req])
 
 
 def test_the_second_of_two_that_computed_the_same_frees_its_copy_and_reads_the_first_ones(
@@ -81,84 +64,20 @@ def test_the_second_of_two_that_computed_the_same_frees_its_copy_and_reads_the_f
     assert cache.evict(100) == 8 and sizes(cache) == (64, 0, 0, 0)
 
 
-def test_a_hit_is_not_taken_for_a_duplicate(cache: BasePrefixCache) -> None:
-    cache.cache_finished_req(admit(cache, "a", tokens(12)))
-    req = admit(cache, "b", [*tokens(8), *tokens(5, 50)])
-    assert req.cache_protected_len == 8
-    slots = row_of(cache, req)
-    cache.cache_unfinished_req(req)
-    assert row_of(cache, req) == slots and req.cache_protected_len == 12
-    audit(cache, [req])
-
-
-def test_only_what_was_computed_twice_is_freed_and_not_what_both_have_hit(cache: BasePrefixCache) -> None:
-    cache.cache_finished_req(admit(cache, "a", tokens(8)))
-    first, second = admit(cache, "b", tokens(13)), admit(cache, "c", tokens(13))
-    assert sizes(cache, first, second) == (58, 0, 2, 4)
-    cache.cache_unfinished_req(first)
-    cache.cache_unfinished_req(second)
-    assert sizes(cache, first, second) == (59, 0, 3, 2) and row_of(cache, second)[:12] == row_of(cache, first)[:12]
-    audit(cache, [first, second])
-
-
-def test_a_request_is_cached_chunk_after_chunk(cache: BasePrefixCache) -> None:
-    req = admit(cache, "a", tokens(3))
-    protected = []
-    for length in (3, 6, 6, 14):
-        req.key.append(tokens(length - len(req.key), len(req.key)))
-        extend(cache, req, length)
-        cache.cache_unfinished_req(req)
-        protected.append(req.cache_protected_len)
-        audit(cache, [req])
-    assert protected == [0, 4, 4, 12] and sizes(cache, req) == (60, 0, 3, 1)
-
-
-def test_a_lock_moves_along_with_the_request(cache: BasePrefixCache) -> None:
-    cache.cache_finished_req(admit(cache, "a", tokens(4)))
-    req = admit(cache, "b", tokens(9))
-    assert sizes(cache, req) == (61, 0, 1, 2)
-    cache.cache_unfinished_req(req)
-    assert sizes(cache, req) == (61, 0, 2, 1) and req.last_node is find(cache, tokens(8)).last_device_node
-    cache.cache_finished_req(req)
-    assert sizes(cache) == (62, 2, 0, 0)
-
-
-def test_what_is_shared_under_one_namespace_is_not_under_another(cache: BasePrefixCache) -> None:
-    for name in ("x", "y"):
-        cache.cache_finished_req(admit(cache, name, tokens(8), extra_key=name))
-    assert sizes(cache) == (60, 4, 0, 0)
-    assert [hit(cache, tokens(8), extra_key=name) for name in ("x", "y", None)] == [8, 8, 0]
-
-
-def test_slots_without_kv_are_not_shared_while_their_request_runs(cache: BasePrefixCache) -> None:
-    req = admit(cache, "a", range(6))
-    req.key.append(range(6, 13))
+@pytest.mark.parametrize("ends", [False, True], ids=["unfinished", "finished"])
+def test_slots_without_kv_are_never_shared(cache: BasePrefixCache, ends: bool) -> None:
+    """The next tokens are in flight: they have slots, no KV, and may fill a page."""
+    req = admit(cache, "a", tokens(6))
+    req.key.append(tokens(7, 6))
     extend(cache, req, 13)
     req.kv_committed_len = 7
-    cache.cache_unfinished_req(req)
-    assert hit(cache, range(13)) == req.cache_protected_len == 4
-    audit(cache, [req])
-
-
-# --- finished ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_cached_before", [False, True], ids=["prefilled", "cached after its prefill"])
-def test_a_finished_request_leaves_prompt_and_answer_and_its_tail_is_free(
-    cache: BasePrefixCache, is_cached_before: bool
-) -> None:
-    """A second turn hits both; the last page was not full, so it is nobody's."""
-    req = admit(cache, "a", tokens(10))
-    if is_cached_before:
+    if ends:
+        cache.cache_finished_req(req)
+        assert sizes(cache) == (63, 1, 0, 0)
+    else:
         cache.cache_unfinished_req(req)
-    for token in tokens(5, 100):
-        decode(cache, req, token)
-    slots = row_of(cache, req)
-    cache.cache_finished_req(req)
-    assert sizes(cache) == (61, 3, 0, 0)
-    second = [*tokens(10), *tokens(5, 100), *tokens(7, 200)]
-    assert find(cache, second).device_indices.tolist() == slots[:12]
-    assert cache.req_to_token_pool.available_size() == cache.req_to_token_pool.size
+        assert sizes(cache, req) == (60, 0, 1, 3) and req.cache_protected_len == 4
+    assert hit(cache, tokens(13)) == 4
 
 
 def test_a_finished_request_holds_nothing(cache: BasePrefixCache) -> None:
@@ -170,24 +89,6 @@ def test_a_finished_request_holds_nothing(cache: BasePrefixCache) -> None:
         cache.cache_finished_req(req)
     with pytest.raises(AssertionError, match="a has no row"):
         cache.cache_unfinished_req(req)
-
-
-def test_slots_without_kv_are_freed_and_never_cached(cache: BasePrefixCache) -> None:
-    """A request that ends while its next tokens are in flight: they have slots, no KV, and may fill a page."""
-    req = admit(cache, "a", tokens(6))
-    req.key.append(tokens(7, 6))
-    extend(cache, req, 13)
-    req.kv_committed_len = 7
-    cache.cache_finished_req(req)
-    assert sizes(cache) == (63, 1, 0, 0) and hit(cache, tokens(13)) == 4
-
-
-def test_a_finished_request_frees_what_somebody_else_has_cached_meanwhile(cache: BasePrefixCache) -> None:
-    first, second = admit(cache, "a", tokens(10)), admit(cache, "b", tokens(10))
-    cache.cache_finished_req(first)
-    assert sizes(cache, second) == (59, 2, 0, 3)
-    cache.cache_finished_req(second)
-    assert sizes(cache) == (62, 2, 0, 0)
 
 
 @pytest.mark.parametrize("is_cached_before", [False, True], ids=["own", "cached"])
@@ -205,15 +106,15 @@ def test_a_request_that_is_sent_back_frees_its_own_and_leaves_what_is_cached(
 
 def test_freed_duplicates_are_told() -> None:
     tracer = Tracer()
-    events, cache = Events(tracer), make_cache(page_size=4, tracer=tracer)
+    recorder, cache = Recorder(tracer), make_cache(page_size=4, tracer=tracer)
     cache.cache_finished_req(admit(cache, "a", tokens(10)))
     hits = admit(cache, "b", tokens(10))
     cache.cache_unfinished_req(hits)
-    assert events.of(DuplicatesFreed) == []
+    assert recorder.events("duplicates_freed") == []
     first, second = admit(cache, "c", tokens(18)), admit(cache, "d", tokens(18))
     cache.cache_unfinished_req(first)
     cache.cache_unfinished_req(second)
-    assert events.of(DuplicatesFreed) == [DuplicatesFreed(rid="d", start=8, num_tokens=8)]
+    assert recorder.events("duplicates_freed") == [DuplicatesFreed(rid="d", start=8, num_tokens=8)]
 
 
 # --- random requests --------------------------------------------------------------------------------------------------
@@ -239,11 +140,18 @@ class World:
 
     def share(self, name: str) -> None:
         if name in self.reqs:
-            self.cache.cache_unfinished_req(self.reqs[name])
+            req = self.reqs[name]
+            self.cache.cache_unfinished_req(req)
+            self._check_kept(req.key.token_ids(0, req.kv_committed_len), req.key.extra_key)
+            assert req.prefix_indices.tolist() == row_of(self.cache, req)[: req.kv_committed_len]
 
     def end(self, name: str, is_insert: bool) -> None:
         if name in self.reqs:
-            self.cache.cache_finished_req(self.reqs.pop(name), is_insert=is_insert)
+            req = self.reqs.pop(name)
+            computed = req.key.token_ids(0, req.kv_committed_len)
+            self.cache.cache_finished_req(req, is_insert=is_insert)
+            if is_insert:
+                self._check_kept(computed, req.key.extra_key)
 
     def look(self) -> None:
         """Everybody finds the KV of its own tokens, nobody else writes where it reads; and every slot has an owner."""
@@ -272,6 +180,11 @@ class World:
         row, known = row_of(self.cache, req), req.key.token_ids(0, len(req.key))
         for position in range(start, len(row)):
             self.memory[row[position]] = (req.key.extra_key, known[: position + 1])
+
+    def _check_kept(self, computed: Sequence[int], extra_key: str | None) -> None:
+        """A lookup of these tokens finds all their whole pages, unless the cache keeps nothing."""
+        whole = len(computed) // self.cache.page_size * self.cache.page_size
+        assert hit(self.cache, computed, extra_key=extra_key) == (0 if self.cache.disable else whole)
 
     def _has_room(self, num_tokens: int) -> bool:
         """Room in the worst case: not a page of it is cached."""

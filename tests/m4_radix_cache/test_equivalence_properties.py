@@ -6,8 +6,6 @@ cached tokens are evicted and requests are retracted. Every step is audited. Tha
 up is counted, because traffic in which nothing of that happens would prove nothing.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,23 +16,13 @@ from torch import Tensor
 from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m4_radix_cache import KVCapacityError, SamplingParams
-from tests.equivalence import answers
 from tests.equivalence.forced_retraction import ForcedRetraction, InTurn
 from tests.equivalence.harness import Reference, check_cuts
-from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, asks_of, check_ask, prompt_of, serve
+from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, check_ask, prompt_of, serve
+from tests.m4_radix_cache.conversations import conversations, next_turns
 from tests.m4_radix_cache.engines import MakeEngine, check_drained, check_flushed, check_step, setting
 
-ASKS = asks_of(
-    (1, 7, 8, 16, 20, 33),
-    CLEAR_SETTINGS,
-    n=st.sampled_from([1, 1, 1, 2, 3]),
-    arrival=st.integers(0, 4),
-    patience=st.none() | st.none() | st.none() | st.integers(0, 9),
-    kind=SharingAsk,
-    which=st.integers(0, 3),
-    priority=st.integers(-1, 1),
-    cache_salt=st.sampled_from([None, None, None, "tenant"]),
-)
+ASKS = conversations((1, 7, 8, 16, 20, 33), CLEAR_SETTINGS)
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 FORCED = {"scheduler": ForcedRetraction}
 PARTS: tuple[dict[str, Any], ...] = (FORCED, {}, FORCED, {"preemption": InTurn}, FORCED)
@@ -46,15 +34,6 @@ LIMITS = st.fixed_dictionaries(
         "conservativeness": st.sampled_from([0, 0, 0, 1]),
     }
 )
-
-
-def next_turns(asks: Sequence[SharingAsk], outputs: Sequence[Any]) -> list[SharingAsk]:
-    """Two of the conversations go on: what was said, and a little more."""
-    ended = [(a, o) for a, o in zip(asks, outputs, strict=True) if o.finish_reason in ("stop", "length")]
-    return [
-        replace(ask, before=(*ask.prompt, *output.token_ids), prompt_len=2, arrival=0, patience=None)
-        for ask, output in ended[:2]
-    ]
 
 
 @pytest.mark.sample(1)
@@ -153,18 +132,3 @@ def test_logits_behind_a_hit_are_those_of_m1(make_engine: MakeEngine, make_m1: A
         assert engine.generate(prompt, params).token_ids == m1.generate(prompt, params).token_ids
     assert (engine.stats().num_cached_tokens > 60) == (cache != "chunk")
     torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=0, atol=1e-4)
-
-
-# --- what shares the batch --------------------------------------------------------------------------------------------
-
-
-def test_a_drawn_answer_does_not_depend_on_who_shares_steps_and_memory(
-    make_engine: MakeEngine, make_m1: Any, cache: str
-) -> None:
-    drawn = SamplingParams(max_tokens=10, temperature=1.0, seed=11, top_k=8, ignore_eos=True)
-    limits = setting(8, tokens=80, cache=cache)
-    answers.check_drawn_in_company(lambda: make_engine(**limits), make_m1(), drawn, longest=17)
-
-
-def test_without_a_seed_the_number_of_the_request_decides(make_engine: MakeEngine, make_m1: Any, cache: str) -> None:
-    answers.check_unseeded(make_engine(seed=4, **setting(cache=cache)), make_m1(seed=4))

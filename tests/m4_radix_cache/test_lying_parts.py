@@ -5,18 +5,14 @@ otherwise be asked again in every step, and a row in the wrong place would becom
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from m1_single_request.stop_checker import StopChecker
-from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache import KVCapacityError, LLMEngine, PartError
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
-from m4_radix_cache.model_runner import ModelRunner
-from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
 from m4_radix_cache.schedule_policy import Order, SchedulePolicy
 from tests.m4_radix_cache.engines import MakeEngine, check_drained, greedy, run, setting
@@ -131,15 +127,6 @@ def test_a_policy_that_holds_everybody_back_is_no_endless_loop(make_engine: Make
     assert not runs or outputs["a"].finish_reason == "length"
 
 
-def test_whatever_order_a_policy_names_the_answers_are_the_same(
-    make_engine: MakeEngine, expected: dict[str, tuple[int, ...]]
-) -> None:
-    policy = policy_that(lambda waiting: Order(waiting[::-1], []))
-    engine = make_engine({"schedule_policy": policy}, **setting(1))
-    submit(engine)
-    assert {rid: output.token_ids for rid, output in run(engine).items()} == expected
-
-
 # --- an adder ---------------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +163,13 @@ def test_an_adder_that_cannot_count_is_no_endless_loop(
     assert all(isinstance(output.error, PartError) for output in outputs.values())
 
 
+class CannotBeMade(PrefillAdder):
+    def __init__(self, *, running: Any, **settings: Any) -> None:
+        if running:
+            raise RuntimeError("a bug")
+        super().__init__(running=running, **settings)
+
+
 class RaisesForOne(PrefillAdder):
     """Cannot cope with a prompt of two tokens, and has locked something by then."""
 
@@ -186,41 +180,32 @@ class RaisesForOne(PrefillAdder):
         return result
 
 
-def check_all_ended(engine: Any, role: str, expected: dict[str, tuple[int, ...]]) -> None:
-    """All requests end with an error that names the part, and the engine answers the next one."""
-    outputs = run(engine)
-    assert len(outputs) > 1
-    for output in outputs.values():
-        assert isinstance(output.error, PartError) and role in str(output.error) and "a bug" in str(output.error)
-    assert engine.generate(PROMPTS["a"], greedy(NUM_TOKENS)).token_ids == expected["a"]
-    check_drained(engine)
+class RaisesAtTheStart(StopChecker):
+    def stop_ids(self, sequence: Any) -> frozenset[int]:
+        if sequence.prompt_token_ids[0] == 9:
+            raise RuntimeError("a bug")
+        return super().stop_ids(sequence)
 
 
-def test_an_adder_that_raises_ends_all_requests_and_the_engine_goes_on(
-    make_engine: MakeEngine, expected: dict[str, tuple[int, ...]]
+RAISING = [("prefill_adder", CannotBeMade), ("prefill_adder", RaisesForOne), ("stop_checker", RaisesAtTheStart)]
+
+
+@pytest.mark.parametrize(("role", "part"), RAISING)
+def test_a_part_that_raises_ends_all_requests_and_the_engine_goes_on(
+    make_engine: MakeEngine, expected: dict[str, tuple[int, ...]], role: str, part: type
 ) -> None:
-    engine = make_engine({"prefill_adder": RaisesForOne}, **setting(4, policy="fcfs"))
+    engine = make_engine({role: part}, **setting(4, policy="fcfs"))
     engine.add_request([5, 6, 7], greedy(9), request_id="runs")
     engine.step(), engine.step()
     for rid, prompt in {"before": [8], "asked": [9, 10], "behind": [11, 12, 13]}.items():
-        engine.add_request(prompt, greedy(9), request_id=rid)
-    check_all_ended(engine, "the part 'prefill_adder' (RaisesForOne)", expected)
-
-
-def test_an_adder_that_cannot_be_made_ends_all_requests_and_the_engine_goes_on(
-    make_engine: MakeEngine, expected: dict[str, tuple[int, ...]]
-) -> None:
-    class CannotBeMade(PrefillAdder):
-        def __init__(self, *, running: Any, **settings: Any) -> None:
-            if running:
-                raise RuntimeError("a bug")
-            super().__init__(running=running, **settings)
-
-    engine = make_engine({"prefill_adder": CannotBeMade}, **setting(4))
-    engine.add_request([5, 6], greedy(4), request_id="runs")
-    engine.step(), engine.step()
-    engine.add_request([7], greedy(4), request_id="waits")
-    check_all_ended(engine, "the part 'prefill_adder' (CannotBeMade)", expected)
+        engine.add_request(prompt, greedy(9, min_tokens=2), request_id=rid)
+    outputs = run(engine)
+    assert outputs.keys() == {"runs", "before", "asked", "behind"}
+    for output in outputs.values():
+        assert isinstance(output.error, PartError) and "a bug" in str(output.error)
+        assert f"the part '{role}' ({part.__name__})" in str(output.error)
+    assert engine.generate(PROMPTS["a"], greedy(NUM_TOKENS)).token_ids == expected["a"]
+    check_drained(engine)
 
 
 @pytest.mark.parametrize("error", [StopIteration("a bug"), RuntimeError("a bug"), ValueError("a bug" * 10_000)])
@@ -233,22 +218,6 @@ def test_whatever_a_policy_raises_names_the_part_in_a_short_message(make_engine:
     output = engine.generate([5, 6], greedy(4))
     assert isinstance(output.error, PartError) and "a bug" in str(output.error) and len(str(output.error)) < 500
     assert output.error.__cause__ is error and not engine.has_unfinished_requests()
-
-
-def test_a_stop_checker_that_raises_at_the_start_ends_all_requests_and_the_engine_goes_on(
-    make_engine: MakeEngine, expected: dict[str, tuple[int, ...]]
-) -> None:
-    class Raises(StopChecker):
-        def stop_ids(self, sequence: Any) -> frozenset[int]:
-            if sequence.prompt_token_ids[0] == 9:
-                raise RuntimeError("a bug")
-            return super().stop_ids(sequence)
-
-    engine = make_engine({"stop_checker": Raises}, **setting(4))
-    engine.add_request([5, 6], greedy(4), request_id="runs")
-    engine.step(), engine.step()
-    engine.add_request([9, 7], greedy(4, min_tokens=2), request_id="starts")
-    check_all_ended(engine, "the part 'stop_checker' (Raises)", expected)
 
 
 # --- a prefix cache ---------------------------------------------------------------------------------------------------
@@ -322,101 +291,3 @@ def test_a_cache_that_raises_is_a_bug_that_the_engine_survives(
         assert rid in ended or output.finish_reason == "length"
     assert engine.generate(PROMPTS["a"], greedy(NUM_TOKENS)).token_ids == expected["a"]
     check_drained(engine)
-
-
-# --- a model runner ---------------------------------------------------------------------------------------------------
-
-
-def rows(output: ModelRunnerOutput, order: list[int], **changes: Any) -> ModelRunnerOutput:
-    """The same with these rows only, in this order."""
-    return replace(
-        output,
-        req_ids=[output.req_ids[i] for i in order],
-        sampled_token_ids=[output.sampled_token_ids[i] for i in order],
-        logprobs=[output.logprobs[i] for i in order],
-        **changes,
-    )
-
-
-def with_tokens(output: ModelRunnerOutput, tokens: Any) -> ModelRunnerOutput:
-    """The same with other tokens in the second row."""
-    return replace(output, sampled_token_ids=[output.sampled_token_ids[0], tokens, *output.sampled_token_ids[2:]])
-
-
-def lying_runner(lie: Callable[[ModelRunnerOutput], Any], step: int) -> type[ModelRunner]:
-    """A runner that lies about this step."""
-    steps: list[int] = []
-
-    class Liar(ModelRunner):
-        def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
-            output = super().execute_model(batch)
-            steps.append(1)
-            return lie(output) if len(steps) == step else output
-
-    return Liar
-
-
-@pytest.mark.parametrize("step", [1, 3], ids=["prefill", "decode"])
-@pytest.mark.parametrize(
-    ("lie", "message"),
-    [
-        (lambda output: rows(output, [0, 2]), "returned 0 rows for request {b}"),
-        (lambda output: rows(output, [0, 1, 1, 2]), "returned 2 rows for request {b}"),
-        (lambda output: with_tokens(output, [None]), "returned [None] for request {b}"),
-    ],
-    ids=["dropped", "twice", "none"],
-)
-def test_a_row_that_cannot_be_used_fails_its_request_alone(
-    make_engine: MakeEngine, expected: dict[str, tuple[int, ...]], lie: Any, message: str, step: int
-) -> None:
-    second: list[str] = []
-
-    def told(output: ModelRunnerOutput) -> Any:
-        second.append(output.req_ids[1])
-        return lie(output)
-
-    engine = make_engine({"model_runner": lying_runner(told, step)}, **setting(3))
-    submit(engine)
-    outputs = run(engine)
-    (victim,) = second
-    assert isinstance(outputs[victim].error, PartError)
-    assert message.format(b=repr(victim)) in str(outputs[victim].error) and "model runner" in str(outputs[victim].error)
-    assert outputs[victim].token_ids == expected[victim][: step - 1]
-    others = {rid: output.token_ids for rid, output in outputs.items() if rid != victim}
-    assert others == {rid: tokens for rid, tokens in expected.items() if rid != victim}
-
-
-@pytest.mark.parametrize("step", [1, 3], ids=["prefill", "decode"])
-@pytest.mark.parametrize(
-    ("lie", "message"),
-    [
-        (lambda output: None, "returned None, which is not a ModelRunnerOutput"),
-        (lambda output: replace(output, req_ids=["ghost", *output.req_ids[1:]]), "a row for 'ghost', which is not in"),
-        (lambda output: replace(output, req_ids=output.req_ids[:-1]), "2 ids, 3 rows of tokens and 3 of logprobs"),
-    ],
-    ids=["nothing", "a stranger", "an id too few"],
-)
-def test_rows_of_which_nobody_can_say_whose_they_are_fail_their_step(
-    make_engine: MakeEngine, expected: dict[str, tuple[int, ...]], lie: Any, message: str, step: int
-) -> None:
-    engine = make_engine({"model_runner": lying_runner(lie, step)}, **setting(3))
-    submit(engine)
-    outputs = run(engine)
-    for rid, output in outputs.items():
-        assert isinstance(output.error, PartError) and message in str(output.error)
-        assert output.token_ids == expected[rid][: step - 1]
-    assert engine.generate(PROMPTS["b"], greedy(NUM_TOKENS)).token_ids == expected["b"]
-    check_drained(engine)
-
-
-def test_the_order_of_rows_is_the_runners_own_affair(
-    make_engine: MakeEngine, expected: dict[str, tuple[int, ...]]
-) -> None:
-    class Backwards(ModelRunner):
-        def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
-            output = super().execute_model(batch)
-            return rows(output, list(range(len(output.req_ids)))[::-1])
-
-    engine = make_engine({"model_runner": Backwards}, **setting(3))
-    submit(engine)
-    assert {rid: output.token_ids for rid, output in run(engine).items()} == expected

@@ -130,14 +130,14 @@ class Budget:
 
 def random_queue(rng: random.Random, page_size: int) -> tuple[BasePrefixCache, set[Page], list[Req], list[Req]]:
     """A pool with a cache and running requests in it, and those that wait."""
-    cache = make_cache(rng.choice(["radix", "block_hash"]), page_size=page_size, num_pages=rng.randint(10, 60))
+    cache = make_cache(rng.choice(["radix", "block_hash", "chunk"]), page_size=page_size, num_pages=rng.randint(10, 60))
     room, cached = cache.page_size * 5, set()
 
     def text() -> list[int]:
         kinds = rng.choices([1, 2], k=rng.randint(0, 3))
         return [kind for kind in kinds for _ in range(page_size)] + [3] * rng.randint(1, 9)
 
-    while allocator_of(cache).available_size() > 2 * room and rng.random() < 0.8:
+    while not cache.disable and allocator_of(cache).available_size() > 2 * room and rng.random() < 0.8:
         tokens = text()
         if len(tokens) < room:
             fill(cache, tokens)
@@ -154,17 +154,16 @@ def random_queue(rng: random.Random, page_size: int) -> tuple[BasePrefixCache, s
     return cache, cached, running, waiting
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_budget_counted_page_by_page_agrees_on_a_thousand_random_queues(page_size: int) -> None:
-    rng = random.Random(page_size)
+def test_a_budget_counted_page_by_page_agrees_on_many_random_queues() -> None:
+    rng = random.Random(1)
     seen: dict[AddReqResult, int] = dict.fromkeys(AddReqResult, 0)
     num_admitted, num_locked = 0, 0
-    for _ in range(334):
+    for _ in range(400):
+        page_size = rng.choice([1, 4, 16])
         cache, cached, running, waiting = random_queue(rng, page_size)
         free = allocator_of(cache).available_size()
         ratio = rng.randint(0, 64) / 64
-        max_prefill, max_new = rng.choice([16, 40, PLENTY]), rng.choice([2, 5, PLENTY])
+        max_prefill, max_new = rng.choice([16, 40, PLENTY]), rng.choice([0, 2, 5, PLENTY])
         adder = make_adder(cache, running, ratio=ratio, max_prefill_tokens=max_prefill, max_new_reqs=max_new)
         budget = Budget(adder, cached, running, ratio)
         assert adder.budget_state() is budget.state()
@@ -190,11 +189,11 @@ def test_a_budget_counted_page_by_page_agrees_on_a_thousand_random_queues(page_s
 def allocate(cache: BasePrefixCache, reqs: Sequence[Req]) -> int:
     """What happens to an admitted batch: it gets its slots, evicting as needed. Returns how many, in whole pages."""
     allocator = allocator_of(cache)
-    prefix_lens = np.array([len(req.prefix_indices) for req in reqs], dtype=np.int64)
-    seq_lens = np.array([len(req.fill_ids) for req in reqs], dtype=np.int64)
-    needed = allocator.num_pages_for_extend(prefix_lens, seq_lens) * allocator.page_size
     if not reqs:
         return 0
+    prefix_lens = np.array([len(req.prefix_indices) for req in reqs], dtype=np.int64)
+    seq_lens = prefix_lens + np.array([req.extend_input_len for req in reqs])
+    needed = allocator.num_pages_for_extend(prefix_lens, seq_lens) * allocator.page_size
     if needed > allocator.available_size():
         cache.evict(needed - allocator.available_size())
     last_locs = np.array([req.prefix_indices[-1] if len(req.prefix_indices) else -1 for req in reqs])
@@ -216,17 +215,6 @@ def test_what_fills_the_memory_exactly_is_refused(max_tokens: int, is_admitted: 
     assert adder.can_run_list == [req] * is_admitted
 
 
-@pytest.mark.parametrize(("length", "is_admitted"), [(15, True), (16, True), (17, False)])
-def test_whoever_comes_back_at_its_very_end_may_fill_the_memory_if_it_is_alone(length: int, is_admitted: bool) -> None:
-    """It filled the memory before; to wait for more would be to wait for ever."""
-    cache = make_cache(page_size=4, num_pages=4)
-    adder = make_adder(cache)
-    req = make_req(1, [7] * (length - 5), outputs=[1] * 5, max_tokens=5, is_retracted=True)
-    assert add(adder, req) is NO_TOKEN
-    assert adder.can_run_list == [req] * is_admitted
-    assert allocate(cache, adder.can_run_list) == 16 * is_admitted
-
-
 def test_the_last_one_that_fits_ends_the_search() -> None:
     adder = make_adder(make_cache(page_size=4, num_pages=8))
     first, last = make_req(1, [7] * 11, max_tokens=5), make_req(2, [8] * 11, max_tokens=3)
@@ -235,68 +223,6 @@ def test_the_last_one_that_fits_ends_the_search() -> None:
     assert add(adder, last) is NO_TOKEN and adder.budget_state() is NO_TOKEN
     assert adder.can_run_list == [first, last]
     assert (adder.cur_rem_tokens, adder.rem_total_tokens) == (8, 0)
-
-
-def test_running_requests_keep_the_expected_share_of_what_they_may_still_say() -> None:
-    cache = make_cache(num_pages=100)
-    running = running_reqs(cache, (10, 21), (10, 41))  # 80 tokens are free, and 20 + 40 may come
-    rem_total = [make_adder(cache, running, ratio=ratio).rem_total_tokens for ratio in (0.0, 0.25, 0.5, 1.0)]
-    assert rem_total == [78, 65, 50, 20]
-
-
-@pytest.mark.parametrize(("num_pages", "is_admitted"), [(7, False), (8, True)])
-def test_a_page_is_kept_for_each_that_runs_even_if_nothing_is_expected(num_pages: int, is_admitted: bool) -> None:
-    """Two requests of two pages each; the third needs one page, with its answer, and two must stay free."""
-    cache = make_cache(page_size=4, num_pages=num_pages)
-    running = running_reqs(cache, (8, 100), (8, 100))
-    adder = make_adder(cache, running, ratio=0.0)
-    assert adder.rem_total_tokens == (num_pages - 6) * 4
-    add(adder, make_req(1, [7] * 3, max_tokens=1))
-    assert bool(adder.can_run_list) == is_admitted
-    assert not is_admitted or adder.cur_rem_tokens >= 4 * 2, "everybody's next token has its page"
-
-
-def test_a_page_is_kept_for_those_that_join_now_too() -> None:
-    """Two prompts of a page each would leave no page for their second tokens, though their answers count 4 only."""
-    adder = make_adder(make_cache(page_size=16, num_pages=3))
-    assert add(adder, make_req(1, [7] * 16, max_tokens=2)) is CONTINUE
-    assert add(adder, make_req(2, [8] * 15, max_tokens=2)) is NO_TOKEN
-    assert [req.number for req in adder.can_run_list] == [1]
-    assert (adder.cur_rem_tokens, adder.rem_total_tokens) == (32, 16)
-
-
-def test_what_only_the_cache_holds_counts_as_free() -> None:
-    cache = make_cache(num_pages=40)
-    fill(cache, [9] * 40)
-    adder = make_adder(cache)
-    assert allocator_of(cache).available_size() == 0
-    assert add(adder, make_req(1, [7] * 30, max_tokens=2)) is CONTINUE
-    assert allocate(cache, adder.can_run_list) == 30
-
-
-def test_what_a_request_has_found_cannot_be_evicted_for_it() -> None:
-    """39 tokens are cached and one is free; it needs 10 behind 30 of them, and only the other 9 can be evicted."""
-    cache, tracer = make_cache(num_pages=42), Tracer()
-    recorder = Recorder(tracer)
-    fill(cache, [7] * 30 + [8] * 9)
-    adder = make_adder(cache, running_reqs(cache, (1, 9)), ratio=0.0, tracer=tracer)  # holds one, and one is kept
-    req = make_req(1, [7] * 30 + [9] * 9, max_tokens=1)
-    assert add(adder, req) is NO_TOKEN
-    assert (cache.protected_size(), cache.evictable_size()) == (0, 39), "and is not locked"
-    (event,) = recorder.events("not_admitted")
-    assert (event.limit, event.is_locked, event.needed, event.available, event.evictable) == ("memory", True, 10, 10, 9)
-    assert add(adder, make_req(2, [7] * 30 + [9] * 8, max_tokens=1)) is CONTINUE
-    assert (cache.protected_size(), adder.cur_rem_tokens, adder.rem_total_tokens) == (30, 3, 1)
-
-
-def test_a_prefix_that_somebody_has_locked_already_costs_nothing_more() -> None:
-    cache = make_cache(num_pages=40)
-    fill(cache, [7] * 30)
-    adder = make_adder(cache)
-    assert add(adder, make_req(1, [7] * 30 + [1], max_tokens=1)) is CONTINUE
-    assert (adder.cur_rem_tokens, adder.rem_total_tokens) == (9, 8)
-    assert add(adder, make_req(2, [7] * 30 + [2], max_tokens=1)) is CONTINUE
-    assert (adder.cur_rem_tokens, adder.rem_total_tokens) == (8, 6)
 
 
 def test_nobody_is_charged_for_more_than_4096_future_tokens() -> None:
@@ -308,68 +234,6 @@ def test_nobody_is_charged_for_more_than_4096_future_tokens() -> None:
     assert add(adder, make_req(1, [7], max_tokens=10**6)) is CONTINUE
     assert adder.rem_total_tokens == 4096 - 2
     assert add(adder, make_req(2, [7] * 2, max_tokens=10**6)) is NO_TOKEN
-
-
-def test_what_a_retracted_request_has_said_is_computed_and_not_expected_again() -> None:
-    """16 slots beside the one that runs: 10 tokens of prompt and answer, 5 may come."""
-    for max_tokens, is_admitted in ((9, True), (10, False)):
-        cache = make_cache(num_pages=18)
-        adder = make_adder(cache, running_reqs(cache, (1, 9)), ratio=0.0)
-        req = make_req(1, [7] * 6, outputs=[1] * 4, max_tokens=max_tokens, is_retracted=True)
-        add(adder, req)
-        assert adder.can_run_list == [req] * is_admitted and req.extend_input_len == 10
-
-
-def test_more_may_be_expected_than_there_is() -> None:
-    cache = make_cache(num_pages=20)
-    adder = make_adder(cache, running_reqs(cache, (10, 100)))
-    assert (adder.cur_rem_tokens, adder.rem_total_tokens, adder.budget_state()) == (10, -89, NO_TOKEN)
-    assert add(adder, make_req(1, [7], max_tokens=1)) is NO_TOKEN
-
-
-def test_without_a_cache_that_shares_the_free_slots_are_all_there_is() -> None:
-    adder = make_adder(make_cache("chunk", page_size=4, num_pages=5))
-    assert add(adder, make_req(1, [7] * 5, max_tokens=2)) is CONTINUE
-    assert (adder.cur_rem_tokens, adder.rem_total_tokens) == (12, 8)
-
-
-# --- places and tokens ------------------------------------------------------------------------------------------------
-
-
-def test_as_many_join_as_may_run() -> None:
-    adder = make_adder(make_cache(), max_new_reqs=2)
-    reqs = [make_req(number, [number], max_tokens=1) for number in range(3)]
-    assert [add(adder, req) for req in reqs] == [CONTINUE, CONTINUE, OTHER]
-    assert adder.can_run_list == reqs[:2]
-    assert add(make_adder(make_cache(), max_new_reqs=0), reqs[0]) is OTHER
-
-
-def test_prompts_join_as_far_as_the_budget_reaches_in_whole_pages() -> None:
-    cache = make_cache(page_size=4, num_pages=60)
-    adder = make_adder(cache, max_prefill_tokens=16)
-    assert add(adder, make_req(1, [7] * 5, max_tokens=1)) is CONTINUE
-    assert adder.rem_input_tokens == 8
-    assert add(adder, make_req(2, [8] * 5, max_tokens=1)) is OTHER, "two pages are not less than the two that are left"
-    assert add(adder, make_req(3, [8] * 4, max_tokens=1)) is CONTINUE
-    assert adder.rem_input_tokens == 4 and [req.number for req in adder.can_run_list] == [1, 3]
-
-
-def test_what_is_cached_takes_nothing_of_the_token_budget() -> None:
-    cache = make_cache(page_size=4, num_pages=60)
-    fill(cache, [7] * 40)
-    adder = make_adder(cache, max_prefill_tokens=8)
-    assert add(adder, make_req(1, [7] * 40 + [1], max_tokens=1)) is CONTINUE
-    assert adder.rem_input_tokens == 4
-
-
-def test_a_retracted_request_that_outgrew_the_token_budget_runs_alone() -> None:
-    adder = make_adder(make_cache(num_pages=60), max_prefill_tokens=16)
-    grown = make_req(1, [7] * 10, outputs=[1] * 10, max_tokens=12, is_retracted=True)
-    assert add(adder, grown) is OTHER and adder.can_run_list == [grown]
-    assert add(adder, make_req(2, [8], max_tokens=1)) is OTHER and adder.can_run_list == [grown]
-    adder = make_adder(make_cache(num_pages=60), max_prefill_tokens=16)
-    assert add(adder, make_req(2, [8], max_tokens=1)) is CONTINUE
-    assert add(adder, grown) is OTHER and grown not in adder.can_run_list, "only the first may"
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------
@@ -403,14 +267,6 @@ def test_the_trace_has_the_budget_that_a_request_was_judged_by() -> None:
     assert events[2].data() == budget | {"rid": "r3", "limit": "max_num_batched_tokens", "needed": 9, "available": 8}
     assert (events[3].result, events[3].num_waiting) == ("continue", 3)
     assert (events[4].limit, events[4].needed, events[4].available) == ("max_num_seqs", 3, 2)
-    assert events[0].explain() == (
-        "r1 joins: 6 tokens to compute, 20 more are in the cache; 1 of all are its own output from before it was "
-        "retracted. It may need 15 slots of 80 (80 not taken yet, 20 of them only by eviction, less 0 kept for those "
-        "that run). This step could compute 16."
-    )
-    assert events[2].explain() == (
-        "r3 must wait: its 9 tokens, in whole pages, are not less than the 8 that are left of this step's budget."
-    )
 
 
 # --- how much is expected ---------------------------------------------------------------------------------------------

@@ -335,5 +335,5 @@ def machine(policy: str, page_size: int) -> type[RuleBasedStateMachine]:
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "slru", "priority"])
 def test_a_plain_list_of_sequences_and_the_caches_agree(policy: str, page_size: int) -> None:
     run_state_machine_as_test(
-        machine(policy, page_size), settings=settings(max_examples=examples(12), stateful_step_count=50)
+        machine(policy, page_size), settings=settings(max_examples=examples(40), stateful_step_count=50)
     )

@@ -8,24 +8,15 @@ from typing import Any
 
 import pytest
 
-from m4_radix_cache import RequestOutput, SamplingParams
+from m4_radix_cache import SamplingParams
 from tests.equivalence import answers
 from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.forced_retraction import ForcedRetraction
 from tests.equivalence.traffic import prompt_of
 from tests.m4_radix_cache.engines import MakeEngine, Recorder, cached_len, check_drained, greedy, run, setting
+from tests.m4_radix_cache.logprobs import RATED, check_rated
 
 SHARING = pytest.mark.parametrize("cache", ["radix", "hash"])
-RATED = greedy(4, prompt_logprobs=2, logprobs=1)
-
-
-def check_rated(output: RequestOutput, wanted: RequestOutput) -> None:
-    """Tokens and all log-probabilities are the wanted ones."""
-    assert output.token_ids == wanted.token_ids
-    assert len(output.prompt_logprobs or ()) == len(wanted.prompt_token_ids)
-    # Far down the list many tokens are equally likely up to rounding, and other kernels round otherwise.
-    assert_same_logprobs(output.prompt_logprobs, wanted.prompt_logprobs, exact_ranks=False)
-    assert_same_logprobs(output.outputs[0].logprobs, wanted.outputs[0].logprobs, exact_ranks=False)
 
 
 @SHARING
@@ -45,16 +36,6 @@ def test_a_cached_prompt_is_computed_again_for_its_logprobs(
     assert engine.stats().evictable_size == 24 // page_size * page_size, "what was there stays, and is there once"
     assert engine.generate(prompt, greedy(4)).metrics.cached_tokens == 20 // page_size * page_size
     check_drained(engine)
-
-
-@SHARING
-def test_output_logprobs_behind_a_hit_are_those_without(make_engine: MakeEngine, m1: Any, cache: str) -> None:
-    engine, prompt, params = make_engine(**setting(cache=cache)), prompt_of(21), greedy(6, logprobs=3)
-    first, second = engine.generate(prompt, params), engine.generate(prompt, params)
-    assert (first.metrics.cached_tokens, second.metrics.cached_tokens) == (0, 20)
-    wanted = m1.generate(prompt, params)
-    for output in (first, second):
-        assert_same_logprobs(output.outputs[0].logprobs, wanted.outputs[0].logprobs, exact_ranks=False)
 
 
 @SHARING

@@ -1,6 +1,6 @@
 """Rows of slots: handed out empty, written and read, taken back once."""
 
-from collections.abc import Callable
+from collections import deque
 
 import numpy as np
 import pytest
@@ -9,21 +9,6 @@ from hypothesis import given, strategies as st
 from m1_single_request.errors import ConfigError
 from m4_radix_cache.errors import PoolError
 from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
-
-
-def test_rows_are_handed_out_in_order_and_the_first_freed_comes_first() -> None:
-    pool = ReqToTokenPool(size=3, max_context_len=4)
-    assert pool.alloc(3) == [0, 1, 2] and pool.available_size() == 0
-    pool.free(2)
-    pool.free([0])
-    assert pool.available_size() == 2 and pool.alloc(2) == [2, 0]
-
-
-def test_too_few_rows_give_none_and_nothing_changes() -> None:
-    pool = ReqToTokenPool(size=3, max_context_len=4)
-    pool.alloc(1)
-    assert pool.alloc(3) is None
-    assert pool.available_size() == 2 and pool.alloc(2) == [1, 2] and pool.alloc(0) == []
 
 
 def test_rows_are_made_when_they_are_needed_and_keep_what_they_hold() -> None:
@@ -52,15 +37,6 @@ def test_a_row_holds_what_was_written_and_reading_copies_it() -> None:
     slots[:] = 1
     assert pool.read(row, 0, 6).tolist() == [0, 7, 8, 9, 0, 0]
     assert pool.req_to_token.dtype == np.int32 and pool.req_to_token.shape == (2, 6)
-
-
-def test_a_new_row_shows_nothing_of_its_last_request() -> None:
-    """Unused entries point at page 0, not at pages that somebody else has now."""
-    pool = ReqToTokenPool(size=1, max_context_len=4)
-    pool.alloc(1)
-    pool.write(0, 0, np.array([5, 6, 7, 8]))
-    pool.free(0)
-    assert pool.alloc(1) == [0] and pool.read(0, 0, 4).tolist() == [0, 0, 0, 0]
 
 
 def test_a_row_knows_how_many_tokens_have_a_slot() -> None:
@@ -106,37 +82,28 @@ def test_a_wrong_free_raises_and_changes_nothing(rows: int | list[int]) -> None:
     assert pool.alloc(3) == [2, 1, 0]
 
 
-def test_clear_takes_all_rows_back() -> None:
-    pool = ReqToTokenPool(size=3, max_context_len=4)
-    pool.alloc(2)
-    pool.clear()
-    assert pool.alloc(3) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ReqToTokenPool(size=0, max_context_len=4),
-        lambda: ReqToTokenPool(size=4, max_context_len=0),
-    ],
-    ids=["no row", "no token"],
-)
-def test_a_pool_without_room_is_refused(make: Callable[[], ReqToTokenPool]) -> None:
+@pytest.mark.parametrize(("size", "max_context_len"), [(0, 4), (4, 0)], ids=["no row", "no token"])
+def test_a_pool_without_room_is_refused(size: int, max_context_len: int) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        make()
+        ReqToTokenPool(size=size, max_context_len=max_context_len)
 
 
 @given(size=st.integers(1, 5), numbers=st.lists(st.integers(-4, 4), max_size=30))
-def test_free_and_used_rows_are_disjoint_and_together_all(size: int, numbers: list[int]) -> None:
+def test_rows_are_handed_out_empty_and_the_first_freed_comes_first(size: int, numbers: list[int]) -> None:
     """A positive number allocates, a negative one frees the oldest."""
-    pool, held = ReqToTokenPool(size=size, max_context_len=2), list[int]()
+    pool, held, free = ReqToTokenPool(size=size, max_context_len=2), list[int](), deque(range(size))
     for number in numbers:
-        if number >= 0:
-            rows = pool.alloc(number)
-            assert (rows is None) == (number > size - len(held))
-            assert not set(rows or []) & set(held)
-            held += rows or []
-        else:
+        if number < 0:
             pool.free(held[:-number])
+            free.extend(held[:-number])
             held = held[-number:]
-        assert len(set(held)) == len(held) == size - pool.available_size() and set(held) <= set(range(size))
+        elif number > len(free):
+            assert pool.alloc(number) is None, "and nothing changes"
+        else:
+            rows = [free.popleft() for _ in range(number)]
+            assert pool.alloc(number) == rows
+            for row in rows:
+                assert pool.lens[row] == 0 and not pool.read(row, 0, 2).any(), "nothing of its last request"
+                pool.write(row, 0, np.array([8, 9]))
+            held += rows
+        assert pool.available_size() == len(free)

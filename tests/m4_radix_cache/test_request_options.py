@@ -22,6 +22,9 @@ CALLS: dict[str, Callable[[LLMEngine], Call]] = {
     "add_request": lambda engine: lambda **options: engine.add_request(ids(9), greedy(2), **options),
     "add_request of a family": lambda engine: lambda **options: engine.add_request(ids(9), greedy(2, n=2), **options),
 }
+BATCH: dict[str, Callable[[LLMEngine], Call]] = {
+    "generate_batch": lambda engine: lambda **options: engine.generate_batch([ids(9), ids(4)], greedy(2), **options),
+}
 WRONG = [
     ({"priority": "high"}, "priority='high' must be a whole number"),
     ({"priority": 1.0}, "priority=1.0"),
@@ -67,40 +70,23 @@ def test_a_batch_with_a_wrong_option_runs_nothing(
     engine = make_engine(**setting(2))
     if "salt" in options:
         with pytest.raises(InvalidRequestError, match=message):
-            engine.generate_batch([ids(4), ids(5)], greedy(2), **options)
+            BATCH["generate_batch"](engine)(**options)
     else:
-        outputs = engine.generate_batch([ids(4), ids(5)], greedy(2), **options)
+        outputs = BATCH["generate_batch"](engine)(**options)
         assert [output.finish_reason for output in outputs.values()] == ["error"] * 2
         assert all(isinstance(output.error, InvalidRequestError) for output in outputs.values())
     assert engine.stats().num_steps == 0
     check_drained(engine)
 
 
-@pytest.mark.parametrize("name", ["generate", "chat", "stream", "add_request"])
-def test_every_call_passes_them_on(make_engine: MakeEngine, name: str) -> None:
+@pytest.mark.parametrize("name", CALLS | BATCH)
+def test_every_call_passes_them_on_to_each_request(make_engine: MakeEngine, name: str) -> None:
     engine = make_engine(chat_template=TEMPLATE, **setting(2))
     recorder = Recorder(engine.tracer)
-    result = CALLS[name](engine)(priority=-(2**63) + 1, cache_salt="tenant")
+    result = (CALLS | BATCH)[name](engine)(priority=-(2**63) + 1, cache_salt="tenant")
     assert result is not None, "kept: a stream that nobody holds is aborted"
     for _ in unfinished(engine):
         engine.step()
-    (told,) = recorder.events("request_options")
-    assert (told.priority, told.extra_key) == (-(2**63) + 1, "tenant")
+    passed = [(event.priority, event.extra_key) for event in recorder.events("request_options")]
+    assert passed == [(-(2**63) + 1, "tenant")] * (2 if name.endswith("family") or name == "generate_batch" else 1)
     assert recorder.events("inserted")[0].extra_key == "tenant"
-
-
-def test_a_batch_passes_them_to_each_request(make_engine: MakeEngine) -> None:
-    engine = make_engine(**setting(2))
-    recorder = Recorder(engine.tracer)
-    outputs = engine.generate_batch([ids(9), ids(9)], greedy(2), priority=3, cache_salt="tenant")
-    told = [(event.rid, event.priority, event.extra_key) for event in recorder.events("request_options")]
-    assert told == [(rid, 3, "tenant") for rid in outputs]
-
-
-def test_the_most_important_go_first_and_equals_in_order_of_arrival(make_engine: MakeEngine) -> None:
-    engine = make_engine(**setting(1, policy="priority"))
-    recorder = Recorder(engine.tracer)
-    for rid, priority in (("a", 0), ("b", 2), ("c", -1), ("d", 2), ("e", 10**18)):
-        engine.add_request(ids(3), greedy(1), request_id=rid, priority=priority)
-    run(engine)
-    assert [admit.rid for admit in recorder.events("admit")] == ["e", "b", "d", "a", "c"]

@@ -1,4 +1,7 @@
-"""Retraction: who has to go when memory runs out, what stays of it, when it comes back, and that no answer shows it."""
+"""Retraction: requests that leave the batch when memory runs out, what they keep, and requests that outgrow the memory.
+
+The choice of victims, their order when they come back and their tokens: `test_scheduler_properties.py`.
+"""
 
 from typing import Any
 
@@ -26,31 +29,7 @@ def step_until_retracted(bed: RadixBed) -> Step:
             return step
 
 
-# --- the victim -------------------------------------------------------------------------------------------------------
-
-
-def test_the_victim_has_the_fewest_outputs() -> None:
-    bed = make_radix_bed(max_num_seqs=3)
-    bed.add(4, max_tokens=9), bed.step()
-    bed.step(), bed.step()
-    bed.add(4, max_tokens=9, request_id="fewest"), bed.step()
-    bed.add(9, max_tokens=2, request_id="short"), bed.abort("short"), bed.step()
-    bed.pools.due = 1
-    bed.step()
-    assert bed.retracted() == ["fewest"] and len(bed.said("fewest")) == 2
-    bed.drain()
-
-
-@pytest.mark.parametrize(("lengths", "victim"), [([4, 6, 5], "r1"), ([5, 5, 5], "r2"), ([6, 4, 6], "r2")])
-def test_of_those_with_as_many_outputs_the_longest_prompt_goes_then_the_newest(lengths: list[int], victim: str) -> None:
-    bed = make_radix_bed(max_num_seqs=3)
-    for length in lengths:
-        bed.add(length, max_tokens=9)
-    bed.step(), bed.step()
-    bed.pools.due = 1
-    bed.step()
-    assert bed.retracted() == [victim]
-    bed.drain()
+# --- the victims ------------------------------------------------------------------------------------------------------
 
 
 def test_as_many_go_as_it_takes_and_one_always_stays() -> None:
@@ -94,39 +73,6 @@ def test_what_the_cache_has_of_it_stays_until_somebody_needs_the_room() -> None:
     bed.drain()
 
 
-def test_a_request_that_came_back_reports_what_it_found_when_it_first_came() -> None:
-    bed = crowd(num_tokens=40)
-    bed.pools.due = 1
-    bed.step(), bed.step()
-    assert bed.reqs["r1"].num_retractions == 1 and bed.reqs["r1"].cached_tokens == 0
-    assert bed.scheduler.num_retractions == 1
-    bed.drain()
-
-
-def test_a_request_that_came_back_has_its_penalties() -> None:
-    """The oracle compares the history of every row that is penalised."""
-    bed = make_radix_bed(max_num_seqs=3)
-    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
-    for number in range(3):
-        bed.add(4, max_tokens=9, **(penalties if number else {}))
-    for _ in range(3):
-        bed.step()
-    bed.pools.due = 2
-    bed.step()
-    assert bed.retracted() == ["r1", "r2"]
-    assert set(bed.drain().values()) == {"length"}
-
-
-def test_the_trace_says_why() -> None:
-    bed = crowd()
-    step_until_retracted(bed)
-    (event,) = bed.events("retract")
-    assert (event.rid, event.num_output_tokens, event.needed) == ("r1", len(bed.said("r1")), 2)
-    assert event.available < 2 and event.new_token_ratio == bed.scheduler.new_token_ratio.value
-    assert f"r1 is retracted: the next tokens need 2 slots, {event.available}" in event.explain()
-    bed.drain()
-
-
 def test_the_ratio_is_measured_anew() -> None:
     bed = crowd()
     step_until_retracted(bed)
@@ -134,35 +80,6 @@ def test_the_ratio_is_measured_anew() -> None:
     assert bed.scheduler.new_token_ratio.value == min(1.0, (said + 20) / (8 + 1))
     bed.drain()
     assert bed.scheduler.new_token_ratio.value == 0.0, "idle: as at the start"
-
-
-# --- who comes back when ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule_policy", ["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"])
-def test_whoever_was_retracted_goes_before_all_others_oldest_first(schedule_policy: str) -> None:
-    bed = make_radix_bed(max_num_seqs=3, schedule_policy=schedule_policy)
-    for _ in range(3):
-        bed.add(4, max_tokens=9)
-    bed.step(), bed.step()
-    bed.add(9, max_tokens=30, priority=9, same_as="r0")
-    bed.pools.due = 2
-    bed.step()
-    retracted = bed.retracted()
-    assert len(retracted) == 2 and bed.waiting() == ["r3", *sorted(retracted, key=bed.waiting().index)]
-    assert list(bed.step().output.rids) == retracted
-    bed.drain()
-
-
-@EVERY_CACHE
-def test_nobody_is_admitted_in_a_step_that_retracted(prefix_cache: str) -> None:
-    bed = crowd(prefix_cache=prefix_cache)
-    while bed.pools.token_to_kv_pool_allocator.available_size() + bed.pools.tree_cache.evictable_size() > 1:
-        bed.step()
-    newcomer = bed.add(1, max_tokens=1)
-    step = bed.step()
-    assert bed.retracted() == ["r1"] and step.output.mode == "decode" and newcomer in bed.waiting()
-    assert bed.drain()[newcomer] == "length"
 
 
 def test_a_resumed_request_alone_may_exceed_the_token_budget() -> None:
@@ -181,39 +98,6 @@ def test_a_resumed_request_alone_may_exceed_the_token_budget() -> None:
     bed.drain()
 
 
-# --- no answer shows it -----------------------------------------------------------------------------------------------
-
-
-@EVERY_CACHE
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_answers_with_forced_retractions_are_those_without(page_size: int, prefix_cache: str) -> None:
-    bed = make_radix_bed(page_size=page_size, max_num_seqs=3, tensors=True, prefix_cache=prefix_cache)
-    for number in range(5):
-        bed.add(1 + 3 * number % 7, max_tokens=6 + number, n=1 + number % 2)
-    while bed.scheduler.requests and len(bed.steps) < 300:
-        bed.pools.due = int(len(bed.steps) % 3 == 2)
-        bed.step()
-        bed.pools.release()
-    assert bed.pools.num_forced == bed.scheduler.num_retractions > 3
-    assert len(bed.drain()) == 7 and set(bed.ended.values()) == {"length"}
-
-
-@EVERY_CACHE
-@pytest.mark.parametrize("when", ["waits", "comes back"])
-def test_an_abort_of_a_retracted_request_frees_everything(prefix_cache: str, when: str) -> None:
-    bed = crowd(prefix_cache=prefix_cache)
-    step_until_retracted(bed)
-    num_said = len(bed.said("r1"))
-    if when == "waits":
-        bed.abort("r1")
-        assert bed.step().ended["r1"] == "abort"
-    while bed.retracted():
-        step = bed.step(between=lambda decision: "r1" in decision.rids and bed.abort("r1"))
-        assert step.ended.get("r1") == "abort" or bed.retracted()
-    assert bed.drain()["r1"] == "abort" and len(bed.said("r1")) == num_said
-    assert bed.reported_ends.count("r1") == 1
-
-
 # --- who cannot be helped ---------------------------------------------------------------------------------------------
 
 
@@ -229,14 +113,6 @@ def test_a_request_that_outgrows_the_pool_alone_fails_and_others_go_on(prefix_ca
         f"request 'r0' has grown to 9 tokens, and the KV memory has room for 8, in pages of {page_size}: give it more, "
         "or ask for fewer tokens"
     )
-
-
-@EVERY_CACHE
-def test_of_two_that_grow_without_end_each_fills_the_pool_before_it_fails(prefix_cache: str) -> None:
-    bed = make_radix_bed(num_tokens=12, page_size=2, max_num_seqs=2, conservativeness=0, prefix_cache=prefix_cache)
-    bed.add(2, max_tokens=20), bed.add(2, max_tokens=20)
-    assert bed.drain(limit=200) == {"r0": "error", "r1": "error"}
-    assert [len(bed.said(rid)) for rid in ("r0", "r1")] == [11, 11], "prompt and output but for the newest token"
 
 
 def test_a_prompt_over_the_pool_that_intake_let_pass_fails_alone() -> None:

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from m1_single_request.errors import ForwardError
-from m1_single_request.sampler import Sampler, apply_penalties
+from m1_single_request.sampler import Sampler
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.sampling_params import SamplingParams
-from m1_single_request.tracer import Tracer, TraceRecord
+from m1_single_request.tracer import Tracer
 from m3_paged_attention.row_sampler import RowSampler, SamplingRow, SamplingRows, plain_metadata
 from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
+from tests.support.engines import Recorder
 
 CPU = torch.device("cpu")
 VOCAB = 7
@@ -192,90 +193,7 @@ def test_a_merge_does_not_touch_the_batch_it_takes_from(ours: list[Req]) -> None
     check(other, theirs)
 
 
-# --- what the settings do over a life ---------------------------------------------------------------------------------
-
-
-def allowed(info: SamplingBatchInfo) -> list[bool]:
-    """Whether each row may sample a stop id now."""
-    bias = info.metadata().bias
-    return [True] * len(info) if bias is None else [not row[list(EOS)].isneginf().any() for row in bias]
-
-
-def test_stop_ids_are_blocked_for_exactly_min_tokens_steps() -> None:
-    reqs = [Req(min_tokens=3), Req(min_tokens=1), Req()]
-    info = info_of(*reqs)
-    seen = []
-    for _ in range(5):
-        seen.append(allowed(info))
-        accept(info, reqs, [0, 0, 0])
-    assert [column.count(False) for column in zip(*seen, strict=True)] == [3, 1, 0]
-    assert info.metadata().bias is None, "there is nothing left to forbid"
-
-
-def test_a_row_that_may_stop_has_its_logit_bias_back() -> None:
-    info = info_of(Req(min_tokens=1, logit_bias={2: 4.0, 3: -1.0}))
-    bias = info.metadata().bias
-    assert bias is not None and bias[0].tolist() == [0, 0, -np.inf, -1, 0, -np.inf, 0]
-    info.advance([0], 1)
-    bias = info.metadata().bias
-    assert bias is not None and bias[0].tolist() == [0, 0, 4, -1, 0, 0, 0]
-
-
-def penalised(info: SamplingBatchInfo) -> list[list[float]]:
-    """What the penalties make of logits that are all zero."""
-    return apply_penalties(torch.zeros(len(info), VOCAB), info.metadata()).tolist()
-
-
-def test_penalties_count_what_was_accepted_step_by_step() -> None:
-    reqs = [Req(frequency_penalty=1.0), Req(presence_penalty=1.0), Req(frequency_penalty=2.0)]
-    info = info_of(*reqs)
-    accept(info, reqs, [3, 3, 6])
-    assert [row[3] for row in penalised(info)] == [-1, -1, 0] and penalised(info)[2][6] == -2
-    accept(info, reqs, [3, 3, 0])
-    assert [row[3] for row in penalised(info)] == [-2, -1, 0] and penalised(info)[2][0] == -2
-
-
-def test_a_history_survives_its_neighbours_coming_and_going() -> None:
-    leaves, stays = Req(frequency_penalty=0.5), Req(frequency_penalty=1.0)
-    info = info_of(leaves, stays)
-    accept(info, [leaves, stays], [6, 3])
-    info.filter_batch([1])
-    running = info_of(Req())
-    running.merge_batch(info)
-    assert penalised(running)[1] == [0, 0, 0, -1, 0, 0, 0]
-
-
-def test_a_history_survives_a_retraction() -> None:
-    req = Req(frequency_penalty=1.0, repetition_penalty=2.0)
-    info = info_of(req)
-    accept(info, [req], [3])
-    accept(info, [req], [3])
-    before = info.metadata()
-    info.filter_batch([])
-    assert len(info) == 0 and info.is_plain
-    info.merge_batch(info_of(req))
-    check_same(info.metadata(), before)
-
-
-def test_a_draw_depends_on_seed_and_position_alone() -> None:
-    def numbers(info: SamplingBatchInfo) -> list[float]:
-        uniforms = info.metadata().uniforms
-        assert uniforms is not None
-        return uniforms.tolist()
-
-    alone = [numbers(info_of(Req(seed=9, temperature=1.0, output=[0] * position)))[0] for position in range(4)]
-    assert len(set(alone)) == 4
-    info = info_of(Req(seed=1, temperature=1.0), Req(seed=9, temperature=1.0))
-    found = [numbers(info)[1]]
-    info.advance([4, 4], 1)
-    info.filter_batch([1])
-    found.append(numbers(info)[0])
-    info.advance([2], 1)
-    other = info_of(Req(seed=5))
-    other.merge_batch(info)
-    found.append(numbers(other)[1])
-    other.advance([1, 1], 1)
-    assert [*found, numbers(other)[1]] == alone
+# --- extremes ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_child_of_the_largest_seed_has_draws() -> None:
@@ -332,15 +250,6 @@ def test_a_step_makes_no_tensor_again_that_has_not_changed() -> None:
         assert getattr(second, name) is getattr(first, name), name
 
 
-def test_what_no_row_uses_is_none() -> None:
-    info = info_of(*[Req(**kind) for kind in KINDS])
-    assert all(getattr(info.metadata(), field.name) is not None for field in dataclasses.fields(SamplingMetadata))
-    info.filter_batch([1])  # greedy, with logprobs
-    found = {f.name for f in dataclasses.fields(SamplingMetadata) if getattr(info.metadata(), f.name) is not None}
-    assert found == {"greedy", "all_greedy", "temperature", "num_logprobs"}
-    assert info.bias is None and info.seen is None and info.output_counts is None
-
-
 def test_it_holds_plain_data_and_nothing_of_its_requests() -> None:
     reqs = [Req(**kind) for kind in KINDS]
     info = info_of(*reqs)
@@ -358,19 +267,6 @@ def test_it_holds_plain_data_and_nothing_of_its_requests() -> None:
 # --- the sampler of m3 ------------------------------------------------------------------------------------------------
 
 
-class Reader:
-    """Keeps the events of a trace."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def read(self, record: TraceRecord) -> None:
-        self.events.append(record.event)
-
-    def close(self) -> None:
-        pass
-
-
 IMPOSSIBLE = len(KINDS)  # the row that forbids every token
 
 
@@ -384,12 +280,12 @@ def test_the_row_sampler_does_with_it_what_it_does_with_rows(broken: Sequence[in
     logits[list(broken)] = torch.nan
 
     def sampled(batch: Any) -> tuple[list[str], list[list[int]], list[Any], dict[str, str], list[Any]]:
-        reader, tracer = Reader(), Tracer()
-        tracer.attach(reader)
+        tracer = Tracer()
+        recorder = Recorder(tracer)
         result = RowSampler(sampler=Sampler(), token_text=str, tracer=tracer)(names, batch, logits)
         assert all(type(error) is ForwardError for error in result.errors.values())
         errors = {name: str(error) for name, error in result.errors.items()}
-        return *result[:3], errors, reader.events
+        return *result[:3], errors, recorder.events("sampled")
 
     info = info_of(*reqs)
     found = req_ids, token_ids, _, errors, events = sampled(info)

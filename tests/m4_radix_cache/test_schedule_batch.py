@@ -1,50 +1,16 @@
 """The living batch by itself: what a step needs of it, and that its arrays stay as long as its list of requests."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 
-from m1_single_request import SamplingParams
 from m1_single_request.errors import PartError
 from m1_single_request.request import FinishAbort, RequestStatus
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req
-from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
+from tests.m4_radix_cache.batches import SETTINGS, check_columns, extend, pools_of, req_of
 from tests.m4_radix_cache.caches import make_cache, put
-from tests.testbed.fakes import CPU, VOCAB_SIZE, make_request
-
-
-def make_pools(**settings: Any) -> Pools:
-    cache = make_cache(**settings)
-    return Pools(cache.req_to_token_pool, cache.token_to_kv_pool_allocator, cache)
-
-
-def req_of(pools: Pools, rid: str, prompt: Sequence[int], **params: Any) -> Req:
-    """A request that was admitted: it has looked into the cache, and locked what it found."""
-    settings = SamplingParams(**{"max_tokens": 8} | params)
-    req = make_request(rid, prompt, settings, request_class=Req, seed=len(prompt))
-    assert isinstance(req, Req)
-    admit(pools, req)
-    return req
-
-
-def admit(pools: Pools, req: Req) -> None:
-    req.init_next_round_input(pools.tree_cache)
-    pools.tree_cache.inc_lock_ref(req.last_node)
-
-
-def extend(pools: Pools, reqs: Sequence[Req]) -> ScheduleBatch:
-    batch = ScheduleBatch.init_new(reqs, pools)
-    no_stop_ids: frozenset[int] = frozenset()
-    info = SamplingBatchInfo.from_reqs(
-        batch.reqs, vocab_size=VOCAB_SIZE, stop_ids=lambda sequence: no_stop_ids, device=CPU
-    )
-    batch.prepare_for_extend(info)
-    return batch
 
 
 def say(batch: ScheduleBatch, *token_ids: int) -> None:
@@ -58,65 +24,12 @@ def say(batch: ScheduleBatch, *token_ids: int) -> None:
             batch.pools.tree_cache.cache_unfinished_req(req)
 
 
-def check_columns(batch: ScheduleBatch, *rids: str) -> None:
-    """Every per-request array has a row for each request, and the rows are theirs."""
-    assert [req.rid for req in batch.reqs] == list(rids)
-    assert batch.req_pool_indices.tolist() == [req.req_pool_idx for req in batch.reqs]
-    assert batch.seq_lens.tolist() == [req.kv_allocated_len for req in batch.reqs]
-    assert batch.output_ids.tolist() == [req.output_ids[-1] for req in batch.reqs]
-    info = batch.sampling_info
-    assert info is not None and len(info) == len(rids)
-    assert info.params == [req.sampling_params for req in batch.reqs]
-    assert info.seeds == [req.seed for req in batch.reqs]
-    for column in (info.positions, info.numbers, info.plain, info.blocked_until):
-        assert len(column) == len(rids)
-    for tensor in (info.bias, info.seen, info.output_counts):
-        assert tensor is None or len(tensor) == len(rids)
-
-
 # --- prefill ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_extend_computes_what_the_cache_lacks() -> None:
-    pools = make_pools(page_size=2)
-    cached = put(pools.tree_cache, [1, 2, 3, 4])
-    reqs = [req_of(pools, "a", [1, 2, 3, 4, 5, 6, 7]), req_of(pools, "b", [8, 9, 10])]
-    batch = extend(pools, reqs)
-    assert batch.forward_mode is ForwardMode.EXTEND
-    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 10]
-    assert (batch.prefix_lens, batch.extend_lens, batch.seq_lens.tolist()) == ([4, 0], [3, 3], [7, 3])
-    row = pools.req_to_token_pool.read(reqs[0].req_pool_idx, 0, 7)  # type: ignore[arg-type]
-    assert row[:4].tolist() == cached.tolist() and row[4:].tolist() == batch.out_cache_loc[:3].tolist()
-    assert [req.kv_committed_len for req in reqs] == [4, 0] and [req.kv_allocated_len for req in reqs] == [7, 3]
-
-
-def test_requests_with_one_new_token_come_last() -> None:
-    pools = make_pools()
-    put(pools.tree_cache, [1, 2, 3])
-    prompts = {"a": [1, 2, 3], "b": [5, 6], "c": [7], "d": [8, 9]}
-    batch = extend(pools, [req_of(pools, rid, prompt) for rid, prompt in prompts.items()])
-    assert [req.rid for req in batch.reqs] == ["b", "d", "a", "c"] and batch.extend_lens == [2, 2, 1, 1]
-    assert batch.input_ids.tolist() == [5, 6, 8, 9, 3, 7]
-
-
-def test_a_retracted_request_computes_its_outputs_again_with_its_history() -> None:
-    pools = make_pools()
-    req = req_of(pools, "a", [1, 2, 3], frequency_penalty=0.5)
-    say(extend(pools, [req]), 7)
-    batch = ScheduleBatch.init_new([req], pools)
-    pools.tree_cache.cache_finished_req(req, is_insert=False)
-    put(pools.tree_cache, [1, 2])
-    admit(pools, req)
-    batch = extend(pools, [req])
-    assert batch.input_ids.tolist() == [7] and batch.prefix_lens == [3], "the prompt is in the cache"
-    info = batch.sampling_info
-    assert info is not None and info.positions.tolist() == [1]
-    assert info.output_counts is not None and info.output_counts[0].nonzero().tolist() == [[7]]
 
 
 @pytest.mark.parametrize(("num_pages", "num_rows"), [(2, 8), (64, 1)], ids=["slots", "rows"])
 def test_a_batch_that_finds_no_room_changes_nothing_and_says_so(num_pages: int, num_rows: int) -> None:
-    pools = make_pools(page_size=2, num_pages=num_pages, num_rows=num_rows)
+    pools = pools_of(make_cache(page_size=2, num_pages=num_pages, num_rows=num_rows))
     reqs = [req_of(pools, "a", [1, 2, 3]), req_of(pools, "b", [4, 5, 6])]
     with pytest.raises(PartError, match="2 requests were admitted, and the KV memory has no room for them"):
         extend(pools, reqs)
@@ -126,7 +39,7 @@ def test_a_batch_that_finds_no_room_changes_nothing_and_says_so(num_pages: int, 
 
 
 def test_a_batch_with_nothing_to_compute_is_refused_and_takes_nothing() -> None:
-    pools = make_pools()
+    pools = pools_of(make_cache())
     req = req_of(pools, "a", [1, 2, 3])
     req.extend_input_len = 0
     with pytest.raises(PartError, match="nothing is left to compute of a"):
@@ -136,7 +49,7 @@ def test_a_batch_with_nothing_to_compute_is_refused_and_takes_nothing() -> None:
 
 
 def test_an_extend_evicts_exactly_what_it_lacks() -> None:
-    pools = make_pools(num_pages=8)
+    pools = pools_of(make_cache(num_pages=8))
     put(pools.tree_cache, [1, 2, 3]), put(pools.tree_cache, [4, 5, 6])
     extend(pools, [req_of(pools, "a", [7, 8, 9])])
     assert pools.tree_cache.num_evicted_tokens == 3, "2 were free, and a leaf goes whole"
@@ -144,7 +57,7 @@ def test_an_extend_evicts_exactly_what_it_lacks() -> None:
 
 
 def test_what_the_model_is_told_is_plain_data() -> None:
-    pools = make_pools()
+    pools = pools_of(make_cache())
     batch = extend(pools, [req_of(pools, "a", [1, 2, 3], prompt_logprobs=2), req_of(pools, "b", [4, 5])])
     worker_batch = batch.get_model_worker_batch()
     assert worker_batch.rids == ["a", "b"] and worker_batch.num_scheduled_tokens == {"a": 3, "b": 2}
@@ -160,26 +73,11 @@ def test_what_the_model_is_told_is_plain_data() -> None:
 # --- decode -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_decode_writes_its_token_behind_the_others() -> None:
-    pools = make_pools(page_size=4)
-    reqs = [req_of(pools, rid, range(1, 1 + length)) for rid, length in {"a": 9, "b": 3, "c": 5}.items()]
-    batch = extend(pools, reqs)
-    say(batch, 61, 62, 63)
-    batch.prepare_for_decode()
-    assert batch.forward_mode is ForwardMode.DECODE
-    assert batch.input_ids.tolist() == [61, 62, 63] and batch.seq_lens.tolist() == [10, 4, 6]
-    assert [req.kv_allocated_len for req in reqs] == [10, 4, 6], "each has a slot for the new token"
-    assert [req.kv_committed_len for req in reqs] == [9, 3, 5], "and its KV comes with the step"
-    rows = pools.req_to_token_pool
-    last = [rows.read(req.req_pool_idx, length, length + 1)[0] for req, length in zip(reqs, (9, 3, 5), strict=True)]  # type: ignore[arg-type]
-    assert batch.out_cache_loc.tolist() == last
-
-
 @pytest.mark.parametrize(
     ("page_size", "lens", "needed"), [(1, [3, 4, 5], 3), (4, [3, 4, 5], 4), (4, [8, 4], 8), (2, [1, 3], 0)]
 )
 def test_the_next_tokens_need_a_page_for_each_who_begins_one(page_size: int, lens: list[int], needed: int) -> None:
-    pools = make_pools(page_size=page_size)
+    pools = pools_of(make_cache(page_size=page_size))
     reqs = [req_of(pools, f"r{i}", range(10 * i, 10 * i + length)) for i, length in enumerate(lens)]
     batch = extend(pools, reqs)
     say(batch, *range(70, 70 + len(lens)))
@@ -191,7 +89,7 @@ def test_the_next_tokens_need_a_page_for_each_who_begins_one(page_size: int, len
 
 
 def test_room_for_the_next_tokens_is_made_by_eviction() -> None:
-    pools = make_pools(num_pages=6)
+    pools = pools_of(make_cache(num_pages=6))
     put(pools.tree_cache, [9, 8, 7])
     batch = extend(pools, [req_of(pools, "a", [1, 2, 3])])
     say(batch, 70)
@@ -200,30 +98,7 @@ def test_room_for_the_next_tokens_is_made_by_eviction() -> None:
     assert batch.room() == (1, 3)
 
 
-def test_whoever_is_taken_out_gives_up_what_is_its_own() -> None:
-    pools = make_pools(page_size=2)
-    a, b = req_of(pools, "a", [1, 2, 3]), req_of(pools, "b", [5, 6, 7, 8])
-    batch = extend(pools, [a, b])
-    say(batch, 70, 71)
-    batch.prepare_for_decode()
-    say(batch, 72, 73)
-    free = pools.token_to_kv_pool_allocator.available_size()
-    batch.retract_decode(a)
-    check_columns(batch, "b")
-    assert a.req_pool_idx is None and a.output_ids == [70, 72] and a.kv_committed_len == a.kv_allocated_len == 0
-    assert pools.token_to_kv_pool_allocator.available_size() == free + 2, "its tail; the whole page is the cache's"
-    assert pools.tree_cache.evictable_size() == 2
-
-
 # --- who is in it -----------------------------------------------------------------------------------------------------
-
-SETTINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 0.0, "repetition_penalty": 1.3},
-    {"temperature": 0.0, "logit_bias": {5: 1.0}},
-    {"temperature": 0.7, "presence_penalty": 0.2, "min_tokens": 3},
-]
 
 
 def running(pools: Pools, names: str, first: int = 0) -> ScheduleBatch:
@@ -241,7 +116,7 @@ def running(pools: Pools, names: str, first: int = 0) -> ScheduleBatch:
 
 @pytest.mark.parametrize("keep", [[0], [2], [0, 2], [1, 2], [], [0, 1, 2]])
 def test_filter_then_merge_keeps_every_array_as_long_as_the_batch(keep: list[int]) -> None:
-    pools = make_pools()
+    pools = pools_of(make_cache())
     batch, other = running(pools, "abc"), running(pools, "de", first=3)
     batch.filter_batch(keep)
     check_columns(batch, *("abc"[i] for i in keep))
@@ -259,7 +134,7 @@ def test_filter_then_merge_keeps_every_array_as_long_as_the_batch(keep: list[int
 
 
 def test_a_batch_that_was_empty_becomes_the_other_one() -> None:
-    pools = make_pools()
+    pools = pools_of(make_cache())
     batch = ScheduleBatch([], pools)
     assert not batch.reqs
     batch.merge_batch(running(pools, "ab"))
@@ -270,16 +145,8 @@ def test_a_batch_that_was_empty_becomes_the_other_one() -> None:
     check_columns(batch, "c")
 
 
-def test_merging_nobody_changes_nobody() -> None:
-    pools = make_pools()
-    batch, other = running(pools, "ab"), running(pools, "c", first=50)
-    other.filter_batch([])
-    batch.merge_batch(other)
-    check_columns(batch, "a", "b")
-
-
 def test_a_filter_without_indices_keeps_whoever_goes_on() -> None:
-    pools = make_pools()
+    pools = pools_of(make_cache())
     batch = running(pools, "abc")
     batch.filter_batch()
     check_columns(batch, "a", "b", "c")
@@ -291,7 +158,7 @@ def test_a_filter_without_indices_keeps_whoever_goes_on() -> None:
 
 
 def test_tokens_may_come_in_any_order_and_not_for_everybody() -> None:
-    pools = make_pools()
+    pools = pools_of(make_cache())
     batch = running(pools, "abc")
     reqs, tokens = batch.take_tokens(ModelRunnerOutput(["c", "a"], [[5], [6]], [[None], [None]]))
     assert [req.rid for req in reqs] == ["c", "a"] and tokens == [5, 6]
@@ -299,7 +166,7 @@ def test_tokens_may_come_in_any_order_and_not_for_everybody() -> None:
 
 
 def test_an_eviction_is_asked_for_only_where_room_is_missing() -> None:
-    pools = make_pools(num_pages=8)
+    pools = pools_of(make_cache(num_pages=8))
     put(pools.tree_cache, [1, 2, 3])
     assert pools.make_room(5) and pools.tree_cache.num_evicted_tokens == 0
     assert not pools.make_room(9) and pools.tree_cache.num_evicted_tokens == 3

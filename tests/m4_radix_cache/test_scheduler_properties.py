@@ -10,11 +10,10 @@ from typing import Any
 
 from hypothesis import given, settings, strategies as st
 
-from m3_paged_attention.errors import KVCapacityError
+from tests.m4_radix_cache.outcomes import answers, check_ends, check_names_do_not_matter, check_progress
 from tests.support.amounts import examples
 from tests.testbed.radix import RadixBed, make_radix_bed
-from tests.testbed.radix_runner import answer_of
-from tests.testbed.radix_traffic import Limits, Traffic, names, plain_trace, play, scheduled_names, traffic
+from tests.testbed.radix_traffic import Limits, Traffic, names, play, traffic
 
 MAX_MODEL_LEN = 40
 
@@ -29,68 +28,33 @@ def bed_for(traffic: Traffic, **settings: Any) -> RadixBed:
 @settings(max_examples=examples(100))
 @given(traffic())
 def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
-    bed = bed_for(traffic)
-    for _ in play(traffic, bed, names(traffic)):
-        pass
-    ids = scheduled_names(traffic, names(traffic))
-    assert bed.ended.keys() == set(ids)
-    assert sorted(bed.reported_ends) == sorted(names(traffic)), "callers hear of each end once"
-    aborted = {ids[who] for _, _, who in traffic.aborts}
-    for rid, reason in bed.ended.items():
-        req = bed.reqs[rid]
-        whole = answer_of(req, min(req.sampling_params.max_tokens, MAX_MODEL_LEN - len(req.origin_input_ids)))
-        assert bed.said(rid) == whole[: len(bed.said(rid))]
-        if reason == "abort":
-            assert rid in aborted
-        elif reason == "error":
-            is_outgrown = req.seqlen > traffic.limits.num_tokens
-            assert not isinstance(bed.error_of(rid), KVCapacityError) or is_outgrown, "it could have run alone"
-        else:
-            assert bed.said(rid) == whole
-            asked = req.sampling_params.prompt_logprobs is not None
-            assert (req.sequence.prompt_logprobs is not None) == asked
-    bed.flush()
+    check_ends(traffic, bed_for(traffic, tensors=True), MAX_MODEL_LEN)
 
 
 @settings(max_examples=examples(15))
 @given(traffic(), st.randoms(use_true_random=False))
 def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(traffic: Traffic, random: Any) -> None:
-    def trace(names: list[str]) -> list[Any]:
-        bed = bed_for(traffic, trace=True)
-        for _ in play(traffic, bed, names):
-            pass
-        return plain_trace(bed, [*scheduled_names(traffic, names), *names])
-
-    first = trace(names(traffic))
-    assert trace(names(traffic)) == first
-    others = names(traffic, prefix="request-")
-    random.shuffle(others)
-    assert trace(others) == first
+    check_names_do_not_matter(traffic, lambda: bed_for(traffic, trace=True), random)
 
 
 @settings(max_examples=examples(25))
 @given(traffic(disturbed=False))
 def test_there_is_always_somebody_who_goes_on(traffic: Traffic) -> None:
-    bed = bed_for(traffic)
-    for step in play(traffic, bed, names(traffic)):
-        assert step.counts or "error" in step.ended.values() or not bed.scheduler.requests
+    check_progress(traffic, bed_for(traffic))
 
 
 @settings(max_examples=examples(12))
 @given(traffic())
 def test_answers_are_the_same_in_another_cache_under_another_policy(traffic: Traffic) -> None:
     """Aborts and failures come at other tokens there, so only the wholly undisturbed are compared to the end."""
-    said = []
+    runs = []
     for prefix_cache, schedule_policy in (("chunk", "fcfs"), ("radix", "lpm"), ("hash", "dfs-weight")):
         limits = replace(
             traffic.limits, prefix_cache=prefix_cache, schedule_policy=schedule_policy, eviction_policy="lru"
         )
         plain = Traffic(limits, traffic.arrivals, squeezes=traffic.squeezes)
-        bed = bed_for(plain, debug=True)
-        for _ in play(plain, bed, names(plain)):
-            pass
-        said.append({rid: bed.said(rid) for rid in bed.requests})
-    assert said[0] == said[1] == said[2]
+        runs.append(answers(plain, bed_for(plain, debug=True)))
+    assert runs[0] == runs[1] == runs[2]
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------

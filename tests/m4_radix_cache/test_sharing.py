@@ -68,15 +68,6 @@ def test_a_policy_that_does_not_look_lets_all_compute_it_and_keeps_it_once(make_
     assert all(output.metrics.cached_tokens >= 40 for output in ask_all(engine, USERS)), "now it is there"
 
 
-def test_without_a_cache_everybody_computes_everything(make_engine: MakeEngine) -> None:
-    engine = make_engine(**setting(8, cache="chunk"))
-    for number in range(2):
-        assert all(output.metrics.cached_tokens == 0 for output in ask_all(engine, USERS))
-        assert engine.stats().num_prompt_tokens == (number + 1) * (200 + OWN)
-        assert engine.stats().available_size == engine.stats().max_total_tokens
-    assert engine.stats().hit_rate == 0
-
-
 # --- what is found ----------------------------------------------------------------------------------------------------
 
 
@@ -132,14 +123,6 @@ def common(one: list[int], other: list[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def test_a_page_that_differs_in_its_last_token_is_not_shared(make_engine: MakeEngine, cache: str) -> None:
-    engine = make_engine(**setting(page_size=16, cache=cache))
-    prompt = prompt_of(32)
-    engine.generate(prompt, greedy(1))
-    other = [*prompt[:31], prompt[31] + 1, 5]
-    assert engine.generate(other, greedy(1)).metrics.cached_tokens == (0 if cache == "chunk" else 16)
-
-
 @SHARING
 def test_a_retracted_request_finds_what_others_have_of_it(make_engine: MakeEngine, cache: str) -> None:
     engine = make_engine({"scheduler": ForcedRetraction}, **setting(8, cache=cache))
@@ -181,14 +164,3 @@ def test_a_flush_is_refused_while_anybody_waits_or_runs(make_engine: MakeEngine,
     assert output.finish_reason == "length"
     assert output.metrics.cached_tokens == (0 if cache == "chunk" else 36)
     check_flushed(engine)
-
-
-@SHARING
-def test_after_a_flush_everything_is_computed_anew(make_engine: MakeEngine, cache: str) -> None:
-    engine = make_engine(**setting(cache=cache))
-    said = [output.token_ids for output in ask_all(engine, USERS)]
-    check_flushed(engine)
-    outputs = ask_all(engine, USERS)
-    assert [output.token_ids for output in outputs] == said
-    assert engine.stats().num_prompt_tokens == 2 * (40 + OWN)
-    assert engine.stats().num_evicted_tokens == 0, "to forget is not to evict"

@@ -7,12 +7,8 @@ with m1, looks at the memory after every step, and says how many tokens may be c
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from m4_radix_cache import ForwardError, SamplingParams
-from m4_radix_cache.forward_batch import ForwardBatch
-from m4_radix_cache.model_runner import ModelRunner
 from tests.equivalence.traffic import prompt_of
 from tests.m4_radix_cache.engines import (
     MakeEngine,
@@ -25,15 +21,13 @@ from tests.m4_radix_cache.engines import (
     check_step,
     failing_runner,
     greedy,
+    no_numbers_for,
     run,
-    scheduler_of,
     setting,
     submit,
 )
 
 SHARING = pytest.mark.parametrize("cache", ["radix", "hash"])
-
-
 # --- sharing within a batch -------------------------------------------------------------------------------------------
 
 
@@ -119,67 +113,7 @@ def test_what_a_request_has_just_found_is_not_evicted_for_its_own_rest(
     assert cached_len(engine, first) == 12, "it was in use"
 
 
-@SHARING
-def test_what_a_running_request_reads_is_not_evicted_for_others(make_engine: MakeEngine, m1: Any, cache: str) -> None:
-    oldest_first = {"eviction_policy": "fifo"} if cache == "radix" else {}
-    engine = make_engine(**setting(tokens=48, cache=cache, conservativeness=0, **oldest_first))
-    first, second = prompt_of(12), prompt_of(12, 1)
-    for prompt in (first, second):
-        engine.generate(prompt, greedy(1))
-    asked = {"reader": ([*first, 9], greedy(14))}
-    submit(engine, asked)
-    for _ in range(2):
-        engine.step()
-        check_step(engine)
-    late = {"writer": (prompt_of(16, 2), greedy(4))}
-    submit(engine, late)
-    outputs = run(engine)
-    assert outputs["reader"].metrics.cached_tokens == 12
-    assert engine.stats().num_evicted_tokens >= 8 and not engine.stats().num_retractions
-    check_answers(outputs, m1, asked | late)
-
-
-@SHARING
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_an_evicted_page_that_others_wrote_into_is_never_found_again(
-    make_engine: MakeEngine, m1: Any, cache: str, page_size: int
-) -> None:
-    """Three prompts in turn, in a memory for one and a half of them: every page changes hands again and again."""
-    engine = make_engine(**setting(tokens=32, page_size=page_size, cache=cache))
-    prompts, params = [prompt_of(17), prompt_of(17, 1), [*prompt_of(9), *prompt_of(8, 1)]], greedy(4)
-    wanted = [m1.generate(prompt, params).token_ids for prompt in prompts]
-    pages: list[set[int]] = []
-    for number in (0, 1, 0, 1, 2, 0, 2, 2):
-        engine.add_request(prompts[number], params, request_id="p")
-        engine.step()
-        (req,) = scheduler_of(engine).running
-        row = scheduler_of(engine).pools.req_to_token_pool.read(req.req_pool_idx or 0, 0, 17)
-        pages.append(set((row // page_size).tolist()))
-        output = run(engine)["p"]
-        assert output.token_ids == wanted[number]
-        assert output.metrics.cached_tokens <= 16
-    assert output.metrics.cached_tokens == 16, "but what is there is found"
-    assert pages[0] & pages[1], "the same pages held other tokens"
-    assert engine.stats().num_evicted_tokens > 48
-
-
 # --- what a request leaves behind -------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(3)
-@SHARING
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_the_second_turn_finds_prompt_and_answer_of_the_first(
-    make_engine: MakeEngine, m1: Any, cache: str, page_size: int
-) -> None:
-    """100 tokens and 50 of an answer, the last of which has no KV; then these and 50 new ones."""
-    engine = make_engine(**setting(page_size=page_size, cache=cache))
-    first = engine.generate(prompt_of(100), greedy(50))
-    prompt = [*prompt_of(100), *first.token_ids, *prompt_of(50, 1)]
-    output = engine.generate(prompt, greedy(4))
-    assert output.metrics.cached_tokens == 149 // page_size * page_size
-    assert engine.stats().num_prompt_tokens == 100 + 200 - output.metrics.cached_tokens
-    assert output.token_ids == m1.generate(prompt, greedy(4)).token_ids
 
 
 @SHARING
@@ -222,20 +156,6 @@ def test_a_request_finds_nothing_under_another_salt(make_engine: MakeEngine, m1:
     assert engine.stats().evictable_size == 3 * 14, "each namespace has its own"
 
 
-@SHARING
-def test_requests_under_different_salts_do_not_wait_for_each_other(make_engine: MakeEngine, cache: str) -> None:
-    engine, recorder = make_engine(**setting(cache=cache)), []
-    recorder = Recorder(engine.tracer)
-    for salt in ("a", "b", "b"):
-        engine.add_request(
-            prompt_of(60), greedy(2), request_id=f"{salt}{len(recorder.events('request_added'))}", cache_salt=salt
-        )
-    outputs = run(engine)
-    batches = [(event.rids, event.prefix_lens) for event in recorder.events("batch") if event.mode == "extend"]
-    assert batches == [(("a0", "b1"), (0, 0)), (("b2",), (56,))]
-    assert [output.metrics.cached_tokens for output in outputs.values()] == [0, 0, 56]
-
-
 @pytest.mark.parametrize("moment", ["before", "forward", "after"])
 @SHARING
 def test_a_prompt_whose_forward_failed_leaves_nothing_in_the_cache(
@@ -254,24 +174,11 @@ def test_a_prompt_whose_forward_failed_leaves_nothing_in_the_cache(
     assert again.metrics.cached_tokens == 8 and again.token_ids == m1.generate(prompt, params).token_ids
 
 
-class NoNumbers(ModelRunner):
-    """Its first forward gives no numbers for the last token."""
-
-    is_first = True
-
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        hidden = super().forward(batch)
-        if self.is_first:
-            self.is_first = False
-            hidden[-1] = torch.nan
-        return hidden
-
-
 @SHARING
 def test_a_prompt_with_logits_that_are_no_numbers_leaves_nothing_in_the_cache(
     make_engine: MakeEngine, m1: Any, cache: str
 ) -> None:
-    engine = make_engine({"model_runner": NoNumbers}, **setting(page_size=4, cache=cache, policy="fcfs"))
+    engine = make_engine({"model_runner": no_numbers_for(-1, 1)}, **setting(page_size=4, cache=cache, policy="fcfs"))
     asked = {"good": (prompt_of(9), greedy(5)), "bad": (prompt_of(11, 1), greedy(5))}
     submit(engine, asked)
     outputs = run(engine)
@@ -280,20 +187,3 @@ def test_a_prompt_with_logits_that_are_no_numbers_leaves_nothing_in_the_cache(
     check_answers(outputs, m1, {"good": asked["good"]})
     again = engine.generate(*asked["bad"])
     assert again.metrics.cached_tokens == 0 and again.token_ids == m1.generate(*asked["bad"]).token_ids
-
-
-@SHARING
-def test_a_decode_that_failed_leaves_the_prompt_in_the_cache_and_no_output(
-    make_engine: MakeEngine, m1: Any, cache: str
-) -> None:
-    prompt, params = prompt_of(9), greedy(9)
-    wanted = m1.generate(prompt, params).token_ids
-    parts = {"model_runner": failing_runner(RuntimeError("broken"), rid="p", position=12, at="after")}
-    engine = make_engine(parts, **setting(page_size=1, cache=cache))
-    engine.add_request(prompt, params, request_id="p")
-    output = run(engine)["p"]
-    assert (output.finish_reason, output.token_ids) == ("error", wanted[:4])
-    assert engine.stats().evictable_size == cached_len(engine, [*prompt, *wanted]) == 9
-    assert (
-        engine.generate([*prompt, *wanted], greedy(3)).token_ids == m1.generate([*prompt, *wanted], greedy(3)).token_ids
-    )

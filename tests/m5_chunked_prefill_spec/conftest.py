@@ -88,9 +88,3 @@ def make_engine(loaded: LoadedModel, loaded_draft: LoadedModel) -> Iterator[Make
 def cache(request: pytest.FixtureRequest) -> str:
     """Every prefix cache."""
     return str(request.param)
-
-
-@pytest.fixture
-def engine(make_engine: MakeEngine) -> Any:
-    """A fresh engine with the default limits."""
-    return make_engine()

@@ -4,52 +4,43 @@ What must hold of memory is what must hold in m4, so it is m4's helpers that loo
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from m4_radix_cache.request import Req
-from m5_chunked_prefill_spec import CacheConfig, CostTable, LLMEngine, SchedulerConfig, SpeculativeConfig
+from m5_chunked_prefill_spec import (
+    CacheConfig,
+    CostTable,
+    LLMEngine,
+    SamplingParams,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from tests.m4_radix_cache.engines import (
     CACHES as CACHES,
+    MakeEngine as MakeEngine,
     Remembered as Remembered,
-    cached_len as cached_len,
     check_answers as check_answers,
     check_drained as check_drained,
     check_flushed as check_flushed,
     check_memory as check_memory,
     check_step as check_m4_step,
     ids as ids,
+    run as run_m4,
     runner_of as runner_of,
     scheduler_of as scheduler_of,
     submit as submit,
 )
 from tests.support.engines import (
-    OnEvent as OnEvent,
     Recorder as Recorder,
-    drain as drain,
     greedy as greedy,
-    held as held,
-    unfinished as unfinished,
 )
 
 VOCAB_SIZE = 4096
 COSTS = CostTable((1, 16, 256), (1.0, 1.5, 8.0), context_ms=0.1)
 """A table, so that engines of tests need not measure."""
-
-
-class MakeEngine(Protocol):
-    """Builds an engine on the tiny model; the configs are those of `setting`."""
-
-    def __call__(
-        self,
-        parts: Mapping[str, Any] | None = None,
-        *,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        eos_token_ids: Iterable[int] | None = None,
-        **configs: Any,
-    ) -> LLMEngine: ...
 
 
 def setting(
@@ -110,16 +101,8 @@ def check_step(engine: Any) -> None:
         assert req.kv_allocated_len >= req.kv_committed_len
 
 
-def run(engine: LLMEngine) -> dict[str, Any]:
-    """Step until nothing is left, looking at the engine after every step; the last output of every request."""
-    last: dict[str, Any] = {}
-    for _ in unfinished(engine):
-        outputs = engine.step()
-        assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
-        last |= outputs
-        check_step(engine)
-    check_drained(engine)
-    return last
+run = partial(run_m4, check=check_step)
+"""Step until nothing is left, looking at the engine after every step; the last output of every request."""
 
 
 # --- proposers --------------------------------------------------------------------------------------------------------
@@ -155,3 +138,23 @@ def knowing(answers: Mapping[tuple[int, ...], Sequence[int]], *, wrong_every: in
             return found
 
     return Knowing
+
+
+def guessing_engine(
+    make_engine: MakeEngine,
+    answers: Mapping[tuple[int, ...], Sequence[int]],
+    drafts: int = 4,
+    wrong_every: int = 3,
+    **more: Any,
+) -> LLMEngine:
+    """An engine with mostly right guesses."""
+    own = {name: more.pop(name) for name in ("max_model_len", "eos_token_ids") if name in more}
+    parts = {"proposer": knowing(answers, wrong_every=wrong_every), **more.pop("parts", {})}
+    return make_engine(parts, **own, **setting(8, method="ngram", drafts=drafts, **more))
+
+
+def ask_all(engine: LLMEngine, asked: Iterable[tuple[list[int], SamplingParams]]) -> list[Any]:
+    """The answers to all of these at once, in their order."""
+    rids = [engine.add_request(prompt, params) for prompt, params in asked]
+    outputs = run(engine)
+    return [outputs[rid] for rid in rids]

@@ -4,13 +4,12 @@ Most of it is the adder's and the policy's; what is tested here is what `Admissi
 overtaken, failures that end nobody but those they are about, and when nobody is asked at all.
 """
 
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from m1_single_request.errors import ConfigError, PartError
-from m4_radix_cache.config import SchedulePolicyName
 from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_policy import Order
@@ -19,8 +18,6 @@ from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from tests.m5_chunked_prefill_spec.engines import MakeEngine, Recorder, check_drained, greedy, ids, run, setting
 from tests.testbed.pieces import PiecesBed, make_pieces_bed
-
-POLICIES = get_args(SchedulePolicyName)
 
 
 class NewestFirst(SchedulePolicy):
@@ -53,22 +50,6 @@ def test_nobody_is_overtaken_in_more_steps_than_that(schedule: Any) -> None:
     bed.add(5, max_tokens=3), bed.add(5, max_tokens=3), bed.step()
     old = bed.add(20, max_tokens=2)
     assert overtaken(bed, old, lambda: bed.add(6, max_tokens=2)) == MAX_PASSED_OVER
-    bed.drain()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_under_every_policy_whoever_it_likes_least_comes_to_run(policy: Any) -> None:
-    """Newcomers are what each policy likes best: longer answers, more in the cache, a higher priority."""
-    bed = make_pieces_bed(schedule_policy=policy, max_num_seqs=2, max_num_batched_tokens=16, page_size=4)
-    bed.add(16, max_tokens=1), bed.drain()
-    bed.add(16, max_tokens=8, priority=1, same_as="r0"), bed.add(16, max_tokens=8, priority=1, same_as="r0")
-    bed.step()
-    old = bed.add(18, max_tokens=1)
-    count = overtaken(bed, old, lambda: bed.add(17, max_tokens=6, priority=1, same_as="r0"))
-    assert count <= MAX_PASSED_OVER
-    if policy in ("lpm", "dfs-weight", "lof", "priority"):
-        assert count == MAX_PASSED_OVER, "or the newcomers were none"
     bed.drain()
 
 
@@ -128,30 +109,12 @@ def test_whoever_does_not_wait_any_more_is_not_counted_any_more() -> None:
 # --- when nobody is asked ---------------------------------------------------------------------------------------------
 
 
-def test_who_was_refused_for_memory_is_not_asked_again_before_somebody_leaves() -> None:
-    bed = make_pieces_bed(num_tokens=20, trace=True)
-    bed.add(8, max_tokens=8), bed.step()
-    bed.add(10, max_tokens=6), bed.add(1, max_tokens=2)
-    while "r0" not in bed.ended:
-        assert bed.step().counts == {"r0": 1}, "r2 would fit, but r1 came first"
-    assert [event.rid for event in bed.events("not_admitted")] == ["r1"]
-    bed.drain()
-
-
 def test_a_prompt_in_pieces_goes_on_though_nobody_else_is_let_in() -> None:
     """Behind its first piece there is no memory for r1, and it is not asked again while r0 is in pieces."""
     bed = make_pieces_bed(num_tokens=64, max_num_batched_tokens=12, trace=True)
     bed.add(40, max_tokens=5), bed.add(40, max_tokens=5)
     bed.step(), bed.step(), bed.step(), bed.step()
     assert bed.pieces_of("r0") == [12, 12, 12, 4] and bed.said("r0")
-    bed.drain()
-
-
-def test_all_places_taken_keep_nobody_in_pieces_from_going_on() -> None:
-    bed = make_pieces_bed(max_num_seqs=2, max_num_batched_tokens=8)
-    bed.add(4, max_tokens=20), bed.step()
-    bed.add(20, max_tokens=2), bed.add(3, max_tokens=2)
-    assert [bed.step().output.prompts for _ in range(3)] == [{"r1": 7}, {"r1": 7}, {"r1": 6}]
     bed.drain()
 
 
@@ -188,26 +151,12 @@ class Broken(PrefillAdder):
         return super().add_one_req(req)
 
 
-@pytest.mark.parametrize(("verb", "rid"), [("one", "r1"), ("chunk", "r1"), ("one", "r2")])
-def test_an_adder_that_fails_ends_all_requests_and_the_engine_goes_on(
-    make_engine: MakeEngine, verb: str, rid: str
-) -> None:
-    part = type("Broken", (Broken,), {"verb": verb, "rid": rid})
-    engine = make_engine({"prefill_adder": part}, **setting(4, 16))
-    engine.add_request(list(range(5, 10)), greedy(12), request_id="r0")
-    engine.step()
-    for name, length in (("r1", 30), ("r2", 5)):
-        engine.add_request(list(range(20, 20 + length)), greedy(3), request_id=name)
-    outputs = run(engine)
-    assert outputs.keys() == {"r0", "r1", "r2"}
-    for output in outputs.values():
-        assert isinstance(output.error, PartError) and "the part 'prefill_adder' (Broken)" in str(output.error)
-    assert engine.generate(list(range(5, 10)), greedy(12)).finish_reason == "length"
-    check_drained(engine)
+def broken(verb: str, rid: str) -> type[Broken]:
+    return type("Broken", (Broken,), {"verb": verb, "rid": rid})
 
 
-def test_a_function_that_fails_to_build_the_adder_is_named(make_engine: MakeEngine) -> None:
-    """In the third step, with a prompt in pieces and another one that waits."""
+def third_fails() -> Callable[..., PrefillAdder]:
+    """A function that builds adders, and fails in the third step: one prompt is in pieces, another one waits."""
     calls: list[int] = []
 
     def make(**settings: Any) -> PrefillAdder:
@@ -216,32 +165,39 @@ def test_a_function_that_fails_to_build_the_adder_is_named(make_engine: MakeEngi
             raise RuntimeError("no adder")
         return PrefillAdder(**settings)
 
-    engine = make_engine({"prefill_adder": make}, **setting(4, 8))
-    for name in ("r0", "r1"):
-        engine.add_request(ids(30), greedy(3), request_id=name)
-    outputs = run(engine)
-    assert outputs.keys() == {"r0", "r1"} and engine.stats().num_steps == len(calls) == 3
-    for output in outputs.values():
-        assert isinstance(output.error, PartError) and "the part 'prefill_adder' (make), in line" in str(output.error)
-    assert engine.generate(ids(30), greedy(3)).finish_reason == "length"
-    check_drained(engine)
+    return make
 
 
-def test_a_policy_that_fails_ends_the_prompt_in_pieces_too(make_engine: MakeEngine) -> None:
-    class Fails(SchedulePolicy):
-        def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req]) -> Order:
-            if prefilling:
-                raise RuntimeError("cannot decide")
-            return super().calc_priority(waiting, prefilling)
+class FailsBesideAPiece(SchedulePolicy):
+    def calc_priority(self, waiting: Sequence[Req], prefilling: Sequence[Req]) -> Order:
+        if prefilling:
+            raise RuntimeError("cannot decide")
+        return super().calc_priority(waiting, prefilling)
 
-    engine = make_engine({"schedule_policy": Fails}, **setting(4, 16))
-    engine.add_request(list(range(5, 35)), greedy(3), request_id="r0")
+
+FAILING: list[tuple[str, Any, str]] = [
+    ("prefill_adder", broken("one", "r1"), "Broken"),
+    ("prefill_adder", broken("chunk", "r1"), "Broken"),
+    ("prefill_adder", broken("one", "r2"), "Broken"),
+    ("prefill_adder", third_fails(), "make"),
+    ("schedule_policy", FailsBesideAPiece, "FailsBesideAPiece"),
+]
+
+
+@pytest.mark.parametrize(("role", "part", "name"), FAILING)
+def test_a_part_that_fails_ends_all_requests_and_the_engine_goes_on(
+    make_engine: MakeEngine, role: str, part: Any, name: str
+) -> None:
+    engine = make_engine({role: part}, **setting(4, 16))
+    engine.add_request(ids(5), greedy(12), request_id="r0")
     engine.step()
-    engine.add_request(list(range(40, 45)), greedy(3), request_id="r1")
+    for rid, length in (("r1", 25), ("r2", 5)):
+        engine.add_request(ids(length, 20), greedy(3), request_id=rid)
     outputs = run(engine)
-    assert outputs.keys() == {"r0", "r1"}
+    assert outputs.keys() == {"r0", "r1", "r2"}
     for output in outputs.values():
-        assert isinstance(output.error, PartError) and "the part 'schedule_policy' (Fails)" in str(output.error)
+        assert isinstance(output.error, PartError) and f"the part '{role}' ({name})" in str(output.error)
+    assert engine.generate(ids(5), greedy(12)).finish_reason == "length"
     check_drained(engine)
 
 

@@ -119,12 +119,6 @@ def test_a_target_that_cannot_be_met_takes_the_least_piece_all_the_same() -> Non
         assert work.asked[1] == ("prompts", size, "target_gap_ms" if budget == 200 else BUDGET), "never over the budget"
 
 
-def test_a_target_that_the_budget_meets_anyway_does_nothing() -> None:
-    work = FakeWork(budget=32, running=2, prompt=300)
-    composed(DecodeFirst(target_gap_ms=500.0, cost_table=LINEAR), work)
-    assert work.asked[1] == ("prompts", 30, BUDGET)
-
-
 def test_a_step_without_decodes_is_not_cut_by_the_target() -> None:
     """Nobody waits for it."""
     work = FakeWork(budget=200, prompt=300)

@@ -9,71 +9,58 @@ import pytest
 from m5_chunked_prefill_spec import (
     CacheConfig,
     ConfigError,
-    CostTable,
     EngineConfig,
     InvalidRequestError,
     LLMEngine,
     ModelConfig,
     PromptTooLongError,
-    SamplingParams,
     SchedulerConfig,
     SpeculativeConfig,
     TraceConfig,
 )
 from m5_chunked_prefill_spec.config import MAX_SPECULATIVE_TOKENS, ScheduleName, SpeculativeMethod
 from m5_chunked_prefill_spec.model_runner import ModelRunner
-from tests.m5_chunked_prefill_spec.engines import COSTS, Guessing, MakeEngine, greedy, ids, scheduler_of, setting
+from tests.m4_radix_cache.wrong_values import INFINITE, NAN, Wrong, check_refused, each_of
+from tests.m5_chunked_prefill_spec.engines import COSTS, MakeEngine, greedy, ids, scheduler_of, setting
 from tests.support.engines import Recorder
 
+WRONG: Wrong = {
+    SchedulerConfig: {
+        "max_num_seqs": (0, None),
+        "max_num_batched_tokens": (0, 256.0),
+        "schedule": (None,),
+        "enable_chunked_prefill": (1, None),
+        "chunked_prefill_size": (0, -1, 1.5, True),
+        "target_gap_ms": (0, -5.0, NAN, INFINITE, "20", True),
+        "schedule_conservativeness": (None,),
+        "cost_table": ({1: 2.0},),
+    },
+    SpeculativeConfig: {
+        "method": (False,),
+        "num_speculative_tokens": (0, None, 65),
+        "prompt_lookup_max": (0, "4"),
+        "prompt_lookup_min": (0, 1.0, 5),
+        "model": (5,),
+    },
+}
+
+
+@each_of(WRONG)
+def test_a_wrong_value_is_refused_with_its_name(make: Any, name: str, value: Any) -> None:
+    check_refused(make, name, value)
+
 
 @pytest.mark.parametrize(
     ("make", "values", "message"),
     [
-        (SchedulerConfig, {"max_num_seqs": 0}, "max_num_seqs=0"),
-        (SchedulerConfig, {"max_num_seqs": None}, "max_num_seqs=None"),
-        (SchedulerConfig, {"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
-        (SchedulerConfig, {"max_num_batched_tokens": 256.0}, "max_num_batched_tokens=256.0"),
         (SchedulerConfig, {"max_num_seqs": 16, "max_num_batched_tokens": 15}, "15 is less than max_num_seqs=16"),
         (SchedulerConfig, {"schedule": "both"}, "schedule='both' is unknown: use decode_first or prefill_first"),
-        (SchedulerConfig, {"schedule": None}, "schedule=None"),
         (SchedulerConfig, {"enable_chunked_prefill": 1}, "enable_chunked_prefill=1 must be True or False"),
-        (SchedulerConfig, {"enable_chunked_prefill": None}, "enable_chunked_prefill=None"),
-        (SchedulerConfig, {"chunked_prefill_size": 0}, "chunked_prefill_size=0"),
-        (SchedulerConfig, {"chunked_prefill_size": -1}, "chunked_prefill_size=-1"),
-        (SchedulerConfig, {"chunked_prefill_size": 1.5}, "chunked_prefill_size=1.5"),
-        (SchedulerConfig, {"chunked_prefill_size": True}, "chunked_prefill_size=True"),
         (SchedulerConfig, {"target_gap_ms": 0}, "target_gap_ms=0 must be a number greater than 0"),
-        (SchedulerConfig, {"target_gap_ms": -5.0}, "target_gap_ms=-5.0"),
-        (SchedulerConfig, {"target_gap_ms": float("nan")}, "target_gap_ms=nan"),
-        (SchedulerConfig, {"target_gap_ms": float("inf")}, "target_gap_ms=inf"),
-        (SchedulerConfig, {"target_gap_ms": "20"}, "target_gap_ms='20'"),
-        (SchedulerConfig, {"target_gap_ms": True}, "target_gap_ms=True"),
-        (SchedulerConfig, {"schedule_policy": "sjf"}, "schedule_policy='sjf' is unknown: use fcfs or lpm"),
-        (SchedulerConfig, {"schedule_conservativeness": -0.1}, "schedule_conservativeness=-0.1 must be a number of at"),
-        (SchedulerConfig, {"schedule_conservativeness": None}, "schedule_conservativeness=None"),
         (SchedulerConfig, {"cost_table": {1: 2.0}}, "cost_table={1: 2.0} must be a CostTable"),
         (SpeculativeConfig, {"method": "eagle"}, "method='eagle' is unknown: use ngram or draft_model"),
-        (SpeculativeConfig, {"method": False}, "method=False"),
-        (SpeculativeConfig, {"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
-        (SpeculativeConfig, {"method": "ngram", "num_speculative_tokens": None}, "num_speculative_tokens=None"),
         (SpeculativeConfig, {"method": "ngram", "num_speculative_tokens": 65}, "65 must be at most 64"),
-        (SpeculativeConfig, {"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max=0 must be a whole number"),
-        (SpeculativeConfig, {"method": "ngram", "prompt_lookup_max": "4"}, "prompt_lookup_max='4' must be"),
-        (SpeculativeConfig, {"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min=0"),
-        (SpeculativeConfig, {"method": "ngram", "prompt_lookup_min": 1.0}, "prompt_lookup_min=1.0"),
         (SpeculativeConfig, {"method": "ngram", "prompt_lookup_min": 5}, "=5 is more than prompt_lookup_max=4"),
-        (SpeculativeConfig, {"method": "draft_model", "model": 5}, "model=5"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_a_wrong_value_is_refused_with_its_name(make: Any, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make(**values)
-
-
-@pytest.mark.parametrize(
-    ("make", "values", "message"),
-    [
         (
             SchedulerConfig,
             {"enable_chunked_prefill": False, "chunked_prefill_size": 16},
@@ -100,9 +87,11 @@ def test_a_wrong_value_is_refused_with_its_name(make: Any, values: dict[str, Any
             "prompt_lookup_min has no effect with method='draft_model': use ngram",
         ),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=str,
 )
-def test_what_would_have_no_effect_is_refused(make: Any, values: dict[str, Any], message: str) -> None:
+def test_the_message_names_valid_values_or_the_setting_without_effect(
+    make: Any, values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**values)
 
@@ -115,25 +104,6 @@ def test_what_is_right_is_accepted() -> None:
     for method in get_args(SpeculativeMethod):
         assert SpeculativeConfig(method=method, num_speculative_tokens=MAX_SPECULATIVE_TOKENS)
     assert SpeculativeConfig(method="ngram", prompt_lookup_min=3, prompt_lookup_max=3)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"num_tokens": (1,), "step_ms": (1.0,)},
-        {"num_tokens": (2, 4), "step_ms": (1.0, 2.0)},
-        {"num_tokens": (1, 4), "step_ms": (1.0, 2.0, 3.0)},
-        {"num_tokens": (1, 4, 4), "step_ms": (1.0, 2.0, 3.0)},
-        {"num_tokens": (1, 4), "step_ms": (2.0, 1.0)},
-        {"num_tokens": (1, 4), "step_ms": (0.0, 1.0)},
-        {"num_tokens": (1, 4), "step_ms": (1.0, float("nan"))},
-        {"num_tokens": (1, 4), "step_ms": (1.0, 2.0), "context_ms": -1.0},
-    ],
-    ids=str,
-)
-def test_a_cost_table_that_says_nothing_sensible_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        CostTable(**values)
 
 
 def test_defaults() -> None:
@@ -209,12 +179,13 @@ def test_prompts_that_are_cut_at_pages_need_a_step_with_room_for_a_page(
 
 
 @pytest.mark.parametrize("more", [{}, {"method": "ngram"}, {"method": "draft_model"}], ids=str)
-def test_steps_are_not_measured_without_a_target(
+def test_steps_are_not_measured_without_a_target_or_with_a_table(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(ModelRunner, "measure_costs", None)
-    engine = make_engine(**setting(**more))
-    assert scheduler_of(engine).composer.cost_table is None  # type: ignore[attr-defined]
+    for limits, costs in (({}, None), ({"target_gap_ms": 50.0, "cost_table": COSTS}, COSTS)):
+        engine = make_engine(**setting(**more, **limits))
+        assert scheduler_of(engine).composer.cost_table == costs  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
         make_engine(**setting(**more, target_gap_ms=50.0, cost_table=None))
 
@@ -227,12 +198,6 @@ def test_steps_are_measured_that_are_larger_than_the_longest_request(tiny_direct
     with LLMEngine(model_config=model, **limits) as engine:
         table = scheduler_of(engine).composer.cost_table  # type: ignore[attr-defined]
         assert table.num_tokens[:8] == (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-def test_a_cost_table_that_is_given_is_not_measured(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRunner, "measure_costs", None)
-    engine = make_engine(**setting(target_gap_ms=50.0, cost_table=COSTS))
-    assert scheduler_of(engine).composer.cost_table == COSTS  # type: ignore[attr-defined]
 
 
 # --- intake -----------------------------------------------------------------------------------------------------------
@@ -259,33 +224,3 @@ def test_what_can_never_run_is_refused_whether_it_may_be_cut_or_not(make_engine:
         with pytest.raises(InvalidRequestError):
             engine.add_request(ids(length), greedy(4))
     assert engine.generate(ids(38), greedy(1)).finish_reason == "length"
-
-
-@pytest.mark.parametrize("value", [None, 1, 0, "no", 4], ids=str)
-def test_whether_to_speculate_is_yes_or_no(make_engine: MakeEngine, value: Any) -> None:
-    engine = make_engine(**setting(method="ngram"))
-    with pytest.raises(InvalidRequestError, match=r"speculate=.* must be True or False"):
-        engine.add_request(ids(5), greedy(4), speculate=value)
-    assert not engine.has_unfinished_requests()
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_request_that_wants_no_guesses_gets_none(make_engine: MakeEngine, n: int) -> None:
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, n=n)
-    counts = {}
-    for speculate in (True, False):
-        engine = make_engine({"proposer": Guessing}, **setting(method="ngram"))
-        engine.add_request(ids(9), params, request_id="r", speculate=speculate)
-        while engine.has_unfinished_requests():
-            engine.step()
-        counts[speculate] = engine.stats().num_draft_tokens
-    assert counts[True] > 0 and counts[False] == 0
-
-
-def test_where_nothing_is_guessed_nobody_needs_to_say_so(make_engine: MakeEngine) -> None:
-    engine = make_engine(**setting())
-    for speculate in (True, False):
-        engine.add_request(ids(5), greedy(3), speculate=speculate)
-    while engine.has_unfinished_requests():
-        engine.step()
-    assert engine.stats().num_draft_tokens == 0

@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 
 from m1_single_request.outputs import RequestOutput
-from m5_chunked_prefill_spec import InvalidRequestError, LLMEngine, SamplingParams
-from tests.equivalence import answers as equal
+from m5_chunked_prefill_spec import InvalidRequestError, SamplingParams
 from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.traffic import prompt_of
 from tests.m5_chunked_prefill_spec.engines import (
-    Guessing,
     MakeEngine,
     Recorder,
     Remembered,
+    ask_all,
     check_flushed,
     check_step,
     greedy,
-    knowing,
+    guessing_engine,
     run,
     setting,
 )
@@ -51,13 +50,9 @@ def check_same(output: RequestOutput, wanted: RequestOutput) -> None:
     assert_same_logprobs(output.prompt_logprobs, wanted.prompt_logprobs, exact_ranks=False)
 
 
-def guessing_engine(
-    make_engine: MakeEngine, wanted: Sequence[RequestOutput], *, drafts: int = 4, wrong_every: int = 3, **more: Any
-) -> LLMEngine:
-    """An engine that guesses these answers, mostly right."""
-    known = {tuple(output.prompt_token_ids): output.token_ids for output in wanted}
-    proposer = knowing(known, wrong_every=wrong_every)
-    return make_engine({"proposer": proposer}, **setting(8, method="ngram", drafts=drafts, **more))
+def known_of(wanted: Sequence[RequestOutput]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """These answers, by their prompts."""
+    return {tuple(output.prompt_token_ids): output.token_ids for output in wanted}
 
 
 @pytest.mark.sample(6)
@@ -68,12 +63,9 @@ def test_whatever_is_asked_for_comes_as_without_guesses(
 ) -> None:
     params = SamplingParams(**{"max_tokens": LENGTH, "ignore_eos": True} | OPTIONS[name])
     wanted = [m1.generate(prompt, params) for prompt in PROMPTS]
-    engine = guessing_engine(make_engine, wanted, drafts=drafts, wrong_every=wrong_every)
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, params, request_id=str(i))
-    outputs = run(engine)
-    for i, right in enumerate(wanted):
-        check_same(outputs[str(i)], right)
+    engine = guessing_engine(make_engine, known_of(wanted), drafts=drafts, wrong_every=wrong_every)
+    for output, right in zip(ask_all(engine, [(prompt, params) for prompt in PROMPTS]), wanted, strict=True):
+        check_same(output, right)
     assert engine.stats().num_accepted_tokens > 5
     check_flushed(engine)
 
@@ -88,7 +80,7 @@ def test_all_of_it_at_once_in_mixed_steps_and_pieces(
         for i, options in enumerate(OPTIONS.values())
     ]
     wanted = [m1.generate(*one) for one in asked]
-    engine = guessing_engine(make_engine, wanted, max_num_batched_tokens=budget, schedule=schedule)
+    engine = guessing_engine(make_engine, known_of(wanted), max_num_batched_tokens=budget, schedule=schedule)
     outputs = {}
     for i, (prompt, params) in enumerate(asked):
         engine.add_request(prompt, params, request_id=str(i))
@@ -97,19 +89,6 @@ def test_all_of_it_at_once_in_mixed_steps_and_pieces(
     outputs |= run(engine)
     for i, right in enumerate(wanted):
         check_same(outputs[str(i)], right)
-
-
-def test_log_probabilities_and_draws_of_many_requests_are_those_of_m1(make_engine: MakeEngine, m1: Remembered) -> None:
-    def engine() -> LLMEngine:
-        return make_engine({"proposer": Guessing}, **setting(8, method="ngram"))
-
-    drawn = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
-    equal.check_drawn_in_company(engine, m1, drawn, longest=40)
-    equal.check_logprobs(engine(), m1, lengths=(5, 8, 3, 13, 1, 20), top_k=20, exact_ranks=False)
-
-
-def test_without_a_seed_the_engines_seed_and_the_number_decide(make_engine: MakeEngine, make_m1: Any) -> None:
-    equal.check_unseeded(make_engine({"proposer": Guessing}, **setting(8, method="ngram")), make_m1())
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -125,9 +104,8 @@ def test_the_deltas_of_a_stream_are_the_text(
     for prompt in PROMPTS:
         params = greedy(LENGTH, stop=stop)
         wanted = m1.generate(prompt, params)
-        engine = guessing_engine(
-            make_engine, [m1.generate(prompt, greedy(LENGTH))], drafts=drafts, wrong_every=wrong_every
-        )
+        known = known_of([m1.generate(prompt, greedy(LENGTH))])
+        engine = guessing_engine(make_engine, known, drafts, wrong_every)
         shown, tokens = [""], [0]
         for output in engine.stream(prompt, params):
             shown.append(output.text)
@@ -144,7 +122,7 @@ def test_the_deltas_of_a_stream_are_the_text(
 
 def test_requests_with_guesses_and_without_share_every_step(make_engine: MakeEngine, m1: Remembered) -> None:
     wanted = [m1.generate(prompt, greedy(LENGTH)) for prompt in PROMPTS]
-    engine = guessing_engine(make_engine, wanted)
+    engine = guessing_engine(make_engine, known_of(wanted))
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(prompt, greedy(LENGTH), request_id=str(i), speculate=i % 2 == 0)
     outputs = run(engine)
@@ -162,23 +140,15 @@ def test_speculate_is_true_or_false(make_engine: MakeEngine, value: Any) -> None
     assert engine.add_request([5, 6], greedy(1), speculate=False) == "req-0", "the refused one took no number"
 
 
-def test_an_engine_that_guesses_nothing_takes_the_option_too(make_engine: MakeEngine, m1: Remembered) -> None:
-    output = make_engine(**setting()).generate(PROMPTS[0], greedy(4), speculate=True)
-    check_same(output, m1.generate(PROMPTS[0], greedy(4)))
-    assert output.metrics.num_draft_tokens == 0
-
-
 @pytest.mark.parametrize("wrong_every", [0, 1, 3])
 def test_metrics_of_requests_sum_up_to_those_of_the_engine(
     make_engine: MakeEngine, m1: Remembered, wrong_every: int
 ) -> None:
     wanted = [m1.generate(prompt, greedy(LENGTH)) for prompt in PROMPTS]
-    engine = guessing_engine(make_engine, wanted, wrong_every=wrong_every)
+    engine = guessing_engine(make_engine, known_of(wanted), wrong_every=wrong_every)
     recorder = Recorder(engine.tracer)
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, greedy(LENGTH), request_id=str(i))
-    outputs, stats = run(engine), engine.stats()
-    metrics = [output.metrics for output in outputs.values()]
+    metrics = [output.metrics for output in ask_all(engine, [(prompt, greedy(LENGTH)) for prompt in PROMPTS])]
+    stats = engine.stats()
     assert stats.num_draft_tokens == sum(m.num_draft_tokens for m in metrics) > 0
     assert stats.num_accepted_tokens == sum(m.num_accepted_tokens for m in metrics)
     verified = recorder.events("verified")
@@ -189,19 +159,6 @@ def test_metrics_of_requests_sum_up_to_those_of_the_engine(
         assert stats.acceptance_rate == 1 and stats.accept_length == 1 + stats.num_accepted_tokens / len(verified)
     if wrong_every == 1:
         assert stats.num_accepted_tokens == stats.acceptance_rate == 0 and stats.accept_length == 1
-
-
-def test_every_token_is_guessed_right_or_said_by_the_model(make_engine: MakeEngine, m1: Remembered) -> None:
-    """Each step in which a request gets tokens brings one of the model's own; all others were guessed."""
-    wanted = [m1.generate(prompt, greedy(LENGTH)) for prompt in PROMPTS]
-    engine = guessing_engine(make_engine, wanted, drafts=3)
-    recorder = Recorder(engine.tracer)
-    for i, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, greedy(LENGTH), request_id=str(i))
-    outputs = run(engine)
-    for rid, output in outputs.items():
-        results = [event for event in recorder.events("result") if event.rid == rid]
-        assert len(results) + output.metrics.num_accepted_tokens == LENGTH == output.metrics.num_output_tokens
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

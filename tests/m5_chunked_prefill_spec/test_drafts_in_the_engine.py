@@ -4,7 +4,7 @@ The guesses come from somebody who knows the whole answer, also what would have 
 so stops lie at any place of an accepted run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,16 +18,17 @@ from tests.m5_chunked_prefill_spec.engines import (
     Guessing,
     MakeEngine,
     Remembered,
+    ask_all,
     check_drained,
     check_flushed,
     check_step,
     greedy,
-    knowing,
-    run,
+    guessing_engine,
     scheduler_of,
     setting,
 )
 
+Answers = Mapping[tuple[int, ...], Sequence[int]]
 PROMPTS = [prompt_of(length, which) for which, length in enumerate((5, 9, 16, 21))]
 LENGTH = 24
 GUESSES = [(1, 0), (3, 2), (7, 0), (7, 5)]
@@ -40,15 +41,9 @@ def answers(m1: Remembered) -> dict[tuple[int, ...], tuple[int, ...]]:
     return {tuple(prompt): m1.generate(prompt, greedy(LENGTH)).token_ids for prompt in PROMPTS}
 
 
-Answers = Mapping[tuple[int, ...], Sequence[int]]
-
-
 def all_of(engine: LLMEngine, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
     """The answers, the engine looked at after every step, and the cache at the end."""
-    for i, (prompt, params) in enumerate(asked):
-        engine.add_request(prompt, params, request_id=str(i))
-    outputs = run(engine)
-    said = [outputs[str(i)] for i in range(len(asked))]
+    said = ask_all(engine, asked)
     check_keys(engine, [[*output.prompt_token_ids, *output.token_ids] for output in said])
     return said
 
@@ -62,58 +57,27 @@ def check_ends(ours: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -
         assert (mine.finish_reason, mine.stop_reason) == (right.finish_reason, right.stop_reason)
 
 
-def guessing_engine(make_engine: MakeEngine, answers: Answers, drafts: int, wrong_every: int, **more: Any) -> LLMEngine:
-    """An engine whose guesses are mostly right."""
-    names = ("max_model_len", "eos_token_ids")
-    own = {name: more.pop(name) for name in names if name in more}
-    parts = {"proposer": knowing(answers, wrong_every=wrong_every), **more.pop("parts", {})}
-    return make_engine(parts, **own, **setting(8, method="ngram", drafts=drafts, **more))
-
-
 # --- ends inside a run ------------------------------------------------------------------------------------------------
 
-
-@each_quality
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_max_tokens_ends_a_run_wherever_it_lies(
-    make_engine: MakeEngine, m1: Remembered, answers: Answers, drafts: int, wrong_every: int, page_size: int
-) -> None:
-    engine = guessing_engine(make_engine, answers, drafts, wrong_every, page_size=page_size)
-    asked = [(PROMPTS[i % 4], greedy(1 + i)) for i in range(14)]
-    said = all_of(engine, asked)
-    check_ends(said, [m1.generate(*one) for one in asked])
-    assert all(len(output.token_ids) == params.max_tokens for output, (_, params) in zip(said, asked, strict=True))
-    assert engine.stats().num_accepted_tokens > 10
-    check_flushed(engine)
+Case = tuple[list[tuple[list[int], SamplingParams]], dict[str, Any]]
+"""Requests, and the settings in which the engines of m5 and m1 differ from the usual ones."""
 
 
-@each_quality
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_stop_id_ends_a_run_and_what_was_guessed_behind_it_is_nowhere(
-    make_engine: MakeEngine, m1: Remembered, answers: Answers, drafts: int, wrong_every: int, page_size: int
-) -> None:
-    engine = guessing_engine(make_engine, answers, drafts, wrong_every, page_size=page_size)
-    asked = [
-        (
-            prompt,
-            greedy(LENGTH, stop_token_ids=[answers[tuple(prompt)][place]], include_stop_str_in_output=place % 2 == 0),
-        )
-        for prompt in PROMPTS
-        for place in range(1, 10, 2)
-    ]
-    said = all_of(engine, asked)
-    check_ends(said, [m1.generate(*one) for one in asked])
-    assert all(output.finish_reason == "stop" for output in said)
-    assert engine.stats().num_accepted_tokens > 10
-    check_flushed(engine)
+def at_max_tokens(m1: Remembered, answers: Answers) -> Case:
+    return [(PROMPTS[i % 4], greedy(1 + i)) for i in range(14)], {}
 
 
-@each_quality
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_stop_string_ends_a_run_within_a_token_or_across_several(
-    make_engine: MakeEngine, m1: Remembered, answers: Answers, drafts: int, wrong_every: int, page_size: int
-) -> None:
-    engine = guessing_engine(make_engine, answers, drafts, wrong_every, page_size=page_size)
+def at_a_stop_id(m1: Remembered, answers: Answers) -> Case:
+    asked = []
+    for prompt in PROMPTS:
+        for place in (1, 2, 5, 8, 9):
+            stop = answers[tuple(prompt)][place]
+            asked.append((prompt, greedy(LENGTH, stop_token_ids=[stop], include_stop_str_in_output=place % 2 == 0)))
+    return asked, {}
+
+
+def at_a_stop_string(m1: Remembered, answers: Answers) -> Case:
+    """Within a token, or across several."""
     asked = []
     for which, prompt in enumerate(PROMPTS):
         text = m1.generate(prompt, greedy(LENGTH)).text
@@ -121,62 +85,63 @@ def test_a_stop_string_ends_a_run_within_a_token_or_across_several(
             stop = text[start : start + 1 + start % 5]
             asked.append((prompt, greedy(LENGTH, stop=[stop], include_stop_str_in_output=start % 2 == 0)))
     assert len(asked) > 12
-    said = all_of(engine, asked)
-    check_ends(said, [m1.generate(*one) for one in asked])
-    assert all(output.finish_reason == "stop" for output in said)
-    check_flushed(engine)
+    return asked, {}
 
 
-@pytest.mark.sample(6)
-@each_quality
-@pytest.mark.parametrize("place", [1, 4, 8])
-def test_the_end_of_sequence_ends_a_run_unless_it_is_ignored(
-    make_engine: MakeEngine, make_m1: Any, answers: Answers, drafts: int, wrong_every: int, place: int
-) -> None:
+def at_the_end_of_sequence(m1: Remembered, answers: Answers, place: int) -> Case:
+    """Unless it is ignored."""
+    both = [SamplingParams(max_tokens=LENGTH, ignore_eos=ignores) for ignores in (False, True)]
     eos = {answers[tuple(prompt)][place] for prompt in PROMPTS}
-    theirs = make_m1(eos_token_ids=eos)
-    engine = guessing_engine(make_engine, answers, drafts, wrong_every, eos_token_ids=eos)
-    asked = [
-        (prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=ignores))
-        for prompt in PROMPTS
-        for ignores in (False, True)
-    ]
-    said = all_of(engine, asked)
-    check_ends(said, [theirs.generate(*one) for one in asked])
-    assert {output.finish_reason for output in said} == {"stop", "length"}
-    check_flushed(engine)
+    return [(prompt, params) for prompt in PROMPTS for params in both], {"eos_token_ids": eos}
 
 
+def at_the_models_length(m1: Remembered, answers: Answers, room: int) -> Case:
+    return [(prompt, greedy(LENGTH)) for prompt in PROMPTS[:3]], {"max_model_len": len(PROMPTS[2]) + room}
+
+
+def not_before_min_tokens(m1: Remembered, answers: Answers, least: int) -> Case:
+    """Forbidden tokens change the answer; the guesses are those of the changed answer."""
+    stops = [[answers[tuple(prompt)][2], 7] for prompt in PROMPTS]
+    params = [greedy(LENGTH, stop_token_ids=stop, min_tokens=least) for stop in stops]
+    return list(zip(PROMPTS, params, strict=True)), {}
+
+
+ENDS: list[tuple[Callable[..., Case], int | None, set[str]]] = [
+    (at_max_tokens, None, {"length"}),
+    (at_a_stop_id, None, {"stop"}),
+    (at_a_stop_string, None, {"stop"}),
+    *((at_the_end_of_sequence, place, {"stop", "length"}) for place in (1, 4, 8)),
+    *((at_the_models_length, room, {"length"}) for room in (1, 2, 3, 6, 11)),
+    *((not_before_min_tokens, least, {"stop", "length"}) for least in (3, 6, 10)),
+]
+
+
+@pytest.mark.sample(56)
 @each_quality
-@pytest.mark.parametrize("room", [1, 2, 3, 6, 11])
-def test_the_models_length_ends_a_run(
-    make_engine: MakeEngine, make_m1: Any, answers: Answers, drafts: int, wrong_every: int, room: int
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("end", "number", "reasons"), ENDS)
+def test_an_answer_ends_as_in_m1_and_guesses_behind_its_end_are_in_no_cache(
+    make_engine: MakeEngine,
+    make_m1: Any,
+    answers: Answers,
+    drafts: int,
+    wrong_every: int,
+    page_size: int,
+    end: Callable[..., Case],
+    number: int | None,
+    reasons: set[str],
 ) -> None:
-    longest = len(PROMPTS[2]) + room
-    engine = guessing_engine(make_engine, answers, drafts, wrong_every, max_model_len=longest, tokens=256)
-    theirs = make_m1(max_model_len=longest)
-    asked = [(prompt, greedy(LENGTH)) for prompt in PROMPTS[:3]]
-    said = all_of(engine, asked)
-    check_ends(said, [theirs.generate(*one) for one in asked])
-    assert len(said[2].token_ids) == room
+    asked, changes = end(make_m1(), answers, *([] if number is None else [number]))
+    theirs = make_m1(**changes)
+    wanted = [theirs.generate(*one) for one in asked]
+    due = {tuple(prompt): right.token_ids for (prompt, _), right in zip(asked, wanted, strict=True)}
+    known = due if end is not_before_min_tokens else answers
+    engine = guessing_engine(make_engine, known, drafts, wrong_every, page_size=page_size, **changes)
+    outputs = all_of(engine, asked)
+    check_ends(outputs, wanted)
+    assert {output.finish_reason for output in outputs} <= reasons and engine.stats().num_draft_tokens > 0
+    assert engine.stats().num_accepted_tokens > 5 or end is at_the_models_length
     check_flushed(engine)
-
-
-@pytest.mark.parametrize("min_tokens", [3, 6, 10])
-@each_quality
-def test_nothing_stops_before_min_tokens_inside_a_run(
-    make_engine: MakeEngine, m1: Remembered, answers: Answers, drafts: int, wrong_every: int, min_tokens: int
-) -> None:
-    """What is forbidden changes the answer; the guesses are those of the answer that is due."""
-    asked = [
-        (prompt, greedy(LENGTH, stop_token_ids=[answers[tuple(prompt)][2], 7], min_tokens=min_tokens))
-        for prompt in PROMPTS
-    ]
-    wanted = [m1.generate(*one) for one in asked]
-    known = {tuple(prompt): right.token_ids for (prompt, _), right in zip(asked, wanted, strict=True)}
-    engine = guessing_engine(make_engine, known, drafts, wrong_every)
-    check_ends(all_of(engine, asked), wanted)
-    assert engine.stats().num_accepted_tokens > 5
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -227,10 +192,7 @@ def test_retracted_in_the_middle_of_guesses_everybody_ends_as_alone(
         parts={"scheduler": ForcedRetractionInPieces},
     )
     asked = [(prompt, greedy(LENGTH)) for prompt in PROMPTS]
-    for i, (prompt, params) in enumerate(asked):
-        engine.add_request(prompt, params, request_id=str(i))
-    outputs = run(engine)
-    check_ends([outputs[str(i)] for i in range(4)], [m1.generate(*one) for one in asked])
+    check_ends(ask_all(engine, asked), [m1.generate(*one) for one in asked])
     stats = engine.stats()
     assert stats.num_retractions > 2 and stats.num_accepted_tokens > 20
     check_flushed(engine)
@@ -240,10 +202,8 @@ def test_without_room_for_guesses_nobody_is_retracted_for_them(make_engine: Make
     """Two requests fill the memory to the last slot: what is left over for guesses is used, what is not is no loss."""
     tokens = len(PROMPTS[0]) + len(PROMPTS[1]) + 2 * LENGTH
     engine = guessing_engine(make_engine, answers, 7, 0, page_size=1, tokens=tokens)
-    for i in range(2):
-        engine.add_request(PROMPTS[i], greedy(LENGTH), request_id=str(i))
-    outputs = run(engine)
-    assert [outputs[str(i)].token_ids for i in range(2)] == [answers[tuple(PROMPTS[i])] for i in range(2)]
+    outputs = ask_all(engine, [(prompt, greedy(LENGTH)) for prompt in PROMPTS[:2]])
+    assert [output.token_ids for output in outputs] == [answers[tuple(prompt)] for prompt in PROMPTS[:2]]
     assert engine.stats().num_retractions == 0 and engine.stats().num_accepted_tokens > 0
 
 

@@ -6,8 +6,6 @@ way of guessing, random guesses included. Drawn answers are compared, too, where
 draft model draws keep the distribution only, which `test_rejection_sampler.py` holds to it.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 from m5_chunked_prefill_spec import KVCapacityError
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces, InTurn
 from tests.equivalence.harness import Reference, check_cuts
-from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, asks_of, check_ask, serve
+from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, check_ask, serve
+from tests.m4_radix_cache.conversations import conversations, next_turns
 from tests.m5_chunked_prefill_spec.engines import (
     Guessing,
     MakeEngine,
@@ -26,21 +25,8 @@ from tests.m5_chunked_prefill_spec.engines import (
     setting,
 )
 
+LENGTHS = (1, 7, 16, 20, 33, 50)
 GREEDY = [name for name in CLEAR_SETTINGS if "drawn" not in name]
-
-
-def asks(names: Sequence[str]) -> Any:
-    return asks_of(
-        (1, 7, 16, 20, 33, 50),
-        names,
-        n=st.sampled_from([1, 1, 1, 2, 3]),
-        arrival=st.integers(0, 4),
-        patience=st.none() | st.none() | st.none() | st.integers(0, 9),
-        kind=SharingAsk,
-        which=st.integers(0, 3),
-        priority=st.integers(-1, 1),
-        cache_salt=st.sampled_from([None, None, None, "tenant"]),
-    )
 
 
 FORCED = {"scheduler": ForcedRetractionInPieces}
@@ -63,15 +49,6 @@ SPECULATORS: dict[str, dict[str, Any]] = {
 }
 
 
-def next_turns(asks: Sequence[SharingAsk], outputs: Sequence[Any]) -> list[SharingAsk]:
-    """Two of the conversations go on: what was said, and a little more."""
-    ended = [(a, o) for a, o in zip(asks, outputs, strict=True) if o.finish_reason in ("stop", "length")]
-    return [
-        replace(ask, before=(*ask.prompt, *output.token_ids), prompt_len=2, arrival=0, patience=None)
-        for ask, output in ended[:2]
-    ]
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("speculator", SPECULATORS)
 @pytest.mark.parametrize(("cache", "page_size"), [("radix", 1), ("radix", 4), ("radix", 16), ("chunk", 4)])
@@ -85,7 +62,11 @@ def test_any_traffic_gets_the_tokens_of_m1(
 
     @settings(max_examples=10)
     @given(
-        traffic=st.lists(asks(GREEDY if speculator == "draft_model" else list(CLEAR_SETTINGS)), min_size=5, max_size=8),
+        traffic=st.lists(
+            conversations(LENGTHS, GREEDY if speculator == "draft_model" else list(CLEAR_SETTINGS)),
+            min_size=5,
+            max_size=8,
+        ),
         limits=LIMITS,
         spare_tokens=st.integers(0, 60),
         budget=st.sampled_from([16, 17, 23, 64]),

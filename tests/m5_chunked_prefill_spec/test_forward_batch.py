@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, strategies as st
 
 from m5_chunked_prefill_spec.forward_batch import (
@@ -21,7 +20,6 @@ from m5_chunked_prefill_spec.forward_batch import (
 )
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
 from tests.testbed.fakes import CPU
-from tests.testbed.pieces import Guesses, make_pieces_bed
 
 
 def laid_out(
@@ -54,12 +52,6 @@ def laid_out(
 # --- ranges -----------------------------------------------------------------------------------------------------------
 
 
-def test_ranges_of_the_example() -> None:
-    assert ranges(np.array([3, 0]), np.array([2, 2])).tolist() == [3, 4, 0, 1]
-    assert ranges(np.array([9, 3, 5]), np.array([1, 1, 1])).tolist() == [9, 3, 5]
-    assert ranges(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
-
-
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 6)), min_size=1))
 def test_ranges_are_what_a_loop_would_count(pairs: list[tuple[int, int]]) -> None:
     """Of length 0 too: a piece of a prompt has no logits that are looked at."""
@@ -68,14 +60,6 @@ def test_ranges_are_what_a_loop_would_count(pairs: list[tuple[int, int]]) -> Non
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
-
-
-def test_the_positions_of_an_extend_and_of_a_decode() -> None:
-    extend, _, _ = laid_out([(3, 5), (0, 2)], [1, 1])
-    assert extend.positions.tolist() == [3, 4, 0, 1]
-    assert extend.logits_indices is not None and extend.logits_indices.tolist() == [1, 3]
-    decode, _, _ = laid_out([(9, 10), (3, 4), (5, 6)], [1, 1, 1])
-    assert decode.positions.tolist() == [9, 3, 5] and decode.logits_indices is None, "all are asked for"
 
 
 def test_a_mixed_step_as_tensors() -> None:
@@ -167,14 +151,3 @@ def test_tokens_that_only_show_what_they_cost_lie_in_page_0() -> None:
     metadata: Any = layout.attn_metadata
     assert layout.positions.tolist() == [10, 11, 12] * 2
     assert not metadata.block_tables.any() and set(metadata.slot_mapping.tolist()) <= set(range(4))
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_every_step_on_its_way_through_the_scheduler_is_laid_out_as_by_hand(page_size: int) -> None:
-    bed = make_pieces_bed(
-        page_size=page_size, max_num_batched_tokens=13, guesses=Guesses(3, right=0.7), tensors=True, max_num_seqs=4
-    )
-    for length in (9, 30, 1, 17):
-        bed.add(length, max_tokens=10)
-    bed.drain()
-    assert {"extend", "mixed", "target_verify"} <= {decision.mode for decision in bed.decisions}

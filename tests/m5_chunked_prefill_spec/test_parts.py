@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-import m4_radix_cache
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m5_chunked_prefill_spec import PARTS, ConfigError, LLMEngine, PartError
+from m5_chunked_prefill_spec import ConfigError, PartError
 from m5_chunked_prefill_spec.batch_composer import DecodeFirst, PrefillFirst, Work
 from m5_chunked_prefill_spec.model_runner import ModelRunner
 from m5_chunked_prefill_spec.model_worker_batch import ModelWorkerBatch
@@ -31,22 +30,7 @@ from tests.m5_chunked_prefill_spec.engines import (
     submit,
 )
 
-NEW_ROLES = {"composer", "proposer", "speculation", "draft_runner", "rejection_sampler"}
 ASKED = {"a": (ids(3), greedy(9)), "b": (ids(30, 60), greedy(6)), "c": (ids(2, 40), greedy(8))}
-
-
-def test_every_role_has_a_part_and_every_part_a_role() -> None:
-    assert LLMEngine.parts is PARTS
-    assert PARTS.keys() - m4_radix_cache.PARTS.keys() == NEW_ROLES
-    assert m4_radix_cache.PARTS.keys() <= PARTS.keys()
-
-
-@pytest.mark.parametrize(
-    ("role", "part"), [("composer", 3), ("proposer", object()), ("draft_runner", type("A", (), {}))]
-)
-def test_what_does_not_fit_is_refused_when_the_engine_is_built(make_engine: MakeEngine, role: str, part: Any) -> None:
-    with pytest.raises(ConfigError, match=role):
-        make_engine({role: part})
 
 
 def test_a_proposer_that_nobody_would_ask_is_refused(make_engine: MakeEngine) -> None:

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from m1_single_request.tracer import Tracer
@@ -17,11 +16,12 @@ from m4_radix_cache.prefill_adder import AddReqResult
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec.prefill_adder import PrefillAdder
 from tests.m4_radix_cache.caches import allocator_of, make_cache
-from tests.m4_radix_cache.reqs import fill, make_req
+from tests.m4_radix_cache.reqs import make_req
 from tests.m4_radix_cache.test_prefill_adder import (
     PLENTY,
     Budget as WholeBudget,
     add,
+    allocate,
     random_queue,
     running_reqs,
 )
@@ -135,11 +135,11 @@ class Budget(WholeBudget):
         return self.take(req, given, rest, last - first)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_budget_counted_token_by_token_agrees_on_a_thousand_random_queues(page_size: int) -> None:
-    rng = random.Random(page_size)
+def test_a_budget_counted_token_by_token_agrees_on_many_random_queues() -> None:
+    rng = random.Random(1)
     seen: dict[Any, int] = dict.fromkeys([*AddReqResult, "cut", "went on", "crowded out"], 0)
-    for _ in range(334):
+    for _ in range(800):
+        page_size = rng.choice([1, 4, 16])
         cache, cached, running, waiting = random_queue(rng, page_size)
         align = rng.choice([1, page_size])
         chunked = somebody_in_pieces(rng, cache, align) if rng.random() < 0.6 else None
@@ -188,21 +188,6 @@ def use_up(cache: BasePrefixCache, cached: set[Any], num_pages: int) -> None:
     allocator.alloc(max(allocator.available_size() - num_pages * cache.page_size, 0))
 
 
-def allocate(cache: BasePrefixCache, reqs: Sequence[Req]) -> int:
-    """What happens to an admitted batch: its pieces get their slots, evicting as needed; how many, in whole pages."""
-    allocator = allocator_of(cache)
-    if not reqs:
-        return 0
-    prefix_lens = np.array([len(req.prefix_indices) for req in reqs], dtype=np.int64)
-    seq_lens = prefix_lens + np.array([req.extend_input_len for req in reqs])
-    needed = allocator.num_pages_for_extend(prefix_lens, seq_lens) * allocator.page_size
-    if needed > allocator.available_size():
-        cache.evict(needed - allocator.available_size())
-    last_locs = np.array([req.prefix_indices[-1] if len(req.prefix_indices) else -1 for req in reqs])
-    assert allocator.alloc_extend(prefix_lens, seq_lens, last_locs) is not None, "admitted, and there is no room"
-    return needed
-
-
 # --- the first piece --------------------------------------------------------------------------------------------------
 
 
@@ -214,57 +199,6 @@ def test_of_a_chunk_of_100_tokens_in_pages_of_16_a_piece_takes_96_if_it_is_align
     assert adder.can_run_list == [req] and adder.new_chunked_req is req
     assert (req.extend_input_len, len(req.fill_ids)) == (first, 300)
     assert (adder.rem_input_tokens, adder.cur_rem_tokens) == (100 - first, 60 * 16 - -(-first // 16) * 16)
-
-
-def test_a_prompt_that_fits_the_step_exactly_is_not_cut() -> None:
-    for length, is_cut in ((99, False), (100, False), (101, True)):
-        adder = make_adder(make_cache(num_pages=500), tokens=100)
-        req = make_req(1, [7] * length, max_tokens=5)
-        assert add(adder, req) is (CONTINUE if length == 99 else OTHER)
-        assert (adder.new_chunked_req is req) is is_cut and req.extend_input_len == min(length, 100)
-
-
-@pytest.mark.parametrize(("max_tokens", "is_admitted"), [(4, True), (5, False), (6, False)])
-def test_prompt_and_answer_must_fit_whole_before_the_first_piece(max_tokens: int, is_admitted: bool) -> None:
-    """59 tokens of prompt, 64 slots: need == rem_total is refused, though the piece has 8 tokens only."""
-    adder = make_adder(make_cache(num_pages=64), tokens=8)
-    req = make_req(1, [7] * 59, max_tokens=max_tokens)
-    assert adder.rem_total_tokens == 64
-    assert add(adder, req) is (OTHER if is_admitted else NO_TOKEN)
-    assert adder.can_run_list == [req] * is_admitted
-    assert req.extend_input_len == (8 if is_admitted else 59), "whoever is refused is as it was"
-
-
-def test_what_is_cut_takes_memory_for_its_piece_only_and_nothing_is_expected_of_it_yet() -> None:
-    adder = make_adder(make_cache(page_size=4, num_pages=100), tokens=10)
-    add(adder, make_req(1, [7] * 50, max_tokens=40))
-    assert (adder.cur_rem_tokens, adder.rem_total_tokens) == (400 - 12, 400 - 12 - 4)
-
-
-def test_the_second_prompt_is_cut_where_the_first_leaves_room() -> None:
-    adder = make_adder(make_cache(num_pages=500), tokens=32)
-    first, second, third = (make_req(number, [7 + number] * 20, max_tokens=5) for number in range(3))
-    assert [add(adder, first), add(adder, second)] == [CONTINUE, OTHER]
-    assert (first.extend_input_len, second.extend_input_len, adder.new_chunked_req) == (20, 12, second)
-    assert add(adder, third) is OTHER and third not in adder.can_run_list, "there is not a token left"
-
-
-def test_where_not_even_a_page_is_left_nobody_is_cut() -> None:
-    adder = make_adder(make_cache(page_size=16, num_pages=50), tokens=47, align=16)
-    assert add(adder, make_req(0, [7] * 33, max_tokens=5)) is CONTINUE
-    req = make_req(1, [8] * 20, max_tokens=5)
-    assert add(adder, req) is OTHER and req not in adder.can_run_list and adder.new_chunked_req is None
-    assert add(adder, make_req(2, [8] * 14, max_tokens=5)) is OTHER, "who fits whole needs no alignment"
-    assert len(adder.can_run_list) == 2 and adder.rem_input_tokens == 0
-
-
-def test_a_hit_takes_nothing_of_the_step() -> None:
-    cache = make_cache(page_size=4, num_pages=60)
-    fill(cache, [7] * 40)
-    adder = make_adder(cache, tokens=8)
-    req = make_req(1, [7] * 40 + [1] * 12, max_tokens=1)
-    assert add(adder, req) is OTHER and (len(req.prefix_indices), req.extend_input_len) == (40, 8)
-    assert cache.protected_size() == 40
 
 
 def test_without_chunks_prompts_are_counted_whole_as_in_m4() -> None:
@@ -299,25 +233,6 @@ def test_without_chunks_whoever_came_back_longer_than_a_step_waits_for_one_witho
 # --- the next pieces --------------------------------------------------------------------------------------------------
 
 
-def test_the_next_piece_takes_the_step_and_the_last_one_leaves_the_rest() -> None:
-    cache = make_cache(num_pages=500)
-    for rest, given, result in ((70, 32, OTHER), (32, 32, OTHER), (31, 31, CONTINUE), (1, 1, CONTINUE)):
-        adder = make_adder(cache, tokens=32)
-        req = begun(cache, 1, 10 + rest, 10, max_tokens=5)
-        assert adder.add_chunked_req(req) is result and req.extend_input_len == given
-        assert adder.can_run_list == [req] and (adder.new_chunked_req is req) is (given < rest)
-        assert adder.rem_input_tokens == 32 - given
-
-
-def test_what_a_prompt_may_say_is_expected_again_with_its_last_piece() -> None:
-    for rest, expected in ((70, 1), (20, 50)):  # a slot is kept for each that runs in any case
-        cache = make_cache(num_pages=500)
-        req = begun(cache, 1, 10 + rest, 10, max_tokens=50)
-        adder = make_adder(cache, tokens=32)
-        adder.add_chunked_req(req)
-        assert adder.cur_rem_tokens - adder.rem_total_tokens == expected
-
-
 @pytest.mark.parametrize(
     ("page_size", "num_free_pages", "num_computed", "given", "result"),
     [
@@ -348,29 +263,20 @@ def test_a_piece_is_as_large_as_memory_allows(
     assert [cut.bound_by for cut in recorder.events("chunk_cut")] == ["memory"] * bool(given)
 
 
-def test_what_only_the_cache_holds_is_room_for_a_piece() -> None:
-    cache = make_cache(num_pages=30)
-    req = begun(cache, 1, 28, 10, max_tokens=1)
-    fill(cache, [9] * 20)
-    adder = make_adder(cache, tokens=16)
-    assert adder.add_chunked_req(req) is OTHER and req.extend_input_len == 16
-    assert allocate(cache, [req]) == 16
-
-
 # --- the trace --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("limits", "bound_by", "why"),
+    ("limits", "bound_by"),
     [
-        ({"tokens": 32}, "max_num_batched_tokens", "that is what is left of the step's budget"),
-        ({"tokens": 64, "chunk": 32}, "chunked_prefill_size", "chunked_prefill_size allows no more"),
-        ({"tokens": 32, "chunk": 32}, "max_num_batched_tokens", "that is what is left"),
-        ({"tokens": 32, "bound_by": "target_gap_ms"}, "target_gap_ms", "would miss target_gap_ms"),
-        ({"tokens": 64, "chunk": 32, "bound_by": "target_gap_ms"}, "chunked_prefill_size", "allows no more"),
+        ({"tokens": 32}, "max_num_batched_tokens"),
+        ({"tokens": 64, "chunk": 32}, "chunked_prefill_size"),
+        ({"tokens": 32, "chunk": 32}, "max_num_batched_tokens"),
+        ({"tokens": 32, "bound_by": "target_gap_ms"}, "target_gap_ms"),
+        ({"tokens": 64, "chunk": 32, "bound_by": "target_gap_ms"}, "chunked_prefill_size"),
     ],
 )
-def test_the_trace_says_which_limit_cut_a_prompt(limits: dict[str, Any], bound_by: str, why: str) -> None:
+def test_the_trace_says_which_limit_cut_a_prompt(limits: dict[str, Any], bound_by: str) -> None:
     cache, tracer = make_cache(num_pages=500), Tracer()
     recorder = Recorder(tracer)
     add(make_adder(cache, tracer=tracer, **limits), make_req(1, [7] * 100, max_tokens=5))
@@ -380,8 +286,6 @@ def test_the_trace_says_which_limit_cut_a_prompt(limits: dict[str, Any], bound_b
         {"rid": "r1", "asked": 100, "given": 32, "start": 0, "total": 100, "bound_by": bound_by},
         {"rid": "r2", "asked": 50, "given": 32, "start": 40, "total": 90, "bound_by": bound_by},
     ]
-    assert "tokens 40 to 71 of 90 run now, 32 of the 50 that it lacks" in events[1].explain()
-    assert why in events[1].explain() and "It gets no token yet." in events[1].explain()
 
 
 def test_the_trace_has_the_budget_by_which_whoever_was_cut_was_let_in() -> None:

@@ -13,17 +13,10 @@ from tests.equivalence import answers
 from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.equivalence.traffic import prompt_of
+from tests.m4_radix_cache.logprobs import RATED, check_rated
 from tests.m5_chunked_prefill_spec.engines import MakeEngine, Recorder, greedy, run, scheduler_of, setting
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
-RATED = greedy(4, prompt_logprobs=2, logprobs=1)
-
-
-def check_rated(output: Any, wanted: Any) -> None:
-    """Tokens and all log-probabilities are the wanted ones."""
-    assert output.token_ids == wanted.token_ids
-    assert_same_logprobs(output.prompt_logprobs, wanted.prompt_logprobs, exact_ranks=False)
-    assert_same_logprobs(output.outputs[0].logprobs, wanted.outputs[0].logprobs, exact_ranks=False)
 
 
 @SCHEDULES
@@ -36,17 +29,12 @@ def test_they_are_those_of_m1_whichever_way_the_prompt_is_cut(
     check_rated(engine.generate(prompt_of(42), RATED), m1.generate(prompt_of(42), RATED))
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 33])
-def test_of_every_length_around_the_cuts(make_engine: MakeEngine, m1: Any, length: int) -> None:
-    engine = make_engine(**setting(chunked_prefill_size=16))
+@pytest.mark.parametrize(("length", "cut"), [*((length, 16) for length in (1, 2, 15, 16, 17, 32, 33)), (9, 1)])
+def test_of_every_length_around_the_cuts(make_engine: MakeEngine, m1: Any, length: int, cut: int) -> None:
+    engine = make_engine(**setting(chunked_prefill_size=cut))
     output = engine.generate(prompt_of(length), RATED)
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == length
     check_rated(output, m1.generate(prompt_of(length), RATED))
-
-
-def test_a_piece_of_one_token_rates_the_next_one(make_engine: MakeEngine, m1: Any) -> None:
-    engine = make_engine(**setting(chunked_prefill_size=1))
-    check_rated(engine.generate(prompt_of(9), RATED), m1.generate(prompt_of(9), RATED))
 
 
 @pytest.mark.parametrize("cache", ["radix", "hash"])

@@ -1,4 +1,4 @@
-"""The quick ways of doing things do what the careful ones do: runs of tokens appended at once, n-grams looked up."""
+"""A run of tokens that ends nothing is appended at once, with the same result as one by one."""
 
 from typing import Any
 
@@ -11,11 +11,9 @@ from m1_single_request.sampler import SampledTokens
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.request_updater import RequestUpdater
-from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m4_radix_cache.request import Req
 from m5_chunked_prefill_spec import DEFAULT_MODEL, SamplingParams
 from m5_chunked_prefill_spec.result_processor import commit_run_simply
-from m5_chunked_prefill_spec.speculative.proposer import NgramProposer
 
 EOS, STOP = 0, 9
 
@@ -76,21 +74,3 @@ def test_a_run_for_a_request_that_is_about_to_end_is_not_appended(tokenizer: Any
     request.to_finish = FinishLength("max_tokens", 20)
     assert not commit_run_simply(updater, request, [11])
     assert request.sequence.output_token_ids == [8]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "found"),
-    [
-        ([1, 2, 3, 4, 9, 3, 4], [9, 3]),  # two last tokens stood there
-        ([3, 4, 8, 8, 2, 3, 4, 9, 2, 3, 4], [9, 2]),  # three are better than two that stood there earlier
-        ([2, 3, 4, 9, 2, 3, 4, 7, 2, 3, 4], [9, 2]),  # of several places the earliest
-        ([1, 2, 3, 4, 5], []),
-        ([4, 4, 4], [4]),  # the copy may reach into the last tokens themselves
-        ([256, 0, 0, 9, 1, 0], []),  # bytes of two tokens are no token
-    ],
-)
-def test_the_longest_run_that_stood_there_before_decides_at_its_earliest_place(
-    tokens: list[int], found: list[int]
-) -> None:
-    proposer = NgramProposer(prompt_lookup_min=2, prompt_lookup_max=4)
-    assert proposer.lookup(RadixKey(tokens), 2) == found

@@ -83,28 +83,24 @@ GREEDY: dict[str, tuple[list[int], list[int], list[int]]] = {  # guesses, the be
 }
 
 
-@pytest.mark.parametrize("name", GREEDY)
 @pytest.mark.parametrize("with_probs", [False, True])
-def test_a_greedy_row_keeps_the_guesses_before_the_first_wrong_one(name: str, with_probs: bool) -> None:
-    guesses, best, expected = GREEDY[name]
-    probs = torch.full((len(guesses), VOCAB), 0.25, dtype=torch.float64) if with_probs else None  # of no interest
-    sampled = make_sampler()(["a"], info_of(row_of()), torch.eye(VOCAB)[best], [len(best)], Drafts([guesses], probs))
-    assert sampled.token_ids == [expected] and sampled.logprobs == [[None] * len(expected)]
-
-
-def test_all_rows_of_the_table_at_once_and_a_prompt_in_pieces_among_them() -> None:
+def test_a_greedy_row_keeps_the_guesses_before_the_first_wrong_one(with_probs: bool) -> None:
+    """All rows of the table at once, and a piece of a prompt before and behind them."""
     cases = [([], [], []), *GREEDY.values(), ([], [], [])]
     req_ids = [str(i) for i in range(len(cases))]
     best = [token_id for _, row, _ in cases for token_id in row]
+    num_guesses = sum(len(guesses) for guesses, _, _ in cases)
+    probs = torch.full((num_guesses, VOCAB), 0.25, dtype=torch.float64) if with_probs else None  # of no interest
     sampled = make_sampler()(
         req_ids,
         info_of(*(row_of() for _ in cases)),
         torch.eye(VOCAB)[best],
         [len(row) for _, row, _ in cases],
-        Drafts([guesses for guesses, _, _ in cases], None),
+        Drafts([guesses for guesses, _, _ in cases], probs),
     )
     assert sampled.req_ids == req_ids[1:-1], "a piece of a prompt gets no token"
     assert sampled.token_ids == [expected for *_, expected in cases[1:-1]]
+    assert sampled.logprobs == [[None] * len(expected) for *_, expected in cases[1:-1]]
 
 
 # --- the distribution -------------------------------------------------------------------------------------------------
@@ -202,16 +198,6 @@ def decided(p: Sequence[float], q: Sequence[float], guess: int, num_rows: int = 
     """What stands in the place of `guess`, drawn from `q`, for so many seeds."""
     rows = torch.tensor([p, q], dtype=torch.float64)[:, None].expand(-1, num_rows, -1)
     return decide(rows[0], rows[1], [guess] * num_rows, list(range(num_rows)), [5] * num_rows)
-
-
-def test_a_guess_from_the_targets_own_distribution_is_always_kept() -> None:
-    p = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).softmax(-1).tolist()
-    for guess in range(VOCAB):
-        assert set(decided(p, p, guess)) == {guess}
-
-
-def test_a_guess_that_the_target_cannot_say_is_never_kept() -> None:
-    assert set(decided([0.0, 0.5, 0.5, 0.0], [0.7, 0.1, 0.2, 0.0], 0)) == {1, 2}
 
 
 def test_a_guess_that_was_sure_is_kept_as_often_as_the_target_says_it() -> None:

@@ -17,21 +17,6 @@ def pool_with(*rows: list[int], width: int = 12) -> ReqToTokenPool:
     return pool
 
 
-def test_each_row_takes_as_many_slots_as_it_is_told_behind_those_it_has() -> None:
-    pool = pool_with([4], [], [8, 9])
-    pool.append_runs(np.array([2, 0]), np.array([10, 11, 12, 5]), np.array([3, 1]))
-    assert pool.lens.tolist() == [2, 0, 5]
-    assert [pool.read(row, 0, 6).tolist() for row in range(3)] == [[4, 5, 0, 0, 0, 0], [0] * 6, [8, 9, 10, 11, 12, 0]]
-
-
-def test_a_run_of_one_token_each_is_what_append_does() -> None:
-    one, other = pool_with([4], [8, 9]), pool_with([4], [8, 9])
-    rows, slots = np.array([1, 0]), np.array([10, 5])
-    one.append(rows, slots)
-    other.append_runs(rows, slots, np.array([1, 1]))
-    assert (one.req_to_token == other.req_to_token).all() and one.lens.tolist() == other.lens.tolist()
-
-
 @pytest.mark.parametrize(
     ("page_size", "kept", "freed"),
     [

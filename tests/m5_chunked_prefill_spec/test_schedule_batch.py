@@ -1,55 +1,40 @@
 """The living batch with pieces, decodes and guesses: what a step needs of it, what it takes, and what it gives back."""
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from m1_single_request import SamplingParams
 from m1_single_request.errors import PartError
 from m1_single_request.request import RequestStatus
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.model_worker_batch import ForwardMode
 from m4_radix_cache.request import Req
-from m4_radix_cache.sampling_batch_info import SamplingBatchInfo
 from m4_radix_cache.schedule_batch import Pools
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
+from tests.m4_radix_cache.batches import SETTINGS, check_columns, extend, pools_of, req_of
 from tests.m4_radix_cache.caches import make_cache
-from tests.testbed.fakes import CPU, VOCAB_SIZE, make_request
-
-PAGES = pytest.mark.parametrize("page_size", [1, 4, 16])
 
 
-def make_pools(*, page_size: int = 1, num_pages: int = 64, num_rows: int = 8, **settings: Any) -> Pools:
-    cache = make_cache(page_size=page_size, num_pages=num_pages, num_rows=num_rows, **settings)
+def make_pools(*, page_size: int = 1, num_pages: int = 64, num_rows: int = 8) -> Pools:
+    cache = make_cache(page_size=page_size, num_pages=num_pages)
     cache.req_to_token_pool = ReqToTokenPool(size=num_rows, max_context_len=256)
-    return Pools(cache.req_to_token_pool, cache.token_to_kv_pool_allocator, cache)
+    return pools_of(cache)
 
 
-def req_of(pools: Pools, rid: str, length: int, **params: Any) -> Req:
-    """A request that was admitted: it has looked into the cache, and locked what it found."""
-    settings = SamplingParams(**{"max_tokens": 30} | params)
+def req_with(pools: Pools, rid: str, length: int, **params: Any) -> Req:
+    """An admitted request with a prompt of this length, of which nothing is cached."""
     prompt = [30 + (ord(rid[0]) * 13 + i) % 90 for i in range(length)]
-    req = make_request(rid, prompt, settings, request_class=Req, seed=length)
-    assert isinstance(req, Req)
-    req.init_next_round_input(pools.tree_cache)
-    pools.tree_cache.inc_lock_ref(req.last_node)
-    return req
+    return req_of(pools, rid, prompt, **{"max_tokens": 30} | params)
 
 
-def extend(pools: Pools, *reqs: tuple[Req, int] | Req) -> ScheduleBatch:
-    """Prefill these requests; of some only so many tokens."""
+def prefilling(pools: Pools, *reqs: tuple[Req, int] | Req) -> ScheduleBatch:
+    """A batch that prefills these requests; of some only so many tokens."""
     for one in reqs:
         if isinstance(one, tuple):
             one[0].extend_input_len = one[1]
-    batch = ScheduleBatch.init_new([one[0] if isinstance(one, tuple) else one for one in reqs], pools)
-    no_stop_ids: frozenset[int] = frozenset()
-    info = SamplingBatchInfo.from_reqs(
-        batch.reqs, vocab_size=VOCAB_SIZE, stop_ids=lambda sequence: no_stop_ids, device=CPU
-    )
-    batch.prepare_for_extend(info)
+    batch: ScheduleBatch = extend(pools, [one[0] if isinstance(one, tuple) else one for one in reqs], ScheduleBatch)
     for req in batch.reqs:
         req.status = RequestStatus.RUNNING
     return batch
@@ -72,22 +57,9 @@ def say(batch: ScheduleBatch, said: dict[str, Sequence[int]]) -> None:
 
 def decoding(pools: Pools, lens: dict[str, int], **params: Any) -> ScheduleBatch:
     """A batch of requests with prompts of these lengths that have said one token each."""
-    batch = extend(pools, *(req_of(pools, rid, length, **params) for rid, length in lens.items()))
+    batch = prefilling(pools, *(req_with(pools, rid, length, **params) for rid, length in lens.items()))
     say(batch, {rid: [60 + number] for number, rid in enumerate(batch.rids)})
     return batch
-
-
-def check_columns(batch: ScheduleBatch, *rids: str) -> None:
-    """Every per-request array has a row for each request, and the rows are theirs."""
-    assert [req.rid for req in batch.reqs] == batch.rids == list(rids)
-    assert batch.req_pool_indices.tolist() == [req.req_pool_idx for req in batch.reqs]
-    assert batch.seq_lens.tolist() == [req.kv_allocated_len for req in batch.reqs]
-    info = batch.sampling_info
-    assert info is not None and len(info) == len(rids) == len(batch.output_ids)
-    assert info.params == [req.sampling_params for req in batch.reqs]
-    assert info.seeds == [req.seed for req in batch.reqs]
-    for column in (info.positions, info.numbers, info.plain, info.blocked_until, info.bias, info.seen):
-        assert column is None or len(column) == len(rids)
 
 
 def check_step(batch: ScheduleBatch, *rids: str) -> None:
@@ -107,36 +79,13 @@ def check_step(batch: ScheduleBatch, *rids: str) -> None:
 # --- prompts and their pieces -----------------------------------------------------------------------------------------
 
 
-@PAGES
-def test_a_prompt_in_pieces_keeps_its_row_and_its_last_page_from_piece_to_piece(page_size: int) -> None:
-    pools = make_pools(page_size=page_size, num_pages=256 // page_size)
-    req = req_of(pools, "a", 50)
-    slots: list[int] = []
-    for start, size, is_last in ((0, 21, False), (21, 20, False), (41, 9, True)):
-        req.extend_input_len = len(req.fill_ids) - len(req.prefix_indices)
-        batch = extend(pools, (req, size))
-        assert batch.input_ids.tolist() == req.origin_input_ids[start : start + size]
-        assert (batch.prefix_lens, batch.extend_lens, batch.seq_lens.tolist()) == ([start], [size], [start + size])
-        assert (batch.chunked_req is req) is not is_last and batch.num_prompts == 1
-        assert batch.get_model_worker_batch().sample_lens == [int(is_last)], "a piece is not sampled"
-        assert (req.kv_committed_len, req.kv_allocated_len) == (start, start + size)
-        assert pools.req_to_token_pool.available_size() == 7, "one row"
-        row = pools.req_to_token_pool.read(req.req_pool_idx, 0, start + size).tolist()  # type: ignore[arg-type]
-        assert row[: len(slots)] == slots and row[start:] == batch.out_cache_loc.tolist()
-        slots = row
-        say(batch, {"a": [70]} if is_last else {})
-        assert req.kv_committed_len == start + size and req.output_ids == [70] * is_last
-    used = pools.token_to_kv_pool_allocator.size - pools.token_to_kv_pool_allocator.available_size()
-    assert used == -(-50 // page_size) * page_size, "no page twice"
-
-
 def test_rows_are_given_where_one_is_missing_and_nobody_else() -> None:
     pools = make_pools(num_rows=3)
-    first = req_of(pools, "a", 20)
-    say(extend(pools, (first, 10)), {})
+    first = req_with(pools, "a", 20)
+    say(prefilling(pools, (first, 10)), {})
     row = first.req_pool_idx
     first.extend_input_len = 10
-    batch = extend(pools, first, req_of(pools, "b", 5), (req_of(pools, "c", 9), 4))
+    batch = prefilling(pools, first, req_with(pools, "b", 5), (req_with(pools, "c", 9), 4))
     check_step(batch, "a", "b", "c")
     assert first.req_pool_idx == row and len(set(batch.req_pool_indices.tolist())) == 3
     assert pools.req_to_token_pool.available_size() == 0
@@ -147,54 +96,22 @@ def test_rows_are_given_where_one_is_missing_and_nobody_else() -> None:
 def test_two_prompts_in_pieces_are_a_bug() -> None:
     pools = make_pools()
     with pytest.raises(AssertionError, match="two prompts are in pieces"):
-        extend(pools, (req_of(pools, "a", 20), 5), (req_of(pools, "b", 20), 5))
+        prefilling(pools, (req_with(pools, "a", 20), 5), (req_with(pools, "b", 20), 5))
 
 
 def test_a_batch_that_finds_no_room_takes_nothing_and_the_prompt_in_pieces_keeps_what_it_has() -> None:
     pools = make_pools(num_pages=20)
-    first = req_of(pools, "a", 30)
-    say(extend(pools, (first, 10)), {})
+    first = req_with(pools, "a", 30)
+    say(prefilling(pools, (first, 10)), {})
     available = pools.token_to_kv_pool_allocator.available_size(), pools.req_to_token_pool.available_size()
     first.extend_input_len = 8
     with pytest.raises(PartError, match="2 requests were admitted, and the KV memory has no room for them"):
-        extend(pools, first, req_of(pools, "b", 5))
+        prefilling(pools, first, req_with(pools, "b", 5))
     assert (pools.token_to_kv_pool_allocator.available_size(), pools.req_to_token_pool.available_size()) == available
     assert (first.kv_committed_len, first.kv_allocated_len) == (10, 10)
 
 
 # --- decodes with guesses ---------------------------------------------------------------------------------------------
-
-
-def test_without_guesses_a_decode_is_what_it_was() -> None:
-    for drafts in ((), [[], [], []]):
-        pools = make_pools(page_size=4)
-        batch = decoding(pools, {"a": 9, "b": 3, "c": 5})
-        batch.prepare_for_decode(drafts)
-        check_step(batch, "a", "b", "c")
-        assert batch.forward_mode is ForwardMode.DECODE and batch.drafts == []
-        assert batch.input_ids.tolist() == [60, 61, 62] and batch.seq_lens.tolist() == [10, 4, 6]
-        told = batch.get_model_worker_batch()
-        assert (told.sample_lens, told.spec_info, told.num_prompts) == ([1, 1, 1], None, 0)
-
-
-@PAGES
-def test_guesses_stand_behind_the_newest_token_and_have_slots_beyond_what_is_certain(page_size: int) -> None:
-    pools = make_pools(page_size=page_size)
-    batch = decoding(pools, {"a": 9, "b": 3, "c": 5})
-    drafts = [[81, 82], [], [83, 84, 85, 86]]
-    available = pools.token_to_kv_pool_allocator.available_size()
-    num_pages = batch.pages_for(drafts)
-    assert batch.has_room_for(drafts)
-    batch.prepare_for_decode(drafts)
-    check_step(batch, "a", "b", "c")
-    assert available - pools.token_to_kv_pool_allocator.available_size() == num_pages * page_size
-    assert batch.forward_mode is ForwardMode.TARGET_VERIFY
-    assert batch.input_ids.tolist() == [60, 81, 82, 61, 62, 83, 84, 85, 86]
-    assert batch.seq_lens.tolist() == [12, 4, 10]
-    assert [(req.kv_committed_len, req.kv_allocated_len) for req in batch.reqs] == [(9, 12), (3, 4), (5, 10)]
-    told = batch.get_model_worker_batch()
-    assert told.sample_lens == [3, 1, 5] and told.spec_info is not None
-    assert told.spec_info.num_draft_tokens == [2, 0, 4]
 
 
 def test_room_for_guesses_is_made_by_eviction_or_there_is_none() -> None:
@@ -243,37 +160,10 @@ def test_who_had_no_guesses_gives_nothing_back_and_who_left_is_left_alone() -> N
     assert batch.roll_back() == [], "once"
 
 
-@PAGES
-def test_slots_go_round_for_ever_however_many_guesses_are_right(page_size: int) -> None:
-    rng = random.Random(page_size)
-    pools = make_pools(page_size=page_size, num_pages=256 // page_size)
-    batch = decoding(pools, {"a": 5, "b": 16, "c": 1})
-    for _ in range(25):
-        drafts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 6))] for _ in batch.reqs]
-        assert batch.has_room_for(drafts)
-        batch.prepare_for_decode(drafts)
-        check_step(batch, "a", "b", "c")
-        said = {rid: [*own[: rng.randint(0, len(own))], 99] for rid, own in zip(batch.rids, drafts, strict=True)}
-        say(batch, said)
-        check_columns(batch, "a", "b", "c")
-        pages = sum(-(-req.kv_committed_len // page_size) for req in batch.reqs)
-        allocator = pools.token_to_kv_pool_allocator
-        assert allocator.available_size() == allocator.size - pages * page_size
-    assert [req.output_ids[-1] for req in batch.reqs] == [99] * 3 == batch.output_ids.tolist()
-
-
 # --- both -------------------------------------------------------------------------------------------------------------
 
-SETTINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 0.0, "repetition_penalty": 1.3},
-    {"temperature": 0.0, "logit_bias": {5: 1.0}},
-]
 
-
-@pytest.mark.parametrize("prompts", SETTINGS, ids=["best", "drawn", "penalty", "bias"])
-@pytest.mark.parametrize("decodes", SETTINGS, ids=["best", "drawn", "penalty", "bias"])
+@pytest.mark.parametrize(("prompts", "decodes"), list(zip(SETTINGS, SETTINGS[::-1], strict=True)), ids=str)
 @pytest.mark.parametrize("drafts", [(), [[81, 82], []]], ids=["plain", "guesses"])
 def test_in_a_mixed_step_prompts_stand_in_front_and_every_array_is_as_long_as_the_batch(
     prompts: dict[str, Any], decodes: dict[str, Any], drafts: Any
@@ -281,18 +171,15 @@ def test_in_a_mixed_step_prompts_stand_in_front_and_every_array_is_as_long_as_th
     pools = make_pools(page_size=4)
     running = decoding(pools, {"d": 9, "e": 3}, **decodes)
     running.prepare_for_decode(drafts)
-    batch = extend(pools, req_of(pools, "a", 7, **prompts), (req_of(pools, "b", 20, **prompts), 6))
+    batch = prefilling(pools, req_with(pools, "a", 7, **prompts), (req_with(pools, "b", 20, **prompts), 6))
     batch.mix_with_running(running)
     check_step(batch, "a", "b", "d", "e")
     assert batch.forward_mode is ForwardMode.MIXED and batch.num_prompts == 2
-    assert batch.new_lens.tolist() == ([7, 6, 3, 1] if drafts else [7, 6, 1, 1])
     told = batch.get_model_worker_batch()
     assert told.sample_lens == ([1, 0, 3, 1] if drafts else [1, 0, 1, 1])
     assert told.prefix_lens == [0, 0, 9, 3] and told.extend_lens == batch.new_lens.tolist()
-    assert told.num_prompt_tokens == 13
     say(batch, {"a": [70], "d": [81, 71] if drafts else [71], "e": [72]})
     check_columns(batch, "a", "b", "d", "e")
-    assert batch.output_ids.tolist() == [70, 0, 71, 72]
     assert [req.kv_committed_len for req in batch.reqs] == [7, 6, 11 if drafts else 10, 4]
     batch.filter_batch([0, 2, 3])  # as the scheduler does: whoever is in pieces waits for its next one alone
     batch.prepare_for_decode()
@@ -313,30 +200,3 @@ def test_tokens_may_come_in_any_order_and_are_taken_in_that_of_the_batch() -> No
     ]
     assert batch.output_ids.tolist() == [2, 0, 3, 4], "the newest of each; b got none"
     assert batch.sampling_info is not None and batch.sampling_info.positions.tolist() == [2, 1, 3, 2]
-
-
-def test_the_history_of_a_row_takes_all_tokens_that_it_got() -> None:
-    pools = make_pools()
-    batch = decoding(pools, {"a": 5, "b": 6}, frequency_penalty=0.5)
-    batch.prepare_for_decode([[81, 82], []])
-    say(batch, {"a": [81, 81, 7], "b": [9]})
-    info = batch.sampling_info
-    assert info is not None and info.output_counts is not None
-    assert [row.nonzero().flatten().tolist() for row in info.output_counts] == [[7, 60, 81], [9, 61]]
-    assert info.output_counts[0, 81] == 2
-
-
-def test_what_the_model_rates_of_a_prompt_is_its_piece_and_the_next_token() -> None:
-    pools = make_pools()
-    req = req_of(pools, "a", 20, prompt_logprobs=2)
-    prompt, rated = req.origin_input_ids, []
-    for start, size in ((0, 8), (8, 8), (16, 4)):
-        req.extend_input_len = len(req.fill_ids) - start
-        batch = extend(pools, (req, size))
-        token_ids, num_best = batch.get_model_worker_batch().prompts_to_rate["a"]
-        rated.append(token_ids)
-        assert num_best == 2
-        say(batch, {"a": [70]} if start == 16 else {})
-    assert rated == [prompt[0:9], prompt[8:17], prompt[16:20]]
-    batch.prepare_for_decode()
-    assert not batch.get_model_worker_batch().prompts_to_rate

@@ -102,21 +102,6 @@ def test_without_chunks_whoever_has_grown_past_the_budget_runs_in_a_step_of_its_
     bed.drain()
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("prefix_cache", ["radix", "hash", "chunk"])
-def test_answers_do_not_depend_on_how_prompts_are_cut(page_size: int, prefix_cache: str) -> None:
-    bed = make_pieces_bed(
-        page_size=page_size, prefix_cache=prefix_cache, max_num_batched_tokens=23, tensors=True, max_num_seqs=8,
-        guesses=Guesses(3), debug=True, num_tokens=1024,
-    )  # fmt: skip
-    bed.add(70, max_tokens=12)
-    for length in (1, 15, 16, 17, 23, 24, 69, 70):
-        bed.add(length, max_tokens=12, same_as="r0")
-    assert set(bed.drain().values()) == {"length"}
-    assert "M" in modes(bed) and all(len(bed.said(rid)) == 12 for rid in bed.requests)
-
-
 def test_the_next_piece_goes_before_whoever_waits_and_newcomers_take_what_it_leaves() -> None:
     bed = make_pieces_bed(max_num_batched_tokens=32)
     bed.add(40), bed.add(30), bed.add(10)
@@ -124,38 +109,7 @@ def test_the_next_piece_goes_before_whoever_waits_and_newcomers_take_what_it_lea
     bed.drain()
 
 
-def test_at_most_one_prompt_is_in_pieces() -> None:
-    bed = make_pieces_bed(max_num_batched_tokens=16, max_num_seqs=8)
-    for length in (40, 40, 3, 40, 17):
-        bed.add(length, max_tokens=5)
-    bed.drain()
-    order = [decision.chunked for decision in bed.decisions if decision.chunked]
-    assert len(order) > 8 and order == sorted(order), "the next one is cut when the last one is done"
-    assert set(order) == {"r0", "r1", "r3", "r4"}
-
-
 # --- decodes first ----------------------------------------------------------------------------------------------------
-
-
-def test_every_decode_gets_its_token_in_every_step_while_prompts_come() -> None:
-    bed = make_pieces_bed(max_num_batched_tokens=24, max_num_seqs=8)
-    bed.add(5, max_tokens=40), bed.add(7, max_tokens=40), bed.step()
-    for number in range(1, 20):
-        bed.add(30, max_tokens=2)
-        step = bed.step()
-        assert step.output.decodes[-2:] == ("r0", "r1")
-        assert len(bed.said("r0")) == len(bed.said("r1")) == number + 1
-    bed.drain()
-
-
-def test_the_budget_is_packed_to_the_last_token_as_long_as_prompts_wait() -> None:
-    bed = make_pieces_bed(max_num_batched_tokens=29, max_num_seqs=6, page_size=16, num_tokens=2048)
-    for length in (5, 100, 7, 80, 33, 64):
-        bed.add(length, max_tokens=30)
-    while any(not bed.said(rid) for rid in bed.requests):
-        decision = bed.step().output
-        assert decision.total == 29 or not (bed.waiting() or bed.chunked()), decision
-    bed.drain()
 
 
 def test_the_worked_example() -> None:
@@ -171,18 +125,8 @@ def test_the_worked_example() -> None:
     assert (batch.mode, batch.rids, batch.num_prompts, batch.chunked) == ("mixed", ("r2", "r0", "r1"), 1, "r2")
     assert (batch.extend_lens, batch.prefix_lens, batch.seq_lens) == ((30, 1, 1), (0, 9, 3), (30, 10, 4))
     assert (batch.total_tokens, batch.budget, batch.counters()["prompt tokens"]) == (32, 32, 30)
+    assert batch.explain().startswith("Mixed batch: 2 decodes + 30 tokens of 1 prompt = 32 of at most 32 tokens.")
     bed.drain()
-
-
-def test_decodes_alone_may_fill_the_budget_and_then_no_prompt_runs() -> None:
-    bed = make_pieces_bed(max_num_batched_tokens=3, max_num_seqs=3)
-    for _ in range(4):
-        bed.add(3, max_tokens=5)
-    while len(bed.running()) < 3:
-        bed.step()
-    bed.drain()
-    assert max(decision.total for decision in bed.decisions) == 3
-    assert bed.pieces_of("r3"), "its place and its tokens are there once somebody has ended"
 
 
 @pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
@@ -196,17 +140,6 @@ def test_guesses_and_prompts_share_what_decodes_leave(right: float) -> None:
         assert decision.decodes == ("r0", "r1")
         if bed.chunked():
             assert decision.total == 20 and sum(decision.prompts.values()) >= 9
-    bed.drain()
-
-
-def test_pieces_are_so_small_that_no_step_misses_its_target() -> None:
-    bed = make_pieces_bed(max_num_batched_tokens=64, target_gap_ms=24.0, costs=LINEAR, trace=True)
-    bed.add(5, max_tokens=30), bed.add(3, max_tokens=30), bed.step()
-    bed.add(90, max_tokens=2)
-    for _ in range(4):
-        assert bed.step().output.total == 24
-    assert bed.pieces_of("r2") == [22, 22, 22, 22]
-    assert {cut.bound_by for cut in bed.events("chunk_cut")} == {"target_gap_ms"}
     bed.drain()
 
 
@@ -235,15 +168,6 @@ def test_with_prompts_first_whoever_runs_waits_as_long_as_prompts_come() -> None
     assert said == {"decode_first": 7, "prefill_first": 1}
 
 
-def test_with_prompts_first_decodes_wait_for_all_pieces_of_a_long_prompt() -> None:
-    bed = make_pieces_bed(schedule="prefill_first", max_num_batched_tokens=16, trace=True)
-    bed.add(5, max_tokens=6), bed.step(), bed.step()
-    bed.add(40, max_tokens=6), bed.drain()
-    assert modes(bed).startswith("ED" + "EEE" + "DDDD")
-    batch = bed.events("batch")[2]
-    assert (batch.rids, batch.num_running) == (("r1",), 2) and "1 running request must wait" in batch.explain()
-
-
 # --- what is shared ---------------------------------------------------------------------------------------------------
 
 
@@ -257,15 +181,6 @@ def test_the_pieces_of_a_prompt_are_there_for_others_before_its_last_one_is(sche
     step = bed.step()
     assert step.output.prompts == {"r0": 6, "r1": 4}, "in the step of the last piece"
     assert step.output.hits == {"r0": 64, "r1": 56}
-    bed.drain()
-
-
-def test_what_was_computed_of_an_aborted_prompt_is_there_for_others() -> None:
-    bed = make_pieces_bed(page_size=4, max_num_batched_tokens=16)
-    bed.add(60, max_tokens=5), bed.step(), bed.step()
-    bed.abort("r0"), bed.step()
-    bed.add(60, max_tokens=2, same_as="r0")
-    assert bed.step().output.hits == {"r1": 32}
     bed.drain()
 
 

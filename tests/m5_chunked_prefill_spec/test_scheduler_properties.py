@@ -12,13 +12,12 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from m3_paged_attention.errors import KVCapacityError
 from m4_radix_cache.config import SchedulePolicyName
 from m5_chunked_prefill_spec import batch_composer
+from tests.m4_radix_cache.outcomes import answers, check_ends, check_names_do_not_matter, check_progress
 from tests.support.amounts import examples
 from tests.testbed.pieces import Guesses, PiecesBed, make_pieces_bed
-from tests.testbed.radix_runner import answer_of
-from tests.testbed.radix_traffic import Traffic, names, plain_trace, play, scheduled_names, traffic
+from tests.testbed.radix_traffic import Traffic, names, play, traffic
 
 MAX_MODEL_LEN = 64
 LONGEST_PROMPT = 44
@@ -70,26 +69,7 @@ def any_traffic(**settings: Any) -> Any:
 @settings(max_examples=examples(60))
 @given(any_traffic(), CUTS)
 def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic, cuts: Cuts) -> None:
-    bed = cuts.bed(traffic, tensors=True)
-    for _ in play(traffic, bed, names(traffic)):
-        pass
-    ids = scheduled_names(traffic, names(traffic))
-    assert bed.ended.keys() == set(ids)
-    assert sorted(bed.reported_ends) == sorted(names(traffic)), "callers hear of each end once"
-    aborted = {ids[who] for _, _, who in traffic.aborts}
-    for rid, reason in bed.ended.items():
-        req = bed.reqs[rid]
-        whole = answer_of(req, min(req.sampling_params.max_tokens, MAX_MODEL_LEN - len(req.origin_input_ids)))
-        assert bed.said(rid) == whole[: len(bed.said(rid))]
-        if reason == "abort":
-            assert rid in aborted
-        elif reason == "error":
-            is_outgrown = req.seqlen > traffic.limits.num_tokens
-            assert not isinstance(bed.error_of(rid), KVCapacityError) or is_outgrown, "it could have run alone"
-        else:
-            assert bed.said(rid) == whole
-            check_rated(req)
-    bed.flush()
+    check_ends(traffic, cuts.bed(traffic, tensors=True), MAX_MODEL_LEN, check_rated)
 
 
 def check_rated(req: Any) -> None:
@@ -108,17 +88,7 @@ def check_rated(req: Any) -> None:
 def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(
     traffic: Traffic, cuts: Cuts, random: Any
 ) -> None:
-    def trace(names: list[str]) -> list[Any]:
-        bed = cuts.bed(traffic, trace=True)
-        for _ in play(traffic, bed, names):
-            pass
-        return plain_trace(bed, [*scheduled_names(traffic, names), *names])
-
-    first = trace(names(traffic))
-    assert trace(names(traffic)) == first
-    others = names(traffic, prefix="request-")
-    random.shuffle(others)
-    assert trace(others) == first
+    check_names_do_not_matter(traffic, lambda: cuts.bed(traffic, trace=True), random)
 
 
 @pytest.mark.sample(1)
@@ -147,9 +117,7 @@ def test_no_step_holds_more_tokens_than_its_budget(schedule: str, is_chunked: bo
 @settings(max_examples=examples(20))
 @given(any_traffic(disturbed=False), CUTS)
 def test_there_is_always_somebody_who_goes_on(traffic: Traffic, cuts: Cuts) -> None:
-    bed = cuts.bed(traffic)
-    for step in play(traffic, bed, names(traffic)):
-        assert step.counts or "error" in step.ended.values() or not bed.scheduler.requests
+    check_progress(traffic, cuts.bed(traffic))
 
 
 @settings(max_examples=examples(10))
@@ -162,9 +130,7 @@ def test_answers_are_the_same_however_steps_are_filled(traffic: Traffic, cuts: C
         limits = replace(traffic.limits, prefix_cache=prefix_cache, eviction_policy="lru")
         plain = Traffic(limits, traffic.arrivals, squeezes=traffic.squeezes)
         bed = one.bed(plain, debug=True)
-        for _ in play(plain, bed, names(plain)):
-            pass
-        said.append({rid: bed.said(rid) for rid in bed.requests if bed.ended[rid] != "error"})
+        said.append({rid: own for rid, own in answers(plain, bed).items() if bed.ended[rid] != "error"})
     assert said[0] == said[1] == said[2]
 
 

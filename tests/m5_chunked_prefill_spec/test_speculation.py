@@ -42,10 +42,6 @@ def guessed(number: int = 0, *, prompt: int = 5, said: int = 1, max_tokens: int 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_no_more_is_guessed_than_the_configuration_says() -> None:
-    assert speculation(most=3).limit(guessed()) == 3
-
-
 @pytest.mark.parametrize(("left", "expected"), [(9, 4), (6, 4), (5, 4), (4, 3), (2, 1), (1, 0)])
 def test_the_last_token_that_may_come_needs_no_guess(left: int, expected: int) -> None:
     """One token comes without a guess: with `left` to come, at most `left - 1` guesses can be used."""
@@ -90,13 +86,6 @@ wishes = st.lists(st.integers(0, 8), max_size=8)
 
 
 @given(wishes, st.integers(0, 40))
-def test_what_is_shared_out_is_wanted_and_used_up(wanted: list[int], most: int) -> None:
-    given_ = share_out(wanted, most)
-    assert len(given_) == len(wanted) and sum(given_) == min(most, sum(wanted))
-    assert all(0 <= got <= wish for got, wish in zip(given_, wanted, strict=True))
-
-
-@given(wishes, st.integers(0, 40))
 def test_nobody_gets_more_while_somebody_has_less_and_wants_more(wanted: list[int], most: int) -> None:
     """By hand: one after the other takes one more, in turns, until nothing is left or wanted."""
     by_hand, left = [0] * len(wanted), most
@@ -105,14 +94,6 @@ def test_nobody_gets_more_while_somebody_has_less_and_wants_more(wanted: list[in
             if left and by_hand[i] < wish:
                 by_hand[i], left = by_hand[i] + 1, left - 1
     assert share_out(wanted, most) == by_hand
-
-
-def test_a_step_has_room_for_so_many_guesses_and_no_more() -> None:
-    reqs = [guessed(i) for i in range(3)]
-    for most in range(1, 14):
-        drafts = speculation().propose(reqs, most)
-        assert sum(map(len, drafts)) == min(most, 12)
-        assert max(map(len, drafts)) - min(map(len, drafts)) <= 1
 
 
 # --- totals -----------------------------------------------------------------------------------------------------------
@@ -125,22 +106,3 @@ def test_totals_are_of_all_requests_and_each_has_its_own() -> None:
     own.verified(reqs[1], 3, 0)
     assert [(req.num_draft_tokens, req.num_accepted_tokens) for req in reqs] == [(8, 6), (3, 0)]
     assert (own.num_draft_tokens, own.num_accepted_tokens, own.num_verifications) == (11, 6, 3)
-
-
-# --- a fixed number ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("accepted", [0, 2, 4])
-def test_the_number_of_guesses_does_not_depend_on_how_many_were_right(accepted: int) -> None:
-    own, req = speculation(), guessed()
-    for _ in range(60):
-        assert own.limit(req) == 4
-        own.verified(req, 4, accepted)
-        req.output_ids.append(3)
-
-
-def test_the_number_of_guesses_does_not_depend_on_how_many_run() -> None:
-    assert [[len(own) for own in speculation().propose([guessed(i) for i in range(n)], 100)] for n in (1, 16)] == [
-        [4],
-        [4] * 16,
-    ]
