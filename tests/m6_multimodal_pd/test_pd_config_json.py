@@ -146,20 +146,6 @@ def test_every_field_is_tried_with_another_value_than_its_default() -> None:
     assert not missing
 
 
-def test_the_text_has_every_field() -> None:
-    said = json.loads(to_json(CONFIG))
-
-    def at(path: tuple[str, ...]) -> Any:
-        found = said
-        for name in path:
-            found = found[name]
-        return found
-
-    for path in types_of(EngineConfig):
-        at(path)
-    assert "\n" not in to_json(CONFIG), "it goes in one line"
-
-
 def test_readers_of_the_trace_stay_behind() -> None:
     class Reader:
         def __call__(self, record: Any) -> None: ...
@@ -212,15 +198,9 @@ def test_a_value_of_the_wrong_type_is_refused(path: tuple[str, ...]) -> None:
     ("path", "value"),
     [
         (("cache", "page_size"), 0),
-        (("cache", "page_size"), "4"),
-        (("cache", "debug"), 1),
         (("model", "model"), 5),
-        (("model", "dtype"), "int8"),
-        (("scheduler", "schedule"), "neither"),
         (("scheduler", "cost_table", "num_tokens"), [2, 1]),
         (("speculative", "num_speculative_tokens"), 1.5),
-        (("multimodal", "allowed_url_schemes"), ["gopher"]),
-        (("disaggregation", "transport"), "pigeon"),
         (("disaggregation", "step_timeout_s"), -1),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from m5_chunked_prefill_spec.scheduler import Scheduler
-from m6_multimodal_pd import ConfigError, LLMEngine, RequestOutput, SamplingParams
+from m6_multimodal_pd import ConfigError, RequestOutput, SamplingParams
 from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, Preallocated, Prefill
 from tests.equivalence.forced_retraction import ForcedRetractionAfterTransfer
 from tests.m6_multimodal_pd.engines import Guessing, greedy
@@ -21,7 +21,6 @@ from tests.m6_multimodal_pd.pd_engines import (
     Group,
     aggregated,
     check_alike,
-    check_goes_on,
     setting,
     tokens_told,
 )
@@ -127,21 +126,6 @@ def test_texts_get_the_answers_of_m1(tiny_directory: Path, m1: Remembered, shape
         check_alike(found, {rid: m1.generate(prompt, params) for rid, (prompt, params) in TEXTS.items()})
 
 
-def test_streams_and_batches_are_those_of_one_engine(seeing_directory: Path) -> None:
-    prompts = [asking("a", 1), asking(2, 3), asking("v", "b", 1)]
-    with Group(seeing_directory, 2, 2) as group, LLMEngine(seeing_directory, **setting()) as one:
-        texts = [[output.text for output in engine.stream(prompts[0], greedy(6))] for engine in (group.engine, one)]
-        assert texts[0] == texts[1] and len(texts[0]) == 6
-        batches = [list(engine.generate_batch(prompts, greedy(5)).values()) for engine in (group.engine, one)]
-        assert [own.token_ids for own in batches[0]] == [other.token_ids for other in batches[1]]
-        before: RequestOutput | None = None
-        for output in group.engine.stream(prompts[1], greedy(4, n=2, temperature=1.0, seed=1)):
-            check_goes_on(before, output)
-            before = output
-        assert before is not None and before.finished
-        group.settle()
-
-
 # --- guesses ----------------------------------------------------------------------------------------------------------
 
 
@@ -192,27 +176,6 @@ def test_the_draft_models_kv_comes_along(seeing_directory: Path, loaded_reader: 
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("cache", CACHES)
-def test_who_loses_its_place_on_the_decode_side_is_computed_there_again(
-    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch, cache: str
-) -> None:
-    """Nothing is kept back for answers, so they outgrow the memory together."""
-    monkeypatch.setattr("m6_multimodal_pd.disaggregation.decode_scheduler.NUM_RESERVED_TOKENS", 0)
-    asked: Asked = {
-        "a": (asking("a", 1), greedy(40, logprobs=1), {}),
-        "b": (asking("b", 2), greedy(40, temperature=0.9, seed=2), {}),
-        "t": (asking(3, 4), greedy(40, prompt_logprobs=0), {}),
-    }
-    limits = setting(8, 32, tokens=128, conservativeness=0, cache=cache)
-    with Group(seeing_directory, **limits) as group:
-        check_alike(group.run(asked), aggregated(seeing_directory, asked))
-        (decode,) = group.of_role("decode")
-        assert decode.core.stats().num_retractions and group.engine.stats().num_retractions
-        assert len(group.wire.commands(Prefill)) == len(asked), "nobody asked the prefill side again"
-        group.check_flushed()
-
-
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "cache"), [((1, 1), "radix"), ((2, 2), "chunk")], ids=str)
 def test_answers_survive_retraction_every_three_steps(
     seeing_directory: Path,
@@ -226,7 +189,9 @@ def test_answers_survive_retraction_every_three_steps(
     with Group(seeing_directory, *shape, **setting(8, 16, cache=cache)) as group:
         check_alike(group.run(crowd(stops)), wanted)
         decodes = [engine.core for engine in group.of_role("decode")]
-        assert sum(core.stats().num_retractions for core in decodes) > 5
+        assert group.engine.stats().num_retractions == sum(core.stats().num_retractions for core in decodes) > 5
+        assert len(group.wire.commands(Prefill)) == len(group.wire.commands(Decode)), "no prompt is computed twice"
+        assert not group.num_retries
         was_seen_again = any(core.stats().num_encoder_runs for core in decodes)
         assert was_seen_again == (cache == "chunk"), "only what is not cached must be seen again"
         group.check_flushed()

@@ -28,7 +28,7 @@ from m6_multimodal_pd.disaggregation.runtime.jobs import (
     resume,
     row_of,
 )
-from m6_multimodal_pd.disaggregation.runtime.messages import Decode, Ended, Fault, Job, Prefill, ToEngine, ToRouter
+from m6_multimodal_pd.disaggregation.runtime.messages import Ended, Fault, Job, Prefill, ToEngine, ToRouter
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import RemoteError, TransferError
 from m6_multimodal_pd.multimodal.inputs import MultimodalInputs, content_hash
@@ -122,14 +122,6 @@ def test_a_request_goes_on_behind_what_was_said() -> None:
     assert req.output_ids == [8, 9]
 
 
-def test_a_retried_job_has_what_was_said_in_all_attempts() -> None:
-    first = job_of(request())
-    again = make_req(3, first.prompt_token_ids)
-    resume(again, first.output_token_ids)
-    again.output_ids.append(11)
-    assert job_of(again).output_token_ids == (8, 9, 11)
-
-
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 NAMED = {7: Logprob(-0.5, 2, "a"), 3: Logprob(-0.25, 1, "b"), 9: Logprob(float("-inf"), 30, "")}
@@ -221,10 +213,3 @@ def test_an_error_can_be_told_whatever_it_says(error: BaseException) -> None:
     codec: Codec[Any] = Codec(ToRouter, 2**20)
     message = codec.decode(codec.encode(Ended(1, fault, False)))
     assert message.fault == fault
-
-
-def test_both_engines_get_the_same_job() -> None:
-    job = job_of(request(media=seeing()))
-    for message in (Prefill(1, job, "d"), Decode(1, job, "p")):
-        came = CODEC.decode(CODEC.encode(message)).job
-        assert came.params == job.params and came.media.mm_items[0].hash == job.media.mm_items[0].hash  # type: ignore[union-attr]
