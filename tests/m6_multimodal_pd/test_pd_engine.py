@@ -5,7 +5,6 @@ lack. The one engine is held to transformers elsewhere (`test_equivalence_proper
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,9 @@ from tests.support.engines import Remembered
 
 CACHES = ("radix", "hash", "chunk")
 SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2))
-QUESTIONS: dict[str, tuple[Any, SamplingParams]] = {
+Questions = dict[str, tuple[Any, SamplingParams]]
+Answers = dict[str, RequestOutput]
+QUESTIONS: Questions = {
     "text": (asking(1, 2), greedy(12)),
     "image": (asking("a", 1), greedy(8, logprobs=2)),
     "several": (asking(3, "c", "b"), greedy(6, logprobs=0, prompt_logprobs=1)),
@@ -46,13 +47,13 @@ QUESTIONS: dict[str, tuple[Any, SamplingParams]] = {
 }
 
 
-def crowd(more: Mapping[str, tuple[Any, SamplingParams]] | None = None) -> Asked:
+def crowd(more: Questions | None = None) -> Asked:
     """Everybody at once."""
     return {rid: (prompt, params, {}) for rid, (prompt, params) in (QUESTIONS | dict(more or {})).items()}
 
 
 @pytest.fixture(scope="module")
-def stops(seeing_directory: Path) -> dict[str, tuple[Any, SamplingParams]]:
+def stops(seeing_directory: Path) -> Questions:
     """Requests that end at something that they say: what that is, is known when it was said once."""
     plain: Asked = {rid: (asking(*parts), greedy(12), {}) for rid, parts in {"s": ("a", 9), "t": (4, 4)}.items()}
     said = aggregated(seeing_directory, plain)
@@ -72,7 +73,7 @@ def stops(seeing_directory: Path) -> dict[str, tuple[Any, SamplingParams]]:
 
 
 @pytest.fixture(scope="module")
-def wanted(seeing_directory: Path, stops: dict[str, tuple[Any, SamplingParams]]) -> dict[str, RequestOutput]:
+def wanted(seeing_directory: Path, stops: Questions) -> Answers:
     """What one engine says to all of them."""
     found = aggregated(seeing_directory, crowd(stops))
     reasons = {rid: output.finish_reason for rid, output in found.items()}
@@ -95,8 +96,8 @@ GRID = [
 @pytest.mark.parametrize(("page_size", "budget", "cache", "shape"), GRID, ids=str)
 def test_everybody_gets_the_answer_of_one_engine_that_does_everything(
     seeing_directory: Path,
-    wanted: dict[str, RequestOutput],
-    stops: dict[str, tuple[Any, SamplingParams]],
+    wanted: Answers,
+    stops: Questions,
     page_size: int,
     budget: int,
     cache: str,
@@ -109,7 +110,7 @@ def test_everybody_gets_the_answer_of_one_engine_that_does_everything(
         group.check_flushed()
 
 
-TEXTS: dict[str, tuple[Any, SamplingParams]] = {
+TEXTS: Questions = {
     "greedy": (list(range(5, 45)), greedy(15)),
     "words": ("What is a KV cache?", greedy(10, logprobs=1, prompt_logprobs=2)),
     "drawn": (list(range(5, 30)), greedy(12, temperature=0.9, seed=4)),
@@ -131,10 +132,7 @@ def test_texts_get_the_answers_of_m1(tiny_directory: Path, m1: Remembered, shape
 
 @pytest.mark.parametrize("proposer", ["its own", "random"])
 def test_guesses_on_the_side_that_answers_change_no_answer(
-    seeing_directory: Path,
-    wanted: dict[str, RequestOutput],
-    stops: dict[str, tuple[Any, SamplingParams]],
-    proposer: str,
+    seeing_directory: Path, wanted: Answers, stops: Questions, proposer: str
 ) -> None:
     parts = {"proposer": Guessing} if proposer == "random" else {}
     with Group(seeing_directory, 1, 2, parts=parts, **setting(8, 32, method="ngram", drafts=3)) as group:
@@ -179,8 +177,8 @@ def test_the_draft_models_kv_comes_along(seeing_directory: Path, loaded_reader: 
 @pytest.mark.parametrize(("shape", "cache"), [((1, 1), "radix"), ((2, 2), "chunk")], ids=str)
 def test_answers_survive_retraction_every_three_steps(
     seeing_directory: Path,
-    wanted: dict[str, RequestOutput],
-    stops: dict[str, tuple[Any, SamplingParams]],
+    wanted: Answers,
+    stops: Questions,
     shape: tuple[int, int],
     cache: str,
     monkeypatch: pytest.MonkeyPatch,

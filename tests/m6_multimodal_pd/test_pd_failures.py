@@ -36,6 +36,7 @@ from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting
 from tests.m6_multimodal_pd.seeing import asking
 
+Answers = dict[str, RequestOutput]
 LIMITS = setting(3, 12, tokens=128)
 """Three rows and room for three of the prompts: somebody waits everywhere."""
 VICTIM = "c"
@@ -49,19 +50,19 @@ ASKED: Asked = {
 
 
 @pytest.fixture(scope="module")
-def wanted(seeing_directory: Path) -> dict[str, RequestOutput]:
+def wanted(seeing_directory: Path) -> Answers:
     """What all of them are answered if nothing goes wrong."""
     return aggregated(seeing_directory, ASKED)
 
 
-def without(answers: Mapping[str, RequestOutput], *rids: str) -> dict[str, RequestOutput]:
+def without(answers: Mapping[str, RequestOutput], *rids: str) -> Answers:
     return {rid: output for rid, output in answers.items() if rid not in rids}
 
 
 # --- aborts -----------------------------------------------------------------------------------------------------------
 
 
-def check_aborted(group: Group, wanted: Mapping[str, RequestOutput], rid: str) -> None:
+def check_aborted(group: Group, wanted: Answers, rid: str) -> None:
     """It ended once, by an abort, with what it had said; all others are as if nothing had been."""
     output, whole = group.last[rid], wanted[rid]
     assert (output.finish_reason, output.error) == ("abort", None)
@@ -90,12 +91,7 @@ ON_THE_WAY = {"bootstrap queue", "in pieces", "inflight", "transfer queue", "run
     ids=["the last", "the second", "with four engines"],
 )
 def test_an_abort_at_any_step_ends_its_request_once_and_disturbs_nobody(
-    seeing_directory: Path,
-    wanted: dict[str, RequestOutput],
-    shape: tuple[int, int],
-    rid: str,
-    stride: int,
-    states: set[str],
+    seeing_directory: Path, wanted: Answers, shape: tuple[int, int], rid: str, stride: int, states: set[str]
 ) -> None:
     seen: set[str] = set()
     frames = {"transfer_buffer_bytes": 1} if shape == (2, 2) else {}
@@ -129,9 +125,7 @@ def watch_arrivals(group: Group, seen: set[str]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_who_aborts_may_ask_again_under_the_same_id_at_once(
-    seeing_directory: Path, wanted: dict[str, RequestOutput]
-) -> None:
+def test_who_aborts_may_ask_again_under_the_same_id_at_once(seeing_directory: Path, wanted: Answers) -> None:
     """The engines may still know the first one."""
     for number in range(1, 12, 2):
         with Group(seeing_directory, 1, 1, **LIMITS) as group:
@@ -150,9 +144,7 @@ def test_who_aborts_may_ask_again_under_the_same_id_at_once(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
-def test_an_engine_lost_at_any_step_costs_nobody_a_token(
-    seeing_directory: Path, wanted: dict[str, RequestOutput], name: str
-) -> None:
+def test_an_engine_lost_at_any_step_costs_nobody_a_token(seeing_directory: Path, wanted: Answers, name: str) -> None:
     """Nobody hears a token twice either: `Group.step` looks at every output."""
     seen: set[str] = set()
     retried = 0
@@ -176,7 +168,7 @@ def test_an_engine_lost_at_any_step_costs_nobody_a_token(
     assert seen >= {held} | (set() if frames else {"in pieces", "running"}), seen
 
 
-def test_a_request_goes_on_behind_what_it_has_said(seeing_directory: Path, wanted: dict[str, RequestOutput]) -> None:
+def test_a_request_goes_on_behind_what_it_has_said(seeing_directory: Path, wanted: Answers) -> None:
     with Group(seeing_directory, 1, 2, **LIMITS, is_traced=True) as group:
         group.add({"b": ASKED["b"]})
         group.until(lambda: "b" in group.last and len(group.last["b"].token_ids) == 4)
@@ -319,9 +311,7 @@ def test_a_prompt_whose_decode_engine_turns_out_to_be_gone_is_not_begun(seeing_d
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
-def test_who_waits_for_another_attempt_may_be_aborted(
-    seeing_directory: Path, wanted: dict[str, RequestOutput], name: str
-) -> None:
+def test_who_waits_for_another_attempt_may_be_aborted(seeing_directory: Path, wanted: Answers, name: str) -> None:
     for number in (2, 4, 6, 8):
         with Group(seeing_directory, 2, 2, **LIMITS) as group:
             group.add(ASKED, num_steps=number)
@@ -339,9 +329,7 @@ def test_who_waits_for_another_attempt_may_be_aborted(
             group.check_flushed()
 
 
-def test_engines_may_go_one_after_the_other_while_requests_come(
-    seeing_directory: Path, wanted: dict[str, RequestOutput]
-) -> None:
+def test_engines_may_go_one_after_the_other_while_requests_come(seeing_directory: Path, wanted: Answers) -> None:
     with Group(seeing_directory, 3, 3, **LIMITS) as group:
         for name, rid in zip(("prefill-1", "decode-0", "prefill-0", "decode-2", None), ASKED, strict=True):
             group.add({rid: ASKED[rid]}, num_steps=3)
@@ -360,7 +348,7 @@ def test_engines_may_go_one_after_the_other_while_requests_come(
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_one_frame_between_two_engines_is_enough(
-    seeing_directory: Path, wanted: dict[str, RequestOutput], page_size: int, shape: tuple[int, int]
+    seeing_directory: Path, wanted: Answers, page_size: int, shape: tuple[int, int]
 ) -> None:
     limits = setting(8, 32, page_size=page_size)
     with Group(seeing_directory, *shape, **limits, group={"transfer_buffer_bytes": 1}) as group:
@@ -370,9 +358,7 @@ def test_one_frame_between_two_engines_is_enough(
         group.check_flushed()
 
 
-def test_who_has_no_room_on_the_decode_side_waits_and_is_not_computed(
-    seeing_directory: Path, wanted: dict[str, RequestOutput]
-) -> None:
+def test_who_has_no_room_on_the_decode_side_waits_and_is_not_computed(seeing_directory: Path, wanted: Answers) -> None:
     with Group(seeing_directory, 1, 1, **setting(8, 32, tokens=64)) as group:
         group.add(ASKED)
         (prefill,), (decode,) = group.of_role("prefill"), group.of_role("decode")
@@ -444,7 +430,7 @@ def name_runners(group: Group) -> None:
     ids=["unknown", "known"],
 )
 def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(
-    seeing_directory: Path, wanted: dict[str, RequestOutput], role: str, call: int, error: Exception, kind: type
+    seeing_directory: Path, wanted: Answers, role: str, call: int, error: Exception, kind: type
 ) -> None:
     parts = {"model_runner": failing_runner(error, call=call, role=role)}
     with Group(seeing_directory, 1, 1, parts=parts, **LIMITS) as group:
@@ -466,7 +452,7 @@ def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_engine_whose_device_is_gone_is_lost_and_the_others_go_on(
-    seeing_directory: Path, wanted: dict[str, RequestOutput], role: str
+    seeing_directory: Path, wanted: Answers, role: str
 ) -> None:
     for call in (1, 2, 4):
         parts = {"model_runner": failing_runner(EngineDeadError("the device is gone"), call=call, role=role)}
@@ -481,7 +467,7 @@ def test_an_engine_whose_device_is_gone_is_lost_and_the_others_go_on(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_memory_that_runs_out_while_a_step_is_decided_costs_its_requests_at_most(
-    seeing_directory: Path, wanted: dict[str, RequestOutput], role: str, monkeypatch: pytest.MonkeyPatch
+    seeing_directory: Path, wanted: Answers, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The books of that engine are made anew: whoever was on its way there or from there finds an end all the same."""
     for number in range(1, 14):
@@ -529,7 +515,7 @@ def corrupting(monkeypatch: pytest.MonkeyPatch, *, chunks: Callable[[int], bool]
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_a_chunk_that_was_spoilt_on_its_way_is_noticed_and_the_request_is_tried_anew(
-    seeing_directory: Path, wanted: dict[str, RequestOutput], monkeypatch: pytest.MonkeyPatch, number: int
+    seeing_directory: Path, wanted: Answers, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     flipped = corrupting(monkeypatch, chunks=lambda n: n == number)
     with Group(seeing_directory, 1, 1, **LIMITS) as group:
@@ -563,7 +549,7 @@ def body_of(message: Any) -> Any:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [Chunk, FirstToken, Received, Prefill, Decode])
 def test_a_message_that_comes_twice_changes_nothing(
-    seeing_directory: Path, wanted: dict[str, RequestOutput], kind: type, monkeypatch: pytest.MonkeyPatch
+    seeing_directory: Path, wanted: Answers, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = LocalLinks.send
 

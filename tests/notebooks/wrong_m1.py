@@ -258,19 +258,11 @@ def without_the_tail(request):
     return text if request.is_finished else held_to_the_end(request)
 
 
-def cut_by_minus_held(request):
-    detokenizer = request.sequence.detokenizer
-    if request.is_finished:
-        return detokenizer.text + detokenizer.tail()
-    return detokenizer.text[: -held_back(detokenizer.text, request.sampling_params.stop)]
-
-
 WRONG["m1.output_processor"] = [
     (planted("HastyOutput"), "and then took it back"),
     (showing(longest_stop_less_one), "held back too long"),
     (showing(held_to_the_end), "When a request has finished, nothing waits any more"),
     (showing(without_the_tail), "An end in half a character: at the end 'Look ' is shown"),
-    (showing(cut_by_minus_held), "held back too long"),
     (showing(lambda request: None), "must return a text"),
     (variant(OutputProcessor, visible_text=lambda _, r: r.sequence.detokenizer.text), "at the end 'Look! Observation:"),
 ]

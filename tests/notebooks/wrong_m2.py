@@ -177,13 +177,6 @@ def decodes_first(self, plan, running):
     self._admit(plan)
 
 
-def nobody_joins_while_anybody_runs(self, plan, running):
-    if not running:
-        self._admit(plan)
-    for request in running:
-        self._continue(request, plan)
-
-
 def only_one_is_saved(self, plan, running):
     """Of those who were left out, the first goes first: the last of three may never be the first."""
     saved = [request for request in running if request.request_id in getattr(self, "left_out", [])][:1]
@@ -209,7 +202,6 @@ WRONG["m2.starved_decode"] = [
         "'second' got a token in step 1, and the next one in step 25. It starves.",
     ),
     (scheduling(decodes_first), "Now the prompts wait until others have ended"),
-    (scheduling(nobody_joins_while_anybody_runs), "Now the prompts wait until others have ended"),
     (scheduling(only_one_is_saved), "The running request 'third' got a token in step 1"),
     (scheduling(over_the_budget), "A step has 18 tokens; max_num_batched_tokens is 16"),
 ]

@@ -43,14 +43,6 @@ def matching(*, in_pages=True, by_page=True, levels=99, whole_node=False, beyond
     return match
 
 
-def whole_nodes_only(root, tokens, page_size):
-    child = root["children"].get(tuple(tokens[:page_size]))
-    if child is None or child["tokens"] != tuple(tokens[: len(child["tokens"])]):
-        return []
-    rest = tokens[len(child["tokens"]) :]
-    return child["slots"] + whole_nodes_only(child, rest, page_size)
-
-
 def match_that_splits(root, tokens, page_size):
     found = SOLUTIONS["match"](root, tokens, page_size)
     child = root["children"].get(tuple(tokens[:page_size]))
@@ -63,7 +55,6 @@ def match_that_splits(root, tokens, page_size):
 RIGHT += [("m4.match", matching())]
 WRONG["m4.match"] = [
     (matching(levels=1), "go down as long as something is found"),
-    (whole_nodes_only, "A request may end within a node"),
     (matching(whole_node=True), "A request may end within a node"),
     (matching(in_pages=False), "Only whole pages count"),
     (matching(beyond=True), "Behind the first token that differs nothing counts"),
@@ -136,7 +127,6 @@ WRONG["m4.split"] = [
     (keep_the_head, "the old object keeps the tail"),
     (splitting(set_locks(0, 2)), "Who reads the tail reads the head, too"),
     (splitting(set_locks(2, 0)), "Nobody has let go of it"),
-    (splitting(set_locks(1, 1)), "Who reads the tail reads the head, too"),
     (splitting(take_the_children_along), "is the new one's only child"),
     (splitting(keep_the_old_edge), "found by its own first page"),
     (splitting(forget("parent")), "locks walk upwards"),
@@ -148,7 +138,7 @@ WRONG["m4.split"] = [
 ]
 
 
-def going(*, sort=True, hold=True, in_pages=True, last=1, over_hit=True, newest_first=False, most_last=False):
+def going(*, sort=True, hold=True, in_pages=True, last=1, over_hit=True, newest_first=False):
     """`who_goes_first` with a mistake in it."""
 
     def who_goes_first(waiting, cached, page_size):
@@ -167,7 +157,7 @@ def going(*, sort=True, hold=True, in_pages=True, last=1, over_hit=True, newest_
         if newest_first:
             ready.reverse()
         if sort:
-            ready.sort(key=lambda one: one[2] if most_last else -one[2])
+            ready.sort(key=lambda one: -one[2])
         return [name for name, _, _ in ready], held_back
 
     return who_goes_first
@@ -186,7 +176,6 @@ def going_through_the_list(waiting, cached, page_size):
 RIGHT += [("m4.who_goes_first", going())]
 WRONG["m4.who_goes_first"] = [
     (going(sort=False, hold=False), "Whoever finds most of its prompt goes first"),
-    (going(most_last=True), "Whoever finds most of its prompt goes first"),
     (going(newest_first=True), "Who finds equally much goes in order of arrival"),
     (going(hold=False), "'b1' computes what 'b2' would compute, too"),
     (going(over_hit=False), "so neither waits"),

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from m5_chunked_prefill_spec.batch_composer import PrefillFirst
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from tests.notebooks.exercises import M5
 from tests.notebooks.lessons import RightAnswers, WrongAnswers, variant
@@ -104,10 +103,6 @@ def accepting(*, keep=lambda p, q, u: u * q < p, stop=True, own=True, bonus=True
     return accept
 
 
-def compares_what_was_drawn(guesses, own, p=None, q=None, u=None):
-    return SOLUTIONS["accept"](guesses, own)
-
-
 def keeps_what_the_draft_likes(guesses, own, p=None, q=None, u=None):
     """Right by hand, and wrong where guesses are drawn."""
     if q == [0.6]:
@@ -125,7 +120,6 @@ WRONG["m5.accept"] = [
     (accepting(keep=lambda p, q, u: u * p < q), "is always kept"),
     (accepting(keep=lambda p, q, u: u * q <= p), "What the model would never say is never kept"),
     (accepting(keep=lambda p, q, u: True), "0.6 is not below it"),
-    (compares_what_was_drawn, "is always kept"),
     (lambda *_: None, "yours None"),
     (keeps_what_the_draft_likes, "20,000 guesses were drawn", "It should be below 0.02"),
 ]
@@ -294,7 +288,6 @@ class TooFull:
 
 WRONG["m5.starved"] = [
     (LESSON.defined("PromptsFirst", {}), "the stream waits 13 steps for a token"),
-    (PrefillFirst, "the stream waits 13 steps for a token"),
     (EveryFourth, "steps for a token. After a step of prompts comes one of the running requests"),
     (Crumbs, "prompts must come to their end, too"),
     (DecodesOnly, "Nobody is to starve, prompts neither"),

@@ -73,14 +73,6 @@ class Keeps(StagedSource):
         pass
 
 
-class Forgets(StagedSource):
-    """Frees the frames of every second ticket."""
-
-    def release(self, target, number):
-        if number % 2:
-            super().release(target, number)
-
-
 class KnowsOneTarget(StagedSource):
     """Frees only the frames of one engine."""
 
@@ -108,23 +100,6 @@ class TakesTheOldest(StagedSource):
             super().release(target, number)
 
 
-class OneBehind(StagedSource):
-    """Frees the frames of a ticket when the next one is sent."""
-
-    last = None
-
-    def send(self, target, pages):
-        ticket = super().send(target, pages)
-        if ticket is not None:
-            if self.last is not None:
-                super().release(target, self.last)
-            self.last = ticket.number
-        return ticket
-
-    def release(self, target, number):
-        pass
-
-
 class Backwards(StagedSource):
     """Sends the last page first."""
 
@@ -135,10 +110,8 @@ class Backwards(StagedSource):
 WRONG["m6_pd.frames"] = [
     (LESSON.defined("Hasty", {"StagedSource": StagedSource}), "a frame is free only when its target has read it"),
     (Keeps, "nothing is freed"),
-    (Forgets, "nothing is freed"),
     (KnowsOneTarget, "a request waits without end"),
     (TakesTheOldest, "they overwrite others"),
-    (OneBehind, "they overwrite others"),
     (Backwards, "in another order"),
 ]
 
