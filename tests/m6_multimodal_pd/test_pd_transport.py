@@ -273,6 +273,15 @@ def test_pages_are_checked_before_any_is_written(pair: Pair) -> None:
         pair.source.send("d", [13])  # an error, though there is no room
 
 
+def test_the_last_page_can_be_moved_and_the_one_after_it_cannot() -> None:
+    store = Memory(num_pages=9, seed=0).store
+    rows = torch.zeros(1, store.page_bytes, dtype=torch.uint8)
+    store.read([9], rows), store.write([9], rows)
+    for move in (store.read, store.write):
+        with pytest.raises(TransferError, match=r"no pages \[10\] to be moved, only 1 to 9"):
+            move([10], rows)
+
+
 PLACE, SUMS = "3 pages from frame", "is not what was sent"
 TICKETS: dict[str, tuple[Callable[[Ticket], dict[str, Any]], str]] = {
     "a frame too many": (lambda t: {"first_frame": 2}, PLACE),
