@@ -825,6 +825,23 @@ def test_a_file_that_is_there_is_not_taken_away(site: Site, tmp_path: Path) -> N
     assert path.read_text() == "data"
 
 
+def test_a_closed_socket_raises(site: Site) -> None:
+    """The engine that has it raises `EngineClosedError` before."""
+    router = site.router()
+    engine = site.engine(router)
+    greeted(router, engine)
+    router.close()
+    engine.close()
+    for use in (
+        lambda: list(router.receive()),
+        lambda: router.send("decode-0", Text("x")),
+        engine.receive,
+        lambda: engine.send(Text("x")),
+    ):
+        with pytest.raises(zmq.ZMQError):
+            use()
+
+
 def test_sockets_that_the_collector_finds_leave_nothing_and_wait_for_nobody(tmp_path: Path) -> None:
     before = num_sockets()
     address = f"ipc://{tmp_path / 'router'}"
