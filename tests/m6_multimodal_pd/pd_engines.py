@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -27,7 +28,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
     Tokens,
 )
 from m6_multimodal_pd.disaggregation.staging import StagedSource
-from m6_multimodal_pd.wiring import PARTS
+from m6_multimodal_pd.wiring import PARTS, prepare
 from tests.m6_multimodal_pd.engines import setting as m6_setting
 
 MANY_STEPS = 2000
@@ -204,9 +205,12 @@ class Group:
         is_messages = not isinstance(conversation, str) and conversation and isinstance(conversation[0], Mapping)
         return self.engine.chat_prompt(conversation) if is_messages else conversation
 
-    def add(self, asked: Asked) -> None:
+    def add(self, asked: Asked, num_steps: int = 0) -> None:
+        """Ask all at once, and step so many times."""
         for rid, (prompt, params, options) in asked.items():
             self.engine.add_request(prompt, params, request_id=rid, **options)
+        for _ in range(num_steps):
+            self.step()
 
     def step(self) -> dict[str, RequestOutput]:
         """One step, looked at from both sides."""
@@ -405,3 +409,15 @@ def check_rows(own: Sequence[Any] | None, other: Sequence[Any] | None, what: str
                     two[token_id].rank,
                     two[token_id].decoded_token,
                 ), what
+
+
+def engine_of(role: Any, config: Any, shared: Any, send: Any) -> Engine:
+    """An engine of this process that comes late."""
+    return Engine(role=role, config=config, parts=PARTS, prepare=prepare, segments=shared, send=send, is_traced=False)
+
+
+def add(links: LocalLinks, name: str, make: Callable[[Any], Engine]) -> None:
+    """Start an engine of one's own making; its argument sends to the router."""
+    role: Any = name.partition("-")[0]
+    with patch.object(links, "make", lambda role, send: make(send)):
+        links.start(name, role)

@@ -1,6 +1,5 @@
 """Conversations that cannot be seen, each with the error that says why, under narrow limits."""
 
-import io
 import zlib
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from m6_multimodal_pd import InvalidMediaError, InvalidPromptError, InvalidRequestError
+from tests.m6_multimodal_pd.media_files import encoded
 from tests.m6_multimodal_pd.seeing import SHOWN, asking, clip, parts, picture
 
 LIMITS = {
@@ -22,10 +22,8 @@ LIMITS = {
 
 def png(width: int = 16, height: int = 16) -> bytes:
     """A file."""
-    buffer = io.BytesIO()
     noise = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(noise)
 
 
 def image(source: Any, **more: Any) -> list[dict[str, Any]]:
@@ -83,7 +81,6 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], type[InvalidRequestError], 
         InvalidMediaError,
         "64x72 are 4,608 pixels, .* max_image_pixels=",
     ),
-    "a large array": (image(np.zeros((72, 64, 3), np.uint8)), InvalidMediaError, "4,608 pixels"),
     "a bomb": (image(bomb()), InvalidMediaError, "too large to be decoded: .*3600000000 pixels"),
     "a large file": (image(png() + bytes(4096)), InvalidMediaError, "more than max_file_bytes=4,096"),
     "many frames": (video(clip("m", 9, 1, 1)), InvalidMediaError, "more than max_video_frames=8"),
@@ -95,44 +92,18 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], type[InvalidRequestError], 
     "a picture for no cache": (image(picture("n", 8, 4)), InvalidMediaError, "32 tokens, .* has room for 30"),
     "a clip for no cache": (video(clip("n", 4, 4, 4)), InvalidMediaError, "32 x 32 pixels become 32 tokens"),
     "long and narrow": (image(Image.new("RGB", (2, 402))), InvalidMediaError, "2x402 is too long and narrow: .* 201.0"),
-    "wide and low": (image(np.zeros((1, 201, 3), np.uint8)), InvalidMediaError, "201x1 is too long and narrow"),
     # broken
     "a truncated file": (image(png()[:100]), InvalidMediaError, "image 0 of message 0: it cannot be decoded"),
-    "no picture": (image(b"GIF? no"), InvalidMediaError, "its bytes are none of PNG, JPEG"),
-    "no bytes": (image(b""), InvalidMediaError, "it is empty, 0 bytes"),
-    "a document": (image(b"%PDF-1.7 " + bytes(90)), InvalidMediaError, "none of PNG"),
-    "floats": (image(np.zeros((8, 8, 3))), InvalidMediaError, "the array is float64"),
-    "a number": (image(7), InvalidMediaError, "7 is no image; give a PIL image"),
-    "a path to nowhere": (image("/nowhere/a.png"), InvalidMediaError, "'/nowhere/a.png' cannot be read"),
     "a still as a video": (video(png()), InvalidMediaError, "still picture, not a video"),
     "one frame": (video(clip("o", 1, 1, 1)), InvalidMediaError, "1 frame is no video, 2 are needed"),
-    "no frames": (video([]), InvalidMediaError, "it has no frames"),
-    "frames of two sizes": (video([*clip("s", 2, 1, 1), picture("t", 2, 1)]), InvalidMediaError, "frames of one size"),
-    "two speeds": (video(clip("p", 4, 1, 1), fps=2, num_frames=4), InvalidMediaError, "exclude each other"),
-    "a speed of none": (video(clip("p", 4, 1, 1), fps=0), InvalidMediaError, "fps=0 must be a number of frames"),
     # from elsewhere
-    **{
-        f"{scheme} URL": (image(f"{scheme}://host/a.png"), InvalidMediaError, f"{scheme}: URLs are refused; Multimodal")
-        for scheme in ("http", "https", "file")
-    },
-    "ftp URL": (image("ftp://host/a.png"), InvalidMediaError, "not an accepted URL; accepted are data"),
+    "a URL": (image("http://host/a.png"), InvalidMediaError, "http: URLs are refused; Multimodal"),
     "a URL of a video": (said({"type": "video_url", "video_url": "http://h/v"}), InvalidMediaError, "http: URLs are"),
-    "a broken data URL": (image("data:image/png;base64,AA=A"), InvalidMediaError, "base64 of .* is broken"),
-    "data that is no base64": (image("data:image/png,abc"), InvalidMediaError, "only base64 is supported"),
     # parts and roles
     "an unknown type": (said({"type": "audio", "audio": b"x"}), InvalidPromptError, "one of text, image,.*'audio'"),
     "no type": (said({"image": png()}), InvalidPromptError, "a part of a content has a type"),
-    "a type that is none": (said({"type": ["image"]}), InvalidPromptError, "a part of a content has a type"),
     "a type that is an array": (said({"type": np.zeros((9, 9))}), InvalidPromptError, "this one is .*'type': array"),
     "a part that is none": (said("text"), InvalidPromptError, "a part of a content has a type, .* this one is 'text'"),
-    "an unknown key": (image(png(), detail="low"), InvalidMediaError, "'detail' in a part of type image is not known"),
-    "a video's key": (image(png(), fps=2), InvalidMediaError, "'fps' in a part of type image is not known"),
-    "no source": (said({"type": "image"}), InvalidMediaError, "lacks its 'image'"),
-    "a key of a URL": (
-        said({"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}),
-        InvalidMediaError,
-        "known is only 'url'",
-    ),
     "a text's key": (said({"type": "text", "text": "a", "style": 1}), InvalidPromptError, "a text part is"),
     "a text that is none": (said({"type": "text", "text": 5}), InvalidPromptError, "a text part is"),
     "no content": ([{"role": "user"}], InvalidPromptError, "needs a content: a string, or a list of parts"),

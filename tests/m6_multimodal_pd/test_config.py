@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from m6_multimodal_pd import (
     InvalidMediaError,
     LLMEngine,
     ModelConfig,
-    ModelLoadError,
     MultimodalConfig,
     SamplingParams,
     SchedulerConfig,
@@ -25,8 +23,7 @@ from m6_multimodal_pd import (
 )
 from m6_multimodal_pd.config import DEFAULT_MODEL
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, greedy, runner_of, setting
-from tests.m6_multimodal_pd.seeing import SIDE, asking, clip, picture
-from tests.m6_multimodal_pd.test_fuzzed_media import valid
+from tests.m6_multimodal_pd.seeing import SIDE, asking, picture
 from tests.support.traces import traced
 
 LIMITS = ("max_items", "max_file_bytes", "max_image_pixels", "max_video_frames", "max_video_pixels")
@@ -66,9 +63,7 @@ def test_a_timeout_is_a_number_of_seconds(value: Any) -> None:
         ({"https": True}, "allowed_url_schemes=.* must be a tuple"),
         (("ftp",), "allowed_url_schemes: 'ftp' is not one of file, http, https"),
         (("https", "data"), "'data' is not one of"),
-        (("https:",), "'https:' is not one of"),
         (("HTTPS",), "'HTTPS' is not one of"),
-        ((["https"],), r"\['https'\] is not one of"),
         ((None,), "None is not one of"),
     ],
     ids=str,
@@ -134,32 +129,6 @@ def test_a_tower_on_a_gpu_may_do_more_in_a_step_unless_it_is_told_otherwise() ->
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"max_pixels": 63}, "max_pixels=63 contradicts .*, whose images have 64 to 4096 pixels"),
-        ({"min_pixels": 5000}, "min_pixels=5000 contradicts .* give min_pixels and max_pixels"),
-        ({"min_pixels": 10, "max_pixels": 63}, "max_pixels=63 is less than one token of .*, 8x8 pixels"),
-    ],
-    ids=str,
-)
-def test_sizes_that_contradict_the_model_are_refused_when_the_engine_is_built(
-    make_engine: MakeEngine, limits: dict[str, int], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_engine(**setting(multimodal=limits))
-
-
-def test_a_seeing_model_without_a_processor_is_refused_with_the_file_that_it_lacks(
-    seeing_directory: Path, tmp_path: Path
-) -> None:
-    for path in seeing_directory.iterdir():
-        if path.name != "preprocessor_config.json":
-            (tmp_path / path.name).symlink_to(path)
-    with pytest.raises(ModelLoadError, match=r"preprocessor_config\.json"):
-        LLMEngine(model_config=ModelConfig(model=tmp_path, device="cpu", dtype="float32"), **setting())
-
-
-@pytest.mark.parametrize(
     "limits",
     [
         {"encoder_budget": 7},
@@ -216,32 +185,6 @@ def test_pixels_are_held_between_the_limits_that_were_given(make_engine: MakeEng
     assert [tokens_of(bounded, side, side) for side in (SIDE, 4 * SIDE, 8 * SIDE)] == [16, 16, 25]
 
 
-@pytest.mark.parametrize(
-    ("limits", "part", "message"),
-    [
-        ({"max_items": 1}, None, "2 images and videos are more than a request may have: max_items=1"),
-        ({"max_image_pixels": 575}, None, "24x24 are 576 pixels, more than max_image_pixels=575"),
-        ({"max_video_frames": 3}, {"type": "video", "video": clip("x", 4, 1, 1)}, "more than max_video_frames=3"),
-        ({"max_video_pixels": 255}, {"type": "video", "video": clip("x", 4, 1, 1)}, "256 pixels, more than max_video"),
-        ({"max_file_bytes": 20}, {"type": "image", "image": b"\x89PNG" + bytes(17)}, "21 bytes, more than max_file_by"),
-        (
-            {"embedding_cache_bytes": 8 * 768},
-            None,
-            "9 tokens, and the cache for their embeddings has room for 8",
-        ),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) and "type" not in value else "",
-)
-def test_a_limit_is_named_where_it_is_passed(
-    make_engine: MakeEngine, limits: dict[str, int], part: Any, message: str
-) -> None:
-    engine = make_engine(**setting(multimodal=limits))
-    content = [part] if part else asking("a", "d")[0]["content"]
-    with pytest.raises(InvalidMediaError, match=message):
-        engine.chat([{"role": "user", "content": content}], greedy(1))
-    assert engine.generate("text", greedy(1)).finish_reason == "length"
-
-
 def test_a_picture_that_becomes_too_much_is_refused_before_it_is_enlarged(make_engine: MakeEngine) -> None:
     """In whole it would take terabytes."""
     limits = {"min_pixels": 10**12, "max_pixels": 10**12, "embedding_cache_bytes": 10**6}
@@ -255,17 +198,6 @@ def test_a_request_that_is_exactly_at_its_limits_is_taken(make_engine: MakeEngin
     limits = {"max_items": 2, "max_image_pixels": 576, "embedding_cache_bytes": 9 * 768}
     engine = make_engine(**setting(multimodal=limits))
     assert engine.chat(asking("a", "d"), greedy(1)).finish_reason == "length"
-
-
-def test_a_file_url_is_read_where_that_is_allowed(make_engine: MakeEngine, tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(valid(Random(1), "PNG"))
-    asked = [{"role": "user", "content": [{"type": "image_url", "image_url": path.as_uri()}]}]
-    engine = make_engine(**setting())
-    with pytest.raises(InvalidMediaError, match=r"allowed_url_schemes=\('file',\)"):
-        engine.chat(asked, greedy(1))
-    engine = make_engine(**setting(multimodal={"allowed_url_schemes": ("file",)}))
-    assert engine.chat(asked, greedy(1)).finish_reason == "length"
 
 
 def test_the_budget_bounds_what_a_step_encodes(make_engine: MakeEngine) -> None:
@@ -284,12 +216,6 @@ def test_where_prompts_are_whole_all_their_pictures_are_encoded_at_once(make_eng
     assert all(output.error is None for output in outputs.values())
     assert [run.num_tokens for run in recorder.events("encoder_run")] == [29, 10]
     assert counts(engine)[0] == 2
-
-
-def test_a_connection_is_given_up_long_before_a_step_is() -> None:
-    """They are two things: a long step is not silence."""
-    group = DisaggregationConfig()
-    assert (group.heartbeat_timeout_s, group.step_timeout_s) == (15.0, 120.0)
 
 
 @pytest.mark.parametrize("value", [0, 300, 16_383])

@@ -29,46 +29,6 @@ def test_what_was_put_is_found_again():
     assert cache.used_bytes == 4 * ROW_BYTES
 
 
-def test_nothing_leaves_before_the_room_is_needed_to_the_last_byte():
-    cache = make_cache(10)
-    assert cache.put("a", rows(6), in_use=()) and cache.put("b", rows(4), in_use=())
-    assert len(cache) == 2 and cache.num_evicted == 0
-    assert cache.put("c", rows(1), in_use=())
-    assert "a" not in cache and "b" in cache and cache.num_evicted == 1 and cache.used_bytes == 5 * ROW_BYTES
-
-
-def test_the_least_recently_used_leaves_first():
-    cache = make_cache(3)
-    for content in "abc":
-        cache.put(content, rows(1), in_use=())
-    cache.get("a")
-    cache.put("d", rows(1), in_use=())
-    assert "b" not in cache and all(content in cache for content in "acd")
-
-
-def test_what_the_step_uses_stays_though_it_is_the_oldest():
-    cache = make_cache(3)
-    for content in "abc":
-        cache.put(content, rows(1), in_use=())
-    assert cache.put("d", rows(1), in_use={"a", "d"})
-    assert "a" in cache and "b" not in cache
-
-
-def test_where_only_used_ones_could_leave_nothing_is_kept_and_nobody_leaves():
-    cache = make_cache(3)
-    for content in "abc":
-        cache.put(content, rows(1), in_use=())
-    assert not cache.put("d", rows(2), in_use={"a", "b"})
-    assert all(content in cache for content in "abc") and "d" not in cache and cache.num_evicted == 0
-
-
-def test_an_item_larger_than_the_whole_cache_is_not_kept_and_throws_nobody_out():
-    cache = make_cache(3)
-    cache.put("a", rows(1), in_use=())
-    assert not cache.put("b", rows(4), in_use=())
-    assert "a" in cache and cache.used_bytes == ROW_BYTES
-
-
 def test_every_eviction_is_told_once():
     tracer = Tracer()
     recorder = Recorder(tracer)

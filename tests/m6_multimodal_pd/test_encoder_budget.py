@@ -30,33 +30,35 @@ def cached(cache: EmbeddingCache, *items: Any) -> None:
 A, B, C = item("a", (5, 15)), item("b", (20, 30)), item("c", (40, 50))
 
 
-def test_a_text_is_not_limited(cache):
-    assert budget(cache, 1).most(req(60), 0, 60) == 60
+TWICE = item("a", (20, 30))
 
 
-def test_a_prompt_ends_in_front_of_the_first_picture_that_is_too_much(cache):
-    assert budget(cache, 25).most(req(60, A, B, C), 0, 60) == 40
-    assert budget(cache, 20).most(req(60, A, B, C), 0, 60) == 40
-    assert budget(cache, 19).most(req(60, A, B, C), 0, 60) == 20
-    assert budget(cache, 30).most(req(60, A, B, C), 0, 60) == 60
-
-
-def test_tokens_are_counted_from_where_the_piece_begins(cache):
-    assert budget(cache, 10).most(req(60, A, B, C), 16, 44) == 24
-
-
-def test_a_picture_is_paid_for_whole_though_the_piece_ends_inside_it(cache):
-    assert budget(cache, 15).most(req(60, A, B), 0, 25) == 20
+@pytest.mark.parametrize(
+    ("max_tokens", "items", "start", "num_tokens", "most"),
+    [
+        (1, (), 0, 60, 60),
+        (30, (A, B, C), 0, 60, 60),
+        (25, (A, B, C), 0, 60, 40),
+        (20, (A, B, C), 0, 60, 40),
+        (19, (A, B, C), 0, 60, 20),
+        (10, (A, B, C), 16, 44, 24),
+        (15, (A, B), 0, 25, 20),
+        (10, (A, TWICE), 0, 60, 60),
+    ],
+    ids="text all too-much exactly one-less later-piece ends-inside twice".split(),
+)
+def test_a_piece_ends_in_front_of_the_first_picture_that_is_too_much(
+    cache: EmbeddingCache, max_tokens: int, items: tuple[Any, ...], start: int, num_tokens: int, most: int
+) -> None:
+    """A picture is paid for whole, though the piece ends inside it, and once. To ask takes nothing."""
+    step = budget(cache, max_tokens)
+    for _ in range(2):
+        assert step.most(req(60, *items), start, num_tokens) == most
 
 
 def test_what_is_encoded_already_costs_nothing(cache):
     cached(cache, A, B)
     assert budget(cache, 10).most(req(60, A, B, C), 0, 60) == 60
-
-
-def test_the_same_picture_is_paid_for_once(cache):
-    again = item("a", (20, 30))
-    assert budget(cache, 10).most(req(60, A, again), 0, 60) == 60
 
 
 def test_a_picture_that_is_larger_than_the_budget_may_run_if_it_is_the_only_one_encoded(cache):
@@ -86,9 +88,3 @@ def test_a_step_holds_no_more_than_the_cache_has_room_for():
     cached(small, A)
     assert budget(small, 100).most(req(60, A, B), 0, 60) == 20, "what is found must be held, too"
     assert budget(small, 100).most(req(60, B, C), 0, 60) == 40
-
-
-def test_to_ask_takes_nothing(cache):
-    step = budget(cache, 10)
-    for _ in range(3):
-        assert step.most(req(60, A, B), 0, 60) == 20

@@ -5,7 +5,6 @@ every milestone promises about failures: `tests/engine_contract`.
 """
 
 import gc
-import signal
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -210,28 +209,9 @@ def test_a_device_that_is_lost_in_the_tower_fails_every_request_and_then_every_c
     assert engine.engine_core.encoder.cache.used_bytes == 0
 
 
-def test_a_second_interrupt_in_the_tower_leaves_a_dead_engine_without_embeddings(make_engine: MakeEngine) -> None:
-    def interrupt(made: Sequence[Tensor]) -> Sequence[Tensor]:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
-        return made
-
-    engine: Any = make_engine(Tower(interrupt, call=2).parts, **setting(8, 32, multimodal={"encoder_budget": 10}))
-    for rid, conversation in ASKED.items():
-        engine.add_request(asking(*conversation), greedy(NUM_TOKENS), request_id=rid)
-    engine.step()
-    assert engine.stats().embedding_cache_bytes > 0
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    stats = engine.stats()
-    assert (stats.num_waiting, stats.num_running, stats.kv_tokens, stats.embedding_cache_bytes) == (0, 0, 0, 0)
-    for call in [*calls_of(engine), lambda: engine.chat(asking("a", 1))]:
-        with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
-            call()
-    engine.close()
-
-
-def test_a_dead_engine_counts_no_pictures_of_the_step_that_was_stopped(make_engine: MakeEngine) -> None:
+def test_a_dead_engine_has_no_embeddings_and_counts_nothing_of_the_step_that_was_stopped(
+    make_engine: MakeEngine,
+) -> None:
     class Interrupted(Encoder):
         def embed(self, seen: Any) -> list[Tensor]:
             embeddings = super().embed(seen)
@@ -247,6 +227,11 @@ def test_a_dead_engine_counts_no_pictures_of_the_step_that_was_stopped(make_engi
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert counts(engine) == before and before[0] == 1
+    stats: Any = engine.stats()
+    assert (stats.num_waiting, stats.num_running, stats.kv_tokens, stats.embedding_cache_bytes) == (0, 0, 0, 0)
+    for call in [*calls_of(engine), lambda: engine.chat(asking("a", 1))]:
+        with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+            call()
     engine.close()
 
 
@@ -398,16 +383,4 @@ def test_an_abort_in_any_state_leaves_nothing_behind(
         )
     check_drained(engine)
     assert engine.generate(asking("c", 2), greedy(NUM_TOKENS)).token_ids == whole[:NUM_TOKENS]
-    check_flushed(engine)
-
-
-def test_a_stream_that_is_let_go_of_inside_a_picture_leaves_nothing_behind(make_engine: MakeEngine) -> None:
-    engine: Any = make_engine(**setting(8, 9))
-    stream = engine.stream(asking("c", 1), greedy(NUM_TOKENS), request_id="r")
-    while not is_inside(engine, "r"):
-        engine.step()
-    stream.close()
-    while engine.has_unfinished_requests():
-        assert engine.step() == {}
-    check_drained(engine)
     check_flushed(engine)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from m4_radix_cache.mem_cache.radix_key import decode
-from m6_multimodal_pd.multimodal.inputs import Modality, PaddedKey, PadValues, content_hash
+from m6_multimodal_pd.multimodal.inputs import Modality, PadValues, content_hash
 from tests.m6_multimodal_pd.items import flat, inputs, item, rows_of
 
 VOCAB_SIZE = 4096
@@ -18,11 +17,6 @@ VOCAB_SIZE = 4096
 def test_a_range_of_tokens_holds_the_rows_of_its_placeholders(start, length):
     clip = item("v", (3, 7), (10, 12), (20, 25))
     assert flat(clip.rows(start, start + length)) == rows_of(clip, start, start + length)
-
-
-def test_a_range_that_ends_inside_a_picture_holds_its_first_rows_and_the_next_one_the_others():
-    image = item("a", (4, 13))
-    assert image.rows(0, 8) == [(4, 0, 4)] and image.rows(8, 20) == [(8, 4, 9)]
 
 
 def test_the_items_of_a_range_are_those_that_it_touches():
@@ -51,13 +45,6 @@ def test_behind_the_prompt_positions_count_up_on_all_axes():
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
-
-
-def test_in_the_key_every_placeholder_is_the_number_of_its_content():
-    own = inputs(12, item("a", (2, 5), pad_value=7001), item("v", (6, 8), (9, 11), pad_value=7002))
-    key = PaddedKey(range(12), "salt", own.mm_items)
-    assert key.extra_key == "salt"
-    assert decode(key.data) == [0, 1, 7001, 7001, 7001, 5, 7002, 7002, 8, 7002, 7002, 11]
 
 
 FEATURE = np.arange(24, dtype=np.float32).reshape(4, 6)

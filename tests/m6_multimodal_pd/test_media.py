@@ -12,20 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from m1_single_request.errors import InvalidRequestError
-from m6_multimodal_pd.config import MultimodalConfig
-from m6_multimodal_pd.errors import InvalidMediaError
 from m6_multimodal_pd.multimodal.decode_image import Picture
-from m6_multimodal_pd.multimodal.decode_video import FrameSampling
-from m6_multimodal_pd.multimodal.media_reader import MediaLoader
+from tests.m6_multimodal_pd.media_files import encoded, read, refused
 
 PIXELS = np.random.default_rng(7).integers(0, 256, (12, 20, 3), dtype=np.uint8)
-
-
-def encoded(pixels: np.ndarray = PIXELS, form: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, form, **options)
-    return buffer.getvalue()
 
 
 def data_url(content: bytes, kind: str = "image/png") -> str:
@@ -33,7 +23,7 @@ def data_url(content: bytes, kind: str = "image/png") -> str:
 
 
 def load(part: Any, **config: Any) -> np.ndarray:
-    media = MediaLoader(MultimodalConfig(**config), FrameSampling()).load(part)
+    media = read(part, **config)
     assert isinstance(media, Picture)
     assert media.pixels.dtype == np.uint8 and media.pixels.ndim == 3 and media.pixels.shape[2] == 3
     return media.pixels
@@ -41,15 +31,6 @@ def load(part: Any, **config: Any) -> np.ndarray:
 
 def image(source: Any, **config: Any) -> np.ndarray:
     return load({"type": "image", "image": source}, **config)
-
-
-def refused(part: Any, **config: Any) -> str:
-    """The message with which a part is refused."""
-    with pytest.raises(InvalidMediaError) as caught:
-        load(part, **config)
-    assert isinstance(caught.value, InvalidRequestError)  # the family that the engine reports
-    assert len(str(caught.value)) < 400
-    return str(caught.value)
 
 
 def refused_image(source: Any, **config: Any) -> str:
@@ -61,8 +42,8 @@ def refused_image(source: Any, **config: Any) -> str:
 
 def test_every_form_of_a_picture_gives_the_same_pixels(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
-    path.write_bytes(encoded())
-    content = encoded()
+    path.write_bytes(encoded(PIXELS))
+    content = encoded(PIXELS)
     forms = [Image.fromarray(PIXELS), path, str(path), content, bytearray(content), memoryview(content), PIXELS]
     for form in [*forms, data_url(content)]:
         np.testing.assert_array_equal(image(form), PIXELS)
@@ -78,7 +59,7 @@ def test_formats_of_cameras_screens_and_browsers_are_read(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["TIFF", "PPM", "EPS", "PDF", "ICO"])
 def test_other_formats_are_refused_whatever_else_pil_can_read(form: str) -> None:
-    assert "PNG, JPEG" in refused_image(encoded(form=form))
+    assert "PNG, JPEG" in refused_image(encoded(PIXELS, form=form))
 
 
 def test_what_the_caller_changes_afterwards_does_not_matter() -> None:
@@ -101,14 +82,14 @@ def test_a_phones_picture_is_turned_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # shown after a quarter turn to the right
     turned = np.rot90(PIXELS, k=-1)
-    np.testing.assert_array_equal(image(encoded(exif=exif)), turned)
-    np.testing.assert_array_equal(image(Image.open(io.BytesIO(encoded(exif=exif)))), turned)
+    np.testing.assert_array_equal(image(encoded(PIXELS, exif=exif)), turned)
+    np.testing.assert_array_equal(image(Image.open(io.BytesIO(encoded(PIXELS, exif=exif)))), turned)
 
 
 @pytest.mark.parametrize("form", ["PNG", "WEBP", "JPEG"])
 @pytest.mark.parametrize("exif", [b"Exif\0\0no TIFF", b"Exif\0\0II*\0", b"junk"], ids=str)
 def test_a_picture_with_damaged_exif_is_shown_as_it_is(form: str, exif: bytes) -> None:
-    plain, damaged = (image(encoded(form=form, **options)) for options in ({}, {"exif": exif}))
+    plain, damaged = (image(encoded(PIXELS, form=form, **options)) for options in ({}, {"exif": exif}))
     np.testing.assert_array_equal(damaged, plain)
 
 
@@ -197,7 +178,7 @@ def test_a_truncated_file_is_refused_and_not_half_shown(form: str) -> None:
 
 
 def test_a_picture_object_that_cannot_be_decoded_is_refused() -> None:
-    lazy = Image.open(io.BytesIO(encoded(form="BMP")[:80]))
+    lazy = Image.open(io.BytesIO(encoded(PIXELS, form="BMP")[:80]))
     assert "decoded" in refused_image(lazy)
     assert "0x5" in refused_image(Image.new("RGB", (0, 5)))
 
@@ -216,7 +197,7 @@ def test_paths_that_lead_to_no_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_bytes_are_limited_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = encoded()
+    content = encoded(PIXELS)
     path = tmp_path / "large.png"
     path.write_bytes(content)
     monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("it was opened"))
@@ -226,7 +207,7 @@ def test_bytes_are_limited_before_they_are_read(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_file_as_large_as_the_limit_is_taken() -> None:
-    content = encoded()
+    content = encoded(PIXELS)
     for source in (content, data_url(content)):
         assert image(source, max_file_bytes=len(content)).shape == PIXELS.shape
         assert "max_file_bytes" in refused_image(source, max_file_bytes=len(content) - 1)
@@ -234,14 +215,14 @@ def test_a_file_as_large_as_the_limit_is_taken() -> None:
 
 def test_a_limit_that_no_memory_could_hold_takes_none(tmp_path: Path) -> None:
     path = tmp_path / "small.png"
-    path.write_bytes(encoded())
-    for source in (path, encoded(), data_url(encoded())):
+    path.write_bytes(encoded(PIXELS))
+    for source in (path, encoded(PIXELS), data_url(encoded(PIXELS))):
         assert image(source, max_file_bytes=2**63 - 1, max_image_pixels=2**63 - 1).shape == PIXELS.shape
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
 def test_pixels_are_limited_before_they_are_decoded(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = encoded(form=form)
+    content = encoded(PIXELS, form=form)
     lazy = Image.open(io.BytesIO(content))
     monkeypatch.setattr(type(lazy), "load", lambda _: pytest.fail("it was decoded"))
     for source in (content, lazy, PIXELS):
@@ -250,7 +231,7 @@ def test_pixels_are_limited_before_they_are_decoded(form: str, monkeypatch: pyte
 
 def bomb(width: int, height: int) -> bytes:
     """A PNG of some bytes whose header promises a picture of this size."""
-    content = bytearray(encoded())
+    content = bytearray(encoded(PIXELS))
     content[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
     content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
     return bytes(content)

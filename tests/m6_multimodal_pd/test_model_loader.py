@@ -115,13 +115,6 @@ def test_positions_reach_as_far_as_a_request_may(saved: Path) -> None:
         load(saved, max_model_len=1025)
 
 
-def test_more_positions_than_any_table_holds_need_a_max_model_len(directory: Path) -> None:
-    edit_config(directory, "text_config", max_position_embeddings=10**12)
-    with pytest.raises(ConfigError, match=r"names 1,000,000,000,000 positions"):
-        load(directory)
-    assert load(directory, max_model_len=64).max_model_len == 64
-
-
 def test_the_older_form_of_the_rope_settings_is_read(directory: Path) -> None:
     """As the released checkpoints have it."""
     expected, config = load(directory).model, config_of(directory)
@@ -235,14 +228,6 @@ def test_earlier_loaders_refuse_a_model_that_sees(saved: Path) -> None:
 
 NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
     ("text_config", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-    ("text_config", {"head_dim": 63}, "head_dim=63 is odd|its config cannot be loaded"),
-    (
-        "text_config",
-        {"num_attention_heads": 3, "num_key_value_heads": 2},
-        "3 heads are not a multiple of 2 KV heads",
-    ),
-    ("text_config", {"num_hidden_layers": 0}, "num_hidden_layers=0"),
-    ("text_config", {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
     ("text_config", {"num_hidden_layers": 1}, "deepstack_visual_indexes=[0, 2] are more than the 1 layers"),
     ("text_config", {"hidden_size": 32}, "out_hidden_size=64 is not the language model's hidden_size=32"),
     ("text_config", {"head_dim": 128}, "mrope_section=[12, 10, 10] must be three whole numbers"),
@@ -253,17 +238,11 @@ NONSENSE: list[tuple[str | None, dict[str, Any], str]] = [
     (None, {"vision_start_token_id": 3, "vision_end_token_id": 3}, "vision_end_token_id=3"),
     ("vision_config", {"out_hidden_size": 32}, "out_hidden_size=32 is not the language model's hidden_size=64"),
     ("vision_config", {"deepstack_visual_indexes": [0, 3]}, "deepstack_visual_indexes=[0, 3] must each be another"),
-    ("vision_config", {"deepstack_visual_indexes": [-1]}, "layer of the vision tower, 0 to 2"),
     ("vision_config", {"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes=[1, 1]"),
     ("vision_config", {"depth": 0}, "vision_config.depth=0, which must be a whole number from 1 to 10,000"),
-    ("vision_config", {"depth": 10**9}, "vision_config.depth=1000000000"),
-    ("vision_config", {"num_heads": 0}, "vision_config.num_heads=0"),
     ("vision_config", {"num_heads": 3}, "vision_config.hidden_size=32 over 3 heads"),
-    ("vision_config", {"num_heads": 16}, "vision_config.hidden_size=32 over 16 heads"),
     ("vision_config", {"patch_size": 0}, "vision_config.patch_size=0"),
     ("vision_config", {"patch_size": [4, 4]}, "vision_config.patch_size=[4, 4]"),
-    ("vision_config", {"spatial_merge_size": -2}, "vision_config.spatial_merge_size=-2"),
-    ("vision_config", {"temporal_patch_size": 10**30}, "vision_config.temporal_patch_size="),
     ("vision_config", {"num_position_embeddings": 0}, "vision_config.num_position_embeddings=0"),
     ("vision_config", {"hidden_act": "wiggle"}, "vision_config.hidden_act='wiggle' is not known"),
     ("vision_config", {"model_type": "qwen2_vl_vision"}, "model_type|its config cannot be loaded"),
@@ -286,8 +265,6 @@ def test_a_config_that_makes_no_sense_is_named(
     ("rope", "message"),
     [
         ({"mrope_section": [10, 12, 10]}, "cannot be assigned in turn"),
-        ({"mrope_section": [12, 10, 9]}, "must be three whole numbers"),
-        ({"mrope_interleaved": False}, "no sections one after another (Qwen2-VL)"),
         ({"rope_type": "longrope"}, "rope type 'longrope' is not supported|its config cannot be loaded"),
         ({"rope_theta": -1.0}, "rope_theta=-1.0"),
     ],
@@ -332,11 +309,6 @@ def test_tensors_that_do_not_fit_are_named(
     said = refusal(directory)
     assert message in said
     assert load(directory, load_format="dummy").architecture == ARCHITECTURE, "nothing of the files is read then"
-
-
-def test_an_output_layer_that_should_be_there_is_missed(directory: Path) -> None:
-    edit_config(directory, tie_word_embeddings=False)
-    assert f"the weights lack {HEAD};" in refusal(directory)
 
 
 def test_files_that_are_broken_are_an_error_of_the_loader(directory: Path) -> None:

@@ -3,10 +3,10 @@
 import json
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +25,7 @@ from m6_multimodal_pd import (
 )
 from m6_multimodal_pd.errors import EngineLostError, RemoteError
 from m6_multimodal_pd.wiring import PARTS
+from tests.m6_multimodal_pd.pd_engines import add, engine_of
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 PARAMS = SamplingParams(max_tokens=12)
@@ -174,6 +175,19 @@ def test_weights_may_be_exchanged_at_once_after_the_last_request_was_aborted(
             assert engine.chat(QUESTION, PARAMS).text == answers[answer]
 
 
+def test_an_engine_that_joins_after_weights_were_exchanged_has_the_new_ones(
+    other_model: Path, answers: tuple[str, str]
+) -> None:
+    with made(DisaggregationConfig(transport="in_process")) as engine:
+        engine.update_weights(other_model)
+        links: Any = engine.engine_core.router.links  # type: ignore[attr-defined]
+        shared = links.engines["prefill-0"].side.transport.segments
+        for role in ("prefill", "decode"):
+            links.drop(f"{role}-0", "for a test")
+            add(links, f"{role}-0_1", partial(engine_of, role, engine.config, shared))
+        assert engine.chat(QUESTION, PARAMS).text == answers[1]
+
+
 def test_before_m6_weights_stay() -> None:
     assert not {"update_weights", "start_profile", "stop_profile"} & set(dir(SpeculativeEngine))
 
@@ -196,6 +210,9 @@ def test_a_profile_shows_the_operators_of_the_steps(group: Any, tmp_path: Path) 
 @each_group
 def test_a_profile_that_cannot_be_written_is_an_error_and_no_name(group: Any, tmp_path: Path) -> None:
     with made(group) as engine:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match="cannot be written"):
+            engine.start_profile(tmp_path / "file" / "folder")
         engine.start_profile(tmp_path / "profiles")
         (tmp_path / "profiles").rmdir()
         with pytest.raises(ConfigError, match=r"steps-.*cannot be written"):
@@ -247,27 +264,8 @@ def test_a_closed_engine_records_nothing(tmp_path: Path) -> None:
         another.stop_profile()
 
 
-def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with made(None) as engine:
-        with pytest.raises(ConfigError, match="cannot be written"):
-            engine.start_profile(tmp_path / "file" / "folder")
-        engine.start_profile(tmp_path)
-        engine.stop_profile()
-
-
 def test_a_path_that_no_message_holds_is_refused_at_once_and_the_group_goes_on() -> None:
     with made(DisaggregationConfig(transport="in_process")) as engine:
         with pytest.raises(ConfigError, match="1 to 4,096 characters"):
             engine.update_weights("x" * 5000)
         assert engine.chat(QUESTION, PARAMS).error is None
-
-
-@pytest.mark.exhaustive
-def test_a_parameter_that_is_numpys_means_to_a_group_what_it_means_to_one_engine() -> None:
-    params = SamplingParams(temperature=np.float64(0.5), seed=3, stop=np.str_("x"), max_tokens=6)
-    said = []
-    for group in (None, DisaggregationConfig()):
-        with made(group) as engine:
-            said.append(engine.chat(QUESTION, params))
-    assert said[0].error is None and said[0].token_ids == said[1].token_ids

@@ -23,42 +23,6 @@ NEW_ROLES = {"media_reader", "embedding_cache", "encoder", "encoder_budget"}
 SHORT = greedy(4)
 
 
-def test_every_role_has_a_part_and_every_part_a_role() -> None:
-    assert LLMEngine.parts is PARTS
-    assert PARTS.keys() - m5_chunked_prefill_spec.PARTS.keys() == NEW_ROLES
-    assert m5_chunked_prefill_spec.PARTS.keys() <= PARTS.keys()
-
-
-class Empty:
-    """Takes what it is given, and does nothing."""
-
-    def __init__(self, **settings: Any) -> None: ...
-
-
-class OtherWords:
-    """Has the methods, and another constructor."""
-
-    def __init__(self, capacity: int) -> None: ...
-
-    def __contains__(self, content: str) -> bool:
-        return False
-
-    get = put = clear = close = embed = counters = process = most = take = check_invariants = __contains__
-
-
-@pytest.mark.parametrize("role", sorted(NEW_ROLES))
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [(7, "must be a class or a function"), (Empty, r"has no \w+\(\)"), (OtherWords, "cannot be called as")],
-    ids=["no class", "no methods", "other words"],
-)
-def test_what_does_not_fit_is_refused_when_the_engine_is_built(
-    make_engine: MakeEngine, role: str, part: Any, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"'{role}'.* {message}"):
-        make_engine({role: part})
-
-
 def test_an_adder_without_a_budget_for_images_is_refused(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match=r"'prefill_adder'.* has no limit_encoding"):
         make_engine({"prefill_adder": m5_chunked_prefill_spec.PARTS["prefill_adder"]})

@@ -2,12 +2,7 @@
 
 import json
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +20,7 @@ from m6_multimodal_pd import (
 from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import segment_directory
 from notebooks.shapes import Shape, picture as drawn
+from tests.m6_multimodal_pd.processes import by_hand, free_address
 
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
 PARAMS = SamplingParams(max_tokens=8)
@@ -108,32 +104,6 @@ def test_keys_are_made_by_a_command(capsys: pytest.CaptureFixture[str], tmp_path
     assert pd.main(["keys", str(tmp_path / "made.json")]) == 0
     assert "keep it to yourself" in " ".join(capsys.readouterr().out.split())
     assert set(json.loads((tmp_path / "made.json").read_text())) == {"router", "engines"}
-
-
-@contextmanager
-def by_hand(
-    role: str, address: str, keys: Path, *more: str, sizes: Sequence[str] = ("--max-total-tokens", "1024")
-) -> Iterator[subprocess.Popen[str]]:
-    """An engine in a process of its own, as somebody would start it."""
-    command = [sys.executable, "-m", "m6_multimodal_pd.pd", role, "--join", address, "--keys", str(keys), *more]
-    process = subprocess.Popen(
-        [*command, *sizes, "--device", "cpu", "--threads", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def free_address() -> str:
-    """Where nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.mark.exhaustive

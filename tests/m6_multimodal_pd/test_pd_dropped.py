@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,17 @@ from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime.assembly import start_engines
 from m6_multimodal_pd.disaggregation.runtime.processes import ProcessLinks
 from tests.m6_multimodal_pd.engines import greedy
-from tests.m6_multimodal_pd.test_pd_processes import (
+from tests.m6_multimodal_pd.processes import (
+    Loop,
     configs,
     eventually,
     group_of,
+    in_a_thread,
     num_sockets,
     own_engines,
     pid_of,
     segments,
 )
-from tests.m6_multimodal_pd.test_pd_sockets import Text, a_pair, greeted
 
 END_S = 20.0
 """Nothing that ends by itself takes so long, on a busy machine either: a dropped group ends in 1 or 2 s, and so does a
@@ -40,51 +40,6 @@ program, most of it the interpreter's own end. What waits for a dropped group wa
 """
 START_S, PROGRAM_S = 300.0, 900.0
 """Nothing takes so long, on a busy machine either: to start a group, and a program that starts ten."""
-
-
-def in_a_thread(work: Callable[[], None], timeout_s: float) -> None:
-    """Do it, so long at most; what it raises is raised here."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    assert not thread.is_alive(), f"it takes longer than {timeout_s:g} s"
-    for error in errors:
-        raise error
-
-
-class Loop:
-    """What refers to itself, and so ends when the garbage collector finds it."""
-
-    def __init__(self, held: Any) -> None:
-        self.held, self.own = held, self
-
-
-def test_sockets_that_the_collector_finds_leave_nothing_and_wait_for_nobody(tmp_path: Path) -> None:
-    before = num_sockets()
-    address = f"ipc://{tmp_path / 'router'}"
-
-    def drop() -> None:
-        router: Any
-        engine: Any
-        router, engine = a_pair(address)
-        greeted(router, engine)
-        for number in range(100):
-            router.send("decode-0", Text(f"{number} is never read"))
-        Loop([router]), Loop([engine])
-        del router, engine
-        gc.collect()
-
-    in_a_thread(drop, END_S)
-    assert num_sockets() == before
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_processes_that_have_not_joined_end_when_the_collector_finds_their_group(seeing_directory: Path) -> None:
@@ -176,13 +131,13 @@ def test_a_process_whose_parent_stops_before_the_order_is_written_ends_without_a
     assert (process.returncode, process.stdout, process.stderr) == (0, b"", b"")
 
 
-PROGRAM = "tests.m6_multimodal_pd.dropping_process"
+PROGRAM = "tests.m6_multimodal_pd.user_program"
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("work", ["ten", "interrupted", "exit", "thread", "fork"])
+@pytest.mark.parametrize("work", ["ten", "interrupted", "exit_", "thread", "fork"])
 def test_a_program_drops_groups_and_ends_at_once(seeing_directory: Path, work: str) -> None:
-    """`dropping_process.py` has what each of them does."""
+    """`user_program.py` has what each of them does."""
     command = [sys.executable, "-m", PROGRAM, str(seeing_directory), work]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     timer = threading.Timer(PROGRAM_S, program.kill)

@@ -5,14 +5,13 @@ lack. The one engine is held to transformers elsewhere (`test_equivalence_proper
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from m5_chunked_prefill_spec.scheduler import Scheduler
-from m6_multimodal_pd import ConfigError, LLMEngine, RequestOutput, SamplingParams
+from m6_multimodal_pd import ConfigError, RequestOutput, SamplingParams
 from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, Preallocated, Prefill
 from tests.equivalence.forced_retraction import ForcedRetractionAfterTransfer
 from tests.m6_multimodal_pd.engines import Guessing, greedy
@@ -21,7 +20,6 @@ from tests.m6_multimodal_pd.pd_engines import (
     Group,
     aggregated,
     check_alike,
-    check_goes_on,
     setting,
     tokens_told,
 )
@@ -30,7 +28,9 @@ from tests.support.engines import Remembered
 
 CACHES = ("radix", "hash", "chunk")
 SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2))
-QUESTIONS: dict[str, tuple[Any, SamplingParams]] = {
+Questions = dict[str, tuple[Any, SamplingParams]]
+Answers = dict[str, RequestOutput]
+QUESTIONS: Questions = {
     "text": (asking(1, 2), greedy(12)),
     "image": (asking("a", 1), greedy(8, logprobs=2)),
     "several": (asking(3, "c", "b"), greedy(6, logprobs=0, prompt_logprobs=1)),
@@ -47,13 +47,13 @@ QUESTIONS: dict[str, tuple[Any, SamplingParams]] = {
 }
 
 
-def crowd(more: Mapping[str, tuple[Any, SamplingParams]] | None = None) -> Asked:
+def crowd(more: Questions | None = None) -> Asked:
     """Everybody at once."""
     return {rid: (prompt, params, {}) for rid, (prompt, params) in (QUESTIONS | dict(more or {})).items()}
 
 
 @pytest.fixture(scope="module")
-def stops(seeing_directory: Path) -> dict[str, tuple[Any, SamplingParams]]:
+def stops(seeing_directory: Path) -> Questions:
     """Requests that end at something that they say: what that is, is known when it was said once."""
     plain: Asked = {rid: (asking(*parts), greedy(12), {}) for rid, parts in {"s": ("a", 9), "t": (4, 4)}.items()}
     said = aggregated(seeing_directory, plain)
@@ -73,7 +73,7 @@ def stops(seeing_directory: Path) -> dict[str, tuple[Any, SamplingParams]]:
 
 
 @pytest.fixture(scope="module")
-def wanted(seeing_directory: Path, stops: dict[str, tuple[Any, SamplingParams]]) -> dict[str, RequestOutput]:
+def wanted(seeing_directory: Path, stops: Questions) -> Answers:
     """What one engine says to all of them."""
     found = aggregated(seeing_directory, crowd(stops))
     reasons = {rid: output.finish_reason for rid, output in found.items()}
@@ -96,8 +96,8 @@ GRID = [
 @pytest.mark.parametrize(("page_size", "budget", "cache", "shape"), GRID, ids=str)
 def test_everybody_gets_the_answer_of_one_engine_that_does_everything(
     seeing_directory: Path,
-    wanted: dict[str, RequestOutput],
-    stops: dict[str, tuple[Any, SamplingParams]],
+    wanted: Answers,
+    stops: Questions,
     page_size: int,
     budget: int,
     cache: str,
@@ -110,7 +110,7 @@ def test_everybody_gets_the_answer_of_one_engine_that_does_everything(
         group.check_flushed()
 
 
-TEXTS: dict[str, tuple[Any, SamplingParams]] = {
+TEXTS: Questions = {
     "greedy": (list(range(5, 45)), greedy(15)),
     "words": ("What is a KV cache?", greedy(10, logprobs=1, prompt_logprobs=2)),
     "drawn": (list(range(5, 30)), greedy(12, temperature=0.9, seed=4)),
@@ -127,30 +127,12 @@ def test_texts_get_the_answers_of_m1(tiny_directory: Path, m1: Remembered, shape
         check_alike(found, {rid: m1.generate(prompt, params) for rid, (prompt, params) in TEXTS.items()})
 
 
-def test_streams_and_batches_are_those_of_one_engine(seeing_directory: Path) -> None:
-    prompts = [asking("a", 1), asking(2, 3), asking("v", "b", 1)]
-    with Group(seeing_directory, 2, 2) as group, LLMEngine(seeing_directory, **setting()) as one:
-        texts = [[output.text for output in engine.stream(prompts[0], greedy(6))] for engine in (group.engine, one)]
-        assert texts[0] == texts[1] and len(texts[0]) == 6
-        batches = [list(engine.generate_batch(prompts, greedy(5)).values()) for engine in (group.engine, one)]
-        assert [own.token_ids for own in batches[0]] == [other.token_ids for other in batches[1]]
-        before: RequestOutput | None = None
-        for output in group.engine.stream(prompts[1], greedy(4, n=2, temperature=1.0, seed=1)):
-            check_goes_on(before, output)
-            before = output
-        assert before is not None and before.finished
-        group.settle()
-
-
 # --- guesses ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("proposer", ["its own", "random"])
 def test_guesses_on_the_side_that_answers_change_no_answer(
-    seeing_directory: Path,
-    wanted: dict[str, RequestOutput],
-    stops: dict[str, tuple[Any, SamplingParams]],
-    proposer: str,
+    seeing_directory: Path, wanted: Answers, stops: Questions, proposer: str
 ) -> None:
     parts = {"proposer": Guessing} if proposer == "random" else {}
     with Group(seeing_directory, 1, 2, parts=parts, **setting(8, 32, method="ngram", drafts=3)) as group:
@@ -192,32 +174,11 @@ def test_the_draft_models_kv_comes_along(seeing_directory: Path, loaded_reader: 
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("cache", CACHES)
-def test_who_loses_its_place_on_the_decode_side_is_computed_there_again(
-    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch, cache: str
-) -> None:
-    """Nothing is kept back for answers, so they outgrow the memory together."""
-    monkeypatch.setattr("m6_multimodal_pd.disaggregation.decode_scheduler.NUM_RESERVED_TOKENS", 0)
-    asked: Asked = {
-        "a": (asking("a", 1), greedy(40, logprobs=1), {}),
-        "b": (asking("b", 2), greedy(40, temperature=0.9, seed=2), {}),
-        "t": (asking(3, 4), greedy(40, prompt_logprobs=0), {}),
-    }
-    limits = setting(8, 32, tokens=128, conservativeness=0, cache=cache)
-    with Group(seeing_directory, **limits) as group:
-        check_alike(group.run(asked), aggregated(seeing_directory, asked))
-        (decode,) = group.of_role("decode")
-        assert decode.core.stats().num_retractions and group.engine.stats().num_retractions
-        assert len(group.wire.commands(Prefill)) == len(asked), "nobody asked the prefill side again"
-        group.check_flushed()
-
-
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "cache"), [((1, 1), "radix"), ((2, 2), "chunk")], ids=str)
 def test_answers_survive_retraction_every_three_steps(
     seeing_directory: Path,
-    wanted: dict[str, RequestOutput],
-    stops: dict[str, tuple[Any, SamplingParams]],
+    wanted: Answers,
+    stops: Questions,
     shape: tuple[int, int],
     cache: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -226,7 +187,9 @@ def test_answers_survive_retraction_every_three_steps(
     with Group(seeing_directory, *shape, **setting(8, 16, cache=cache)) as group:
         check_alike(group.run(crowd(stops)), wanted)
         decodes = [engine.core for engine in group.of_role("decode")]
-        assert sum(core.stats().num_retractions for core in decodes) > 5
+        assert group.engine.stats().num_retractions == sum(core.stats().num_retractions for core in decodes) > 5
+        assert len(group.wire.commands(Prefill)) == len(group.wire.commands(Decode)), "no prompt is computed twice"
+        assert not group.num_retries
         was_seen_again = any(core.stats().num_encoder_runs for core in decodes)
         assert was_seen_again == (cache == "chunk"), "only what is not cached must be seen again"
         group.check_flushed()

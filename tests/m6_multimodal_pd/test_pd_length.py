@@ -1,6 +1,5 @@
 """The length of a group's requests: the shortest that an engine has room for, and the same on all of them."""
 
-import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,8 @@ from m6_multimodal_pd.disaggregation.members import length_incompatibility
 from m6_multimodal_pd.disaggregation.runtime.credentials import write_keys
 from m6_multimodal_pd.disaggregation.runtime.messages import LengthFitted
 from tests.engine_contract.test_real_models import GIB, NARROW, text_model
-from tests.m6_multimodal_pd.pd_engines import Listener
-from tests.m6_multimodal_pd.test_pd_by_hand import by_hand, free_address
-from tests.m6_multimodal_pd.test_pd_members import add, engine_of
+from tests.m6_multimodal_pd.pd_engines import Listener, add, engine_of
+from tests.m6_multimodal_pd.processes import by_hand, free_address
 
 KV_BYTES = 4096
 """Of a token of the model that ships, and of one narrow layer of Qwen3."""
@@ -70,9 +68,8 @@ def test_the_shortest_length_that_an_engine_has_room_for_is_that_of_all(
         assert len(engine.generate([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
 
 
-@pytest.mark.parametrize("transport", ["in_process", pytest.param("shared_memory", marks=pytest.mark.exhaustive)])
-def test_an_answer_of_a_group_ends_at_the_fitted_length(transport: Any) -> None:
-    group = DisaggregationConfig(transport=transport)
+def test_an_answer_of_a_group_ends_at_the_fitted_length() -> None:
+    group = DisaggregationConfig(transport="in_process")
     with LLMEngine(cache_config=memory(1024), disaggregation_config=group) as engine:
         assert engine.stats().max_model_len == 1024
         output = engine.generate([5, 6, 7] * 340, SamplingParams(max_tokens=99, ignore_eos=True))
@@ -127,31 +124,6 @@ def test_an_engine_takes_a_shorter_length_than_its_own_if_it_was_not_named(
 
 
 @pytest.mark.exhaustive
-def test_engines_that_are_started_by_hand_agree_on_the_shortest_length_and_the_next_one_must_have_room(
-    tmp_path: Path,
-) -> None:
-    keys, address = tmp_path / "group.json", free_address()
-    write_keys(keys)
-
-    def engine_with(role: str, num_tokens: int) -> Any:
-        num_bytes = memory(num_tokens).kv_cache_memory_bytes
-        return by_hand(role, address, keys, "--kv-cache-memory-bytes", str(num_bytes), sizes=())
-
-    group = DisaggregationConfig(address=address, key_file=keys, start_timeout_s=60)
-    with (
-        engine_with("prefill", 3072),
-        engine_with("decode", 2048),
-        LLMEngine(disaggregation_config=group) as engine,
-    ):
-        assert engine.stats().max_model_len == 2048
-        assert engine.generate("What is a KV cache?", SamplingParams(max_tokens=4)).finish_reason == "length"
-        with engine_with("decode", 1024) as short:
-            while short.poll() is None:
-                engine.engine_core.router.listen(0.1)
-            assert "it has room for requests of 1,024 tokens, and max_model_len is 2,048 here" in said_by(short)
-
-
-@pytest.mark.exhaustive
 def test_where_the_length_is_never_agreed_on_the_engines_end_with_their_router(tmp_path: Path) -> None:
     keys, address = tmp_path / "group.json", free_address()
     write_keys(keys)
@@ -160,9 +132,3 @@ def test_where_the_length_is_never_agreed_on_the_engines_end_with_their_router(t
         with pytest.raises(EngineLostError, match="1 for decode did not join within start_timeout_s=20"):
             LLMEngine(disaggregation_config=group)
         assert waiting.wait(60) is not None
-
-
-def said_by(process: subprocess.Popen[str]) -> str:
-    """What a process has written, as one line."""
-    assert process.stdout is not None
-    return " ".join(process.stdout.read().split())

@@ -8,21 +8,17 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from m6_multimodal_pd import ConfigError, DisaggregationConfig, EngineConfig, EngineLostError, ModelConfig
+from m6_multimodal_pd import ConfigError, EngineConfig, EngineLostError
 from m6_multimodal_pd.disaggregation.engine import Engine
 from m6_multimodal_pd.disaggregation.members import Member, incompatibility, vocabulary_of
-from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks, Lost
-from m6_multimodal_pd.disaggregation.runtime.messages import Fault, Joined, LengthFixed
-from m6_multimodal_pd.disaggregation.runtime.processes import ProcessLinks
-from m6_multimodal_pd.wiring import PARTS, prepare
+from m6_multimodal_pd.disaggregation.runtime.messages import Joined, LengthFixed
 from tests.m6_multimodal_pd.engines import greedy
-from tests.m6_multimodal_pd.pd_engines import Group, setting
+from tests.m6_multimodal_pd.pd_engines import Group, add, engine_of, setting
 
 OURS, OTHERS = "0" * 64, "1" * 64
 JOINED = Joined("decode", 16, 4096, 512, "float32[2, 16]", "tiny", OURS)
@@ -75,18 +71,6 @@ def test_a_vocabulary_is_known_by_what_its_ids_mean(seeing_directory: Path, tmp_
 
 
 # --- who does not -----------------------------------------------------------------------------------------------------
-
-
-def engine_of(role: Any, config: Any, shared: Any, send: Any) -> Engine:
-    """An engine of this process that comes late."""
-    return Engine(role=role, config=config, parts=PARTS, prepare=prepare, segments=shared, send=send, is_traced=False)
-
-
-def add(links: LocalLinks, name: str, make: Callable[[Any], Engine]) -> None:
-    """Start an engine of one's own making; its argument sends to the router."""
-    role: Any = name.partition("-")[0]
-    with patch.object(links, "make", lambda role, send: make(send)):
-        links.start(name, role)
 
 
 def other_page_size(config: EngineConfig, directory: Path) -> EngineConfig:
@@ -186,14 +170,3 @@ def test_an_engine_that_fails_while_it_starts_leaves_nothing_open(
             engine.start(512)
         assert [type(core) for core in closed] == [core_type]
         monkeypatch.undo()
-
-
-def test_a_process_that_is_refused_is_lost_for_that_reason(seeing_directory: Path) -> None:
-    model = ModelConfig(model=seeing_directory, device="cpu")
-    links = ProcessLinks(EngineConfig(model=model, disaggregation=DisaggregationConfig()), is_traced=False)
-    try:
-        links.start("prefill-0", "prefill")
-        links.refuse("prefill-0", "it does not fit")
-        assert list(links.lost()) == [Lost("prefill-0", "it does not fit", Fault("ConfigError", "it does not fit"))]
-    finally:
-        links.close()

@@ -15,49 +15,14 @@ import pytest
 
 from m1_single_request import SamplingParams
 from m1_single_request.sampler import LogprobRow
-from m6_multimodal_pd.disaggregation.runtime import messages as all_messages
+from m6_multimodal_pd.disaggregation.runtime import messages
 from m6_multimodal_pd.disaggregation.runtime.credentials import GroupKeys
-from m6_multimodal_pd.disaggregation.runtime.messages import (
-    Answer,
-    Call,
-    Cancel,
-    Chunk,
-    Decode,
-    Ended,
-    Failed,
-    Fault,
-    FirstToken,
-    Heartbeat,
-    Job,
-    Joined,
-    LengthFitted,
-    LengthFixed,
-    Message,
-    Order,
-    PeerLost,
-    PeerMessage,
-    Preallocated,
-    Prefill,
-    Probe,
-    Received,
-    Refused,
-    Relay,
-    ReportedEvent,
-    RoomFailed,
-    StepEvents,
-    Taken,
-    Ticket,
-    ToEngine,
-    Tokens,
-    ToRouter,
-)
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import WireError
 from m6_multimodal_pd.multimodal.inputs import Modality, MultimodalDataItem, MultimodalInputs
 
 UNIONS: dict[str, Codec[Any]] = {
-    name: Codec(union, 2**20)
-    for name, union in (("ToEngine", ToEngine), ("ToRouter", ToRouter), ("PeerMessage", PeerMessage))
+    name: Codec(getattr(messages, name), 2**20) for name in ("ToEngine", "ToRouter", "PeerMessage")
 }
 PARAMS = SamplingParams(
     max_tokens=9,
@@ -90,54 +55,53 @@ ITEM = MultimodalDataItem(
     size=(640, 480),
 )
 MEDIA = MultimodalInputs((ITEM,), np.arange(27, dtype=np.int64).reshape(3, 9), -4, b"\x00\xff")
-JOB = Job("réq-1", (1, 2, 3), (4,), PARAMS, 2**63 - 1, -5, "salt", True, MEDIA)
+JOB = messages.Job("réq-1", (1, 2, 3), (4,), PARAMS, 2**63 - 1, -5, "salt", True, MEDIA)
 ROW = LogprobRow((5, 0), (-0.5, float("-inf")), (1, 2))
-FAULT = Fault("PromptTooLongError", "too long")
-TICKET = Ticket(3, "segment", 8, 5, (2**32 - 1, 0, 7))
-TOLD = ReportedEvent("admit", ("a", "b"), "said", (("room", 1 - 2**62), ("side", "decode")))
+FAULT = messages.Fault("PromptTooLongError", "too long")
+TICKET = messages.Ticket(3, "segment", 8, 5, (2**32 - 1, 0, 7))
+TOLD = messages.ReportedEvent("admit", ("a", "b"), "said", (("room", 1 - 2**62), ("side", "decode")))
 
-EXAMPLES: list[Message] = [
-    Prefill(2**62 - 1, JOB, "decode-0"),
-    Decode(0, JOB, "prefill-0"),
-    Cancel(5),
-    PeerLost("prefill-1"),
-    Probe(),
-    Refused("its page_size is 8"),
-    LengthFixed(4096),
-    Call(2**31 - 1, "update_weights", "/a/directory"),
-    LengthFitted("decode", 4096, False),
-    Joined("decode", 16, 4096, 512, "float32[2, 16]", "tiny", "0" * 64),
-    Failed(FAULT),
-    Heartbeat(),
-    StepEvents(7, (TOLD,)),
-    Tokens(5, 1, (3, 4), (ROW, None), (ROW,), 8, 4, 2),
-    Ended(5, FAULT, True),
-    Answer(1, msgspec.Raw(msgspec.msgpack.encode({"a": [1, None]})), FAULT),
-    Relay("decode-0", Received(5)),
-    Preallocated(5, 32),
-    Chunk(5, 0, 2, 3, TICKET),
-    Taken(3, False),
-    FirstToken(5, 2, 7, ROW, (ROW, ROW), 16),
-    Received(5),
-    RoomFailed(5, "why"),
+EXAMPLES: list[messages.Message] = [
+    messages.Prefill(2**62 - 1, JOB, "decode-0"),
+    messages.Decode(0, JOB, "prefill-0"),
+    messages.Cancel(5),
+    messages.PeerLost("prefill-1"),
+    messages.Probe(),
+    messages.Refused("its page_size is 8"),
+    messages.LengthFixed(4096),
+    messages.Call(2**31 - 1, "update_weights", "/a/directory"),
+    messages.LengthFitted("decode", 4096, False),
+    messages.Joined("decode", 16, 4096, 512, "float32[2, 16]", "tiny", "0" * 64),
+    messages.Failed(FAULT),
+    messages.Heartbeat(),
+    messages.StepEvents(7, (TOLD,)),
+    messages.Tokens(5, 1, (3, 4), (ROW, None), (ROW,), 8, 4, 2),
+    messages.Ended(5, FAULT, True),
+    messages.Answer(1, msgspec.Raw(msgspec.msgpack.encode({"a": [1, None]})), FAULT),
+    messages.Relay("decode-0", messages.Received(5)),
+    messages.Preallocated(5, 32),
+    messages.Chunk(5, 0, 2, 3, TICKET),
+    messages.Taken(3, False),
+    messages.FirstToken(5, 2, 7, ROW, (ROW, ROW), 16),
+    messages.Received(5),
+    messages.RoomFailed(5, "why"),
 ]
 BY_NAME = {type(example).__name__: example for example in EXAMPLES}
 NOTHING_OPTIONAL = [
-    Prefill(1, Job("r", (1,), (), SamplingParams(), 0, 0, None, False, None), "d"),
-    Call(1, "stats"),
-    Tokens(5, 0, (), (), None, 0, 0, 0),
-    Ended(5, None, False),
-    Answer(1, msgspec.Raw(msgspec.msgpack.encode(None)), None),
-    FirstToken(5, 0, 7, None, None, 0),
-    Chunk(5, 0, 0, 1, Ticket(0, "s", 1, 0)),
+    messages.Prefill(1, messages.Job("r", (1,), (), SamplingParams(), 0, 0, None, False, None), "d"),
+    messages.Call(1, "stats"),
+    messages.Tokens(5, 0, (), (), None, 0, 0, 0),
+    messages.Ended(5, None, False),
+    messages.Answer(1, msgspec.Raw(msgspec.msgpack.encode(None)), None),
+    messages.FirstToken(5, 0, 7, None, None, 0),
+    messages.Chunk(5, 0, 0, 1, messages.Ticket(0, "s", 1, 0)),
 ]
 EXAMPLE = pytest.mark.parametrize("name", sorted(BY_NAME))
 
 
 def codec_of(message: Any) -> Codec[Any]:
     """The first union that has this type."""
-    unions = (("ToEngine", ToEngine), ("ToRouter", ToRouter), ("PeerMessage", PeerMessage))
-    return UNIONS[next(name for name, union in unions if type(message) in get_args(union))]
+    return next(codec for name, codec in UNIONS.items() if type(message) in get_args(getattr(messages, name)))
 
 
 def plain(value: Any) -> Any:
@@ -159,22 +123,22 @@ def plain(value: Any) -> Any:
 def test_every_message_is_in_a_union_and_has_an_example() -> None:
     defined = {
         value
-        for value in vars(all_messages).values()
-        if isinstance(value, type) and issubclass(value, Message) and value is not Message
+        for value in vars(messages).values()
+        if isinstance(value, type) and issubclass(value, messages.Message) and value is not messages.Message
     }
-    in_unions = Counter(kind for union in (ToEngine, ToRouter, PeerMessage) for kind in get_args(union))
-    assert {kind for kind, number in in_unions.items() if number > 1} == {Relay}, "each other one goes one way"
+    in_unions = Counter(kind for name in UNIONS for kind in get_args(getattr(messages, name)))
+    assert {kind for kind, number in in_unions.items() if number > 1} == {messages.Relay}, "each other one goes one way"
     assert defined == set(in_unions) == {type(example) for example in EXAMPLES}
 
 
 def test_the_parts_of_messages_are_in_an_example() -> None:
     defined = {
         value
-        for value in vars(all_messages).values()
-        if isinstance(value, type) and issubclass(value, all_messages.Value) and not issubclass(value, Message)
+        for value in vars(messages).values()
+        if isinstance(value, type) and issubclass(value, messages.Value) and not issubclass(value, messages.Message)
     }
     parts = {type(part) for example in EXAMPLES for _, part in structs(example)}
-    assert defined - {all_messages.Value, Order} <= parts
+    assert defined - {messages.Value, messages.Order} <= parts
     assert all(getattr(PARAMS, name) != value for name, value in asdict(SamplingParams()).items())
 
 
@@ -189,14 +153,14 @@ def test_a_message_comes_back_the_same(message: Any) -> None:
 )
 @pytest.mark.parametrize("direction", ["ToEngine", "ToRouter"])
 def test_what_engines_say_to_each_other_goes_through_the_router_the_same(direction: str, body: Any) -> None:
-    message, codec = Relay("decode-0", body), UNIONS[direction]
+    message, codec = messages.Relay("decode-0", body), UNIONS[direction]
     assert plain(codec.decode(codec.encode(message))) == plain(message)
 
 
 def test_an_order_comes_back_the_same() -> None:
-    order = Order("p-0", "prefill", "tcp://x", GroupKeys.generate().engines, "owner", True, 2, '{"a": "\\n"}')
+    order = messages.Order("p-0", "prefill", "tcp://x", GroupKeys.generate().engines, "owner", True, 2, '{"a": "\\n"}')
     line = msgspec.json.encode(order)
-    assert b"\n" not in line and msgspec.json.decode(line, type=Order) == order
+    assert b"\n" not in line and msgspec.json.decode(line, type=messages.Order) == order
 
 
 @EXAMPLE
@@ -249,11 +213,6 @@ class Changed:
         return False
 
 
-def test_an_unchanged_head_is_read() -> None:
-    for message in EXAMPLES:
-        assert plain(Changed(message).read()) == plain(message)
-
-
 @EXAMPLE
 def test_a_message_with_a_field_too_many_is_refused_wherever_it_is(name: str) -> None:
     for path, _ in structs(BY_NAME[name]):
@@ -297,18 +256,18 @@ def test_a_field_with_a_value_of_another_type_is_refused(name: str, value: Any) 
 
 
 BAD: list[tuple[Any, list[Any]]] = [
-    (all_messages.Count, [-1, 2**31]),
-    (all_messages.Token, [-1, 2**31]),
-    (all_messages.Room, [-1, 2**62, 2**63]),
-    (all_messages.Name, ["", "x" * 65]),
-    (all_messages.Text, ["x" * 4097]),
+    (messages.Count, [-1, 2**31]),
+    (messages.Token, [-1, 2**31]),
+    (messages.Room, [-1, 2**62, 2**63]),
+    (messages.Name, ["", "x" * 65]),
+    (messages.Text, ["x" * 4097]),
 ]
 GOOD: list[tuple[Any, list[Any]]] = [
-    (all_messages.Count, [0, 2**31 - 1]),
-    (all_messages.Token, [0, 2**31 - 1]),
-    (all_messages.Room, [0, 2**62 - 1]),
-    (all_messages.Name, ["x", "x" * 64]),
-    (all_messages.Text, ["", "x" * 4096]),
+    (messages.Count, [0, 2**31 - 1]),
+    (messages.Token, [0, 2**31 - 1]),
+    (messages.Room, [0, 2**62 - 1]),
+    (messages.Name, ["x", "x" * 64]),
+    (messages.Text, ["", "x" * 4096]),
 ]
 
 
@@ -344,7 +303,7 @@ def test_every_number_of_ours_has_a_range() -> None:
         if hint is int
     }
     assert without == {"Job.seed", "Job.priority"}
-    assert get_origin(all_messages.Count) is Annotated
+    assert get_origin(messages.Count) is Annotated
 
 
 JOB_PATH: Path = ("job",)
@@ -354,27 +313,15 @@ JOB_PATH: Path = ("job",)
     ("own", "value"),
     [
         ("temperature", -1.0),
-        ("temperature", float("nan")),
-        ("temperature", "warm"),
-        ("top_k", 0),
-        ("top_p", 0.0),
-        ("max_tokens", 0),
         ("max_tokens", 1.5),
-        ("min_tokens", 10),
-        ("stop", [""]),
         ("stop", 3),
-        ("stop_token_ids", [-1]),
         ("stop_token_ids", "77"),
-        ("logit_bias", {1: 101.0}),
-        ("logit_bias", {-1: 1.0}),
         ("logit_bias", {"one": 1.0}),
-        ("ignore_eos", 1),
         ("seed", 2**63),
-        ("n", 0),
-        ("logprobs", -1),
     ],
 )
 def test_the_sampling_parameters_of_a_job_are_checked(own: str, value: Any) -> None:
+    """By their own class: all values are in m1's tests."""
     changed = Changed(BY_NAME["Prefill"])
     changed.at((*JOB_PATH, "params"))[own] = value
     assert changed.is_refused()
@@ -424,11 +371,9 @@ def refused_media(item: Any, **changes: Any) -> str:
     "feature",
     [
         np.zeros((8, 3), np.float16),
-        np.zeros((8, 3), np.int32),
         np.zeros(24, np.float32),
-        np.zeros((1, 8, 3), np.float32),
     ],
-    ids=["halves", "whole numbers", "one dimension", "three dimensions"],
+    ids=["halves", "one dimension"],
 )
 def test_a_feature_is_a_matrix_of_floats(feature: np.ndarray) -> None:
     assert "a feature is float32 [patches, patch_dim]" in refused_media(feature)
@@ -440,12 +385,10 @@ def test_a_feature_is_a_matrix_of_floats(feature: np.ndarray) -> None:
     "positions",
     [
         np.zeros((3, 9), np.int32),
-        np.zeros((3, 9), np.float32),
         np.zeros((9, 3), np.int64),
-        np.zeros(9, np.int64),
         np.zeros((), np.int64),
     ],
-    ids=["int32", "floats", "transposed", "one dimension", "a number"],
+    ids=["int32", "transposed", "a number"],
 )
 def test_positions_are_three_rows_of_whole_numbers(positions: np.ndarray) -> None:
     assert "M-RoPE positions are int64 [3, tokens]" in refused_media(None, mrope_positions=positions)

@@ -13,23 +13,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from m6_multimodal_pd import (
-    CacheConfig,
     ConfigError,
     EngineConfig,
     EngineError,
     EngineUsageError,
     LLMEngine,
-    ModelConfig,
     ModelLoadError,
 )
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
@@ -40,14 +36,23 @@ from m6_multimodal_pd.disaggregation.runtime.messages import Fault
 from m6_multimodal_pd.disaggregation.runtime.processes import RESTART_WINDOW_S, ProcessLinks, RestartLimit, reason_of
 from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.wiring import PARTS
-from tests.m6_multimodal_pd.engines import greedy, setting
+from tests.m6_multimodal_pd.engines import greedy
+from tests.m6_multimodal_pd.processes import (
+    LIMIT_S,
+    configs,
+    eventually,
+    group_of,
+    is_alive,
+    links_of,
+    num_sockets,
+    own_engines,
+    pid_of,
+    segments,
+)
 from tests.m6_multimodal_pd.seeing import asking
-from tests.m6_multimodal_pd.test_pd_members import add, engine_of
 from tests.support.forks import in_a_fork
 
 SILENT_S = 3.0
-LIMIT_S = 60.0
-"""Nothing here may take longer, whatever is killed."""
 ASKED: list[tuple[Any, Any]] = [
     (asking(1), greedy(150)),
     (asking("a", 2), greedy(120, logprobs=2)),
@@ -56,16 +61,6 @@ ASKED: list[tuple[Any, Any]] = [
     (asking("a", 5), greedy(60, prompt_logprobs=1)),
 ]
 """Conversations, and what is asked of each: long answers, so that there is time to kill somebody."""
-
-
-def configs(model: Path) -> dict[str, Any]:
-    """Of every engine here."""
-    return setting(8, 16) | {"model_config": ModelConfig(model=model, device="cpu", dtype="float32")}
-
-
-def group_of(model: Path, **settings: Any) -> Any:
-    """Engines that are processes."""
-    return LLMEngine(**configs(model), disaggregation_config=DisaggregationConfig(**settings))
 
 
 @pytest.fixture
@@ -82,55 +77,9 @@ def make_group(seeing_directory: Path) -> Iterator[Callable[..., Any]]:
         engine.close()
 
 
-def links_of(engine: Any) -> Any:
-    return engine.engine_core.router.links
-
-
-def pid_of(engine: Any, role: str) -> int:
-    """The process of the one engine of this role."""
-    (child,) = [child for child in links_of(engine).children.values() if child.order.role == role]
-    return int(child.process.pid)
-
-
 def names_of(engine: Any) -> set[str]:
     """The engines that have joined."""
     return set(engine.engine_core.router.members)
-
-
-def segments(owner: str) -> list[str]:
-    """Names in shared memory that begin with this owner's."""
-    return [name for name in os.listdir("/dev/shm") if name.startswith(f"stepwise-{owner}")]
-
-
-def eventually(holds: Callable[[], Any], timeout_s: float = LIMIT_S) -> bool:
-    """Look until it holds, so long at most."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := holds()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(found)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def own_engines() -> list[int]:
-    """Processes of engines that this process has started."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if parent == os.getpid() and b"m6_multimodal_pd.disaggregation.runtime.child" in command:
-            found.append(int(folder.name))
-    return found
 
 
 class Callers:
@@ -244,24 +193,6 @@ def test_an_engine_without_requests_sleeps_and_wakes_at_once(group: Any, expecte
 # --- calls that fail, and calls from elsewhere ------------------------------------------------------------------------
 
 
-def test_what_a_call_raises_in_an_engine_is_its_answer_and_no_engine_is_lost(
-    group: Any, seeing_directory: Path, tmp_path: Path
-) -> None:
-    """Four times: as often as an engine is started anew by default, and once more."""
-    check_is_whole(group)
-    other = shutil.copytree(seeing_directory, tmp_path / "other")
-    settings = json.loads((other / "config.json").read_text(encoding="utf-8"))
-    (other / "config.json").write_text(json.dumps(settings | {"model_type": "bert"}), encoding="utf-8")
-    pids = {pid_of(group, "prefill"), pid_of(group, "decode")}
-    for _ in range(4):
-        with pytest.raises(EngineError):
-            group.update_weights(other)
-        with pytest.raises(EngineError):
-            group.start_profile("a\0b")
-    check_is_whole(group)
-    assert {pid_of(group, "prefill"), pid_of(group, "decode")} == pids
-
-
 def test_a_forked_process_gets_an_error_at_once_and_leaves_the_group_as_it_was(group: Any) -> None:
     check_is_whole(group)
     calls: list[Callable[[], Any]] = [
@@ -295,43 +226,24 @@ def test_a_forked_process_gets_an_error_at_once_and_leaves_the_group_as_it_was(g
 
 
 @pytest.mark.exhaustive
-def test_when_the_prefill_process_is_killed_its_prompts_are_computed_by_another(
-    group: Any, expected: list[Any]
+@pytest.mark.parametrize(
+    ("role", "number"), [("prefill", signal.SIGKILL), ("decode", signal.SIGKILL), ("decode", signal.SIGSTOP)]
+)
+def test_where_a_process_is_killed_or_stopped_another_one_goes_on_without_a_token_lost(
+    group: Any, expected: list[Any], role: str, number: int
 ) -> None:
     check_is_whole(group)
-    pid, names = pid_of(group, "prefill"), names_of(group)
-    os.kill(pid, signal.SIGSTOP)  # so that all of them surely wait for it
+    pid, names = pid_of(group, role), names_of(group)
+    if role == "prefill":
+        os.kill(pid, signal.SIGSTOP)  # so that all of them surely wait for it
     callers = Callers(group, ASKED)
     callers.step()
-    os.kill(pid, signal.SIGKILL)
+    callers.step_until(lambda: role == "prefill" or callers.num_tokens() > 20)
+    assert callers.num_tokens() < 200, "there is more to come"
+    os.kill(pid, number)
     assert list(map(told_of, callers.answers())) == list(map(told_of, expected))
-    assert len(names - names_of(group)) == len(names_of(group) - names) == 1, "another one, under another name"
-    check_is_whole(group)
-
-
-@pytest.mark.exhaustive
-def test_when_the_decode_process_is_killed_answers_go_on_where_they_were(group: Any, expected: list[Any]) -> None:
-    check_is_whole(group)
-    names = names_of(group)
-    callers = Callers(group, ASKED)
-    callers.step_until(lambda: callers.num_tokens() > 20)
-    os.kill(pid_of(group, "decode"), signal.SIGKILL)
-    assert callers.num_tokens() < 200, "there was more to come"
-    assert list(map(told_of, callers.answers())) == list(map(told_of, expected))
-    assert len(names - names_of(group)) == len(names_of(group) - names) == 1
-    check_is_whole(group)
-
-
-@pytest.mark.exhaustive
-def test_a_process_that_stands_still_is_lost_killed_and_replaced(group: Any, expected: list[Any]) -> None:
-    check_is_whole(group)
-    pid = pid_of(group, "decode")
-    callers = Callers(group, ASKED[:2])
-    callers.step_until(lambda: callers.num_tokens() > 5)
-    os.kill(pid, signal.SIGSTOP)
-    answers = callers.answers()
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected[:2]]
     assert not is_alive(pid)
+    assert len(names - names_of(group)) == len(names_of(group) - names) == 1, "another one, under another name"
     check_is_whole(group)
 
 
@@ -390,26 +302,11 @@ def test_where_nobody_is_left_all_callers_are_told_and_nothing_is_left(make_grou
     host, _, port = links.socket.address.removeprefix("tcp://").rpartition(":")
     engine.close()
     assert prefill.process.returncode == 0
-    assert not own_engines_of(engine) and not segments(links._group)
+    assert not links.children and not segments(links._group)
     assert num_sockets() == descriptors
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=5)
     assert engine.stats().num_finished == {"error": len(ASKED) + 1}
-
-
-def own_engines_of(engine: Any) -> list[Any]:
-    return list(links_of(engine).children)
-
-
-def num_sockets() -> int:
-    """Open descriptors of this process that are sockets, or ZeroMQ's own."""
-    found = 0
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            found += os.readlink(descriptor).startswith(("socket:", "anon_inode:[event"))
-        except OSError:  # the directory's own, closed since
-            continue
-    return found
 
 
 # --- one that does not start ------------------------------------------------------------------------------------------
@@ -441,34 +338,31 @@ def while_it_starts(monkeypatch: pytest.MonkeyPatch, act: Callable[[ProcessLinks
     monkeypatch.setattr(ProcessLinks, "receive", listening)
 
 
-def test_an_engine_that_dies_while_it_starts_is_missed_at_once(
-    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    while_it_starts(monkeypatch, lambda links: links.children["decode-0"].process.kill())
-    before = own_engines()
-    with pytest.raises(EngineLostError, match=r"decode-0.*killed by signal 9"):
-        make_group()
-    assert own_engines() == before
-
-
-def test_an_engine_that_is_stopped_while_it_starts_is_missed_as_soon_as_any(
-    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda links: links.children["decode-0"].process.kill(), EngineLostError, "decode-0.*killed by signal 9"),
+        (
+            lambda links: links.children["decode-0"].process.send_signal(signal.SIGSTOP),
+            EngineLostError,
+            "decode-0.*was stopped for 0.5 s while it started",
+        ),
+        (lambda links: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, "^$"),
+    ],
+    ids=["killed", "stopped", "Ctrl-C"],
+)
+def test_what_ends_a_start_is_noticed_at_once_and_leaves_no_engine(
+    make_group: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[ProcessLinks], None],
+    error: type[BaseException],
+    message: str,
 ) -> None:
     """And not only after `start_timeout_s`."""
-    while_it_starts(monkeypatch, lambda links: links.children["decode-0"].process.send_signal(signal.SIGSTOP))
+    while_it_starts(monkeypatch, act)
     before = own_engines()
-    with pytest.raises(EngineLostError, match=r"decode-0.*was stopped for 0.5 s while it started"):
+    with pytest.raises(error, match=message):
         make_group(heartbeat_timeout_s=0.5, start_timeout_s=LIMIT_S)
-    assert own_engines() == before
-
-
-def test_ctrl_c_while_engines_start_leaves_none_of_them(
-    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    while_it_starts(monkeypatch, lambda links: signal.raise_signal(signal.SIGINT))
-    before = own_engines()
-    with pytest.raises(KeyboardInterrupt):
-        make_group()
     assert own_engines() == before
 
 
@@ -496,7 +390,7 @@ def test_one_that_has_no_room_is_started_anew_as_often_as_one_that_died(seeing_d
         links.start("prefill-0", "prefill")
         for name, others in (("prefill-0", ["prefill-0_1"]), ("prefill-0_1", [])):
             links.refuse(name, "it has no room")
-            assert [(one.name, one.why) for one in links.lost()] == [(name, "it has no room")]
+            assert list(links.lost()) == [Lost(name, "it has no room", Fault("ConfigError", "it has no room"))]
             assert list(links.children) == others
     finally:
         links.close()
@@ -510,18 +404,12 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_an_engine_may_die_now_and_then_for_months(hours: list[float]) -> None:
-    limit = RestartLimit(2)
-    numbers = []
+def test_an_engine_may_die_now_and_then_for_months_and_not_too_often_within_an_hour(hours: list[float]) -> None:
+    limit, numbers = RestartLimit(2), []
     for hours[0] in (0.0, 0.6, 1.0, 1.6, 9.0, 9.9):
         numbers.append(limit.next("prefill-0"))
     assert numbers == [1, 2, 3, 4, 5, 6], "every name is a new one"
-
-
-def test_an_engine_that_dies_too_often_within_an_hour_stays_away(hours: list[float]) -> None:
-    limit = RestartLimit(2)
-    assert [limit.next("prefill-0"), limit.next("prefill-0")] == [1, 2]
-    hours[0] = 0.999
+    hours[0] = 9.999
     assert limit.next("prefill-0") is None
     assert limit.next("decode-0") == 1, "each has its own"
     assert RestartLimit(0).next("prefill-0") is None
@@ -560,42 +448,6 @@ def test_parts_of_one_s_own_stay_in_this_process(seeing_directory: Path) -> None
         LLMEngine(
             **configs(seeing_directory), parts={"stop_checker": Own}, disaggregation_config=DisaggregationConfig()
         )
-
-
-def test_a_prompt_whose_decode_engine_turns_out_to_be_gone_is_not_begun(seeing_directory: Path) -> None:
-    """It would wait at the prefill engine for ever."""
-    settings = configs(seeing_directory) | {
-        "cache_config": CacheConfig(page_size=4, max_total_tokens=512),
-        "disaggregation_config": DisaggregationConfig(decode=2, transport="in_process"),
-    }
-    with LLMEngine(**settings) as engine:
-        links = links_of(engine)
-        links.engines.pop("decode-0").close()  # and nobody has said so
-        answer = engine.generate([5, 6, 7], greedy(3))
-        assert answer.error is None and names_of(engine) == {"prefill-0", "decode-1"}
-        assert not links.engines["prefill-0"].core.scheduler.requests
-
-
-def test_an_engine_that_joins_after_weights_were_exchanged_has_the_new_ones(
-    seeing_directory: Path, tmp_path: Path
-) -> None:
-    other = shutil.copytree(seeing_directory, tmp_path / "other")
-    tensors = load_file(other / "model.safetensors")
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.flip(0).contiguous() if tensor.dim() > 1 else tensor
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    with LLMEngine(**configs(other)) as alone:
-        expected = alone.generate([5, 6, 7], greedy(10)).token_ids
-    settings = configs(seeing_directory)
-    with LLMEngine(**settings, disaggregation_config=DisaggregationConfig(transport="in_process")) as engine:
-        assert engine.generate([5, 6, 7], greedy(10)).token_ids != expected
-        engine.update_weights(other)
-        links = links_of(engine)
-        shared = links.engines["prefill-0"].side.transport.segments
-        for role in ("prefill", "decode"):
-            links.drop(f"{role}-0", "for a test")
-            add(links, f"{role}-0_1", partial(engine_of, role, engine.config, shared))
-        assert engine.generate([5, 6, 7], greedy(10)).token_ids == expected
 
 
 # --- a parent that ends -----------------------------------------------------------------------------------------------
@@ -640,10 +492,10 @@ def test_an_engine_that_does_not_end_without_its_parent_ends_by_force(monkeypatc
 
 
 class Program:
-    """`group_process.py`, with its engines at work, or idle, once it is `ready`."""
+    """`user_program.py`, with its engines at work, or idle, once it is `ready`."""
 
     def __init__(self, model: Path, work: str) -> None:
-        command = [sys.executable, "-m", "tests.m6_multimodal_pd.group_process", str(model), work]
+        command = [sys.executable, "-m", "tests.m6_multimodal_pd.user_program", str(model), work]
         self.pids: list[int] = []
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0

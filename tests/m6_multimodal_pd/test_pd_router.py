@@ -12,22 +12,8 @@ from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.router import WATCHDOG_GRACE_S, Router
-from m6_multimodal_pd.disaggregation.runtime import endpoint, socket_links
+from m6_multimodal_pd.disaggregation.runtime import endpoint, messages, socket_links
 from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
-from m6_multimodal_pd.disaggregation.runtime.messages import (
-    Cancel,
-    Decode,
-    Heartbeat,
-    Joined,
-    LengthFitted,
-    PeerLost,
-    Prefill,
-    Role,
-    StepEvents,
-    ToEngine,
-    Tokens,
-    ToRouter,
-)
 from m6_multimodal_pd.disaggregation.runtime.socket_links import SocketLinks
 from m6_multimodal_pd.disaggregation.runtime.sockets import LOOPBACK, EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
@@ -65,15 +51,15 @@ class Site:
         self.links.socket.close()
         with patch.object(endpoint, "MAX_QUEUED", max_queued):
             self.links.socket = RouterSocket(
-                LOOPBACK, codec=Codec(ToRouter, MAX_BYTES), keys=self.keys.router, heartbeat_timeout_s=15.0
+                LOOPBACK, codec=Codec(messages.ToRouter, MAX_BYTES), keys=self.keys.router, heartbeat_timeout_s=15.0
             )
 
-    def join(self, name: str, role: Role, max_queued: int = 100_000) -> None:
+    def join(self, name: str, role: messages.Role, max_queued: int = 100_000) -> None:
         """An engine joins. `max_queued`: so much comes to it before it reads."""
         if self.router.max_model_len is None:
             self.router.fix_length(2**20, StopChecker(eos_token_ids=(), max_model_len=2**20))
         engine = self.connect(name, max_queued)
-        engine.send(Joined(role, 16, 2**20, 2**20, "float32[2, 16]", "tiny", VOCABULARY))
+        engine.send(messages.Joined(role, 16, 2**20, 2**20, "float32[2, 16]", "tiny", VOCABULARY))
         for _ in range(1000):
             self.router.receive(0.01)
             if name in self.router.members:
@@ -86,7 +72,7 @@ class Site:
             engine: EngineSocket[Any] = EngineSocket(
                 self.links.socket.address,
                 name=name,
-                codec=Codec(ToEngine, MAX_BYTES),
+                codec=Codec(messages.ToEngine, MAX_BYTES),
                 keys=self.keys.engines,
                 heartbeat_timeout_s=15.0,
             )
@@ -140,7 +126,7 @@ def test_an_engine_that_reads_nothing_is_lost_when_no_more_can_wait_for_it(site:
         if "decode-0" not in site.router.members:
             break
         assert site.router.attempts[room].decode == "decode-0"
-        site.read_until(Prefill, room, "prefill-0")
+        site.read_until(messages.Prefill, room, "prefill-0")
         site.router.finish_requests([f"r{number}"], FinishAbort())
         site.router.update(0.0)
     (lost,) = site.listener.own("engine_lost")
@@ -149,10 +135,10 @@ def test_an_engine_that_reads_nothing_is_lost_when_no_more_can_wait_for_it(site:
     site.router.update(0.0)
     assert {attempt.decode for attempt in site.router.attempts.values()} == {"decode-1"}
     again = next(attempt.room for attempt in site.router.attempts.values() if attempt.req.rid == "r0")
-    site.read_until(Decode, again, "decode-1")
-    site.read_until(Prefill, again, "prefill-0")
+    site.read_until(messages.Decode, again, "decode-1")
+    site.read_until(messages.Prefill, again, "prefill-0")
     for name in ("prefill-0", "decode-1"):
-        assert PeerLost("decode-0") in site.heard[name]
+        assert messages.PeerLost("decode-0") in site.heard[name]
 
 
 @pytest.mark.exhaustive
@@ -175,16 +161,16 @@ def test_a_request_whose_tokens_have_a_gap_is_tried_anew_behind_those_that_came(
     site.join("prefill-0", "prefill")
     room = site.ask(0)
     for first in (0, 3):
-        site.engines["decode-0"].send(Tokens(room, first, (7,), (None,), None, 0, 0, 0))
-    site.read_until(Decode, room, "decode-0")
+        site.engines["decode-0"].send(messages.Tokens(room, first, (7,), (None,), None, 0, 0, 0))
+    site.read_until(messages.Decode, room, "decode-0")
     for _ in range(1000):
         site.router.update(0.01)
         if room not in site.router.attempts and site.router.attempts:
             break
     (attempt,) = site.router.attempts.values()
-    site.read_until(Decode, attempt.room, "decode-0")
-    assert [m.job.output_token_ids for m in site.heard["decode-0"] if isinstance(m, Decode)] == [(), (7,)]
-    assert Cancel(room) in site.heard["decode-0"] and attempt.number == 2
+    site.read_until(messages.Decode, attempt.room, "decode-0")
+    assert [m.job.output_token_ids for m in site.heard["decode-0"] if isinstance(m, messages.Decode)] == [(), (7,)]
+    assert messages.Cancel(room) in site.heard["decode-0"] and attempt.number == 2
 
 
 def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +182,9 @@ def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monk
         raise ZeroDivisionError("a bug of ours")
 
     monkeypatch.setattr(site.router, "_pass_on", broken)
-    site.engines["prefill-0"].send(StepEvents(1, ()))
+    site.engines["prefill-0"].send(messages.StepEvents(1, ()))
     before = site.router.members["decode-0"].last_heard
-    site.engines["decode-0"].send(Heartbeat())
+    site.engines["decode-0"].send(messages.Heartbeat())
     for _ in range(1000):
         site.router.update(0.01)
         if site.router.members["decode-0"].last_heard > before and len(site.router.members) == 1:
@@ -227,14 +213,14 @@ def test_tokens_that_arrive_between_two_steps_are_reported_by_the_next_one(site:
     site.join("decode-0", "decode")
     site.join("prefill-0", "prefill")
     room = site.ask(0)
-    site.engines["decode-0"].send(Tokens(room, 0, (7,), (None,), None, 0, 0, 0))
+    site.engines["decode-0"].send(messages.Tokens(room, 0, (7,), (None,), None, 0, 0, 0))
     req = site.router.requests["r0"]
     site.listen_until(lambda: req.output_ids)
     assert site.router.update(0.0) == [req]
     assert site.router.update(0.0) == []
 
 
-@pytest.mark.parametrize("told", [(), (LengthFitted("decode", 2**20, False),)], ids=["it loads", "it waits"])
+@pytest.mark.parametrize("told", [(), (messages.LengthFitted("decode", 2**20, False),)], ids=["it loads", "it waits"])
 def test_an_engine_that_dies_before_it_has_joined_is_not_waited_for_and_leaves_its_name(
     site: Site, told: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from m6_multimodal_pd.disaggregation.runtime import shared_memory
-from m6_multimodal_pd.disaggregation.runtime.messages import Ticket
 from m6_multimodal_pd.disaggregation.runtime.shared_memory import (
     SharedMemorySegments,
     owner_by_hand,
@@ -84,17 +83,6 @@ def test_a_segment_has_its_name_until_a_ticket_is_released(
     target.receive("p", sent(source), [1])  # without a name as with one
 
 
-def test_a_ticket_that_is_not_wanted_is_mapped_for_those_that_come(
-    owner: str, source: StagedSource, target: StagedTarget
-) -> None:
-    """With its release the segment loses its name."""
-    unwanted = sent(source)
-    target.map("p", unwanted)
-    source.release("d", unwanted.number)
-    assert leftovers(owner) == []
-    target.receive("p", sent(source), [1])
-
-
 @pytest.mark.parametrize("end", [lambda source: source.forget("d"), lambda source: source.close()])
 @pytest.mark.parametrize("is_taken", [True, False])
 def test_a_name_is_gone_after_forget_and_after_close(
@@ -148,10 +136,6 @@ def test_memory_that_is_not_there_leaves_no_name(owner: str) -> None:
     with pytest.raises(TransferError, match="cannot be had"):
         source.send("d", [1])
     assert leftovers(owner) == []
-
-
-def test_no_name_comes_twice(source: StagedSource) -> None:
-    assert len({sent(source, f"d{i}").segment for i in range(20)}) == 20
 
 
 def test_a_name_that_exists_is_never_used(source: StagedSource, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,56 +228,31 @@ def test_a_name_of_another_form_is_not_even_looked_for(
         target.map("p", msgspec.structs.replace(ticket, segment=name))
 
 
-def a_link(path: Path, true: Path) -> None:
-    path.symlink_to(true)
+def copy_of(true: Path, path: Path, content: Callable[[bytes], bytes], mode: int = 0o600) -> None:
+    """Write a changed copy of a segment's file."""
+    path.write_bytes(content(true.read_bytes()))
+    path.chmod(mode)
 
 
-def a_pipe(path: Path, true: Path) -> None:
-    os.mkfifo(path, 0o600)
+FILES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    "a link": (lambda true, path: path.symlink_to(true), "cannot be opened"),
+    "a pipe": (lambda true, path: os.mkfifo(path, 0o600), "is not a file"),
+    "a directory": (lambda true, path: path.mkdir(0o700), "is not a file"),
+    "a shorter file": (lambda true, path: copy_of(true, path, lambda content: content[:-1]), "bytes, not"),
+    "a longer file": (lambda true, path: copy_of(true, path, lambda content: content + b"\0"), "bytes, not"),
+    "a file for all": (lambda true, path: copy_of(true, path, bytes, 0o604), "is open to other users"),
+    "nothing": (lambda true, path: None, "cannot be opened"),
+}
 
 
-def a_directory(path: Path, true: Path) -> None:
-    path.mkdir(0o700)
-
-
-def a_shorter_file(path: Path, true: Path) -> None:
-    path.write_bytes(true.read_bytes()[:-1])
-    path.chmod(0o600)
-
-
-def a_longer_file(path: Path, true: Path) -> None:
-    path.write_bytes(true.read_bytes() + b"\0")
-    path.chmod(0o600)
-
-
-def a_file_for_all(path: Path, true: Path) -> None:
-    path.write_bytes(true.read_bytes())
-    path.chmod(0o604)
-
-
-def nothing(path: Path, true: Path) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (a_link, "cannot be opened"),
-        (a_pipe, "is not a file"),
-        (a_directory, "is not a file"),
-        (a_shorter_file, "bytes, not"),
-        (a_longer_file, "bytes, not"),
-        (a_file_for_all, "is open to other users"),
-        (nothing, "cannot be opened"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), FILES.values(), ids=FILES)
 def test_a_name_that_stands_for_something_else_is_refused(
     owner: str, source: StagedSource, target: StagedTarget, make: Callable[[Path, Path], None], message: str
 ) -> None:
     ticket = sent(source)
     name = f"stepwise-{owner}-{secrets.token_hex(16)}"
     path = segment_directory() / name
-    make(path, segment_directory() / ticket.segment)
+    make(segment_directory() / ticket.segment, path)
     try:
         with pytest.raises(TransferError, match=message):
             target.map("p", msgspec.structs.replace(ticket, segment=name))
@@ -312,74 +271,3 @@ def test_a_file_of_another_user_is_refused(
     monkeypatch.setattr(shared_memory.os, "geteuid", lambda: user + 1)
     with pytest.raises(TransferError, match="is open to other users"):
         target.map("p", ticket)
-
-
-# --- two processes ----------------------------------------------------------------------------------------------------
-
-
-class Other:
-    """The other process (`transfer_process.py`)."""
-
-    def __init__(self, owner: str) -> None:
-        command = [sys.executable, "-m", "tests.m6_multimodal_pd.transfer_process", owner]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.memory = Memory(num_pages=9, seed=9)  # the same as it has
-
-    def tell(self, command: str, argument: Any, answer: Any = None) -> Any:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(msgspec.json.encode([command, argument]) + b"\n")
-        self.process.stdin.flush()
-        return msgspec.json.decode(self.process.stdout.readline(), type=answer)
-
-    def kill(self) -> None:
-        """SIGKILL, if it is still alive."""
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def other(owner: str) -> Iterator[Other]:
-    other = Other(owner)
-    yield other
-    other.kill()
-
-
-@pytest.mark.exhaustive
-def test_pages_go_to_another_process_and_come_from_it_and_its_death_leaves_what_a_sweep_finds(other: Other) -> None:
-    """One story, because a process takes seconds to start."""
-    theirs, ours = other.process.args[-1], f"ours{secrets.token_hex(8)}"  # type: ignore[index]
-    memory, segments = Memory(num_pages=12, seed=12), SharedMemorySegments(ours)
-    source = StagedSource(memory.store, segments, num_frames=3, checksums=True)
-    target = StagedTarget(memory.store, segments)
-    sent = memory.pages()
-
-    # There: every page once, in pieces.
-    for pages, to in (([5, 1, 12], [9, 2, 4]), ([7, 3], [1, 8])):
-        ticket = source.send("other", pages)
-        arrived = other.tell("receive", [ticket, to], list[str])
-        assert ticket is not None and [bytes.fromhex(page) for page in arrived] == [sent[page] for page in pages]
-        source.release("other", ticket.number)
-        assert leftovers(ours) == []
-
-    # And back: from the pages that they came to, and one that was there before.
-    ticket = other.tell("send", [4, 8, 3], Ticket)
-    target.receive("other", ticket, [10, 11, 6])
-    other.tell("release", ticket.number)
-    assert leftovers(theirs) == []
-    assert [memory.page(page) for page in (10, 11, 6)] == [sent[12], sent[3], other.memory.page(3)]
-
-    # Killed with a ticket in transit in mapped memory, and one in memory that no target has mapped.
-    ticket = other.tell("send", [9], Ticket)
-    unmapped = other.tell("lend", "somebody", Ticket)
-    other.kill()
-    assert leftovers(theirs) == [unmapped.segment], "mapped memory has no name"
-    target.receive("other", ticket, [2])
-    assert memory.page(2) == sent[5]
-    assert remove_leftovers(theirs) == [unmapped.segment] and leftovers(theirs) == []
-    with pytest.raises(TransferError, match="cannot be opened"):
-        StagedTarget(memory.store, segments).map("other", unmapped)
-
-    # The one that is left forgets the other, and nothing has a name.
-    source.forget("other"), target.forget("other")
-    assert leftovers(ours) == []
-    source.close()

@@ -73,29 +73,6 @@ def test_a_page_is_as_many_bytes_as_the_arithmetic_says() -> None:
     assert store.page_bytes == 3 * 2 * 4 * 2 * 8 * 4 + 1 * 2 * 4 * 1 * 4 * 2 and store.num_pages == 12
 
 
-def test_what_was_sent_may_change_before_it_is_received(pair: Pair) -> None:
-    sent = pair.ours.page(5)
-    ticket = pair.source.send("d", [5])
-    pair.ours.storages[0].blocks.zero_()
-    assert ticket is not None
-    pair.target.receive("p", ticket, [1])
-    assert pair.theirs.page(1) == sent != pair.ours.page(5)
-
-
-def test_several_sources_and_targets_do_not_mix(transport: str) -> None:
-    segments = segments_of(transport)
-    ours, theirs = ([Memory(num_pages=6, seed=10 * side + i) for i in range(2)] for side in (1, 2))
-    sources = [StagedSource(memory.store, segments, num_frames=3) for memory in ours]
-    targets = [StagedTarget(memory.store, segments) for memory in theirs]
-    tickets = {(i, j): source.send(f"d{j}", [1 + j, 4]) for i, source in enumerate(sources) for j in range(2)}
-    for (i, j), ticket in tickets.items():
-        assert ticket is not None
-        targets[j].receive(f"p{i}", ticket, [1 + 2 * i, 2 + 2 * i])
-    for i in range(2):
-        for j in range(2):
-            assert theirs[j].page(1 + 2 * i) == ours[i].page(1 + j) and theirs[j].page(2 + 2 * i) == ours[i].page(4)
-
-
 def test_what_travels_is_the_same_behind_the_wire_and_nothing_else_is_read(pair: Pair) -> None:
     ticket = pair.source.send("d", [3, 4])
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -112,23 +89,6 @@ def test_what_travels_is_the_same_behind_the_wire_and_nothing_else_is_read(pair:
 # --- frames are scarce ------------------------------------------------------------------------------------------------
 
 
-def test_without_room_nothing_is_sent_and_after_a_release_it_goes_on(pair: Pair) -> None:
-    first, second = sent(pair.source, "d", [1, 2]), sent(pair.source, "d", [3])
-    assert pair.source.send("d", [4, 5]) is None and free_frames(pair.source, "d") == 1
-    pair.source.release("d", first.number)
-    assert pair.source.send("d", [4, 5, 6]) is None, "the second is between the free ones"
-    third = sent(pair.source, "d", [4, 5])
-    pair.target.receive("p", second, [9])
-    pair.target.receive("p", third, [2, 1])
-    assert [pair.theirs.page(page) for page in (9, 2, 1)] == [pair.ours.page(page) for page in (3, 4, 5)]
-
-
-def test_what_can_never_have_room_is_an_error(pair: Pair) -> None:
-    with pytest.raises(TransferError, match="5 pages are sent at once, and there are 4 frames: split"):
-        pair.source.send("d", [1, 2, 3, 4, 5])
-    assert free_frames(pair.source, "d") == 4 and pair.source.send("d", [1, 2, 3, 4]) is not None
-
-
 def test_the_first_hole_that_is_large_enough_is_taken() -> None:
     frames = Frames(10)
     for number, held in enumerate([range(6, 7), range(2, 4)]):
@@ -137,14 +97,6 @@ def test_the_first_hole_that_is_large_enough_is_taken() -> None:
     assert frames.find(4) is None and frames.num_free == 7, "finding holds nothing"
     assert frames.free(1) and not frames.free(1)
     assert frames.find(5) == range(5) and frames.find(7) is None, "neighbours are one hole"
-
-
-def test_no_pages_are_sent_without_a_frame(pair: Pair) -> None:
-    ticket = pair.source.send("d", [])
-    assert ticket is not None and free_frames(pair.source, "d") == 4
-    before = pair.theirs.pages()
-    pair.target.receive("p", ticket, [])
-    assert pair.theirs.pages() == before
 
 
 class Broken(PageStore):
@@ -223,7 +175,7 @@ class AgainstPlainCopies(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.lines)))
         line, free = self.lines[name], self.free(name)
         if len(pages) > self.NUM_FRAMES:
-            with pytest.raises(TransferError):
+            with pytest.raises(TransferError, match="pages are sent at once, and there are 5 frames: split"):
                 self.source.send(name, pages)
             return
         ticket = self.source.send(name, pages)
@@ -325,7 +277,6 @@ def test_the_last_page_can_be_moved_and_the_one_after_it_cannot() -> None:
     store = Memory(num_pages=9, seed=0).store
     rows = torch.zeros(1, store.page_bytes, dtype=torch.uint8)
     store.read([9], rows), store.write([9], rows)
-    store.read([], rows[:0]), store.write([], rows[:0])
     for move in (store.read, store.write):
         with pytest.raises(TransferError, match=r"no pages \[10\] to be moved, only 1 to 9"):
             move([10], rows)
@@ -358,18 +309,6 @@ def test_a_ticket_that_makes_no_sense_is_refused_and_nothing_is_written(transpor
     assert pair.theirs.page(4) == pair.ours.page(3)
 
 
-def test_a_ticket_counts_once_even_if_its_frames_hold_other_pages_now(pair: Pair) -> None:
-    ticket = pair.source.send("d", [1, 2])
-    assert ticket is not None
-    pair.target.receive("p", ticket, [1, 2])
-    pair.source.release("d", ticket.number)
-    assert pair.source.send("d", [3, 4]) is not None  # in the same frames
-    before = pair.theirs.pages()
-    with pytest.raises(TransferError, match="ticket 1 comes after 1: late, or twice"):
-        pair.target.receive("p", ticket, [5, 6])
-    assert pair.theirs.pages() == before
-
-
 def test_a_byte_that_changed_on_the_way_is_noticed_with_checksums(transport: str) -> None:
     pair = Pair(transport, checksums=True)
     ticket = pair.source.send("d", [3, 1, 2])
@@ -384,11 +323,6 @@ def test_a_byte_that_changed_on_the_way_is_noticed_with_checksums(transport: str
     frames[3] = 7  # not of this ticket
     pair.target.receive("p", ticket, [4, 5, 6])
     assert pair.theirs.page(6) == pair.ours.page(2)
-
-
-def test_without_checksums_none_are_made(pair: Pair) -> None:
-    ticket = pair.source.send("d", [3, 1])
-    assert ticket is not None and ticket.checksums == ()
 
 
 SEGMENTS: dict[str, dict[str, Any]] = {
@@ -515,20 +449,6 @@ def test_a_source_that_comes_back_has_new_memory(pair: Pair) -> None:
     again.close()
 
 
-def test_a_lost_target_takes_nothing_from_the_others(transport: str) -> None:
-    segments, memory = segments_of(transport), Memory(num_pages=6, seed=1)
-    source = StagedSource(memory.store, segments, num_frames=2)
-    theirs = Memory(num_pages=6, seed=2)
-    target = StagedTarget(theirs.store, segments)
-    assert source.send("lost", [1, 2]) and source.send("lost", [3]) is None
-    ticket = source.send("d", [3, 4])
-    source.forget("lost"), source.forget("lost")
-    assert ticket is not None
-    target.receive("p", ticket, [5, 6])
-    assert theirs.page(6) == memory.page(4)
-    source.close()
-
-
 def test_a_mapped_segment_can_be_read_after_the_source_is_gone(pair: Pair) -> None:
     """A source that dies between a ticket and its release."""
     ticket = sent(pair.source, "d", [7])
@@ -552,11 +472,9 @@ def test_in_one_process_a_segment_can_be_mapped_until_a_release_and_a_lost_one_n
     store = Memory(num_pages=3, seed=1).store
     source = StagedSource(store, segments, num_frames=2)
     tickets = [sent(source, name) for name in "abc"]
-    assert list(segments._linked) == [ticket.segment for ticket in tickets]
     source.release("a", tickets[0].number), source.forget("b")
-    assert list(segments._linked) == [tickets[2].segment]
     for ticket in tickets[:2]:
         with pytest.raises(TransferError, match="there is no segment"):
             StagedTarget(store, segments).map("p", ticket)
+    StagedTarget(store, segments).map("p", tickets[2])
     source.close()
-    assert list(segments._linked) == []

@@ -4,14 +4,11 @@ The engines are sockets that join and never answer (`silent_engine.py`): closed,
 room for a slow machine; where a wait is bounded by `heartbeat_timeout_s` that is a second.
 """
 
-import json
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,23 +19,14 @@ from transformers import AutoTokenizer
 
 from m6_multimodal_pd import DEFAULT_MODEL, DisaggregationConfig, EngineLostError, LLMEngine, SamplingParams
 from m6_multimodal_pd.disaggregation.members import vocabulary_of
+from m6_multimodal_pd.disaggregation.runtime import messages
 from m6_multimodal_pd.disaggregation.runtime.credentials import read_keys, write_keys
-from m6_multimodal_pd.disaggregation.runtime.messages import (
-    Answer,
-    Call,
-    Joined,
-    LengthFitted,
-    Role,
-    ToEngine,
-    ToRouter,
-)
 from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, WELCOME
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
-from tests.m6_multimodal_pd import silent_engine
+from tests.m6_multimodal_pd.processes import free_address, process_of
 from tests.m6_multimodal_pd.silent_engine import SilentEngine
-from tests.m6_multimodal_pd.test_pd_by_hand import free_address
 
-ROLES = get_args(Role)
+ROLES = get_args(messages.Role)
 SILENT_S = 1.0
 """`heartbeat_timeout_s` where that is what is waited for."""
 AT_ONCE_S = 5.0
@@ -49,34 +37,21 @@ TOKENS = 1024
 MAX_BYTES = 2**20
 
 
-def order_of(role: Role, address: str, key_file: Path, vocabulary: str) -> dict[str, Any]:
+def order_of(role: messages.Role, address: str, key_file: Path, vocabulary: str) -> dict[str, Any]:
     """What an engine of this role says, and with which keys."""
     keys = read_keys(key_file)
     identity = f"{role}-0.{secrets.token_hex(16)}"
-    joined = Joined(role, 16, TOKENS, 512, "float32[2, 16]", "tiny", vocabulary)
-    told = [LengthFitted(role, max_model_len=512, is_named=False), joined]
-    messages = [[HELLO], *(Codec(ToRouter, MAX_BYTES).encode(message) for message in told)]
+    joined = messages.Joined(role, 16, TOKENS, 512, "float32[2, 16]", "tiny", vocabulary)
+    told = [messages.LengthFitted(role, max_model_len=512, is_named=False), joined]
+    sent = [[HELLO], *(Codec(messages.ToRouter, MAX_BYTES).encode(message) for message in told)]
     return {
         "identity": identity,
         "public": keys.engines.public,
         "secret": keys.engines.secret,
         "trusted": keys.engines.trusted,
         "address": address,
-        "messages": [[bytes(frame).hex() for frame in frames] for frames in messages],
+        "messages": [[bytes(frame).hex() for frame in frames] for frames in sent],
     }
-
-
-@contextmanager
-def process_of(order: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """A silent engine in a process of its own."""
-    with subprocess.Popen([sys.executable, silent_engine.__file__], stdin=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
-            yield process
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +109,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("role", ROLES)
-def test_an_engine_whose_connection_is_closed_is_lost_at_once(made: MakeGroup, role: Role) -> None:
+def test_an_engine_whose_connection_is_closed_is_lost_at_once(made: MakeGroup, role: messages.Role) -> None:
     engine, engines = made(MINUTE_S, SilentEngine)
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=3))
     engine.step()
@@ -176,16 +151,6 @@ def test_a_stopped_engine_without_requests_is_lost_after_the_silence_that_is_all
     assert seconds(engine.flush_cache) < SILENT_S + AT_ONCE_S, "nobody is left who could have a cache"
     assert engine.stats().max_total_tokens == 0
     assert isinstance(engine.generate([5, 6, 7]).error, EngineLostError)
-
-
-@pytest.mark.exhaustive
-def test_a_stopped_engine_with_a_request_is_lost_as_soon(made: MakeGroup) -> None:
-    engine, engines = made(SILENT_S, process_of)
-    engine.add_request([5, 6, 7], SamplingParams(max_tokens=3))
-    engine.step()
-    engines["decode"].send_signal(signal.SIGSTOP)
-    waited, error = seconds_until_it_ends(engine, SILENT_S + AT_ONCE_S)
-    assert isinstance(error, EngineLostError) and waited < SILENT_S + AT_ONCE_S
 
 
 @pytest.mark.exhaustive
@@ -235,11 +200,11 @@ def answer_calls(engine: SilentEngine, stats: dict[str, int]) -> int:
     while engine.socket.poll(200, zmq.POLLIN):
         frames = engine.socket.recv_multipart()
         if frames != [WELCOME]:
-            message = Codec(ToEngine, MAX_BYTES).decode(frames)
-            if isinstance(message, Call):
+            message = Codec(messages.ToEngine, MAX_BYTES).decode(frames)
+            if isinstance(message, messages.Call):
                 count += 1
-                answer = Answer(message.number, msgspec.Raw(msgspec.msgpack.encode(stats)), None)
-                engine.socket.send_multipart(Codec(ToRouter, MAX_BYTES).encode(answer))
+                answer = messages.Answer(message.number, msgspec.Raw(msgspec.msgpack.encode(stats)), None)
+                engine.socket.send_multipart(Codec(messages.ToRouter, MAX_BYTES).encode(answer))
     return count
 
 

@@ -180,40 +180,27 @@ EIGHT = bytes(8)
     [
         [head(["float32", [3], 1]), EIGHT],
         [head(["float32", [2, 2], 1]), EIGHT],
-        [head(["float32", [], 1]), EIGHT],
         [head(["float32", [2.0], 1]), EIGHT],
         [head(["float32", [float("nan")], 1]), EIGHT],
-        [head(["float32", [float("inf")], 1]), EIGHT],
         [head(["float32", [-1, -2], 1]), EIGHT],
         [head(["float32", [True, 2], 1]), EIGHT],
         [head(["float32", [0, 2**63 - 1], 1]), b""],
         [head(["float32", [0, *[2**40] * 7], 1]), b""],
-        [head(["uint8", [2**64 - 1], 1]), EIGHT],
         [head(["uint8", [8, *[1] * 99], 1]), EIGHT],
         [head(["object", [1], 1]), EIGHT],
-        [head(["float64", [1], 1]), EIGHT],
-        [head([">i8", [1], 1]), EIGHT],
         [head([["x"], [1], 1]), EIGHT],
         [head(["int64", [1], 2]), EIGHT],
         [head(["int64", [1], 0]), EIGHT],
-        [head(["int64", [1], -1]), EIGHT],
         [head(["int64", [1], 1, 1]), EIGHT],
-        [head(["int64", [1]]), EIGHT],
         [head(["int64", [1], 1], ["int64", [1], 1]), EIGHT],
         [head(["int64", [1], 1]), EIGHT, EIGHT],
         [head(["int64", [1], 1])],
         [head(EIGHT), EIGHT],
-        [head(None), EIGHT],
         [head(), b""],
     ],
 )
 def test_an_array_that_is_not_what_its_head_says_is_refused(frames: list[bytes]) -> None:
     refused(frames)
-
-
-@pytest.mark.parametrize("shape", [[3], [2, 2], [], [0], [2**32, 2**32]])
-def test_a_frame_of_another_size_than_its_shape_is_named_so(shape: list[int]) -> None:
-    assert "in a frame of 8 bytes" in refused([head(["float32", shape, 1]), EIGHT])
 
 
 def packed(**fields: Any) -> list[bytes]:

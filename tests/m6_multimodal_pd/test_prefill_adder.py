@@ -66,13 +66,6 @@ def test_a_prompt_is_cut_by_the_tighter_of_two_limits(left: int, given: int, bou
     assert [event.bound_by for event in recorder.events("chunk_cut")] == [bound_by]
 
 
-def test_whoever_fits_both_limits_is_not_cut_and_the_next_one_finds_less() -> None:
-    adder = make_adder(make_cache(num_pages=500), tokens=100, adder_class=allowing(30))
-    first, second = prompt(1, 20), prompt(2, 20)
-    assert [add(adder, first), add(adder, second)] == [CONTINUE, OTHER]
-    assert (first.extend_input_len, second.extend_input_len, adder.new_chunked_req) == (20, 10, second)
-
-
 def test_whoever_may_not_begin_waits_and_holds_nothing() -> None:
     cache, tracer = make_cache(num_pages=500), Tracer()
     recorder = Recorder(tracer)
@@ -139,10 +132,3 @@ def test_without_chunks_a_prompt_runs_alone_or_fits_the_other_limit_whole() -> N
     adder = make_adder(make_cache(num_pages=500), tokens=100, is_chunked=False, adder_class=allowing(5))
     alone = prompt(1, 20)
     assert add(adder, alone) is CONTINUE and alone.extend_input_len == 20, "nobody would ever let it run"
-
-
-def test_every_step_has_a_limit_of_its_own() -> None:
-    cache, made = make_cache(num_pages=500), allowing(10)
-    for number in range(2):
-        adder, req = make_adder(cache, tokens=100, adder_class=made), prompt(number, 20)
-        assert add(adder, req) is OTHER and req.extend_input_len == 10

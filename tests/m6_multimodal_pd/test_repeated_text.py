@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import m6_multimodal_pd
-from m6_multimodal_pd import DEFAULT_MODEL, LLMEngine, ModelConfig, SamplingParams, SpeculativeConfig
+from m6_multimodal_pd import DEFAULT_MODEL, ModelConfig, SamplingParams
 from m6_multimodal_pd.model_loader import load_model
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.equivalence.harness import compare
@@ -73,20 +73,6 @@ def make_embedded(loaded_embedded: Any) -> Iterator[MakeEngine]:
     maker = EngineMaker(m6_multimodal_pd, loaded_embedded)
     yield maker
     maker.check()
-
-
-def test_ten_chats_with_images_under_ngram_have_the_tokens_of_a_plain_engine() -> None:
-    answers = []
-    for method in (None, "ngram"):
-        guesses = SpeculativeConfig(method="ngram") if method else SpeculativeConfig()
-        with LLMEngine(
-            cache_config=m6_multimodal_pd.CacheConfig(max_total_tokens=4096), speculative_config=guesses
-        ) as engine:
-            outputs = [engine.chat(messages, SamplingParams(max_tokens=MAX_TOKENS)) for messages in conversations()]
-            assert [output.error for output in outputs] == [None] * 10
-            assert (engine.stats().num_accepted_tokens > 20) == (method == "ngram")
-        answers.append([output.token_ids for output in outputs])
-    assert answers[0] == answers[1]
 
 
 SPECULATORS: dict[str, tuple[str | None, dict[str, Any]]] = {

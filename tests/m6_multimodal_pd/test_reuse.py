@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from m6_multimodal_pd import LLMEngine, MultimodalConfig, SamplingParams
+from m6_multimodal_pd import LLMEngine, SamplingParams
 from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, setting
 from tests.m6_multimodal_pd.seeing import SHOWN, Theirs, asking, messages, picture, text
 
@@ -84,16 +83,6 @@ def test_equal_bytes_of_another_shape_are_another_key(engine: Any) -> None:
     assert cached_tokens(engine, high) == start_of(engine, high) and counts(engine)[1] == 2
 
 
-def test_one_color_of_another_shape_is_another_key(engine: Any) -> None:
-    """Every patch of both is the same, and there are as many: only the grid tells them apart."""
-    wide, high = (
-        [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", size, "teal")}, text(1)]}]
-        for size in ((24, 16), (16, 24))
-    )
-    engine.chat(wide, PARAMS)
-    assert cached_tokens(engine, high) == start_of(engine, high)
-
-
 def test_a_hit_may_end_inside_a_picture(make_engine: MakeEngine, their_model: Theirs) -> None:
     """In pages of 16 tokens a picture of 20 never begins and ends with a page."""
     engine = make_engine(**setting(page_size=16))
@@ -112,14 +101,6 @@ def test_requests_under_different_salts_share_embeddings_and_no_kv(engine: Any) 
     assert output.metrics.cached_tokens == 0 and counts(engine) == (1, 1, 1)
 
 
-def test_pad_values_are_never_below_the_size_of_the_vocabulary(engine: Any) -> None:
-    recorder = Recorder(engine.tracer)
-    for question in (("a", 1), ("b", "c", "v")):
-        engine.chat(asking(*question), PARAMS)
-    values = [event.pad_value for event in recorder.events("item_received")]
-    assert len(set(values)) == len(values) == 4 and min(values) >= 4096
-
-
 def test_a_prompt_made_by_one_engine_has_no_number_of_another(make_engine: MakeEngine, their_model: Theirs) -> None:
     """Each engine numbers contents for itself: a prompt from elsewhere must not meet another picture's KV."""
     first, second = make_engine(**setting(page_size=1)), make_engine(**setting(page_size=1))
@@ -133,25 +114,10 @@ def test_a_prompt_made_by_one_engine_has_no_number_of_another(make_engine: MakeE
 # --- the embedding cache ----------------------------------------------------------------------------------------------
 
 
-def test_two_requests_with_one_picture_in_one_step_run_the_tower_once(engine: Any) -> None:
-    engine.generate_batch([asking("a", 1), asking(5, "a")], PARAMS)
-    assert counts(engine) == (1, 1, 1)
-
-
 def test_a_picture_that_comes_again_behind_another_text_is_not_encoded_again(engine: Any) -> None:
     engine.chat(asking("a", 1), PARAMS)
     output = engine.chat(asking(7, 8, "a"), PARAMS)
     assert counts(engine) == (1, 1, 1) and output.metrics.cached_tokens < start_of(engine, asking(7, 8, "a"))
-
-
-def test_a_picture_that_is_cut_is_encoded_once_for_all_its_pieces(make_engine: MakeEngine, their_model: Theirs) -> None:
-    engine = make_engine(**setting(max_num_batched_tokens=6))
-    recorder = Recorder(engine.tracer)
-    prompt = engine.chat_prompt(asking("c", 1))
-    assert engine.generate(prompt, PARAMS).token_ids == their_model.answer(prompt).token_ids[:4]
-    assert counts(engine)[:2] == (1, 1)
-    read = [event.num_read for event in recorder.events("encoder_hit")]
-    assert len(read) >= 2 and all(number <= 6 for number in read)
 
 
 def test_embeddings_leave_when_others_need_the_room_and_come_again_when_they_are_needed(
@@ -174,10 +140,3 @@ def test_a_flush_forgets_embeddings_too(engine: Any) -> None:
     assert engine.flush_cache() and engine.stats().embedding_cache_bytes == 0
     engine.chat(asking("a", 1), PARAMS)
     assert counts(engine)[0] == 2
-
-
-def test_a_closed_engine_holds_no_embeddings(make_engine: MakeEngine) -> None:
-    engine = make_engine(**setting(multimodal=vars(MultimodalConfig())))
-    engine.chat(asking("a", 1), PARAMS)
-    engine.close()
-    assert engine.engine_core.encoder.cache.used_bytes == 0

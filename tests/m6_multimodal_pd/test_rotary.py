@@ -48,17 +48,6 @@ def test_on_equal_axes_it_is_the_rotary_embedding_of_text(head_dim: int, num_tok
             assert torch.equal(mine, wanted)
 
 
-@pytest.mark.parametrize("axis", range(3))
-def test_every_axis_turns_its_own_pairs_and_no_others(axis: int) -> None:
-    mrope, _ = tables(64)
-    positions = torch.zeros(3, 1, dtype=torch.int64)
-    positions[axis] = 300
-    turned = (mrope(positions)[1][0] != 0.0).nonzero().flatten().tolist()
-    dealt = axes_of_pairs(SECTIONS[64], 32)
-    assert turned == [pair for pair in range(32) if dealt[pair] == axis]
-    assert len(turned) == SECTIONS[64][axis]
-
-
 def test_pairs_are_dealt_out_in_turn_and_time_gets_the_rest() -> None:
     assert axes_of_pairs((24, 20, 20), 64) == [0, 1, 2] * 20 + [0] * 4
     assert axes_of_pairs((12, 10, 10), 32) == [0, 1, 2] * 10 + [0] * 2

@@ -25,7 +25,7 @@ from tests.m6_multimodal_pd.engines import (
     greedy,
     setting,
 )
-from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking, messages
+from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking
 
 PARAMS = greedy(MOST_TOKENS)
 QUESTIONS: tuple[tuple[str | int, ...], ...] = (("a", 1), ("v", 2), (3, "c", "b"), (4, 5), ("a", "d", 1))
@@ -66,19 +66,6 @@ def test_right_guesses_are_kept_behind_pictures_and_wrong_ones_rolled_back(
     assert (stats.num_accepted_tokens == stats.num_draft_tokens) == (not wrong_every)
     assert (stats.acceptance_rate == 1) == (not wrong_every) and stats.accept_length > 1
     check_flushed(engine)
-
-
-def test_what_is_repeated_behind_a_picture_is_guessed_by_the_real_proposer(make_engine: MakeEngine) -> None:
-    """A bias makes two tokens take turns, as nearly as it can."""
-    params = greedy(MOST_TOKENS, logit_bias={500: 100.0, 501: 100.0}, logprobs=1)
-    engine: Any = make_engine(**setting(method="ngram", drafts=3))
-    plain: Any = make_engine(**setting())
-    output, wanted = engine.chat(asking("a", 1), params), plain.chat(asking("a", 1), params)
-    assert output.token_ids == wanted.token_ids and set(output.token_ids) <= {500, 501}
-    assert engine.stats().num_accepted_tokens > 3
-    for own, other in zip(output.outputs[0].logprobs, wanted.outputs[0].logprobs, strict=True):
-        assert own.keys() == other.keys()
-        assert all(own[i].logprob == pytest.approx(other[i].logprob, abs=1e-4) for i in own)
 
 
 def test_requests_that_differ_in_their_picture_only_have_guesses_of_their_own(
@@ -186,12 +173,6 @@ def test_whether_to_speculate_is_yes_or_no_for_pictures_too(make_drafting: Any, 
     with pytest.raises(InvalidRequestError, match="speculate="):
         engine.add_request(asking("a"), PARAMS, speculate=value)
     assert not engine.has_unfinished_requests()
-
-
-def test_a_second_turn_without_a_new_picture_still_brings_the_old_one(make_drafting: Any) -> None:
-    engine: Any = make_drafting(**setting(method="draft_model"))
-    with pytest.raises(InvalidRequestError, match="no vision tower"):
-        engine.generate(messages((("a", 1), (2,))), PARAMS)
 
 
 def test_drawn_texts_beside_pictures_draw_with_and_without_guesses(make_drafting: Any) -> None:

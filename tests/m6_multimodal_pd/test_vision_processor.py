@@ -103,32 +103,6 @@ def test_a_photo_of_480_by_640_is_300_placeholders_in_qwen3_vl(tmp_path: Path) -
     assert (layout.grid_thw, layout.num_tokens, layout.size) == ((1, 30, 40), 300, (640, 480))
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "low", "high", "resized", "tokens"),
-    [
-        (3546, 4977, 65536, 16777216, (3456, 4832), 16308),
-        (5000, 5000, 65536, 16777216, (4096, 4096), 16384),
-        (31, 33, 65536, 16777216, (256, 288), 72),
-        (1556, 2486, 65536, 16777216, (1568, 2496), 3822),
-        (2182, 1875, 65536, 16777216, (2176, 1888), 4012),
-        (1793, 3766, 65536, 16777216, (1792, 3776), 6608),
-        (4530, 1910, 4096, 262144, (768, 320), 240),
-        (1556, 2486, 4096, 262144, (384, 640), 240),
-        (480, 640, 4096, 262144, (416, 576), 234),
-        (3683, 3869, 4096, 262144, (480, 512), 240),
-        (1101, 4663, 4096, 262144, (224, 1024), 224),
-        (224, 224, 4096, 262144, (224, 224), 49),
-        (96, 96, 4096, 65536, (96, 96), 9),
-    ],
-)
-def test_an_images_size_is_known_before_it_is_made(
-    tmp_path: Path, height: int, width: int, low: int, high: int, resized: tuple[int, int], tokens: int
-) -> None:
-    layout = make(tmp_path, sized(low, high)).image_layout(width, height)
-    assert (layout.size, layout.num_tokens) == (resized[::-1], tokens)
-    assert layout.grid_thw == (1, resized[0] // 16, resized[1] // 16)
-
-
 def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
     processor = make(tmp_path, sized(4096, 40000), sized(4096, 40000))
     for height, width in ((1, 1), (50, 9), (64, 200), (300, 300)):

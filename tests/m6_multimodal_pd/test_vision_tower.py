@@ -62,29 +62,6 @@ def test_features_are_those_of_transformers(tower: VisionTower, network: Any, na
     torch.testing.assert_close(torch.cat(ours), wanted, atol=TOLERANCE, rtol=0)
 
 
-def test_a_picture_does_not_see_the_others_of_its_batch(tower: VisionTower) -> None:
-    items = ITEMS["images and videos"]
-    for item, together in zip(items, tower.encode(items), strict=True):
-        torch.testing.assert_close(tower.encode([item])[0], together, atol=TOLERANCE, rtol=0)
-
-
-def test_a_frame_does_not_see_the_frame_before_it(tower: VisionTower) -> None:
-    pixels, grid = picture(11, (3, 4, 4))
-    changed = pixels.clone()
-    changed[:16] = picture(12, (1, 4, 4))[0]
-    before, after = tower.encode([(pixels, grid)])[0], tower.encode([(changed, grid)])[0]
-    torch.testing.assert_close(after[4:], before[4:], atol=1e-6, rtol=0)
-    assert float((after[:4] - before[:4]).abs().max()) > 0.1
-
-
-def test_a_part_of_a_frame_sees_the_rest_of_it(tower: VisionTower) -> None:
-    pixels, grid = picture(13, (1, 4, 4))
-    changed = pixels.clone()
-    changed[0] = -changed[0]
-    before, after = tower.encode([(pixels, grid)])[0], tower.encode([(changed, grid)])[0]
-    assert bool(((after - before).abs().amax(dim=1) > 1e-3).all())
-
-
 def test_what_is_kept_of_a_picture_does_not_keep_the_others(tower: VisionTower) -> None:
     for part in tower.encode(ITEMS["three images of different sizes"]):
         assert part.is_contiguous()
@@ -111,14 +88,6 @@ def test_half_precision_is_as_close_as_transformers(directory: Path, network: An
     assert {part.dtype for part in ours} == {dtype} and half.bytes_per_token == 3 * 64 * 2
     error, usual_error = ((found.float() - exact).abs().mean() for found in (torch.cat(ours), usual))
     assert error < 1.1 * usual_error + 1e-6
-
-
-def test_without_deepstack_a_row_is_the_embedding_alone(tmp_path: Path) -> None:
-    directory = save_random_vl_model(tmp_path, vision={"deepstack_visual_indexes": []})
-    items = ITEMS["three images of different sizes"]
-    ours, wanted = load(directory).encode(items), expected(theirs(directory).model.visual, items)
-    torch.testing.assert_close(torch.cat(ours), wanted, atol=TOLERANCE, rtol=0)
-    assert wanted.shape[1] == HIDDEN
 
 
 def test_what_the_config_asks_to_be_returned_changes_nothing(directory: Path, tower: VisionTower) -> None:

@@ -5,8 +5,6 @@ or one.
 """
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,59 +90,3 @@ def picture(seed: int, grid: tuple[int, int, int]) -> tuple[Tensor, tuple[int, i
     """Patches as a processor would make them, between -1 and 1, and their grid."""
     generator = torch.Generator().manual_seed(seed)
     return 2 * torch.rand(grid[0] * grid[1] * grid[2], PATCH_DIM, generator=generator) - 1, grid
-
-
-@dataclass
-class Prompt:
-    """Tokens of text, with pictures between them, in the order in which they are added."""
-
-    ids: dict[str, int]
-    """The tokens of `TOKENS`."""
-    tokens: list[int] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
-    """Of every token: 0 for text, 1 for an image, 2 for a video."""
-    images: list[tuple[Tensor, tuple[int, int, int]]] = field(default_factory=list)
-    videos: list[tuple[Tensor, tuple[int, int, int]]] = field(default_factory=list)
-    shown: list[tuple[Tensor, tuple[int, int, int]]] = field(default_factory=list)
-    """Both, in the order of their tokens."""
-
-    def text(self, tokens: Sequence[int], kind: int = 0) -> "Prompt":
-        self.tokens += tokens
-        self.kinds += [kind] * len(tokens)
-        return self
-
-    def image(self, seed: int, height: int, width: int) -> "Prompt":
-        """An image of so many patches."""
-        self.images.append(picture(seed, (1, height, width)))
-        self.shown.append(self.images[-1])
-        self._frame("image_token_id", 1, height, width)
-        return self
-
-    def video(self, seed: int, frames: int, height: int, width: int) -> "Prompt":
-        """Frames of so many patches, each behind a few tokens for its time."""
-        self.videos.append(picture(seed, (frames, height, width)))
-        self.shown.append(self.videos[-1])
-        for frame in range(frames):
-            self.text([300 + frame, 301, 302])
-            self._frame("video_token_id", 2, height, width)
-        return self
-
-    def _frame(self, token: str, kind: int, height: int, width: int) -> None:
-        self.text([self.ids["vision_start_token_id"]])
-        self.text([self.ids[token]] * (height * width // MERGE**2), kind)
-        self.text([self.ids["vision_end_token_id"]])
-
-    def arguments(self) -> dict[str, Any]:
-        """What transformers' model takes."""
-        found: dict[str, Any] = {
-            "input_ids": torch.tensor([self.tokens]),
-            "mm_token_type_ids": torch.tensor([self.kinds], dtype=torch.int32),
-        }
-        for pixels, grid, items in (
-            ("pixel_values", "image_grid_thw", self.images),
-            ("pixel_values_videos", "video_grid_thw", self.videos),
-        ):
-            if items:
-                found[pixels] = torch.cat([patches for patches, _ in items])
-                found[grid] = torch.tensor([shape for _, shape in items])
-        return found

@@ -40,8 +40,6 @@ class Exercises:
     package: ModuleType
     check: Callable[[str, Any], Any]
     """As the notebook imports it."""
-    answers: Mapping[str, str]
-    """The exercises, each with the name of its answer."""
     own_code: Mapping[str, object]
     """Code of the package that is right where an exercise asks for the same."""
     traced_steps: Callable[[], str] | None = None
@@ -57,6 +55,11 @@ class Exercises:
         return self.notebook or self.package.__name__
 
     @property
+    def answers(self) -> dict[str, str]:
+        """The exercises, each with the name of its answer, as the notebook checks them."""
+        return self.lesson.checked()
+
+    @property
     def prefix(self) -> str:
         """How the names of its exercises begin: `m2.`."""
         return next(iter(self.answers)).partition(".")[0] + "."
@@ -66,15 +69,6 @@ M1 = Exercises(
     m1_single_request,
     checks.check,
     {
-        "m1.off_by_one": "OffByOne",
-        "m1.detokenizer": "HastyDetokenizer",
-        "m1.output_processor": "HastyOutput",
-        "m1.kv_bytes": "kv_bytes",
-        "m1.top_p_filter": "top_p_filter",
-        "m1.held_back": "held_back",
-        "m1.shortest_first": "ShortestFirst",
-    },
-    {
         "m1.off_by_one": SchedulerOfM1,
         "m1.detokenizer": IncrementalDetokenizer,
         "m1.output_processor": OutputProcessor,
@@ -83,70 +77,30 @@ M1 = Exercises(
 M2 = Exercises(
     m2_continuous_batching,
     checks_m2.check,
-    {
-        "m2.starved_decode": "PromptsFirst",
-        "m2.admit": "admit",
-        "m2.padding": "padding",
-        "m2.slot_manager": "Slots",
-        "m2.shortest_first": "ShortestPromptFirst",
-    },
     {"m2.slot_manager": SlotManager, "m2.starved_decode": SchedulerOfM2},
     m2_trace.traced_steps,
 )
 M3 = Exercises(
     m3_paged_attention,
     checks_m3.check,
-    {
-        "m3.freed_block": "FreesByToken",
-        "m3.slots": "slots",
-        "m3.join": "join",
-        "m3.shared_blocks": "SharedBlocks",
-        "m3.newest_first": "NewestFirst",
-    },
     {"m3.freed_block": BlockPool},
     m3_trace.traced_steps,
 )
 M4 = Exercises(
     m4_radix_cache,
     checks_m4.check,
-    {
-        "m4.freed_while_mapped": "FreesWhileMapped",
-        "m4.whole_hit": "TakesEverything",
-        "m4.match": "match",
-        "m4.split": "split",
-        "m4.who_goes_first": "who_goes_first",
-        "m4.strategy": "strategy",
-    },
     {"m4.freed_while_mapped": RadixCache, "m4.whole_hit": Req},
     m4_trace.traced_steps,
 )
 M5 = Exercises(
     m5_chunked_prefill_spec,
     checks_m5.check,
-    {
-        "m5.sampled_piece": "SamplesEveryPiece",
-        "m5.overshoot": "KeepsTheGuess",
-        "m5.starved": "PromptsFirst",
-        "m5.fill": "fill",
-        "m5.lookup": "lookup",
-        "m5.accept": "accept",
-        "m5.back_off": "BackOff",
-    },
     {"m5.sampled_piece": ScheduleBatch, "m5.overshoot": ScheduleBatch, "m5.starved": DecodeFirst},
     m5_trace.traced_steps,
 )
 M6 = Exercises(
     m6_multimodal_pd,
     checks_m6.check,
-    {
-        "m6.swapped": "swapped",
-        "m6.layout": "in_sections",
-        "m6.content": "bytes_alone",
-        "m6.key": "key",
-        "m6.rows": "rows",
-        "m6.piece": "piece",
-        "m6.sample_frames": "sample_frames",
-    },
     {"m6.swapped": get_rope_index, "m6.layout": axes_of_pairs, "m6.content": content_hash},
     m6_trace.traced_steps,
     notebook="m6_multimodal",
@@ -154,15 +108,6 @@ M6 = Exercises(
 M6_PD = Exercises(
     m6_multimodal_pd,
     checks_m6_pd.check,
-    {
-        "m6_pd.delta": "delta",
-        "m6_pd.rooms": "FirstRoom",
-        "m6_pd.frames": "Hasty",
-        "m6_pd.pages_ready": "pages_ready",
-        "m6_pd.bytes_moved": "bytes_moved",
-        "m6_pd.receive": "receive",
-        "m6_pd.deliver": "deliver",
-    },
     {"m6_pd.frames": StagedSource},
     m6_pd_trace.traced,
     notebook="m6_pd",
@@ -173,11 +118,3 @@ TAUGHT = [M1, M2, M3, M4, M5, M6, M6_PD]
 def open_exercise(*_: object, **__: object) -> None:
     """An exercise as the notebook hands it out."""
     raise NotImplementedError
-
-
-def assert_refused(exercise: str, answer: object, *hints: str) -> None:
-    """Fail unless the grader refuses an answer, with these words among its own."""
-    verdict = checks.check(exercise, answer)
-    assert not verdict, f"{exercise} accepts it: {verdict}"
-    for hint in hints:
-        assert hint in verdict.message, f"{hint!r} is not in {verdict.message!r}"

@@ -3,9 +3,21 @@
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+WrongAnswers = dict[str, list[tuple[Any, ...]]]
+"""By exercise: answers, each with the words that its refusal must hold."""
+RightAnswers = list[tuple[str, Any]]
+"""Exercises, each with an answer that passes as its solution does."""
+
+
+@cache
+def cells_of(path: Path) -> list[dict]:
+    """All cells of a notebook."""
+    return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
 def source(cell: dict) -> str:
@@ -21,8 +33,7 @@ class Lesson:
 
     def cells(self, kind: str) -> list[dict]:
         """All cells of a kind: `code` or `markdown`."""
-        notebook = json.loads(self.path.read_text(encoding="utf-8"))
-        return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+        return [cell for cell in cells_of(self.path) if cell["cell_type"] == kind]
 
     def code(self) -> str:
         """All code, from top to bottom."""
@@ -66,3 +77,8 @@ class Lesson:
         asked = re.search(r'engine\.chat\(\[{"role": "user", "content": "([^"]+)"}\]\)', source(first))
         assert asked is not None
         return asked[1], "".join(first["outputs"][0]["text"]).removesuffix("\n")
+
+
+def variant(base: type, **members: Any) -> type:
+    """The class with some of its members replaced."""
+    return type("Variant", (base,), members)

@@ -34,7 +34,7 @@ def test_an_open_exercise_is_a_verdict_and_not_an_exception(taught: Exercises, e
 
 @each_lesson
 def test_every_exercise_is_checked_in_the_notebook_with_the_name_that_its_solution_has(taught: Exercises) -> None:
-    assert taught.lesson.checked() == taught.answers
+    assert set(taught.answers.values()) <= taught.lesson.folded_solutions().keys()
     assert set(taught.answers) == {name for name in GRADERS if name.startswith(taught.prefix)}
 
 

@@ -1,18 +1,15 @@
-"""The graders of m3: typical wrong answers fail with a hint that names the mistake. Right ones: `test_lessons.py`."""
+"""Wrong answers to the exercises of m3, each with the words that its refusal must hold, and right variants."""
 
-import pytest
 import torch
 
-from benchmarks.m3_trace import REQUESTS
 from m3_paged_attention.block_pool import BlockPool
 from m3_paged_attention.preemption import FewestOutputsFirst
-from notebooks.checks_m3 import check
-from tests.notebooks.exercises import M3, assert_refused
+from tests.notebooks.exercises import M3
+from tests.notebooks.lessons import RightAnswers, WrongAnswers, variant
 
 LESSON = M3.lesson
-
-
-# --- wrong answers ----------------------------------------------------------------------------------------------------
+WRONG: WrongAnswers = {}
+RIGHT: RightAnswers = []
 
 
 def slots_by(place, first=None):
@@ -25,7 +22,7 @@ def slots_by(place, first=None):
     return slots
 
 
-WRONG_SLOTS = [
+WRONG["m3.slots"] = [
     (slots_by(lambda table, size, position: position), "as if the blocks lay in order"),
     (slots_by(lambda table, size, p: table[p // size] * size + p % size, first=0), "not at position 0"),
     (slots_by(lambda table, size, position: table[position // size] * size + position), "Inside the block only"),
@@ -34,11 +31,6 @@ WRONG_SLOTS = [
     (slots_by(lambda table, size, p: table[(p - 1) // size] * size + (p - 1) % size), "you say [144]"),
     (lambda *_: [], "you say []"),
 ]
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_SLOTS)
-def test_a_wrong_place_of_a_token_is_met_with_what_it_overlooks(answer, hint):
-    assert_refused("m3.slots", answer, hint)
 
 
 def joined_with(*, weigh=torch.exp, safe=True, masked=True, guarded=True):
@@ -58,7 +50,8 @@ def joined_with(*, weigh=torch.exp, safe=True, masked=True, guarded=True):
     return join
 
 
-WRONG_JOINS = [
+RIGHT += [("m3.join", joined_with())]
+WRONG["m3.join"] = [
     (lambda out_a, lse_a, out_b, lse_b: ((out_a + out_b) / 2, torch.logaddexp(lse_a, lse_b)), "weight of all its"),
     (lambda out_a, lse_a, out_b, lse_b: (out_a + out_b, lse_a + lse_b), "weight of all its positions"),
     (joined_with(weigh=lambda lse: lse), "weight of all its positions"),
@@ -71,18 +64,7 @@ WRONG_JOINS = [
 ]
 
 
-def test_the_join_that_the_wrong_ones_vary_is_right():
-    assert check("m3.join", joined_with())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_JOINS)
-def test_a_wrong_join_is_met_with_what_goes_wrong(answer, hint):
-    assert_refused("m3.join", answer, hint)
-
-
-def blocks(**methods):
-    """The folded block manager with some methods replaced."""
-    return type("Variant", (LESSON.folded_solutions()["SharedBlocks"],), methods)
+BLOCKS = LESSON.folded_solutions()["SharedBlocks"]
 
 
 def start_one_block_more(self, request, num_tokens):
@@ -134,69 +116,40 @@ def release_for_all(self, request):
     del self.lengths[request]
 
 
-WRONG_BLOCKS = [
-    ({"start": start_one_block_more}, "should be free"),
-    ({"fork": fork_a_copy}, "A fork takes no block"),
-    ({"fork": fork_the_same_list}, "Only the table of the writer changes"),
-    ({"append": append_without_a_copy}, "'a' gets a block of its own"),
-    ({"append": append_that_copies(frees=True)}, "still belongs to the others"),
-    ({"append": append_that_copies(always=True)}, "it writes in place"),
-    ({"append": append_that_copies(forgets=True)}, "it writes in place"),
-    ({"release": release_for_all}, "the other one is still held by 'b'"),
-    ({"release": lambda self, request: None}, "Its own block is free again"),
+def take_the_oldest_twice(self):
+    """Right by hand, and wrong where it is tried at random."""
+    block = self.free_blocks.pop()
+    self.holders[block] = 1
+    if self.num_free == 2:
+        self.free_blocks.append(block)
+    return block
+
+
+WRONG["m3.shared_blocks"] = [
+    (variant(BLOCKS, start=start_one_block_more), "should be free"),
+    (variant(BLOCKS, fork=fork_a_copy), "A fork takes no block"),
+    (variant(BLOCKS, fork=fork_the_same_list), "Only the table of the writer changes"),
+    (variant(BLOCKS, append=append_without_a_copy), "'a' gets a block of its own"),
+    (variant(BLOCKS, append=append_that_copies(frees=True)), "still belongs to the others"),
+    (variant(BLOCKS, append=append_that_copies(always=True)), "it writes in place"),
+    (variant(BLOCKS, append=append_that_copies(forgets=True)), "it writes in place"),
+    (variant(BLOCKS, release=release_for_all), "the other one is still held by 'b'"),
+    (variant(BLOCKS, release=lambda self, request: None), "Its own block is free again"),
+    (variant(BLOCKS, take=take_the_oldest_twice), "After "),
 ]
-
-
-@pytest.mark.parametrize(("methods", "hint"), WRONG_BLOCKS)
-def test_a_wrong_block_manager_is_met_with_a_hint(methods, hint):
-    assert_refused("m3.shared_blocks", blocks(**methods), hint)
-
-
-def test_a_block_manager_that_is_right_by_hand_is_also_tried_at_random():
-    def take_the_oldest_twice(self):
-        block = self.free_blocks.pop()
-        self.holders[block] = 1
-        if self.num_free == 2:
-            self.free_blocks.append(block)
-        return block
-
-    verdict = check("m3.shared_blocks", blocks(take=take_the_oldest_twice))
-    assert not verdict
-    assert verdict.message.startswith("After ")
 
 
 def victim(choose):
     return type("Policy", (FewestOutputsFirst,), {"choose_victim": lambda self, running: choose(running)})
 
 
-WRONG_POLICIES = [
+WRONG["m3.newest_first"] = [
     (FewestOutputsFirst, "That one has the fewest outputs"),
     (victim(lambda running: running[-1]), "The last of the list was admitted last"),
     (victim(lambda running: min(running, key=lambda request: request.number)), "you choose 'first'"),
     (victim(lambda running: running.pop()), "changes the list of running requests"),
     (victim(lambda running: None), "you choose None"),
 ]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("answer", "hint"), WRONG_POLICIES)
-def test_a_wrong_victim_is_met_with_whom_it_takes(answer, hint):
-    assert_refused("m3.newest_first", answer, hint)
-
-
-# --- the lab ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_planted_pool_is_caught_by_the_books_when_a_shared_block_is_freed():
-    assert_refused(
-        "m3.freed_block",
-        LESSON.defined("FreesByToken", {"BlockPool": BlockPool}),
-        "check_invariants() fails after step 2: counted",
-    )
-
-
-def pool(free):
-    return type("Pool", (BlockPool,), {"free": free})
 
 
 def keep_what_was_shared(self, block_ids):
@@ -208,12 +161,6 @@ def keep_what_was_shared(self, block_ids):
     return freed
 
 
-def count_and_never_free(self, block_ids):
-    for block_id in block_ids:
-        self._ref_counts[block_id] -= 1
-    return []
-
-
 def free_in_silence(self, block_ids):
     return BlockPool.free(self, [block_id for block_id in block_ids if self.ref_count(block_id)])
 
@@ -223,23 +170,9 @@ def tell_all(self, block_ids):
     return list(block_ids)
 
 
-WRONG_POOLS = [
-    (keep_what_was_shared, "check_invariants() fails after step 2"),
-    (count_and_never_free, "check_invariants() fails after step"),
-    (free_in_silence, "A block that nobody holds was freed once more"),
-    (tell_all, "after one free() they are still in use"),
+WRONG["m3.freed_block"] = [
+    (LESSON.defined("FreesByToken", {"BlockPool": BlockPool}), "check_invariants() fails after step 2: counted"),
+    (variant(BlockPool, free=keep_what_was_shared), "check_invariants() fails after step 2"),
+    (variant(BlockPool, free=free_in_silence), "A block that nobody holds was freed once more"),
+    (variant(BlockPool, free=tell_all), "after one free() they are still in use"),
 ]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("free", "hint"), WRONG_POOLS)
-def test_a_half_repaired_pool_is_met_with_what_it_does(free, hint):
-    assert_refused("m3.freed_block", pool(free), hint)
-
-
-# --- the notebook and the page ----------------------------------------------------------------------------------------
-
-
-def test_the_notebook_traces_the_requests_of_the_page():
-    code = LESSON.code()
-    assert all(prompt in code for prompt, _ in REQUESTS.values())

@@ -1,23 +1,15 @@
-"""The graders of m5: typical wrong answers fail with a hint that names the mistake. Right ones: `test_lessons.py`."""
+"""Wrong answers to the exercises of m5, each with the words that its refusal must hold, and right variants."""
 
-import ast
 from dataclasses import replace
 
-import pytest
-
-from benchmarks import m5_trace
-from m5_chunked_prefill_spec import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
-from m5_chunked_prefill_spec.batch_composer import PrefillFirst
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
-from notebooks.checks_m5 import check
-from tests.notebooks.exercises import M5, assert_refused
-from tests.notebooks.lessons import source
+from tests.notebooks.exercises import M5
+from tests.notebooks.lessons import RightAnswers, WrongAnswers, variant
 
 LESSON = M5.lesson
 SOLUTIONS = LESSON.folded_solutions()
-
-
-# --- fill -------------------------------------------------------------------------------------------------------------
+WRONG: WrongAnswers = {}
+RIGHT: RightAnswers = []
 
 
 def filling(*, decodes=True, cut=True, whole=False, empty=False, behind=False, fair=False, order=1):
@@ -43,7 +35,8 @@ def filling(*, decodes=True, cut=True, whole=False, empty=False, behind=False, f
     return fill
 
 
-WRONG_FILLS = [
+RIGHT += [("m5.fill", filling())]
+WRONG["m5.fill"] = [
     (filling(decodes=False), "Everybody who decodes has a token of the budget already"),
     (filling(cut=False), "to the last token of the budget"),
     (filling(whole=True), "to the last token of the budget"),
@@ -54,18 +47,6 @@ WRONG_FILLS = [
     (lambda num_decodes, prompts, budget: dict(filling()(num_decodes, prompts, budget)), "you say {'a': 30}"),
     (lambda *_: None, "you say None"),
 ]
-
-
-def test_the_fill_that_the_wrong_ones_vary_is_right():
-    assert check("m5.fill", filling())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_FILLS)
-def test_a_wrong_fill_is_met_with_who_gets_what(answer, hint):
-    assert_refused("m5.fill", answer, hint)
-
-
-# --- lookup -----------------------------------------------------------------------------------------------------------
 
 
 def looking(*, latest=False, shortest=False, itself=False, limited=True, least_counts=True, apart=False):
@@ -91,7 +72,8 @@ def lookup_that_eats(tokens, limit, longest, least):
     return found
 
 
-WRONG_LOOKUPS = [
+RIGHT += [("m5.lookup", looking())]
+WRONG["m5.lookup"] = [
     (looking(latest=True), "the earliest counts"),
     (looking(shortest=True), "A longer run of last tokens decides"),
     (looking(limited=False), "3 4 followed there"),
@@ -101,18 +83,6 @@ WRONG_LOOKUPS = [
     (lookup_that_eats, "lookup() changes the tokens"),
     (lambda *_: None, "you say None"),
 ]
-
-
-def test_the_lookup_that_the_wrong_ones_vary_is_right():
-    assert check("m5.lookup", looking())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_LOOKUPS)
-def test_a_wrong_lookup_is_met_with_what_it_overlooks(answer, hint):
-    assert_refused("m5.lookup", answer, hint)
-
-
-# --- accept -----------------------------------------------------------------------------------------------------------
 
 
 def accepting(*, keep=lambda p, q, u: u * q < p, stop=True, own=True, bonus=True):
@@ -133,11 +103,15 @@ def accepting(*, keep=lambda p, q, u: u * q < p, stop=True, own=True, bonus=True
     return accept
 
 
-def compares_what_was_drawn(guesses, own, p=None, q=None, u=None):
-    return SOLUTIONS["accept"](guesses, own)
+def keeps_what_the_draft_likes(guesses, own, p=None, q=None, u=None):
+    """Right by hand, and wrong where guesses are drawn."""
+    if q == [0.6]:
+        return [*guesses, own[-1]]
+    return SOLUTIONS["accept"](guesses, own, p, q, u)
 
 
-WRONG_ACCEPTS = [
+RIGHT += [("m5.accept", accepting())]
+WRONG["m5.accept"] = [
     (accepting(bonus=False), "gives one token more"),
     (accepting(stop=False), "Behind a wrong guess nothing counts"),
     (accepting(own=False), "brings [5, 9], yours [5]"),
@@ -146,48 +120,12 @@ WRONG_ACCEPTS = [
     (accepting(keep=lambda p, q, u: u * p < q), "is always kept"),
     (accepting(keep=lambda p, q, u: u * q <= p), "What the model would never say is never kept"),
     (accepting(keep=lambda p, q, u: True), "0.6 is not below it"),
-    (compares_what_was_drawn, "is always kept"),
     (lambda *_: None, "yours None"),
+    (keeps_what_the_draft_likes, "20,000 guesses were drawn", "It should be below 0.02"),
 ]
 
 
-def test_the_acceptance_that_the_wrong_ones_vary_is_right():
-    assert check("m5.accept", accepting())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_ACCEPTS)
-def test_a_wrong_acceptance_is_met_with_the_rule_that_it_breaks(answer, hint):
-    assert_refused("m5.accept", answer, hint)
-
-
-def test_an_acceptance_that_is_right_by_hand_is_also_tried_by_drawing():
-    def keeps_what_the_draft_likes(guesses, own, p=None, q=None, u=None):
-        if q == [0.6]:
-            return [*guesses, own[-1]]
-        return SOLUTIONS["accept"](guesses, own, p, q, u)
-
-    assert_refused("m5.accept", keeps_what_the_draft_likes, "20,000 guesses were drawn", "It should be below 0.02")
-
-
-# --- back-off ---------------------------------------------------------------------------------------------------------
-
-
 BackOff = SOLUTIONS["BackOff"]
-
-
-class NeverBacksOff(BackOff):
-    def how_many(self, most):
-        return most
-
-
-class AlwaysBacksOff(BackOff):
-    def how_many(self, most):
-        return 0
-
-
-class IgnoresCosts(BackOff):
-    def how_many(self, most):
-        return round(most * self.right / self.tried)
 
 
 class IgnoresDraftCosts(BackOff):
@@ -216,56 +154,37 @@ class NeverForgets(BackOff):
         self.right += accepted
 
 
-class AsksForMore(BackOff):
-    def how_many(self, most):
-        return most + 1
-
-
 class SaysNothing(BackOff):
     def how_many(self, most):
         super().how_many(most)
 
 
-WRONG_BACK_OFFS = [
-    (NeverBacksOff, "many drafts are right, and none pays"),
-    (AlwaysBacksOff, "ask for all of them"),
-    (IgnoresCosts, "many drafts are right, and none pays"),
+class OnTextsOnly(BackOff):
+    """Right on simulated texts, and wrong in an engine."""
+
+    def how_many(self, most):
+        return super().how_many(most) if self.step_ms(3) != 3 or self.draft_ms or self.right > 3 else most
+
+    def verified(self, drafted, accepted):
+        if accepted or self.step_ms(3) != 3:
+            super().verified(drafted, accepted)
+
+
+WRONG["m5.back_off"] = [
+    (variant(BackOff, how_many=lambda self, most: most), "many drafts are right, and none pays"),
+    (variant(BackOff, how_many=lambda self, most: 0), "ask for all of them"),
+    (
+        variant(BackOff, how_many=lambda self, most: round(most * self.right / self.tried)),
+        "many drafts are right, and none pays",
+    ),
     (IgnoresDraftCosts, "Making a draft costs `draft_ms`, too"),
     (NeverPauses, "Ask for none, and seldom for one"),
     (GivesUp, "ask for a draft now and then"),
     (NeverForgets, "old counts must count less"),
-    (AsksForMore, "how_many(4) must be a number from 0 to 4, you say 5"),
+    (variant(BackOff, how_many=lambda self, most: most + 1), "how_many(4) must be a number from 0 to 4, you say 5"),
     (SaysNothing, "you say None"),
+    (OnTextsOnly, "In an engine whose drafts are all wrong you ask for 38;"),
 ]
-
-
-def test_the_back_off_that_the_wrong_ones_vary_is_right():
-    assert check("m5.back_off", BackOff)
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_BACK_OFFS)
-def test_a_wrong_back_off_is_met_with_the_text_on_which_it_loses(answer, hint):
-    assert_refused("m5.back_off", answer, hint)
-
-
-def test_a_back_off_that_is_right_on_simulated_texts_is_also_tried_in_an_engine():
-    class OnTextsOnly(BackOff):
-        def how_many(self, most):
-            return super().how_many(most) if self.step_ms(3) != 3 or self.draft_ms or self.right > 3 else most
-
-        def verified(self, drafted, accepted):
-            if accepted or self.step_ms(3) != 3:
-                super().verified(drafted, accepted)
-
-    assert_refused("m5.back_off", OnTextsOnly, "In an engine whose drafts are all wrong you ask for 38;")
-
-
-# --- the labs ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_planted_batch_that_samples_pieces_changes_the_answer():
-    planted = LESSON.defined("SamplesEveryPiece", {"ScheduleBatch": ScheduleBatch, "replace": replace})
-    assert_refused("m5.sampled_piece", planted, "it must not depend on where the prompt is cut")
 
 
 def sampling(lens_of):
@@ -289,23 +208,16 @@ def the_first_prompt(batch):
     return lens
 
 
-WRONG_SAMPLINGS = [
+WRONG["m5.sampled_piece"] = [
+    (
+        LESSON.defined("SamplesEveryPiece", {"ScheduleBatch": ScheduleBatch, "replace": replace}),
+        "it must not depend on where the prompt is cut",
+    ),
     (sampling(lambda batch: [int(req is not batch.chunked_req) for req in batch.reqs]), "Guesses beside pieces"),
     (sampling(no_prompts), "A prompt gives one token, after its last piece"),
     (sampling(the_first_prompt), "Three prompts together"),
     (sampling(lambda batch: [int(length < 48) for length in batch.new_lens]), "after its last piece"),
 ]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("answer", "hint"), WRONG_SAMPLINGS)
-def test_a_half_repaired_sampling_is_met_with_whose_answer_changes(answer, hint):
-    assert_refused("m5.sampled_piece", answer, hint)
-
-
-def test_the_planted_batch_that_keeps_a_guess_gives_somebody_elses_code():
-    planted = LESSON.defined("KeepsTheGuess", {"ScheduleBatch": ScheduleBatch})
-    assert_refused("m5.overshoot", planted, "is told ' 6706.', and not ' 9999.'", "is the guess's")
 
 
 def committing(less, *, back=True):
@@ -324,20 +236,16 @@ def committing(less, *, back=True):
     return Batch
 
 
-WRONG_COMMITS = [
+WRONG["m5.overshoot"] = [
+    (
+        LESSON.defined("KeepsTheGuess", {"ScheduleBatch": ScheduleBatch}),
+        "is told ' 6706.', and not ' 9999.'",
+        "is the guess's",
+    ),
     (committing(0), "what lies in its slot is the guess's"),
     (committing(2), "have their KV in whole pages"),
     (committing(1, back=False), "the audit fails"),
 ]
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_COMMITS)
-def test_a_half_repaired_rollback_is_met_with_what_is_cached(answer, hint):
-    assert_refused("m5.overshoot", answer, hint)
-
-
-def test_the_planted_composer_starves_the_stream():
-    assert_refused("m5.starved", LESSON.defined("PromptsFirst", {}), "the stream waits 13 steps for a token")
 
 
 class DecodesOnly:
@@ -378,29 +286,10 @@ class TooFull:
         return work.mix(prompts, decodes) if prompts and decodes else prompts or decodes
 
 
-WRONG_COMPOSERS = [
-    (PrefillFirst, "the stream waits 13 steps for a token"),
+WRONG["m5.starved"] = [
+    (LESSON.defined("PromptsFirst", {}), "the stream waits 13 steps for a token"),
     (EveryFourth, "steps for a token. After a step of prompts comes one of the running requests"),
     (Crumbs, "prompts must come to their end, too"),
     (DecodesOnly, "Nobody is to starve, prompts neither"),
     (TooFull, "A step has"),
 ]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("answer", "hint"), WRONG_COMPOSERS)
-def test_a_composer_that_is_no_better_is_met_with_who_waits(answer, hint):
-    assert_refused("m5.starved", answer, hint)
-
-
-# --- the notebook and the page ----------------------------------------------------------------------------------------
-
-
-def test_the_notebook_traces_the_requests_of_the_page():
-    (cell,) = [source(cell) for cell in LESSON.cells("code") if "ARRIVALS = {" in source(cell)]
-    assignments = [node for node in ast.parse(cell).body if isinstance(node, ast.Assign)][:4]
-    names = {each.__name__: each for each in (ModelConfig, CacheConfig, SchedulerConfig, SpeculativeConfig)}
-    exec(compile(ast.Module(assignments, type_ignores=[]), "cell", "exec"), names)
-    for name in ("MODEL", "MEMORY", "LIMITS", "GUESSES", "ARRIVALS"):
-        assert names[name] == getattr(m5_trace, name), name
-    assert f"SamplingParams(max_tokens={m5_trace.PARAMS.max_tokens})" in cell

@@ -1,70 +1,47 @@
-"""The graders of m1: typical wrong answers fail with a hint that names the mistake. Right ones: `test_lessons.py`."""
+"""Wrong answers to the exercises of m1, each with the words that its refusal must hold."""
 
-import re
 from collections import deque
 
-import pytest
 import torch
 
-from benchmarks import RESULTS
-from benchmarks.m1_single_request import traced_steps
-from m1_single_request import LLMEngine
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.model_loader import head_dim
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler
 from m1_single_request.stop_checker import held_back
-from notebooks.checks import check, listing
-from tests.notebooks.exercises import M1, assert_refused, open_exercise
+from tests.notebooks.exercises import M1
+from tests.notebooks.lessons import WrongAnswers, variant
 
 LESSON = M1.lesson
+WRONG: WrongAnswers = {}
 
 
-# --- wrong answers ----------------------------------------------------------------------------------------------------
-
-
-def test_an_exercise_where_nothing_is_written_says_so():
-    assert repr(check("m1.kv_bytes", open_exercise)) == "m1.kv_bytes: not yet. Nothing is written here yet."
-
-
-def test_an_answer_that_raises_is_told_what_was_raised():
-    assert "raised IndexError: string index out of range" in check("m1.held_back", lambda text, stops: ""[1]).message
-
-
-def test_an_unknown_exercise_is_refused_with_the_names_of_those_there_are():
-    with pytest.raises(KeyError, match=r"m1\.nothing.*m1\.kv_bytes"):
-        check("m1.nothing", None)
+def planted(name: str) -> object:
+    """A class with its bug, as a lab of the notebook defines it."""
+    return LESSON.defined(name, {"Scheduler": Scheduler, "OutputProcessor": OutputProcessor})
 
 
 def layers_times(config, heads, dim):
     return 2 * config.num_hidden_layers * heads * dim
 
 
-WRONG_KV_BYTES = {
-    "two tensors": lambda c, n, b: c.num_hidden_layers * c.num_key_value_heads * head_dim(c) * n * b,
-    "Every layer": lambda c, n, b: 2 * c.num_key_value_heads * head_dim(c) * n * b,
-    "Only the KV heads": lambda c, n, b: layers_times(c, c.num_attention_heads, head_dim(c)) * n * b,
-    "head_dim is not always": lambda c, n, b: (
-        layers_times(c, c.num_key_value_heads, c.hidden_size // c.num_attention_heads) * n * b
+WRONG["m1.kv_bytes"] = [
+    (lambda c, n, b: c.num_hidden_layers * c.num_key_value_heads * head_dim(c) * n * b, "two tensors"),
+    (lambda c, n, b: 2 * c.num_key_value_heads * head_dim(c) * n * b, "Every layer"),
+    (lambda c, n, b: layers_times(c, c.num_attention_heads, head_dim(c)) * n * b, "Only the KV heads"),
+    (
+        lambda c, n, b: layers_times(c, c.num_key_value_heads, c.hidden_size // c.num_attention_heads) * n * b,
+        "head_dim is not always",
     ),
-    "Every token": lambda c, n, b: layers_times(c, c.num_key_value_heads, head_dim(c)) * b,
-    "bytes_per_value": lambda c, n, b: layers_times(c, c.num_key_value_heads, head_dim(c)) * n,
-    "you say None": lambda c, n, b: None,
-}
-
-
-@pytest.mark.parametrize("hint", WRONG_KV_BYTES)
-def test_a_wrong_size_of_the_kv_is_met_with_the_factor_that_is_missing(hint):
-    assert_refused("m1.kv_bytes", WRONG_KV_BYTES[hint], hint)
-
-
-def test_two_mistakes_in_the_size_of_the_kv_are_both_named():
-    assert_refused(
-        "m1.kv_bytes",
+    (lambda c, n, b: layers_times(c, c.num_key_value_heads, head_dim(c)) * b, "Every token"),
+    (lambda c, n, b: layers_times(c, c.num_key_value_heads, head_dim(c)) * n, "bytes_per_value"),
+    (lambda c, n, b: None, "you say None"),
+    (
         lambda c, n, b: layers_times(c, c.num_attention_heads, head_dim(c)) // 2 * n * b,
         "two tensors",
         "Only the KV heads",
-    )
+    ),
+]
 
 
 def drops_the_token_that_reaches_p(probs, p):
@@ -103,7 +80,7 @@ def zeroes_its_input(probs, p):
     return probs
 
 
-WRONG_TOP_P = [
+WRONG["m1.top_p_filter"] = [
     (drops_the_token_that_reaches_p, "Too few"),
     (keeps_one_too_many, "Too many"),
     (goes_on_where_p_is_reached_exactly, "exactly p is enough"),
@@ -113,11 +90,6 @@ WRONG_TOP_P = [
     (zeroes_its_input, "changes its input"),
     (lambda probs, p: probs.tolist(), "A tensor of 4 probabilities"),
 ]
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_TOP_P)
-def test_a_wrong_top_p_is_met_with_a_hint(answer, hint):
-    assert_refused("m1.top_p_filter", answer, hint)
 
 
 def finds_the_shortest_first(text, stops):
@@ -138,18 +110,13 @@ def holds_as_much_as_a_stop_may_need(text, stops):
     return min(len(text), max((len(stop) - 1 for stop in stops), default=0))
 
 
-WRONG_HELD_BACK = [
+WRONG["m1.held_back"] = [
     (lambda text, stops: 0, "have to take it back"),
     (finds_the_shortest_first, "have to take it back"),
     (asks_the_first_stop_only, "have to take it back"),
     (holds_as_much_as_a_stop_may_need, "can no longer become a stop string"),
     (lambda text, stops: None, "you return None"),
 ]
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_HELD_BACK)
-def test_wrongly_held_text_is_met_with_what_would_happen(answer, hint):
-    assert_refused("m1.held_back", answer, hint)
 
 
 def queue_sorted_by(key):
@@ -191,7 +158,7 @@ class ForgetsSuper(Scheduler):
         self.waiting = deque(sorted([*self.waiting, request], key=lambda r: r.sequence.get_prompt_len()))
 
 
-WRONG_POLICIES = [
+WRONG["m1.shortest_first"] = [
     (Scheduler, "That is the order of arrival"),
     (queue_sorted_by(lambda r: -r.sequence.get_prompt_len()), "That is the longest first"),
     (EqualOnesTurnRound, "the earlier goes first"),
@@ -202,47 +169,23 @@ WRONG_POLICIES = [
 ]
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("answer", "hint"), WRONG_POLICIES)
-def test_a_wrong_policy_is_met_with_what_it_does(answer, hint):
-    assert_refused("m1.shortest_first", answer, hint)
+class StandsStill(Scheduler):
+    """Counts no computed token after the prompt."""
+
+    def update_from_output(self, scheduler_output, sampled):
+        changed = super().update_from_output(scheduler_output, sampled)
+        for request in changed:
+            request.sequence.num_computed_tokens = request.sequence.get_prompt_len()
+        return changed
 
 
-# --- the labs ---------------------------------------------------------------------------------------------------------
+WRONG["m1.off_by_one"] = [
+    (planted("OffByOne"), "after step 1: a decoding request has KV for all tokens but the newest"),
+    (StandsStill, "check_invariants() fails after step 2"),
+]
 
 
-def defined_in_the_notebook(name: str) -> object:
-    return LESSON.defined(name, {"Scheduler": Scheduler, "OutputProcessor": OutputProcessor})
-
-
-def test_the_planted_position_bug_is_caught_by_the_books():
-    assert_refused(
-        "m1.off_by_one",
-        defined_in_the_notebook("OffByOne"),
-        "check_invariants() fails after step 1: a decoding request has KV for all tokens but the newest",
-    )
-
-
-def test_a_count_of_computed_tokens_that_stands_still_is_caught():
-    class StandsStill(Scheduler):
-        def update_from_output(self, scheduler_output, sampled):
-            changed = super().update_from_output(scheduler_output, sampled)
-            for request in changed:
-                request.sequence.num_computed_tokens = request.sequence.get_prompt_len()
-            return changed
-
-    assert_refused("m1.off_by_one", StandsStill, "check_invariants() fails after step 2")
-
-
-def test_the_planted_detokenizer_bug_is_caught_at_the_first_half_character():
-    assert_refused(
-        "m1.detokenizer", defined_in_the_notebook("HastyDetokenizer"), "is shown, which is not how it goes on"
-    )
-
-
-def variant(**methods):
-    """The folded detokenizer with some methods replaced."""
-    return type("Variant", (LESSON.folded_solutions()["HastyDetokenizer"],), methods)
+REPAIRED = LESSON.folded_solutions()["HastyDetokenizer"]
 
 
 def hold_everything(self, token_id):
@@ -274,24 +217,16 @@ def skip_special_tokens(self, ids):
     return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-WRONG_DETOKENIZERS = [
-    ({"push": hold_everything}, "Nothing there needs to wait"),
-    ({"push": show_nothing_while_anything_is_broken}, "was shown and then taken back"),
-    ({"tail": lambda self: ""}, "tail() together"),
-    ({"rewind": keep_the_ids}, "After mark(), a token and rewind()"),
-    ({"push": wait_while_anything_is_broken}, "Only an end that is broken may wait"),
-    ({"decode": show_special_tokens}, "skip_special_tokens=True"),
-    ({"decode": skip_special_tokens}, "a special token, to be shown"),
+WRONG["m1.detokenizer"] = [
+    (planted("HastyDetokenizer"), "is shown, which is not how it goes on"),
+    (variant(REPAIRED, push=hold_everything), "Nothing there needs to wait"),
+    (variant(REPAIRED, push=show_nothing_while_anything_is_broken), "was shown and then taken back"),
+    (variant(REPAIRED, tail=lambda self: ""), "tail() together"),
+    (variant(REPAIRED, rewind=keep_the_ids), "After mark(), a token and rewind()"),
+    (variant(REPAIRED, push=wait_while_anything_is_broken), "Only an end that is broken may wait"),
+    (variant(REPAIRED, decode=show_special_tokens), "skip_special_tokens=True"),
+    (variant(REPAIRED, decode=skip_special_tokens), "a special token, to be shown"),
 ]
-
-
-@pytest.mark.parametrize(("methods", "hint"), WRONG_DETOKENIZERS)
-def test_a_half_repaired_detokenizer_is_met_with_a_hint(methods, hint):
-    assert_refused("m1.detokenizer", variant(**methods), hint)
-
-
-def test_the_planted_output_processor_is_caught_when_it_takes_text_back():
-    assert_refused("m1.output_processor", defined_in_the_notebook("HastyOutput"), "and then took it back")
 
 
 def showing(visible_text):
@@ -323,47 +258,11 @@ def without_the_tail(request):
     return text if request.is_finished else held_to_the_end(request)
 
 
-def cut_by_minus_held(request):
-    detokenizer = request.sequence.detokenizer
-    if request.is_finished:
-        return detokenizer.text + detokenizer.tail()
-    return detokenizer.text[: -held_back(detokenizer.text, request.sampling_params.stop)]
-
-
-def ignoring_text_end():
-    return type("Ignoring", (OutputProcessor,), {"visible_text": lambda _, r: r.sequence.detokenizer.text})
-
-
-WRONG_OUTPUT_PROCESSORS = [
+WRONG["m1.output_processor"] = [
+    (planted("HastyOutput"), "and then took it back"),
     (showing(longest_stop_less_one), "held back too long"),
     (showing(held_to_the_end), "When a request has finished, nothing waits any more"),
     (showing(without_the_tail), "An end in half a character: at the end 'Look ' is shown"),
-    (showing(cut_by_minus_held), "held back too long"),
     (showing(lambda request: None), "must return a text"),
-    (ignoring_text_end(), "at the end 'Look! Observation:"),
+    (variant(OutputProcessor, visible_text=lambda _, r: r.sequence.detokenizer.text), "at the end 'Look! Observation:"),
 ]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("answer", "hint"), WRONG_OUTPUT_PROCESSORS)
-def test_a_half_repaired_output_processor_is_met_with_a_hint(answer, hint):
-    assert_refused("m1.output_processor", answer, hint)
-
-
-# --- the notebook and the page ----------------------------------------------------------------------------------------
-
-
-def test_a_listing_is_the_source_of_the_package_in_text_and_colours():
-    shown = listing(Scheduler.schedule)
-    assert repr(shown).startswith("m1_single_request/scheduler.py: Scheduler.schedule\ndef schedule(self)")
-    assert "<span" in shown._repr_html_() and "monokai" not in shown._repr_html_()
-
-
-def test_the_trace_on_the_page_is_what_the_engine_says_today():
-    def words(text: str) -> str:  # without line breaks, and without probabilities: machines differ in the last digit
-        return re.sub(r"The model's favourites for \S+: .*?%\. For", "For", " ".join(text.split()))
-
-    with LLMEngine() as engine:
-        assert words((RESULTS / "m1_single_request_trace.txt").read_text(encoding="utf-8")) == words(
-            traced_steps(engine)
-        )

@@ -1,21 +1,18 @@
-"""The graders of m6: typical wrong answers fail with a hint that names the mistake. Right ones: `test_lessons.py`."""
+"""Wrong answers to the exercises about pictures, each with the words that its refusal must hold, and right variants."""
 
 import hashlib
 import uuid
 
 import numpy as np
-import pytest
 
 from m6_multimodal_pd.models.rotary import axes_of_pairs
 from m6_multimodal_pd.multimodal.mrope import get_rope_index
-from notebooks.checks_m6 import another_shape, check, new_engine, two_wide
-from tests.notebooks.exercises import M6, assert_refused
-from tests.notebooks.lessons import source
+from tests.notebooks.exercises import M6
+from tests.notebooks.lessons import RightAnswers, WrongAnswers
 
 LESSON = M6.lesson
-
-
-# --- key --------------------------------------------------------------------------------------------------------------
+WRONG: WrongAnswers = {}
+RIGHT: RightAnswers = []
 
 
 def keying(*, copies=True, first=0, remembers=True, stands_for="content", frames=True, longer=0):
@@ -46,7 +43,15 @@ def counted_from_what_it_has(token_ids, items, known, vocab_size):
     return padded
 
 
-WRONG_KEYS = [
+OWN_NUMBERS: dict[str, int] = {}
+
+
+def keeps_its_numbers_for_itself(token_ids, items, known, vocab_size):
+    return keying()(token_ids, items, OWN_NUMBERS, vocab_size)
+
+
+RIGHT += [("m6.key", keying())]
+WRONG["m6.key"] = [
     (keying(copies=False), "changes the prompt itself"),
     (
         keying(first=None),
@@ -63,28 +68,8 @@ WRONG_KEYS = [
         "yours [5, 9, 9, 9, 6]. Each placeholder becomes the",
     ),
     (lambda token_ids, items, known, vocab_size: None, "yours None"),
+    (keeps_its_numbers_for_itself, "`known` must have 'star' afterwards"),
 ]
-
-
-def test_the_key_that_the_wrong_ones_vary_is_right():
-    assert check("m6.key", keying())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_KEYS)
-def test_a_wrong_key_is_met_with_what_a_placeholder_stands_for(answer, hint):
-    assert_refused("m6.key", answer, hint)
-
-
-def test_a_right_key_that_keeps_its_numbers_for_itself_is_refused_because_they_are_not_found_again():
-    own = {}
-
-    def key(token_ids, items, known, vocab_size):
-        return keying()(token_ids, items, own, vocab_size)
-
-    assert_refused("m6.key", key, "`known` must have 'star' afterwards")
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def taking(
@@ -107,7 +92,8 @@ def taking(
     return rows
 
 
-WRONG_ROWS = [
+RIGHT += [("m6.rows", taking())]
+WRONG["m6.rows"] = [
     (taking(counts_on=False), "The rows of a clip are numbered through"),
     (taking(cuts_start=False), "does not begin with row 0"),
     (taking(cuts_end=False), "takes the first rows"),
@@ -118,18 +104,6 @@ WRONG_ROWS = [
     (lambda ranges, start, end: tuple(taking()(ranges, start, end)), "yours ((5, 0, 9),)"),
     (lambda ranges, start, end: None, "yours None"),
 ]
-
-
-def test_the_rows_that_the_wrong_ones_vary_are_right():
-    assert check("m6.rows", taking())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_ROWS)
-def test_wrong_rows_are_met_with_which_ones_belong_to_the_piece(answer, hint):
-    assert_refused("m6.rows", answer, hint)
-
-
-# --- piece ------------------------------------------------------------------------------------------------------------
 
 
 def limited(
@@ -175,7 +149,8 @@ def as_far_as_the_budget(items, start, num_tokens, spent, budget, known):
     return right if right == num_tokens else right + max(budget - spent, 0)
 
 
-WRONG_PIECES = [
+RIGHT += [("m6.piece", limited())]
+WRONG["m6.piece"] = [
     (lambda items, start, num_tokens, spent, budget, known: num_tokens, "the piece ends before the picture"),
     (as_far_as_the_budget, "the piece ends before the picture"),
     (limited(place=-1), "the piece ends before the picture"),
@@ -189,18 +164,6 @@ WRONG_PIECES = [
     (limited(asks_also="again"), "A content that came before in this piece costs nothing"),
     (lambda *_: None, "yours None"),
 ]
-
-
-def test_the_piece_that_the_wrong_ones_vary_is_right():
-    assert check("m6.piece", limited())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_PIECES)
-def test_a_wrong_piece_is_met_with_what_its_pictures_cost(answer, hint):
-    assert_refused("m6.piece", answer, hint)
-
-
-# --- frames -----------------------------------------------------------------------------------------------------------
 
 
 def sampling(*, least=True, most=True, there=True, rounds=np.round, stride=False, last=1, number=int, made=int):
@@ -218,7 +181,23 @@ def sampling(*, least=True, most=True, there=True, rounds=np.round, stride=False
     return sample_frames
 
 
-WRONG_FRAMES = [
+def as_a(sequence, answer):
+    return lambda *clip: sequence(answer(*clip))
+
+
+def halves_go(up):
+    def rounds(places):
+        return np.floor(places + 0.5) if up else np.ceil(places - 0.5)
+
+    return rounds
+
+
+RIGHT += [
+    ("m6.sample_frames", as_a(sequence, sampling(rounds=rounds)))
+    for rounds in (np.round, halves_go(up=True), halves_go(up=False))
+    for sequence in (list, tuple, np.array)
+]
+WRONG["m6.sample_frames"] = [
     (sampling(least=False), "One second is two frames, and `at_least` is more"),
     (sampling(most=False), "1,000 seconds would be more than `at_most`"),
     (sampling(there=False), "A video has no more frames than `total`"),
@@ -231,36 +210,6 @@ WRONG_FRAMES = [
     (sampling(number=lambda wanted: int(np.ceil(wanted))), "8.33 frames are 8"),
     (lambda *_: None, "yours None"),
 ]
-
-
-def test_the_frames_that_the_wrong_ones_vary_are_right():
-    assert check("m6.sample_frames", sampling())
-
-
-def halves_go(up):
-    def rounds(places):
-        return np.floor(places + 0.5) if up else np.ceil(places - 0.5)
-
-    return rounds
-
-
-@pytest.mark.parametrize("rounds", [np.round, halves_go(up=True), halves_go(up=False)])
-@pytest.mark.parametrize("made", [list, tuple, np.array])
-def test_frames_may_be_any_sequence_and_halves_may_go_either_way(rounds, made):
-    assert check("m6.sample_frames", lambda *clip: made(sampling(rounds=rounds)(*clip)))
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_FRAMES)
-def test_wrong_frames_are_met_with_how_many_and_which(answer, hint):
-    assert_refused("m6.sample_frames", answer, hint)
-
-
-# --- the labs: positions ----------------------------------------------------------------------------------------------
-
-
-def test_the_planted_positions_swap_height_and_width():
-    planted = LESSON.defined("swapped", {"np": np})
-    assert_refused("m6.swapped", planted, "height and width are swapped")
 
 
 def turned(change):
@@ -301,44 +250,26 @@ def after_all_its_tokens(num_tokens, blocks):
     return np.tile(np.arange(num_tokens), (3, 1)), 0
 
 
-WRONG_POSITIONS = [
+WRONG["m6.swapped"] = [
+    (LESSON.defined("swapped", {"np": np}), "height and width are swapped"),
     (turned(lambda of_block, block: of_block[[0, 2, 1]]), "height and width are swapped"),
     (turned(lambda of_block, block: of_block + np.array([1, 0, 0])[:, None, None]), "time is"),
     (turned(lambda of_block, block: of_block[:, ::-1]), "height is"),
     (divided_by_the_height, "tokens come row by row"),
-    (advancing_by("height"), "2 rows of 3 from 2 on: time is"),
-    (advancing_by("height"), "The text after it continues after its longer side"),
+    (advancing_by("height"), "2 rows of 3 from 2 on: time is", "The text after it continues after its longer side"),
     (advancing_by("width"), "The text after it continues after its longer side"),
     (after_all_its_tokens, "time is [0, 1, 1, 1, 1, 3]"),
-    (lambda n, blocks: (get_rope_index(n, blocks)[0], 0), "the answer begins at place + -2, yours at place + 0"),
-    (lambda n, blocks: (get_rope_index(n, blocks)[0], 0), "the next position minus the number of tokens"),
+    (
+        lambda n, blocks: (get_rope_index(n, blocks)[0], 0),
+        "the answer begins at place + -2, yours at place + 0",
+        "the next position minus the number of tokens",
+    ),
     (lambda n, blocks: (get_rope_index(n, blocks)[0][0], 0), "positions are [3, 6], yours [6]"),
 ]
 
 
-@pytest.mark.parametrize(("answer", "hint"), WRONG_POSITIONS)
-def test_wrong_positions_are_met_with_the_axis_that_is_wrong(answer, hint):
-    assert_refused("m6.swapped", answer, hint)
-
-
-# --- the labs: the axes of pairs --------------------------------------------------------------------------------------
-
-
-def test_the_planted_layout_is_that_of_the_older_model():
-    planted = LESSON.defined("in_sections", {})
-    assert_refused("m6.layout", planted, "'THWTHW", "one section after another, as in Qwen2-VL")
-
-
 def in_turn_and_never_full(section, pairs):
     return [pair % 3 for pair in range(pairs)]
-
-
-def in_another_order(section, pairs):
-    return [(2, 1, 0)[axis] for axis in axes_of_pairs(section, pairs)]
-
-
-def the_rest_goes_to_width(section, pairs):
-    return [2 if pair >= 3 * min(section) else pair % 3 for pair in range(pairs)]
 
 
 def in_turn_among_those_that_have_some_left(section, pairs):
@@ -350,29 +281,18 @@ def in_turn_among_those_that_have_some_left(section, pairs):
     return axes
 
 
-WRONG_LAYOUTS = [
+WRONG["m6.layout"] = [
+    (LESSON.defined("in_sections", {}), "'THWTHW", "one section after another, as in Qwen2-VL"),
     (in_turn_and_never_full, "the rest is time's"),
-    (in_another_order, "'THWTHW"),
-    (the_rest_goes_to_width, "'THWTHW"),
-    (in_turn_among_those_that_have_some_left, "[6, 1, 2]: 'THWTTWTTT', yours 'THWTWTTTT'"),
-    (in_turn_among_those_that_have_some_left, "gives its turn to time, not to the next axis"),
+    (
+        in_turn_among_those_that_have_some_left,
+        "[6, 1, 2]: 'THWTTWTTT', yours 'THWTWTTTT'",
+        "gives its turn to time, not to the next axis",
+    ),
     (lambda section, pairs: axes_of_pairs((12, 10, 10), 32), "the rest is time's"),
     (lambda section, pairs: [7] * pairs, "yours [7, 7, 7"),
     (lambda section, pairs: [], "yours ''"),
 ]
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_LAYOUTS)
-def test_a_wrong_layout_is_met_with_the_right_one(answer, hint):
-    assert_refused("m6.layout", answer, hint)
-
-
-# --- the labs: content ------------------------------------------------------------------------------------------------
-
-
-def test_the_planted_hash_forgets_the_shape():
-    planted = LESSON.defined("bytes_alone", {"hashlib": hashlib})
-    assert_refused("m6.content", planted, "the shape belongs to the content")
 
 
 def hashed(*prefix, of_pixels=np.ndarray.tobytes, digest=lambda data: hashlib.sha256(data).hexdigest()):
@@ -389,10 +309,15 @@ def salted(modality, feature, grid_thw, options):
     return f"{hash((grid_thw, feature.tobytes())) % 2**64:032x}"
 
 
-WRONG_HASHES = [
-    (hashed(sum), "the shape belongs to the content"),
+def forgets_the_shape_of_real_pictures(modality, feature, grid_thw, options):
+    """Right on the small examples, and wrong for real patches: only the engine finds it."""
+    solution = LESSON.folded_solutions()["bytes_alone"]
+    return solution(modality, feature, grid_thw if feature.shape[1] < 100 else (), options)
+
+
+WRONG["m6.content"] = [
+    (LESSON.defined("bytes_alone", {"hashlib": hashlib}), "the shape belongs to the content"),
     (hashed(sorted), "the shape belongs to the content"),
-    (hashed(np.prod), "the shape belongs to the content"),
     (hashed(lambda grid: grid[0], lambda grid: grid[1], lambda grid: grid[2]), "Do 1, 22, 2 and 12, 2, 2 become"),
     (hashed(lambda grid: grid[1]), "of 2 x 6 x 4 patches have one hash"),
     (hashed(tuple, of_pixels=lambda feature: b""), "all of the pixels belong"),
@@ -405,45 +330,5 @@ WRONG_HASHES = [
     (lambda *_: uuid.uuid4().hex, "The same picture must have the same hash"),
     (lambda *_: 7, "A hash is a text of at least 32 hex digits"),
     (hashed(tuple, digest=lambda data: hashlib.sha256(data).digest()), "A hash is a text of at least 32 hex digits"),
+    (forgets_the_shape_of_real_pictures, "That is an answer about the first"),
 ]
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_HASHES)
-def test_a_wrong_hash_is_met_with_what_it_confuses(answer, hint):
-    assert_refused("m6.content", answer, hint)
-
-
-def test_a_hash_that_forgets_the_shape_of_real_pictures_is_met_with_an_answer_about_the_other_picture():
-    """Right on the small examples, and blind for real patches: only the engine tells."""
-    own = LESSON.folded_solutions()["bytes_alone"]
-
-    def content(modality, feature, grid_thw, options):
-        return own(modality, feature, grid_thw if feature.shape[1] < 100 else (), options)
-
-    assert_refused("m6.content", content, "That is an answer about the first")
-
-
-# --- what the labs show -----------------------------------------------------------------------------------------------
-
-
-def test_two_pictures_of_the_same_squares_have_the_same_numbers_and_other_grids():
-    wide = two_wide()
-    tall = another_shape(wide)
-    assert wide.shape == (96, 128, 3) and tall.shape == (128, 96, 3)
-    with new_engine() as engine:
-        prompts = [
-            engine.chat_prompt([{"role": "user", "content": [{"type": "image", "image": shown}]}])
-            for shown in (wide, tall)
-        ]
-    first, second = (prompt.multimodal_inputs.mm_items[0] for prompt in prompts)
-    assert np.array_equal(first.feature, second.feature)
-    assert (first.grid_thw, second.grid_thw) == ((1, 6, 8), (1, 8, 6))
-    assert np.array_equal(another_shape(tall), wide)
-
-
-def test_the_counts_of_swapped_positions_in_the_text_are_those_of_the_stored_output():
-    outputs = [output for cell in LESSON.cells("code") for output in cell["outputs"]]
-    printed = "".join(line for output in outputs for line in output.get("text", []))
-    assert "swapped positions, wrong answers: describe 6 of 24, where 0 of 24\n" in printed
-    (text,) = [text for text in map(source, LESSON.cells("markdown")) if "Look at what it does *not* do" in text]
-    assert "six of 24 descriptions" in text and "of the 24 questions where a thing is, none" in text

@@ -1,29 +1,20 @@
-"""The graders of m4: typical wrong answers fail with a hint that names the mistake. Right ones: `test_lessons.py`."""
+"""Wrong answers to the exercises of m4, each with the words that its refusal must hold, and right variants."""
 
-import ast
 from itertools import count
 
 import numpy as np
-import pytest
 
-from benchmarks import m4_trace
-from benchmarks.m4_eviction import Server, prepared, replay as careful_replay
-from benchmarks.m4_traffic import FILE, as_csv, generate, recorded
-from m4_radix_cache import CacheConfig, ModelConfig, SchedulerConfig
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
-from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.request import Req
-from notebooks.checks_m4 import HOUR, check, recorded_hour, replay
-from tests.notebooks.exercises import M4, assert_refused
-from tests.notebooks.lessons import source
+from tests.notebooks.exercises import M4
+from tests.notebooks.lessons import RightAnswers, WrongAnswers, variant
 
 LESSON = M4.lesson
 SOLUTIONS = LESSON.folded_solutions()
-
-
-# --- match ------------------------------------------------------------------------------------------------------------
+WRONG: WrongAnswers = {}
+RIGHT: RightAnswers = []
 
 
 def matching(*, in_pages=True, by_page=True, levels=99, whole_node=False, beyond=False, as_slots=True):
@@ -52,14 +43,6 @@ def matching(*, in_pages=True, by_page=True, levels=99, whole_node=False, beyond
     return match
 
 
-def whole_nodes_only(root, tokens, page_size):
-    child = root["children"].get(tuple(tokens[:page_size]))
-    if child is None or child["tokens"] != tuple(tokens[: len(child["tokens"])]):
-        return []
-    rest = tokens[len(child["tokens"]) :]
-    return child["slots"] + whole_nodes_only(child, rest, page_size)
-
-
 def match_that_splits(root, tokens, page_size):
     found = SOLUTIONS["match"](root, tokens, page_size)
     child = root["children"].get(tuple(tokens[:page_size]))
@@ -69,9 +52,9 @@ def match_that_splits(root, tokens, page_size):
     return found
 
 
-WRONG_MATCHES = [
+RIGHT += [("m4.match", matching())]
+WRONG["m4.match"] = [
     (matching(levels=1), "go down as long as something is found"),
-    (whole_nodes_only, "A request may end within a node"),
     (matching(whole_node=True), "A request may end within a node"),
     (matching(in_pages=False), "Only whole pages count"),
     (matching(beyond=True), "Behind the first token that differs nothing counts"),
@@ -80,18 +63,6 @@ WRONG_MATCHES = [
     (match_that_splits, "match() has changed the tree"),
     (lambda *_: None, "you say None"),
 ]
-
-
-def test_the_match_that_the_wrong_ones_vary_is_right():
-    assert check("m4.match", matching())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_MATCHES)
-def test_a_wrong_match_is_met_with_what_it_overlooks(answer, hint):
-    assert_refused("m4.match", answer, hint)
-
-
-# --- split ------------------------------------------------------------------------------------------------------------
 
 
 def splitting(mistake):
@@ -144,11 +115,18 @@ def stay_in_place(node, upper, parent, below):
     parent["children"] = {page: node if child is upper else child for page, child in parent["children"].items()}
 
 
-WRONG_SPLITS = [
+def only_for_that_node(node, num_tokens, page_size):
+    """Right by hand, and wrong where it is tried at random."""
+    upper = SOLUTIONS["split"](node, num_tokens, page_size)
+    if num_tokens < 4:
+        node["slots"].reverse()
+    return upper
+
+
+WRONG["m4.split"] = [
     (keep_the_head, "the old object keeps the tail"),
     (splitting(set_locks(0, 2)), "Who reads the tail reads the head, too"),
     (splitting(set_locks(2, 0)), "Nobody has let go of it"),
-    (splitting(set_locks(1, 1)), "Who reads the tail reads the head, too"),
     (splitting(take_the_children_along), "is the new one's only child"),
     (splitting(keep_the_old_edge), "found by its own first page"),
     (splitting(forget("parent")), "locks walk upwards"),
@@ -156,28 +134,11 @@ WRONG_SPLITS = [
     (splitting(stay_in_place), "takes the old one's place"),
     (lambda node, num_tokens, page_size: SOLUTIONS["split"](node, num_tokens, page_size) and None, "you return None"),
     (lambda node, num_tokens, page_size: node, "the old object keeps the tail"),
+    (only_for_that_node, "It must hold the same prefixes"),
 ]
 
 
-@pytest.mark.parametrize(("answer", "hint"), WRONG_SPLITS)
-def test_a_wrong_split_is_met_with_whom_it_hurts(answer, hint):
-    assert_refused("m4.split", answer, hint)
-
-
-def test_a_split_that_is_right_by_hand_is_also_tried_at_random():
-    def only_for_that_node(node, num_tokens, page_size):
-        upper = SOLUTIONS["split"](node, num_tokens, page_size)
-        if num_tokens < 4:
-            node["slots"].reverse()
-        return upper
-
-    assert_refused("m4.split", only_for_that_node, "It must hold the same prefixes")
-
-
-# --- who goes first ---------------------------------------------------------------------------------------------------
-
-
-def going(*, sort=True, hold=True, in_pages=True, last=1, over_hit=True, newest_first=False, most_last=False):
+def going(*, sort=True, hold=True, in_pages=True, last=1, over_hit=True, newest_first=False):
     """`who_goes_first` with a mistake in it."""
 
     def who_goes_first(waiting, cached, page_size):
@@ -196,7 +157,7 @@ def going(*, sort=True, hold=True, in_pages=True, last=1, over_hit=True, newest_
         if newest_first:
             ready.reverse()
         if sort:
-            ready.sort(key=lambda one: one[2] if most_last else -one[2])
+            ready.sort(key=lambda one: -one[2])
         return [name for name, _, _ in ready], held_back
 
     return who_goes_first
@@ -212,9 +173,9 @@ def going_through_the_list(waiting, cached, page_size):
     return order, held_back
 
 
-WRONG_ORDERS = [
+RIGHT += [("m4.who_goes_first", going())]
+WRONG["m4.who_goes_first"] = [
     (going(sort=False, hold=False), "Whoever finds most of its prompt goes first"),
-    (going(most_last=True), "Whoever finds most of its prompt goes first"),
     (going(newest_first=True), "Who finds equally much goes in order of arrival"),
     (going(hold=False), "'b1' computes what 'b2' would compute, too"),
     (going(over_hit=False), "so neither waits"),
@@ -226,19 +187,8 @@ WRONG_ORDERS = [
 ]
 
 
-def test_the_order_that_the_wrong_ones_vary_is_right():
-    assert check("m4.who_goes_first", going())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_ORDERS)
-def test_a_wrong_order_is_met_with_who_loses_by_it(answer, hint):
-    assert_refused("m4.who_goes_first", answer, hint)
-
-
-# --- a strategy -------------------------------------------------------------------------------------------------------
-
 TICKS = count()
-WRONG_STRATEGIES = [
+WRONG["m4.strategy"] = [
     (STRATEGIES["lru"], "Most of what is cached there was used once"),
     (STRATEGIES["lfu"], "what was used often in the morning must be able to go"),
     (STRATEGIES["fifo"], "26.8% of the prompts' tokens, and FIFO 26.8%"),
@@ -247,37 +197,6 @@ WRONG_STRATEGIES = [
     (lambda node: next(TICKS), "A rank has changed while its node stood in the heap"),
     (lambda node: node.hits, "AttributeError"),
 ]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("answer", "hint"), WRONG_STRATEGIES)
-def test_a_strategy_that_is_no_better_is_met_with_what_it_keeps(answer, hint):
-    assert_refused("m4.strategy", answer, hint)
-
-
-def test_the_recorded_day_is_the_one_that_the_generator_draws():
-    assert FILE.read_text(encoding="utf-8") == as_csv(generate())
-
-
-@pytest.mark.parametrize(("policy", "capacity"), [("slru", 16 * 1024), ("lru", 64 * 1024)])
-def test_the_hour_of_the_notebook_is_an_hour_of_the_recorded_day(policy, capacity):
-    hour = prepared(recorded()[HOUR])
-    wanted = careful_replay(Server(RadixCache, num_tokens=capacity, page_size=16, policy=policy), hour).all
-    assert replay(recorded_hour(), capacity, policy) == wanted
-
-
-def test_both_designs_replay_the_same_hour():
-    hour = recorded_hour()[:100]
-    room = sum(len(key) for key, _, _ in hour)
-    assert replay(hour, room // 16 * 16) == replay(hour, room // 16 * 16, cache_class=BlockHashCache)
-
-
-# --- the labs ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_planted_cache_is_caught_by_the_audit_when_a_mapped_page_is_freed():
-    planted = LESSON.defined("FreesWhileMapped", {"RadixCache": RadixCache, "np": np})
-    assert_refused("m4.freed_while_mapped", planted, "The audit fails after step 1: a page is both free and mapped")
 
 
 def caching(*, write=True, free="own", lock=True, prefix=True, protect=True):
@@ -318,7 +237,12 @@ class KeepsItsOwn(RadixCache):
             BasePrefixCache.cache_unfinished_req(self, req)
 
 
-WRONG_CACHES = [
+RIGHT += [("m4.freed_while_mapped", caching())]
+WRONG["m4.freed_while_mapped"] = [
+    (
+        LESSON.defined("FreesWhileMapped", {"RadixCache": RadixCache, "np": np}),
+        "The audit fails after step 1: a page is both free and mapped",
+    ),
     (caching(write=False), "a page is both free and mapped"),
     (caching(free="nothing"), "of 224 tokens are accounted for"),
     (caching(free="the row's"), "The audit fails after step 1"),
@@ -330,51 +254,14 @@ WRONG_CACHES = [
 ]
 
 
-def test_the_cache_that_the_wrong_ones_vary_is_right():
-    assert check("m4.freed_while_mapped", caching())
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("answer", "hint"), WRONG_CACHES)
-def test_a_half_repaired_cache_is_met_with_what_it_does(answer, hint):
-    assert_refused("m4.freed_while_mapped", answer, hint)
-
-
-def test_the_planted_request_is_refused_by_the_engine_in_words():
-    planted = LESSON.defined("TakesEverything", {"Req": Req})
-    assert_refused(
-        "m4.whole_hit", planted, "nothing is left to compute of again: without a new token there are no logits"
-    )
-
-
-def limited(limit):
-    return type("Limited", (Req,), {"match_limit": property(limit)})
-
-
-WRONG_LIMITS = [
-    (limited(lambda self: 0), "11 may come from the cache, with you 0 do"),
-    (limited(lambda self: self.seqlen - 2), "11 may come from the cache, with you 10 do"),
-    (limited(lambda self: max(0, self.seqlen - 16)), "Only the last token must be computed"),
-    (limited(lambda self: self.seqlen - 1), "needs the logits of every token of its prompt"),
-    (limited(lambda self: None), "nothing is left to compute of again"),
+WRONG["m4.whole_hit"] = [
+    (
+        LESSON.defined("TakesEverything", {"Req": Req}),
+        "nothing is left to compute of again: without a new token there are no logits",
+    ),
+    (variant(Req, match_limit=property(lambda self: 0)), "11 may come from the cache, with you 0 do"),
+    (variant(Req, match_limit=property(lambda self: self.seqlen - 2)), "11 may come from the cache, with you 10 do"),
+    (variant(Req, match_limit=property(lambda self: max(0, self.seqlen - 16))), "Only the last token must be computed"),
+    (variant(Req, match_limit=property(lambda self: self.seqlen - 1)), "needs the logits of every token of its prompt"),
+    (variant(Req, match_limit=property(lambda self: None)), "nothing is left to compute of again"),
 ]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("answer", "hint"), WRONG_LIMITS)
-def test_a_wrong_limit_is_met_with_what_may_be_found(answer, hint):
-    assert_refused("m4.whole_hit", answer, hint)
-
-
-# --- the notebook and the page ----------------------------------------------------------------------------------------
-
-
-def test_the_notebook_traces_the_requests_of_the_page():
-    (cell,) = [source(cell) for cell in LESSON.cells("code") if "TURNS = (" in source(cell)]
-    assignments = [node for node in ast.parse(cell).body if isinstance(node, ast.Assign)][:4]
-    names = {each.__name__: each for each in (ModelConfig, CacheConfig, SchedulerConfig)}
-    exec(compile(ast.Module(assignments, type_ignores=[]), "cell", "exec"), names)
-    for name in ("SYSTEM", "TURNS", "MODEL", "MEMORY", "LIMITS"):
-        assert names[name] == getattr(m4_trace, name), name
-    assert "SamplingParams(max_tokens=3, ignore_eos=True)" in cell
-    assert (m4_trace.PARAMS.max_tokens, m4_trace.PARAMS.ignore_eos) == (3, True)

@@ -1,7 +1,7 @@
-"""A user's program that makes groups of engines and closes none of them.
+"""A user's program with groups of engines, which it does not close: it drops them, is interrupted or killed.
 
-Each line that it prints is JSON: how long a dropped group took to end and what was left of it; the last one is printed
-when there is nothing left to do but to exit.
+Each line that it prints is JSON. Of a program that drops groups: how long each took to end, and what was left of it. Of
+any: its engines' process ids and how the names of their shared memory begin, with nothing left to do but what is asked.
 """
 
 import gc
@@ -15,7 +15,7 @@ from typing import Any
 
 from m6_multimodal_pd import CacheConfig, EngineUsageError, LLMEngine, ModelConfig, SamplingParams
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from tests.m6_multimodal_pd.test_pd_processes import own_engines
+from tests.m6_multimodal_pd.processes import own_engines
 
 NUM_GROUPS = 10
 DELAYS_S = (0.02, 0.2, 1.0, 2.5, 4.0)
@@ -129,12 +129,34 @@ def fork(model: str) -> Any:
     return ENGINE
 
 
-def main(model: str, work: str) -> None:
-    """Do one of the above and end, with a group that nobody has closed."""
-    does = {"ten": ten, "interrupted": interrupted, "exit": exit_, "thread": thread, "fork": fork}
-    globals()["KEPT"] = engine = does[work](model)
+def held(engine: Any) -> None:
     group = engine.engine_core.router.links._group
     print(json.dumps({"end": time.time(), "pids": own_engines(), "group": group}), flush=True)
+
+
+def idle(model: str) -> None:
+    """Waits to be killed."""
+    with made(model) as engine:
+        asked(engine)
+        held(engine)
+        signal.pause()
+
+
+def busy(model: str) -> None:
+    """Keeps its engines at work."""
+    with made(model) as engine:
+        held(engine)
+        while True:
+            engine.generate_batch([[5, 6, 7]] * 3, SamplingParams(max_tokens=200, ignore_eos=True), progress=False)
+
+
+WORKS = {each.__name__: each for each in (ten, interrupted, exit_, thread, fork, idle, busy)}
+
+
+def main(model: str, work: str) -> None:
+    """Do one of the above and end, with a group that nobody has closed."""
+    globals()["KEPT"] = engine = WORKS[work](model)
+    held(engine)
 
 
 if __name__ == "__main__":

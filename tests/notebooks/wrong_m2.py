@@ -1,19 +1,15 @@
-"""The graders of m2: typical wrong answers fail with a hint that names the mistake. Right ones: `test_lessons.py`."""
+"""Wrong answers to the exercises of m2, each with the words that its refusal must hold, and right variants."""
 
-import pytest
-
-from benchmarks.m2_trace import REQUESTS
 from m2_continuous_batching.events import Batch
 from m2_continuous_batching.request_queue import FCFSRequestQueue
 from m2_continuous_batching.scheduler import Scheduler
 from m2_continuous_batching.step_plan import StepPlan
-from notebooks.checks_m2 import check
-from tests.notebooks.exercises import M2, assert_refused
+from tests.notebooks.exercises import M2
+from tests.notebooks.lessons import RightAnswers, WrongAnswers, variant
 
 LESSON = M2.lesson
-
-
-# --- wrong answers ----------------------------------------------------------------------------------------------------
+WRONG: WrongAnswers = {}
+RIGHT: RightAnswers = []
 
 
 def admission(*, overtakes=False, may_fill=True, counts_running=True, decodes_first=False, shares_budget=True):
@@ -35,7 +31,8 @@ def admission(*, overtakes=False, may_fill=True, counts_running=True, decodes_fi
     return admit
 
 
-WRONG_ADMISSIONS = [
+RIGHT += [("m2.admit", admission())]
+WRONG["m2.admit"] = [
     (lambda prompt_lens, *_: len(prompt_lens), "Only max_num_seqs may run"),
     (admission(counts_running=False), "Who runs already has a place, too"),
     (admission(may_fill=False), "exactly the budget, and that is allowed"),
@@ -44,15 +41,6 @@ WRONG_ADMISSIONS = [
     (admission(decodes_first=True), "The prompts go first"),
     (lambda *_: None, "3 of them join, you say None"),
 ]
-
-
-def test_the_admission_that_the_wrong_ones_vary_is_right():
-    assert check("m2.admit", admission())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_ADMISSIONS)
-def test_a_wrong_admission_is_met_with_what_it_overlooks(answer, hint):
-    assert_refused("m2.admit", answer, hint)
 
 
 def padded(*, prefill=True, decode=True, first=0, copies_when_few=True):
@@ -70,7 +58,8 @@ def padded(*, prefill=True, decode=True, first=0, copies_when_few=True):
     return padding
 
 
-WRONG_PADDING = [
+RIGHT += [("m2.padding", padded())]
+WRONG["m2.padding"] = [
     (padded(prefill=False), "every row is as wide as the longest prompt"),
     (padded(decode=False), "slot 1 goes along idle"),
     (padded(first=None), "The rows begin with slot 0"),
@@ -81,19 +70,7 @@ WRONG_PADDING = [
 ]
 
 
-@pytest.mark.exhaustive
-def test_the_padding_that_the_wrong_ones_vary_is_right():
-    assert check("m2.padding", padded())
-
-
-@pytest.mark.parametrize(("answer", "hint"), WRONG_PADDING)
-def test_a_wrong_count_of_padding_is_met_with_what_it_overlooks(answer, hint):
-    assert_refused("m2.padding", answer, hint)
-
-
-def slots(**methods):
-    """The folded slot manager with some methods replaced."""
-    return type("Variant", (LESSON.folded_solutions()["Slots"],), methods)
+SLOTS = LESSON.folded_solutions()["Slots"]
 
 
 def reserve_the_highest(self, request_id, num_tokens):
@@ -129,34 +106,24 @@ def hold_whoever_has_a_slot(self, request_id, num_tokens):
     return request_id in self.slots or (len(self.slots) < self.num_slots and num_tokens <= self.slot_len)
 
 
-WRONG_SLOTS = [
-    ({"can_hold": hold_any_length}, "No slot is as long as that"),
-    ({"can_hold": hold_only_if_one_is_free}, "Who has a slot may go on in it"),
-    ({"can_hold": hold_whoever_has_a_slot}, "It would write past its end"),
-    ({"can_hold": lambda self, request_id, num_tokens: num_tokens <= self.slot_len}, "No slot is free"),
-    ({"reserve": reserve_the_highest}, "the lowest free slot is wanted"),
-    ({"reserve": reserve_by_count}, "The lowest free slot is 1"),
-    ({"reserve": reserve_again}, "Nothing is new to it"),
-    ({"release": lambda self, request_id: None}, "Its slot is free again"),
-    ({"release": lambda self, request_id: self.slots.__delitem__(request_id)}, "Your code raised KeyError"),
+def forget_the_sixth(self, request_id):
+    """Right alone, and wrong in an engine."""
+    if request_id != "req-5":
+        self.slots.pop(request_id, None)
+
+
+WRONG["m2.slot_manager"] = [
+    (variant(SLOTS, can_hold=hold_any_length), "No slot is as long as that"),
+    (variant(SLOTS, can_hold=hold_only_if_one_is_free), "Who has a slot may go on in it"),
+    (variant(SLOTS, can_hold=hold_whoever_has_a_slot), "It would write past its end"),
+    (variant(SLOTS, can_hold=lambda self, request_id, num_tokens: num_tokens <= self.slot_len), "No slot is free"),
+    (variant(SLOTS, reserve=reserve_the_highest), "the lowest free slot is wanted"),
+    (variant(SLOTS, reserve=reserve_by_count), "The lowest free slot is 1"),
+    (variant(SLOTS, reserve=reserve_again), "Nothing is new to it"),
+    (variant(SLOTS, release=lambda self, request_id: None), "Its slot is free again"),
+    (variant(SLOTS, release=lambda self, request_id: self.slots.__delitem__(request_id)), "Your code raised KeyError"),
+    (variant(SLOTS, release=forget_the_sixth), "check_invariants() fails after step"),
 ]
-
-
-@pytest.mark.parametrize(("methods", "hint"), WRONG_SLOTS)
-def test_a_wrong_slot_manager_is_met_with_a_hint(methods, hint):
-    assert_refused("m2.slot_manager", slots(**methods), hint)
-
-
-def test_a_slot_manager_that_is_right_alone_is_also_tried_in_an_engine():
-    def forget_the_sixth(self, request_id):
-        if request_id != "req-5":
-            self.slots.pop(request_id, None)
-
-    assert_refused("m2.slot_manager", slots(release=forget_the_sixth), "check_invariants() fails after step")
-
-
-def queue_with(add_request):
-    return type("Queue", (FCFSRequestQueue,), {"add_request": add_request})
 
 
 def length(request):
@@ -180,21 +147,12 @@ def never_add(self, request):
     pass
 
 
-WRONG_QUEUES = [
+WRONG["m2.shortest_first"] = [
     (FCFSRequestQueue, "That is the order of arrival"),
-    (queue_with(sort_by(lambda request: -length(request))), "That is the longest first"),
-    (queue_with(before_its_equals), "the earlier goes first"),
-    (queue_with(never_add), "does add_request() put the request in?"),
+    (variant(FCFSRequestQueue, add_request=sort_by(lambda request: -length(request))), "That is the longest first"),
+    (variant(FCFSRequestQueue, add_request=before_its_equals), "the earlier goes first"),
+    (variant(FCFSRequestQueue, add_request=never_add), "does add_request() put the request in?"),
 ]
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("answer", "hint"), WRONG_QUEUES)
-def test_a_wrong_order_of_the_queue_is_met_with_what_it_does(answer, hint):
-    assert_refused("m2.shortest_first", answer, hint)
-
-
-# --- the lab ----------------------------------------------------------------------------------------------------------
 
 
 def scheduling(decide):
@@ -219,13 +177,6 @@ def decodes_first(self, plan, running):
     self._admit(plan)
 
 
-def nobody_joins_while_anybody_runs(self, plan, running):
-    if not running:
-        self._admit(plan)
-    for request in running:
-        self._continue(request, plan)
-
-
 def only_one_is_saved(self, plan, running):
     """Of those who were left out, the first goes first: the last of three may never be the first."""
     saved = [request for request in running if request.request_id in getattr(self, "left_out", [])][:1]
@@ -245,42 +196,24 @@ def over_the_budget(self, plan, running):
         self._continue(request, plan)
 
 
-WRONG_SCHEDULERS = [
-    (decodes_first, "Now the prompts wait until others have ended"),
-    (nobody_joins_while_anybody_runs, "Now the prompts wait until others have ended"),
-    (only_one_is_saved, "The running request 'third' got a token in step 1"),
-    (over_the_budget, "A step has 18 tokens; max_num_batched_tokens is 16"),
+WRONG["m2.starved_decode"] = [
+    (
+        LESSON.defined("PromptsFirst", {"Batch": Batch, "Scheduler": Scheduler, "StepPlan": StepPlan}),
+        "'second' got a token in step 1, and the next one in step 25. It starves.",
+    ),
+    (scheduling(decodes_first), "Now the prompts wait until others have ended"),
+    (scheduling(only_one_is_saved), "The running request 'third' got a token in step 1"),
+    (scheduling(over_the_budget), "A step has 18 tokens; max_num_batched_tokens is 16"),
 ]
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("decide", "hint"), WRONG_SCHEDULERS)
-def test_a_half_repaired_scheduler_is_met_with_whom_it_starves(decide, hint):
-    assert_refused("m2.starved_decode", scheduling(decide), hint)
+def taking_turns(self, plan, running):
+    self.turn = not getattr(self, "turn", False)
+    if self.turn:
+        self._admit(plan)
+    for request in running:
+        if request.request_id not in plan.num_scheduled_tokens:
+            self._continue(request, plan)
 
 
-def test_the_planted_scheduler_is_caught_when_it_starves_a_writer():
-    planted = LESSON.defined("PromptsFirst", {"Batch": Batch, "Scheduler": Scheduler, "StepPlan": StepPlan})
-    assert_refused(
-        "m2.starved_decode", planted, "'second' got a token in step 1, and the next one in step 25. It starves."
-    )
-
-
-def test_another_rule_that_starves_nobody_passes():
-    def taking_turns(self, plan, running):
-        self.turn = not getattr(self, "turn", False)
-        if self.turn:
-            self._admit(plan)
-        for request in running:
-            if request.request_id not in plan.num_scheduled_tokens:
-                self._continue(request, plan)
-
-    assert check("m2.starved_decode", scheduling(taking_turns))
-
-
-# --- the notebook and the page ----------------------------------------------------------------------------------------
-
-
-def test_the_notebook_traces_the_requests_of_the_page():
-    code = LESSON.code()
-    assert all(f'"{rid}": "{prompt}"' in code for rid, (prompt, _) in REQUESTS.items())
+RIGHT += [("m2.starved_decode", scheduling(taking_turns))]

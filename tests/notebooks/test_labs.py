@@ -1,0 +1,150 @@
+"""What lessons show beside their exercises is true: traced requests, the recorded day, the effects of planted bugs."""
+
+import ast
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import RESULTS, m2_trace, m3_trace, m4_trace, m5_trace
+from benchmarks.m1_single_request import traced_steps
+from benchmarks.m4_eviction import Server, prepared, replay as careful_replay
+from benchmarks.m4_traffic import FILE, as_csv, generate, recorded
+from m1_single_request import LLMEngine
+from m1_single_request.scheduler import Scheduler
+from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
+from m4_radix_cache.mem_cache.radix_cache import RadixCache
+from m6_multimodal_pd import SamplingParams
+from notebooks.shapes import Shape, picture
+from m6_multimodal_pd.disaggregation.staging import StagedSource
+from m6_multimodal_pd.errors import TransferError
+from notebooks import checks_m6, checks_m6_pd
+from notebooks.checks import listing
+from notebooks.checks_m4 import HOUR, recorded_hour, replay
+from tests.notebooks.exercises import M2, M3, M4, M5, M6, M6_PD, Exercises
+from tests.notebooks.lessons import source
+from tests.notebooks.wrong_m6_pd import Keeps
+
+# --- listings and traces ----------------------------------------------------------------------------------------------
+
+
+def test_a_listing_is_the_source_of_the_package_in_text_and_colours() -> None:
+    shown = listing(Scheduler.schedule)
+    assert repr(shown).startswith("m1_single_request/scheduler.py: Scheduler.schedule\ndef schedule(self)")
+    assert "<span" in shown._repr_html_() and "monokai" not in shown._repr_html_()
+
+
+def test_the_trace_on_the_page_of_m1_is_what_the_engine_says_today() -> None:
+    def words(text: str) -> str:  # without line breaks, and without probabilities: machines differ in the last digit
+        return re.sub(r"The model's favourites for \S+: .*?%\. For", "For", " ".join(text.split()))
+
+    with LLMEngine() as engine:
+        stored = (RESULTS / "m1_single_request_trace.txt").read_text(encoding="utf-8")
+        assert words(stored) == words(traced_steps(engine))
+
+
+def test_the_notebooks_of_m2_and_m3_trace_the_requests_of_their_pages() -> None:
+    assert all(f'"{rid}": "{prompt}"' in M2.lesson.code() for rid, (prompt, _) in m2_trace.REQUESTS.items())
+    assert all(prompt in M3.lesson.code() for prompt, _ in m3_trace.REQUESTS.values())
+
+
+@pytest.mark.parametrize(
+    ("taught", "traced", "first", "names"),
+    [
+        (M4, m4_trace, "TURNS = (", "SYSTEM TURNS MODEL MEMORY LIMITS"),
+        (M5, m5_trace, "ARRIVALS = {", "MODEL MEMORY LIMITS GUESSES ARRIVALS"),
+    ],
+    ids=["m4", "m5"],
+)
+def test_a_notebook_traces_with_the_settings_of_its_page(
+    taught: Exercises, traced: Any, first: str, names: str
+) -> None:
+    (cell,) = [source(cell) for cell in taught.lesson.cells("code") if first in source(cell)]
+    assignments = [node for node in ast.parse(cell).body if isinstance(node, ast.Assign)][:4]
+    defined = dict(vars(taught.package))
+    exec(compile(ast.Module(assignments, type_ignores=[]), "cell", "exec"), defined)
+    for name in names.split():
+        assert defined[name] == getattr(traced, name), name
+    assert f"SamplingParams(max_tokens={traced.PARAMS.max_tokens}" in cell
+    assert ("ignore_eos=True" in cell) == traced.PARAMS.ignore_eos
+
+
+# --- the recorded day of m4 -------------------------------------------------------------------------------------------
+
+
+def test_the_recorded_day_is_the_one_that_the_generator_draws() -> None:
+    assert FILE.read_text(encoding="utf-8") == as_csv(generate())
+
+
+@pytest.mark.parametrize(("policy", "capacity"), [("slru", 16 * 1024), ("lru", 64 * 1024)])
+def test_the_hour_of_the_notebook_is_an_hour_of_the_recorded_day(policy: str, capacity: int) -> None:
+    hour = prepared(recorded()[HOUR])
+    wanted = careful_replay(Server(RadixCache, num_tokens=capacity, page_size=16, policy=policy), hour).all
+    assert replay(recorded_hour(), capacity, policy) == wanted
+
+
+def test_both_designs_replay_the_same_hour() -> None:
+    hour = recorded_hour()[:100]
+    room = sum(len(key) for key, _, _ in hour)
+    assert replay(hour, room // 16 * 16) == replay(hour, room // 16 * 16, cache_class=BlockHashCache)
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_pictures_of_the_same_squares_have_the_same_numbers_and_other_grids() -> None:
+    wide = checks_m6.two_wide()
+    tall = checks_m6.another_shape(wide)
+    assert wide.shape == (96, 128, 3) and tall.shape == (128, 96, 3)
+    with checks_m6.new_engine() as engine:
+        prompts = [
+            engine.chat_prompt([{"role": "user", "content": [{"type": "image", "image": shown}]}])
+            for shown in (wide, tall)
+        ]
+    first, second = (prompt.multimodal_inputs.mm_items[0] for prompt in prompts)
+    assert np.array_equal(first.feature, second.feature)
+    assert (first.grid_thw, second.grid_thw) == ((1, 6, 8), (1, 8, 6))
+    assert np.array_equal(checks_m6.another_shape(tall), wide)
+
+
+def test_the_counts_of_swapped_positions_in_the_text_are_those_of_the_stored_output() -> None:
+    outputs = [output for cell in M6.lesson.cells("code") for output in cell["outputs"]]
+    printed = "".join(line for output in outputs for line in output.get("text", []))
+    assert "swapped positions, wrong answers: describe 6 of 24, where 0 of 24\n" in printed
+    (text,) = [text for text in map(source, M6.lesson.cells("markdown")) if "Look at what it does *not* do" in text]
+    assert "six of 24 descriptions" in text and "of the 24 questions where a thing is, none" in text
+
+
+# --- prefill and decode -----------------------------------------------------------------------------------------------
+
+
+def test_the_labs_delta_changes_answers_about_pictures_and_none_about_texts() -> None:
+    shown = picture(Shape("small", "red", "star", "top"), Shape("big", "blue", "circle", "right"))
+    asked = [{"type": "image", "image": shown}, {"type": "text", "text": "How many shapes are there?"}]
+    params = SamplingParams(max_tokens=24)
+    delta = M6_PD.lesson.defined("delta", {})
+    with checks_m6_pd.new_engine() as alone, checks_m6_pd.new_group(delta=delta) as group:
+        for content, same in (("What is prefill?", True), (asked, False)):
+            messages = [{"role": "user", "content": content}]
+            assert (alone.chat(messages, params).token_ids == group.chat(messages, params).token_ids) is same
+
+
+def test_a_request_whose_frames_never_come_back_is_given_up_and_not_waited_for() -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with checks_m6_pd.new_group(source=Keeps) as group:
+        short, long = checks_m6_pd.outputs_of(group, [[300] * 10, [301] * 90], params)
+        assert short.finished and long is None
+
+
+def test_the_labs_source_changes_answers_without_an_error_and_with_checksums_there_is_one() -> None:
+    hasty = M6_PD.lesson.defined("Hasty", {"StagedSource": StagedSource})
+    prompt, params = [300 + 7 * i for i in range(90)], SamplingParams(max_tokens=6, ignore_eos=True)
+    with checks_m6_pd.new_engine() as alone:
+        right = alone.generate(prompt, params).token_ids
+    with checks_m6_pd.new_group(source=hasty) as group:
+        output = group.generate(prompt, params)
+        assert output.error is None and output.token_ids != right
+    with checks_m6_pd.new_group(source=hasty, debug=True) as group:
+        error = group.generate(prompt, params).error
+        assert isinstance(error, TransferError) and "is not what was sent" in str(error)
