@@ -28,7 +28,7 @@ Prompt = str | list[int]
 ITSELF = object()  # in a configuration: the directory of the model that is asked
 
 
-# --- who is held to it ------------------------------------------------------------------------------------------------
+# --- what is held to it -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)  # so it has a hash, by which pytest sees that tests want the same engine
@@ -112,7 +112,7 @@ def _m3(
     preempted: str | None = None,
     **settings: Any,
 ) -> Variant:
-    """Blocks of 16 tokens, unless `cache` says otherwise; `preempted`: somebody loses his place in every third step."""
+    """Blocks of 16 tokens, unless `cache` changes that; `preempted`: a request loses its place in every third step."""
     scheduler: dict[str, Any] = {"max_num_seqs": 16}
     if preempted is not None:
         scheduler["preemption_mode"] = preempted
@@ -132,7 +132,7 @@ def _m4(
     retracted: bool = False,
     **settings: Any,
 ) -> Variant:
-    """A tree of pages of 16 tokens, unless `cache` says otherwise; `retracted`: somebody is, every three steps."""
+    """A tree of pages of 16 tokens, unless `cache` changes that; `retracted`: a request is, every three steps."""
     cache = {"max_total_tokens": ENOUGH_TOKENS} | dict(cache or {})
     scheduler = {"max_num_seqs": 16, "schedule_policy": policy}
     if retracted:
@@ -165,7 +165,7 @@ def _m5(
     milestone: str = "m5_chunked_prefill_spec",
     **settings: Any,
 ) -> Variant:
-    """Pages of 16 tokens and steps of 64, unless told otherwise. The draft model is the target itself unless named:
+    """Pages of 16 tokens and steps of 64, unless changed. The draft model is the target itself unless named:
     then all its guesses are right, and what is tested is that as many tokens come at once."""
     cache = {"max_total_tokens": ENOUGH_TOKENS} | dict(cache or {})
     configs = {
@@ -377,7 +377,7 @@ def by_generate_batch(engine: Any, prompts: Sequence[Prompt], params: Any) -> li
 
 
 def by_streams(engine: Any, prompts: Sequence[Prompt], params: Any) -> list[Any]:
-    """Streams side by side, each read a little in turn; what a stream says must only ever grow."""
+    """Streams side by side, each read a little in turn; the text of a stream must only ever grow."""
     streams = {number: engine.stream(prompt, params) for number, prompt in enumerate(prompts)}
     last: dict[int, Any] = {}
     while streams:

@@ -211,7 +211,7 @@ def test_what_it_says_has_the_numbers_of_the_run(story: tuple[Timeline, dict[str
         "max_num_seqs = 3 allows. It joins in step 10, right after the end of req-4.",
         "Step 5 has no token for req-1 and req-2: the prompt of req-3 takes 24 of the 24 that max_num_batched_tokens "
         "allows. In step 6 they run before any request is admitted.",
-        "33.0 KiB held keys and values (step 7)",
+        "44.0 KiB held keys and values (step 7)",
         f"21 steps made the {sum(lengths.values())} output tokens of 6 requests: 2.2 a step.",
     ):
         assert part in said, part
