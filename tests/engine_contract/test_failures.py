@@ -19,7 +19,6 @@ from tests.engine_contract.crowd import (
     SEATS,
     Answers,
     MakeEngine,
-    answers_of,
     calls_of,
     check_the_rest,
     note,
@@ -48,12 +47,6 @@ BOOM = RuntimeError("the forward broke")
 def variant(request: pytest.FixtureRequest) -> Variant:
     """Every milestone, in each of its ways to run."""
     return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def expected(make_m1: Any) -> Answers:
-    """The answers if nothing breaks."""
-    return answers_of(make_m1)
 
 
 # --- errors that end all requests of a step ---------------------------------------------------------------------------

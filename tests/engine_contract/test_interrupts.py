@@ -29,7 +29,6 @@ from tests.engine_contract.crowd import (
     SEATS,
     Answers,
     MakeEngine,
-    answers_of,
     calls_of,
     check_the_rest,
     run,
@@ -64,12 +63,6 @@ def python_s_own_handler() -> Iterator[None]:
 def variant(request: pytest.FixtureRequest) -> Variant:
     """Every milestone, in each of its ways to run."""
     return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def expected(make_m1: Any) -> Answers:
-    """The tokens of every answer without an interrupt."""
-    return answers_of(make_m1)
 
 
 # --- at random moments ------------------------------------------------------------------------------------------------

@@ -12,17 +12,12 @@ import pytest
 
 from m1_single_request import PartError
 from m3_paged_attention.outputs import ModelRunnerOutput
-from tests.engine_contract.crowd import Answers, MakeEngine, run
+from tests.engine_contract.crowd import SEATS, Answers, MakeEngine, check_the_rest, run, submit
 from tests.engine_contract.variants import VARIANTS, Variant
-from tests.support.engines import greedy
 
 pytestmark = pytest.mark.sample(3)
 
 Lie = Callable[[ModelRunnerOutput], Any]
-
-PROMPTS = {"a": [31, 32, 33], "b": [41, 42, 43, 44, 45], "c": [51]}
-NUM_TOKENS = 12
-STEPS = pytest.mark.parametrize("step", [1, 3], ids=["prefill", "decode"])
 
 
 @pytest.fixture(params=[variant for variant in VARIANTS if variant.milestone >= "m3"], ids=str)
@@ -31,15 +26,8 @@ def variant(request: pytest.FixtureRequest) -> Variant:
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture
-def expected(make_m1: Any) -> Answers:
-    """The answers with a runner that does its work."""
-    engine = make_m1()
-    return {rid: engine.generate(prompt, greedy(NUM_TOKENS)).token_ids for rid, prompt in PROMPTS.items()}
-
-
 def engine_of(variant: Variant, make_engine: MakeEngine, lie: Lie, steps: range) -> Any:
-    """An engine with all prompts, whose runner changes its output in these steps."""
+    """An engine with the crowd, of which three run, whose runner changes its output in these steps."""
     base, count = variant.part("model_runner"), [0]
 
     class Lying(base):  # type: ignore[misc,valid-type]
@@ -48,9 +36,8 @@ def engine_of(variant: Variant, make_engine: MakeEngine, lie: Lie, steps: range)
             count[0] += 1
             return lie(output) if count[0] in steps else output
 
-    engine = make_engine({"model_runner": Lying, "executor": variant.package.PARTS["executor"]}, seats=3)
-    for rid, prompt in PROMPTS.items():
-        engine.add_request(prompt, greedy(NUM_TOKENS), request_id=rid)
+    engine = make_engine({"model_runner": Lying, "executor": variant.package.PARTS["executor"]}, seats=SEATS)
+    submit(engine)
     return engine
 
 
@@ -87,7 +74,7 @@ INVALID_ROWS: dict[str, tuple[Lie, str]] = {
 }
 
 
-@STEPS
+@pytest.mark.parametrize("step", [1, 2], ids=["prefill", "decode"])
 @pytest.mark.parametrize(("lie", "message"), INVALID_ROWS.values(), ids=INVALID_ROWS)
 def test_an_invalid_row_ends_its_request_alone(
     variant: Variant, make_engine: MakeEngine, expected: Answers, lie: Lie, message: str, step: int
@@ -98,15 +85,12 @@ def test_an_invalid_row_ends_its_request_alone(
         second.append(output.req_ids[1])
         return lie(output)
 
-    outputs = run(variant, engine_of(variant, make_engine, noted, range(step, step + 1)))
+    engine = engine_of(variant, make_engine, noted, range(step, step + 1))
+    last = run(variant, engine)
     (victim,) = second
-    failed = outputs.pop(victim)
-    assert isinstance(failed.error, PartError) and "model runner" in str(failed.error)
-    assert message.format(rid=repr(victim)) in str(failed.error)
-    assert failed.token_ids == expected[victim][: len(failed.token_ids)]
-    assert {rid: output.token_ids for rid, output in outputs.items()} == {
-        rid: tokens for rid, tokens in expected.items() if rid != victim
-    }
+    error = str(last[victim].error)
+    assert message.format(rid=repr(victim)) in error and "model runner" in error
+    check_the_rest(variant, engine, last, expected, {victim: step - 1}, PartError)
 
 
 INVALID_OUTPUTS: dict[str, tuple[Lie, str]] = {
@@ -128,22 +112,21 @@ INVALID_OUTPUTS: dict[str, tuple[Lie, str]] = {
 }
 
 
-@STEPS
+@pytest.mark.parametrize("step", [1, 2], ids=["prefill", "decode"])
 @pytest.mark.parametrize(("lie", "message"), INVALID_OUTPUTS.values(), ids=INVALID_OUTPUTS)
 def test_rows_without_a_request_end_their_step(
     variant: Variant, make_engine: MakeEngine, expected: Answers, lie: Lie, message: str, step: int
 ) -> None:
     engine = engine_of(variant, make_engine, lie, range(step, step + 1))
-    for rid, output in run(variant, engine).items():
-        assert isinstance(output.error, PartError) and message in str(output.error)
-        assert len(output.token_ids) >= step - 1
-        assert output.token_ids == expected[rid][: len(output.token_ids)]
-    assert engine.generate(PROMPTS["b"], greedy(NUM_TOKENS)).token_ids == expected["b"]
+    last = run(variant, engine)
+    failed = dict.fromkeys("abc", step - 1)
+    assert all(message in str(last[rid].error) for rid in failed)
+    check_the_rest(variant, engine, last, expected, failed, PartError)
 
 
 def test_rows_may_come_in_any_order(variant: Variant, make_engine: MakeEngine, expected: Answers) -> None:
     def reversed_rows(output: ModelRunnerOutput) -> ModelRunnerOutput:
         return rows(output, list(range(len(output.req_ids)))[::-1])
 
-    outputs = run(variant, engine_of(variant, make_engine, reversed_rows, range(100)))
-    assert {rid: output.token_ids for rid, output in outputs.items()} == expected
+    engine = engine_of(variant, make_engine, reversed_rows, range(100))
+    check_the_rest(variant, engine, run(variant, engine), expected, {})

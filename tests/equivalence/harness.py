@@ -116,7 +116,7 @@ def _m3(
     scheduler: dict[str, Any] = {"max_num_seqs": 16}
     if preempted is not None:
         scheduler["preemption_mode"] = preempted
-        settings |= {"parts": forced_preemption, "preempts": True}
+        settings |= {"parts": forced("ForcedPreemption", "forced_preemption"), "preempts": True}
     cache = dict(cache or {})
     cache["num_blocks"] = ENOUGH_TOKENS // cache.get("block_size", 16)  # the default are 512 MiB, of which each is set
     configs = {"cache_config": cache, "scheduler_config": scheduler}
@@ -136,21 +136,16 @@ def _m4(
     cache = {"max_total_tokens": ENOUGH_TOKENS} | dict(cache or {})
     scheduler = {"max_num_seqs": 16, "schedule_policy": policy}
     if retracted:
-        settings |= {"parts": forced_retraction, "preempts": True}
+        settings |= {"parts": forced("ForcedRetraction"), "preempts": True}
     evicts = cache["max_total_tokens"] < ENOUGH_TOKENS
     shares = cache.get("prefix_cache") != "chunk" and not evicts
     configs = {"cache_config": cache, "scheduler_config": scheduler}
     return Variant("m4_radix_cache", name, configs, backend=backend, evicts=evicts, shares=shares, **settings)
 
 
-def forced_preemption() -> Mapping[str, Any]:
-    """A scheduler for m3 that preempts in every third step, need it or not."""
-    return {"scheduler": importlib.import_module("tests.equivalence.forced_preemption").ForcedPreemption}
-
-
-def forced_retraction() -> Mapping[str, Any]:
-    """The same for m4."""
-    return {"scheduler": importlib.import_module("tests.equivalence.forced_retraction").ForcedRetraction}
+def forced(scheduler: str, module: str = "forced_retraction") -> Callable[[], Mapping[str, Any]]:
+    """Parts with a scheduler that takes a request's place every three steps, need it or not."""
+    return lambda: {"scheduler": getattr(importlib.import_module(f"tests.equivalence.{module}"), scheduler)}
 
 
 def _m5(
@@ -175,7 +170,7 @@ def _m5(
     }
     if retracted:
         settings |= {"preempts": True}
-        parts = forced_retraction_in_pieces
+        parts = forced("ForcedRetractionInPieces")
     settings |= {"shares": cache.get("prefix_cache") != "chunk", "draws_alike": "draft" not in str(guesses)}
     return Variant(milestone, name, configs, backend=backend, parts=parts, **settings)
 
@@ -183,11 +178,6 @@ def _m5(
 def _m6(name: str, **settings: Any) -> Variant:
     """m5's, in the engine that also sees: these models do not."""
     return _m5(name, milestone="m6_multimodal_pd", **settings)
-
-
-def forced_retraction_in_pieces() -> Mapping[str, Any]:
-    """The same for m5."""
-    return {"scheduler": importlib.import_module("tests.equivalence.forced_retraction").ForcedRetractionInPieces}
 
 
 def random_guesses() -> Mapping[str, Any]:
