@@ -48,23 +48,10 @@ GOLDEN = GoldenTrace(Path(__file__).parent / "golden" / "small_batch.jsonl", rec
 
 def test_the_stored_trace_shows_every_kind_of_decision() -> None:
     stored = GOLDEN.stored()
-    assert {event["event"] for event in stored} >= {
-        "engine_started",
-        "request_added",
-        "admit",
-        "not_admitted",
-        "left_out",
-        "batch",
-        "forward",
-        "kv_usage",
-        "sampled",
-        "result",
-        "text_held",
-        "abort",
-        "finish",
-        "free",
-        "step_done",
-    }
+    assert {event["event"] for event in stored} >= set(
+        "engine_started request_added admit not_admitted left_out batch forward kv_usage sampled result text_held "
+        "abort finish free step_done".split()
+    )
     assert {event["mode"] for event in stored if event["event"] == "batch"} == {"prefill", "decode", "mixed"}
     assert {event["limit"] for event in stored if event["event"] == "not_admitted"} == {
         "max_num_seqs",

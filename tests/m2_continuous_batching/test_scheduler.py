@@ -45,12 +45,14 @@ def test_requests_join_and_leave_a_running_batch() -> None:
         (("r3",), ("r1",), 64),
     ]
     assert "1 prefill of 12 tokens and 2 decodes of 1 token, 14 of at most 64" in batches[2].explain()
-    assert fields(bed.events("admit"), "rid", "extend", "block_ids", "budget_left") == [
-        ("r0", 9, (0,), 55),
-        ("r1", 3, (1,), 52),
-        ("r2", 5, (2,), 47),
-        ("r3", 12, (1,), 52),
+    admitted = bed.events("admit")
+    assert fields(admitted, "rid", "extend", "block_ids", "budget_left", "num_running", "num_waiting") == [
+        ("r0", 9, (0,), 55, 1, 2),
+        ("r1", 3, (1,), 52, 2, 1),
+        ("r2", 5, (2,), 47, 3, 0),
+        ("r3", 12, (1,), 52, 3, 0),
     ]
+    assert set(fields(admitted, "max_num_seqs", "max_num_batched_tokens", "prefix")) == {(3, 64, 0)}
     bed.drain()
 
 
@@ -61,7 +63,7 @@ def test_an_idle_scheduler_schedules_nothing() -> None:
 
 
 def test_running_requests_that_the_budget_left_out_go_first_in_the_next_step() -> None:
-    bed = make_bed(max_num_seqs=4, max_num_batched_tokens=4)
+    bed = make_bed(max_num_seqs=4, max_num_batched_tokens=4, trace=True)
     bed.add(2, max_tokens=9), bed.add(2, max_tokens=9)
     bed.step()
     bed.add(3, max_tokens=9), bed.add(4)
@@ -72,6 +74,8 @@ def test_running_requests_that_the_budget_left_out_go_first_in_the_next_step() -
         [("r3", 4)],  # none was left out, so it joins at once
         [("r0", 1), ("r1", 1), ("r2", 1), ("r3", 1)],
     ]
+    assert fields(bed.events("left_out"), "rids", "available") == [(("r1",), 4), (("r0", "r1", "r2"), 4)]
+    assert bed.events("not_admitted")[-1].available == 3, "the token of r1 comes before the prompt of r3"
 
 
 class SharedMemory(SlotManager):

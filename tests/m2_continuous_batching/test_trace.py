@@ -20,20 +20,6 @@ def test_a_batch_is_about_all_its_requests_and_each_has_a_bar() -> None:
 # --- the truth --------------------------------------------------------------------------------------------------------
 
 
-def test_admissions_count_down_the_budget_and_the_queue(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine, **limits(3, 20))
-    for rid, length in (("a", 9), ("b", 3), ("c", 5), ("d", 2)):
-        engine.add_request([5] * length, greedy(2), request_id=rid)
-    engine.step()
-    wanted = ("rid", "extend", "block_ids", "num_running", "budget_left", "num_waiting")
-    assert fields(recorder.events("admit"), *wanted) == [
-        ("a", 9, (0,), 1, 11, 3),
-        ("b", 3, (1,), 2, 8, 2),
-        ("c", 5, (2,), 3, 3, 1),
-    ]
-    assert fields(recorder.events("admit"), "max_num_seqs", "max_num_batched_tokens", "prefix") == [(3, 20, 0)] * 3
-
-
 def test_a_request_that_must_wait_is_named_with_the_limit_in_its_way(make_engine: MakeEngine) -> None:
     engine, recorder = traced(make_engine, **limits(2, 10))
     for rid, length in (("a", 6), ("b", 7), ("c", 1)):
@@ -44,22 +30,6 @@ def test_a_request_that_must_wait_is_named_with_the_limit_in_its_way(make_engine
         ("b", "max_num_batched_tokens", 7, 4, 2),  # a's prompt leaves 4; c would fit, but none overtakes
         ("c", "max_num_seqs", 3, 2, 1),
     ]
-    run(engine)
-
-
-def test_a_request_that_is_left_out_is_named_and_runs_first_in_the_next_step(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine, **limits(4, 6))
-    for rid in ("a", "b"):
-        engine.add_request([5, 6], greedy(4), request_id=rid)
-    engine.step()
-    for rid, length in (("c", 5), ("d", 6)):
-        engine.add_request([7] * length, greedy(2), request_id=rid)
-    engine.step()
-    engine.step()
-    batches = recorder.events("batch")
-    assert [batch.rids for batch in batches] == [("a", "b"), ("c", "a"), ("b", "a", "c")]
-    assert fields(recorder.events("left_out"), "rids", "available") == [(("b",), 6)]
-    assert recorder.events("not_admitted")[-1].available == 5, "b's token comes before d's prompt"
     run(engine)
 
 
