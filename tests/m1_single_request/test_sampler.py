@@ -144,29 +144,6 @@ def test_filters_keep(logits: list[float], params: dict[str, Any], expected: set
 
 # --- draws ------------------------------------------------------------------------------------------------------------
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "temperature 1": {"temperature": 1.0},
-    "temperature 0.6": {"temperature": 0.6},
-    "temperature 2": {"temperature": 2.0},
-    "top_k": {"temperature": 1.0, "top_k": 5},
-    "top_p": {"temperature": 1.0, "top_p": 0.8},
-    "min_p": {"temperature": 1.0, "min_p": 0.1},
-    "all filters": {"temperature": 1.4, "min_p": 0.02, "top_k": 8, "top_p": 0.9},
-    "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
-    "bias": {"temperature": 1.0, "logit_bias": {0: 2.0, 3: -1.0}, "top_p": 0.9},
-}
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_draws_over_seeds_have_the_exact_distribution(name: str) -> None:
-    num, logits = 20_000, some_logits(seed=3)
-    params = SamplingParams(**SETTINGS[name])
-    history: dict[str, Any] = {"prompt": [1, 2], "output": [2, 5, 5]}
-    tokens = sample(logits.expand(num, -1), [row(params, seed=seed, **history) for seed in range(num)]).token_ids
-    exact = exact_distribution(logits[0].tolist(), params, **history)
-    assert fits(np.bincount(tokens, minlength=VOCAB).tolist(), exact.tolist())
-
 
 def test_draws_over_the_positions_of_one_request_have_the_exact_distribution() -> None:
     num, logits = 4000, some_logits(seed=4)
