@@ -1,20 +1,18 @@
 """m2's events are true of small batches. Their form is tested for all milestones in `tests/events`."""
 
-import re
-from pathlib import Path
-
-import pytest
-
-from m2_continuous_batching import ChromeTraceReader, ConsoleReader, TraceConfig
-from tests.m2_continuous_batching.engines import MAX_MODEL_LEN, MakeEngine, greedy, limits, run, unfinished
-from tests.m2_continuous_batching.event_examples import ADMIT, BATCH
-from tests.support.traces import chrome_bars, chrome_curves, fields, traced
+from m2_continuous_batching.events import LeftOut
+from tests.m2_continuous_batching.engines import MAX_MODEL_LEN, MakeEngine, greedy, limits, run
+from tests.m2_continuous_batching.event_examples import ADMIT, BATCH, USAGE
+from tests.support.traces import fields, traced
 
 
-def test_a_batch_is_about_all_its_requests_and_each_has_a_bar() -> None:
-    assert BATCH.request_ids() == ("d", "a", "c")
+def test_readers_show_a_batch_by_its_requests_and_its_padding() -> None:
+    """How the console and the Chrome trace show such events is tested with m1."""
+    assert (ADMIT.request_ids(), BATCH.request_ids()) == (("req-7",), ("d", "a", "c"))
     assert BATCH.lanes() == (("d", "prefill"), ("a", "decode"), ("c", "decode"))
-    assert ADMIT.request_ids() == ("req-7",)
+    assert BATCH.brief() == "mixed   14 tokens of 3 requests"
+    assert LeftOut(rids=("a", "b"), available=9).brief() == "left out: a, b"
+    assert USAGE.counters() == {"padded tokens": 10, "KV bytes used": 8192, "KV bytes reserved": 2**20}
 
 
 # --- the truth --------------------------------------------------------------------------------------------------------
@@ -107,45 +105,3 @@ def test_a_step_that_failed_is_reported_and_names_no_batch_that_was_not(make_eng
     (finish,) = recorder.events("finish")
     assert finish.reason == "error" and "TypeError" in finish.why
     assert recorder.events("forward") == recorder.events("kv_usage") == []
-
-
-# --- readers ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_consoles_show_a_batch(make_engine: MakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    for verbose in (True, False):
-        engine = make_engine(trace_config=TraceConfig(readers=(ConsoleReader(verbose=verbose),)), **limits(2, 6))
-        for rid in ("a", "b", "c"):
-            engine.add_request([5] * 5, greedy(2), request_id=rid)
-        for _ in unfinished(engine):
-            engine.step()
-        said = re.sub(r"\s+", " ", capsys.readouterr().out)
-        if verbose:
-            assert "a joins: its 5 prompt tokens leave 1 of this step's 6; it gets slot 0" in said
-            assert "b must wait, and 1 other behind it" in said
-            assert "1 prefill of 5 tokens and 1 decode of 1 token" in said
-            assert "c must wait: max_num_seqs = 2 requests run already" in said
-        else:
-            assert "mixed 6 tokens of 2 requests" in said
-            assert len(said.split("step ")) - 1 == engine.stats().num_steps
-
-
-def test_the_chrome_trace_has_a_lane_for_each_request_with_all_its_steps(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    path = tmp_path / "trace.json"
-    engine = make_engine(trace_config=TraceConfig(readers=(ChromeTraceReader(path),)), **limits(2))
-    for rid, max_tokens in (("a", 3), ("b", 2), ("c", 2)):
-        engine.add_request([5, 6], greedy(max_tokens), request_id=rid)
-    run(engine)
-    engine.close()
-    assert chrome_bars(path) == [
-        ("a", 1, "prefill"),
-        ("a", 2, "decode"),
-        ("a", 3, "decode"),
-        ("b", 1, "prefill"),
-        ("b", 2, "decode"),
-        ("c", 3, "prefill"),
-        ("c", 4, "decode"),
-    ]
-    assert {"running", "padded tokens", "KV bytes used", "KV bytes reserved"} <= chrome_curves(path)
