@@ -309,7 +309,8 @@ def test_jsonl_is_in_the_file_at_once_and_keeps_any_text(tmp_path: Path) -> None
     content = path.read_text(encoding="utf-8")
     reader.close()
     assert content.count("\n") == 1 and "日本 🙂" in content
-    assert json.loads(content)["new_text"] == event.new_text
+    line = json.loads(content)
+    assert (line["time"], line["new_text"]) == (12.5, event.new_text)
 
 
 def test_the_new_texts_of_a_request_joined_are_its_text(make_engine: MakeEngine) -> None:
