@@ -8,11 +8,11 @@ And which tests run:
   line, unless the command line chooses with `-m` or names the test itself. `pytest -m exhaustive` runs these.
 - Of the parameter sets of a test marked `sample(n)`, n run by default, spread evenly. Where it is marked `sample`, as
   many as have every value of every parameter; with `sample(of=...)`, a function of the parameters, as many as have
-  every value that it returns. The others are exhaustive.
+  every value that it returns. The others are exhaustive. Those marked `alone` have a sample of their own: m1's.
 - A test made by hypothesis runs on a fifth of its examples by default (`tests/support/amounts.py`), and is exhaustive
   too: with `-m` it has all of them.
-- A test marked `gpu` runs natively where torch sees a CUDA device, and is deselected elsewhere; a closing line says how
-  many that were. A test marked `interpreter` runs kernels on the CPU through Triton's interpreter and is deselected
+- A test marked `gpu` runs natively where torch sees a CUDA device, and is deselected elsewhere; a closing line counts
+  these tests. A test marked `interpreter` runs kernels on the CPU through Triton's interpreter and is deselected
   where there is a GPU, because a process either interprets its kernels or compiles them. So `pytest -m gpu` without a
   GPU runs nothing and ends like every run of no tests, with exit code 5.
 """
@@ -52,6 +52,7 @@ settings.register_profile("few", settings.get_profile("all"), max_examples=20)
 settings.load_profile("few")
 
 LEFT_OUT = pytest.StashKey[list[str]]()
+SAMPLED_APART = ("gpu", "interpreter", "alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Nothing of what is found here goes away again, so the collector of garbage need not look at it, now or later."""
+    """Keep the garbage collector away from what is found here: nothing of it goes away again."""
     gc.disable()
     try:
         return (yield)
@@ -85,18 +86,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if is_hypothesis_test(getattr(item, "obj", None)) or item.get_closest_marker("hypothesis"):
                 item.add_marker("exhaustive")
     result = yield
-    said = []
+    lines = []
     for marker in ("gpu", "interpreter"):
         left_out = [item for item in items if item.get_closest_marker(marker)]
         obstacle = obstacle_to(marker) if left_out else None
         if obstacle:
-            said += [f"{obstacle}: 0 of {len(left_out)} {marker} tests ran"] if obstacle != COMPILES else []
+            lines += [f"{obstacle}: 0 of {len(left_out)} {marker} tests ran"] if obstacle != COMPILES else []
             leave_out(left_out, config, items)
     if not config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("exhaustive") and not is_named(item, config)]
-        said += [f"{len(left_out)} exhaustive tests left out: `pytest -m exhaustive` runs them"] if left_out else []
+        lines += [f"{len(left_out)} exhaustive tests left out: `pytest -m exhaustive` runs them"] if left_out else []
         leave_out(left_out, config, items)
-    config.stash[LEFT_OUT] = said
+    config.stash[LEFT_OUT] = lines
     return result
 
 
@@ -119,11 +120,11 @@ def is_named(item: pytest.Item, config: pytest.Config) -> bool:
 
 
 def mark_the_rest_of_samples(items: list[pytest.Item]) -> None:
-    """What is not in the sample of its test is exhaustive. Each kind of kernels has a sample of its own."""
+    """What is not in the sample of its test is exhaustive. Each kind of kernels has a sample of its own, m1 another."""
     groups: dict[Any, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sample"):
-            kind = tuple(marker for marker in ("gpu", "interpreter") if item.get_closest_marker(marker))
+            kind = tuple(marker for marker in SAMPLED_APART if item.get_closest_marker(marker))
             groups.setdefault((item.nodeid.partition("[")[0], kind), []).append(item)
     for (name, _), group in groups.items():
         if len(group) == 1:
@@ -185,7 +186,7 @@ def pytest_testnodedown(node: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say in one line each what could not run here."""
+    """Name in one line each what could not run here."""
     for line in config.stash.get(LEFT_OUT, []):
         terminalreporter.write_line(line)
     if importlib.util.find_spec("triton") is None:
@@ -215,7 +216,7 @@ def loaded_m1(tiny_directory: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def known_answers() -> dict[str, Any]:
-    """What m1 has said so far, by engine: its model and what was changed."""
+    """The answers of m1 so far, by engine: its model and what was changed."""
     return {}
 
 

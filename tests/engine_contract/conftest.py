@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_contract.crowd import MakeEngine
+from tests.engine_contract.crowd import Answers, MakeEngine, answers_of
 from tests.engine_contract.variants import VARIANTS, Variant
 from tests.support.engines import EngineMaker
 
@@ -44,3 +44,9 @@ def make_engine(variant: Variant, load: Callable[..., Any]) -> Iterator[MakeEngi
     maker.check()
     for engine in maker.engines:
         assert not list(variant.owners(engine)), "a closed engine holds something"
+
+
+@pytest.fixture
+def expected(make_m1: Any) -> Answers:
+    """The answers to the crowd if nothing breaks or is interrupted."""
+    return answers_of(make_m1)

@@ -1,4 +1,4 @@
-"""A few requests that share an engine, what must become of them, and what must hold on the way."""
+"""A few requests that share an engine, their answers, and what must hold on the way."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from m1_single_request import SamplingParams
 from tests.engine_contract.variants import Variant
-from tests.support.engines import greedy, unfinished
+from tests.support.engines import drain, greedy
 
 Answers = dict[str, tuple[int, ...]]
 
@@ -36,7 +36,7 @@ def ids(length: int, first: int = 5) -> list[int]:
 
 
 def answers_of(make_m1: Any) -> Answers:
-    """What everybody of the crowd gets if nothing breaks."""
+    """The answers to the crowd if nothing breaks."""
     engine = make_m1()
     return {rid: engine.generate(prompt, greedy(NUM_TOKENS[rid])).token_ids for rid, prompt in PROMPTS.items()}
 
@@ -48,7 +48,7 @@ def submit(engine: Any, **params: SamplingParams) -> None:
 
 
 def calls_of(engine: Any) -> list[Callable[[], Any]]:
-    """Every call that asks an engine for something."""
+    """Every call that makes a request or a step."""
     return [
         lambda: engine.generate("a", greedy(1)),
         lambda: engine.stream("a", greedy(1)),
@@ -60,16 +60,13 @@ def calls_of(engine: Any) -> list[Callable[[], Any]]:
 
 def run(variant: Variant, engine: Any) -> dict[str, Any]:
     """Step until nothing is left, looking at the engine after every step; the last output of every request."""
-    last: dict[str, Any] = {}
-    for _ in unfinished(engine):
-        note(last, engine.step())
-        variant.check_step(engine)
+    last = drain(engine, variant.check_step)
     variant.check_drained(engine)
     return last
 
 
 def note(last: dict[str, Any], outputs: Mapping[str, Any]) -> None:
-    """Keep the last output of every request. Whoever has ended is never heard of again."""
+    """Keep the last output of every request. A request that has ended is not reported again."""
     assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
     last |= outputs
 
@@ -87,7 +84,7 @@ def check_the_rest(
     failed: Mapping[str, int],
     error: BaseException | type | None = None,
 ) -> None:
-    """Those who `failed` have so many tokens, the others all of theirs, and a request that comes now as well."""
+    """Requests that `failed` have so many tokens, the others all of theirs, and a request that comes now as well."""
     for rid, output in last.items():
         if rid in failed:
             assert (output.finish_reason, output.finished) == ("error", True), rid

@@ -1,4 +1,4 @@
-"""A batch behind the face of m1: requests share steps, join and leave between any two of them, and nobody notices.
+"""A batch behind the face of m1: requests share steps, join and leave between any two of them, and keep their answers.
 
 What the face promises whatever runs behind it is tested with m1; here is what a batch adds.
 """
@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from m1_single_request import DuplicateRequestError, EngineClosedError, EngineUsageError, PromptTooLongError
+from m1_single_request import EngineClosedError, PromptTooLongError, SamplingParams
 from tests.engine_contract.crowd import MakeEngine, calls_of, ids, run
 from tests.engine_contract.variants import CUT, WHOLE, Variant
-from tests.support.engines import MAX_MODEL_LEN, OnEvent, Recorder, greedy, held, unfinished
+from tests.support.engines import MAX_MODEL_LEN, Recorder, greedy, held, unfinished
 
 pytestmark = pytest.mark.sample(3)
 
-# --- who shares a step ------------------------------------------------------------------------------------------------
+# --- which requests share a step --------------------------------------------------------------------------------------
 
 
 def test_with_room_for_one_it_is_m1(make_engine: MakeEngine) -> None:
@@ -108,6 +108,25 @@ def test_the_limit_of_the_model_ends_each_request_for_itself(make_engine: MakeEn
 # --- the face ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_batch_answers_in_order_of_submission_whichever_ends_first(
+    variant: Variant, make_engine: MakeEngine, make_m1: Any
+) -> None:
+    """All are queued before the first step; a bad prompt gets an error and changes no other draw."""
+    engine = make_engine(seats=3)
+    recorder = Recorder(engine.tracer)
+    prompts: list[Any] = [[5, 6, 7], "two", "", [9], [10**6], [3, 1, 4, 1, 5]]
+    params = [greedy(9), greedy(2), greedy(1), SamplingParams(max_tokens=5, temperature=1.0), greedy(1), greedy(7)]
+    outputs = engine.generate_batch(prompts, params)
+    assert list(outputs) == [f"req-{n}" for n in range(6)]
+    expected = make_m1().generate_batch(prompts, params)
+    for output, wanted in zip(outputs.values(), expected.values(), strict=True):
+        assert (output.prompt, output.token_ids, output.text) == (wanted.prompt, wanted.token_ids, wanted.text)
+        assert (output.finished, output.finish_reason) == (True, wanted.finish_reason)
+    assert [output.finish_reason for output in outputs.values()].count("error") == 2
+    assert len(recorder.events("batch")[0].rids) == 3
+    variant.check_drained(engine)
+
+
 def test_every_step_reports_every_request_that_got_a_token(make_engine: MakeEngine) -> None:
     engine = make_engine()
     for rid, max_tokens in (("a", 3), ("b", 1), ("c", 2)):
@@ -117,20 +136,8 @@ def test_every_step_reports_every_request_that_got_a_token(make_engine: MakeEngi
     assert engine.step() == {}
 
 
-def test_a_request_id_in_use_is_refused_and_free_after_its_end(variant: Variant, make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.add_request(ids(3), greedy(2), request_id="mine")
-    engine.add_request(ids(4, 20), greedy(5), request_id="other")
-    with pytest.raises(DuplicateRequestError, match="'mine'"):
-        engine.add_request(ids(3), greedy(2), request_id="mine")
-    engine.step()
-    assert engine.step()["mine"].finished
-    engine.add_request(ids(5), greedy(1), request_id="mine")
-    assert run(variant, engine)["mine"].prompt_token_ids == tuple(ids(5))
-
-
 def test_closing_releases_all_of_the_batch(variant: Variant, make_engine: MakeEngine) -> None:
-    """What the runner holds and what the scheduler gave away, whoever still waits."""
+    """What the runner holds and what the scheduler gave away, though a request still waits."""
     engine = make_engine(seats=3)
     for number, length in enumerate((3, 5, 2, 4)):
         engine.add_request(ids(length, 10 * number), greedy(9), request_id=str(number))
@@ -142,18 +149,3 @@ def test_closing_releases_all_of_the_batch(variant: Variant, make_engine: MakeEn
     for call in calls_of(engine):
         with pytest.raises(EngineClosedError):
             call()
-
-
-def test_a_trace_reader_cannot_call_the_engine_but_may_abort(variant: Variant, make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    calls = [
-        OnEvent(engine.tracer, "batch", engine.step),
-        OnEvent(engine.tracer, "batch", lambda: engine.add_request(ids(3))),
-        OnEvent(engine.tracer, "batch", lambda: engine.generate_batch([ids(3)])),
-    ]
-    aborts = OnEvent(engine.tracer, "batch", lambda: engine.abort_request("b"))
-    for rid in ("a", "b"):
-        engine.add_request(ids(3, ord(rid)), greedy(2), request_id=rid)
-    assert {rid: o.finish_reason for rid, o in run(variant, engine).items()} == {"a": "length", "b": "abort"}
-    assert all(isinstance(call.error, EngineUsageError) for call in calls)
-    assert aborts.result is True

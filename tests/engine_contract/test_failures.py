@@ -1,7 +1,7 @@
-"""When something breaks inside a batch: who shared the step fails with it, or only who caused it; nothing stays behind.
+"""When something breaks: the requests of that step fail with it, or only the one that caused it; nothing is leaked.
 
-A forward, a sampler or a preparation that raises takes the requests of its step along, because nobody can say whose
-fault it was. Numbers that are no numbers belong to one row, and fail one request. Whoever waited runs on.
+A forward, a sampler or a preparation that raises ends all requests of its step, because any of them may be the cause.
+Logits that are NaN or infinite belong to one row, and fail one request. Waiting requests run on.
 """
 
 import weakref
@@ -19,7 +19,6 @@ from tests.engine_contract.crowd import (
     SEATS,
     Answers,
     MakeEngine,
-    answers_of,
     calls_of,
     check_the_rest,
     note,
@@ -28,6 +27,7 @@ from tests.engine_contract.crowd import (
 )
 from tests.engine_contract.variants import (
     MOMENTS,
+    WITH_M1,
     FailingRunner,
     Moment,
     Variant,
@@ -43,13 +43,13 @@ pytestmark = pytest.mark.sample(3)
 BOOM = RuntimeError("the forward broke")
 
 
-@pytest.fixture
-def expected(make_m1: Any) -> Answers:
-    """What everybody gets if nothing breaks."""
-    return answers_of(make_m1)
+@pytest.fixture(params=WITH_M1, ids=str)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    """Every milestone, in each of its ways to run."""
+    return request.param  # type: ignore[no-any-return]
 
 
-# --- what takes the whole step along ----------------------------------------------------------------------------------
+# --- errors that end all requests of a step ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", MOMENTS)
@@ -116,21 +116,28 @@ def test_a_failed_sampler_fails_the_requests_of_its_step(
 ) -> None:
     engine = make_engine({"sampler": failing_sampler(variant, BOOM, call=2)}, seats=SEATS)
     submit(engine)
-    check_the_rest(variant, engine, run(variant, engine), expected, {"a": 1, "b": 1, "c": 1}, BOOM)
+    last = dict(engine.step())
+    failed = dict.fromkeys(last, 1)
+    note(last, run(variant, engine))
+    check_the_rest(variant, engine, last, expected, failed, BOOM)
 
 
 @pytest.mark.parametrize("role", ["model_runner", "executor"])
 def test_an_abort_in_the_step_that_fails_stays_an_abort(variant: Variant, make_engine: MakeEngine, role: str) -> None:
+    failed: set[str] = set()
+
     def abort_and_break(part: Any, starts: dict[str, int]) -> None:
         if "b" in starts:
             engine.abort_request("b")
+            failed.update(starts.keys() - {"b"})
             raise BOOM
 
+    role = role if role in variant.package.PARTS else "model_runner"
     engine = make_engine({role: calling(variant, role, abort_and_break)}, seats=SEATS)
     submit(engine)
     ends = {rid: (output.finish_reason, output.error) for rid, output in run(variant, engine).items()}
-    assert ends["b"] == ("abort", None) and ends["a"] == ends["c"] == ("error", BOOM)
-    assert ends["d"] == ends["e"] == ("length", None)
+    assert ends.pop("b") == ("abort", None)
+    assert ends == {rid: ("error", BOOM) if rid in failed else ("length", None) for rid in "acde"}
 
 
 def test_every_way_to_ask_reports_the_error_in_the_output(variant: Variant, make_engine: MakeEngine) -> None:
@@ -139,13 +146,14 @@ def test_every_way_to_ask_reports_the_error_in_the_output(variant: Variant, make
 
     prompts = [[5, 6, 7], [15, 16, 17], [25, 26, 27]]
     assert engine().generate(prompts[0], greedy(6)).error is BOOM
-    outputs = list(engine().generate_batch(prompts, greedy(6)).values())
-    assert [output.finish_reason for output in outputs] == ["error", "error", "length"]
+    first, *_, last = engine().generate_batch(prompts, greedy(6)).values()
+    assert (first.finish_reason, last.finish_reason) == ("error", "length")
     streamed = list(engine().stream(prompts[0], greedy(6)))
     assert [output.finish_reason for output in streamed] == [None, None, "error"]
+    assert streamed[-1].error is BOOM
 
 
-# --- what fails one request -------------------------------------------------------------------------------------------
+# --- errors that end one request --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
@@ -153,10 +161,12 @@ def test_every_way_to_ask_reports_the_error_in_the_output(variant: Variant, make
 def test_kv_that_is_no_number_fails_its_request_alone(
     variant: Variant, make_engine: MakeEngine, expected: Answers, value: float, params: dict[str, Any]
 ) -> None:
-    """And whoever gets its memory afterwards does not see it."""
+    """And a request that gets its memory afterwards does not read it."""
     engine = make_engine(seats=SEATS, room=20)
     submit(engine, b=greedy(NUM_TOKENS["b"], **params))
-    last = dict(engine.step())
+    last: dict[str, Any] = {}
+    while "b" not in last:
+        note(last, engine.step())
     with torch.inference_mode():
         variant.first_key(engine, "b")[:] = value
     note(last, run(variant, engine))
@@ -232,26 +242,29 @@ def test_a_tokenizer_that_fails_to_make_text_fails_its_request_alone(
     assert {rid: o.finish_reason for rid, o in last.items() if rid != "b"} == dict.fromkeys("acde", "length")
 
 
+@pytest.mark.parametrize("length", [2, 3], ids=["on its way", "at its end"])
 def test_an_output_that_cannot_be_made_fails_its_request_alone(
-    variant: Variant, make_engine: MakeEngine, expected: Answers
+    variant: Variant, make_engine: MakeEngine, expected: Answers, length: int
 ) -> None:
     class Refuses(variant.part("output_processor")):  # type: ignore[misc]
         def make_output(self, request: Request) -> RequestOutput:
-            if request.request_id == "b" and request.sequence.get_output_len() == 2:
+            if request.request_id == "b" and request.sequence.get_output_len() == length:
                 raise BOOM
             return super().make_output(request)  # type: ignore[no-any-return]
 
     engine = make_engine({"output_processor": Refuses}, seats=SEATS)
     submit(engine)
-    check_the_rest(variant, engine, run(variant, engine), expected, {"b": 2}, BOOM)
+    last = run(variant, engine)
+    assert last["b"].text == ""
+    check_the_rest(variant, engine, last, expected, {"b": length}, BOOM)
 
 
-# --- what takes all requests along ------------------------------------------------------------------------------------
+# --- errors that end all requests -------------------------------------------------------------------------------------
 
 
 @pytest.mark.sample
 @pytest.mark.parametrize("call", [1, 2, 3])
-def test_an_error_in_an_update_ends_families_and_those_that_wait_and_the_engine_goes_on(
+def test_an_error_in_an_update_ends_all_requests_and_the_engine_goes_on(
     variant: Variant, make_engine: MakeEngine, expected: Answers, call: int
 ) -> None:
     """Each has one output, whether its children run, or wait for a sibling's prompt or for a seat."""
@@ -265,7 +278,8 @@ def test_an_error_in_an_update_ends_families_and_those_that_wait_and_the_engine_
     assert engine.stats().num_steps == call
     for rid, output in last.items():
         assert isinstance(output.error, PartError) and output.error.__cause__ is error
-        assert "the part 'scheduler' (FailingScheduler)" in str(output.error)
+        assert "the part 'scheduler' (FailingScheduler), in line " in str(output.error)
+        assert str(output.error).endswith(" of variants.py, failed: RuntimeError('the update broke')")
         assert len(output.outputs) == asked[rid].n
         for completion in output.outputs:
             assert completion.finish_reason == "error"
@@ -290,14 +304,14 @@ def test_a_lost_device_fails_every_request_and_then_every_call(
     engine = make_engine(FailingRunner(variant, error, rid="a", position=3).parts, seats=2)
     submit(engine)
     stream = engine.stream([5], greedy(9))
-    engine.step()
+    running = engine.step().keys()
     outputs = engine.step()
     assert outputs.keys() == PROMPTS.keys()
     streamed = list(stream)
     assert len(streamed) == 1
     for output in [*outputs.values(), *streamed]:
         assert output.finish_reason == "error" and isinstance(output.error, EngineDeadError)
-    assert {rid: len(output.token_ids) for rid, output in outputs.items()} == {"a": 1, "b": 1, "c": 0, "d": 0, "e": 0}
+    assert {rid for rid, output in outputs.items() if output.token_ids} == running
     variant.check_drained(engine)
     for call in calls_of(engine):
         with pytest.raises(EngineDeadError):

@@ -29,13 +29,12 @@ from tests.engine_contract.crowd import (
     SEATS,
     Answers,
     MakeEngine,
-    answers_of,
     calls_of,
     check_the_rest,
     run,
     submit,
 )
-from tests.engine_contract.variants import M1, VARIANTS, Variant, calling
+from tests.engine_contract.variants import WITH_M1, Variant, calling
 from tests.m6_multimodal_pd.pd_engines import Group
 from tests.support.engines import EngineMaker, greedy, unfinished
 
@@ -60,16 +59,10 @@ def python_s_own_handler() -> Iterator[None]:
     assert left is signal.default_int_handler, "a call of the engine left its own handler behind"
 
 
-@pytest.fixture(params=[M1, *VARIANTS], ids=str)
+@pytest.fixture(params=WITH_M1, ids=str)
 def variant(request: pytest.FixtureRequest) -> Variant:
     """Every milestone, in each of its ways to run."""
     return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def expected(make_m1: Any) -> Answers:
-    """The tokens of every answer without an interrupt."""
-    return answers_of(make_m1)
 
 
 # --- at random moments ------------------------------------------------------------------------------------------------
@@ -216,8 +209,7 @@ def test_an_interrupted_call_for_answers_gives_up_its_requests(
         "generate_batch": lambda engine: engine.generate_batch([PROMPTS["a"], PROMPTS["b"]], greedy(9)),
         "stream": lambda engine: list(engine.stream(PROMPTS["a"], greedy(9))),
     }
-    runner = calling(variant, "model_runner", interrupt_once())
-    engine = make_engine({"model_runner": runner}, seats=SEATS)
+    engine = interrupted_engine(variant, make_engine)
     with pytest.raises(KeyboardInterrupt):
         calls[call](engine)
     assert run(variant, engine) == {}
@@ -310,6 +302,12 @@ def test_an_interrupted_flush_is_whole_or_leaves_a_dead_engine(
         check_answers(run(variant, engine), expected)
 
 
+def interrupted_engine(variant: Variant, make_engine: MakeEngine, *, times: int = 1, at: int = 2) -> Any:
+    """An engine whose runner sends SIGINT, `times` times, at the `at`th step."""
+    interrupt = interrupt_once(times=times, at=at)
+    return make_engine({"model_runner": calling(variant, "model_runner", interrupt)}, seats=SEATS)
+
+
 def interrupt_once(*, times: int = 1, at: int = 2) -> Callable[[Any, Any], None]:
     """Send SIGINT, `times` times, at the `at`th step."""
     steps: list[int] = []
@@ -328,7 +326,7 @@ def interrupt_once(*, times: int = 1, at: int = 2) -> Callable[[Any, Any], None]
 def test_a_step_ends_before_its_interrupt_is_delivered_and_its_outputs_come_with_the_next_call(
     variant: Variant, make_engine: MakeEngine, expected: Answers
 ) -> None:
-    engine = make_engine({"model_runner": calling(variant, "model_runner", interrupt_once())}, seats=SEATS)
+    engine = interrupted_engine(variant, make_engine)
     submit(engine)
     first = engine.step()
     with pytest.raises(KeyboardInterrupt):
@@ -337,6 +335,15 @@ def test_a_step_ends_before_its_interrupt_is_delivered_and_its_outputs_come_with
     outputs = engine.step()
     assert outputs.keys() >= first.keys() and engine.stats().num_steps == 3
     check_the_rest(variant, engine, first | outputs | run(variant, engine), expected, {})
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """Both ends of a terminal: its screen, and what a program writes to."""
+    ends = os.openpty()
+    yield ends
+    for descriptor in ends:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -352,22 +359,22 @@ def as_stderr(descriptor: int) -> Iterator[None]:
 
 
 @pytest.mark.sample(2)
-def test_a_terminal_is_told_that_the_step_goes_on(variant: Variant, make_engine: MakeEngine) -> None:
+def test_a_message_on_the_terminal_announces_that_the_step_goes_on(
+    variant: Variant, make_engine: MakeEngine, terminal: tuple[int, int]
+) -> None:
     """A long prefill: the first Ctrl-C has no visible effect until the step is over."""
-    engine = make_engine({"model_runner": calling(variant, "model_runner", interrupt_once(at=1))})
-    master, slave = os.openpty()
-    with as_stderr(slave), pytest.raises(KeyboardInterrupt):
+    engine = interrupted_engine(variant, make_engine, at=1)
+    screen, keyboard = terminal
+    with as_stderr(keyboard), pytest.raises(KeyboardInterrupt):
         engine.generate(list(range(5, 105)), greedy(2))
-    assert os.read(master, 1000).split() == b"stopping after this step; press Ctrl-C again to stop now".split()
-    os.close(master)
-    os.close(slave)
+    assert os.read(screen, 1000).split() == b"stopping after this step; press Ctrl-C again to stop now".split()
 
 
 @pytest.mark.sample(2)
 def test_a_file_in_place_of_the_terminal_gets_no_message(
     variant: Variant, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    engine = make_engine({"model_runner": calling(variant, "model_runner", interrupt_once(at=1))})
+    engine = interrupted_engine(variant, make_engine, at=1)
     with (tmp_path / "stderr").open("wb") as file, as_stderr(file.fileno()), pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS["a"], greedy(2))
     assert (tmp_path / "stderr").read_bytes() == b""
@@ -375,20 +382,18 @@ def test_a_file_in_place_of_the_terminal_gets_no_message(
 
 @pytest.mark.sample(2)
 def test_a_terminal_that_takes_no_output_costs_nothing(
-    variant: Variant, make_engine: MakeEngine, expected: Answers
+    variant: Variant, make_engine: MakeEngine, expected: Answers, terminal: tuple[int, int]
 ) -> None:
-    engine = make_engine({"model_runner": calling(variant, "model_runner", interrupt_once())}, seats=SEATS)
+    engine = interrupted_engine(variant, make_engine)
     submit(engine)
-    master, slave = os.openpty()
-    os.set_blocking(slave, False)
+    _, keyboard = terminal
+    os.set_blocking(keyboard, False)
     with suppress(BlockingIOError):
         while True:
-            os.write(slave, b"x" * 1000)
+            os.write(keyboard, b"x" * 1000)
     last = engine.step()
-    with as_stderr(slave), pytest.raises(KeyboardInterrupt):
+    with as_stderr(keyboard), pytest.raises(KeyboardInterrupt):
         engine.step()
-    os.close(master)
-    os.close(slave)
     check_the_rest(variant, engine, last | run(variant, engine), expected, {})
 
 
@@ -433,7 +438,7 @@ def test_an_asyncio_loop_is_woken_once_for_one_interrupt() -> None:
 
 
 def check_dead(variant: Variant, engine: Any, before: Any, *streams: Any) -> None:
-    """Every call says so, nothing is held, and the totals are those after the last finished step."""
+    """Every call fails for it, nothing is held, and the totals are those after the last finished step."""
     for call in [*calls_of(engine), *(partial(next, stream) for stream in streams)]:
         with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
             call()
@@ -451,9 +456,7 @@ def check_dead(variant: Variant, engine: Any, before: Any, *streams: Any) -> Non
 def test_a_second_interrupt_inside_a_step_stops_it_at_once_and_leaves_a_dead_engine(
     variant: Variant, make_engine: MakeEngine, at: int
 ) -> None:
-    engine = make_engine(
-        {"model_runner": calling(variant, "model_runner", interrupt_once(times=2, at=at))}, seats=SEATS
-    )
+    engine = interrupted_engine(variant, make_engine, times=2, at=at)
     submit(engine)
     stream = engine.stream(PROMPTS["a"], greedy(9))
     for _ in range(at - 1):
@@ -514,16 +517,6 @@ def test_a_second_interrupt_inside_another_call_leaves_a_dead_engine_too(
     check_dead(variant, engine, before)
 
 
-@pytest.mark.sample(3)
-def test_a_rejected_request_kills_nothing(variant: Variant, make_engine: MakeEngine, expected: Answers) -> None:
-    engine = make_engine(seats=SEATS)
-    submit(engine)
-    for prompt in ("", [10**9], [1.5]):
-        with pytest.raises(m1_single_request.InvalidPromptError):
-            engine.add_request(prompt, greedy(1))
-    check_the_rest(variant, engine, run(variant, engine), expected, {})
-
-
 # --- handlers, threads, close -----------------------------------------------------------------------------------------
 
 
@@ -553,7 +546,7 @@ def test_a_handler_of_the_program_is_called_once_after_the_step_and_at_once_by_a
 def test_a_program_that_ignores_interrupts_is_not_interrupted(
     variant: Variant, make_engine: MakeEngine, expected: Answers
 ) -> None:
-    engine = make_engine({"model_runner": calling(variant, "model_runner", interrupt_once(times=3))}, seats=SEATS)
+    engine = interrupted_engine(variant, make_engine, times=3)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     submit(engine)
     last = run(variant, engine)

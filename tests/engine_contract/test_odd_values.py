@@ -1,4 +1,4 @@
-"""Whatever a user hands in, at whichever parameter: it is accepted, or one typed error says at once what was wrong.
+"""Whatever a user hands in, at whichever parameter: it is accepted, or one typed error names at once what was wrong.
 
 The error names the value in a short line, nothing has changed, and a group of engines answers as one engine does.
 """
@@ -131,7 +131,7 @@ def is_short(value: Any) -> bool:
 
 
 def answers_of(engine: Any) -> dict[tuple[str, str], str]:
-    """What the engine says to every odd value at every parameter."""
+    """The answer of an engine to every odd value at every parameter."""
     answers = {}
     for parameter, call in calls_of(engine).items():
         for name, value in ODD.items():
@@ -152,7 +152,7 @@ def test_every_parameter_of_every_call_takes_or_refuses_any_value(package: str) 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", ["in_process", "shared_memory"])
-def test_a_group_says_of_every_value_what_one_engine_says(transport: str) -> None:
+def test_a_group_answers_to_every_value_as_one_engine_does(transport: str) -> None:
     with engine_of("m6_multimodal_pd") as engine:
         alone = answers_of(engine)
     with engine_of("m6_multimodal_pd", transport) as group:

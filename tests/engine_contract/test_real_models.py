@@ -1,4 +1,4 @@
-"""Models of real shapes on a laptop: their length and precision are fitted to the machine, or an error says what lacks.
+"""Models of real shapes on a laptop: length and precision are fitted to the machine, or an error names what is missing.
 
 The shapes are those of Qwen3's config.json files. Most tests need only what decides about memory: the layers, KV heads
 and positions are the model's, all other sizes are small, so that an engine starts in a second.
@@ -17,6 +17,7 @@ import torch
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL, ConfigError, ModelLoadError
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, describe
 from m6_multimodal_pd import DEFAULT_MODEL as SEEING_MODEL, SamplingParams
+from tests.support.engines import Recorder
 
 MILESTONES = ["m3_paged_attention", "m4_radix_cache", "m5_chunked_prefill_spec", "m6_multimodal_pd"]
 each_milestone = pytest.mark.parametrize("milestone", MILESTONES, ids=[name[:2] for name in MILESTONES])
@@ -107,29 +108,16 @@ def described(model: Path, **config: Any) -> Any:
 # --- the length -------------------------------------------------------------------------------------------------------
 
 
-class Started:
-    """A trace reader that keeps what introduces the engine."""
-
-    def __init__(self) -> None:
-        self.events: dict[str, Any] = {}
-
-    def read(self, record: Any) -> None:
-        self.events[record.event.kind] = record.event
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
 @each_milestone
 def test_a_model_of_more_positions_than_there_is_memory_for_starts_with_the_longest_that_fits(
     milestone: str, tmp_path: Path, laptop: Any
 ) -> None:
     """A quarter of 8 GiB has room for 18,724 tokens of 112 KiB, and these fill 1,170 pages of 16."""
-    package, reader = importlib.import_module(milestone), Started()
+    package, reader = importlib.import_module(milestone), Recorder()
     settings = {"trace_config": package.TraceConfig(readers=(reader,))}
     with started(milestone, text_model(tmp_path, **NARROW), settings=settings) as engine:
         assert engine.stats().max_model_len == 18_720
-        started_event, sized = reader.events["engine_started"], reader.events["kv_sized"]
+        started_event, sized = reader.events("engine_started")[0], reader.events("kv_sized")[0]
         assert (started_event.max_model_len, sized.max_model_len) == (18_720, 18_720)
         assert "A request has at most 18,720 tokens, of 40,960" in started_event.explain()
         with pytest.raises(package.InvalidRequestError, match="max_model_len is 18720"):
@@ -225,7 +213,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what a process holds")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not show what a process holds")
 @each_milestone
 def test_an_idle_engine_does_not_hold_its_kv_memory(milestone: str) -> None:
     package = importlib.import_module(milestone)
@@ -309,58 +297,55 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda yes: monkeypatch.setattr("m1_single_request.precision.can_pack", lambda dtype, device: yes)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_large_model_keeps_the_precision_that_it_names_if_the_cpu_multiplies_it(
-    name: str, tmp_path: Path, packs: Any
+@pytest.mark.parametrize(
+    ("device", "named", "can_pack", "chosen"),
+    [
+        ("cpu", "bfloat16", True, "bfloat16"),  # a large model keeps it where the CPU multiplies it
+        ("cpu", "bfloat16", False, "float32"),
+        *[("cpu", named, True, "float32") for named in ("float32", "float16", None)],
+        *[("cuda", named, False, named) for named in ("bfloat16", "float16")],
+        *[("cuda", named, False, "bfloat16") for named in ("float32", None)],
+    ],
+)
+def test_a_large_model_has_the_precision(
+    device: str,
+    named: str | None,
+    can_pack: bool,
+    chosen: str,
+    tmp_path: Path,
+    packs: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = text_model(tmp_path, name)
-    packs(True)
-    assert described(model).dtype == torch.bfloat16
-    assert described(model, dtype="float32").dtype == torch.float32, "what the user names is never changed"
-    packs(False)
-    assert described(model).dtype == torch.float32
+    packs(can_pack)
+    monkeypatch.setattr("m3_paged_attention.ModelConfig.torch_device", lambda self: torch.device(device))
+    for name in TEXTS:
+        model = text_model(tmp_path, name, dtype=named)
+        assert described(model).dtype == getattr(torch, chosen)
+        assert described(model, dtype="float32").dtype == torch.float32, "what the user names is never changed"
+    if device == "cuda":
+        assert described(text_model(tmp_path / "small", dtype=named, **NARROW)).dtype == getattr(torch, chosen)
 
 
-def test_a_large_model_that_sees_keeps_its_precision_too(tmp_path: Path, packs: Any) -> None:
+def test_a_large_model_with_a_vision_tower_keeps_its_precision_too(tmp_path: Path, packs: Any) -> None:
     packs(True)
     assert described(seeing_model(tmp_path)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("named", ["float32", "float16", None])
-def test_any_other_precision_becomes_float32_on_a_cpu(named: str | None, tmp_path: Path, packs: Any) -> None:
-    packs(True)
-    assert described(text_model(tmp_path, dtype=named)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("milestone", ["m1_single_request", "m2_continuous_batching", *MILESTONES])
 def test_the_models_that_ship_are_computed_in_float32_on_a_cpu(milestone: str, packs: Any) -> None:
     packs(True)
-    package, reader = importlib.import_module(milestone), Started()
+    package, reader = importlib.import_module(milestone), Recorder()
     with package.LLMEngine(trace_config=package.TraceConfig(readers=(reader,))):
-        assert reader.events["engine_started"].dtype == "float32"
+        assert reader.events("engine_started")[0].dtype == "float32"
 
 
 @each_milestone
-def test_that_float16_became_float32_is_said(milestone: str, tmp_path: Path) -> None:
-    package, reader = importlib.import_module(milestone), Started()
+def test_the_event_names_float16_that_became_float32(milestone: str, tmp_path: Path) -> None:
+    package, reader = importlib.import_module(milestone), Recorder()
     model = text_model(tmp_path, dtype="float16", **NARROW | {"num_hidden_layers": 1})
     with started(milestone, model, dtype="auto", settings={"trace_config": package.TraceConfig(readers=(reader,))}):
-        event = reader.events["engine_started"]
+        event = reader.events("engine_started")[0]
     assert event.dtype == "float32" and "as float32 (config.json names float16)" in event.explain()
-
-
-@pytest.mark.parametrize(
-    ("named", "chosen"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16"), (None, "bfloat16")]
-)
-def test_on_cuda_a_model_has_the_precision_that_it_names_but_float32(
-    named: str | None, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from m3_paged_attention import ModelConfig
-
-    monkeypatch.setattr(ModelConfig, "torch_device", lambda self: torch.device("cuda"))
-    for changes in ({}, NARROW):  # small or large
-        model = text_model(tmp_path / str(len(changes)), dtype=named, **changes)
-        assert described(model).dtype == getattr(torch, chosen)
 
 
 @pytest.mark.parametrize("milestone", MILESTONES[2:], ids=["m5", "m6"])
@@ -393,9 +378,9 @@ def test_qwen3_of_its_real_size_starts_with_the_defaults_and_answers(
 ) -> None:
     laptop(24)
     packs(True)
-    package, reader = importlib.import_module(milestone), Started()
+    package, reader = importlib.import_module(milestone), Recorder()
     settings = {"trace_config": package.TraceConfig(readers=(reader,))}
     with started(milestone, text_model(tmp_path), dtype="auto", settings=settings) as engine:
-        assert (engine.stats().max_model_len, reader.events["engine_started"].dtype) == (37_440, "bfloat16")
+        assert (engine.stats().max_model_len, reader.events("engine_started")[0].dtype) == (37_440, "bfloat16")
         params = package.SamplingParams(max_tokens=2, ignore_eos=True)
         assert len(engine.generate([5, 6, 7], params).token_ids) == 2

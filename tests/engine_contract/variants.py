@@ -1,8 +1,8 @@
-"""Who must keep the contract: one entry for each milestone with batches, and for each of its ways to run them.
+"""What must keep the contract: one entry for each milestone with batches, and for each of its ways to run them.
 
-An entry says how to make an engine, where its layers and its KV are, and who holds memory. From that the parts that
-break on purpose are made for all of them: a runner that fails, a layer, a sampler. A milestone joins with one entry in
-`VARIANTS`; what is its own stays in its own directory.
+An entry describes how to make an engine, where its layers and its KV are, and what holds memory. From that the parts
+that break on purpose are made for all of them: a runner that fails, a layer, a sampler. A milestone joins with one
+entry in `VARIANTS`; what is its own stays in its own directory.
 """
 
 import importlib
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import pytest
 from torch import Tensor, nn
 
 from tests.m2_continuous_batching import engines as m2
@@ -52,7 +53,7 @@ class Variant:
     parts: Callable[[], Mapping[str, Any]] = dict
     """Parts of all its engines: those that look at what passes through them."""
     mixes: bool = True
-    """Whether prompts and decodes share a step, so that nobody waits longer than the token budget demands."""
+    """Whether prompts and decodes share a step, so that no request waits longer than the token budget demands."""
     has_families: bool = True
     """Whether a request may ask for several outputs."""
     cuts: bool = False
@@ -67,13 +68,14 @@ class Variant:
         return importlib.import_module(self.milestone)
 
     def part(self, role: str) -> Any:
-        """What plays a role if nobody says otherwise."""
+        """The default part of a role."""
         return self.parts().get(role) or importlib.import_module(f"{self.milestone}.wiring").PARTS[role]
 
 
 def runner_of(engine: Any) -> Any:
-    """What touches the tensors."""
-    return engine.engine_core.executor.worker.model_runner
+    """The part that touches the tensors. In m1 the engine core holds it itself."""
+    core = engine.engine_core
+    return core.executor.worker.model_runner if hasattr(core, "executor") else core.model_runner
 
 
 # --- parts that break -------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def calling(variant: Variant, role: str, before: Callable[[Any, dict[str, int]],
 
 
 class FailingRunner:
-    """`parts`: a runner that raises once, in the step in which `rid` runs from `position` on. `hit`: who was in it."""
+    """`parts`: a runner that raises once, in the step in which `rid` runs from `position` on; `hit`: its requests."""
 
     def __init__(
         self, variant: Variant, error: BaseException, *, rid: str, position: int, at: Moment = "before"
@@ -184,6 +186,14 @@ def failing_scheduler(variant: Variant, error: BaseException, *, call: int) -> A
 # --- m1 ---------------------------------------------------------------------------------------------------------------
 
 
+def _check_step_m1(engine: Any) -> None:
+    core = engine.engine_core
+    core.scheduler.check_invariants()
+    held = {rid: cache.get_seq_length() for rid, cache in core.model_runner.request_caches.items()}
+    running = {request.request_id: request.sequence.num_computed_tokens for request in core.scheduler.running}
+    assert held == running, "KV is held for exactly the computed tokens of the running request"
+
+
 def _check_drained_m1(engine: Any) -> None:
     core = engine.engine_core
     core.scheduler.check_invariants()
@@ -199,11 +209,11 @@ M1 = Variant(
     embedding=lambda runner: runner.model.get_input_embeddings().weight,
     first_key=lambda engine, rid: engine.engine_core.model_runner.request_caches[rid].layers[0].keys[0, :, 0],
     owners=lambda engine: list(engine.engine_core.model_runner.request_caches),
-    check_step=lambda engine: engine.engine_core.scheduler.check_invariants(),
+    check_step=_check_step_m1,
     check_drained=_check_drained_m1,
     has_families=False,
 )
-"""Has no batches, so it is not in `VARIANTS`; tests of what it promises, too, add it."""
+"""Has no batches, so it is not in `VARIANTS`."""
 
 
 # --- m2 ---------------------------------------------------------------------------------------------------------------
@@ -347,5 +357,7 @@ M6 = replace(M5_GUESSING, milestone="m6_multimodal_pd", name="")
 # --- all --------------------------------------------------------------------------------------------------------------
 
 VARIANTS = [M2_PADDED, M2_PER_REQUEST, M3, M4_RADIX, M4_HASH, M4_CHUNK, M5_MIXED, M5_GUESSING, M6]
+WITH_M1 = [pytest.param(M1, marks=pytest.mark.alone), *VARIANTS]
+"""For what a request is promised whether it shares its steps or not."""
 WHOLE, CUT = [variant for variant in VARIANTS if not variant.cuts], [variant for variant in VARIANTS if variant.cuts]
 """Those that take prompts whole, and those that cut them."""

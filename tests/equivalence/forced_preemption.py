@@ -1,6 +1,6 @@
 """A scheduler for m3 that takes a running request's blocks away in every third step, whether there is need or not.
 
-Each time it is another one's turn, so that sooner or later everybody is hit, in every state.
+Each time it is another one's turn, so that sooner or later each is hit, in every state.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """A scheduler for m4 that retracts a running request every three steps, whether there is need or not.
 
-Its memory says that there is no room, so that what really happens then is what happens: one request has to go, each
-time another one. Somebody who runs alone stays, for nobody would gain by his going.
+Its memory reports that there is no room, so that the scheduler does what it always does then: it retracts a request,
+each time another one. A request that runs alone stays, for no other would gain by its going.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ EVERY = 3
 
 
 class ShortPools(Pools):
-    """Pools that deny as often as they are told that there is room."""
+    """Pools that deny `num_denials` times that there is room."""
 
     num_denials = 0
 
@@ -29,7 +29,7 @@ class ShortPools(Pools):
 
 
 class InTurn:
-    """Chooses another victim each time, so that sooner or later everybody is hit, in every state."""
+    """Chooses another victim each time, so that sooner or later each is hit, in every state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -57,14 +57,14 @@ class ForcedRetraction(Scheduler):
     def _update_running_batch(self) -> ScheduleBatch | None:
         if self.num_steps_since >= EVERY and len(self.running_batch.reqs) > 1:
             self.num_steps_since = 0
-            self.short.num_denials = 2  # for who looks whether there is room, and for who looks how many must go
+            self.short.num_denials = 2  # one for whether there is room, one for how many must go
         batch = super()._update_running_batch()
         assert not self.short.num_denials
         return batch
 
 
 class ForcedRetractionInPieces(SchedulerOfPieces):
-    """m5's, likewise; whoever is in the middle of its prompt may be the victim, too."""
+    """m5's, likewise; a request in the middle of its prompt may be the victim, too."""
 
     def __init__(self, *, pools: Pools, **parts: Any) -> None:
         short = ShortPools(
@@ -94,7 +94,7 @@ class ShortWork(Work):
         reqs = scheduler.running_batch.reqs
         if scheduler.num_steps_since >= EVERY and reqs and len(reqs) + (scheduler.chunked_req is not None) > 1:
             scheduler.num_steps_since = 0
-            scheduler.short.num_denials = 2  # for who looks whether there is room, and for who looks how many must go
+            scheduler.short.num_denials = 2  # one for whether there is room, one for how many must go
         batch = super().update_running_batch(max_draft_tokens)
         assert not scheduler.short.num_denials
         return batch

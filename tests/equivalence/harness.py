@@ -28,7 +28,7 @@ Prompt = str | list[int]
 ITSELF = object()  # in a configuration: the directory of the model that is asked
 
 
-# --- who is held to it ------------------------------------------------------------------------------------------------
+# --- what is held to it -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)  # so it has a hash, by which pytest sees that tests want the same engine
@@ -112,11 +112,11 @@ def _m3(
     preempted: str | None = None,
     **settings: Any,
 ) -> Variant:
-    """Blocks of 16 tokens, unless `cache` says otherwise; `preempted`: somebody loses his place in every third step."""
+    """Blocks of 16 tokens, unless `cache` changes that; `preempted`: a request loses its place in every third step."""
     scheduler: dict[str, Any] = {"max_num_seqs": 16}
     if preempted is not None:
         scheduler["preemption_mode"] = preempted
-        settings |= {"parts": forced_preemption, "preempts": True}
+        settings |= {"parts": forced("ForcedPreemption", "forced_preemption"), "preempts": True}
     cache = dict(cache or {})
     cache["num_blocks"] = ENOUGH_TOKENS // cache.get("block_size", 16)  # the default are 512 MiB, of which each is set
     configs = {"cache_config": cache, "scheduler_config": scheduler}
@@ -132,25 +132,20 @@ def _m4(
     retracted: bool = False,
     **settings: Any,
 ) -> Variant:
-    """A tree of pages of 16 tokens, unless `cache` says otherwise; `retracted`: somebody is, every three steps."""
+    """A tree of pages of 16 tokens, unless `cache` changes that; `retracted`: a request is, every three steps."""
     cache = {"max_total_tokens": ENOUGH_TOKENS} | dict(cache or {})
     scheduler = {"max_num_seqs": 16, "schedule_policy": policy}
     if retracted:
-        settings |= {"parts": forced_retraction, "preempts": True}
+        settings |= {"parts": forced("ForcedRetraction"), "preempts": True}
     evicts = cache["max_total_tokens"] < ENOUGH_TOKENS
     shares = cache.get("prefix_cache") != "chunk" and not evicts
     configs = {"cache_config": cache, "scheduler_config": scheduler}
     return Variant("m4_radix_cache", name, configs, backend=backend, evicts=evicts, shares=shares, **settings)
 
 
-def forced_preemption() -> Mapping[str, Any]:
-    """A scheduler for m3 that preempts in every third step, need it or not."""
-    return {"scheduler": importlib.import_module("tests.equivalence.forced_preemption").ForcedPreemption}
-
-
-def forced_retraction() -> Mapping[str, Any]:
-    """The same for m4."""
-    return {"scheduler": importlib.import_module("tests.equivalence.forced_retraction").ForcedRetraction}
+def forced(scheduler: str, module: str = "forced_retraction") -> Callable[[], Mapping[str, Any]]:
+    """Parts with a scheduler that takes a request's place every three steps, need it or not."""
+    return lambda: {"scheduler": getattr(importlib.import_module(f"tests.equivalence.{module}"), scheduler)}
 
 
 def _m5(
@@ -165,7 +160,7 @@ def _m5(
     milestone: str = "m5_chunked_prefill_spec",
     **settings: Any,
 ) -> Variant:
-    """Pages of 16 tokens and steps of 64, unless told otherwise. The draft model is the target itself unless named:
+    """Pages of 16 tokens and steps of 64, unless changed. The draft model is the target itself unless named:
     then all its guesses are right, and what is tested is that as many tokens come at once."""
     cache = {"max_total_tokens": ENOUGH_TOKENS} | dict(cache or {})
     configs = {
@@ -175,7 +170,7 @@ def _m5(
     }
     if retracted:
         settings |= {"preempts": True}
-        parts = forced_retraction_in_pieces
+        parts = forced("ForcedRetractionInPieces")
     settings |= {"shares": cache.get("prefix_cache") != "chunk", "draws_alike": "draft" not in str(guesses)}
     return Variant(milestone, name, configs, backend=backend, parts=parts, **settings)
 
@@ -183,11 +178,6 @@ def _m5(
 def _m6(name: str, **settings: Any) -> Variant:
     """m5's, in the engine that also sees: these models do not."""
     return _m5(name, milestone="m6_multimodal_pd", **settings)
-
-
-def forced_retraction_in_pieces() -> Mapping[str, Any]:
-    """The same for m5."""
-    return {"scheduler": importlib.import_module("tests.equivalence.forced_retraction").ForcedRetractionInPieces}
 
 
 def random_guesses() -> Mapping[str, Any]:
@@ -377,7 +367,7 @@ def by_generate_batch(engine: Any, prompts: Sequence[Prompt], params: Any) -> li
 
 
 def by_streams(engine: Any, prompts: Sequence[Prompt], params: Any) -> list[Any]:
-    """Streams side by side, each read a little in turn; what a stream says must only ever grow."""
+    """Streams side by side, each read a little in turn; the text of a stream must only ever grow."""
     streams = {number: engine.stream(prompt, params) for number, prompt in enumerate(prompts)}
     last: dict[int, Any] = {}
     while streams:

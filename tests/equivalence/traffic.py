@@ -86,7 +86,7 @@ class Ask:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What else its request is told, for engines that have such options."""
+        """Options of its request, for engines that have them."""
         return {}
 
     @property
@@ -131,7 +131,7 @@ class SharingAsk(Ask):
     priority: int
     cache_salt: str | None
     before: tuple[int, ...] = ()
-    """What was said earlier in its conversation; the path comes behind it."""
+    """The earlier tokens of its conversation; the path comes behind them."""
 
     @property
     def prompt(self) -> list[int]:
@@ -143,8 +143,8 @@ class SharingAsk(Ask):
 
 
 def tree_prompt(length: int, path: int) -> list[int]:
-    """The first `length` tokens on one of the paths of a tree: it forks at every seventh token, as the bits of `path`
-    say, lowest first.
+    """The first `length` tokens on one of the paths of a tree: it forks at every seventh token, by the bits of
+    `path`, lowest first.
     """
     runs = -(-length // BRANCH_TOKENS)
     tokens = [token for n in range(runs) for token in prompt_of(BRANCH_TOKENS, n * 1000 + path % 2 ** (n + 1))]

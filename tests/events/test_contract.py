@@ -1,6 +1,6 @@
 """Every event of every milestone explains itself in sentences, with its numbers, its requests and plain data.
 
-What is special to an event, and whether a trace tells the truth, the `test_trace.py` of its milestone looks at.
+What is special to an event, and whether a trace is true, is tested in the `test_trace.py` of its milestone.
 """
 
 import ast
@@ -65,7 +65,7 @@ def test_every_event_is_documented_frozen_and_named_after_its_class(milestone: s
 
 
 @each_class
-def test_no_field_has_the_name_of_what_is_said_of_every_event(milestone: str, cls: type[Event]) -> None:
+def test_no_field_has_the_name_of_a_column_of_every_record(milestone: str, cls: type[Event]) -> None:
     assert STAMP.isdisjoint(field.name for field in dataclasses.fields(cls))
 
 

@@ -1,33 +1,19 @@
-"""What m1's engine tests share: one tiny random model, and engines around it that cost nothing."""
+"""What m1's engine tests share: engines around the tiny random model, which cost nothing."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import m1_single_request
 from m1_single_request import LLMEngine
 from m1_single_request.model_loader import LoadedModel
-from tests.m1_single_request.engines import MakeEngine
-from tests.support.engines import EngineMaker, load_tiny_model
-
-
-@pytest.fixture(scope="session")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """The tiny model, loaded once for all engines."""
-    return load_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def model_dir(loaded: LoadedModel) -> Path:
-    """The tiny model's directory."""
-    return Path(loaded.name)
+from tests.support.engines import EngineMaker, MakeEngine
 
 
 @pytest.fixture
-def make_engine(loaded: LoadedModel) -> Iterator[MakeEngine]:
-    """`make_engine(parts, seed=..., ...)`: an engine that shares the loaded model, changed as the keywords say."""
-    maker = EngineMaker(m1_single_request, loaded)
+def make_engine(loaded_m1: LoadedModel) -> Iterator[MakeEngine]:
+    """`make_engine(parts, seed=..., ...)`: an engine that shares the loaded model, changed by the keywords."""
+    maker = EngineMaker(m1_single_request, loaded_m1)
     yield maker
     maker.check()
 
@@ -35,4 +21,4 @@ def make_engine(loaded: LoadedModel) -> Iterator[MakeEngine]:
 @pytest.fixture
 def engine(make_engine: MakeEngine) -> LLMEngine:
     """A fresh engine on the tiny model."""
-    return make_engine()
+    return make_engine()  # type: ignore[no-any-return]

@@ -1,20 +1,18 @@
-"""Helpers of m1's engine tests: the ones that all milestones share, and parts that do what a test tells them.
+"""Helpers of m1's engine tests: the ones that all milestones share, and parts that do what a test needs.
 
 A part of a test is put in with `make_engine({"sampler": scripted([...])})`, as a reader of the course would do it.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from m1_single_request import LLMEngine
 from m1_single_request.model_runner import ModelInputs, ModelRunner
 from m1_single_request.sampler import Sampler, SamplerOutput
 from m1_single_request.sampling_metadata import SamplingMetadata
 from tests.support.engines import (
-    MANY_STEPS as MANY_STEPS,
     MAX_MODEL_LEN as MAX_MODEL_LEN,
+    MakeEngine as MakeEngine,
     OnEvent as OnEvent,
     Recorder as Recorder,
     drain as drain,
@@ -24,23 +22,8 @@ from tests.support.engines import (
 )
 
 
-class MakeEngine(Protocol):
-    """Builds an engine on the tiny model."""
-
-    def __call__(
-        self,
-        parts: Mapping[str, Any] | None = None,
-        *,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        eos_token_ids: Iterable[int] | None = None,
-        chat_template: str | None = None,
-        **configs: Any,
-    ) -> LLMEngine: ...
-
-
 def scripted(token_ids: Iterable[int]) -> type[Sampler]:
-    """A sampler that says these tokens, one after the other, whatever the model thinks."""
+    """A sampler that returns these tokens, one after the other, whatever the logits are."""
     script = iter(token_ids)
 
     class ScriptedSampler(Sampler):
@@ -50,18 +33,14 @@ def scripted(token_ids: Iterable[int]) -> type[Sampler]:
     return ScriptedSampler
 
 
-def failing_runner(error: BaseException, *, rid: str, position: int, after_forward: bool = False) -> type[ModelRunner]:
-    """A runner that raises once: when `rid` runs at `position`, before the forward or when its KV is there already."""
+def failing_runner(error: BaseException, *, rid: str, position: int) -> type[ModelRunner]:
+    """A runner that raises once: when `rid` runs at `position`."""
     left = [error]
 
     class FailingRunner(ModelRunner):
         def execute_model(self, inputs: ModelInputs) -> dict[str, Tensor]:
-            fails = left and inputs.request_id == rid and inputs.num_computed_tokens == position
-            if fails and not after_forward:
+            if left and inputs.request_id == rid and inputs.num_computed_tokens == position:
                 raise left.pop()
-            logits = super().execute_model(inputs)
-            if fails:
-                raise left.pop()
-            return logits
+            return super().execute_model(inputs)
 
     return FailingRunner

@@ -1,6 +1,6 @@
 """What the unit tests of m1 share: slow oracles in plain Python and float64, tokenizers, sequences.
 
-An oracle says the same as the engine in the most direct way: one row, one filter, one token at a time. It imports
+An oracle computes the same as the engine in the most direct way: one row, one filter, one token at a time. It imports
 nothing from the part that it judges.
 """
 

@@ -1,4 +1,4 @@
-"""The checkpoint that ships: a complete Hugging Face directory that can do what its card says."""
+"""The checkpoint that ships: a complete Hugging Face directory that can do what its card claims."""
 
 import hashlib
 import json

@@ -1,6 +1,6 @@
 """draws: a random number is a function of (seed, position, stream) and nothing else, and still it looks random."""
 
-from collections.abc import Callable
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -22,6 +22,11 @@ def over_positions(stream: int = 0, seed: int = 1234, first: int = 0) -> np.ndar
     return draws([seed] * NUM, range(first, first + NUM), stream)
 
 
+def of_derived_seeds() -> np.ndarray:
+    """The first draws of consecutive requests without a seed of their own."""
+    return uniforms([derive_seed(0, number) for number in range(NUM)], [0] * NUM)
+
+
 def looks_uniform(values: np.ndarray, bins: int = 64) -> bool:
     return fits(np.histogram(values, bins=bins, range=(0, 1))[0].tolist(), [1 / bins] * bins)
 
@@ -33,19 +38,7 @@ def look_independent(a: np.ndarray, b: np.ndarray, bins: int = 12) -> bool:
     return fits(counts.tolist(), [1 / bins**2] * bins**2) and abs(correlation) < 4 / np.sqrt(len(a))
 
 
-def test_the_same_arguments_give_the_same_number_whatever_was_drawn_before() -> None:
-    first = uniforms([5], [7])
-    uniforms(range(100), range(100))
-    np.random.default_rng(0).random()
-    assert uniforms([5], [7]) == first
-
-
-def test_numbers_are_float64_in_the_half_open_unit_interval_with_53_bits() -> None:
-    values = np.concatenate([over_seeds(), over_positions(), uniforms(HUGE, [0] * len(HUGE))])
-    assert values.dtype == np.float64
-    assert values.min() >= 0 and values.max() <= LAST_BELOW_ONE
-    assert (values * 2.0**53 % 1 == 0).all()
-    assert (values * 2.0**52 % 1 != 0).any(), "the last bit is used"
+# --- one number -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, *HUGE])
@@ -59,72 +52,48 @@ def test_numbers_are_those_of_the_reference(seed: int, position: int, stream: in
 def test_many_at_once_are_the_same_as_one_by_one() -> None:
     seeds, positions = [3, -9, 2**61, 3, 0], [0, 5, 17, 1, 4000]
     together = uniforms(seeds, positions)
-    assert together.shape == (5,)
     assert together.tolist() == [uniforms([s], [p])[0] for s, p in zip(seeds, positions, strict=True)]
-    backwards = uniforms(seeds[::-1], positions[::-1])
-    assert together.tolist() == backwards.tolist()[::-1]
-
-
-@pytest.mark.parametrize("first", [0, 10**6, -(2**63), 2**63 - NUM, -NUM // 2])
-def test_numbers_over_seeds_are_uniform(first: int) -> None:
-    assert looks_uniform(over_seeds(first=first))
-
-
-@pytest.mark.parametrize("seed", [0, 1, 1234, *HUGE])
-def test_numbers_over_positions_are_uniform(seed: int) -> None:
-    assert looks_uniform(over_positions(seed=seed))
-
-
-@pytest.mark.parametrize("axis", [over_seeds, over_positions])
-def test_the_low_bits_are_uniform_too(axis: Callable[[], np.ndarray]) -> None:
-    assert looks_uniform(axis() * 2.0**40 % 1)
-
-
-@pytest.mark.parametrize("axis", [over_seeds, over_positions])
-def test_neighbours_are_independent(axis: Callable[[], np.ndarray]) -> None:
-    values = axis()
-    assert look_independent(values[:-1], values[1:])
-    assert look_independent(values[:-2], values[2:])
-
-
-def test_neighbouring_requests_and_neighbouring_positions_are_independent() -> None:
-    assert look_independent(over_positions(seed=7), over_positions(seed=8))
-    assert look_independent(over_seeds(position=0), over_seeds(position=1))
-    assert look_independent(over_positions(seed=7), over_positions(seed=8, first=1)), "seed + position is no short cut"
-
-
-@pytest.mark.parametrize("axis", [over_seeds, over_positions])
-def test_streams_are_uniform_and_independent(axis: Callable[..., np.ndarray]) -> None:
-    assert looks_uniform(axis(1)) and looks_uniform(axis(2))
-    assert look_independent(axis(0), axis(1))
-    assert look_independent(axis(1), axis(2))
-
-
-def test_no_two_of_many_draws_are_the_same() -> None:
-    pairs = [(seed, position) for seed in [*range(-50, 50), 2**40, 2**62] for position in range(200)]
-    seeds, positions = zip(*pairs, strict=True)
-    values = np.concatenate([draws(seeds, positions, stream) for stream in range(3)])
-    assert len(np.unique(values)) == 3 * len(pairs)
-
-
-def test_nothing_asked_is_nothing_drawn() -> None:
     assert uniforms([], []).shape == (0,)
 
 
-def test_a_derived_seed_differs_per_request_and_per_engine_seed() -> None:
-    seeds = [derive_seed(engine, number) for engine in (0, 1, 2, -1, 2**40) for number in range(2000)]
+def test_numbers_are_float64_in_the_half_open_unit_interval_with_53_bits() -> None:
+    values = np.concatenate([over_seeds(), over_positions(), uniforms(HUGE, [0] * len(HUGE))])
+    assert values.dtype == np.float64
+    assert values.min() >= 0 and values.max() <= LAST_BELOW_ONE
+    assert (values * 2.0**53 % 1 == 0).all()
+    assert (values * 2.0**52 % 1 != 0).any(), "the last bit is used"
+
+
+def test_derived_seeds_differ_are_reproducible_and_could_have_been_given_by_a_user() -> None:
+    engines = (0, 1, -5, 2**40, 2**63 - 1)
+    seeds = [derive_seed(engine, number) for engine in engines for number in range(2000)]
     assert len(set(seeds)) == len(seeds)
+    assert seeds == [derive_seed(engine, number) for engine in engines for number in range(2000)]
+    assert all(SamplingParams(seed=seed).seed == seed >= 0 for seed in seeds[::99])
 
 
-def test_a_derived_seed_is_reproducible_and_one_that_a_user_could_have_given() -> None:
-    for engine in (0, -5, 2**63 - 1):
-        for number in (0, 1, 10**6):
-            seed = derive_seed(engine, number)
-            assert seed == derive_seed(engine, number)
-            assert SamplingParams(seed=seed).seed == seed >= 0
+# --- many numbers -----------------------------------------------------------------------------------------------------
+
+SERIES = {
+    **{f"seeds from {first}": over_seeds(first=first) for first in (0, 10**6, -(2**63), 2**63 - NUM, -NUM // 2)},
+    **{f"positions of seed {seed}": over_positions(seed=seed) for seed in (0, 1, 1234, *HUGE)},
+    **{f"seeds in stream {stream}": over_seeds(stream) for stream in (1, 2)},
+    **{f"positions in stream {stream}": over_positions(stream) for stream in (1, 2)},
+    "derived seeds": of_derived_seeds(),
+}
 
 
-def test_draws_from_derived_seeds_are_uniform_and_independent_of_the_next_requests() -> None:
-    firsts = uniforms([derive_seed(0, number) for number in range(NUM)], [0] * NUM)
-    assert looks_uniform(firsts)
-    assert look_independent(firsts[:-1], firsts[1:])
+@pytest.mark.parametrize("name", SERIES)
+def test_numbers_and_their_low_bits_are_uniform_and_neighbours_independent(name: str) -> None:
+    values = SERIES[name]
+    assert looks_uniform(values) and looks_uniform(values * 2.0**40 % 1)
+    assert look_independent(values[:-1], values[1:]) and look_independent(values[:-2], values[2:])
+
+
+def test_requests_positions_and_streams_are_independent_of_each_other() -> None:
+    by_seed = [over_positions(seed=7), over_positions(seed=8), over_positions(seed=8, first=1)]
+    by_position = [over_seeds(position=0), over_seeds(position=1), over_seeds(1), over_seeds(2)]
+    for series in (by_seed[:2], by_seed[::2], by_position, [over_positions(stream) for stream in range(3)]):
+        assert all(look_independent(a, b) for a, b in combinations(series, 2)), "seed + position is no short cut"
+    together = np.concatenate([over_positions(stream, seed=seed) for stream in range(3) for seed in range(5)])
+    assert len(np.unique(together)) == len(together), "no two of many draws are the same"

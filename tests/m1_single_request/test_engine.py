@@ -1,7 +1,6 @@
 """The public face: what goes in, what comes out, and what is refused before anything changes."""
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,6 @@ from m1_single_request import (
     DuplicateRequestError,
     EngineClosedError,
     EngineUsageError,
-    InvalidParamsError,
-    InvalidPromptError,
     InvalidRequestError,
     LLMEngine,
     SamplingParams,
@@ -21,21 +18,22 @@ from tests.m1_single_request.engines import MakeEngine, OnEvent, drain, greedy, 
 from tests.support.forks import in_a_fork
 
 PROMPT = "Once upon a time"
-
-
-# --- what may come with a request -------------------------------------------------------------------------------------
-
-
-OPTION_CALLS: dict[str, Callable[..., Any]] = {
-    "generate": lambda engine, **options: engine.generate(PROMPT, **options),
-    "generate_batch": lambda engine, **options: engine.generate_batch([PROMPT], **options),
-    "chat": lambda engine, **options: engine.chat([{"role": "user", "content": "Hi"}], **options),
-    "stream": lambda engine, **options: engine.stream(PROMPT, **options),
-    "add_request": lambda engine, **options: engine.add_request(PROMPT, **options),
+MESSAGES = [{"role": "user", "content": "Hi"}]
+CALLS: dict[str, Callable[..., Any]] = {
+    "generate": lambda engine, **options: engine.generate(PROMPT, greedy(1), **options),
+    "generate_batch": lambda engine, **options: engine.generate_batch([PROMPT], greedy(1), **options),
+    "chat": lambda engine, **options: engine.chat(MESSAGES, greedy(1), **options),
+    "stream": lambda engine, **options: engine.stream(PROMPT, greedy(1), **options),
+    "add_request": lambda engine, **options: engine.add_request(PROMPT, greedy(1), **options),
+}
+"""Every call that makes a request."""
+ALL_CALLS = CALLS | {
+    "chat_prompt": lambda engine: engine.chat_prompt(MESSAGES),
+    "step": lambda engine: engine.step(),
 }
 
 
-@pytest.mark.parametrize("call", OPTION_CALLS.values(), ids=OPTION_CALLS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("option", ["priority", "cache_salt", "speculate", "temperature"])
 def test_an_option_of_a_later_milestone_is_refused(engine: LLMEngine, call: Callable[..., Any], option: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{option}= is unknown here: .* takes request_id"):
@@ -60,7 +58,7 @@ def test_generate_returns_the_finished_output(engine: LLMEngine) -> None:
     assert not engine.has_unfinished_requests()
 
 
-def test_metrics_tell_counts_and_ordered_times(engine: LLMEngine) -> None:
+def test_metrics_are_counts_and_ordered_times(engine: LLMEngine) -> None:
     metrics = engine.generate([5, 6, 7], greedy(4)).metrics
     assert (metrics.num_prompt_tokens, metrics.cached_tokens, metrics.num_output_tokens) == (3, 0, 4)
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
@@ -80,73 +78,6 @@ def test_token_ids_are_a_prompt_as_well(engine: LLMEngine, form: Callable[..., A
     assert output.token_ids == engine.generate(PROMPT, greedy(6)).token_ids
 
 
-# --- generate_batch ---------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_answers_in_order_of_submission(engine: LLMEngine) -> None:
-    prompts = ["one", [7, 8, 9], "three", "one"]
-    outputs = engine.generate_batch(prompts, greedy(5))
-    assert list(outputs) == ["req-0", "req-1", "req-2", "req-3"]
-    assert all(rid == output.request_id and output.finished for rid, output in outputs.items())
-    alone = [engine.generate(prompt, greedy(5)).token_ids for prompt in prompts]
-    assert [output.token_ids for output in outputs.values()] == alone
-
-
-def test_each_prompt_of_a_batch_may_have_its_own_parameters(engine: LLMEngine) -> None:
-    outputs = engine.generate_batch(["one", "two"], [greedy(2), greedy(5)])
-    assert [len(output.token_ids) for output in outputs.values()] == [2, 5]
-
-
-def test_an_empty_batch_is_empty(engine: LLMEngine) -> None:
-    assert engine.generate_batch([], greedy(3)) == {}
-
-
-@pytest.mark.parametrize("bad", ["", [], [10**6], [-1], 5, None, b"bytes", "\ud800", deque([10**6])], ids=repr)
-def test_one_bad_prompt_of_a_batch_fails_alone(engine: LLMEngine, bad: Any) -> None:
-    outputs = list(engine.generate_batch(["one", bad, "three"], greedy(4)).values())
-    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
-    assert isinstance(outputs[1].error, InvalidPromptError)
-    assert outputs[1].finished and outputs[1].token_ids == () and outputs[1].text == ""
-    assert outputs[0].token_ids == engine.generate("one", greedy(4)).token_ids
-    assert outputs[2].token_ids == engine.generate("three", greedy(4)).token_ids
-
-
-def test_bad_parameters_of_one_prompt_fail_it_alone(engine: LLMEngine) -> None:
-    outputs = list(engine.generate_batch(["one", "two"], [greedy(2), greedy(2, stop_token_ids=[10**6])]).values())
-    assert [output.finish_reason for output in outputs] == ["length", "error"]
-    assert isinstance(outputs[1].error, InvalidParamsError)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "params"),
-    [
-        (["a", "b"], [SamplingParams()]),
-        (["a"], []),
-        ("ab", None),
-        (None, None),
-        (7, None),
-        (["a", "b"], "ab"),
-        (["a"], {"max_tokens": 3}),
-        (["a"], 5),
-    ],
-    ids=repr,
-)
-def test_a_batch_that_makes_no_sense_raises_before_anything_changes(
-    engine: LLMEngine, prompts: Any, params: Any
-) -> None:
-    with pytest.raises(InvalidRequestError):
-        engine.generate_batch(prompts, params)
-    assert not engine.has_unfinished_requests()
-    assert engine.generate("a", greedy(1)).request_id == "req-0"
-
-
-def test_a_batch_runs_beside_other_requests(engine: LLMEngine) -> None:
-    mine = engine.add_request("mine", greedy(9))
-    outputs = engine.generate_batch(["one", "two"], greedy(3))
-    assert mine not in outputs and len(outputs) == 2
-    assert drain(engine)[mine].token_ids == engine.generate("mine", greedy(9)).token_ids
-
-
 # --- step by step -----------------------------------------------------------------------------------------------------
 
 
@@ -163,8 +94,7 @@ def test_every_step_reports_what_changed(engine: LLMEngine) -> None:
         outputs = engine.step()
         assert list(outputs) == [rid]
         seen.append(outputs[rid])
-    assert [len(output.token_ids) for output in seen] == [1, 2, 3]
-    assert [output.finished for output in seen] == [False, False, True]
+    assert [(len(output.token_ids), output.finished) for output in seen] == [(1, False), (2, False), (3, True)]
     assert seen[-1].token_ids == engine.generate(PROMPT, greedy(3)).token_ids
     assert engine.step() == {}
 
@@ -189,22 +119,19 @@ def test_step_reports_what_ended_while_a_stream_was_read(engine: LLMEngine) -> N
 
 def test_stats_add_up(engine: LLMEngine) -> None:
     outputs = list(engine.generate_batch(["one", "two three", [4, 5, 6]], greedy(4)).values())
-    gone = engine.add_request("gone", greedy(9))
-    late = engine.add_request("late", greedy(9))
+    gone, late = (engine.add_request(name, greedy(9)) for name in ("gone", "late"))
     engine.step()
     engine.step()
-    engine.abort_request(gone)
-    engine.abort_request(late)
+    assert engine.abort_request(gone) and engine.abort_request(late)
     last = drain(engine)
     stats = engine.stats()
     assert stats.num_finished == {"length": 3, "abort": 2}
-    everyone = [*outputs, *last.values()]
-    assert stats.num_output_tokens == sum(len(output.token_ids) for output in everyone)
+    assert stats.num_output_tokens == sum(len(output.token_ids) for output in [*outputs, *last.values()])
     assert stats.num_prompt_tokens == sum(o.metrics.num_prompt_tokens for o in [*outputs, last[gone]])
     assert (stats.num_waiting, stats.num_running, stats.kv_tokens, stats.kv_bytes) == (0, 0, 0, 0)
 
 
-def test_stats_tell_what_is_held_now(engine: LLMEngine) -> None:
+def test_stats_count_what_is_held_now(engine: LLMEngine) -> None:
     engine.add_request([5] * 7, greedy(9))
     engine.add_request([6], greedy(9))
     per_token = engine.engine_core.model_runner.kv_bytes_per_token
@@ -218,29 +145,16 @@ def test_stats_tell_what_is_held_now(engine: LLMEngine) -> None:
         assert stats.num_output_tokens == steps
 
 
-def test_tokens_dropped_by_an_abort_are_not_counted(engine: LLMEngine) -> None:
-    rid = engine.add_request(PROMPT, greedy(9))
-    OnEvent(engine.tracer, "batch", lambda: engine.abort_request(rid), nth=3)
-    output = drain(engine)[rid]
-    assert len(output.token_ids) == 2
-    assert engine.stats().num_output_tokens == 2
-
-
 # --- request ids ------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_id_in_use_is_refused(engine: LLMEngine) -> None:
+def test_a_request_id_in_use_is_refused_and_free_after_its_end(engine: LLMEngine) -> None:
     engine.add_request("one", greedy(2), request_id="mine")
     for call in (engine.add_request, engine.generate, engine.stream):
         with pytest.raises(DuplicateRequestError, match="'mine'"):
             call("two", greedy(2), request_id="mine")
     assert drain(engine)["mine"].prompt == "one"
-
-
-def test_a_request_id_is_free_again_after_its_end(engine: LLMEngine) -> None:
-    first = engine.generate("one", greedy(2), request_id="mine")
-    second = engine.generate("two", greedy(2), request_id="mine")
-    assert (first.prompt, second.prompt) == ("one", "two")
+    assert engine.generate("two", greedy(2), request_id="mine").prompt == "two"
 
 
 def test_a_request_id_is_in_use_until_its_end_was_fetched(engine: LLMEngine) -> None:
@@ -257,28 +171,15 @@ def test_a_request_id_is_in_use_until_its_end_was_fetched(engine: LLMEngine) -> 
     assert {rid: output.prompt for rid, output in drain(engine).items()} == {"stepped": "two", "streamed": "two"}
 
 
-def test_made_up_ids_keep_clear_of_chosen_ones(engine: LLMEngine) -> None:
-    engine.add_request("chosen", greedy(1), request_id="req-1")  # unfinished
-    outputs = engine.generate_batch(["", "b", "c"], greedy(1))
-    assert len(outputs) == 3 and "req-1" not in outputs
-    assert [output.prompt for output in outputs.values()] == ["", "b", "c"]
-    assert engine.step()["req-1"].prompt == "chosen"
-
-
-def test_made_up_ids_keep_clear_of_ids_chosen_ahead_of_them(engine: LLMEngine) -> None:
-    engine.add_request("chosen", greedy(1), request_id="req-3")
-    ids = [engine.add_request("x", greedy(1)) for _ in range(4)]
-    assert len({*ids, "req-3"}) == 5
-    assert len(drain(engine)) == 5
-
-
-def test_made_up_ids_keep_clear_of_outputs_that_wait_to_be_fetched(engine: LLMEngine) -> None:
+def test_generated_ids_avoid_those_in_use_and_those_whose_output_was_not_fetched(engine: LLMEngine) -> None:
     engine.add_request("chosen", greedy(1), request_id="req-2")
-    engine.generate("x", greedy(1))
-    mine = engine.add_request("y", greedy(1))
-    assert mine != "req-2"
+    outputs = engine.generate_batch(["a", "b", "c"], greedy(1))  # ends the other one on the way
+    assert len(outputs) == 3 and "req-2" not in outputs
+    assert [output.prompt for output in outputs.values()] == ["a", "b", "c"]
+    mine = [engine.add_request("x", greedy(1)) for _ in range(4)]
+    assert len({*mine, "req-2"}) == 5
     last = drain(engine)
-    assert (last["req-2"].prompt, last[mine].prompt) == ("chosen", "y")
+    assert last.keys() == {*mine, "req-2"} and last["req-2"].prompt == "chosen"
 
 
 @pytest.mark.parametrize("rid", ["", 5, b"mine", ["mine"]], ids=repr)
@@ -300,41 +201,26 @@ def test_a_refused_request_changes_nothing(make_engine: MakeEngine) -> None:
 
 # --- closing, threads, trace readers ----------------------------------------------------------------------------------
 
-CALLS: dict[str, Callable[[LLMEngine], Any]] = {
-    "generate": lambda engine: engine.generate("a", greedy(1)),
-    "generate_batch": lambda engine: engine.generate_batch(["a"], greedy(1)),
-    "stream": lambda engine: engine.stream("a", greedy(1)),
-    "chat": lambda engine: engine.chat([{"role": "user", "content": "a"}], greedy(1)),
-    "chat_prompt": lambda engine: engine.chat_prompt([{"role": "user", "content": "a"}]),
-    "add_request": lambda engine: engine.add_request("a", greedy(1)),
-    "step": lambda engine: engine.step(),
-}
-
 
 def test_close_releases_everything_and_may_be_called_twice(engine: LLMEngine) -> None:
-    engine.add_request(PROMPT, greedy(9))
-    engine.add_request(PROMPT, greedy(9))
+    engine.add_request(PROMPT, greedy(9), request_id="x")
+    stream = engine.stream(PROMPT, greedy(9))
     engine.step()
     assert held(engine) > 0
     engine.close()
     assert held(engine) == 0
-    engine.close()
-
-
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_closed_engine_says_so(engine: LLMEngine, call: Callable[[LLMEngine], Any]) -> None:
-    engine.close()
-    with pytest.raises(EngineClosedError):
-        call(engine)
-
-
-def test_a_stream_of_a_closed_engine_says_so(engine: LLMEngine) -> None:
-    stream = engine.stream("a", greedy(3))
-    next(stream)
-    engine.close()
+    assert not engine.has_unfinished_requests() and not engine.abort_request("x")
     with pytest.raises(EngineClosedError):
         next(stream)
     stream.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("call", ALL_CALLS.values(), ids=ALL_CALLS)
+def test_a_closed_engine_refuses_every_call(engine: LLMEngine, call: Callable[[LLMEngine], Any]) -> None:
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        call(engine)
 
 
 def test_leaving_the_context_closes_the_engine(make_engine: MakeEngine) -> None:
@@ -349,9 +235,20 @@ def test_leaving_the_context_closes_the_engine(make_engine: MakeEngine) -> None:
         engine.step()
 
 
-def test_another_thread_is_told_whose_engine_it_is(engine: LLMEngine) -> None:
+def errors_of(engine: LLMEngine, calls: dict[str, Callable[..., Any]]) -> dict[str, str]:
+    """The type and the text of what each call raises."""
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call(engine)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+def test_an_engine_belongs_to_one_thread(engine: LLMEngine) -> None:
     stream = engine.stream("a", greedy(2))
-    calls = CALLS | {
+    calls = ALL_CALLS | {
         "next": lambda engine: next(stream),
         "close stream": lambda engine: stream.close(),
         "abort_request": lambda engine: engine.abort_request("req-0"),
@@ -359,45 +256,29 @@ def test_another_thread_is_told_whose_engine_it_is(engine: LLMEngine) -> None:
         "stats": lambda engine: engine.stats(),
         "close": lambda engine: engine.close(),
     }
-    raised: dict[str, BaseException] = {}
-
-    def run() -> None:
-        for name, call in calls.items():
-            try:
-                call(engine)
-            except EngineUsageError as error:
-                raised[name] = error
-
-    thread = threading.Thread(target=run)
+    errors: dict[str, str] = {}
+    thread = threading.Thread(target=lambda: errors.update(errors_of(engine, calls)))
     thread.start()
     thread.join()
-    assert raised.keys() == calls.keys()
-    assert all("thread" in str(error) for error in raised.values())
+    assert errors.keys() == calls.keys()
+    assert all(error.startswith("EngineUsageError: ") and "thread" in error for error in errors.values())
     assert [len(output.token_ids) for output in stream] == [1, 2]
 
 
-def test_a_forked_process_is_told_whose_engine_it_is(engine: LLMEngine) -> None:
-    """It has none of the threads that compute: a step would wait for them for ever."""
-    calls = CALLS | {"stats": lambda engine: engine.stats(), "close": lambda engine: engine.close()}
-    told = in_a_fork(lambda: {name: error_of(engine, call) for name, call in calls.items()})
-    assert told == dict.fromkeys(calls, "EngineUsageError")
+def test_an_engine_belongs_to_one_process(engine: LLMEngine) -> None:
+    """A forked one has none of the threads that compute: a step would wait for them for ever."""
+    calls = ALL_CALLS | {"stats": lambda engine: engine.stats(), "close": lambda engine: engine.close()}
+    errors = in_a_fork(lambda: errors_of(engine, calls))
+    assert errors.keys() == calls.keys()
+    assert all(error.startswith("EngineUsageError: ") for error in errors.values())
     assert len(engine.generate("a", greedy(2)).token_ids) == 2
 
 
-def error_of(engine: LLMEngine, call: Any) -> str:
-    """The type of what a call raises."""
-    try:
-        call(engine)
-    except Exception as error:
-        return type(error).__name__
-    return "nothing"
-
-
-@pytest.mark.parametrize("name", [*CALLS, "next", "close"])
+@pytest.mark.parametrize("name", [*ALL_CALLS, "next", "close"])
 @pytest.mark.parametrize("kind", ["batch", "result", "step_done"])
 def test_a_trace_reader_cannot_run_the_engine(engine: LLMEngine, name: str, kind: str) -> None:
     stream = engine.stream("streamed", greedy(2))
-    calls = CALLS | {"next": lambda engine: next(stream), "close": lambda engine: engine.close()}
+    calls = ALL_CALLS | {"next": lambda engine: next(stream), "close": lambda engine: engine.close()}
     mine = engine.add_request("mine", greedy(4))
     reader = OnEvent(engine.tracer, kind, lambda: calls[name](engine))
     last = drain(engine)
@@ -405,10 +286,3 @@ def test_a_trace_reader_cannot_run_the_engine(engine: LLMEngine, name: str, kind
     assert "inside another call" in str(reader.error)
     assert last[mine].token_ids == engine.generate("mine", greedy(4)).token_ids
     assert len(list(stream)) == 2
-
-
-def test_a_closed_engine_claims_no_work(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    engine.add_request(PROMPT, greedy(4), request_id="x")
-    engine.close()
-    assert not engine.has_unfinished_requests() and not engine.abort_request("x")

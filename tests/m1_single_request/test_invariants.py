@@ -1,7 +1,7 @@
 """Random traffic against what must always hold, after every single step.
 
 Requests and streams come and go as Hypothesis likes. At any time the queues agree with each other, the runner holds KV
-for exactly the computed tokens of the running request, streams only grow, and in the end everybody has got exactly the
+for exactly the computed tokens of the running request, streams only grow, and in the end each request has exactly the
 tokens that the same request gets alone, or an abort.
 """
 
@@ -37,7 +37,7 @@ PARAMS = st.sampled_from(
 
 
 class Traffic(RuleBasedStateMachine):
-    """A caller who does everything that the face allows, in any order."""
+    """A caller that does everything that the face allows, in any order."""
 
     make_engine: MakeEngine
     alone: dict[Any, RequestOutput]

@@ -1,7 +1,8 @@
-"""Loading: which directories are models, and one clear error that says what to do for each that is not."""
+"""Loading: which directories are models, and one clear error with what to do for each that is not."""
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +29,9 @@ from tests.m1_single_request.engines import MAX_MODEL_LEN, greedy
 
 
 @pytest.fixture
-def directory(model_dir: Path, tmp_path: Path) -> Path:
+def directory(tiny_directory: Path, tmp_path: Path) -> Path:
     """A copy of the tiny model, to be damaged."""
-    return Path(shutil.copytree(model_dir, tmp_path / "model"))
+    return Path(shutil.copytree(tiny_directory, tmp_path / "model"))
 
 
 def load(model: Any, **settings: Any) -> LoadedModel:
@@ -48,11 +49,11 @@ def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], An
 
 
 def refusal(model: Any, **settings: Any) -> str:
-    """The one line that says why this model cannot be loaded."""
+    """The error of a model that cannot be loaded: one line that names it."""
     with pytest.raises(ModelLoadError) as caught:
         load(model, **settings)
     message = str(caught.value)
-    assert str(model)[-230:] in message, "it names the model, its end at least"
+    assert str(model)[-230:] in message, "its end at least"
     assert "\n" not in message and "Traceback" not in message
     return message
 
@@ -79,22 +80,28 @@ def test_every_supported_architecture_loads(architecture: str, tmp_path: Path) -
 
 
 def test_a_directory_may_be_named_in_every_form(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(model_dir.parent)
-    for name in (model_dir, str(model_dir), f"{model_dir}/", model_dir.name, Path(model_dir.name)):
+    monkeypatch.chdir(tiny_directory.parent)
+    for name in (
+        tiny_directory,
+        str(tiny_directory),
+        f"{tiny_directory}/",
+        tiny_directory.name,
+        Path(tiny_directory.name),
+    ):
         assert load(name).max_model_len == MAX_MODEL_LEN
-    monkeypatch.chdir(model_dir.parents[1])
-    assert load(f"{model_dir.parent.name}/{model_dir.name}").max_model_len == MAX_MODEL_LEN
+    monkeypatch.chdir(tiny_directory.parents[1])
+    assert load(f"{tiny_directory.parent.name}/{tiny_directory.name}").max_model_len == MAX_MODEL_LEN
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_runs_on_the_cpu(model_dir: Path, dtype: str) -> None:
-    config = ModelConfig(model=model_dir, device="cpu", dtype=dtype)
+def test_half_precision_runs_on_the_cpu(tiny_directory: Path, dtype: str) -> None:
+    config = ModelConfig(model=tiny_directory, device="cpu", dtype=dtype)
     with LLMEngine(model_config=config) as engine:
         runner = engine.engine_core.model_runner
         assert next(runner.model.parameters()).dtype == getattr(torch, dtype)
-        assert runner.kv_bytes_per_token * 2 == load(model_dir).kv_bytes_per_token
+        assert runner.kv_bytes_per_token * 2 == load(tiny_directory).kv_bytes_per_token
         assert engine.generate([5, 6], greedy(4)).finish_reason == "length"
 
 
@@ -113,12 +120,12 @@ def test_tied_and_untied_embeddings_load(tmp_path: Path) -> None:
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-def test_loading_says_nothing_and_leaves_no_settings_behind(
+def test_loading_prints_nothing_and_leaves_no_settings_behind(
     directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[logging.LogRecord] = []
+    logged: list[logging.LogRecord] = []
     listener = logging.Handler()
-    monkeypatch.setattr(listener, "emit", said.append)
+    monkeypatch.setattr(listener, "emit", logged.append)
     hf_logging.add_handler(listener)
     hf_logging.enable_progress_bar()
     verbosity = hf_logging.get_verbosity()
@@ -127,19 +134,19 @@ def test_loading_says_nothing_and_leaves_no_settings_behind(
     edit_weights(directory, lambda tensors: tensors.pop("model.norm.weight"))
     refusal(directory)
     hf_logging.remove_handler(listener)
-    assert capfd.readouterr() == ("", "") and not said
+    assert capfd.readouterr() == ("", "") and not logged
     assert hf_logging.is_progress_bar_enabled() and hf_logging.get_verbosity() == verbosity
 
 
 # --- length and end of sequence ---------------------------------------------------------------------------------------
 
 
-def test_the_length_limit_is_the_models_or_less(model_dir: Path) -> None:
-    assert load(model_dir).max_model_len == MAX_MODEL_LEN
-    assert load(model_dir, max_model_len=10).max_model_len == 10
-    assert load(model_dir, max_model_len=MAX_MODEL_LEN).max_model_len == MAX_MODEL_LEN
+def test_the_length_limit_is_the_models_or_less(tiny_directory: Path) -> None:
+    assert load(tiny_directory).max_model_len == MAX_MODEL_LEN
+    assert load(tiny_directory, max_model_len=10).max_model_len == 10
+    assert load(tiny_directory, max_model_len=MAX_MODEL_LEN).max_model_len == MAX_MODEL_LEN
     with pytest.raises(ConfigError, match=f"max_model_len={MAX_MODEL_LEN + 1}.*{MAX_MODEL_LEN}"):
-        load(model_dir, max_model_len=MAX_MODEL_LEN + 1)
+        load(tiny_directory, max_model_len=MAX_MODEL_LEN + 1)
 
 
 def test_the_ends_of_sequence_are_a_union(directory: Path) -> None:
@@ -153,15 +160,6 @@ def test_the_ends_of_sequence_are_a_union(directory: Path) -> None:
     edit_json(directory / "config.json", eos_token_id=None)
     (directory / "generation_config.json").unlink()
     assert load(directory).eos_token_ids == {tokenizers_own}
-
-
-def test_each_end_of_sequence_ends_an_answer(directory: Path) -> None:
-    with LLMEngine(directory) as engine:
-        free = engine.generate([5, 6], greedy(8)).token_ids
-    edit_json(directory / "generation_config.json", eos_token_id=[4000, free[3]])
-    with LLMEngine(directory) as engine:
-        output = engine.generate([5, 6])
-    assert (output.token_ids, output.finish_reason) == (free[:4], "stop")
 
 
 @pytest.mark.parametrize("eos", [4096, 99999, -1])
@@ -191,17 +189,10 @@ def test_a_hub_id_without_a_network_fails_at_once() -> None:
     assert "taken for a hub id" in message and "connection" in message
 
 
-def test_a_file_is_no_directory(directory: Path) -> None:
-    assert "is a file: give the directory" in refusal(directory / "model.safetensors")
-
-
-def test_an_empty_directory_is_no_model(tmp_path: Path) -> None:
-    assert "no config.json" in refusal(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
+        ([], "is a file: give the directory"),
         (["config.json"], "has no config.json"),
         (["model.safetensors"], "has no .safetensors file"),
         (["tokenizer.json", "tokenizer_config.json"], "has no tokenizer.json"),
@@ -212,7 +203,7 @@ def test_an_empty_directory_is_no_model(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(directory: Path, names: list[str], message: str) -> None:
     for name in names:
         (directory / name).unlink()
-    assert message in refusal(directory)
+    assert message in refusal(directory if names else directory / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -269,19 +260,25 @@ def test_tensors_that_do_not_fit_are_named(directory: Path, change: Callable[...
     assert "do not fit config.json" in refused
 
 
-@pytest.mark.parametrize(
-    "values", [{"vocab_size": 4000}, {"num_attention_heads": 2}, {"intermediate_size": 65}], ids=str
-)
-def test_a_config_that_does_not_fit_its_weights_is_refused(directory: Path, values: dict[str, int]) -> None:
-    edit_json(directory / "config.json", **values)
-    assert "other shapes" in refusal(directory)
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    *[({name: value}, "other shapes") for name, value in {"vocab_size": 4000, "intermediate_size": 65}.items()],
+    ({"num_attention_heads": 2}, "other shapes"),
+    ({"hidden_size": "wide"}, "its config cannot be loaded: .*hidden_size"),
+    ({"eos_token_id": "x"}, "its config cannot be loaded: .*eos_token_id"),
+    ({"num_hidden_layers": 7}, "its config cannot be loaded: .*num_hidden_layers"),
+    *[({"max_position_embeddings": number}, "max_position_embeddings") for number in (-5, 0, 1)],
+    *[
+        ({"architectures": names}, "is not supported; supported are")
+        for names in (None, [], ["Qwen3Model"], ["Qwen3MoeForCausalLM"])
+    ],
+    ({"model_type": "martian"}, "martian"),
+]
 
 
-@pytest.mark.parametrize("values", [{"hidden_size": "wide"}, {"eos_token_id": "x"}, {"num_hidden_layers": 7}], ids=str)
-def test_a_config_value_that_makes_no_sense_is_named(directory: Path, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("values", "message"), CONFIGS, ids=str)
+def test_a_config_that_cannot_be_loaded_is_refused(directory: Path, values: dict[str, Any], message: str) -> None:
     edit_json(directory / "config.json", **values)
-    message = refusal(directory)
-    assert "its config cannot be loaded" in message and next(iter(values)) in message
+    assert re.search(message, refusal(directory))
 
 
 # --- architectures and code that is not ours --------------------------------------------------------------------------
@@ -292,17 +289,6 @@ def test_another_architecture_is_refused_with_those_that_are_supported(directory
     message = refusal(directory)
     assert "architecture 'GPT2LMHeadModel' is not supported" in message
     assert all(name in message for name in SUPPORTED_ARCHITECTURES)
-
-
-@pytest.mark.parametrize("architectures", [None, [], ["Qwen3Model"], ["Qwen3MoeForCausalLM"]], ids=str)
-def test_a_config_must_name_a_supported_architecture(directory: Path, architectures: Any) -> None:
-    edit_json(directory / "config.json", architectures=architectures)
-    assert "is not supported; supported are" in refusal(directory)
-
-
-def test_an_unknown_model_type_is_refused(directory: Path) -> None:
-    edit_json(directory / "config.json", model_type="martian")
-    assert "martian" in refusal(directory)
 
 
 EVIL = """
@@ -370,19 +356,13 @@ def test_a_size_that_none_can_be_is_named(directory: Path, family: str, field: s
 @pytest.mark.parametrize("value", ["8", None, [8], float("nan"), float("inf"), True], ids=repr)
 @pytest.mark.parametrize("field", [*SIZES, "max_position_embeddings"])
 def test_a_size_that_is_no_whole_number_is_named_even_where_transformers_lets_it_pass(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
 ) -> None:
     """Its older releases read what they find."""
-    config = AutoConfig.from_pretrained(model_dir)
+    config = AutoConfig.from_pretrained(tiny_directory)
     vars(config)[field] = value
     monkeypatch.setattr(model_loader.AutoConfig, "from_pretrained", lambda *args, **settings: config)
-    assert f"{field}={value!r}, which must be a whole number" in refusal(model_dir)
-
-
-@pytest.mark.parametrize("positions", [-5, 0, 1])
-def test_a_model_without_room_for_a_token_is_refused(directory: Path, positions: int) -> None:
-    edit_json(directory / "config.json", max_position_embeddings=positions)
-    assert "max_position_embeddings" in refusal(directory)
+    assert f"{field}={value!r}, which must be a whole number" in refusal(tiny_directory)
 
 
 def test_an_adapter_is_refused(directory: Path) -> None:
@@ -399,7 +379,7 @@ def test_the_config_does_not_choose_how_the_model_runs(directory: Path, settings
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool], ids=str)
 def test_weights_that_are_stored_as_other_than_real_numbers_are_refused(directory: Path, dtype: torch.dtype) -> None:
-    """Converted, they would be a model that says other things."""
+    """Converted, they would be another model."""
     name = "model.layers.0.mlp.up_proj.weight"
     edit_weights(directory, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
     message = refusal(directory)

@@ -104,100 +104,45 @@ def test_any_row_draws_from_the_distribution_of_the_oracle(
     assert not (measured[exact == 0] > 0).any(), "a filtered token was drawn"
 
 
-def test_filters_act_one_after_the_other_each_on_what_is_left() -> None:
-    """top_k 2 leaves .4 and .3, of which the first has .57 >= .5. Both filters on the full distribution keep two."""
-    assert kept(FOUR, top_k=2, top_p=0.5) == {0}
-    assert kept(FOUR, top_p=0.5) == {0, 1}
-    assert kept(FOUR, top_k=2) == {0, 1}
+KEPT: list[tuple[list[float], dict[str, Any], set[int]]] = [
+    (FOUR, {}, {0, 1, 2, 3}),
+    # top_p keeps the fewest tokens that reach it
+    *[(FOUR, {"top_p": top_p}, {0}) for top_p in (1e-300, 1e-9, 0.39)],
+    *[(FOUR, {"top_p": top_p}, {0, 1}) for top_p in (0.41, 0.69)],
+    (FOUR, {"top_p": 0.71}, {0, 1, 2}),
+    (FOUR, {"top_p": 0.95}, {0, 1, 2, 3}),
+    # equal logits have shares that are exact numbers: no further token is kept
+    ([0.0] * 2, {"top_p": 0.5}, {0}),
+    ([0.0] * 4, {"top_p": 0.25}, {0}),
+    ([0.0] * 4, {"top_p": 0.75}, {0, 1, 2}),
+    # min_p drops tokens that are less likely than its share of the best, and no equal one
+    (FOUR, {"min_p": 0.2}, {0, 1, 2, 3}),
+    (FOUR, {"min_p": 0.3}, {0, 1, 2}),
+    (FOUR, {"min_p": 0.6}, {0, 1}),
+    (FOUR, {"min_p": 1.0}, {0}),
+    ([1.0, 1.0, 0.0, 1.0], {"min_p": 1.0}, {0, 1, 3}),
+    # top_k keeps exactly the k best, of equal ones the lowest ids
+    *[(FOUR, {"top_k": k}, set(range(k))) for k in (1, 2, 3, 4)],
+    (FOUR, {"top_k": 99}, {0, 1, 2, 3}),
+    ([1.0, 3.0, 1.0, 1.0, 2.0], {"top_k": 3}, {0, 1, 4}),
+    ([0.0] * 6, {"top_k": 2}, {0, 1}),
+    # each filter acts on what the one before left: of .4 and .3 the first has .57
+    (FOUR, {"top_k": 2, "top_p": 0.5}, {0}),
+    (FOUR, {"top_p": 0.5}, {0, 1}),
+    (FOUR, {"min_p": 0.6, "top_p": 0.5}, {0}),
+    # temperature acts before the filters
+    (FOUR, {"top_p": 0.38}, {0}),
+    (FOUR, {"top_p": 0.38, "temperature": 2.0}, {0, 1}),
+    (FOUR, {"min_p": 0.3, "temperature": 2.0}, {0, 1, 2, 3}),
+]
 
 
-def test_min_p_acts_before_top_p() -> None:
-    """min_p .6 leaves .4 and .3; top_p .5 of these is the first alone. The other way round both stay."""
-    assert kept(FOUR, min_p=0.6, top_p=0.5) == {0}
-    assert kept(FOUR, min_p=0.6) == {0, 1}
-
-
-def test_temperature_acts_before_the_filters() -> None:
-    assert kept(FOUR, top_p=0.38) == {0}
-    assert kept(FOUR, top_p=0.38, temperature=2.0) == {0, 1}
-    assert kept(FOUR, min_p=0.3) == {0, 1, 2}
-    assert kept(FOUR, min_p=0.3, temperature=2.0) == {0, 1, 2, 3}
-
-
-def test_penalties_act_before_temperature() -> None:
-    one = row(temperature=2.0, presence_penalty=1.0, output=[0])
-    expected = softmax((np.array(FOUR) - [1, 0, 0, 0]) / 2.0)
-    assert np.abs(measured_distribution(FOUR, one) - expected).max() < 2 / 4096
-
-
-@pytest.mark.parametrize(
-    ("top_p", "expected"),
-    [(1e-300, {0}), (1e-9, {0}), (0.39, {0}), (0.41, {0, 1}), (0.69, {0, 1}), (0.71, {0, 1, 2}), (0.95, {0, 1, 2, 3})],
-)
-def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float, expected: set[int]) -> None:
-    assert kept(FOUR, top_p=top_p) == expected
-
-
-@pytest.mark.parametrize(("num", "top_p", "expected"), [(2, 0.5, 1), (4, 0.25, 1), (4, 0.5, 2), (4, 0.75, 3)])
-def test_tokens_whose_mass_is_exactly_top_p_are_enough(num: int, top_p: float, expected: int) -> None:
-    """Equal logits, whose shares are exact numbers: no further token is kept."""
-    assert kept([0.0] * num, top_p=top_p) == set(range(expected))
-
-
-@pytest.mark.parametrize(
-    ("min_p", "expected"),
-    [(0.0, {0, 1, 2, 3}), (0.2, {0, 1, 2, 3}), (0.3, {0, 1, 2}), (0.6, {0, 1}), (0.8, {0}), (1.0, {0})],
-)
-def test_min_p_drops_what_is_less_likely_than_its_share_of_the_best(min_p: float, expected: set[int]) -> None:
-    assert kept(FOUR, min_p=min_p) == expected
-
-
-@pytest.mark.parametrize(
-    ("top_k", "expected"),
-    [(1, {0}), (2, {0, 1}), (3, {0, 1, 2}), (4, {0, 1, 2, 3}), (99, {0, 1, 2, 3}), (-1, {0, 1, 2, 3})],
-)
-def test_top_k_keeps_the_k_best(top_k: int, expected: set[int]) -> None:
-    assert kept(FOUR, top_k=top_k) == expected
-
-
-def test_filters_renormalise_what_they_leave() -> None:
-    measured = measured_distribution(FOUR, row(temperature=1.0, top_k=2))
-    assert np.abs(measured - [4 / 7, 3 / 7, 0, 0]).max() < 2 / 4096
-
-
-def test_top_k_keeps_exactly_k_of_equally_likely_tokens_the_lowest_ids_first() -> None:
-    assert kept([1.0, 3.0, 1.0, 1.0, 2.0], top_k=3) == {0, 1, 4}
-    assert kept([0.0] * 6, top_k=2) == {0, 1}
-
-
-def test_min_p_keeps_all_of_equally_likely_tokens() -> None:
-    assert kept([1.0, 1.0, 0.0, 1.0], min_p=1.0) == {0, 1, 3}
+@pytest.mark.parametrize(("logits", "params", "expected"), KEPT, ids=lambda value: str(value)[:40])
+def test_filters_keep(logits: list[float], params: dict[str, Any], expected: set[int]) -> None:
+    assert kept(logits, **params) == expected
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "temperature 1": {"temperature": 1.0},
-    "temperature 0.6": {"temperature": 0.6},
-    "temperature 2": {"temperature": 2.0},
-    "top_k": {"temperature": 1.0, "top_k": 5},
-    "top_p": {"temperature": 1.0, "top_p": 0.8},
-    "min_p": {"temperature": 1.0, "min_p": 0.1},
-    "all filters": {"temperature": 1.4, "min_p": 0.02, "top_k": 8, "top_p": 0.9},
-    "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
-    "bias": {"temperature": 1.0, "logit_bias": {0: 2.0, 3: -1.0}, "top_p": 0.9},
-}
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_draws_over_seeds_have_the_exact_distribution(name: str) -> None:
-    num, logits = 20_000, some_logits(seed=3)
-    params = SamplingParams(**SETTINGS[name])
-    history: dict[str, Any] = {"prompt": [1, 2], "output": [2, 5, 5]}
-    tokens = sample(logits.expand(num, -1), [row(params, seed=seed, **history) for seed in range(num)]).token_ids
-    exact = exact_distribution(logits[0].tolist(), params, **history)
-    assert fits(np.bincount(tokens, minlength=VOCAB).tolist(), exact.tolist())
 
 
 def test_draws_over_the_positions_of_one_request_have_the_exact_distribution() -> None:
@@ -212,16 +157,6 @@ def test_draws_over_the_positions_of_one_request_have_the_exact_distribution() -
 def test_the_number_of_a_row_is_that_of_its_seed_and_output_position() -> None:
     rows = [row(temperature=1.0, seed=s, output=[1] * t) for s, t in ((3, 0), (3, 1), (-8, 5))]
     assert metadata_of(rows, VOCAB).uniforms.tolist() == uniforms([3, 3, -8], [0, 1, 5]).tolist()  # type: ignore[union-attr]
-
-
-def test_one_seed_repeats_itself_and_another_draws_something_else() -> None:
-    logits = some_logits(64, vocab=1000, seed=1, scale=0.1)
-    runs = [
-        sample(logits, [row(temperature=1.0, seed=seed, output=[0] * t) for t in range(64)]).token_ids
-        for seed in (1, 1, 2)
-    ]
-    assert runs[0] == runs[1]
-    assert sum(a == b for a, b in zip(runs[0], runs[2], strict=True)) < 8
 
 
 @pytest.mark.parametrize(
@@ -289,7 +224,7 @@ def test_a_row_without_a_single_possible_token_is_named_and_harms_no_other(tempe
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-def test_temperature_zero_takes_the_best_token_whatever_the_filters_say() -> None:
+def test_temperature_zero_takes_the_best_token_whatever_the_filters_are() -> None:
     logits = some_logits(200, seed=5)
     best = tuple(logits.argmax(-1).tolist())
     some_filters: list[dict[str, Any]] = [{}, {"top_p": 0.3}, {"top_k": 2, "min_p": 0.5}, {"top_p": 0.99, "top_k": 500}]
@@ -300,68 +235,37 @@ def test_temperature_zero_takes_the_best_token_whatever_the_filters_say() -> Non
     assert sample(logits, mixed).token_ids[1::2] == best[1::2]
 
 
-def test_the_greedy_threshold_is_one_in_a_hundred_thousand() -> None:
-    """Two tokens 1e-6 apart: at the threshold both are drawn, below it never the second."""
-    logits = [[1.0, 1.0 - 1e-6]] * 400
-    below = sample(logits, [row(temperature=9.9e-6, seed=i) for i in range(400)]).token_ids
-    at = sample(logits, [row(temperature=1e-5, seed=i) for i in range(400)]).token_ids
-    assert set(below) == {0} and set(at) == {0, 1}
-
-
-def test_the_first_of_equally_good_tokens_is_the_greedy_choice() -> None:
-    assert sample([[0.0, 2.0, 2.0, 1.0]], [row()]).token_ids == (1,)
-
-
 # --- penalties, bias, min_tokens --------------------------------------------------------------------------------------
-
-
-def penalised(logits: list[float], **settings: Any) -> list[float]:
-    """The logits as the draw sees them, up to a constant: log of the measured shares at temperature 1."""
-    shares = measured_distribution(logits, row(temperature=1.0, **settings), num=200_000)
-    return [math.log(share / shares[-1]) for share in shares]
-
 
 LAST = 0.0  # the last token is in no history: the others are measured against it
 
 
-def test_repetition_divides_positive_and_multiplies_negative_logits_of_prompt_and_output() -> None:
-    seen = {"prompt": [0, 1], "output": [2, 3, 3], "repetition_penalty": 2.0}
-    assert penalised([2.0, -1.0, 1.0, -0.5, 1.0, LAST], **seen) == pytest.approx(
-        [1.0, -2.0, 0.5, -1.0, 1.0, 0.0], abs=1e-3
-    )
-
-
-def test_repetition_below_one_encourages() -> None:
-    seen = {"prompt": [0, 1], "repetition_penalty": 0.5}
-    assert penalised([0.5, -1.0, 1.0, LAST], **seen) == pytest.approx([1.0, -0.5, 1.0, 0.0], abs=1e-3)
-
-
-def test_frequency_counts_the_output_only() -> None:
-    seen = {"prompt": [0, 0, 1], "output": [1, 2, 2], "frequency_penalty": 1.0}
-    assert penalised([1.0, 1.0, 1.0, LAST], **seen) == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-3)
-
-
-def test_presence_subtracts_once_over_the_output_only() -> None:
-    seen = {"prompt": [0, 0, 1], "output": [1, 2, 2], "presence_penalty": 1.0}
-    assert penalised([1.0, 1.0, 1.0, LAST], **seen) == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-3)
-
-
-def test_a_penalty_of_two_once_is_minus_two_and_of_one_twice_is_minus_two_or_minus_one() -> None:
-    assert penalised([0.0, LAST], output=[0], frequency_penalty=2.0)[0] == pytest.approx(-2, abs=1e-3)
-    assert penalised([0.0, LAST], output=[0, 0], frequency_penalty=1.0)[0] == pytest.approx(-2, abs=1e-3)
-    assert penalised([0.0, LAST], output=[0, 0], presence_penalty=1.0)[0] == pytest.approx(-1, abs=1e-3)
-
-
-def test_repetition_acts_before_frequency_and_presence() -> None:
-    """2 / 2 - 0.5 - 0.25 = 0.25; the other way round it would be (2 - 0.75) / 2 = 0.625."""
-    seen = {"output": [0], "repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25}
-    assert penalised([2.0, LAST], **seen)[0] == pytest.approx(0.25, abs=1e-3)
-
-
-def test_bias_acts_before_the_penalties() -> None:
-    """(1 + 1) / 2 = 1; the other way round it would be 1 / 2 + 1 = 1.5."""
-    seen = {"output": [0], "repetition_penalty": 2.0, "logit_bias": {0: 1.0}}
-    assert penalised([1.0, LAST], **seen)[0] == pytest.approx(1.0, abs=1e-3)
+@pytest.mark.parametrize(
+    ("logits", "settings", "expected"),
+    [
+        # repetition divides positive and multiplies negative logits of prompt and output, once; below one it encourages
+        (
+            [2.0, -1.0, 1.0, -0.5, 1.0],
+            {"prompt": [0, 1], "output": [2, 3, 3], "repetition_penalty": 2.0},
+            [1.0, -2.0, 0.5, -1.0, 1.0],
+        ),
+        ([0.5, -1.0, 1.0], {"prompt": [0, 1], "repetition_penalty": 0.5}, [1.0, -0.5, 1.0]),
+        # frequency and presence count the output only, presence once
+        ([1.0, 1.0, 1.0], {"prompt": [0, 0, 1], "output": [1, 2, 2], "frequency_penalty": 1.0}, [1.0, 0.0, -1.0]),
+        ([1.0, 1.0, 1.0], {"prompt": [0, 0, 1], "output": [1, 2, 2], "presence_penalty": 1.0}, [1.0, 0.0, 0.0]),
+        # repetition acts before the others: the other way round it would be (2 - 0.75) / 2 = 0.625
+        (
+            [2.0],
+            {"output": [0], "repetition_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25},
+            [0.25],
+        ),
+        # a bias acts before the penalties: the other way round it would be 1 / 2 + 1 = 1.5
+        ([1.0], {"output": [0], "repetition_penalty": 2.0, "logit_bias": {0: 1.0}}, [1.0]),
+    ],
+)
+def test_penalties_change_the_logits(logits: list[float], settings: dict[str, Any], expected: list[float]) -> None:
+    shares = measured_distribution([*logits, LAST], row(temperature=1.0, **settings), num=200_000)
+    assert [math.log(share / shares[-1]) for share in shares[:-1]] == pytest.approx(expected, abs=1e-3)
 
 
 def test_penalties_change_the_greedy_choice_too() -> None:
@@ -464,21 +368,6 @@ def test_the_distribution_of_a_plain_row_is_untouched_by_mates_that_are_filtered
     assert tokens(3)[0] == 0
 
 
-def test_the_order_of_rows_and_their_mates_change_no_token() -> None:
-    rows, logits = mixed_rows(30, 64, seed=2), some_logits(30, 64, seed=10)
-    expected = dict(enumerate(sample(logits, rows).token_ids))
-    rng = np.random.default_rng(0)
-    for size in (30, 17, 4):
-        order = rng.permutation(30)[:size].tolist()
-        tokens = sample(logits[order], [rows[i] for i in order]).token_ids
-        assert dict(zip(order, tokens, strict=True)) == {i: expected[i] for i in order}
-
-
-def test_equal_rows_of_one_batch_draw_equal_tokens() -> None:
-    tokens = sample(some_logits().expand(9, -1), [row(temperature=1.0, top_p=0.9, seed=77)] * 9).token_ids
-    assert len(set(tokens)) == 1
-
-
 # --- fast paths -------------------------------------------------------------------------------------------------------
 
 
@@ -496,38 +385,46 @@ def operations() -> Iterator[Counter[str]]:
         yield seen
 
 
-def test_an_all_greedy_batch_draws_nothing_and_sorts_nothing() -> None:
-    rows = [row(top_p=0.5, top_k=2, min_p=0.1, seed=i) for i in range(4)]
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([row(top_p=0.5, top_k=2, min_p=0.1, seed=i) for i in range(3)], set()),
+        (
+            [row(temperature=1.0), row(temperature=0.0, top_p=0.5), row(temperature=0.5, top_k=VOCAB, top_p=1.0)],
+            {"_softmax", "cumsum", "searchsorted"},
+        ),
+        (
+            [row(temperature=1.0), row(temperature=1.0), row(temperature=1.0, top_p=0.9)],
+            {"_softmax", "cumsum", "searchsorted", "sort"},
+        ),
+    ],
+    ids=["all greedy", "temperature only", "one filtered row"],
+)
+def test_a_batch_computes_only_what_its_rows_need(rows: list[SamplingRow], expected: set[str]) -> None:
     metadata = metadata_of(rows, VOCAB)
-    assert metadata.all_greedy
-    assert metadata.uniforms is metadata.top_k is metadata.top_p is metadata.min_p is None
-    with operations() as seen:
-        Sampler()(some_logits(4), metadata)
-    assert not {"sort", "cumsum", "_softmax", "searchsorted", "_log_softmax", "topk"} & set(seen)
-
-
-def test_a_batch_with_temperature_only_sorts_nothing() -> None:
-    rows = [row(temperature=1.0, seed=1), row(temperature=0.0, top_p=0.5), row(temperature=0.5, top_k=VOCAB, top_p=1.0)]
-    metadata = metadata_of(rows, VOCAB)
-    assert metadata.top_k is metadata.top_p is metadata.min_p is None
-    assert metadata.bias is metadata.seen is metadata.output_counts is None and metadata.penalties is None
     with operations() as seen:
         Sampler()(some_logits(3), metadata)
-    assert seen["_softmax"] == 1
-    assert not {"sort", "topk", "_log_softmax"} & set(seen)
+    assert {"sort", "cumsum", "_softmax", "searchsorted", "_log_softmax", "topk"} & set(seen) == expected
 
 
-def test_one_filtered_row_is_enough_to_sort() -> None:
-    with operations() as seen:
-        sample(some_logits(2), [row(temperature=1.0), row(temperature=1.0, top_p=0.9)])
-    assert seen["sort"] == 1
-
-
-def test_what_no_row_uses_is_not_built() -> None:
-    assert metadata_of([row(logit_bias={1: 1.0})], VOCAB).penalties is None
-    assert metadata_of([row(presence_penalty=1.0)], VOCAB).bias is None
-    assert metadata_of([row(min_tokens=1, stop_ids=[2], output=[0])], VOCAB).bias is None
-    assert metadata_of([row(min_tokens=1)], VOCAB).bias is None, "there is no stop id to block"
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"top_p": 0.5, "top_k": 2, "min_p": 0.1}, "uniforms top_k top_p min_p"),
+        (
+            {"temperature": 0.5, "top_k": VOCAB, "top_p": 1.0},
+            "top_k top_p min_p bias penalties seen output_counts",
+        ),
+        ({"logit_bias": {1: 1.0}}, "penalties"),
+        ({"presence_penalty": 1.0}, "bias"),
+        ({"min_tokens": 1, "stop_ids": [2], "output": [0]}, "bias"),
+        ({"min_tokens": 1}, "bias"),  # there is no stop id to block
+    ],
+    ids=str,
+)
+def test_a_tensor_that_no_row_needs_is_not_built(settings: dict[str, Any], names: str) -> None:
+    metadata = metadata_of([row(**settings)], VOCAB)
+    assert [getattr(metadata, name) for name in names.split()] == [None] * len(names.split())
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------
@@ -611,16 +508,6 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for() -> None:
     rows = [row(logprobs=k) for k in (None, 0, 7, None, 2)]
     result = sample(some_logits(5, seed=17), rows)
     assert [None if columns is None else len(columns.token_ids) for columns in result.logprobs] == [None, 1, 8, None, 3]
-
-
-def test_logprobs_of_chosen_tokens_are_gathered_row_by_row() -> None:
-    """How the prompt's own tokens get theirs."""
-    logits, tokens = some_logits(6, 40, seed=18), torch.tensor([0, 39, 7, 7, 1, 20])
-    exact = log_softmax(logits)
-    for i, columns in enumerate(gather_logprobs(logits, tokens, 2)):
-        assert columns.token_ids[0] == tokens[i]
-        assert columns.logprobs[0] == pytest.approx(exact[i, tokens[i]], abs=1e-5)
-        assert columns.token_ids[1:] == tuple(np.argsort(-exact[i])[:2].tolist())
 
 
 def test_asking_for_logprobs_changes_no_token() -> None:

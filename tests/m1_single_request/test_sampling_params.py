@@ -115,19 +115,11 @@ def test_a_whole_number_too_large_for_a_float_is_refused_like_any_other(name: st
         SamplingParams(**{name: value})
 
 
-def test_min_tokens_above_max_tokens_names_both() -> None:
+def test_a_refusal_names_the_other_limit_or_what_to_use_instead() -> None:
     with pytest.raises(InvalidParamsError, match=r"min_tokens=9 .*max_tokens.*8"):
         SamplingParams(max_tokens=8, min_tokens=9)
-
-
-def test_top_k_zero_says_what_to_use_instead() -> None:
     with pytest.raises(InvalidParamsError, match=r"top_k=0.*-1"):
         SamplingParams(top_k=0)
-
-
-def test_one_bad_string_among_good_ones_refuses_all() -> None:
-    with pytest.raises(InvalidParamsError, match="stop"):
-        SamplingParams(stop=["one", "two", ""])
 
 
 def test_unknown_parameters_and_positional_ones_are_errors() -> None:
@@ -140,7 +132,7 @@ def test_unknown_parameters_and_positional_ones_are_errors() -> None:
 BOUNDARIES: dict[str, list[Any]] = {
     "max_tokens": [1, 10**9],
     "min_tokens": [0, 1, 128],
-    "temperature": [0, 0.0, 1, 1e-9, 1e-5, 2.5, 1000, 1e300, 10**22],
+    "temperature": [0, 0.0, 1, 1e-9, 1e-5, 2.5, 1000, 1e300, 10**22, np.float64(0.5)],
     "top_k": [-1, 1, 10**12],
     "top_p": [1, 1.0, 1e-9, 0.5],
     "min_p": [0, 0.0, 1, 1.0],
@@ -193,10 +185,6 @@ def test_stop_token_ids_may_be_any_sequence_of_ids() -> None:
 def test_an_empty_bias_is_no_bias() -> None:
     assert SamplingParams(logit_bias={}).logit_bias is None
     assert SamplingParams(logit_bias={7: -3, 0: 2.5}).logit_bias == {7: -3, 0: 2.5}
-
-
-def test_numpy_floats_that_are_floats_are_accepted() -> None:
-    assert SamplingParams(temperature=np.float64(0.5)).temperature == 0.5
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(SamplingParams)])

@@ -1,4 +1,4 @@
-"""What m2's engine tests share: one tiny random model, engines of both executions around it, and m1's answers."""
+"""What m2's engine tests share: engines of both executions around the tiny random model."""
 
 from collections.abc import Iterator
 
@@ -7,26 +7,14 @@ import pytest
 import m2_continuous_batching
 from m1_single_request.model_loader import LoadedModel
 from m2_continuous_batching import LLMEngine
-from tests.m2_continuous_batching.engines import EXECUTIONS, MakeEngine
-from tests.support.engines import EngineMaker, load_tiny_model
-
-
-@pytest.fixture(scope="session")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """The tiny model, loaded once for all engines."""
-    return load_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="session")
-def loaded_m1(loaded: LoadedModel) -> LoadedModel:
-    """The model whose answers are the ones to give."""
-    return loaded
+from tests.m2_continuous_batching.engines import EXECUTIONS
+from tests.support.engines import EngineMaker, MakeEngine
 
 
 @pytest.fixture
-def make_engine(loaded: LoadedModel) -> Iterator[MakeEngine]:
+def make_engine(loaded_m1: LoadedModel) -> Iterator[MakeEngine]:
     """`make_engine(parts, seed=..., scheduler_config=..., ...)`: an engine that shares the loaded model."""
-    maker = EngineMaker(m2_continuous_batching, loaded)
+    maker = EngineMaker(m2_continuous_batching, loaded_m1)
     yield maker
     maker.check()
 
@@ -40,4 +28,4 @@ def execution(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def engine(make_engine: MakeEngine) -> LLMEngine:
     """A fresh engine with the default limits."""
-    return make_engine()
+    return make_engine()  # type: ignore[no-any-return]

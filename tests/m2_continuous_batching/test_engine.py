@@ -1,59 +1,17 @@
-"""m2 behind the face of m1: requests share steps, join and leave between any two of them, and nobody notices.
+"""What slots and padding change behind the face of m1.
 
-What the face promises whatever runs behind it is tested with m1, and what all batches have in common in
-`tests/engine_contract`; here is what slots and padding change.
+What all batches have in common is tested in `tests/engine_contract`.
 """
-
-from typing import Any
 
 import pytest
 
-from m2_continuous_batching import (
-    InvalidParamsError,
-    LLMEngine,
-    SamplingParams,
-    SchedulerConfig,
-)
-from tests.m2_continuous_batching.engines import (
-    MAX_MODEL_LEN,
-    MakeEngine,
-    Recorder,
-    check_drained,
-    check_step,
-    greedy,
-    held,
-    limits,
-    run,
-)
+from m2_continuous_batching import InvalidParamsError, LLMEngine, PromptTooLongError, SchedulerConfig
+from tests.m2_continuous_batching.engines import MAX_MODEL_LEN, MakeEngine, check_drained, greedy, limits, run
 
 
 def ids(length: int, first: int = 5) -> list[int]:
     """A prompt of this length."""
     return list(range(first, first + length))
-
-
-# --- the worked example -----------------------------------------------------------------------------------------------
-
-
-def test_requests_join_and_leave_a_running_batch(make_engine: MakeEngine, execution: str) -> None:
-    """Prompts of 9, 3 and 5 tokens; the second ends after two tokens, and one of 12 takes its place."""
-    engine = make_engine(**limits(3, 32, execution))
-    recorder = Recorder(engine.tracer)
-    for rid, length, max_tokens in (("a", 9, 6), ("b", 3, 2), ("c", 5, 6)):
-        engine.add_request(ids(length), greedy(max_tokens), request_id=rid)
-    outputs = [engine.step(), engine.step()]
-    assert [list(o) for o in outputs] == [["a", "b", "c"]] * 2
-    assert outputs[1]["b"].finished
-    engine.add_request(ids(12), greedy(2), request_id="d")
-    assert list(engine.step()) == ["a", "c", "d"]
-    first, second, third = recorder.events("batch")
-    assert (first.total_tokens, first.rids, first.prefix_lens) == (17, ("a", "b", "c"), (0, 0, 0))
-    assert (second.total_tokens, second.rids, second.prefix_lens) == (3, ("a", "b", "c"), (9, 3, 5))
-    assert (third.total_tokens, third.rids, third.prefix_lens) == (14, ("d", "a", "c"), (0, 10, 6))
-    assert (third.joined, third.left) == (("d",), ("b",))
-    assert engine.engine_core.scheduler.kv_manager.owned() == {"a": [0], "c": [2], "d": [1]}
-    assert held(engine) == (9 + 2) + (5 + 2) + 12
-    run(engine)
 
 
 def test_a_batch_takes_as_many_steps_as_its_longest_answer(make_engine: MakeEngine, execution: str) -> None:
@@ -62,31 +20,14 @@ def test_a_batch_takes_as_many_steps_as_its_longest_answer(make_engine: MakeEngi
     assert engine.stats().num_steps == 8
 
 
-# --- many requests ----------------------------------------------------------------------------------------------------
+# --- requests that can never run --------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
-def test_five_hundred_requests_pass_through_four_slots(make_engine: MakeEngine, make_m1: Any) -> None:
-    asks = [
-        (ids(1 + n % 11, first=n), SamplingParams(max_tokens=1 + n % 4, temperature=n % 2, seed=n, ignore_eos=True))
-        for n in range(17)
-    ]
-    engine = make_engine(**limits(4, 40))
-    last: dict[str, Any] = {}
-    for number in range(500):
-        engine.add_request(*asks[number % 17], request_id=str(number))
-        if number % 2:
-            last |= engine.step()
-            check_step(engine)
-            assert engine.stats().num_running <= 4
-    last |= run(engine)
-    assert engine.stats().num_finished == {"length": 500}
-    alone = make_m1()
-    answers = [alone.generate(prompt, params).token_ids for prompt, params in asks]
-    assert [last[str(number)].token_ids for number in range(500)] == [answers[number % 17] for number in range(500)]
-
-
-# --- what can never run -----------------------------------------------------------------------------------------------
+def test_a_prompt_over_the_budget_fails_alone(make_engine: MakeEngine) -> None:
+    engine = make_engine(**limits(2, 12))
+    fits, refused = engine.generate_batch([ids(12), ids(13)], greedy(4)).values()
+    assert (fits.finish_reason, refused.finish_reason) == ("length", "error")
+    assert isinstance(refused.error, PromptTooLongError) and "13" in str(refused.error) and "12" in str(refused.error)
 
 
 def test_without_a_budget_of_its_own_no_prompt_is_refused_for_it(make_engine: MakeEngine) -> None:
@@ -100,18 +41,15 @@ def test_several_outputs_are_refused_with_the_milestone_that_brings_them(engine:
         engine.add_request(ids(3), greedy(2, n=2))
 
 
-# --- the face ---------------------------------------------------------------------------------------------------------
+# --- stats ------------------------------------------------------------------------------------------------------------
 
 
 def test_stats_count_work_and_waste(make_engine: MakeEngine) -> None:
     engine = make_engine(**limits(4))
     per_token = engine.engine_core.kv_bytes_per_token
     reserved = 4 * MAX_MODEL_LEN * per_token
-    assert (engine.stats().useful_tokens, engine.stats().padded_tokens, engine.stats().kv_bytes_reserved) == (
-        0,
-        0,
-        reserved,
-    )
+    stats = engine.stats()
+    assert (stats.useful_tokens, stats.padded_tokens, stats.kv_bytes_reserved) == (0, 0, reserved)
     for rid, length, max_tokens in (("a", 6, 3), ("b", 2, 2), ("c", 4, 9)):
         engine.add_request(ids(length), greedy(max_tokens), request_id=rid)
     waste = []
@@ -154,5 +92,5 @@ def test_the_engine_runs_the_checkpoint_that_ships() -> None:
         outputs = engine.generate_batch(prompts)
         assert [output.finish_reason for output in outputs.values()] == ["stop", "stop"]
         assert all("token" in output.text for output in outputs.values())
-        assert engine.stats().kv_bytes_reserved > 0, "padded, if nobody says otherwise"
+        assert engine.stats().kv_bytes_reserved > 0, "padded by default"
         check_drained(engine)

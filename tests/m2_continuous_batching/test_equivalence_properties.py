@@ -1,23 +1,17 @@
-"""Whoever shares the batch, whenever requests come and whatever the limits: everybody gets m1's tokens.
+"""Whatever shares the batch, whenever requests come and whatever the limits: each request gets m1's tokens.
 
 Hypothesis makes the traffic, with the strategies and the comparison of `tests/equivalence/traffic.py`.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import m1_single_request
-from m1_single_request.model_loader import LoadedModel
-from m2_continuous_batching import SamplingParams
-from tests.equivalence import answers
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, WIDE_SETTINGS, Alone, Ask, asks_of, check_ask, serve
 from tests.m2_continuous_batching.engines import MakeEngine, check_drained, check_step, limits
 from tests.support.amounts import examples
-from tests.support.engines import EngineMaker
 
 PROMPT_LENS = (1, 2, 3, 5, 8, 13, 20, 21, 34, 40)
 GREEDY = [name for name in CLEAR_SETTINGS if name.startswith("greedy")]
@@ -28,12 +22,6 @@ ASKS = asks_of(
     arrival=st.integers(0, 15),
     patience=st.none() | st.integers(0, 8),
 )
-
-
-@pytest.fixture(scope="module")
-def alone(loaded: LoadedModel) -> Alone:
-    """`alone(ask, 0)`: m1's answer, as a reference, and how it ended."""
-    return Alone(EngineMaker(m1_single_request, loaded))
 
 
 @pytest.mark.sample(2)
@@ -62,22 +50,3 @@ def test_any_traffic_gets_the_tokens_of_m1(
 
     holds()
     check_cuts(references)
-
-
-# --- what shares the batch --------------------------------------------------------------------------------------------
-
-
-def test_a_drawn_answer_does_not_depend_on_who_shares_the_batch(
-    make_engine: MakeEngine, make_m1: Any, execution: str
-) -> None:
-    drawn = SamplingParams(max_tokens=10, temperature=1.0, seed=11, ignore_eos=True)
-    answers.check_drawn_in_company(lambda: make_engine(**limits(8, execution=execution)), make_m1(), drawn, longest=30)
-
-
-def test_without_a_seed_the_number_of_the_request_decides(make_engine: MakeEngine, make_m1: Any) -> None:
-    answers.check_unseeded(make_engine(seed=4), make_m1(seed=4))
-
-
-def test_logprobs_of_prompt_and_output_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, execution: str) -> None:
-    engine = make_engine(**limits(4, execution=execution))
-    answers.check_logprobs(engine, make_m1(), lengths=(13, 1, 40, 5, 8, 20), top_k=-1, exact_ranks=True)

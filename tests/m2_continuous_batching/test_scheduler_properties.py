@@ -1,8 +1,8 @@
 """Random traffic against the scheduler: whatever comes when, every decision is the one that the rules name.
 
 Hypothesis draws arrivals, limits, aborts and failures. The test-bed judges every message of every step;
-here the decisions are compared with an oracle of a few lines, and what follows from many of them is asserted: nobody is
-starved, nobody overtakes, everybody ends with exactly the right tokens, and the same arrivals give the same trace.
+here the decisions are compared with an oracle of a few lines, and what follows from them is asserted: no request is
+starved, none overtakes, each ends with exactly the right tokens, and the same arrivals give the same trace.
 """
 
 from collections.abc import Iterator
@@ -85,12 +85,12 @@ def traffic(draw: st.DrawFn, *, disturbed: bool = True) -> Traffic:
 
 @dataclass(frozen=True)
 class Before:
-    """The scheduler before a decision; who is marked to end is left out."""
+    """The scheduler before a decision; requests that are marked to end are left out."""
 
     running: list[str]
     waiting: list[str]
     num_running: int
-    """All who occupy a place, the marked ones too."""
+    """All that occupy a place, the marked ones too."""
 
 
 def names(traffic: Traffic, *, prefix: str = "r") -> list[str]:
@@ -122,7 +122,7 @@ def play(traffic: Traffic, bed: SchedulerBed, ids: list[str]) -> Iterator[tuple[
 
 
 def come(traffic: Traffic, bed: SchedulerBed, ids: list[str], number: int) -> None:
-    """Let those arrive who come before this step."""
+    """Let those arrive that come before this step."""
     for place, arrival in enumerate(traffic.arrivals):
         if arrival.step == number:
             prompt = [33 + (place * 7 + i) % 90 for i in range(arrival.prompt_len)]
@@ -140,7 +140,7 @@ def bed_for(traffic: Traffic, *, trace: bool = False) -> SchedulerBed:
 
 
 def expected(params: SamplingParams, prompt: list[int]) -> tuple[int, ...]:
-    """All that a request says if nobody disturbs it."""
+    """The whole output of a request that nothing disturbs."""
     return answer(prompt, min(params.max_tokens, MAX_MODEL_LEN - len(prompt)), params.stop_token_ids)
 
 
@@ -149,7 +149,7 @@ def expected(params: SamplingParams, prompt: list[int]) -> tuple[int, ...]:
 
 @settings(max_examples=examples(200))
 @given(traffic())
-def test_everybody_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
+def test_each_request_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
     ids = names(traffic)
     bed = bed_for(traffic)
     for _ in play(traffic, bed, ids):
@@ -175,7 +175,7 @@ def test_admission_is_in_order_of_arrival(traffic: Traffic) -> None:
         joined |= dict.fromkeys(step.joined)
     assert list(joined) == [rid for rid in ids if rid in joined]
     never = set(ids) - joined.keys()
-    assert {bed.ended[rid] for rid in never} <= {"abort"}, "only who gave up never ran"
+    assert {bed.ended[rid] for rid in never} <= {"abort"}, "only an aborted request never ran"
 
 
 @settings(max_examples=examples(100))
@@ -211,7 +211,7 @@ def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(
 
 
 def decision(traffic: Traffic, before: Before, left_out: list[str], lens: dict[str, int]) -> dict[str, int]:
-    """What a step must schedule: whom the last one left out, whole prompts in order, then all others."""
+    """What a step must schedule: requests that the last one left out, whole prompts in order, then all others."""
     counts = dict.fromkeys((rid for rid in before.running if rid in left_out), 1)
     places, room = traffic.max_num_seqs - before.num_running, traffic.budget - len(counts)
     for rid in before.waiting:
@@ -237,7 +237,7 @@ def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None
 
 @settings(max_examples=examples(150))
 @given(traffic(disturbed=False))
-def test_nobody_is_starved(traffic: Traffic) -> None:
+def test_no_request_is_starved(traffic: Traffic) -> None:
     """A decode misses at most one step in a row; the first in line is kept out by the budget at most two in a row."""
     bed = bed_for(traffic)
     missed: set[str] = set()
@@ -250,12 +250,12 @@ def test_nobody_is_starved(traffic: Traffic) -> None:
         if first is not None and before.num_running + len(step.joined) < traffic.max_num_seqs:
             kept_out[first] = kept_out.get(first, 0) + 1
             assert kept_out[first] <= 2
-        assert bool(step.counts) == bool(before.running or before.waiting), "there is always somebody who can run"
+        assert bool(step.counts) == bool(before.running or before.waiting), "there is always a request that can run"
 
 
 @settings(max_examples=examples(100))
 @given(traffic(disturbed=False))
-def test_the_trace_tells_every_decision(traffic: Traffic) -> None:
+def test_the_trace_holds_every_decision(traffic: Traffic) -> None:
     bed = bed_for(traffic, trace=True)
     assert bed.recorder is not None
     seen = 0
@@ -298,4 +298,4 @@ def test_a_queue_that_lets_newcomers_overtake_is_noticed() -> None:
     except AssertionError as error:
         assert "r1 overtakes r0" in str(error)
     else:
-        raise AssertionError("nobody noticed")
+        raise AssertionError("it was not noticed")

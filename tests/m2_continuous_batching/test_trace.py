@@ -1,92 +1,37 @@
-"""What m2's events say is the truth about small batches. Their form is tested for all milestones in `tests/events`."""
+"""m2's events are true of small batches. Their form is tested for all milestones in `tests/events`."""
 
-import re
-from pathlib import Path
-
-import pytest
-
-from m2_continuous_batching import ChromeTraceReader, ConsoleReader, TraceConfig
-from tests.m2_continuous_batching.engines import MAX_MODEL_LEN, MakeEngine, greedy, limits, run, unfinished
-from tests.m2_continuous_batching.event_examples import ADMIT, BATCH
-from tests.support.traces import chrome_bars, chrome_curves, fields, traced
+from m2_continuous_batching.events import LeftOut
+from tests.m2_continuous_batching.engines import MAX_MODEL_LEN, MakeEngine, greedy, limits, run
+from tests.m2_continuous_batching.event_examples import ADMIT, BATCH, USAGE
+from tests.support.traces import fields, traced
 
 
-def test_a_batch_is_about_all_its_requests_and_each_has_a_bar() -> None:
-    assert BATCH.request_ids() == ("d", "a", "c")
+def test_readers_show_a_batch_by_its_requests_and_its_padding() -> None:
+    """How the console and the Chrome trace show such events is tested with m1."""
+    assert (ADMIT.request_ids(), BATCH.request_ids()) == (("req-7",), ("d", "a", "c"))
     assert BATCH.lanes() == (("d", "prefill"), ("a", "decode"), ("c", "decode"))
-    assert ADMIT.request_ids() == ("req-7",)
+    assert BATCH.brief() == "mixed   14 tokens of 3 requests"
+    assert LeftOut(rids=("a", "b"), available=9).brief() == "left out: a, b"
+    assert USAGE.counters() == {"padded tokens": 10, "KV bytes used": 8192, "KV bytes reserved": 2**20}
 
 
 # --- the truth --------------------------------------------------------------------------------------------------------
 
 
-def test_admissions_count_down_the_budget_and_the_queue(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine, **limits(3, 20))
-    for rid, length in (("a", 9), ("b", 3), ("c", 5), ("d", 2)):
-        engine.add_request([5] * length, greedy(2), request_id=rid)
-    engine.step()
-    wanted = ("rid", "extend", "block_ids", "num_running", "budget_left", "num_waiting")
-    assert fields(recorder.events("admit"), *wanted) == [
-        ("a", 9, (0,), 1, 11, 3),
-        ("b", 3, (1,), 2, 8, 2),
-        ("c", 5, (2,), 3, 3, 1),
-    ]
-    assert fields(recorder.events("admit"), "max_num_seqs", "max_num_batched_tokens", "prefix") == [(3, 20, 0)] * 3
-
-
-def test_who_must_wait_is_told_which_limit_stands_in_the_way(make_engine: MakeEngine) -> None:
+def test_a_request_that_must_wait_is_named_with_the_limit_in_its_way(make_engine: MakeEngine) -> None:
     engine, recorder = traced(make_engine, **limits(2, 10))
     for rid, length in (("a", 6), ("b", 7), ("c", 1)):
         engine.add_request([5] * length, greedy(2 + (rid == "b")), request_id=rid)
     for _ in range(3):
         engine.step()
     assert fields(recorder.events("not_admitted"), "rid", "limit", "needed", "available", "num_waiting") == [
-        ("b", "max_num_batched_tokens", 7, 4, 2),  # a's prompt leaves 4; c would fit, but nobody overtakes
+        ("b", "max_num_batched_tokens", 7, 4, 2),  # a's prompt leaves 4; c would fit, but none overtakes
         ("c", "max_num_seqs", 3, 2, 1),
     ]
     run(engine)
 
 
-def test_who_is_left_out_is_named_and_runs_first_in_the_next_step(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine, **limits(4, 6))
-    for rid in ("a", "b"):
-        engine.add_request([5, 6], greedy(4), request_id=rid)
-    engine.step()
-    for rid, length in (("c", 5), ("d", 6)):
-        engine.add_request([7] * length, greedy(2), request_id=rid)
-    engine.step()
-    engine.step()
-    batches = recorder.events("batch")
-    assert [batch.rids for batch in batches] == [("a", "b"), ("c", "a"), ("b", "a", "c")]
-    assert fields(recorder.events("left_out"), "rids", "available") == [(("b",), 6)]
-    assert recorder.events("not_admitted")[-1].available == 5, "b's token comes before d's prompt"
-    run(engine)
-
-
-def test_a_batch_says_who_came_and_who_went(make_engine: MakeEngine, execution: str) -> None:
-    engine, recorder = traced(make_engine, **limits(4, 50, execution))
-    for rid, length, max_tokens in (("a", 9, 4), ("b", 3, 2), ("c", 5, 2)):
-        engine.add_request([5] * length, greedy(max_tokens), request_id=rid)
-    engine.step()
-    engine.step()
-    engine.add_request([5] * 12, greedy(1), request_id="d")
-    run(engine)
-    batches = recorder.events("batch")
-    assert fields(batches, "mode", "rids", "joined", "left") == [
-        ("prefill", ("a", "b", "c"), ("a", "b", "c"), ()),
-        ("decode", ("a", "b", "c"), (), ()),
-        ("mixed", ("d", "a"), ("d",), ("b", "c")),
-        ("decode", ("a",), (), ("d",)),
-    ]
-    assert fields(batches, "extend_lens", "prefix_lens", "seq_lens", "total_tokens", "budget") == [
-        ((9, 3, 5), (0, 0, 0), (9, 3, 5), 17, 50),
-        ((1, 1, 1), (9, 3, 5), (10, 4, 6), 3, 50),
-        ((12, 1), (0, 10), (12, 11), 13, 50),
-        ((1,), (11,), (12,), 1, 50),
-    ]
-
-
-def test_who_went_in_a_step_that_ran_nothing_is_named_in_the_next_batch(make_engine: MakeEngine) -> None:
+def test_requests_that_left_in_a_step_that_ran_nothing_are_named_in_the_next_batch(make_engine: MakeEngine) -> None:
     engine, recorder = traced(make_engine)
     engine.add_request([5], greedy(1), request_id="a")
     engine.add_request([6], greedy(9), request_id="b")
@@ -118,19 +63,7 @@ def test_forwards_count_their_padding(make_engine: MakeEngine) -> None:
     assert fields(recorder.events("kv_usage"), "useful_tokens", "padded_tokens") == [(17, 10), (2, 0), (3, 0), (2, 0)]
 
 
-def test_idle_slots_are_padding(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine, **limits(4, 50))
-    for rid, max_tokens in (("a", 1), ("b", 3), ("c", 1), ("d", 3)):
-        engine.add_request([5, 6], greedy(max_tokens), request_id=rid)
-    run(engine)
-    decodes = [event for event in recorder.events("forward") if event.mode == "decode"]
-    assert fields(decodes, "num_requests", "num_rows", "padded_tokens", "kv_read", "kv_needed") == [
-        (2, 4, 2, 4 * 3, 2 * 3),  # slots 1 and 3; 0 and 2 are empty
-        (2, 4, 2, 4 * 4, 2 * 4),
-    ]
-
-
-def test_kv_usage_says_what_is_reserved_and_what_of_it_is_used(make_engine: MakeEngine, execution: str) -> None:
+def test_kv_usage_counts_what_is_reserved_and_what_of_it_is_used(make_engine: MakeEngine, execution: str) -> None:
     engine, recorder = traced(make_engine, **limits(4, 50, execution))
     per_token = engine.engine_core.kv_bytes_per_token
     engine.add_request([5] * 7, greedy(3), request_id="a")
@@ -144,7 +77,7 @@ def test_kv_usage_says_what_is_reserved_and_what_of_it_is_used(make_engine: Make
     assert [event.tokens for event in recorder.events("free")] == [2, 9]
 
 
-def test_a_step_tells_its_story_in_order(make_engine: MakeEngine) -> None:
+def test_a_step_emits_its_events_in_order(make_engine: MakeEngine) -> None:
     engine, recorder = traced(make_engine, **limits(2))
     for rid in ("a", "b"):
         engine.add_request([5, 6], greedy(1), request_id=rid)
@@ -164,7 +97,7 @@ def test_a_step_tells_its_story_in_order(make_engine: MakeEngine) -> None:
     assert (done.num_tokens, done.num_running, done.num_waiting, done.kv_tokens) == (4, 0, 0, 0)
 
 
-def test_a_step_that_failed_says_so_and_names_no_batch_that_was_not(make_engine: MakeEngine) -> None:
+def test_a_step_that_failed_is_reported_and_names_no_batch_that_was_not(make_engine: MakeEngine) -> None:
     engine, recorder = traced(make_engine)
     engine.engine_core.executor.worker.model_runner.execution.decoder = None
     engine.add_request([5, 6], greedy(1), request_id="a")
@@ -172,45 +105,3 @@ def test_a_step_that_failed_says_so_and_names_no_batch_that_was_not(make_engine:
     (finish,) = recorder.events("finish")
     assert finish.reason == "error" and "TypeError" in finish.why
     assert recorder.events("forward") == recorder.events("kv_usage") == []
-
-
-# --- readers ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_consoles_show_a_batch(make_engine: MakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    for verbose in (True, False):
-        engine = make_engine(trace_config=TraceConfig(readers=(ConsoleReader(verbose=verbose),)), **limits(2, 6))
-        for rid in ("a", "b", "c"):
-            engine.add_request([5] * 5, greedy(2), request_id=rid)
-        for _ in unfinished(engine):
-            engine.step()
-        said = re.sub(r"\s+", " ", capsys.readouterr().out)
-        if verbose:
-            assert "a joins: its 5 prompt tokens leave 1 of this step's 6; it gets slot 0" in said
-            assert "b must wait, and 1 other behind it" in said
-            assert "1 prefill of 5 tokens and 1 decode of 1 token" in said
-            assert "c must wait: max_num_seqs = 2 requests run already" in said
-        else:
-            assert "mixed 6 tokens of 2 requests" in said
-            assert len(said.split("step ")) - 1 == engine.stats().num_steps
-
-
-def test_the_chrome_trace_has_a_lane_for_each_request_with_all_its_steps(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    path = tmp_path / "trace.json"
-    engine = make_engine(trace_config=TraceConfig(readers=(ChromeTraceReader(path),)), **limits(2))
-    for rid, max_tokens in (("a", 3), ("b", 2), ("c", 2)):
-        engine.add_request([5, 6], greedy(max_tokens), request_id=rid)
-    run(engine)
-    engine.close()
-    assert chrome_bars(path) == [
-        ("a", 1, "prefill"),
-        ("a", 2, "decode"),
-        ("a", 3, "decode"),
-        ("b", 1, "prefill"),
-        ("b", 2, "decode"),
-        ("c", 3, "prefill"),
-        ("c", 4, "decode"),
-    ]
-    assert {"running", "padded tokens", "KV bytes used", "KV bytes reserved"} <= chrome_curves(path)

@@ -2,7 +2,7 @@
 
 Loading is the slow part of an engine, so the tiny model is loaded once and every engine of a test is built around it.
 `EngineMaker.check` looks at all of them after the test: their queues must agree, and nothing may be held when the work
-is done or the engine is closed. What m1 would say, to which most tests compare, is computed once for all of them.
+is done or the engine is closed. The answers of m1, to which most tests compare, are computed once for all of them.
 """
 
 import copy
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import m1_single_request
-from m1_single_request import ModelConfig, RequestOutput, SamplingParams, Tracer, TraceRecord
-from m1_single_request.model_loader import LoadedModel, load_model
+from m1_single_request import RequestOutput, SamplingParams, Tracer, TraceRecord
+from m1_single_request.model_loader import LoadedModel
 from tests.equivalence.models import save_random_model
 
 MAX_MODEL_LEN = 256
@@ -23,7 +23,7 @@ MANY_STEPS = 1000
 MOST_STEPS = 20_000  # of one engine, whatever it is asked
 
 
-def save_tiny_model(directory: Path, *, head_dim: int = 32) -> Path:
+def save_tiny_model(directory: Path) -> Path:
     """A Qwen3 of random weights whose only end-of-sequence id is the tokenizer's, saved in `directory`.
 
     The native kernels of m3 and later attend with heads of 32, 64, ...; with other widths torch does it, unseen.
@@ -33,20 +33,30 @@ def save_tiny_model(directory: Path, *, head_dim: int = 32) -> Path:
         "qwen3",
         stop_ids=(),
         hidden_size=32,
-        head_dim=head_dim,
+        head_dim=32,
         intermediate_size=64,
         tie_word_embeddings=False,
         max_position_embeddings=MAX_MODEL_LEN,
     )
 
 
-def load_tiny_model(directory: Path) -> LoadedModel:
-    """The same, loaded by m1, for milestones whose kernels are transformers'."""
-    return load_model(ModelConfig(model=save_tiny_model(directory, head_dim=24), device="cpu", dtype="float32"))
+class MakeEngine(Protocol):
+    """Builds an engine of a milestone on the tiny model; `configs` are the keywords of its configurations."""
+
+    def __call__(
+        self,
+        parts: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        chat_template: str | None = None,
+        **configs: Any,
+    ) -> Any: ...
 
 
 class EngineMaker:
-    """`make_engine(parts, seed=..., ...)`: an engine of one milestone around the model it loaded, changed as told."""
+    """`make_engine(parts, seed=..., ...)`: an engine of one milestone around its loaded model, changed by arguments."""
 
     def __init__(self, package: ModuleType, loaded: Any) -> None:
         self.package = package
@@ -81,7 +91,7 @@ class EngineMaker:
 
 
 Answers = dict[tuple[str, str], RequestOutput]
-"""What was said to a prompt with these parameters, both as `repr` shows them."""
+"""The answer to a prompt with these parameters, both as `repr` shows them."""
 
 
 class Remembered:
@@ -178,7 +188,7 @@ def held(engine: Any) -> int:
 
 
 def greedy(max_tokens: int, **params: Any) -> SamplingParams:
-    """Greedy parameters that only end at their length, unless told otherwise."""
+    """Greedy parameters that only end at their length, unless `params` change that."""
     return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True} | params)
 
 
@@ -191,23 +201,29 @@ def unfinished(engine: Any) -> Iterator[None]:
     raise AssertionError(f"the engine is not done after {MANY_STEPS} steps")
 
 
-def drain(engine: Any) -> dict[str, Any]:
-    """Step until nothing is left; the last output of every request that `step()` reported."""
+def check_queues(engine: Any) -> None:
+    """The queues of the scheduler agree."""
+    engine.engine_core.scheduler.check_invariants()
+
+
+def drain(engine: Any, check_step: Callable[[Any], object] = check_queues) -> dict[str, Any]:
+    """Step until nothing is left, with a look at the engine after each step; the last output of every request."""
     last: dict[str, Any] = {}
     for _ in unfinished(engine):
         outputs = engine.step()
-        engine.engine_core.scheduler.check_invariants()
+        check_step(engine)
         assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
         last |= outputs
     return last
 
 
 class Recorder:
-    """A trace reader that keeps everything."""
+    """A trace reader that keeps everything, attached to `tracer` or handed over in a `TraceConfig`."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer | None = None) -> None:
         self.records: list[TraceRecord] = []
-        tracer.attach(self)
+        if tracer is not None:
+            tracer.attach(self)
 
     def read(self, record: TraceRecord) -> None:
         self.records.append(record)

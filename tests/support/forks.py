@@ -1,4 +1,4 @@
-"""What a forked process finds out, told to its parent; it takes nothing of the parent's down when it ends."""
+"""A function that runs in a forked process and returns its result to the parent, whose resources it leaves alone."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from typing import Any
 LIMIT_S = 20
 
 
-def in_a_fork(ask: Callable[[], Any]) -> Any:
-    """What `ask` returns in a forked process, as JSON has it; `AssertionError` after LIMIT_S."""
+def in_a_fork(call: Callable[[], Any]) -> Any:
+    """What `call` returns in a forked process, as JSON has it; `AssertionError` after LIMIT_S."""
     ours, theirs = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
@@ -20,12 +20,12 @@ def in_a_fork(ask: Callable[[], Any]) -> Any:
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(LIMIT_S)
-            os.write(theirs, json.dumps(ask()).encode())
+            os.write(theirs, json.dumps(call()).encode())
         finally:
             os._exit(0)
     os.close(theirs)
     with os.fdopen(ours, "rb") as pipe:
-        told = pipe.read()
+        result = pipe.read()
     _, status = os.waitpid(pid, 0)
     assert status == 0, f"the forked process was ended by signal {os.WTERMSIG(status)}"
-    return json.loads(told)
+    return json.loads(result)

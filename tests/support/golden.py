@@ -1,7 +1,7 @@
 """A stored trace: recorded again on every run, and held to be the same, event for event.
 
 It holds no times and no floats computed by the model, so that every machine records the same. Each milestone has one;
-its `test_golden_trace.py` says what is recorded, and what the trace must show.
+its `test_golden_trace.py` holds what is recorded, and what the trace must show.
 """
 
 import json

@@ -24,7 +24,7 @@ class Silent:
 
 
 class Quarrelsome:
-    """Equals nothing, has no hash and no truth value, and says so by errors."""
+    """Equals nothing, has no hash and no truth value, and raises for each."""
 
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("no comparison")

@@ -1,4 +1,4 @@
-"""What the trace tests of every milestone share: an engine and all that it says, and a Chrome trace read back."""
+"""What the trace tests of every milestone share: an engine and all its events, and a Chrome trace read back."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from tests.support.engines import Recorder
 
 
 def traced(make_engine: Callable[..., Any], **settings: Any) -> tuple[Any, Recorder]:
-    """An engine and all that it says after it was built."""
+    """An engine and all its events after it was built."""
     engine = make_engine(**settings)
     return engine, Recorder(engine.tracer)
 

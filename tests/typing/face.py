@@ -1,6 +1,6 @@
 """The public face as a user writes it. mypy reads this file; nothing runs it.
 
-Every `assert_type` says what a user's editor shows. Every `type: ignore` marks a mistake that the types must catch: if
+Every `assert_type` is what a user's editor shows. Every `type: ignore` marks a mistake that the types must catch: if
 they stop catching it, mypy reports the comment as unused.
 """
 
