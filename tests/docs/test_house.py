@@ -25,6 +25,6 @@ def test_the_packages_are_the_milestones_and_import_earlier_ones_only() -> None:
 
 def test_a_line_of_code_is_no_comment_no_blank_and_no_docstring(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
-    lines = ['"""A docstring', 'of two lines."""', "", "# a comment", "x = (", "    1,", ")", "def f():", '    """One."""']
-    path.write_text("\n".join([*lines, "    return x"]))
+    lines = ['"""A docstring', 'of two lines."""', "", "# a comment", "x = (", "    1,", ")"]
+    path.write_text("\n".join([*lines, "def f():", '    """One."""', "    return x"]))
     assert code_lines(path) == 5

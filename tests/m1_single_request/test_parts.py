@@ -62,7 +62,9 @@ class SamplerThatCannotBeCalled:
             r"has a method update_from_output\(\) that cannot be called as that of Scheduler is: too many positional",
         ),
         ({"scheduler": dict}, r"dict has no add_request\(\), "),
-        ({"sampler": Sampler()}, r"'sampler' must be a class or a function, not <.*Sampler object"),
+        pytest.param(
+            {"sampler": Sampler()}, r"'sampler' must be a class or a function, not <.*Sampler object", id="an object"
+        ),
         *[(parts, "parts must map") for parts in ([("scheduler", Scheduler)], Scheduler, "scheduler")],
     ],
     ids=str,

@@ -26,7 +26,7 @@ from m1_single_request import (
     TraceReader,
     TraceRecord,
 )
-from m1_single_request.events import Event, Free, RequestAdded, size, some
+from m1_single_request.events import Event, Free, size, some
 from m1_single_request.output_events import Finish, Result
 from tests.m1_single_request.engines import MakeEngine, Recorder, drain, greedy, scripted, unfinished
 from tests.m1_single_request.event_examples import DECODE, EXAMPLES, GREEDY, PREFILL, STARTED, STEP, finish, result
@@ -512,8 +512,6 @@ def test_the_summary_shows_what_came_between_two_steps_in_the_line_of_the_second
     first, second = printed(records, verbose=False).splitlines()
     assert "comes" not in first
     assert second.startswith("step    4  a comes  prefill")
-
-
 
 
 # --- readers from the configuration -----------------------------------------------------------------------------------

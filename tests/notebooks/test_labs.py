@@ -16,12 +16,12 @@ from m1_single_request.scheduler import Scheduler
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m6_multimodal_pd import SamplingParams
-from notebooks.shapes import Shape, picture
 from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.errors import TransferError
 from notebooks import checks_m6, checks_m6_pd
 from notebooks.checks import listing
 from notebooks.checks_m4 import HOUR, recorded_hour, replay
+from notebooks.shapes import Shape, picture
 from tests.notebooks.exercises import M2, M3, M4, M5, M6, M6_PD, Exercises
 from tests.notebooks.lessons import source
 from tests.notebooks.wrong_m6_pd import Keeps
