@@ -275,12 +275,14 @@ def take_turns(subjects: Mapping[str, S], run: Callable[[S], T]) -> dict[str, li
     return {name: [results[name] for results in rounds[1:]] for name in subjects}
 
 
-def compared(times: Mapping[str, Sequence[float]], recorded: Mapping[str, float], workload: str) -> str:
+def compared(
+    times: Mapping[str, Sequence[float]], recorded: Mapping[str, float], workload: str, machine: str = RECORDED_ON
+) -> str:
     """Return the median seconds of two subjects beside recorded ones, which count where the rounds differ too much."""
     here = {name: median(own) for name, own in times.items()}
     disturbed = any(max(own) > 1.5 * min(own) for own in times.values())
     warning = " This run was disturbed, its rounds differ by half: take the recorded times." if disturbed else ""
-    return f"{_ratio(here)}. Recorded {workload} on {RECORDED_ON}: {_ratio(recorded)}.{warning}"
+    return f"{_ratio(here)}. Recorded {workload} on {machine}: {_ratio(recorded)}.{warning}"
 
 
 def _ratio(seconds: Mapping[str, float]) -> str:

@@ -208,7 +208,7 @@ def test_the_facts_have_the_numbers_of_the_run(story: tuple[Timeline, dict[str, 
     for part in (
         "Step 5: No token for req-1, req-2: the budget of 24 is used up.",
         "req-5 waits longest, 7 steps. Step 9: req-5 must wait: max_num_seqs = 3 requests run already.",
-        "33.0 KiB of ",
+        "44.0 KiB of ",
         f"21 steps made {sum(lengths.values())} output tokens. One request after the other takes "
         f"{sum(lengths.values())} steps.",
     ):

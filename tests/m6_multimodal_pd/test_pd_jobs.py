@@ -63,7 +63,8 @@ def test_a_job_says_all_that_an_engine_must_know() -> None:
         assert job.prompt_token_ids == tuple(range(20, 35)) and job.output_token_ids == (8, 9)
         assert job.params == replace(params, n=1), "each of n is a request of its own by now"
         assert (job.seed, job.priority, job.cache_salt, job.speculate) == (-(2**62), -4, "salt", True)
-        assert job.media is not None and job.media.image_pad_len == media.image_pad_len
+        assert job.media is not None
+            assert [item.num_tokens for item in job.media.mm_items] == [item.num_tokens for item in media.mm_items]
         assert (job.media.mrope_positions == media.mrope_positions).all()
     req.speculate = False
     assert not job_of(req).speculate
