@@ -64,7 +64,7 @@ def test_a_job_says_all_that_an_engine_must_know() -> None:
         assert job.params == replace(params, n=1), "each of n is a request of its own by now"
         assert (job.seed, job.priority, job.cache_salt, job.speculate) == (-(2**62), -4, "salt", True)
         assert job.media is not None
-            assert [item.num_tokens for item in job.media.mm_items] == [item.num_tokens for item in media.mm_items]
+        assert [item.num_tokens for item in job.media.mm_items] == [item.num_tokens for item in media.mm_items]
         assert (job.media.mrope_positions == media.mrope_positions).all()
     req.speculate = False
     assert not job_of(req).speculate
