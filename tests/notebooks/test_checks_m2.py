@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.m2_trace import REQUESTS
+from benchmarks.m2.trace import REQUESTS
 from m2_continuous_batching.events import Batch
 from m2_continuous_batching.request_queue import FCFSRequestQueue
 from m2_continuous_batching.scheduler import Scheduler

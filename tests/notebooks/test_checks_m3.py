@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.m3_trace import REQUESTS
+from benchmarks.m3.trace import REQUESTS
 from m3_paged_attention.block_pool import BlockPool
 from m3_paged_attention.preemption import FewestOutputsFirst
 from notebooks.checks_m3 import check

@@ -6,9 +6,10 @@ from itertools import count
 import numpy as np
 import pytest
 
-from benchmarks import m4_trace
-from benchmarks.m4_eviction import Server, prepared, replay as careful_replay
-from benchmarks.m4_traffic import FILE, as_csv, generate, recorded
+from benchmarks.m4 import trace as m4_trace
+from benchmarks.m4.caches import Server
+from benchmarks.m4.eviction import prepared, replay as careful_replay
+from benchmarks.m4.traffic import FILE, as_csv, generate, recorded
 from m4_radix_cache import CacheConfig, ModelConfig, SchedulerConfig
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache

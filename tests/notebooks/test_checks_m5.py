@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import m5_trace
+from benchmarks.m5 import trace as m5_trace
 from m5_chunked_prefill_spec import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from m5_chunked_prefill_spec.batch_composer import PrefillFirst
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
