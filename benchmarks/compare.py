@@ -89,7 +89,7 @@ def sides_of(args: argparse.Namespace) -> dict[str, Row]:
         if "cache" in settings and not has_settings(milestone, "cache"):
             raise BenchmarkError(f"{milestone} has no KV memory of a number of tokens: use m3 or later")
         name = " ".join([milestone, *filter(None, [side["parts"]]), *side["set"]])
-        sides[name] = {
+        sides[f"{name}, again" if name in sides else name] = {
             "milestone": milestone,
             "parts": resolved(side["parts"]),
             "settings": merged(both, settings, parsed_settings(side["set"])),

@@ -144,14 +144,14 @@ class Engines:
     def __call__(
         self,
         milestone: str,
-        model: Model | None = None,
+        of: Model | None = None,
         parts: Mapping[str, Any] | None = None,
         **settings: Mapping[str, Any],
     ) -> Any:
-        """Return an engine of the milestone on the CPU, on this or another model."""
-        key = f"{milestone} {model} {parts} {sorted(settings.items())}"
+        """Return an engine of the milestone on the CPU, of this or another model."""
+        key = f"{milestone} {of} {parts} {sorted(settings.items())}"
         if key not in self._engines:
-            own, parts = model or self.model, dict(parts or {})
+            own, parts = of or self.model, dict(parts or {})
             defaults: dict[str, dict[str, Any]] = {
                 "model": {
                     "model": own.directory,

@@ -69,7 +69,7 @@ INVALID: tuple[Callable[[Any], Any], ...] = (
 
 
 def questions() -> list[tuple[Any, SamplingParams]]:
-    """Conversations with their parameters: texts to repeat, pictures, both, greedy and drawn."""
+    """Return conversations with their parameters: texts to repeat, pictures, both, greedy and drawn."""
     first, second = image(0, SMALL), image(1, SMALL)
     repeat = "Repeat this text:\nsee a green lamp and a green bird"
     contents: list[Any] = [
@@ -266,7 +266,7 @@ class Episode:
 
     def _abort(self, engine: Any) -> None:
         with self.timed("abort"):
-            engine.abort_request(self.random.choice([*self.running, "nobody"]))
+            engine.abort_request(self.random.choice([*self.running, "unknown"]))
 
     def _invalid(self, engine: Any) -> None:
         call = self.random.choice(INVALID)

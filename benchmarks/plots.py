@@ -1,6 +1,6 @@
 """Drawing, the same way in all lessons: bars, lines, gaps over time, rooflines, boxes. Needs matplotlib."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -85,7 +85,9 @@ def gaps_over_time(axis: Axes, times: Sequence[float], arrived: Sequence[float],
     plain_logs(axis)
 
 
-def gap_panels(rows: Sequence[Row], places: Sequence[float], base: Row | None = None) -> tuple[Figure, Any]:
+def gap_panels(
+    rows: Sequence[Row], places: Sequence[float], base: Row | None = None, *, logarithmic: bool = False
+) -> tuple[Figure, Any]:
     """Draw gaps, throughput, and the prompts' time to the first token, by a setting; dashed: those of `base`."""
     figure, axes = panels(10, 3.6, 1, 3, width_ratios=[1.5, 1, 1])
     labels = ("gap between tokens of a stream, ms", "tokens/s, prompts and answers", "mean time to a first token, ms")
@@ -100,7 +102,11 @@ def gap_panels(rows: Sequence[Row], places: Sequence[float], base: Row | None = 
             axis.plot(places, [factor * row[key] for row in rows], "o-", ms=4, color=color, label=name)
             if base is not None:
                 axis.axhline(factor * base[key], color=color, lw=1, ls="--", zorder=0)
-        axis.set(ylabel=label, ylim=(0, None))
+        if logarithmic and factor > 1:
+            plain_logs(axis)
+        else:
+            axis.set_ylim(0, None)
+        axis.set_ylabel(label)
         axis.tick_params(labelsize=8)
         axis.grid(color="0.94")
         bare(axis)
@@ -124,10 +130,10 @@ def roof(
         points = [point for point in part["points"] if point["kind"] == kind]
         spots = [(point["intensity"], point["flop"] / point["seconds"] / 1e9) for point in points]
         axis.plot([x for x, _ in spots], [y for _, y in spots], mark, color=color, label=label)
-        for place, (point, spot) in enumerate(zip(points, spots, strict=True)):
+        for point, spot in zip(points, spots, strict=True):
             text = f"{point['decodes']} + {point['tokens']}" if "decodes" in point else str(point["tokens"])
-            below = {"textcoords": "offset points", "color": color, "ha": "center"} | SMALL
-            axis.annotate(text, spot, (0, 5 if place % 2 else -12), **below)
+            style = {"textcoords": "offset points", "color": color, "ha": "center"} | SMALL
+            axis.annotate(text, spot, (0, {"prefill": -13, "decode": 6}.get(kind, 18)), **style)
     axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="GFLOP/s")
     axis.margins(y=0.12)
     axis.legend(loc="lower right", **SMALL)
@@ -183,6 +189,3 @@ def comparison(report: Row) -> Figure:
     for axis in (left, right):
         bare(axis)
     return figure
-
-
-Draw = Callable[..., Figure]

@@ -87,7 +87,6 @@ def _medians(steps: list[Row]) -> Row:
     return {"schedule": of("schedule"), "update": of("update"), "prepare": of("prepare")} | {
         "schedule_and_update": both,
         "schedule_and_update_us": both * 1e6,
-        "all": of("schedule", "update", "prepare"),
     }
 
 

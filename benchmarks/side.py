@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,26 +24,29 @@ class Side:
 
     def __init__(self, spec: Row) -> None:
         """Start the process; `spec`: the keywords of `Measured`, and `checkout`, whose packages it runs."""
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            "from benchmarks.side import main; main()",
-            str(spec.pop("checkout", HERE)),
-        ]
+        checkout, program = str(spec.pop("checkout", HERE)), "from benchmarks.side import main; main()"
         env = os.environ | {"PYTHONPATH": str(HERE), "TOKENIZERS_PARALLELISM": "false"}
-        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            self(spec)
-        except BaseException:
-            self.close()
-            raise
+        command, pipe = [sys.executable, "-P", "-c", program, checkout], subprocess.PIPE
+        self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
+        self.is_ready = False
+        self._write(spec)
 
     def __call__(self, request: Row) -> Row:
-        """Send one line and return the answer. Raises `BenchmarkError` if the side failed."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        """Measure a workload and return the answer. Raises `BenchmarkError` if the side failed."""
+        if not self.is_ready:
+            self._read()
+            self.is_ready = True
+        self._write(request)
+        return self._read()
+
+    def _write(self, request: Row) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # the process has ended, which `_read` reports
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+
+    def _read(self) -> Row:
+        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found: Row = json.loads(line) if line else {"error": f"the process ended with status {self.process.wait()}"}
         if "error" in found:

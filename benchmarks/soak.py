@@ -65,20 +65,20 @@ def outside(seed: int) -> dict[str, Any]:
     found: dict[str, Any] = {"seed": seed, "violations": []}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        said, errors = Path(folder) / "out", Path(folder) / "err"
-        with said.open("wb") as out, errors.open("wb") as err:
+        report, errors = Path(folder) / "out", Path(folder) / "err"
+        with report.open("wb") as out, errors.open("wb") as err:
             process = subprocess.Popen(command, env=os.environ | {MARK: mark}, stdout=out, stderr=err)
         hangs = None
         reported_at = math.inf
         while process.poll() is None:
             time.sleep(0.1)
             now = time.monotonic()
-            if reported_at == math.inf and said.read_bytes().endswith(b"\n"):
+            if reported_at == math.inf and report.read_bytes().endswith(b"\n"):
                 reported_at = now
             if hangs is None and (now - began > EPISODE_LIMIT_S or now - reported_at > EXIT_LIMIT_S):
                 hangs = "in its episode" if reported_at == math.inf else "at its exit"
                 process.send_signal(signal.SIGABRT)  # faulthandler writes where it hangs
-        if lines := said.read_text().splitlines():
+        if lines := report.read_text().splitlines():
             found = json.loads(lines[-1])
         found["violations"] += [f"hangs {hangs}"] if hangs else []
         if process.returncode != 0 or found["violations"]:
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     folder = RESULTS if args.record else args.output
     folder.mkdir(exist_ok=True, parents=True)
-    results: dict[str, Any] = {"environment": environment(model=Path(SEEING_MODEL), seed=args.first)}
+    results: dict[str, Any] = {"environment": environment(model=SEEING_MODEL, seed=args.first)}
     total: dict[str, Counter[str]] = {"actions": Counter(), "ends": Counter(), "kinds": Counter()}
     longest: dict[str, float] = defaultdict(float)
     violations: list[dict[str, Any]] = []
@@ -125,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, (_, _, most) in found.get("seconds", {}).items():
             longest[name] = round(max(longest[name], most), 2)
         violations += [{"seed": seed, "violations": found["violations"]}] if found["violations"] else []
-        said = f"{seed}: {found.get('kind')}, {found['seconds_in_all']:.0f} s, {found['violations'] or 'ok'}"
-        console.print(said, highlight=False, markup=False, style="bold red" if found["violations"] else None)
+        line = f"{seed}: {found.get('kind')}, {found['seconds_in_all']:.0f} s, {found['violations'] or 'ok'}"
+        console.print(line, highlight=False, markup=False, style="bold red" if found["violations"] else None)
         results |= {"minutes": round((time.monotonic() - began) / 60, 1), "episodes": seed - args.first + 1}
         results |= {name: dict(sorted(counter.items())) for name, counter in total.items()}
         results |= {"longest_seconds": dict(sorted(longest.items())), "violations": violations}

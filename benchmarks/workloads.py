@@ -123,12 +123,12 @@ def ragged(traffic: Traffic) -> Workload:
 
 
 def shared(traffic: Traffic) -> Workload:
-    """Four common prefixes of 384 tokens, 32 own tokens and 24 output tokens for each request."""
+    """A common prefix of 384 tokens for every eight requests, 32 own tokens and 24 output tokens for each of them."""
     rng = Random(traffic.seed)
-    prefixes = [tokens(rng, 384) for _ in range(4)]
+    prefixes = [tokens(rng, 384) for _ in range(traffic.number // 8 + 1)]
     arrivals = traffic.arrivals()
     return Workload(
-        [Request(rng.choice(prefixes) + tokens(rng, 32), 24, next(arrivals)) for _ in range(traffic.number)]
+        [Request(prefixes[number // 8] + tokens(rng, 32), 24, next(arrivals)) for number in range(traffic.number)]
     )
 
 

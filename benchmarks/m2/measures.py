@@ -141,7 +141,6 @@ def padded(engine: Any, seqs: int, work: Workload) -> Row:
     for mode in ("prefill", "decode"):
         own = [forward for forward in seen.of(Forward) if forward.mode == mode]
         row[mode] = {
-            "forwards": len(own),
             "useful": sum(f.useful_tokens for f in own),
             "padded": sum(f.padded_tokens for f in own),
             "kv_read": sum(f.kv_read for f in own),

@@ -12,7 +12,7 @@ from benchmarks import streams
 from benchmarks.engines import Engines
 from benchmarks.lesson import SEED
 from benchmarks.serving import Side, num_same
-from benchmarks.timing import interleaved, ratio
+from benchmarks.timing import interleaved
 from benchmarks.workloads import ORDINARY_TOKENS, Request, Workload, streams_beside, tokens
 
 PAGE_SIZE = 16
@@ -55,12 +55,8 @@ def reuse(engines: Engines, work: Workload, *, rounds: int) -> Row:
         expected = num_to_compute(work) if name in ("m4, tree", "m4, hashes") else work.num_prompt_tokens
         computed = side.last.counts["num_prompt_tokens"]
         assert computed == expected, f"{name} computed {computed} prompt tokens, not {expected}"
-    rows = {name: _reused(side, seconds[name]) for name, side in sides.items()}
-    tree, none = rows["m4, tree"], rows["m4, no sharing"]
     return work.describe() | {
-        "sides": rows,
-        "ttft_times_none": ratio(none["all_mean_ttfts"], tree["all_mean_ttfts"]),
-        "total_times_none": ratio(none["all_seconds"], tree["all_seconds"]),
+        "sides": {name: _reused(side, seconds[name]) for name, side in sides.items()},
         "same_answers": {
             name: num_same(side.last.answers, sides["m4, no sharing"].last.answers) for name, side in sides.items()
         },

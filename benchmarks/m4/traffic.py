@@ -46,29 +46,29 @@ class TracedRequest:
     priority: int
 
     def token_ids(self) -> list[int]:
-        """Prompt and answer: `[prompt + output]`. The chat's next turn goes on from there."""
+        """Return prompt and answer, `[prompt + output]`. The chat's next turn continues them."""
         system = min(system_prompt(self.tenant), self.prompt)
         own = self.prompt + self.output - system
         return [*_tokens(self.tenant, system), *_tokens(1000 + self.chat, own)]
 
     def key(self) -> RadixKey:
-        """The same as the cache knows them."""
+        """Return the same as a key of the cache."""
         return RadixKey(self.token_ids())
 
 
 def system_prompt(tenant: int) -> int:
-    """How long a tenant's is."""
+    """Return the length of a tenant's system prompt."""
     return INSTRUCTION if tenant == READER else SYSTEM_PROMPTS[tenant % len(SYSTEM_PROMPTS)]
 
 
 def recorded() -> list[TracedRequest]:
-    """The trace, in order of arrival."""
+    """Return the trace, in order of arrival."""
     with FILE.open(encoding="utf-8", newline="") as file:
         return [TracedRequest(*(int(row[name]) for name in COLUMNS)) for row in csv.DictReader(file)]
 
 
 def describe(trace: list[TracedRequest]) -> Row:
-    """What stands beside the numbers."""
+    """Return the trace in numbers, for a results file."""
     prefixes = {(t.tenant, t.chat): t.prompt + t.output - system_prompt(t.tenant) for t in trace}  # the last turn's
     return {
         "file": FILE.name,
@@ -113,13 +113,13 @@ def generate(
 
 
 def _popular_tenant(rng: Random, *, is_second_half: bool) -> int:
-    """The n-th tenant has 1/n of the first one's users; in the second half the ranks are turned by half."""
+    """Draw a tenant: the n-th has 1/n of the first one's users; in the second half the ranks are turned by half."""
     (rank,) = rng.choices(range(NUM_TENANTS), [1 / (rank + 1) for rank in range(NUM_TENANTS)])
     return (rank + NUM_TENANTS // 2 * is_second_half) % NUM_TENANTS
 
 
 def _num_more_turns(rng: Random) -> int:
-    """Three turns in all, in the mean; eight at most."""
+    """Draw the number of turns after the first: two on average, seven at most."""
     more = 0
     while more < 7 and rng.random() < 2 / 3:
         more += 1
@@ -127,12 +127,12 @@ def _num_more_turns(rng: Random) -> int:
 
 
 def _between(rng: Random, low: int, high: int) -> int:
-    """A whole number, both ends included."""
+    """Draw a whole number, both ends included."""
     return low + int(rng.random() * (high - low + 1))
 
 
 def _tokens(stream: int, count: int) -> list[int]:
-    """The first tokens of an endless stream: splitmix64 of its number and their position."""
+    """Return the first tokens of an endless stream: splitmix64 of its number and their position."""
     z: npt.NDArray[np.uint64] = np.arange(count, dtype=np.uint64) + np.uint64(stream << 32)
     z = (z + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -141,7 +141,7 @@ def _tokens(stream: int, count: int) -> list[int]:
 
 
 def as_csv(trace: list[TracedRequest]) -> str:
-    """The file's text."""
+    """Return the text of the file."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

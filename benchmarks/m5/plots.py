@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.m5.gaps import WHOLE
-from benchmarks.plots import SMALL, bare, box, gap_panels, gaps_over_time, panels, plain_logs, ticks
+from benchmarks.plots import SMALL, bare, box, gap_panels, gaps_over_time, panels, ticks
 
 Part = dict[str, Any]
 FILLS = {"decodes": ("C0", "decodes"), "guesses": ("C9", "guesses"), "prompt": ("C1", "pieces of prompts")}
@@ -49,12 +49,10 @@ def gaps(part: Part) -> Figure:
     """Draw gaps, throughput, and the waiting time of prompts, by the budget of a step; dashed: whole prompts first."""
     rows, base = list(part["budgets"].values()), part["references"][WHOLE]
     sizes = [row["tokens"] for row in rows]
-    figure, axes = gap_panels(rows, sizes, base)
+    figure, axes = gap_panels(rows, sizes, base, logarithmic=True)
     for axis in axes:
         axis.set(xscale="log", xlabel="tokens a step, at most")
         ticks(axis, [size for size in sizes if size & (size - 1) == 0])  # powers of two: others would overlap
-    for axis in (axes[0], axes[2]):
-        plain_logs(axis)
     least = 0.9 * base["tokens_per_second"]
     axes[1].axhspan(0, least, color="0.94", zorder=0)
     axes[1].text(sizes[-1], 0.98 * least, "more than a tenth is lost", ha="right", va="top", **SMALL)

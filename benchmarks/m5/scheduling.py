@@ -41,5 +41,4 @@ def schedule(num_steps: int) -> Any:
     for name, side in part["sides"].items():
         side["tokens_per_step"] = 1 + GUESSES if "all right" in name else 1
         side["times_m4"] = side["schedule_and_update"] / part["sides"]["m4"]["schedule_and_update"]
-        side["all_times_m4"] = side["all"] / part["sides"]["m4"]["all"]
     return part

@@ -50,7 +50,6 @@ def measured(sides: Mapping[str, Any], asked: Sequence[Request], batch: int, rou
     none, expected = rows[NONE], [served.answers for served in runs[NONE][-1]]
     for name, row in rows.items():
         row["times_none"] = row["tokens_per_second"] / none["tokens_per_second"]
-        row["decode_times_none"] = row["decode_tokens_per_second"] / none["decode_tokens_per_second"]
         found = [served.answers for served in runs[name][-1]]
         row["same_answers"] = sum(num_same(*pair) for pair in zip(found, expected, strict=True))
     return rows
@@ -66,7 +65,6 @@ def _row(rounds: Sequence[list[Served]]) -> Row:
     num_tokens = sum(len(tokens) for served in rounds[-1] for tokens in served.answers)
     return {
         "tokens_per_second": num_tokens / median(sum(served.seconds for served in own) for own in rounds),
-        "decode_tokens_per_second": median(map(_decode_speed, rounds)),
         "tokens": num_tokens,
         "steps": count("num_steps"),
         "drafted": drafted,
@@ -76,38 +74,19 @@ def _row(rounds: Sequence[list[Served]]) -> Row:
     }
 
 
-def _decode_speed(batches: Sequence[Served]) -> float:
-    """Return tokens per second after every request of a batch has its first token."""
-    begun = [max(times[0] for times in served.times) for served in batches]
-    seconds = sum(served.seconds - at for served, at in zip(batches, begun, strict=True))
-    later = [time > at for served, at in zip(batches, begun, strict=True) for times in served.times for time in times]
-    return sum(later) / seconds
-
-
 def speculation(engines: Engines, *, number: int, batches: Sequence[int], rounds: int) -> Row:
     """Measure every kind of text in batches of every size, and the costs of the draft model."""
     cache = {"prefix_cache": "chunk"}
     sides = {NONE: engines("m5", cache=cache)}
     sides |= {name: engines("m5", cache=cache, speculative=config) for name, config in METHODS.items()}
     asked = requests(number)
-    kinds = {kind: {str(batch): measured(sides, asked[kind], batch, rounds) for batch in batches} for kind in KINDS}
     return {
         "prompts": number,
         "rounds": rounds,
         "draft": draft_costs(engines, rounds),
-        "kinds": kinds,
-        "best": {kind: best(by_batch) for kind, by_batch in kinds.items()},
-    }
-
-
-def best(by_batch: Row) -> Row:
-    """Return the fastest side of each method, by batch."""
-    return {
-        batch: {
-            method: max(row["times_none"] for name, row in rows.items() if name.startswith(method))
-            for method in ("ngram", "draft_model")
-        }
-        for batch, rows in by_batch.items()
+        "kinds": {
+            kind: {str(batch): measured(sides, asked[kind], batch, rounds) for batch in batches} for kind in KINDS
+        },
     }
 
 

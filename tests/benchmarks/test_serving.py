@@ -1,5 +1,7 @@
 """How requests of a workload arrive at an engine: by seconds, by steps, by tokens, and after one another."""
 
+import json
+
 import pytest
 
 from benchmarks.engines import Engines
@@ -39,6 +41,19 @@ def test_a_turn_begins_with_the_tokens_of_the_turn_before_it(engine):
     served = serve(engine, Workload([Request([300] * 20, 6), Request([400] * 3, 2, after=0)]))
     assert served.outputs[1].prompt_token_ids == (*[300] * 20, *served.answers[0], *[400] * 3)
     assert served.metrics[1].cached_tokens == 16
+
+
+def test_requests_of_a_file_are_served_with_their_own_settings(engine, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    rows = [
+        {"prompt": "A token is", "max_tokens": 4, "ignore_eos": True},
+        {"prompt": [300] * 40, "max_tokens": 3, "after": 0, "ignore_eos": True},
+        {"messages": [{"role": "user", "content": "What is a KV cache?"}], "at": 0.1, "max_tokens": 5},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    served = serve(engine, named(str(path), number=None, rate=None, seed=1))
+    assert [len(tokens) for tokens in served.answers] == [4, 3, 5]
+    assert served.arrived[2] >= 0.1 and served.arrived[1] >= served.times[0][-1]
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
