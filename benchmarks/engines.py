@@ -165,7 +165,8 @@ class Engines:
                 defaults["model"]["load_format"] = own.load_format
                 if not {"num_blocks", "max_total_tokens"} & set(settings.get("cache", ())):
                     defaults["cache"] = {"kv_cache_memory_bytes": self.kv_bytes}
-                parts["model_loader"] = self._sharing(milestone)
+                if "disaggregation" not in settings:  # processes load their own
+                    parts["model_loader"] = self._sharing(milestone)
             self._engines[key] = build(milestone, parts=parts, **merged(defaults, settings))
         return self._engines[key]
 

@@ -115,9 +115,14 @@ def gap_panels(
 
 
 def roof(
-    axis: Axes, part: Row, kinds: Mapping[str, tuple[str, str, str]], ends: tuple[float, float] = (0.25, 1000)
+    axis: Axes,
+    part: Row,
+    kinds: Mapping[str, tuple[str, str, str]],
+    ends: tuple[float, float] = (0.25, 1000),
+    *,
+    numbered: bool = True,
 ) -> None:
-    """Draw the roof of a machine, and below it the forwards of each kind: mark, color and label."""
+    """Draw the roof of a machine, and below it the forwards of each kind (mark, color, label), `numbered` by size."""
     ridge, flops, bandwidth = part["ridge"], part["flops"], part["bandwidth"]
     places = [ends[0], ridge, max(ends[1], 3 * ridge)]
     axis.plot(places, [min(flops, x * bandwidth) / 1e9 for x in places], "k-", lw=1)
@@ -130,7 +135,7 @@ def roof(
         points = [point for point in part["points"] if point["kind"] == kind]
         spots = [(point["intensity"], point["flop"] / point["seconds"] / 1e9) for point in points]
         axis.plot([x for x, _ in spots], [y for _, y in spots], mark, color=color, label=label)
-        for point, spot in zip(points, spots, strict=True):
+        for point, spot in zip(points, spots, strict=True) if numbered else ():
             text = f"{point['decodes']} + {point['tokens']}" if "decodes" in point else str(point["tokens"])
             style = {"textcoords": "offset points", "color": color, "ha": "center"} | SMALL
             axis.annotate(text, spot, (0, {"prefill": -13, "decode": 6}.get(kind, 18)), **style)

@@ -36,7 +36,8 @@ def measured(first: Rows, following: Rows, part: dict[str, Any]) -> Figure:
     lines(left, [row["tokens"] for row in first], series, ("C1", "C0"), xscale="log", yscale="log")
     left.set(xlabel="n tokens", ylabel="ms", title="Prefill and decode")
     left.legend()
-    roof(right, part, {"prefill": ("o", "C1", "prefill of n"), "decode": ("s", "C0", "decode behind n")}, (0.1, 2000))
+    kinds = {"prefill": ("o", "C1", "prefill"), "decode": ("s", "C0", "decode")}
+    roof(right, part, kinds, (0.1, 2000), numbered=False)
     right.set_title("Roofline of this machine")
     return figure
 
