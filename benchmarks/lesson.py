@@ -82,7 +82,10 @@ class Command:
         self.module, self.lesson = module, module.LESSON
         self.args = self._parser(command).parse_args(argv)
         args = self.args
-        self.texts, self.pictures = (RESULTS, ASSETS) if args.record else (args.output, args.output)
+        if args.record and args.quick:
+            raise BenchmarkError("--quick gives no results, so that --record cannot keep them")
+        folder = args.output / "quick" if args.quick else args.output
+        self.texts, self.pictures = (RESULTS, ASSETS) if args.record else (folder, folder)
         self.path = self.texts / f"{self.lesson.name}.json"
         self.console = Console(stderr=True)
 

@@ -5,6 +5,7 @@ at once, as a batch. Both work with the engines of every milestone and checkout.
 """
 
 import gc
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,9 +52,7 @@ class Served:
 
 def request_params(engine: Any, request: Request) -> Any:
     """Return sampling parameters for a request, of the engine's own class."""
-    import importlib
-
-    package = importlib.import_module(type(engine).__module__.partition(".")[0])
+    package = importlib.import_module(type(engine.config).__module__.partition(".")[0])
     return package.SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
 
 

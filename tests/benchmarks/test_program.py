@@ -55,10 +55,15 @@ def test_the_tables_of_a_lesson_are_those_of_the_stored_numbers(name, tmp_path, 
     assert drawn.read_text("utf-8") == (RESULTS / drawn.name).read_text("utf-8")
 
 
+def test_quick_numbers_are_not_recorded(capsys):
+    assert main(["m6", "--quick", "--record"]) == 2
+    assert "--record cannot keep them" in capsys.readouterr().err
+
+
 def test_a_lesson_measures_one_part_into_the_folder_of_the_caller(tmp_path, capsys):
     before = {path: path.stat().st_mtime for path in RESULTS.iterdir()}
     assert main(["m6", "--quick", "--only", "memory", "--output", str(tmp_path), "--threads", "1"]) == 0
-    results = json.loads((tmp_path / "m6_multimodal.json").read_text("utf-8"))
+    results = json.loads((tmp_path / "quick" / "m6_multimodal.json").read_text("utf-8"))
     assert results["quick"] and list(results["parts"]) == ["memory"]
     assert "[start:rows]" in capsys.readouterr().out
     assert {path: path.stat().st_mtime for path in RESULTS.iterdir()} == before
