@@ -114,7 +114,8 @@ class Command:
     def run(self) -> int:
         """Measure, write and print; returns the exit status."""
         args, todo = self.args, dict(self.lesson.parts(Size(self.args.rounds, self.args.quick)))
-        chosen = args.only.split(",") if args.only else [*todo, *([TRACE] if self._beside(TRACE) else [])]
+        named = [args.only] if args.only in todo else args.only.split(",")  # a name may have a comma
+        chosen = named if args.only else [*todo, *([TRACE] if self._beside(TRACE) else [])]
         if unknown := [name for name in chosen if name not in todo and name != TRACE]:
             raise BenchmarkError(f"unknown parts {', '.join(unknown)}; there are {', '.join(todo)}")
         torch.set_num_threads(args.threads)
