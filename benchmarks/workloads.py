@@ -28,7 +28,7 @@ class Request:
     """Token ids, a text, or a list of messages."""
     max_tokens: int
     at: float = 0.0
-    """Arrival, by the clock of the workload; with `after`, counted from the end of that request."""
+    """Arrival, by the clock of the workload; with `after` and seconds, counted from the end of that request."""
     after: int | None = None
     """Index of an earlier request of the same conversation: its tokens, answer included, precede `prompt`."""
     ignore_eos: bool = True
@@ -155,8 +155,19 @@ def streams(traffic: Traffic) -> Workload:
 
 
 def memory(traffic: Traffic) -> Workload:
-    """The conversations of `chat` in a KV memory of 2,048 tokens: requests wait, are evicted and computed again."""
-    return replace(chat(traffic), settings={"cache": {"kv_tokens": 2048}})
+    """Twelve conversations, the first ones more often than the last, in a KV memory of 1,280 tokens: too few for all.
+    A turn arrives every eight steps, or by rate."""
+    rng, arrivals, requests = Random(traffic.seed), traffic.arrivals(), list[Request]()
+    system, last = tokens(rng, 128), dict[int, int]()
+    ranks = range(12)
+    for number in range(traffic.number):
+        (rank,) = rng.choices(ranks, [1 / (rank + 1) for rank in ranks])
+        own, after = tokens(rng, rng.randint(16, 48)), last.get(rank)
+        at = 8.0 * number if traffic.rate is None else next(arrivals) if after is None else len(ranks) / traffic.rate
+        requests.append(Request(own if rank in last else system + own, 16, at, after))
+        last[rank] = number
+    clock: Clock = "seconds" if traffic.rate else "steps"
+    return Workload(requests, clock, {"cache": {"kv_tokens": 1280}})
 
 
 def text(kind: str) -> Callable[[Traffic], Workload]:
