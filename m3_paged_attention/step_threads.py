@@ -2,7 +2,7 @@
 
 The threads of a parallel kernel wait for each other at its end. If another program runs on the core of one thread, all
 others wait some milliseconds until the system reschedules that thread, and a step has hundreds of kernels. Beside one
-busy program on two cores, two threads decode far slower than one (`benchmarks/m3_busy.py` measures it). So the system's
+busy program on two cores, two threads decode far slower than one (`benchmarks/m3/busy.py` measures it). So the system's
 CPU times are read five times per second, and a step uses one thread per unused core.
 
 Tokens and logits do not depend on the number of threads, so this is not a scheduling decision, and may use a clock.

@@ -14,7 +14,12 @@ import m3_paged_attention
 import m4_radix_cache
 import m5_chunked_prefill_spec
 import m6_multimodal_pd
-from benchmarks import m2_trace, m3_trace, m4_trace, m5_trace, m6_pd_trace, m6_trace
+from benchmarks.m2 import trace as m2_trace
+from benchmarks.m3 import trace as m3_trace
+from benchmarks.m4 import trace as m4_trace
+from benchmarks.m5 import trace as m5_trace
+from benchmarks.m6 import trace as m6_trace
+from benchmarks.m6_pd import trace as m6_pd_trace
 from m1_single_request.detokenizer import IncrementalDetokenizer
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler as SchedulerOfM1
@@ -109,7 +114,7 @@ M6_PD = Exercises(
     m6_multimodal_pd,
     checks_m6_pd.check,
     {"m6_pd.frames": StagedSource},
-    m6_pd_trace.traced,
+    m6_pd_trace.traced_steps,
     notebook="m6_pd",
 )
 TAUGHT = [M1, M2, M3, M4, M5, M6, M6_PD]

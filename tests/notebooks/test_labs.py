@@ -7,10 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import RESULTS, m2_trace, m3_trace, m4_trace, m5_trace
-from benchmarks.m1_single_request import traced_steps
-from benchmarks.m4_eviction import Server, prepared, replay as careful_replay
-from benchmarks.m4_traffic import FILE, as_csv, generate, recorded
+from benchmarks import RESULTS
+from benchmarks.m1.trace import traced_steps
+from benchmarks.m2 import trace as m2_trace
+from benchmarks.m3 import trace as m3_trace
+from benchmarks.m4 import trace as m4_trace
+from benchmarks.m4.caches import Server
+from benchmarks.m4.eviction import prepared, replay as careful_replay
+from benchmarks.m4.traffic import FILE, as_csv, generate, recorded
+from benchmarks.m5 import trace as m5_trace
 from m1_single_request import LLMEngine
 from m1_single_request.scheduler import Scheduler
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache

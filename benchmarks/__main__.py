@@ -1,0 +1,67 @@
+"""The program: `python -m benchmarks` lists the commands, `python -m benchmarks COMMAND --help` explains one."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import BenchmarkError, lesson
+
+
+class Command(NamedTuple):
+    """A command: the module with its `LESSON` or `main(argv)`, its subject, and its duration on two quiet cores."""
+
+    module: str
+    measures: str
+    takes: str
+
+
+COMMANDS = {
+    "run": Command("compare", "two engines on one workload: yours against another, or two milestones", "1 min"),
+    "m1": Command("m1", "recomputing against the KV cache, prefill and decode, the roofline", "2 min"),
+    "m2": Command("m2", "batching: one by one, static, continuous; limits and padding", "6 min"),
+    "m3": Command("m3", "blocks: speed against transformers, memory, preemption, sharing, the roofline", "15 min"),
+    "m4": Command("m4", "prefix cache: tokens and time saved, its own cost, eviction, gaps of a stream", "10 min"),
+    "m5": Command("m5", "budget of a step, gaps, speculation, scheduling", "12 min"),
+    "m6": Command("m6", "pictures: first tokens, the vision tower, gaps, steps beside m5's", "2 min"),
+    "m6_pd": Command("m6_pd", "prefill and decode apart: bytes, bandwidth, overhead, gaps, the roofline", "5 min"),
+    "busy": Command("m3.busy", "m3 decoding beside a busy program, each side in its own process", "25 min"),
+    "against": Command("against", "this checkout against another one, every milestone", "6 min"),
+    "kill_matrix": Command("kill_matrix", "engines of a group killed in every state: answers, times, leaks", "60 min"),
+    "soak": Command("soak", "random use with faults: violations of what the engines promise", "60 min"),
+}
+
+
+def listing() -> Table:
+    """Return all commands as a table."""
+    table = Table(title="python -m benchmarks COMMAND [--help]", title_justify="left", box=None, pad_edge=False)
+    for heading in ("command", "measures", "takes"):
+        table.add_column(heading)
+    for name, command in COMMANDS.items():
+        table.add_row(name, command.measures, command.takes)
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command, or list them; an error is one line and the exit status 2."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("--help", "-h"):
+        Console().print(listing())
+        return 0
+    try:
+        if name not in COMMANDS:
+            raise BenchmarkError(f"there is no command {name!r}; there are {', '.join(COMMANDS)}")
+        module = importlib.import_module(f"benchmarks.{COMMANDS[name].module}")
+        is_lesson = hasattr(module, "LESSON")
+        status: int = lesson.Command(name, module, rest).run() if is_lesson else module.main(rest)
+    except BenchmarkError as error:
+        print(f"BenchmarkError: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,192 @@
+"""A prefix cache at work without a model: requests are looked up, get slots, and leave their KV behind.
+
+Each operation is that of an engine, in this order: match, lock, evict if there is too little room, take slots, insert,
+unlock. The forward between them costs nothing here, so this is the cache alone. Requests come one after another.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lesson import SEED
+from benchmarks.timing import in_turns, ratio
+from m1_single_request.tracer import Tracer
+from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
+from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
+from m4_radix_cache.mem_cache.eviction import EvictionHeap
+from m4_radix_cache.mem_cache.radix_cache import RadixCache
+from m4_radix_cache.mem_cache.radix_key import RadixKey
+from m4_radix_cache.mem_cache.req_to_token_pool import ReqToTokenPool
+
+PAGE_SIZE = 16
+BRANCHES = (8, 64, 512)
+SEGMENT_LENS = (50, 140)  # of each branch
+SEQUENCE_LENS = (200, 2000)
+VOCABULARY = 150_000
+Row = dict[str, Any]
+
+
+class NoRoom(Exception):
+    """A request is longer than all the memory."""
+
+
+class Server:
+    """A cache with memory for `num_tokens` tokens, and requests that pass through it."""
+
+    def __init__(
+        self, cache_class: Callable[..., BasePrefixCache], *, num_tokens: int, page_size: int, policy: str = "lru"
+    ) -> None:
+        self.page_size = page_size
+        self.allocator = TokenToKVPoolAllocator(size=num_tokens // page_size * page_size, page_size=page_size)
+        self.cache = cache_class(
+            req_to_token_pool=ReqToTokenPool(size=1, max_context_len=1),  # no request runs, so there are no rows
+            token_to_kv_pool_allocator=self.allocator,
+            eviction_policy=policy,
+            tracer=Tracer(),
+        )
+
+    def serve(self, key: RadixKey, num_prompt_tokens: int, priority: int = 0) -> int:
+        """Pass one request through the cache, from arrival to end; return the number of cached prompt tokens.
+
+        `key` has its prompt and its outputs. Raises `NoRoom` if it can never run.
+        """
+        cache, allocator = self.cache, self.allocator
+        match = cache.match_prefix(key, num_prompt_tokens - 1)
+        node, found = match.last_device_node, match.device_indices
+        cache.inc_lock_ref(node)
+        cache.record_hit(node)
+        hit, num_whole = len(found), len(key) // self.page_size * self.page_size
+        need = num_whole - hit
+        if allocator.available_size() < need:
+            cache.evict(need - allocator.available_size())
+        slots = allocator.alloc(need)
+        if slots is None:
+            cache.dec_lock_ref(node)
+            raise NoRoom(f"{len(key)} tokens in {allocator.size}")
+        existing = cache.insert(key, np.concatenate((found, slots)), priority)
+        if existing > hit:  # the whole prompt was there: its last page was computed again
+            allocator.free(slots[: existing - hit])
+        cache.dec_lock_ref(node)
+        return hit
+
+
+def num_entries(server: Server) -> int:
+    """Return the number of nodes of the tree, or of blocks of the table."""
+    cache = server.cache
+    if isinstance(cache, RadixCache):
+        return len(list(cache.nodes()))
+    assert isinstance(cache, BlockHashCache)
+    return len(cache._blocks)
+
+
+# --- its cost ---------------------------------------------------------------------------------------------------------
+
+
+class NoCandidates(EvictionHeap):
+    """Keeps no node, and so costs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda node: 0)
+
+    def push(self, node: Any) -> None:
+        """Ignore a node."""
+
+
+class WalkingRadixCache(RadixCache):
+    """The same tree, whose evictions collect the unlocked leaves of the whole tree each time, as SGLang's do."""
+
+    def _start_empty(self) -> None:
+        super()._start_empty()
+        self._candidates = NoCandidates()
+
+    def evict(self, num_tokens: int) -> int:
+        """Evict from candidates that are collected anew."""
+        self._candidates = EvictionHeap(self.strategies[self.eviction_policy])
+        for node in self.nodes():
+            node.entry = None
+            if not node.children and not node.lock_ref:
+                self._candidates.push(node)
+        freed = super().evict(num_tokens)
+        self._candidates = NoCandidates()
+        return freed
+
+
+def branching(number: int) -> list[list[int]]:
+    """Draw sequences of token ids that share prefixes in a tree of branches, each up to a random length."""
+    rng = np.random.default_rng(SEED)
+
+    def draw(count: int) -> list[int]:
+        return rng.integers(0, VOCABULARY, count).tolist()
+
+    levels = [[draw(int(rng.integers(*SEGMENT_LENS, endpoint=True))) for _ in range(n)] for n in BRANCHES]
+    sequences = []
+    for _ in range(number):
+        leaf, length = int(rng.integers(BRANCHES[-1])), int(rng.integers(*SEQUENCE_LENS, endpoint=True))
+        path = [level[leaf * num // BRANCHES[-1]] for level, num in zip(levels, BRANCHES, strict=True)]
+        shared = [token for segment in path for token in segment]
+        sequences.append((shared + draw(max(0, length - len(shared))))[:length])
+    return sequences
+
+
+class Passing:
+    """A cache class that all sequences pass through whenever it is called; returns seconds."""
+
+    def __init__(self, cache_class: type[RadixCache], sequences: list[list[int]], capacity: int, encodes: bool) -> None:
+        self.cache_class, self.sequences, self.capacity, self.encodes = cache_class, sequences, capacity, encodes
+        self.hit_tokens = 0
+
+    def __call__(self) -> float:
+        self.server = Server(self.cache_class, num_tokens=self.capacity, page_size=PAGE_SIZE)
+        keys = [] if self.encodes else [RadixKey(ids) for ids in self.sequences]
+        gc.collect()
+        begin = time.perf_counter()
+        keys = keys or [RadixKey(ids) for ids in self.sequences]
+        self.hit_tokens = sum([self.server.serve(key, len(key)) for key in keys])
+        return time.perf_counter() - begin
+
+
+def control_plane(num_sequences: int, *, rounds: int) -> Row:
+    """Measure tokens per second through match, evict and insert, with room for half of the unique tokens.
+
+    2,000 sequences of 200 to 2,000 tokens. The other side is the same tree with an eviction that walks all of it.
+    """
+    sequences = branching(num_sequences)
+    num_tokens = sum(map(len, sequences))
+    roomy = Passing(RadixCache, sequences, 2 * num_tokens, encodes=False)
+    roomy()
+    unique = roomy.server.cache.evictable_size()
+    classes = {"candidates kept": RadixCache, "whole tree walked": WalkingRadixCache}
+    sides = {
+        name + ", encoding included" * encodes: Passing(cache_class, sequences, unique // 2, encodes)
+        for encodes in (False, True)
+        for name, cache_class in classes.items()
+    }
+    seconds = in_turns(sides, rounds=rounds)
+    kept, walked = (sides[name] for name in classes)
+    evicted = kept.server.cache.num_evicted_tokens
+    assert (kept.hit_tokens, evicted) == (walked.hit_tokens, walked.server.cache.num_evicted_tokens), "same work"
+    medians = {name: sorted(own)[len(own) // 2] for name, own in seconds.items()}
+    return {
+        "sequences": num_sequences,
+        "tokens": num_tokens,
+        "unique_tokens": unique,
+        "capacity": kept.server.allocator.size,
+        "page_size": PAGE_SIZE,
+        "hit_tokens": kept.hit_tokens,
+        "evicted_tokens": evicted,
+        "nodes": num_entries(kept.server),
+        "sides": {
+            name: {
+                "seconds": median,
+                "tokens_per_second": num_tokens / median,
+                "us_per_sequence": median / num_sequences * 1e6,
+                "all_seconds": seconds[name],
+            }
+            for name, median in medians.items()
+        },
+        "times_walked": ratio(*(seconds[name] for name in reversed(classes))),
+    }

@@ -1,0 +1,120 @@
+"""Operations and bytes of a forward, measured seconds, and the roof of the machine above them.
+
+Counted: every weight, read once and used once for each new token (the output layer only for tokens that are sampled),
+attention, and the KV that is read and written. Activations are left out: they stay in the processor's caches.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.machine import peak_flops, read_bandwidth
+from benchmarks.serving import answer
+from benchmarks.traces import watched
+from benchmarks.workloads import drawn, tokens
+from m1_single_request.events import Batch, StepDone
+
+BUDGET = 1024
+Row = dict[str, Any]
+Lengths = Sequence[int]
+Step = tuple[Any, float]
+"""The batch of a step, and the seconds of its forward."""
+
+
+def forward_flops(shape: Any, new: Lengths, context: Lengths) -> float:
+    """Return the operations of one forward: `new` tokens of each request, of which `context` tokens have KV."""
+    pairs = sum(n * c + n * (n + 1) / 2 for n, c in zip(new, context, strict=True))  # of a query and a key
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
+    return 2 * _body(shape) * sum(new) + 2 * _head(shape) * len(new) + attention
+
+
+def forward_bytes(shape: Any, dtype: str, new: Lengths, context: Lengths) -> float:
+    """Return the bytes that the same forward moves."""
+    kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * (sum(new) + sum(context))
+    return (_body(shape) + _head(shape) + kv) * getattr(torch, dtype).itemsize
+
+
+def _body(shape: Any) -> int:
+    """Return the number of weights of all layers, without norms and biases, which are few."""
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    attention = shape.hidden_size * shape.head_dim * (heads + shape.num_heads)
+    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
+def _head(shape: Any) -> int:
+    return shape.vocab_size * shape.hidden_size
+
+
+class Forwards:
+    """Forwards of an engine of m3 or later, and their costs."""
+
+    def __init__(self, engine: Any, shape: Any, dtype: str, seed: int) -> None:
+        self.engine, self.shape, self.dtype, self.seed = engine, shape, dtype, seed
+
+    def prefill(self, length: int, *, repeats: int = 3) -> Row:
+        """Measure one prompt of `length` tokens."""
+        work = drawn(1, prompts=(length, length), outputs=(1, 1), seed=self.seed)
+        steps = [self._steps(lambda: answer(self.engine, work))[0] for _ in range(repeats)]
+        return self._point("prefill", length, steps)
+
+    def decode(self, batch: int, context: int, num_steps: int) -> Row:
+        """Measure decode steps of `batch` requests that have about `context` tokens each."""
+        length = num_steps + 1 + batch * context // BUDGET  # the first request answers until the last one has started
+        work = drawn(batch, prompts=(context, context), outputs=(length, length), seed=self.seed)
+        steps = self._steps(lambda: answer(self.engine, work))
+        full = [step for step in steps if step[0].mode == "decode" and len(step[0].rids) == batch]
+        return self._point("decode", batch, full) | {"context": context}
+
+    def both(self, batch: int, context: int, piece: int, params: Callable[[int], Any], *, repeats: int = 3) -> Row:
+        """Measure decode steps of `batch` requests that a prompt of `piece` tokens joins (m5 and later)."""
+        engine, own = self.engine, drawn(batch, prompts=(context, context), outputs=(1, 1), seed=self.seed)
+        from random import Random
+
+        rng = Random(self.seed + 1)
+
+        def run() -> None:
+            for request in own.requests:
+                engine.add_request(request.prompt, params(batch + 3 * repeats))
+            for _ in own.requests:  # a step takes in at least one of them
+                engine.step()
+            for _ in range(repeats):
+                engine.add_request(tokens(rng, piece), params(1))
+                engine.step()
+                engine.step()
+            while engine.has_unfinished_requests():
+                engine.step()
+
+        steps = [step for step in self._steps(run) if step[0].mode == "mixed" and step[0].num_prompt_tokens == piece]
+        assert len(steps) == repeats, f"{len(steps)} steps of both"
+        return self._point("both", piece, steps) | {"decodes": batch}
+
+    def _steps(self, work: Callable[[], object]) -> list[Step]:
+        if hasattr(self.engine, "flush_cache"):
+            self.engine.flush_cache()
+        seen = watched(self.engine, work, Batch, StepDone)
+        return [(b, s.execute_ms / 1e3) for b, s in zip(seen.of(Batch), seen.of(StepDone), strict=True)]
+
+    def _point(self, kind: str, size: int, steps: Sequence[Step]) -> Row:
+        """Return the median of steps of the same kind, and the costs of one of them."""
+        batch, _ = steps[len(steps) // 2]
+        return self.point(kind, size, statistics.median(s for _, s in steps), batch.extend_lens, batch.prefix_lens)
+
+    def point(self, kind: str, size: int, seconds: float, new: Lengths, context: Lengths) -> Row:
+        """Return the costs of a forward that took `seconds`."""
+        flop, moved = forward_flops(self.shape, new, context), forward_bytes(self.shape, self.dtype, new, context)
+        costs = {"flop": flop, "bytes": moved, "intensity": flop / moved}
+        speeds = {"flops": flop / seconds, "bandwidth": moved / seconds}
+        return {"kind": kind, "tokens": size, "seconds": seconds} | costs | speeds
+
+
+def under_roof(points: Sequence[Row], dtype: str) -> Row:
+    """Return the roof of this machine, and the points with their bounds in seconds.
+
+    The roof is what torch reaches alone, or the best forward if that is more: kernels may do better than torch.
+    """
+    flops = max([peak_flops(getattr(torch, dtype)), *(point["flops"] for point in points)])
+    bandwidth = max([read_bandwidth(), *(point["bandwidth"] for point in points)])
+    bound = [point | {"bound": max(point["flop"] / flops, point["bytes"] / bandwidth)} for point in points]
+    return {"flops": flops, "bandwidth": bandwidth, "ridge": flops / bandwidth, "points": bound}

@@ -1,0 +1,80 @@
+"""`python -m benchmarks`: its list, its errors, and the redrawing of every lesson's tables from stored results."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import HERE, RESULTS, lesson
+from benchmarks.__main__ import COMMANDS, main
+from benchmarks.report import sections
+from tests.structure.circles import files_import_in_one_direction
+from tests.structure.sources import Source
+
+PAGES = [*HERE.glob("docs/m*.md"), HERE / "README.md", *HERE.glob("notebooks/*.ipynb")]
+LESSONS = ("m1", "m2", "m3", "m4", "m5", "m6", "m6_pd")
+
+
+def test_without_arguments_every_command_is_listed_with_its_subject_and_its_time(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        (line,) = re.findall(rf"^{name} .*$", shown, re.M)
+        assert command.takes in line
+
+
+def test_every_command_that_a_page_or_a_notebook_names_exists_and_explains_itself(capsys):
+    named = {name for page in PAGES for name in re.findall(r"python -m benchmarks (\w+)", page.read_text("utf-8"))}
+    assert named and named <= set(COMMANDS)
+    assert not [page for page in PAGES if "python -m benchmarks." in page.read_text("utf-8")]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert f"python -m benchmarks {name}" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_an_error_in_one_line_that_names_the_others(capsys):
+    assert main(["m7"]) == 2
+    assert capsys.readouterr().err.startswith("BenchmarkError: there is no command 'm7'; there are run, m1, m2")
+
+
+def test_an_unknown_part_of_a_lesson_is_an_error_that_names_the_others(tmp_path, capsys):
+    assert main(["m4", "--only", "evictions", "--output", str(tmp_path)]) == 2
+    assert "unknown parts evictions; there are reuse_0_6b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*LESSONS, "busy", "kill_matrix"])
+def test_the_tables_of_a_lesson_are_those_of_the_stored_numbers(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(lesson.Command, "_draw", lambda *_: None)
+    main([name, "--redraw", "--output", str(tmp_path)])
+    (drawn,) = tmp_path.glob("*.md")
+    assert drawn.read_text("utf-8") == (RESULTS / drawn.name).read_text("utf-8")
+
+
+def test_quick_numbers_are_not_recorded(capsys):
+    assert main(["m6", "--quick", "--record"]) == 2
+    assert "--record cannot keep them" in capsys.readouterr().err
+
+
+def test_a_lesson_measures_one_part_into_the_folder_of_the_caller(tmp_path, capsys):
+    before = {path: path.stat().st_mtime for path in RESULTS.iterdir()}
+    assert main(["m6", "--quick", "--only", "memory", "--output", str(tmp_path), "--threads", "1"]) == 0
+    results = json.loads((tmp_path / "quick" / "m6_multimodal.json").read_text("utf-8"))
+    assert results["quick"] and list(results["parts"]) == ["memory"]
+    assert "[start:rows]" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime for path in RESULTS.iterdir()} == before
+
+
+def test_a_section_is_left_out_where_its_part_was_not_measured():
+    stored = json.loads((RESULTS / "m1_single_request.json").read_text("utf-8"))
+    stored["parts"] = {"queue": stored["parts"]["queue"]}
+    text = sections(HERE / "benchmarks" / "m1" / "tables.md.jinja", stored)
+    assert re.findall(r"start:(\w+)", text) == ["queue", "environment"]
+
+
+def test_no_file_of_the_program_imports_another_in_a_circle():
+    assert not list(files_import_in_one_direction(Source.from_packages(HERE, ["benchmarks"])))
