@@ -182,7 +182,10 @@ class Tour(Stage):
         answers = f"The answers {'are the same' if is_same else 'differ'} with shared KV and without."
         bullets(
             self.console,
-            [f"The first token comes, on average, after {compared(times, RECORDED, 'with 32 users')}", answers],
+            [
+                f"The first token comes, on average, after {compared(times, RECORDED, 'with 32 users', RECORDED_ON)}",
+                answers,
+            ],
         )
 
     def show_little_memory(self) -> None:
@@ -275,9 +278,7 @@ def take_turns(subjects: Mapping[str, S], run: Callable[[S], T]) -> dict[str, li
     return {name: [results[name] for results in rounds[1:]] for name in subjects}
 
 
-def compared(
-    times: Mapping[str, Sequence[float]], recorded: Mapping[str, float], workload: str, machine: str = RECORDED_ON
-) -> str:
+def compared(times: Mapping[str, Sequence[float]], recorded: Mapping[str, float], workload: str, machine: str) -> str:
     """Return the median seconds of two subjects beside recorded ones, which count where the rounds differ too much."""
     here = {name: median(own) for name, own in times.items()}
     disturbed = any(max(own) > 1.5 * min(own) for own in times.values())

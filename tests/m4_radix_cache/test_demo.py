@@ -85,11 +85,13 @@ def test_without_a_cache_nothing_is_shared(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_comparison_follows_its_numbers_beside_the_recorded_ones() -> None:
     recorded = {"fast": 0.01, "slow": 0.02}
-    assert compared({"fast": [0.01, 0.012, 0.011], "slow": [0.04, 0.044, 0.05]}, recorded, "once") == (
+    assert compared(
+        {"fast": [0.01, 0.012, 0.011], "slow": [0.04, 0.044, 0.05]}, recorded, "once", demo_tour.RECORDED_ON
+    ) == (
         "11.0 ms fast and 44.0 ms slow, 4.0 times as long. Recorded once on 2 cores of an Intel Xeon: 10.0 ms fast and "
         "20.0 ms slow, 2.0 times as long."
     )
-    assert compared({"fast": [0.01, 0.02], "slow": [0.01, 0.01]}, recorded, "once").endswith(
+    assert compared({"fast": [0.01, 0.02], "slow": [0.01, 0.01]}, recorded, "once", demo_tour.RECORDED_ON).endswith(
         "This run was disturbed, its rounds differ by half: take the recorded times."
     )
 

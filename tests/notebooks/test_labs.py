@@ -16,7 +16,6 @@ from benchmarks.m4.caches import Server
 from benchmarks.m4.eviction import prepared, replay as careful_replay
 from benchmarks.m4.traffic import FILE, as_csv, generate, recorded
 from benchmarks.m5 import trace as m5_trace
-from m1_single_request import LLMEngine
 from m1_single_request.scheduler import Scheduler
 from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
@@ -44,9 +43,8 @@ def test_the_trace_on_the_page_of_m1_is_what_the_engine_says_today() -> None:
     def words(text: str) -> str:  # without line breaks, and without probabilities: machines differ in the last digit
         return re.sub(r"The model's favourites for \S+: .*?%\. For", "For", " ".join(text.split()))
 
-    with LLMEngine() as engine:
-        stored = (RESULTS / "m1_single_request_trace.txt").read_text(encoding="utf-8")
-        assert words(stored) == words(traced_steps(engine))
+    stored = (RESULTS / "m1_single_request_trace.txt").read_text(encoding="utf-8")
+    assert words(stored) == words(traced_steps())
 
 
 def test_the_notebooks_of_m2_and_m3_trace_the_requests_of_their_pages() -> None:
