@@ -42,22 +42,6 @@ CLEAR_SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Settings with so few tokens to choose from that it can be measured how clear each choice is."""
 
-WIDE_SETTINGS: dict[str, dict[str, Any]] = {
-    "drawn from all": {"temperature": 1.0, "seed": 5},
-    "drawn from many with everything": {
-        "temperature": 0.8,
-        "seed": 6,
-        "top_k": 60,
-        "top_p": 0.95,
-        "repetition_penalty": 1.2,
-        "frequency_penalty": 0.3,
-        "min_tokens": 4,
-    },
-}
-"""Settings with boundaries everywhere. Every draw counts as clear: for engines that round as m1 does."""
-
-SETTINGS = CLEAR_SETTINGS | WIDE_SETTINGS
-
 
 def prompt_of(length: int, which: int = 0) -> list[int]:
     """One of the prompts of this length."""
@@ -91,7 +75,7 @@ class Ask:
 
     @property
     def params(self) -> SamplingParams:
-        values = SETTINGS[self.setting]
+        values = CLEAR_SETTINGS[self.setting]
         least = {"min_tokens": min(values.get("min_tokens", 0), self.max_tokens)}
         return SamplingParams(max_tokens=self.max_tokens, n=self.n, **values | least)
 
@@ -163,7 +147,7 @@ class Alone:
         self.answers: dict[Any, tuple[Reference, str]] = {}
 
     def __call__(self, ask: Ask, child: int) -> tuple[Reference, str]:
-        child = child if "seed" in SETTINGS[ask.setting] else 0
+        child = child if "seed" in CLEAR_SETTINGS[ask.setting] else 0
         key = tuple(ask.prompt), ask.setting, child
         if key not in self.answers:
             self.answers[key] = self._answer(ask, child)
@@ -172,14 +156,12 @@ class Alone:
 
     def _answer(self, ask: Ask, child: int) -> tuple[Reference, str]:
         """As long as any request may want it: a shorter one is its beginning."""
-        values = dict(SETTINGS[ask.setting])
+        values = dict(CLEAR_SETTINGS[ask.setting])
         if "seed" in values:
             values["seed"] += child
         self.sampler.margins.clear()
         output = self.engine.generate(ask.prompt, SamplingParams(max_tokens=MOST_TOKENS, **values))
         gaps = gaps_of(self.sampler.margins)
-        if ask.setting in WIDE_SETTINGS:
-            gaps = (1.0,) * len(gaps)
         return Reference(tuple(ask.prompt), output.token_ids, gaps), output.finish_reason
 
 

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.equivalence.harness import Reference, check_cuts
-from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, WIDE_SETTINGS, Alone, Ask, asks_of, check_ask, serve
+from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, Ask, asks_of, check_ask, serve
 from tests.m2_continuous_batching.engines import MakeEngine, check_drained, check_step, limits
 from tests.support.amounts import examples
 
 PROMPT_LENS = (1, 2, 3, 5, 8, 13, 20, 21, 34, 40)
-GREEDY = [name for name in CLEAR_SETTINGS if name.startswith("greedy")]
 ASKS = asks_of(
     PROMPT_LENS,
-    [*GREEDY, *WIDE_SETTINGS],
+    CLEAR_SETTINGS,
     n=st.just(1),
     arrival=st.integers(0, 15),
     patience=st.none() | st.integers(0, 8),

@@ -56,7 +56,7 @@ def test_the_tour_cuts_drafts_and_explains(tmp_path: Path, capsys: pytest.Captur
     ):
         assert part in words(out), part
     assert len(re.findall(r"^(?:in pieces|whole) +[| ]+$", out, re.MULTILINE)) == 2
-    rows = re.findall(r"(no drafts|ngram|draft_model) +(\d+) +(\d+) +(\d+) +\d+ +x [\d.]+ +x [\d.]+", out)
+    rows = re.findall(r"(no drafts|ngram|draft_model) +(\d+) +(\d+) +(\d+) +[\d,]+ +x [\d.]+ +x [\d.]+", out)
     assert len(rows) == (9 if HAS_DRAFT else 6)
     assert all(int(accepted) <= int(drafts) < 2 * int(tokens) for _, tokens, drafts, accepted in rows)
     assert {"chunk_cut", "batch", "verified"} <= {
