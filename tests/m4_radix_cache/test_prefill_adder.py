@@ -215,6 +215,17 @@ def test_what_fills_the_memory_exactly_is_refused(max_tokens: int, is_admitted: 
     assert adder.can_run_list == [req] * is_admitted
 
 
+@pytest.mark.parametrize(("length", "is_admitted"), [(15, True), (16, True), (17, False)])
+def test_a_request_alone_at_its_end_may_fill_the_memory(length: int, is_admitted: bool) -> None:
+    """It filled the memory before; to wait for more would be to wait for ever."""
+    cache = make_cache(page_size=4, num_pages=4)
+    adder = make_adder(cache)
+    req = make_req(1, [7] * (length - 5), outputs=[1] * 5, max_tokens=5, is_retracted=True)
+    assert add(adder, req) is NO_TOKEN
+    assert adder.can_run_list == [req] * is_admitted
+    assert allocate(cache, adder.can_run_list) == 16 * is_admitted
+
+
 def test_the_last_one_that_fits_ends_the_search() -> None:
     adder = make_adder(make_cache(page_size=4, num_pages=8))
     first, last = make_req(1, [7] * 11, max_tokens=5), make_req(2, [8] * 11, max_tokens=3)
