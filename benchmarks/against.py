@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import HERE, OUTPUT, RESULTS
+from benchmarks import HERE, OUTPUT, RESULTS, BenchmarkError
 from benchmarks.compare import measure
 from benchmarks.engines import TEXT_MODEL
 from benchmarks.lesson import SEED
@@ -107,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = RESULTS if args.record else args.output
     folder.mkdir(exist_ok=True, parents=True)
     before, path = args.before.resolve(), folder / "against.json"
+    if not (before / "m1_single_request").is_dir():
+        raise BenchmarkError(f"{args.before} is no checkout: it has no m1_single_request")
     cases: dict[str, Row] = json.loads(path.read_text())["cases"] if args.only and path.exists() else {}
     env = environment(model=TEXT_MODEL, seed=SEED)
     for name in [args.only] if args.only else CASES:

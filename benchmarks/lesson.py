@@ -115,9 +115,10 @@ class Command:
         """Measure, write and print; returns the exit status."""
         args, todo = self.args, dict(self.lesson.parts(Size(self.args.rounds, self.args.quick)))
         named = [args.only] if args.only in todo else args.only.split(",")  # a name may have a comma
-        chosen = named if args.only else [*todo, *([TRACE] if self._beside(TRACE) else [])]
-        if unknown := [name for name in chosen if name not in todo and name != TRACE]:
-            raise BenchmarkError(f"unknown parts {', '.join(unknown)}; there are {', '.join(todo)}")
+        known = [*todo, *([TRACE] if self._beside(TRACE) else [])]
+        chosen = named if args.only else known
+        if unknown := [name for name in chosen if name not in known]:
+            raise BenchmarkError(f"unknown parts {', '.join(unknown)}; there are {', '.join(known)}")
         torch.set_num_threads(args.threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.texts.mkdir(exist_ok=True, parents=True)

@@ -22,13 +22,13 @@ def read_trace(path: str | Path, milestone: str) -> Iterator[TraceRecord]:
     Raises `ConfigError` for a line that is no event of this milestone, and `OSError` for a file that cannot be read.
     """
     classes = event_classes(milestone)
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
                 data = json.loads(line)
                 step, seconds, kind = data.pop("step"), data.pop("time"), data.pop("event")
                 event: Event = msgspec.convert(data, classes[kind])
-            except (KeyError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 reason = f"line {number} of {shown_path(path)} is no event of {milestone}: {error!r}"
                 raise ConfigError(reason) from error
             yield TraceRecord(step, seconds, event)

@@ -37,6 +37,16 @@ def test_every_command_has_a_help(name, capsys):
     assert f"python -m benchmarks {name}" in capsys.readouterr().out
 
 
+def test_a_folder_that_is_no_checkout_is_not_compared(tmp_path, capsys):
+    assert main(["against", str(tmp_path), "--output", str(tmp_path)]) == 2
+    assert "is no checkout" in capsys.readouterr().err
+
+
+def test_a_command_without_a_trace_has_no_part_of_that_name(capsys):
+    assert main(["busy", "--only", "trace"]) == 2
+    assert "unknown parts trace; there are " in capsys.readouterr().err
+
+
 def test_an_unknown_command_is_an_error_in_one_line_that_names_the_others(capsys):
     assert main(["m7"]) == 2
     assert capsys.readouterr().err.startswith("BenchmarkError: there is no command 'm7'; there are run, m1, m2")

@@ -65,8 +65,10 @@ def test_a_milestone_reads_its_own_events_and_those_before_it(older: str, newer:
         '{"step": 1, "time": 0.5, "event": "free", "owner": "a", "tokens": 1}',
         '{"step": 1, "event": "free", "owner": "a", "tokens": 1, "bytes": 1}',
         "no JSON",
+        "[]",
+        "3",
     ],
-    ids=["kind", "type", "missing field", "no time", "no JSON"],
+    ids=["kind", "type", "missing field", "no time", "no JSON", "a list", "a number"],
 )
 def test_what_is_no_event_is_an_error_with_its_line(line: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
