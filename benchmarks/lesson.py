@@ -167,13 +167,20 @@ class Command:
         return results
 
     def _earlier(self) -> dict[str, Any]:
-        """Return the results of an earlier run with the same machine, versions and seed, or empty ones."""
+        """Return the results of an earlier run with the same machine, versions and seed, or empty ones.
+
+        Raises `BenchmarkError` where `--record` of some parts would drop all others.
+        """
         quick = self.args.quick
         env = environment(model=self.lesson.model, seed=SEED) | self.lesson.environment(quick)
         with suppress(FileNotFoundError):
             earlier: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
             if (earlier["environment"], earlier["quick"]) == (env, quick):
                 return earlier
+            if self.args.record and (self.args.only or self.args.missing):
+                raise BenchmarkError(
+                    f"{self.path.name} has numbers of another machine or of other versions: record all parts, not some"
+                )
         return {"environment": env, "quick": quick, "disturbed": False, "load": {}, "parts": {}}
 
     def _write_up(self, results: dict[str, Any]) -> None:

@@ -4,13 +4,15 @@ Fused attention (sdpa) and the dynamic KV cache, without gradients; the same wei
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engines import Model
+from benchmarks.serving import Served
 from benchmarks.workloads import Workload
 
 
@@ -47,30 +49,28 @@ def decoder_shape(model: Model) -> Any:
     return decoder_config(model.name, "Qwen3ForCausalLM", config, model_type="qwen3")
 
 
-class Static:
-    """Batches of `batch_size` in the order of arrival. A batch runs until its longest answer is complete."""
+def static(batch_size: int = 16) -> Callable[[Any, Workload], Served]:
+    """Return the run of a `Side` whose engine is a model of `load`: batches in the order of arrival.
 
-    def __init__(self, work: Workload, model: Any, batch_size: int = 16) -> None:
-        self.work, self.model, self.batch_size = work, model, batch_size
-        self.all_seconds: list[float] = []
-        self.answers: list[tuple[int, ...]] = []
-        self.latencies: list[float] = []
-        self.num_steps = 0
+    A batch runs until its longest answer is complete, and all its answers end then.
+    """
 
-    def __call__(self) -> float:
-        """Answer everything and return the seconds. The first call only warms up."""
-        work = self.work if self.num_steps else self.work.shortened()
-        self.answers, self.latencies, self.num_steps = [], [], 0
-        begin = time.perf_counter()
-        for first in range(0, len(work.requests), self.batch_size):
-            requests = work.requests[first : first + self.batch_size]
+    def run(model: Any, work: Workload) -> Served:
+        served, begin = Served([0.0] * len(work.requests), [], [], counts={"num_steps": 0}), time.perf_counter()
+        for first in range(0, len(work.requests), batch_size):
+            requests = work.requests[first : first + batch_size]
             longest = max(request.max_tokens for request in requests)
-            rows = generate(self.model, [request.prompt for request in requests], longest)
-            self.answers += [tuple(row[: r.max_tokens]) for row, r in zip(rows, requests, strict=True)]
-            self.latencies += [time.perf_counter() - begin] * len(rows)
-            self.num_steps += longest
-        self.all_seconds.append(self.latencies[-1])
-        return self.latencies[-1]
+            rows = generate(model, [request.prompt for request in requests], longest)
+            served.seconds = time.perf_counter() - begin
+            metrics = SimpleNamespace(latency=served.seconds)
+            served.outputs += [
+                SimpleNamespace(token_ids=row[: request.max_tokens], metrics=metrics)
+                for row, request in zip(rows, requests, strict=True)
+            ]
+            served.counts["num_steps"] += longest
+        return served
+
+    return run
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.workloads import Request, Workload
@@ -204,6 +204,15 @@ class Side:
     def last(self) -> Served:
         """Return the last run."""
         return self.runs[-1]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Return the seconds of the counted runs."""
+        return [run.seconds for run in self.runs]
+
+    def median(self, of: Callable[[Served], float]) -> float:
+        """Return the median of a figure over the counted runs."""
+        return median(of(run) for run in self.runs)
 
 
 def num_same(answers: Sequence[Any], others: Sequence[Any]) -> int:

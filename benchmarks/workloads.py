@@ -150,7 +150,7 @@ def streams(traffic: Traffic) -> Workload:
     places = [next(arrivals) if traffic.rate else 12.0 * (i + 1) for i in range(traffic.number)]
     prompts = [Request(tokens(rng, 512), 8, at) for at in places]
     return streams_beside(
-        prompts, number=4, num_tokens=128, clock="seconds" if traffic.rate else "tokens", seed=traffic.seed
+        prompts, number=4, num_tokens=128, clock="seconds" if traffic.rate else "tokens", seed=traffic.seed + 1
     )
 
 

@@ -11,7 +11,7 @@ from benchmarks import reference
 from benchmarks.engines import EMBEDDED, Engines
 from benchmarks.lesson import SEED
 from benchmarks.serving import Served, Side, answer, num_same
-from benchmarks.timing import interleaved, quantile
+from benchmarks.timing import interleaved, quantile, ratio
 from benchmarks.traces import Keep, watched
 from benchmarks.workloads import Request, Workload, drawn
 from m1_single_request.events import StepDone
@@ -45,28 +45,25 @@ def throughput(work: Workload, rounds: int) -> Row:
     """Measure tokens per second of all sides, and compare their answers."""
     model = reference.load(EMBEDDED, SEED)
     with engines() as made:
-        sides: dict[str, Any] = {}
+        sides: dict[str, Side] = {}
         for seqs in (16, 64):
             for execution in ("per_request", "padded"):
                 engine = made("m2", scheduler={"execution": execution, "max_num_seqs": seqs})
                 sides[f"{execution} {seqs}"] = Side(engine, work)
-                sides.setdefault(f"static {seqs}", reference.Static(work, model, seqs))
+                sides.setdefault(f"static {seqs}", Side(model, work, reference.static(seqs)))
         seconds = interleaved(sides, rounds=rounds)
         rows = [_row(name, side, seconds[name], work) for name, side in sides.items()]
         first = sides["per_request 16"].last.answers
         for row, side in zip(rows, sides.values(), strict=True):
-            row["same_answers"] = num_same(side.last.answers if isinstance(side, Side) else side.answers, first)
+            row["same_answers"] = num_same(side.last.answers, first)
             for other in ("per_request", "static"):
-                row[f"times_{other}"] = seconds[f"{other} {row['max_num_seqs']}"] / row["seconds"]
+                row[f"times_{other}"] = ratio(sides[f"{other} {row['max_num_seqs']}"].seconds, side.seconds)
     return {"num_requests": len(work.requests), "rows": rows}
 
 
-def _row(name: str, side: Any, seconds: float, work: Workload) -> Row:
+def _row(name: str, side: Side, seconds: float, work: Workload) -> Row:
     execution, seqs = name.split()
-    if isinstance(side, Side):
-        steps, latencies = side.last.counts["num_steps"], [m.latency or 0.0 for m in side.last.metrics]
-    else:
-        steps, latencies = side.num_steps, side.latencies
+    steps = side.last.counts["num_steps"]
     return {
         "side": execution,
         "max_num_seqs": int(seqs),
@@ -74,8 +71,8 @@ def _row(name: str, side: Any, seconds: float, work: Workload) -> Row:
         "tokens_per_second": work.num_output_tokens / seconds,
         "steps": steps,
         "rows_used": work.num_output_tokens / (steps * int(seqs)),
-        "mean_latency": statistics.mean(latencies),
-        "p95_latency": quantile(latencies, 0.95),
+        "mean_latency": side.median(lambda served: mean_of(served, "latency")),
+        "p95_latency": side.median(lambda served: quantile([m.latency for m in served.metrics], 0.95)),
     }
 
 
@@ -111,9 +108,9 @@ def limited(work: Workload, rounds: int, settings: Sequence[dict[str, int]]) -> 
                 "seconds": seconds[name],
                 "tokens_per_second": work.num_output_tokens / seconds[name],
                 "steps": side.last.counts["num_steps"],
-                "mean_ttft": mean_of(side.last, "time_to_first_token"),
-                "mean_tpot": mean_of(side.last, "time_per_output_token"),
-                "mean_latency": mean_of(side.last, "latency"),
+                "mean_ttft": side.median(lambda served: mean_of(served, "time_to_first_token")),
+                "mean_tpot": side.median(lambda served: mean_of(served, "time_per_output_token")),
+                "mean_latency": side.median(lambda served: mean_of(served, "latency")),
                 "longest_gap": longest_gap(side),
             }
             for setting, (name, side) in zip(settings, sides.items(), strict=True)

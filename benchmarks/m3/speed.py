@@ -18,7 +18,7 @@ from benchmarks.lesson import SEED
 from benchmarks.machine import READ_BYTES, read_bandwidth
 from benchmarks.roofline import forward_bytes
 from benchmarks.serving import Side, num_same
-from benchmarks.timing import interleaved
+from benchmarks.timing import interleaved, ratio
 from benchmarks.workloads import Workload, drawn
 from m3_paged_attention import SamplingParams
 
@@ -152,25 +152,20 @@ def ragged_64(engines: Engines, work: Workload, *, rounds: int) -> Row:
 
 def ragged(engines: Engines, work: Workload, engine_of: Row, rounds: int) -> Row:
     """Measure engines and transformers in turns over the same requests."""
-    first = "transformers, static 16"
-    theirs = reference.Static(work, reference.load(engines.model, SEED))
-    sides = {name: Side(engine, work) for name, engine in engine_of.items()}
-    seconds = interleaved({first: theirs, **sides}, rounds=rounds)
-    found = {first: (theirs.all_seconds[1:], theirs.num_steps, theirs.answers)}
-    found |= {
-        name: ([run.seconds for run in side.runs], side.last.counts["num_steps"], side.last.answers)
-        for name, side in sides.items()
-    }
+    first, model = "transformers, static 16", reference.load(engines.model, SEED)
+    sides = {first: Side(model, work, reference.static())}
+    sides |= {name: Side(engine, work) for name, engine in engine_of.items()}
+    seconds = interleaved(sides, rounds=rounds)
     return work.describe() | {
         "sides": {
             name: {
                 "tokens_per_second": work.num_output_tokens / seconds[name],
-                "times_transformers": seconds[first] / seconds[name],
+                "times_transformers": ratio(sides[first].seconds, side.seconds),
                 "seconds": seconds[name],
-                "all_seconds": all_seconds,
-                "steps": steps,
-                "same_answers": num_same(answers, theirs.answers),
+                "all_seconds": side.seconds,
+                "steps": side.last.counts["num_steps"],
+                "same_answers": num_same(side.last.answers, sides[first].last.answers),
             }
-            for name, (all_seconds, steps, answers) in found.items()
+            for name, side in sides.items()
         },
     }

@@ -70,7 +70,7 @@ def _reused(side: Side, seconds: float) -> Row:
         "cached": sum(metrics.cached_tokens for metrics in side.last.metrics),
         "mean_ttft": statistics.median(waits),
         "seconds": seconds,
-        "all_seconds": [run.seconds for run in side.runs],
+        "all_seconds": side.seconds,
         "all_mean_ttfts": waits,
         "steps": side.last.counts["num_steps"],
     }
@@ -83,7 +83,7 @@ def stream_beside(arrivals: dict[int, int], num_tokens: int) -> Workload:
     """Return a stream, and prompts that arrive before these steps, with these lengths."""
     rng = Random(SEED)
     prompts = [Request(tokens(rng, length), ANSWER, step) for step, length in arrivals.items()]
-    return streams_beside(prompts, number=1, num_tokens=num_tokens, clock="steps", seed=SEED)
+    return streams_beside(prompts, number=1, num_tokens=num_tokens, clock="steps", seed=SEED + 1)
 
 
 def gaps(engines: Engines, num_tokens: int, lengths: list[int], counts: list[int], rounds: int) -> Row:
