@@ -25,8 +25,9 @@ class SchedulerConfig(BatchLimits):
 
     schedule_policy: SchedulePolicyName = "lpm"
     """Order of the waiting requests. `fcfs`: first come, first served. `lpm`: longest cached prefix first.
-    `dfs-weight`: branch by branch of the tree, the branch with most requests first. `lof`: longest output first.
-    `random`. `priority`: highest `priority=` of a request first."""
+    `dfs-weight`: branch by branch of the tree, the branch with most requests first. Both also hold a request back while
+    another one computes its prefix. `lof`: longest output first. `random`. `priority`: highest `priority=` of a request
+    first."""
     schedule_conservativeness: float = 1.0
     """Factor of the memory reserved for future output tokens of running requests. With 1, 70 % of these tokens are
     reserved at first, and fewer with every decode step. A lower value admits more requests and retracts more often."""

@@ -1,9 +1,9 @@
 """Retraction: a running request goes back to the waiting queue when memory runs out and nothing is left to evict.
 
-m3 preempted a request by discarding or swapping its blocks. A retracted request frees only the pages that it owns,
-those of its output since its last prefill. The pages of its prompt are in the cache and stay until they are evicted, so
-that often few tokens besides the output are computed again. m3's `preemption` chooses the request. SGLang:
-`ScheduleBatch.retract_decode`.
+m3 preempted a request by discarding or swapping its blocks. A retracted request frees only the pages that it owns:
+those of its output since its last prefill, with the end of the prompt that fills no page. The whole pages up to there
+are in the cache and stay until they are evicted, so that often few tokens besides the output are computed again. m3's
+`preemption` chooses the request. SGLang: `ScheduleBatch.retract_decode`.
 """
 
 from collections.abc import Sequence

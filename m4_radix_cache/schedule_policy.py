@@ -59,7 +59,8 @@ class SchedulePolicy:
     def calc_priority(self, waiting: Sequence[Req]) -> Order:
         """Return the order of this round. A lookup in the cache refreshes the last use of the nodes that it finds.
 
-        No request is held back for ever: the request that computes its prefix is in `ready`.
+        A policy that looks into the cache holds a request back while an earlier one computes its prefix; every policy
+        holds back the siblings of an `n > 1`. None is held back for ever: who computes the prefix is in `ready`.
         """
         active = self._active_policy(len(waiting))
         arrived = sorted(waiting, key=lambda req: req.number)

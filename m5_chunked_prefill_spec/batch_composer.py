@@ -78,8 +78,8 @@ class PrefillFirst:
 class PromptState:
     """State of prompts that is kept from step to step.
 
-    At most one prompt is in pieces at any time: `chunked_req`. It has a row, and KV for a part of its prompt; between
-    two of its pieces it is in no batch.
+    At most one prompt is in pieces at any time: `chunked_req`. It has a row, and KV for a part of its prompt; after
+    each piece but the last, the next round takes it out of the batch that ran (`ScheduleBatch.filter_batch`).
     """
 
     def __init__(self) -> None:
@@ -129,8 +129,9 @@ class Work:
         return 0 if chunked is None else chunked.kv_committed_len
 
     def update_running_batch(self, max_draft_tokens: int) -> ScheduleBatch | None:
-        """Return the running batch with the next token of each request, and at most `max_draft_tokens` drafts in all,
-        if they have room. Retract requests until the tokens have room; None if no request can go on."""
+        """Return the running batch with the next token of each request, and at most `max_draft_tokens` drafts in all:
+        all of these, or none if they do not all have room. Retract requests until the next tokens have room, never for
+        a draft. None if no request can go on."""
         scheduler, batch = self.scheduler, self.scheduler.running_batch
         assert isinstance(batch, ScheduleBatch)
         if not batch.reqs:

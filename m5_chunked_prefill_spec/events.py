@@ -214,7 +214,7 @@ class Verified(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RolledBack(Event):
-    """The slots of drafts that were not accepted were freed."""
+    """The slots of drafts that were not accepted were taken back; pages that became empty are free."""
 
     style: ClassVar[str] = "dim"
     detail: ClassVar[bool] = True

@@ -2,7 +2,8 @@
 
 m4's adder took whole prompts: a prompt longer than the rest of the budget had to wait, and one longer than the budget
 was rejected. Here it is cut. The rest of it runs in the next steps, before other prompts, so that at most one request
-is in pieces at any time. Memory is counted as in m4: the whole prompt and the tokens to come must fit. SGLang:
+is in pieces at any time. Memory is counted as in m4: the whole prompt and the tokens to come must fit. A later piece
+begins where the last one ended, perhaps inside a page, and then uses the rest of that page first. SGLang:
 `PrefillAdder.add_chunked_req` and the truncation in `add_one_req`.
 """
 

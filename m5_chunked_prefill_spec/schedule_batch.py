@@ -144,7 +144,8 @@ class ScheduleBatch(PlainScheduleBatch):
         return runs
 
     def roll_back(self) -> list[tuple[Req, int]]:
-        """Free the slots of wrong drafts. Return the requests that had any, and the number of their slots."""
+        """Take back the slots of wrong drafts, and free the pages that are empty now. Return the requests that had any,
+        and the number of their slots."""
         if not self.drafts:
             return []
         pool, allocator = cast(ReqToTokenPool, self.pools.req_to_token_pool), self.pools.token_to_kv_pool_allocator

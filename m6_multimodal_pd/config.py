@@ -47,8 +47,8 @@ class MultimodalConfig:
     max_pixels: int | None = None
     """Maximum number of pixels of an image after resizing. None: that of the model's processor."""
     encoder_budget: int | None = None
-    """Maximum number of image tokens encoded per step, for all requests together; a larger item is encoded alone. None:
-    1,024 on a CPU, 16,384 on CUDA."""
+    """Maximum number of image tokens encoded per step, for all requests together; a larger item is the only one that is
+    encoded in its step. None: 1,024 on a CPU, 16,384 on CUDA."""
     embedding_cache_bytes: int = 128 * 2**20
     """Memory for embeddings, which are kept for later requests until others need it. Unlike KV they are shared across
     `cache_salt`s: the time to a first token may show that another request had the same image."""

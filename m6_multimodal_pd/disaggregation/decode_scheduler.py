@@ -1,11 +1,12 @@
 """Scheduler of a decode engine: a request takes room for its prompt, waits for the KV, and joins the running batch.
 
-    prealloc_queue  --room here-->  transfer_queue  --KV here-->  arrivals  --prebuilt batch-->  runs
+    prealloc_queue  --memory here-->  transfer_queue  --KV here-->  arrivals  --prebuilt batch-->  runs
 
-A request takes room for its whole prompt, less what the cache has, before any KV is sent; and only if the running
-requests keep enough for some more tokens, since a request that arrives and is retracted at once was sent in vain. From
-its prebuilt batch on (`prebuilt.py`) it runs as in m5: after a retraction its prompt is computed here. New in this
-milestone. SGLang: `DecodePreallocQueue`, `DecodeTransferQueue` in `disaggregation/decode.py`.
+A request takes memory for its whole prompt, less what the cache has, before any KV is sent; and only if enough is left
+for some more tokens of each request that runs, arrives or has memory already, and of itself: a request that arrives and
+is retracted at once was sent in vain. From its prebuilt batch on (`prebuilt.py`) it runs as in m5: after a retraction
+its prompt is computed here. New in this milestone. SGLang: `DecodePreallocQueue`, `DecodeTransferQueue` in
+`disaggregation/decode.py`.
 """
 
 from typing import Any
@@ -138,8 +139,9 @@ class DecodeScheduler(Scheduler):
         return True
 
     def _room_for(self, req: Req, num_cached: int) -> int | None:
-        """Return the number of slots for the rest of a prompt; None if they are not free now. End the request if it
-        does not fit although it is alone."""
+        """Return the number of slots for the rest of a prompt; None if they, and the reserve for the answers of all
+        requests with memory and of this one, are not free now. End the request if it does not fit although it is
+        alone."""
         allocator = self.pools.token_to_kv_pool_allocator
         goes_on = req.max_new_tokens - len(req.output_ids) > 1  # after the token that comes with the KV
         needed, alone = (

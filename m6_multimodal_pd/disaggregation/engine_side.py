@@ -96,7 +96,8 @@ class EngineSide(ABC, Generic[T]):
 
     @abstractmethod
     def after_step(self) -> None:
-        """Send the results of a step, and leave the rooms of requests that have ended."""
+        """Send what is there to be sent, and leave the rooms of requests that have ended. Called in every tick, after
+        its step if it has one."""
 
     # --- for both sides -----------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class Transfer:
     """The common part of both ends."""
 
     def __init__(self, room: int, *, num_tokens: int, page_size: int, on_change: OnChange) -> None:
-        """`num_tokens`: of the prompt, whose KV is transferred."""
+        """`num_tokens`: of the prompt, and in a retry of the output so far, whose KV is transferred."""
         self.room, self.num_tokens, self.page_size = room, num_tokens, page_size
         self.state = KVPoll.BOOTSTRAPPING
         self.start = 0

@@ -1,8 +1,8 @@
 """The prefill side: chunks of a prompt's KV leave while later pieces of the prompt are still being computed.
 
-After every step it sends the pages of each prompt that are complete; the last page goes with the end of the prompt,
-full or not. The first token follows, with the number of chunks, so that the decode side can check that it has all of
-them. Without free frames the pages wait in their places for a later step. SGLang:
+In every tick of its engine, with a step or without, it sends the pages of each prompt that are complete; the last page
+goes with the end of the prompt, full or not. The first token follows, with the number of chunks, so that the decode
+side can check that it has all of them. Without free frames the pages wait in their places for a later tick. SGLang:
 `SchedulerDisaggregationPrefillMixin.send_kv_chunk`.
 """
 

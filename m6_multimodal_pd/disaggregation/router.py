@@ -308,8 +308,9 @@ class Router:
     # --- inside: requests ---------------------------------------------------------------------------------------------
 
     def _route(self, req: Req) -> None:
-        """Give a request a room and two engines, if possible others than those of its last attempt. Without an engine
-        it waits, or ends if none will join."""
+        """Give a request a room and two engines, if possible others than those of its last attempt: either may be the
+        cause, and that counts more than a prefix that it may have cached. Without an engine the request waits, or
+        ends if none will join."""
         earlier = self.latest.get(req.rid)
         tried = () if earlier is None else (earlier.prefill, earlier.decode)
         prefill, decode = (

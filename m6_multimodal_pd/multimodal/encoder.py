@@ -65,6 +65,7 @@ class Encoder:
             num_evicted = self.cache.num_evicted
             for item in missing:
                 if known[item.hash].isfinite().all():  # NaN and infinity end this step's request, and no later one
+                    # if the cache keeps none of it, the next step that needs it encodes it again
                     self.cache.put(item.hash, known[item.hash], in_use=items.keys())
             self._add(num_evicted_items=self.cache.num_evicted - num_evicted)
         return [known[s.item.hash][s.first : s.first + s.count] for s in slices]

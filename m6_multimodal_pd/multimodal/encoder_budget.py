@@ -4,8 +4,9 @@ A step has a budget of tokens, so that requests that decode do not wait long for
 image costs more than one of text: the vision tower has to compute its embedding first, and those of the whole image
 even if the piece of the prompt ends inside it. So a step has a second budget, of tokens to encode; an item in the
 embedding cache costs nothing. A piece of a prompt ends before the first item that exceeds the budget, and that item is
-the first of the next step. vLLM: `Scheduler._try_schedule_encoder_inputs`; SGLang has no such budget and embeds all
-images of a prompt with its first piece.
+the first of the next step: the request in pieces is asked before all others, and the first item of a step may be larger
+than the whole budget, so that none waits for ever. vLLM: `Scheduler._try_schedule_encoder_inputs`; SGLang has no such
+budget and embeds all images of a prompt with its first piece.
 """
 
 from typing import NamedTuple, cast

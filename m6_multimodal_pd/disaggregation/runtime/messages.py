@@ -256,7 +256,7 @@ class Taken(Message, frozen=True):
 
 
 class FirstToken(Message, frozen=True):
-    """P to D: the prompt is computed; its first output token, and the number of chunks of its KV."""
+    """P to D: the prompt is computed; the token that follows it, and the number of chunks of its KV."""
 
     room: Room
     num_chunks: Count
