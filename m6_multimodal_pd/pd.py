@@ -1,13 +1,13 @@
 """Engines that are started by hand, each in a terminal of its own: `python -m m6_multimodal_pd.pd`.
 
     python -m m6_multimodal_pd.pd keys group.json
+    python -m m6_multimodal_pd.pd router  --listen tcp://127.0.0.1:5600 --keys group.json --chat
     python -m m6_multimodal_pd.pd prefill --join tcp://127.0.0.1:5600 --keys group.json
     python -m m6_multimodal_pd.pd decode  --join tcp://127.0.0.1:5600 --keys group.json
-    python -m m6_multimodal_pd.pd router  --listen tcp://127.0.0.1:5600 --keys group.json --chat
 
-The router is the demo, with all its flags; an engine takes those of model, memory, scheduling and speculation, and
-drafts as its own flags say. A router must be there when an engine joins. New in this milestone. SGLang:
-`--disaggregation-mode` and its router; vLLM: `--kv-transfer- config` and a proxy.
+The router runs before an engine joins. It is the demo, with all its flags; an engine takes those of model, memory,
+scheduling and speculation, and drafts by its own flags. New in this milestone. SGLang: `--disaggregation-mode` and its
+router; vLLM: `--kv-transfer-config` and a proxy.
 """
 
 import argparse
