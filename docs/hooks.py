@@ -1,8 +1,8 @@
-"""What MkDocs does not do by itself: follow links that leave docs/, to notebooks, source files and measurements.
+"""Additions to MkDocs: links that leave docs/ (to notebooks, source files, measurements), and a site without network.
 
-And load nothing from elsewhere, so that the site needs no network: diagrams are drawn by the copy of mermaid in
-`assets/vendor`, and pages of notebooks lose the scripts that nbconvert has them load from a CDN, of which none is
-needed: formulas are plain text here. `python -m tests.docs.foreign_hosts` checks a built site.
+Diagrams are drawn by the copy of mermaid in `assets/vendor`. The scripts that nbconvert adds to pages of notebooks, and
+that load something from a CDN, are removed; none is needed: formulas are plain text here.
+`python -m tests.docs.foreign_hosts` checks a built site.
 
 Links are written as GitHub needs them: a page links to `../notebooks/x.ipynb`, a notebook to `../docs/x.md`. On the
 site both lie in one tree; a link to a source file leads to its page of the reference.
@@ -31,12 +31,12 @@ BESIDE = (
     ("benchmarks/results", "*.md"),
     ("m3_paged_attention/attention/native", "*.cpp"),
 )
-"""Folders beside docs/, and which of their files the site has, too."""
+"""Folders beside docs/, and the pattern of those of their files that the site contains, too."""
 CLASSES = {"llm_engine": "llm_engine.LLMEngine", "request_stream": "request_stream.RequestStream"}
-"""Modules that the reference shows class by class: where a link to the file leads."""
+"""Modules that the reference shows class by class, and the class to which a link to the file leads."""
 
 MERMAID = "assets/vendor/mermaid-11.17.2/mermaid.min.js"
-"""`dist/mermaid.min.js` of the npm package. Where it is there, the theme does not load its own from unpkg.com."""
+"""`dist/mermaid.min.js` of the npm package. With it the theme does not load its own copy from unpkg.com."""
 CDN_SCRIPT = re.compile(
     r"<!-- Load mathjax -->.*?<!-- End of mathjax configuration -->"
     r"|<script\b[^>]*>(?:(?!</script>).)*https://cdnjs\.cloudflare\.com/.*?</script>",
@@ -58,7 +58,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links that leave docs/, as the site needs them; MkDocs checks them afterwards. What is for GitHub only goes."""
+    """Rewrite links that leave docs/ for the site; MkDocs checks them afterwards. Remove text for GitHub only."""
 
     def to_reference(link: re.Match[str]) -> str:
         module = link[3].replace("/", ".")
@@ -72,7 +72,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def with_source(quoted: re.Match[str]) -> str:
-    """A quoted class, and its source as mkdocstrings would show that of a function."""
+    """Return a quoted class with its source, in the form in which mkdocstrings shows that of a function."""
     module, _, name = quoted[1].rpartition(".")
     path = f"{module.replace('.', '/')}.py"
     text = (ROOT / path).read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def with_source(quoted: re.Match[str]) -> str:
 
 
 def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
-    """Links from a notebook to pages, as the site needs them; a link to nothing fails a strict build."""
+    """Rewrite links from a notebook to pages for the site; a link without a target fails a strict build."""
     if not page.file.src_uri.startswith("notebooks/"):
         return html
 
@@ -100,7 +100,7 @@ def on_page_content(html: str, page: Page, files: Files, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
-    """Load mermaid where there is a diagram; `defer`: once the page is read, and before the theme draws."""
+    """Load mermaid on pages with a diagram; `defer`: once the page is read, and before the theme draws."""
     if 'class="mermaid"' not in output:
         return output
     script = f'<script src="{get_relative_url(MERMAID, page.url)}" defer></script>'

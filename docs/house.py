@@ -1,7 +1,7 @@
 """The packages as a reader meets them: which files to read in which order, and which package imports which.
 
     python -m docs.house           writes the tables of the lessons and assets/packages.svg from today's code
-    python -m docs.house --check   says what is out of date, and changes nothing; a test does the same
+    python -m docs.house --check   lists the files that are out of date, and changes nothing; a test does the same
 
 A line of code is a line that is not blank, no comment and no docstring.
 """

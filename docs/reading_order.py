@@ -48,7 +48,7 @@ READING = {
         ("wiring.py", "the roles that the prefix cache changes"),
         ("scheduler.py", "a batch that is kept from step to step; lay m3's file beside it"),
         ("mem_cache/radix_cache.py", "the tree: match, insert, split, lock, evict"),
-        ("mem_cache/base_prefix_cache.py", "the interface of all caches: a request takes KV from a cache and inserts its own"),
+        ("mem_cache/base_prefix_cache.py", "the interface of all caches, and the way of KV into one"),
         ("mem_cache/allocator.py", "slots of KV, in whole pages"),
         ("schedule_policy.py", "the order of waiting requests; some wait one round for a common prefix"),
         ("prefill_adder.py", "admission within the budgets of memory and tokens"),
