@@ -136,11 +136,11 @@ def reasons(runs: list[RequestMetrics], num_bytes: int, operations: float, flops
     first, step, slowest = runs[0].time_to_first_token or 0.0, *(run.time_per_output_token or 0.0 for run in runs[::2])
     read, intensity, ridge = num_bytes / bandwidth, operations / num_bytes, flops / bandwidth
     numbers = [
-        f"The first token (TTFT) took {first * 1e3:.1f} ms [5.9], each later one (TPOT) {step * 1e3:.2f} ms [5.60].",
+        f"The first token (TTFT) took {first * 1e3:.1f} ms [5.9], each later one (TPOT) {step * 1e3:.2f} ms [3.58].",
         f"Such a decode step reads every weight and the KV, {size(num_bytes)} [16.1 MiB]. This machine reads "
-        f"{bandwidth / 1e9:.1f} GB/s [21.1]: reading alone takes {read * 1e3:.2f} ms [0.80].",
+        f"{bandwidth / 1e9:.1f} GB/s [18.5]: reading alone takes {read * 1e3:.2f} ms [0.91].",
         f"The step does {intensity:.2f} [0.50] operations per byte. This machine does {flops / 1e9:,.0f} GFLOP/s "
-        f"[105]: {ridge:.1f} [5.0] in the time of reading one byte.",
+        f"[102]: {ridge:.1f} [5.5] in the time of reading one byte.",
     ]
     rule = "decode waits for memory. A prefill of 100 tokens does 100 times as many operations with the same read."
     if slowest > 1.5 * step or ridge < 2 * intensity or read > step:
