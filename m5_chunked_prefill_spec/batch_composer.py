@@ -10,6 +10,7 @@ A prompt that was cut continues before other prompts start. vLLM V1 schedules ru
 (`v1/core/sched/scheduler.py`); SGLang runs prompts first, and mixes with `enable_mixed_chunk`.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ class PromptState:
 
     def __init__(self) -> None:
         self.chunked_req: Req | None = None
-        self.passed_over: dict[str, int] = {}  # by id of a waiting request: steps that started a newer one
+        self.passed_over = Counter[str]()  # by id of a waiting request: steps that started a newer one
 
     def check_chunked(self) -> None:
         """Forget the request in pieces if it has ended or was retracted."""
@@ -94,9 +95,7 @@ class PromptState:
     def count_passed_over(self, new: Sequence[Req], waiting: Sequence[Req]) -> None:
         """Count for each waiting request that a newer one of `new` has started; forget those that have started."""
         newest = max((req.number for req in new), default=0)
-        for req in waiting:
-            if req.number < newest:
-                self.passed_over[req.rid] = self.passed_over.get(req.rid, 0) + 1
+        self.passed_over.update(req.rid for req in waiting if req.number < newest)
         for req in new:
             self.passed_over.pop(req.rid, None)
 

@@ -7,6 +7,7 @@ trace, and two engines with the same table make the same decisions. Neither vLLM
 
 import sys
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -45,10 +46,8 @@ class CostTable:
 
         `context`: sum over the prompts of new tokens times tokens of context; `decode_context`: the same over decodes.
         """
-        sizes, costs = self.num_tokens, self.step_ms
-        above = next((i for i, size in enumerate(sizes) if size >= num_tokens), len(sizes) - 1)
-        above = max(above, 1)
-        (low, high), (low_ms, high_ms) = sizes[above - 1 : above + 1], costs[above - 1 : above + 1]
+        above = min(max(bisect_left(self.num_tokens, num_tokens), 1), len(self.num_tokens) - 1)
+        (low, high), (low_ms, high_ms) = self.num_tokens[above - 1 : above + 1], self.step_ms[above - 1 : above + 1]
         base = low_ms + (high_ms - low_ms) * (num_tokens - low) / (high - low)
         return max(base, 0.0) + (self.context_ms * context + self.decode_context_ms * decode_context) / 1000
 
@@ -58,12 +57,11 @@ class CostTable:
         `start`: tokens of the prompt that are computed already; `others`: new tokens of the step besides, with
         `decode_context`. 0 if one token is too many.
         """
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = self.step(others + middle, middle * start, decode_context) <= limit_ms
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+
+        def cost(given: int) -> float:
+            return self.step(others + given, given * start, decode_context)
+
+        return bisect_right(range(1, most + 1), limit_ms, key=cost)
 
 
 def measure(cost_of: Callable[[int, int], float], sizes: Sequence[int], *, context: int) -> CostTable:

@@ -118,6 +118,10 @@ class Batch(PlainBatch):
         return sum(self.extend_lens[: self.num_prompts])
 
     @property
+    def num_decodes(self) -> int:
+        return len(self.rids) - self.num_prompts
+
+    @property
     def num_draft_tokens(self) -> int:
         return sum(self.draft_lens)
 
@@ -129,16 +133,14 @@ class Batch(PlainBatch):
         return tuple(zip(self.rids, ["extend"] * self.num_prompts + decodes, strict=True))
 
     def counters(self) -> dict[str, float]:
-        num_decodes = len(self.rids) - self.num_prompts
         return {
             "prompt tokens": self.num_prompt_tokens,
-            "decode tokens": num_decodes,
+            "decode tokens": self.num_decodes,
             "draft tokens": self.num_draft_tokens,
         }
 
     def explain(self) -> str:
-        num_decodes = len(self.rids) - self.num_prompts
-        parts = [some(num_decodes, "decode")] * bool(num_decodes)
+        parts = [some(self.num_decodes, "decode")] * bool(self.num_decodes)
         parts += [some(self.num_draft_tokens, "draft")] * bool(self.num_draft_tokens)
         if self.num_prompts:
             parts.append(f"{some(self.num_prompt_tokens, 'token')} of {some(self.num_prompts, 'prompt')}")

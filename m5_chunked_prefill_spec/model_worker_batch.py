@@ -27,6 +27,5 @@ class ModelWorkerBatch(PlainModelWorkerBatch):
         """Return this step with `drafts`, by row, in place of the placeholders of the scheduler."""
         input_ids = self.input_ids.copy()  # the scheduler's batch has the same array
         for end, own in zip(np.cumsum(self.new_lens).tolist(), drafts, strict=True):
-            if own:
-                input_ids[end - len(own) : end] = own
+            input_ids[end - len(own) : end] = own
         return replace(self, input_ids=input_ids)

@@ -21,13 +21,14 @@ from m4_radix_cache.invariants import check_scheduler
 from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch as PlainScheduleBatch
 from m4_radix_cache.scheduler import Scheduler as RadixScheduler
-from m5_chunked_prefill_spec.batch_composer import PromptState, Work
+from m5_chunked_prefill_spec.batch_composer import DecodeFirst, PrefillFirst, PromptState, Work
 from m5_chunked_prefill_spec.config import SchedulerConfig
 from m5_chunked_prefill_spec.events import Batch
 from m5_chunked_prefill_spec.outputs import EngineStats
 from m5_chunked_prefill_spec.result_processor import ResultProcessor
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
+from m5_chunked_prefill_spec.speculative.speculation import Speculation
 
 
 class Scheduler(RadixScheduler):
@@ -49,8 +50,8 @@ class Scheduler(RadixScheduler):
         pools: Pools,
         policy: SchedulePolicy,
         prefill_adder: Any,
-        composer: Any,
-        speculation: Any,
+        composer: DecodeFirst | PrefillFirst,
+        speculation: Speculation,
         chunk_alignment: int,
         preemption: FewestOutputsFirst,
         stop_checker: StopChecker,
@@ -93,8 +94,7 @@ class Scheduler(RadixScheduler):
         self.merge_last_batch()
         self.prompts.check_chunked()
         work = Work(self, self.prompts, speculation=self.speculation, cuts=self.cuts)
-        batch: ScheduleBatch | None = self.composer.compose(work)
-        return batch
+        return self.composer.compose(work)
 
     def process_batch_result(self, batch: PlainScheduleBatch, output: ModelRunnerOutput) -> list[Req]:
         """Give the requests of a batch their tokens, and free the slots of wrong drafts. Return those with a token."""
@@ -103,12 +103,7 @@ class Scheduler(RadixScheduler):
 
     def counters(self) -> dict[str, Any]:
         """Return the totals that `EngineStats` has besides m1's, by field."""
-        speculation = self.speculation
-        return super().counters() | {
-            "num_draft_tokens": speculation.num_draft_tokens,
-            "num_accepted_tokens": speculation.num_accepted_tokens,
-            "num_verifications": speculation.num_verifications,
-        }
+        return super().counters() | self.speculation.totals
 
     def in_batches(self) -> list[Req]:
         """Return the running requests that are in a batch, between two steps, less the one in pieces."""

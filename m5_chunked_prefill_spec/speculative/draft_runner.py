@@ -217,10 +217,8 @@ def load_draft_model(
 def check_vocabulary(draft: LoadedModel, target: LoadedModel) -> None:
     """Raise `ConfigError` if a token id does not stand for the same token in both models."""
     if draft.vocab_size != target.vocab_size or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
-        raise ConfigError(
-            f"{draft.name} cannot draft for {target.name}: their vocabularies differ ({draft.vocab_size:,} and "
-            f"{target.vocab_size:,} ids)"
-        )
+        sizes = f"{draft.vocab_size:,} and {target.vocab_size:,} ids"
+        raise ConfigError(f"{draft.name} cannot draft for {target.name}: their vocabularies differ ({sizes})")
 
 
 def limited(target: Any, draft: LoadedModel | None) -> Any:

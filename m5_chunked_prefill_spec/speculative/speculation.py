@@ -26,7 +26,8 @@ class Speculation:
         self.method: str = config.method or "none"
         self.num_speculative_tokens = config.num_speculative_tokens
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
-        self.num_draft_tokens = self.num_accepted_tokens = self.num_verifications = 0
+        self.totals = {"num_draft_tokens": 0, "num_accepted_tokens": 0, "num_verifications": 0}
+        """Fields of `EngineStats`."""
 
     def propose(self, reqs: Sequence[Req], max_draft_tokens: int) -> list[list[int]]:
         """Return the drafts of a step, one list per request, together at most `max_draft_tokens`; `[]` without any.
@@ -54,9 +55,9 @@ class Speculation:
         """Count the drafts of a request in one step, and the accepted ones among them."""
         req.num_draft_tokens += drafted
         req.num_accepted_tokens += accepted
-        self.num_draft_tokens += drafted
-        self.num_accepted_tokens += accepted
-        self.num_verifications += 1
+        self.totals["num_draft_tokens"] += drafted
+        self.totals["num_accepted_tokens"] += accepted
+        self.totals["num_verifications"] += 1
 
 
 def share_out(wanted: Sequence[int], most: int) -> list[int]:

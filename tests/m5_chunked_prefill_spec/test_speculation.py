@@ -105,4 +105,4 @@ def test_totals_are_of_all_requests_and_each_has_its_own() -> None:
     own.verified(reqs[0], 4, 4)
     own.verified(reqs[1], 3, 0)
     assert [(req.num_draft_tokens, req.num_accepted_tokens) for req in reqs] == [(8, 6), (3, 0)]
-    assert (own.num_draft_tokens, own.num_accepted_tokens, own.num_verifications) == (11, 6, 3)
+    assert own.totals == {"num_draft_tokens": 11, "num_accepted_tokens": 6, "num_verifications": 3}
