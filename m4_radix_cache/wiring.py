@@ -6,8 +6,6 @@ Pools and cache are built before the scheduler, and the rows of slots before the
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from m1_single_request.errors import ConfigError
 from m1_single_request.model_loader import LoadedModel
 from m1_single_request.tracer import Tracer
@@ -34,20 +32,14 @@ from m4_radix_cache.scheduler import Scheduler
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the model, size the KV memory, and build the engine core from its parts."""
-    device = config.model.torch_device()
-    check_memory_share(config.cache, device)
-    cache_class = prefix_cache_class(config.cache, parts)
+    check_memory_share(config.cache, config.model.torch_device())
+    prefix_cache_class(config.cache, parts)  # raises before the model is loaded
     loaded, (limits, executor, rows), budget = fit_to_memory(
-        parts["model_loader"](config.model),
-        lambda loaded: build_executor(config, parts, loaded, tracer),
-        config.model.max_model_len,
-        config.cache,
-        device,
+        parts["model_loader"](config.model), lambda loaded: build_executor(config, parts, loaded, tracer), config
     )
     trace_start(loaded, config.model, tracer)
-    kv_cache_config = reserve_kv_memory(executor, config.cache, budget, device, loaded.max_model_len, tracer)
-    num_tokens = kv_cache_config.num_blocks * config.cache.page_size
-    pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
+    kv_cache_config = reserve_kv_memory(executor, config, budget, loaded.max_model_len, tracer)
+    pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
     return parts["engine_core"](
         input_processor=parts["input_processor"](
             request_class=parts["request"],
@@ -138,41 +130,33 @@ def build_scheduler(
 
 
 def fit_to_memory(
-    loaded: Any,
-    make: Callable[[Any], Any],
-    named: int | None,
-    cache_config: CacheConfig,
-    device: torch.device,
+    loaded: Any, make: Callable[[Any], Any], config: EngineConfig, **more: Any
 ) -> tuple[Any, Any, Budget]:
-    """Call m3's `fit_model_len` with m4's page size and the name of its size setting."""
+    """Call m3's `fit_model_len` with m4's page size and the name of its size setting. `more`: further keywords."""
     return fit_model_len(
         loaded,
         make,
-        named=named,
-        cache_config=cache_config,
-        block_size=cache_config.page_size,
-        device=device,
+        named=config.model.max_model_len,
+        cache_config=config.cache,
+        block_size=config.cache.page_size,
+        device=config.model.torch_device(),
         size_setting="max_total_tokens",
+        **more,
     )
 
 
 def reserve_kv_memory(
-    executor: GPUExecutor,
-    cache_config: CacheConfig,
-    budget: Budget,
-    device: torch.device,
-    max_model_len: int,
-    tracer: Tracer,
+    executor: GPUExecutor, config: EngineConfig, budget: Budget, max_model_len: int, tracer: Tracer
 ) -> KVCacheConfig:
     """Compute the number of pages, and reserve them in the runner. The cache uses all of them, so none is too many."""
     kv_cache_config = size_kv_cache(
-        executor.kv_cache_spec(cache_config.page_size),
+        executor.kv_cache_spec(config.cache.page_size),
         budget=budget,
-        device=device,
+        device=config.model.torch_device(),
         max_model_len=max_model_len,
         max_num_seqs=None,
         swap_space_bytes=0,
-        size_setting=("max_total_tokens", cache_config.page_size),
+        size_setting=("max_total_tokens", config.cache.page_size),
         tracer=tracer,
     )
     executor.initialize_kv_cache(kv_cache_config)
@@ -180,16 +164,12 @@ def reserve_kv_memory(
 
 
 def build_pools(
-    num_tokens: int,
-    rows: ReqToTokenPool,
-    config: CacheConfig,
-    parts: Mapping[str, Any],
-    cache_class: Any,
-    tracer: Tracer,
+    num_pages: int, rows: ReqToTokenPool, config: CacheConfig, parts: Mapping[str, Any], tracer: Tracer
 ) -> Pools:
-    """Build the pools: `rows`, slots for `num_tokens` tokens, and the cache that shares them."""
-    slots = parts["token_to_kv_pool_allocator"](size=num_tokens, page_size=config.page_size, checked=config.debug)
-    tree_cache = cache_class(
+    """Build the pools: `rows`, slots in `num_pages` pages, and the cache that shares them."""
+    size, make_slots = num_pages * config.page_size, parts["token_to_kv_pool_allocator"]
+    slots = make_slots(size=size, page_size=config.page_size, checked=config.debug)
+    tree_cache = prefix_cache_class(config, parts)(
         req_to_token_pool=rows,
         token_to_kv_pool_allocator=slots,
         eviction_policy=config.eviction_policy,

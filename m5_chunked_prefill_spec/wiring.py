@@ -43,9 +43,8 @@ from m5_chunked_prefill_spec.speculative.speculation import Speculation
 
 def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tracer) -> EngineCore:
     """Load the models, size the KV memory, measure the costs of steps if needed, and connect the parts."""
-    device = config.model.torch_device()
-    check_memory_share(config.cache, device)
-    cache_class = prefix_cache_class(config.cache, parts)
+    check_memory_share(config.cache, config.model.torch_device())
+    prefix_cache_class(config.cache, parts)  # raises before the model is loaded
     loaded = parts["model_loader"](config.model)
     drafting = load_draft_model(
         parts["model_loader"], config.model, config.speculative, loaded, default_models=(DEFAULT_MODEL,)
@@ -53,17 +52,13 @@ def build_engine_core(config: EngineConfig, parts: Mapping[str, Any], tracer: Tr
     loaded = limited(loaded, drafting)
     threads = step_threads(tracer, loaded, drafting)
     loaded, (limits, executor, rows, runner), budget = fit_to_memory(
-        loaded,
-        lambda loaded: build_executor(config, parts, loaded, drafting, tracer, threads),
-        config.model.max_model_len,
-        config.cache,
-        device,
+        loaded, lambda loaded: build_executor(config, parts, loaded, drafting, tracer, threads), config
     )
     trace_start(loaded, config.model, tracer)
-    kv_cache_config = reserve_kv_memory(executor, config.cache, budget, device, loaded.max_model_len, tracer)
+    kv_cache_config = reserve_kv_memory(executor, config, budget, loaded.max_model_len, tracer)
     costs = cost_table(limits, runner, tracer)
-    num_tokens = kv_cache_config.num_blocks * config.cache.page_size
-    pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
+    pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
+    num_tokens = pools.token_to_kv_pool_allocator.size
     return parts["engine_core"](
         input_processor=build_input_processor(config, limits, parts, loaded, num_tokens),
         scheduler=build_scheduler(config, limits, parts, pools, loaded, costs, tracer),

@@ -14,10 +14,10 @@ from m1_single_request.errors import ConfigError, shown
 from m1_single_request.model_loader import ModelDescription
 from m1_single_request.tracer import Tracer
 from m3_paged_attention.kv_cache_config import check_memory_share
-from m3_paged_attention.model_len import fit_model_len, shortened
+from m3_paged_attention.model_len import shortened
 from m3_paged_attention.step_threads import step_threads
 from m3_paged_attention.wiring import trace_start
-from m4_radix_cache.wiring import build_pools, prefix_cache_class, reserve_kv_memory
+from m4_radix_cache.wiring import build_pools, fit_to_memory, prefix_cache_class, reserve_kv_memory
 from m5_chunked_prefill_spec.speculative.draft_runner import limited, load_draft_model
 from m5_chunked_prefill_spec.wiring import (
     PARTS as M5_PARTS,
@@ -61,7 +61,7 @@ class PreparedEngine:
         self.config, self.parts, self.tracer = config, parts, tracer
         device = config.model.torch_device()
         check_memory_share(config.cache, device)
-        prefix_cache_class(config.cache, parts)
+        prefix_cache_class(config.cache, parts)  # raises before the model is loaded
         loaded = parts["model_loader"](config.model)
         self.media = media_reader_of(config, parts, loaded)  # first: an error of its files comes before measurements
         self.drafting = load_draft_model(
@@ -74,42 +74,24 @@ class PreparedEngine:
         self.threads = step_threads(tracer, loaded, self.drafting)
         group = config.disaggregation
         num_engines = 1 if group is None else group.prefill + group.decode  # all may be on this machine
-        self.loaded, self.runs, self.kv_budget = fit_model_len(
-            loaded,
-            self._make,
-            named=config.model.max_model_len,
-            cache_config=config.cache,
-            block_size=config.cache.page_size,
-            device=device,
-            size_setting="max_total_tokens",
-            num_shares=num_engines,
-        )
+        self.loaded, self.runs, self.kv_budget = fit_to_memory(loaded, self._make, config, num_shares=num_engines)
 
     def complete(self, max_model_len: int) -> EngineCore:
         """Reserve the KV memory, measure, and build the parts, for requests of at most `max_model_len` tokens."""
         config, parts, tracer, encoder = self.config, self.parts, self.tracer, self.encoder
         loaded, (limits, executor, rows, runner) = shortened(self.loaded, self.runs, self._make, max_model_len)
         trace_start(loaded, config.model, tracer)
-        kv_cache_config = reserve_kv_memory(
-            executor, config.cache, self.kv_budget, config.model.torch_device(), max_model_len, tracer
-        )
+        kv_cache_config = reserve_kv_memory(executor, config, self.kv_budget, max_model_len, tracer)
         costs = cost_table(limits, runner, tracer)
-        cache_class = prefix_cache_class(config.cache, parts)
-        num_tokens = kv_cache_config.num_blocks * config.cache.page_size
-        pools = build_pools(num_tokens, rows, config.cache, parts, cache_class, tracer)
+        pools = build_pools(kv_cache_config.num_blocks, rows, config.cache, parts, tracer)
+        size = pools.token_to_kv_pool_allocator.size
         with_budget = dict(parts) | {"prefill_adder": adder_of(parts, loaded, encoder)}
         weight_loader = WeightLoader(
             config=config.model, load=parts["model_loader"], loaded=loaded, runner=runner, encoder=encoder
         )
         return parts["engine_core"](
             input_processor=build_input_processor(
-                config,
-                limits,
-                parts,
-                loaded,
-                num_tokens,
-                media=self.media,
-                guesses_texts_only=self.drafting is not None,
+                config, limits, parts, loaded, size, media=self.media, guesses_texts_only=self.drafting is not None
             ),
             scheduler=build_scheduler(config, limits, with_budget, pools, loaded, costs, tracer),
             executor=executor,
@@ -122,9 +104,8 @@ class PreparedEngine:
         )
 
     def _make(self, loaded: LoadedModel) -> Runner:
-        config, parts, tracer, threads = self.config, self.parts, self.tracer, self.threads
-        more = {"encoder": self.encoder, "step_threads": threads}
-        return build_executor(config, parts, loaded, self.drafting, tracer, threads, **more)
+        more = {"encoder": self.encoder, "step_threads": self.threads}
+        return build_executor(self.config, self.parts, loaded, self.drafting, self.tracer, self.threads, **more)
 
 
 prepare = PreparedEngine
