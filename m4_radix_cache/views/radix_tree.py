@@ -24,7 +24,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 from rich.tree import Tree
 
-from m1_single_request.events import StepDone, some
+from m1_single_request.events import EngineStarted, StepDone, some
 from m1_single_request.tracer import TraceRecord
 from m3_paged_attention.events import KVSized
 from m4_radix_cache.events import Admit
@@ -78,12 +78,19 @@ class Node:
 
 
 class RadixTreeView:
-    """Keeps the cache as a tree of nodes. Attach it before the first request; it needs the whole trace."""
+    """Keeps the cache as a tree of nodes. Attach it before the first request; it needs the whole trace.
+
+    A trace may have several engines, one after the other: the tree is that of the last one.
+    """
 
     most_nodes = 40
     """Maximum number of nodes that are drawn; the others are counted."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with the empty cache of an engine."""
         self.nodes = {0: Node(0)}
         """The root, and every cached node or page by its number."""
         self._num_gone = 0  # tokens evicted since the last drawing, of those that it showed
@@ -94,6 +101,8 @@ class RadixTreeView:
     def read(self, record: TraceRecord) -> None:
         """Apply an event to the tree."""
         match record.event:
+            case EngineStarted():
+                self.begin()
             case Inserted() as event:
                 self._insert(event)
             case Split() as event:
@@ -215,14 +224,10 @@ class _Row:
         first, slots = run[0], np.concatenate([node.slots for node in run])
         self.head, self.style = f"{first.mark} {first.number}  ", STYLES[first.mark]
         self.text = _text([token_id for node in run for token_id in node.token_ids], tokenizer)
-        numbers = {
-            some(len(slots), "token"): "dim",
-            f"slots {_ranges(slots)}": "dim",
-            some(first.lock_ref, "lock"): "bold yellow" if first.lock_ref else None,
-            some(first.hit_count, "hit"): "dim",
-            f"used {first.last_access_time}": None if first.last_access_time is None else "dim",
-        }
-        self.numbers = Text(", ").join(Text(text, style) for text, style in numbers.items() if style)
+        locks = f", {some(first.lock_ref, 'lock')}" if first.lock_ref else ""
+        used = "" if first.last_access_time is None else f", used {first.last_access_time}"
+        self.numbers = Text(f"{some(len(slots), 'token')}, slots {_ranges(slots)}", "dim")
+        self.numbers.append(locks, "bold yellow").append(f", {some(first.hit_count, 'hit')}{used}")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = max(LEAST_ROOM, options.max_width - len(self.head) - 2)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
+from m1_single_request.events import EngineStarted
 from m1_single_request.output_events import Result
 from m1_single_request.tracer import TraceRecord
 from m5_chunked_prefill_spec.events import Verified
@@ -37,7 +38,7 @@ class Token(NamedTuple):
 
 
 class TokenOrigins:
-    """Keeps the tokens of each request with their origins."""
+    """Keeps the tokens of each request with their origins; of several engines in a trace, those of the last one."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[Token]] = defaultdict(list)
@@ -47,6 +48,8 @@ class TokenOrigins:
     def read(self, record: TraceRecord) -> None:
         """Keep the tokens of a result; a verification of the same step comes before it."""
         match record.event:
+            case EngineStarted():
+                self.tokens.clear()
             case Verified() as event:
                 self._verified[event.rid] = event
             case Result() as event:

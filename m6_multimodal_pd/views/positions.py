@@ -32,12 +32,12 @@ class PositionsView:
 
     def __init__(self) -> None:
         self.assigned: dict[str, PositionsAssigned] = {}
-        """By request id; the answers `rid/0`, `rid/1` have one prompt, `rid`."""
+        """By request id, those of the last prompt; the answers `rid/0`, `rid/1` have one prompt, `rid`."""
 
     def read(self, record: TraceRecord) -> None:
         """Keep the positions of a prompt."""
         if isinstance(record.event, PositionsAssigned):
-            self.assigned.setdefault(record.event.rid.partition("/")[0], record.event)
+            self.assigned[record.event.rid.partition("/")[0]] = record.event
 
     def close(self) -> None:
         """Do nothing: the view can be drawn after the run."""

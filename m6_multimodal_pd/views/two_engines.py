@@ -36,16 +36,22 @@ STYLES = {START: "dim", "WAITING_FOR_INPUT": "yellow", "TRANSFERRING": "cyan", "
 
 
 class TwoEnginesView:
-    """Keeps the last reports of all engines of a group, and all reports about the latest transfer of each request."""
+    """Keeps the last reports of all engines of a group, and the transfers of the last requests.
+
+    Of a request with several attempts only the last transfer is kept.
+    """
+
+    most_requests = 40
+    """Maximum number of requests that are kept and drawn."""
 
     def __init__(self) -> None:
         self.engines: dict[str, EngineJoined] = {}
         self.latest: dict[tuple[str, str], Reported] = {}
         """By engine and kind of event."""
-        self.transfers: dict[Any, list[Reported]] = defaultdict(list)
-        """By room."""
-        self.routed: dict[str, RequestRouted] = {}
-        """By request id."""
+        self.rooms: dict[str, int] = {}
+        """Number of the transfer of each request, by its id."""
+        self.transfers: dict[Any, list[Reported]] = {}
+        """Reports about a transfer, by its number."""
 
     def read(self, record: TraceRecord) -> None:
         """Keep an event of the router."""
@@ -55,13 +61,20 @@ class TwoEnginesView:
             case EngineLost() as event:
                 self.engines.pop(event.name, None)
             case RequestRouted() as event:
-                self.routed[event.rid] = event
+                self._begin(event.rid, event.room)
             case Reported() as event:
                 self.latest[event.engine, event.what] = event
-                self.transfers[dict(event.facts).get("room")].append(event)
+                self.transfers.get(dict(event.facts).get("room"), []).append(event)
 
     def close(self) -> None:
         """Do nothing: the view can be drawn after the run."""
+
+    def _begin(self, rid: str, room: int) -> None:
+        """Begin a transfer; forget the one of an earlier attempt, and those of the oldest requests."""
+        self.transfers.pop(self.rooms.pop(rid, None), None)
+        self.rooms[rid], self.transfers[room] = room, []
+        for oldest in list(self.rooms)[: -self.most_requests]:
+            del self.transfers[self.rooms.pop(oldest)]
 
     def draw(self) -> Group:
         """Return a table of the engines, those of prompts first, and one of the transfers."""
@@ -71,8 +84,8 @@ class TwoEnginesView:
             engines.add_row(*self._engine(joined))
         sides = [Column(name, min_width=max(map(len, STYLES))) for name in ("prefill side", "decode side")]
         transfers = Table("", *sides, "chunks", "pages", "moved", box=None, padding=(0, 2, 0, 0))
-        for routed in list(self.routed.values()):
-            transfers.add_row(routed.rid, *cells(self.transfers[routed.room]))
+        for rid, room in list(self.rooms.items()):
+            transfers.add_row(rid, *cells(self.transfers[room]))
         return Group(engines, Text(), transfers)
 
     def _engine(self, joined: EngineJoined) -> Iterator[str | Text]:
@@ -102,12 +115,11 @@ def cells(reports: Sequence[Reported]) -> Iterator[str | Text]:
 
 
 def replay(records: Sequence[TraceRecord], console: Console) -> None:
-    """Draw records once more, in REPLAY_S seconds."""
-    view, now = TwoEnginesView(), records[0].time
-    slower = REPLAY_S / max(records[-1].time - now, 1e-3)
-    title = Text(f"once more, {slower:,.0f} times slower", style="dim")
-    with Live(get_renderable=lambda: Group(view.draw(), title), console=console, transient=True):
+    """Draw the trace of a run: on a terminal in slow motion, so that it takes REPLAY_S seconds; elsewhere its end."""
+    view, now = TwoEnginesView(), next(each.time for each in records if isinstance(each.event, RequestRouted))
+    slower = REPLAY_S / max(records[-1].time - now, 1e-3) if console.is_terminal else 0.0
+    with Live(get_renderable=view.draw, console=console):
         for record in records:
-            time.sleep((record.time - now) * slower)
-            now = record.time
+            time.sleep(max(record.time - now, 0.0) * slower)
+            now = max(record.time, now)
             view.read(record)

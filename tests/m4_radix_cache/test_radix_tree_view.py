@@ -309,6 +309,15 @@ def check_view(engine: Any, view: RadixTreeView, width: int) -> None:
             assert shown.last_access_time <= node.last_access_time, "a look-up without an admission is in no event"
 
 
+def test_in_the_trace_of_several_engines_the_view_is_the_cache_of_the_last_one(make_engine: MakeEngine) -> None:
+    view = RadixTreeView()
+    for prompts in ([[*ids(9), 50, 51, 52, 53], [*ids(9), 60, 61, 62, 63]], [ids(9)]):
+        engine = make_engine(**setting(page_size=4), trace_config=TraceConfig(readers=(view,)))
+        for prompt in prompts:
+            engine.generate(prompt, greedy(6))
+            check_view(engine, view, 80)
+
+
 def test_a_picture_stays_what_it_was_when_the_engine_goes_on(make_engine: MakeEngine) -> None:
     view = RadixTreeView()
     engine = make_engine(**setting(page_size=4), trace_config=TraceConfig(readers=(view,)))

@@ -62,6 +62,15 @@ def test_a_column_for_each_token_in_lines_of_the_width(make_engine: MakeEngine) 
     assert again == place[1:] and number > start + 12
 
 
+def test_the_positions_of_a_request_id_are_those_of_its_last_prompt(make_engine: MakeEngine) -> None:
+    view = PositionsView()
+    engine = make_engine(**setting(), trace_config=TraceConfig(readers=(view,)))
+    for num_tokens in (9, 2):
+        prompt = engine.chat_prompt(asking(num_tokens, "a", 2))
+        engine.generate(prompt, SamplingParams(max_tokens=1), request_id="one")
+        assert view.assigned["one"].num_tokens == len(prompt)
+
+
 # --- two engines ------------------------------------------------------------------------------------------------------
 
 
@@ -150,12 +159,29 @@ def test_an_engine_has_its_state_and_its_last_step_in_80_columns() -> None:
     assert "decode-0" not in drawn_of(joined("decode-0"), lost)
 
 
+def test_the_view_of_a_long_run_keeps_the_last_transfers_alone() -> None:
+    view = TwoEnginesView()
+    for number in range(1000):
+        view.read(routed(f"r{number}", number))
+        view.read(report("decode-0", "room_taken", room=number, num_pages=5))
+        view.read(report("decode-0", "step_done", kv_tokens=number))
+    assert list(view.rooms) == [f"r{number}" for number in range(960, 1000)]
+    assert sum(map(len, view.transfers.values())) == 40 == len(text_of(view.draw()).splitlines()) - 3
+
+
+def test_elsewhere_a_replay_draws_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: seconds and pytest.fail("no terminal needs the time"))
+    console = Console(file=io.StringIO(), width=100)
+    replay(STORY, console)
+    file: Any = console.file
+    assert file.getvalue().count("waiting for input") == 1
+
+
 def test_a_replay_takes_its_time_and_draws_all_records(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
     console = Console(file=io.StringIO(), width=100, force_terminal=True, legacy_windows=False)
-    records = [TraceRecord(0, 0.1 * number, each.event) for number, each in enumerate(STORY)]
-    replay(records, console)
+    start = TraceRecord(0, -9.0, joined("decode-0").event)  # long before the first request
+    replay([start, *(TraceRecord(0, 0.1 * number, each.event) for number, each in enumerate(STORY))], console)
     file: Any = console.file
-    assert sum(slept) == pytest.approx(two_engines.REPLAY_S)
-    assert "once more, 13 times slower" in file.getvalue() and "waiting for input" in file.getvalue()
+    assert sum(slept) == pytest.approx(two_engines.REPLAY_S) and "waiting for input" in file.getvalue()
