@@ -375,6 +375,6 @@ class Audit(Event):
 
 
 def _budget(rem_total: int, cur_rem: int, evictable: int) -> str:
-    """Return the budget of memory in words."""
+    """Return the budget of memory as a text."""
     evicted = f", {evictable:,} of them only by eviction" if evictable else ""
     return f"{rem_total:,} ({cur_rem:,} not taken yet{evicted}, less {cur_rem - rem_total:,} kept for those that run)"

@@ -84,9 +84,8 @@ def work(args: argparse.Namespace, console: Console) -> None:
             raise ConfigError(f"--{flag} has no effect: requests come from the router")
     args.chat = True  # no tour: memory and drafts are those of an engine, not of the demo
     configs, keys = demo.configs_of(args), read_keys(getattr(args, KEYS))
-    model = configs["model_config"] = replace(
-        configs["model_config"], model=configs["model_config"].model or DEFAULT_MODEL
-    )
+    model = configs["model_config"]
+    configs["model_config"] = model = replace(model, model=model.model or DEFAULT_MODEL)
     fields = {name.removesuffix("_config"): config for name, config in configs.items()}
     config = EngineConfig(**fields, disaggregation=DisaggregationConfig())
     order = Order(
