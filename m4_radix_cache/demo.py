@@ -2,7 +2,8 @@
 
 Without --prompt and --chat: many users of one system prompt, and a conversation, with the tokens that each request
 reuses, the tree of the cache, and the time to the first token with and without it; then a memory that is too small,
-where cached tokens are evicted and a request is retracted.
+where cached tokens are evicted and a request is retracted. The size of the KV memory in the flags is that of this last
+part; the others have plenty.
 """
 
 import argparse
@@ -13,7 +14,6 @@ from typing import Any
 from rich.console import Console
 
 from m1_single_request import demo as m1
-from m1_single_request.config import check_whole_number
 from m1_single_request.errors import ConfigError
 from m1_single_request.flags import config_of
 from m3_paged_attention import demo as m3
@@ -30,10 +30,6 @@ class DemoConfig(m3.DemoConfig):
     num_blocks: int | None = None
     """Size of the KV memory in pages, in place of --max-total-tokens."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole_number("num_blocks", self.num_blocks, low=1, optional=True)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RequestConfig:
@@ -45,12 +41,11 @@ class RequestConfig:
     """Name of a tenant: its requests share KV only with requests of the same tenant."""
 
 
-LIMITS = "max_num_seqs max_num_batched_tokens"
 FLAGS: m1.Flags = {
     **m3.FLAGS,
     "requests": (RequestConfig, "priority cache_salt"),
     "prefix cache": (CacheConfig, "prefix_cache eviction_policy"),
-    "batching": (SchedulerConfig, f"{LIMITS} schedule_policy schedule_conservativeness"),
+    "batching": (SchedulerConfig, "max_num_seqs max_num_batched_tokens schedule_policy schedule_conservativeness"),
     "KV memory": (CacheConfig, "page_size max_total_tokens kv_cache_memory_bytes gpu_memory_utilization"),
     "tour": (DemoConfig, "num_prompts threads num_blocks"),
 }

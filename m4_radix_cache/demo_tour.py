@@ -1,7 +1,8 @@
 """Tour of the demo: many users of one system prompt, a conversation, and a memory that is too small.
 
-Part of `python -m m4_radix_cache.demo`; no part of the engine depends on it. The model that ships explains terms of LLM
-inference and restates codes from its prompt, so a wrong page in the cache would show in an answer.
+Part of `python -m m4_radix_cache.demo`; no part of the engine depends on it. The remark that opens a part is the second
+paragraph of its function's docstring. The model that ships explains terms of LLM inference and restates codes from its
+prompt, so a wrong page in the cache would show in an answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,25 +34,15 @@ ROUNDS = 3  # of a measurement
 RECORDED, RECORDED_ON = {"with shared KV": 0.085, "without": 0.464}, "2 cores of an AMD EPYC"
 """Mean seconds to the first token, from `benchmarks/results/m4_radix_cache.md`."""
 NOUNS = (
-    "zebra", "otter", "lamp", "eagle", "candle", "goat", "kite", "river", "tiger", "spoon", "anchor", "bridge",
-    "castle", "dragon", "forest", "garden", "hammer", "island", "jacket", "ladder", "mirror", "needle", "ocean",
-    "pencil", "queen", "rocket", "saddle", "table", "velvet", "wagon", "acorn", "basket", "camel", "donkey", "engine",
-    "feather", "guitar", "helmet", "igloo", "jungle", "kettle", "lemon", "magnet", "noodle",
-)  # fmt: skip
+    "zebra otter lamp eagle candle goat kite river tiger spoon anchor bridge castle dragon forest garden hammer "
+    "island jacket ladder mirror needle ocean pencil queen rocket saddle table velvet wagon acorn basket camel "
+    "donkey engine feather guitar helmet igloo jungle kettle lemon magnet noodle"
+).split()
 TERMS = ("prefix caching", "a radix tree", "LRU", "continuous batching", "paged attention", "cache eviction")
 CHAT = ("What is prefix caching?", "What is the code of lamp?", "What is LRU?", "What is the code of zebra?")
 """Turns of the conversation; the last takes the place of the one before it."""
-CONVERSATION = (
-    "The cache is empty again. One user asks question after question. Each request has the whole conversation, because "
-    "a model remembers nothing. Compare the tokens that are reused with the prompt of the turn before."
-)
-TIMES = (
-    "The requests of part 1 once more, from an empty cache: as they are, and each with a salt of its own, so that none "
-    "shares. Medians of three rounds."
-)
 DECISIONS = (RequestAdded, PolicyOrder, Matched, Admit)
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -65,7 +56,7 @@ class Records(list[TraceRecord]):
     def close(self) -> None:
         """Do nothing: the records are read after the run."""
 
-    def told(self, wanted: Callable[[Any], bool]) -> list[str]:
+    def sentences(self, wanted: Callable[[Any], bool]) -> list[str]:
         """Return the sentences of the wanted events, each with its step."""
         return [f"step {record.step}: {record.event.explain()}" for record in self if wanted(record.event)]
 
@@ -78,148 +69,170 @@ class Stage:
     def __init__(
         self, configs: Mapping[str, Any], params: SamplingParams, options: Mapping[str, Any], console: Console
     ) -> None:
-        self.params, self.options, self.console, self.stack = several(params, params.n), options, console, ExitStack()
+        self.params, self.options, self.console, self.stack = params, options, console, ExitStack()
         self.configs = {**configs, "parts": {"model_loader": cache(self.engine_class.parts["model_loader"])}}
-        self.readers = [self._kept_open(reader) for reader in readers_of(configs["trace_config"])]
+        self.engines, self.records = list[Any](), Records()
+        self.readers: list[Any] = [self.records, *map(self._kept_open, readers_of(configs["trace_config"]))]
 
     def _kept_open(self, reader: TraceReader) -> Any:
         """Return a reader for several engines: the end of the tour closes it, not the end of an engine."""
         self.stack.callback(reader.close)
         return SimpleNamespace(read=reader.read, close=lambda: None)
 
-    def engine(self, *readers: TraceReader, **configs: Any) -> Any:
-        """Return an engine with these readers, which lives to the end of the tour."""
-        trace = TraceConfig(readers=readers)
-        return self.stack.enter_context(self.engine_class(**{**self.configs, "trace_config": trace, **configs}))
+    def engine(self, **configs: Any) -> Any:
+        """Return an engine with the readers of the tour, which lives to the end of the tour.
+
+        Its requests must end before the next engine is built: in a trace file, this is where the events of the next
+        engine begin.
+        """
+        trace = TraceConfig(readers=tuple(self.readers))
+        engine = self.engine_class(**{**self.configs, "trace_config": trace, **configs})
+        self.engines.append(self.stack.enter_context(engine))
+        return engine
+
+    def headline(self, title: str, part: Any, **numbers: object) -> None:
+        """Print the title of a part, and the remark in the docstring of its function, with these numbers."""
+        remark = " ".join((part.__doc__ or "").partition("\n\n")[2].split())
+        headline(self.console, title, remark.format(**numbers))
 
     def answer(self, engine: Any, *prompts: list[int], salts: Sequence[str] = ()) -> list[RequestOutput]:
         """Run requests that arrive at once, under these salts; return their outputs."""
         options = [dict(self.options, cache_salt=salt) for salt in salts] or [dict(self.options)] * len(prompts)
-        streams = [engine.stream(prompt, self.params, **own) for prompt, own in zip(prompts, options, strict=True)]
+        params = several(self.params)
+        streams = [engine.stream(prompt, params, **own) for prompt, own in zip(prompts, options, strict=True)]
         return [checked(list(stream)[-1]) for stream in streams]
+
+    def measured(self, subjects: Mapping[str, Any], run: Callable[[Any], T]) -> dict[str, list[T]]:
+        """Return the results of several rounds; in each, all subjects run, so that a slow moment meets all of them.
+
+        The first round, whose steps are slower, does not count. The engines have no trace from here on.
+        """
+        for engine in self.engines:
+            engine.tracer.close()
+        with self.console.status("measuring", refresh_per_second=2):
+            rounds = [{name: run(subject) for name, subject in subjects.items()} for _ in range(ROUNDS + 1)]
+        return {name: [results[name] for results in rounds[1:]] for name in subjects}
 
 
 class Tour(Stage):
-    """The parts of m4's tour. `scene` begins those on an engine of their own."""
+    """The parts of m4's tour. `view` draws the cache of the engine that was built last."""
 
     def run(self, num_users: int) -> None:
         """Run all parts."""
-        memory = self.configs["cache_config"]
+        self.view, memory = RadixTreeView(), self.configs["cache_config"]
+        self.readers.append(self.view)
         plenty = replace(memory, max_total_tokens=PLENTY, kv_cache_memory_bytes=None, gpu_memory_utilization=None)
         with self.stack:
-            self.scene(plenty)
-            prompts = [self.prompt(f"What is {TERMS[i % len(TERMS)]}?") for i in range(num_users)]
-            self.show_users(prompts)
-            self.show_conversation()
-            self.show_times(prompts)
-            self.scene(replace(sized(memory, LITTLE), debug=True))
-            self.show_little_memory()
+            engine = self.engine(cache_config=plenty)
+            asked = [f"What is {TERMS[i % len(TERMS)]}?" for i in range(num_users)]
+            prompts = [prompt_of(engine, question, [SYSTEM]) for question in asked]
+            self.show_users(engine, prompts)
+            self.show_conversation(engine)
+            self.show_times(engine, prompts)
+            self.show_little_memory(self.engine(cache_config=replace(sized(memory, LITTLE), debug=True)))
 
-    def scene(self, memory: CacheConfig) -> None:
-        """Build the engine of the next parts, with a trace and a view of its own."""
-        self.records, self.view = Records(), RadixTreeView()
-        self.llm = self.engine(*self.readers, self.records, self.view, cache_config=memory)
-
-    def prompt(self, question: str, past: Sequence[Message] = ()) -> list[int]:
-        """Return a prompt with the codes, a conversation so far, and a question."""
-        return as_tokens(self.llm, [SYSTEM, *past, {"role": "user", "content": question}])
-
-    def draw(self) -> None:
+    def draw(self, engine: LLMEngine) -> None:
         """Print the cache."""
-        self.console.print("[bold]The cache now")
-        self.console.print(self.view.draw(self.llm.engine_core.input_processor.tokenizer))
+        self.console.print("\n[bold]The cache now", self.view.draw(tokenizer_of(engine)), "", sep="\n")
 
-    def show_users(self, prompts: list[list[int]]) -> None:
-        """Print the tokens that each request reuses, the reason, and the tree."""
-        intro = (
-            f"{some(len(prompts), 'user')} at the same time; all prompts begin with the same instructions. Only whole "
-            f"pages are shared, of {some(self.llm.config.cache.page_size, 'token')} each."
-        )
-        headline(self.console, "1. Many users, one system prompt", intro)
-        outputs = self.answer(self.llm, *prompts)
+    def show_users(self, engine: LLMEngine, prompts: list[list[int]]) -> None:
+        """Print the tokens that each request reuses, the reason, and the tree.
+
+        {users} at the same time; all prompts begin with the same instructions. Only whole pages are shared, of {tokens}
+        each.
+        """
+        users, tokens = some(len(prompts), "user"), some(engine.config.cache.page_size, "token")
+        self.headline("1. Many users, one system prompt", self.show_users, users=users, tokens=tokens)
+        outputs = self.answer(engine, *prompts)
         bullets(self.console, [f"{output.request_id}: {reuse(output)}" for output in outputs])
         best = max(outputs, key=lambda output: output.metrics.cached_tokens)
-        rid, skipped = best.request_id, some(best.metrics.cached_tokens, "token")
-        self.console.print(f"\n[bold]Why {rid} skips {skipped}: its way through the trace")
-        bullets(self.console, self.records.told(lambda e: isinstance(e, DECISIONS) and rid in e.request_ids()))
-        (other,) = self.answer(self.llm, prompts[0], salts=["another tenant"])
+        if skipped := best.metrics.cached_tokens:
+            rid = best.request_id
+            self.console.print(f"\n[bold]Why {rid} skips {some(skipped, 'token')}: its way through the trace")
+            bullets(self.console, self.records.sentences(lambda e: isinstance(e, DECISIONS) and rid in e.request_ids()))
+        (other,) = self.answer(engine, prompts[0], salts=["another tenant"])
         self.console.print(
             f"\n{other.request_id} comes later with the first prompt, but with the cache_salt of another tenant: "
-            f"{reuse(other)}. Tenants share nothing, so that no fast answer betrays what others have asked.\n"
+            f"{reuse(other)}. Tenants share nothing, so the time to the first token does not reveal the prompts of "
+            f"others."
         )
-        self.draw()
-        self.console.print(Text(f"\n{KEY}", style="dim"))
+        self.draw(engine)
+        self.console.print(Text(KEY, style="dim"))
 
-    def show_conversation(self) -> None:
-        """Print each turn with the tokens that it reuses, and the tree in the end."""
-        headline(self.console, "2. A conversation", CONVERSATION)
-        self.llm.flush_cache()
-        past: list[Message] = []
+    def show_conversation(self, engine: LLMEngine) -> None:
+        """Print each turn with the tokens that it reuses, and the tree in the end.
+
+        The cache is empty again. One user asks question after question. Each request has the whole conversation,
+        because a model remembers nothing. Compare the tokens that are reused with the prompt of the turn before.
+        """
+        self.headline("2. A conversation", self.show_conversation)
+        engine.flush_cache()
+        past: list[Message] = [SYSTEM]
         for question in CHAT:
             if question == CHAT[-1]:
                 self.console.print("[italic]The last turn is taken back; another question takes its place.\n")
                 del past[-2:]
-            (output,) = self.answer(self.llm, self.prompt(question, past))
+            (output,) = self.answer(engine, prompt_of(engine, question, past))
             self.console.print(Text.assemble((question, "bold"), f"\n{output.text}\n", (f"{reuse(output)}\n", "dim")))
             past += [{"role": "user", "content": question}, {"role": "assistant", "content": output.text}]
-        self.draw()
+        self.draw(engine)
 
-    def show_times(self, prompts: list[list[int]]) -> None:
-        """Print the time to first token of the same requests with shared KV and without, measured without a trace."""
-        headline(self.console, "3. The time to first token", TIMES)
-        self.llm.tracer.close()
+    def show_times(self, engine: LLMEngine, prompts: list[list[int]]) -> None:
+        """Print the time to first token of the same requests with shared KV and without, measured without a trace.
+
+        The requests of part 1 once more, from an empty cache: as they are, and each with a salt of its own, so that
+        none shares. Medians of three rounds.
+        """
+        self.headline("3. The time to first token", self.show_times)
+        if engine.config.cache.prefix_cache == "chunk":
+            bullets(self.console, ["Nothing is compared: no KV is shared with --cache chunk."])
+            return
 
         def run(salts: list[str]) -> tuple[float, list[str]]:
-            self.llm.flush_cache()
-            outputs = self.answer(self.llm, *prompts, salts=salts)
+            engine.flush_cache()
+            outputs = self.answer(engine, *prompts, salts=salts)
             return mean(each.metrics.time_to_first_token or 0.0 for each in outputs), [each.text for each in outputs]
 
-        alone = [f"user {index}" for index in range(len(prompts))]
-        with self.console.status("measuring", refresh_per_second=2):
-            rounds = take_turns(dict(zip(RECORDED, ([], alone), strict=True)), run)
+        salts = {"with shared KV": [], "without": [f"user {index}" for index in range(len(prompts))]}
+        rounds = self.measured(salts, run)
         times = {name: [seconds for seconds, _ in own] for name, own in rounds.items()}
         is_same = len({tuple(texts) for own in rounds.values() for _, texts in own}) == 1
+        first = beside_recorded(times, RECORDED, f"with 32 users on {RECORDED_ON}")
         answers = f"The answers {'are the same' if is_same else 'differ'} with shared KV and without."
-        bullets(
-            self.console,
-            [
-                f"The first token comes, on average, after {compared(times, RECORDED, 'with 32 users', RECORDED_ON)}",
-                answers,
-            ],
-        )
+        bullets(self.console, [f"The first token comes, on average, after {first}", answers])
 
-    def show_little_memory(self) -> None:
-        """Print the evictions and retractions, the tree, two requests that come again, and the audit of the memory."""
+    def show_little_memory(self, engine: Any) -> None:
+        """Print the evictions and retractions, the tree, two requests that come again, and the audit of the memory.
+
+        {users} with nothing in common come {every} steps after each other. Each may need up to {most} tokens; the KV
+        memory has room for {room:,}. Admission reserves {reserved:g} times the usual part of it for answers. Evicted
+        and retracted are:
+        """
         texts = [f"{codes(range(4 * i, 4 * i + 4))} What is {term}?" for i, term in enumerate(TERMS)]
-        prompts = [as_tokens(self.llm, [{"role": "user", "content": text}]) for text in texts]
-        params = replace(self.params, max_tokens=min(self.params.max_tokens, MOST_OUTPUT))
-        room, reserved = self.llm.stats().max_total_tokens, self.llm.config.scheduler.schedule_conservativeness
-        intro = (
-            f"{len(prompts)} users with nothing in common come {EVERY} steps after each other. Each may need up to "
-            f"{max(map(len, prompts)) + params.max_tokens} tokens; the KV memory has room for {room:,}. Admission "
-            f"reserves {reserved:g} times the usual part of it for answers. Evicted and retracted are:"
-        )
-        headline(self.console, "4. Little memory", intro)
+        prompts = [prompt_of(engine, text) for text in texts]
+        params = several(replace(self.params, max_tokens=min(self.params.max_tokens, MOST_OUTPUT)))
+        numbers = {
+            "users": some(len(prompts), "user"),
+            "every": EVERY,
+            "most": max(map(len, prompts)) + params.n * params.max_tokens,
+            "room": engine.stats().max_total_tokens,
+            "reserved": engine.config.scheduler.schedule_conservativeness,
+        }
+        self.headline("4. Little memory", self.show_little_memory, **numbers)
         streams = []
         for prompt in prompts:
-            streams.append(self.llm.stream(prompt, params, **self.options))
+            streams.append(engine.stream(prompt, params, **self.options))
             for _ in range(EVERY):
-                self.llm.step()
+                engine.step()
         for stream in streams:
             checked(list(stream)[-1])
-        bullets(self.console, self.records.told(is_loss))
-        self.console.print()
-        self.draw()
-        self.console.print()
-        first, last = self.answer(self.llm, prompts[0], prompts[-1])
-        audits = self.records.told(lambda event: isinstance(event, Audit))
-        bullets(
-            self.console,
-            [
-                f"The first user asks again: {reuse(first)}. The last one: {reuse(last)}.",
-                f"The memory was audited after each of {some(len(audits), 'step')}; {audits[-1]}",
-            ],
-        )
+        bullets(self.console, self.records.sentences(is_loss))
+        self.draw(engine)
+        first, last = self.answer(engine, prompts[0], prompts[-1])
+        audits = self.records.sentences(lambda event: isinstance(event, Audit))
+        again = f"The first user asks again: {reuse(first)}. The last one: {reuse(last)}."
+        audit = f"The memory was audited after each of {some(len(audits), 'step')}; {audits[-1]}"
+        bullets(self.console, [again, audit])
 
 
 def is_loss(event: Event) -> bool:
@@ -236,31 +249,30 @@ def reuse(output: RequestOutput) -> str:
 # --- requests and measurements ----------------------------------------------------------------------------------------
 
 
-def code_of(index: int) -> str:
-    """Return the four digits that belong to a noun."""
-    return f"{(index * 2377 + 4821) % 10_000:04d}"
-
-
 def codes(indices: Sequence[int]) -> str:
-    """Return sentences with the codes of these nouns, worded as the model learnt them."""
-    return " ".join(f"The code of {NOUNS[index]} is {code_of(index)}." for index in indices)
+    """Return sentences with the four-digit codes of these nouns, worded as the model learnt them."""
+    return " ".join(f"The code of {NOUNS[index]} is {(index * 2377 + 4821) % 10_000:04d}." for index in indices)
 
 
 SYSTEM: Message = {"role": "system", "content": f"You answer questions. {codes(range(len(NOUNS)))}"}
 
 
-def as_tokens(engine: Any, messages: Sequence[Message]) -> list[int]:
-    """Return the prompt of a conversation; without a chat template, a line for each message."""
-    tokenizer = engine.engine_core.input_processor.tokenizer
+def tokenizer_of(engine: Any) -> Any:
+    """Return the tokenizer of an engine."""
+    return engine.engine_core.input_processor.tokenizer
+
+
+def prompt_of(engine: Any, content: Any, past: Sequence[Message] = ()) -> list[int]:
+    """Return the prompt of a user's message after a conversation; without a chat template, a line for each message."""
+    messages, tokenizer = [*past, {"role": "user", "content": content}], tokenizer_of(engine)
     if tokenizer.chat_template is not None:
         return engine.chat_prompt(messages)
     return list(tokenizer.encode("".join(f"{message['content']}\n" for message in messages)))
 
 
-def several(params: SamplingParams, num_answers: int) -> SamplingParams:
-    """Return parameters for so many answers: drawn ones, because greedy ones would all be the same."""
-    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 6}
-    return replace(params, n=num_answers, **drawn if num_answers > 1 and params.is_greedy else {})
+def several(params: SamplingParams) -> SamplingParams:
+    """Return parameters that draw if they ask for several answers: greedy ones would all be the same."""
+    return replace(params, temperature=1.0, top_p=0.95, seed=6) if params.n > 1 and params.is_greedy else params
 
 
 def sized(config: CacheConfig, num_tokens: int) -> CacheConfig:
@@ -269,21 +281,12 @@ def sized(config: CacheConfig, num_tokens: int) -> CacheConfig:
     return replace(config, max_total_tokens=num_tokens) if all(size is None for size in sizes) else config
 
 
-def take_turns(subjects: Mapping[str, S], run: Callable[[S], T]) -> dict[str, list[T]]:
-    """Return the results of several rounds; in each, all subjects run, so that a slow moment meets all of them.
-
-    The first round, whose steps are slower, does not count.
-    """
-    rounds = [{name: run(subject) for name, subject in subjects.items()} for _ in range(ROUNDS + 1)]
-    return {name: [results[name] for results in rounds[1:]] for name in subjects}
-
-
-def compared(times: Mapping[str, Sequence[float]], recorded: Mapping[str, float], workload: str, machine: str) -> str:
+def beside_recorded(times: Mapping[str, Sequence[float]], recorded: Mapping[str, float], source: str) -> str:
     """Return the median seconds of two subjects beside recorded ones, which count where the rounds differ too much."""
     here = {name: median(own) for name, own in times.items()}
     disturbed = any(max(own) > 1.5 * min(own) for own in times.values())
     warning = " This run was disturbed, its rounds differ by half: take the recorded times." if disturbed else ""
-    return f"{_ratio(here)}. Recorded {workload} on {machine}: {_ratio(recorded)}.{warning}"
+    return f"{_ratio(here)}. Recorded {source}: {_ratio(recorded)}.{warning}"
 
 
 def _ratio(seconds: Mapping[str, float]) -> str:

@@ -34,7 +34,7 @@ class DraftConfig:
     """Speculative decoding; `SpeculativeConfig` has the same settings under other names."""
 
     speculative: Literal["ngram", "draft_model", "none"] | None = None
-    """Source of the drafts. Default: none; in the tour ngram and draft_model in turn."""
+    """Source of the drafts. Default: none; in a tour ngram, or ngram and draft_model in turn."""
     num_speculative_tokens: int | None = None
     """Number of drafts for a request in one step."""
     draft_model: str | None = None
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
-    params, demo, options = m3.answer_params(args), config_of(args, DemoConfig), m4.request_options(args)
-    drafts = speculative_configs(args)
+    params, demo, drafts = m3.answer_params(args), config_of(args, DemoConfig), speculative_configs(args)
+    options = m4.request_options(args)
     configs: dict[str, Any] = {
         "model_config": config_of(args, ModelConfig),
         "scheduler_config": scheduler_config(args),

@@ -20,22 +20,17 @@ from m1_single_request.errors import ConfigError, EngineError
 from m1_single_request.events import some
 from m1_single_request.flags import config_of, given
 from m1_single_request.input_processor import Message
-from m1_single_request.outputs import RequestOutput
-from m1_single_request.sampling_params import SamplingParams
 from m3_paged_attention import demo as m3
-from m3_paged_attention.config import ModelConfig
 from m4_radix_cache import demo as m4
 from m4_radix_cache.demo_tour import sized
 from m5_chunked_prefill_spec import demo as m5
 from m5_chunked_prefill_spec.config import SchedulerConfig, SpeculativeConfig
+from m6_multimodal_pd import DisaggregationConfig, LLMEngine, ModelConfig, RequestOutput, SamplingParams
 from m6_multimodal_pd.config import MultimodalConfig
 from m6_multimodal_pd.demo_terminal import shown
-from m6_multimodal_pd.demo_tour import MOST_COLUMNS, OptionsOf, Tour, show_pictures
-from m6_multimodal_pd.demo_two_engines import show_two_engines, starting
-from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
-from m6_multimodal_pd.errors import InvalidMediaError
-from m6_multimodal_pd.llm_engine import LLMEngine
-from m6_multimodal_pd.multimodal.decode_video import Frames
+from m6_multimodal_pd.demo_tour import MOST_COLUMNS, Tour, options_for, starting
+from m6_multimodal_pd.multimodal.decode_video import Frames, FrameSampling
+from m6_multimodal_pd.multimodal.media_reader import MediaLoader
 
 ROOM = 32_768
 """Tokens of KV memory in the tour."""
@@ -58,7 +53,7 @@ class UserConfig:
     video: Sequence[str] = ()
     """Clip for the prompt or the chat: a GIF, APNG or WebP file, or a folder of frames. May be repeated."""
     video_fps: float | None = None
-    """Frames per second of a clip without times of its own, a folder."""
+    """Frames per second of all clips, in place of the times in a file. Default for a folder: 24."""
     pd: bool = False
     """Use engines that share the work, each a process that loads the model. Implied by the next three flags."""
 
@@ -91,19 +86,16 @@ def run(args: argparse.Namespace, console: Console) -> None:
     check_pictures(args, user)
     if m1.is_tour(args) and (user.image or user.video):
         args.prompt = "What happens in the clip?" if user.video else "Describe the picture."
-    configs, group, trace = configs_of(args), group_of(args), m1.trace_config(args, console)
-    options_of = partial(options_by_prompt, m4.request_options(args), configs["speculative_config"].method)
+    configs, group, options = configs_of(args), group_of(args), m4.request_options(args)
+    configs["trace_config"] = m1.trace_config(args, console)
     demo.set_threads(configs["model_config"])
     if m1.is_tour(args):
-        tour = Tour(configs, params, options_of, demo.num_prompts, console)
-        batch, outputs = show_pictures(tour, trace)
-        if group is not None:
-            show_two_engines(tour, group, batch, outputs)
+        Tour(configs, params, options, console).run(demo.num_prompts, group)
         return
     with starting(group, console):
-        engine = LLMEngine(trace_config=trace, disaggregation_config=group, **configs)
+        engine = LLMEngine(disaggregation_config=group, **configs)
     with engine:
-        Conversation(engine, params, console, user, options_of).run(args)
+        Conversation(engine, params, console, options, user).run(args)
 
 
 def check_pictures(args: argparse.Namespace, user: UserConfig) -> None:
@@ -115,21 +107,16 @@ def check_pictures(args: argparse.Namespace, user: UserConfig) -> None:
 
 
 def configs_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the configurations of the flags, as keywords of an engine."""
-    drafts, cache = [*m5.speculative_configs(args).values(), SpeculativeConfig()], m4.cache_config(args)
+    """Return the configurations of the flags, as keywords of an engine. A tour drafts with n-grams, or as requested."""
+    drafts, cache = m5.speculative_configs(args), m4.cache_config(args)
+    method = "draft_model" if config_of(args, m5.DraftConfig).draft_model else next(iter(drafts), "none")
     return {
         "model_config": config_of(args, ModelConfig),
         "scheduler_config": config_of(args, SchedulerConfig),
         "cache_config": sized(cache, ROOM) if m1.is_tour(args) else cache,
-        "speculative_config": drafts[0],
+        "speculative_config": drafts.get(method, SpeculativeConfig()),
         "multimodal_config": config_of(args, MultimodalConfig),
     }
-
-
-def options_by_prompt(options: dict[str, Any], method: str | None, prompt: Any) -> dict[str, Any]:
-    """Return the options of a request with this prompt: a draft model takes texts only."""
-    has_pictures = getattr(prompt, "multimodal_inputs", None) is not None
-    return {**options, "speculate": False} if has_pictures and method == "draft_model" else options
 
 
 def group_of(args: argparse.Namespace) -> DisaggregationConfig | None:
@@ -142,16 +129,16 @@ def group_of(args: argparse.Namespace) -> DisaggregationConfig | None:
 
 
 class Conversation(m4.Conversation):
-    """m4's conversation, with pictures: those that were shown go with the next question.
+    """m4's conversation, with pictures: those that were shown go with the next question that is answered.
 
-    It changes `message`, `stream` and `reset`.
+    It changes `message`, `stream`, `reset` and `_answer`.
     """
 
     def __init__(
-        self, engine: LLMEngine, params: SamplingParams, console: Console, user: UserConfig, options_of: OptionsOf
+        self, engine: LLMEngine, params: SamplingParams, console: Console, options: dict[str, Any], user: UserConfig
     ) -> None:
-        super().__init__(engine, params, console, {})
-        self.options_of, self.video_fps = options_of, user.video_fps
+        super().__init__(engine, params, console, options)
+        self.given, self.video_fps = options, user.video_fps
         self.waiting: list[dict[str, Any]] = []
         for kind in ("image", "video"):
             self.commands[f"/{kind}"] = partial(self.take, kind)
@@ -169,33 +156,40 @@ class Conversation(m4.Conversation):
         return "it goes with the next question"
 
     def show(self, kind: str, path: str) -> None:
-        """Print a picture or a clip, and keep it for the next question. Raises `InvalidMediaError`."""
-        prompts, name = self.engine.engine_core.input_processor.prompts, f"{kind} {path}"
-        if prompts is None:
-            raise InvalidMediaError(f"the model takes texts only, not {name}")
+        """Print a picture or a clip, and keep it for the next question. Raises `InvalidRequestError`."""
         fps = {} if self.video_fps is None or kind == "image" else {"video_fps": self.video_fps}
-        media = prompts.media.loader.load({"type": kind, kind: path, **fps}, name)
+        part, name = {"type": kind, kind: path, **fps}, f"{kind} {path}"
+        media = MediaLoader(self.engine.config.multimodal, FrameSampling()).load(part, name)
+        self.engine.chat_prompt([{"role": "user", "content": [part]}])  # a picture that it cannot take may not wait
         frames = media.pixels.reshape(-1, *media.pixels.shape[-3:])
-        words = f"{name}: {frames.shape[2]} x {frames.shape[1]} pixels"
+        caption = f"{name}: {frames.shape[2]} x {frames.shape[1]} pixels"
         if isinstance(media, Frames):
-            words += f", {len(frames)} of {some(media.total, 'frame')}"
-        self.console.print(shown(frames, words, self.console, MOST_COLUMNS))
-        self.waiting.append({"type": kind, kind: path, **fps})
+            caption += f", {some(media.total, 'frame')}"
+        self.console.print(shown(list(frames), caption, self.console, MOST_COLUMNS))
+        self.waiting.append(part)
 
     def message(self, text: str) -> Message:
         """Return the message of a line, with the pictures that wait for it."""
-        parts, self.waiting = self.waiting, []
-        return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}
+        return {"role": "user", "content": [*self.waiting, {"type": "text", "text": text}] if self.waiting else text}
 
     def stream(self, prompt: str | list[int]) -> Iterable[RequestOutput]:
         """Run one request with its options; yield its output after each step."""
-        self.options = dict(self.options_of(prompt))
+        self.options = options_for(self.engine, self.given, prompt)
         return super().stream(prompt)
 
     def reset(self, line: str) -> str:
         """Forget the conversation, and the pictures that wait."""
         self.waiting.clear()
         return super().reset(line)
+
+    def _answer(self, question: Message) -> None:
+        """Print an answer. The pictures of a question that failed wait for the next one."""
+        num_messages = len(self.history)
+        super()._answer(question)
+        if len(self.history) > num_messages:
+            self.waiting.clear()
+        elif self.waiting:
+            self.console.print("[dim]the pictures wait for the next question; /reset forgets them[/dim]")
 
 
 if __name__ == "__main__":

@@ -16,19 +16,14 @@ from rich.text import Text
 HALF = "▀"
 
 
-def shown(frames: Sequence[np.ndarray], words: str, console: Console, columns: int) -> Text:
+def shown(frames: Sequence[np.ndarray], caption: str, console: Console, columns: int) -> Text:
     """Return a picture, or some frames of a clip, in at most `columns` x `columns / 2` characters.
 
-    `frames`: uint8 `[height, width, 3]`. On a console without colours, or without this character: the `words`.
+    `frames`: uint8 `[height, width, 3]`. On a console without colours, or without the character HALF: the caption.
     """
-    if not can_draw(console):
-        return Text(f"[{words}]", style="dim")
+    if console.color_system is None or console.no_color or not console.encoding.startswith("utf"):
+        return Text(f"[{caption}]", style="dim")
     return half_blocks(frames[0] if len(frames) == 1 else contact_sheet(frames), columns)
-
-
-def can_draw(console: Console) -> bool:
-    """Return whether a console has colours and, as Unicode text has, the character HALF."""
-    return console.color_system is not None and not console.no_color and console.encoding.startswith("utf")
 
 
 def half_blocks(pixels: np.ndarray, columns: int) -> Text:

@@ -1,33 +1,34 @@
-"""Tour of the demo: a batch of pictures and texts, the positions of a picture, a picture that comes again.
+"""Tour of the demo: pictures, their positions, a picture that comes again; then batch and streams through two engines.
 
-Part of `python -m m6_multimodal_pd.demo`; no part of the engine depends on it. `demo_two_engines.py` has the other
-parts. The remark that opens a part is the docstring of its function. The model that ships has learned such questions.
+Part of `python -m m6_multimodal_pd.demo`; no part of the engine depends on it. The remark that opens a part is the
+second paragraph of its function's docstring. The model that ships has learned such questions.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from random import Random
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageSequence
 from rich.console import Console, Group
 from rich.live import Live
+from rich.status import Status
 from rich.table import Column, Table
 from rich.text import Text
 
-from m1_single_request.config import TraceConfig
-from m1_single_request.demo_tour import QUESTION, checked, headline
+from m1_single_request.demo_tour import QUESTION, bullets, checked
+from m1_single_request.errors import InvalidPromptError
 from m1_single_request.events import some
-from m1_single_request.outputs import RequestOutput
-from m1_single_request.sampling_params import SamplingParams
-from m4_radix_cache.demo_tour import NOUNS, as_tokens, codes, several
-from m5_chunked_prefill_spec.demo_tour import TEXT
+from m4_radix_cache.demo_tour import NOUNS, Stage, codes, prompt_of, several
+from m5_chunked_prefill_spec.demo_tour import TEXT, run_streams, timelines
+from m6_multimodal_pd import DisaggregationConfig, LLMEngine, RequestOutput, SamplingParams
 from m6_multimodal_pd.demo_terminal import shown
-from m6_multimodal_pd.llm_engine import LLMEngine
-from m6_multimodal_pd.outputs import EngineStats
 from m6_multimodal_pd.views.positions import KEY, PositionsView
+from m6_multimodal_pd.views.two_engines import replay
 
 MOST_COLUMNS = 32
 """Width of a picture, in characters."""
@@ -36,8 +37,12 @@ PACE = 0.05
 PICTURES = Path(__file__).parent / "demo_pictures"
 Outputs = dict[str, RequestOutput]
 """By request id."""
-OptionsOf = Callable[[Any], Mapping[str, Any]]
-"""Returns the options of a request with this prompt."""
+NUM_STREAMS, STREAM_TOKENS, EVERY, PROMPT_TOKENS = 4, 180, 12, 1000
+"""A prompt arrives whenever the streams, on average, have EVERY tokens more."""
+TWO, ONE = "two engines", "one engine"
+COLUMNS = ("longest gap", "first token of a prompt", "total")
+RECORDED, RECORDED_ON = {TWO: (0.00595, 0.766, 1.64), ONE: (0.01747, 0.1175, 1.77)}, "AMD EPYC, 2 cores, tiny-qwen3"
+"""Seconds, from `benchmarks/results/m6_pd.json`, and the machine."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,11 @@ class Ask:
     file: str = ""
     kind: str = "image"
 
-    def message(self, *, question_first: bool = False) -> dict[str, Any]:
-        """Return the message of a user."""
+    @property
+    def content(self) -> Any:
+        """The content of the user's message."""
         parts = [{"type": self.kind, self.kind: PICTURES / self.file}, {"type": "text", "text": self.question}]
-        content = parts[::-1] if question_first else parts
-        return {"role": "user", "content": content if self.file else self.question}
+        return parts if self.file else self.question
 
     @property
     def frames(self) -> list[np.ndarray]:
@@ -61,8 +66,8 @@ class Ask:
             return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
 
     @property
-    def words(self) -> str:
-        """The picture or the clip in words."""
+    def caption(self) -> str:
+        """The name of the file as a text."""
         return self.file.partition(".")[0].replace("_", " ")
 
 
@@ -78,70 +83,170 @@ NEXT = replace(SEEN[1], question="Where is the yellow star?")
 OTHER = replace(SEEN[1], file="a_blue_square_and_a_green_star.png")
 
 
-@dataclass(frozen=True)
-class Tour:
-    """Settings of all engines and requests of the tour, and the console where it is printed."""
+class Tour(Stage):
+    """The parts of m6's tour."""
 
-    configs: Mapping[str, Any]
-    """Keywords of an engine."""
-    params: SamplingParams
-    options_of: OptionsOf
-    num_texts: int
-    console: Console
+    engine_class = LLMEngine
 
-    def headline(self, title: str, part: Any) -> None:
-        """Print the title of a part, and the second paragraph of its docstring."""
-        headline(self.console, title, " ".join((part.__doc__ or "").partition("\n\n")[2].split()))
+    def run(self, num_texts: int, group: DisaggregationConfig | None) -> None:
+        """Run the parts that one engine shows, then those that this group of engines shows."""
+        with self.stack:
+            self.readers.append(positions := PositionsView())
+            engine = self.engine()
+            reason = refusal(engine)
+            asks = [*(() if reason else SEEN), *(READ[number % len(READ)] for number in range(num_texts))]
+            batch = {f"req-{number}": ask for number, ask in enumerate(asks)}
+            alone = self.show_batch(engine, batch)
+            if reason is None:
+                self.show_positions(positions)
+                self.show_again(engine, alone["req-1"].text)
+            else:
+                self.console.print(Text(f"\nParts 2 and 3 are left out: {reason}.", style="yellow"))
+            if group is not None:
+                two = self.show_two_engines(group, batch, alone)
+                self.show_gaps({TWO: two, ONE: engine})
 
-    def run(self, engine: LLMEngine, batch: Mapping[str, Ask]) -> Iterator[Outputs]:
+    def steps(self, engine: LLMEngine, batch: Mapping[str, Ask]) -> Iterator[Outputs]:
         """Add all requests, and yield their outputs after each step. The first one has `params.n` answers."""
-        params = several(self.params, self.params.n)
+        params, outputs = several(self.params), Outputs()
         for rid, ask in batch.items():
-            prompt = as_tokens(engine, [ask.message()])
-            engine.add_request(prompt, params, request_id=rid, **self.options_of(prompt))
+            prompt = prompt_of(engine, ask.content)
+            engine.add_request(prompt, params, request_id=rid, **options_for(engine, self.options, prompt))
             params = replace(self.params, n=1)
-        outputs: Outputs = {}
         while engine.has_unfinished_requests():
             outputs |= {rid: checked(output) for rid, output in engine.step().items()}
             yield outputs
 
+    def show_batch(self, engine: LLMEngine, batch: Mapping[str, Ask]) -> Outputs:
+        """Run the batch, with the answers below their pictures, on a terminal as they come.
 
-def show_pictures(tour: Tour, trace: TraceConfig) -> tuple[dict[str, Ask], Outputs]:
-    """Run the parts that one engine shows. Return the requests of the batch by id, and their outputs."""
-    positions = PositionsView()
-    trace = replace(trace, readers=(*trace.readers, positions))
-    with LLMEngine(trace_config=trace, **tour.configs) as engine:
-        has_vision = engine.engine_core.input_processor.prompts is not None
-        asks = [*(SEEN if has_vision else ()), *(READ[number % len(READ)] for number in range(tour.num_texts))]
-        batch = {f"req-{number}": ask for number, ask in enumerate(asks)}
-        outputs = show_batch(tour, engine, batch)
-        stats = cast(EngineStats, engine.stats())
-        items = some(stats.num_encoded_items, "item")
-        tour.console.print(
-            f"\nThe vision tower made {some(stats.num_encoded_tokens, 'token')} of {items} in "
-            f"{stats.encoder_seconds * 1e3:.1f} ms; the prompts have {some(stats.num_prompt_tokens, 'token')} in all."
+        All requests come at the same time. The vision tower makes embeddings of the patches of a picture. They stand in
+        the prompt as tokens, and the scheduler treats them like all others.
+        """
+        self.headline("1. Pictures, a clip and texts in one batch", self.show_batch)
+        outputs = Outputs()
+        with Live(get_renderable=lambda: cards(batch, outputs, self.console), console=self.console):
+            for changed in self.steps(engine, batch):
+                outputs |= changed
+                time.sleep(PACE if self.console.is_terminal else 0)
+        stats: Any = engine.stats()
+        made = f"{some(stats.num_encoded_tokens, 'token')} of {some(stats.num_encoded_items, 'item')}"
+        tower = f"; the vision tower made {made} in {stats.encoder_seconds * 1e3:.1f} ms" * bool(
+            stats.num_encoded_items
         )
-        if has_vision:
-            show_positions(tour, positions)
-            show_again(tour, engine, outputs["req-1"].text)
-        else:
-            tour.console.print(f"{engine.config.model.model} has no vision tower: it takes texts only.", style="yellow")
-    return batch, outputs
+        self.console.print(f"\nThe prompts have {some(stats.num_prompt_tokens, 'token')} in all{tower}.")
+        return outputs
+
+    def show_positions(self, view: PositionsView) -> None:
+        """Draw the positions of the first picture and of the clip.
+
+        Every token has three positions: in time, in height and in width. A text counts up on all three alike. The
+        tokens of a picture share the time, and have the row and the column of their patch. The frames of a clip are
+        encoded in pairs, each behind its time as a text: a later pair has a later position.
+        """
+        self.headline("2. The positions of the tokens", self.show_positions)
+        for rid in ("req-0", "req-3"):
+            assigned = view.assigned[rid]
+            end = assigned.num_tokens + assigned.delta
+            self.console.print(Text(f"{rid}: {assigned.num_tokens} tokens, {end} positions ({KEY})", style="bold"))
+            self.console.print(view.draw(rid, self.console.width))
+
+    def show_again(self, engine: LLMEngine, answer: str) -> None:
+        """Ask about the second picture again, and about one that differs in a colour; print the work for each.
+
+        The KV of a picture depends on all tokens before it, its embeddings on the picture alone. So the next question
+        in a conversation finds the KV. Another conversation, with other words before the picture, finds the embeddings.
+        A picture whose star has another colour is a new one.
+        """
+        self.headline("3. The same picture again", self.show_again)
+        past = [{"role": "user", "content": SEEN[1].content}, {"role": "assistant", "content": answer}]
+        prompts = {
+            "next question": prompt_of(engine, NEXT.question, past),
+            "other conversation": prompt_of(engine, NEXT.content[::-1]),
+            "other star": prompt_of(engine, OTHER.content),
+        }
+        columns = [Column(name, no_wrap=True) for name in ("", "prompt", "KV found", "embeddings", "first token")]
+        table = Table(*columns, "answer", box=None, padding=(0, 2, 0, 0))
+        for name, prompt in prompts.items():
+            before: Any = engine.stats()
+            output = checked(
+                engine.generate(prompt, replace(self.params, n=1), **options_for(engine, self.options, prompt))
+            )
+            after: Any = engine.stats()
+            made = after.num_encoded_tokens - before.num_encoded_tokens
+            found = after.num_encoder_hits - before.num_encoder_hits
+            embeddings = f"{made} made" if made else "found" if found else "not read"
+            ttft = f"{(output.metrics.time_to_first_token or 0.0) * 1e3:.1f} ms"
+            cached = str(output.metrics.cached_tokens)
+            table.add_row(name, f"{len(prompt)} tokens", cached, embeddings, ttft, Text(output.text, style="green"))
+        self.console.print(table)
+
+    def show_two_engines(self, group: DisaggregationConfig, batch: Mapping[str, Ask], alone: Outputs) -> LLMEngine:
+        """Run the batch through a group of engines; return the group. `alone`: the outputs of one engine.
+
+        The same requests once more. One engine computes prompts, another one the answers. Before it can answer, it must
+        have the KV of the prompt, which moves in chunks of whole pages, the first ones while the rest of the prompt is
+        still being computed. Chunks and pages: arrived/sent, and arrived/expected; on a terminal in slow motion.
+        """
+        self.headline("4. Prefill in one engine, decode in another", self.show_two_engines)
+        start = len(self.records)
+        with starting(group, self.console):
+            engine: LLMEngine = self.engine(disaggregation_config=group, parts=None)
+            *_, together = self.steps(engine, batch)
+        replay(self.records[start:], self.console)
+        same = sum(tokens_of(alone[rid]) == tokens_of(together[rid]) for rid in batch)
+        self.console.print(f"\n{same} of {len(batch)} requests have the same tokens as from one engine, in part 1.")
+        return engine
+
+    def show_gaps(self, engines: Mapping[str, LLMEngine]) -> None:
+        """Measure the engines in turn, without a trace; print the gaps of the streams, and the price.
+
+        Answers are streamed, and long prompts arrive. One engine must compute them between the tokens of the streams;
+        of two, the one that decodes never computes a prompt.
+        """
+        self.headline("5. The longest gap of a stream, with one engine and with two", self.show_gaps)
+        length, rng = min(PROMPT_TOKENS, engines[ONE].stats().max_model_len // 2), Random(0)
+        self.console.print(
+            f"{NUM_STREAMS} streams of {STREAM_TOKENS} tokens, and a prompt of {length:,} tokens whenever each has "
+            f"{EVERY} more. The two sides take turns; that takes some seconds ...\n"
+        )
+        params = SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True)
+        tokens = partial(rng.choices, range(256, 4000))
+        streams = [(tokens(k=64), params) for _ in range(NUM_STREAMS)]
+        late = [(tokens(k=length), replace(params, max_tokens=8)) for _ in range(STREAM_TOKENS // EVERY - 1)]
+        run = partial(run_streams, streams=streams, late=late, every=EVERY, options={"speculate": False})
+        rounds = self.measured(engines, run)
+        here = {name: np.median([run.times for run in runs], axis=0).tolist() for name, runs in rounds.items()}
+        self.console.print("[bold]The first stream, from the arrival of a long prompt on: a mark for each token")
+        self.console.print(timelines({name: runs[-1].stream for name, runs in rounds.items()}, end=12 * here[ONE][0]))
+        table = Table("", *COLUMNS, box=None, padding=(0, 2, 0, 0))
+        for name, times in {**here, **{f"{name}, recorded": own for name, own in RECORDED.items()}}.items():
+            table.add_row(name, *(f"{seconds * 1e3:,.1f} ms" for seconds in times))
+        self.console.print(table, f"recorded on: {RECORDED_ON}\n")
+        bullets(self.console, conclusions(here))
 
 
-def show_batch(tour: Tour, engine: LLMEngine, batch: Mapping[str, Ask]) -> Outputs:
-    """Run the batch, with the answers below their pictures, on a terminal as they come.
+def refusal(engine: LLMEngine) -> str | None:
+    """Return the reason why a model takes no pictures; None if it does."""
+    try:
+        prompt_of(engine, SEEN[0].content)
+    except InvalidPromptError as error:
+        return str(error)
+    return None
 
-    All requests come at the same time. The vision tower makes embeddings of the patches of a picture. They stand in the
-    prompt as tokens, and the scheduler treats them like all others.
-    """
-    tour.headline("1. Pictures, a clip and texts in one batch", show_batch)
-    outputs: Outputs = {}
-    with Live(get_renderable=lambda: cards(batch, outputs, tour.console), console=tour.console):
-        for changed in tour.run(engine, batch):
-            outputs |= changed
-            time.sleep(PACE if tour.console.is_terminal else 0)
-    return outputs
+
+def options_for(engine: Any, options: Mapping[str, Any], prompt: Any) -> dict[str, Any]:
+    """Return the options of a request with this prompt: a draft model takes texts only."""
+    has_pictures = getattr(prompt, "multimodal_inputs", None) is not None
+    is_excluded = has_pictures and engine.config.speculative.method == "draft_model"
+    return {**options, "speculate": False} if is_excluded else dict(options)
+
+
+def starting(group: DisaggregationConfig | None, console: Console) -> Status:
+    """Print that the engines of a group start; return the sign of progress of a start, on a terminal, as a context."""
+    if group is not None:
+        console.print(f"{some(group.prefill + group.decode, 'engine')} load the model and join ...")
+    return console.status("starting")
 
 
 def cards(batch: Mapping[str, Ask], outputs: Outputs, console: Console) -> Group:
@@ -149,7 +254,7 @@ def cards(batch: Mapping[str, Ask], outputs: Outputs, console: Console) -> Group
     seen = [rid for rid, ask in batch.items() if ask.file]
     columns = min(console.width // max(len(seen), 1) - 2, MOST_COLUMNS)
     pictures = Table.grid(*(Column(width=columns) for _ in seen), padding=(0, 2, 0, 0))
-    pictures.add_row(*(shown(batch[rid].frames, batch[rid].words, console, columns) for rid in seen))
+    pictures.add_row(*(shown(batch[rid].frames, batch[rid].caption, console, columns) for rid in seen))
     pictures.add_row(*(card(rid, batch[rid], outputs) for rid in seen))
     return Group(pictures, *(card(rid, batch[rid], outputs) for rid in batch if rid not in seen))
 
@@ -157,50 +262,28 @@ def cards(batch: Mapping[str, Ask], outputs: Outputs, console: Console) -> Group
 def card(rid: str, ask: Ask, outputs: Outputs) -> Text:
     """Return a question, without the middle of a long one, and the answers to it."""
     line = " ".join(ask.question.split())
-    words = line if len(line) < 72 else f"{line[:28]} ... {line[-36:]}"
+    question = line if len(line) < 72 else f"{line[:28]} ... {line[-36:]}"
     answers = [" ".join(answer.text.split()) for answer in outputs[rid].outputs] if rid in outputs else []
-    return Text.assemble((f"{rid}: {words}\n", "bold"), ("\n".join(answers), "green"), "\n")
+    return Text.assemble((f"{rid}: {question}\n", "bold"), ("\n".join(answers), "green"), "\n")
 
 
-def show_positions(tour: Tour, view: PositionsView) -> None:
-    """Draw the positions of the first picture and of the clip.
-
-    Every token has three positions: in time, in height and in width. A text counts up on all three alike. The tokens of
-    a picture share the time, and have the row and the column of their patch. The frames of a clip are encoded in pairs,
-    each behind its time as a text: a later pair has a later position.
-    """
-    tour.headline("2. Where the tokens stand", show_positions)
-    for rid in ("req-0", "req-3"):
-        assigned = view.assigned[rid]
-        end = assigned.num_tokens + assigned.delta
-        tour.console.print(Text(f"{rid}: {assigned.num_tokens} tokens, {end} positions ({KEY})", style="bold"))
-        tour.console.print(view.draw(rid, tour.console.width))
+def tokens_of(output: Any) -> list[Any]:
+    """Return the tokens of all answers."""
+    return [answer.token_ids for answer in output.outputs]
 
 
-def show_again(tour: Tour, engine: LLMEngine, answer: str) -> None:
-    """Ask about the second picture again, and about one that differs in a colour; print the work for each.
-
-    The KV of a picture depends on all tokens before it, its embeddings on the picture alone. So the next question in a
-    conversation finds the KV. Another conversation, with other words before the picture, finds the embeddings. A
-    picture whose star has another colour is a new one.
-    """
-    tour.headline("3. The same picture again", show_again)
-    told, question = {"role": "assistant", "content": answer}, {"role": "user", "content": NEXT.question}
-    conversations = {
-        "next question": [SEEN[1].message(), told, question],
-        "other conversation": [NEXT.message(question_first=True)],
-        "other star": [OTHER.message()],
-    }
-    columns = [Column(name, no_wrap=True) for name in ("", "prompt", "KV found", "embeddings", "first token")]
-    table = Table(*columns, "answer", box=None, padding=(0, 2, 0, 0))
-    for name, messages in conversations.items():
-        prompt, before = engine.chat_prompt(messages), cast(EngineStats, engine.stats())
-        output = checked(engine.generate(prompt, replace(tour.params, n=1), **tour.options_of(prompt)))
-        after = cast(EngineStats, engine.stats())
-        made = after.num_encoded_tokens - before.num_encoded_tokens
-        found = after.num_encoder_hits - before.num_encoder_hits
-        embeddings = f"{made} made" if made else "found" if found else "not read"
-        counts = f"{len(prompt)} tokens", str(output.metrics.cached_tokens)
-        ttft = f"{(output.metrics.time_to_first_token or 0.0) * 1e3:.1f} ms"
-        table.add_row(name, *counts, embeddings, ttft, Text(output.text, style="green"))
-    tour.console.print(table)
+def conclusions(here: Mapping[str, Sequence[float]]) -> Iterator[str]:
+    """Yield the meaning of the times, of the recorded ones if this run was disturbed; then the price and the total."""
+    (two, wait, total), (one, wait_of_one, total_of_one) = here[TWO], here[ONE]
+    if one < 1.5 * two:
+        yield "This run was disturbed, or its engines have no core each: the recorded times show the rule."
+        two, one = RECORDED[TWO][0], RECORDED[ONE][0]
+    yield (
+        f"With one engine the longest gap of a stream is {one / two:.1f} times as long, because it computes prompts "
+        f"between two tokens of an answer. The price: with two engines a prompt waits {wait / wait_of_one:.1f} times "
+        f"as long for its first token, behind the prompts before it."
+    )
+    yield (
+        f"The total: {total:.2f} s with two engines, {total_of_one:.2f} s with one. On one machine they share cores "
+        f"and memory, and messages come on top; in a larger system each has a device of its own."
+    )

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from m1_single_request.flags import config_of
+from m1_single_request.trace_file import read_trace
 from m1_single_request.tracer import TraceRecord
 from m4_radix_cache import (
     CacheConfig,
@@ -21,8 +23,9 @@ from m4_radix_cache import (
     demo,
     demo_tour,
 )
-from m4_radix_cache.demo_tour import RECORDED, Stage, compared, several, sized, take_turns
-from m4_radix_cache.events import Admit
+from m4_radix_cache.demo_tour import RECORDED, Stage, beside_recorded, several, sized
+from m4_radix_cache.events import Admit, Audit
+from m4_radix_cache.views.radix_tree import RadixTreeView
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,8 +74,21 @@ def test_the_tour_shares_converses_evicts_and_explains(
     ):
         assert part in words(out), part
     assert len(re.findall(r"^(?:tree|table) of \d+ ", out, re.MULTILINE)) == 3
-    kinds = [json.loads(line)["event"] for line in trace.read_text(encoding="utf-8").splitlines()]
+    records = list(read_trace(trace, "m4_radix_cache"))
+    kinds = [record.event.kind for record in records]
     assert kinds.count("engine_started") == 2 and {"matched", "inserted", "evicted", "retract", "audit"} <= set(kinds)
+    check_last_cache(records)
+
+
+def check_last_cache(records: list[TraceRecord]) -> None:
+    """At the last audit, the view of all engines of a tour, drawn from its trace file, is the cache of the last one."""
+    view, num_cached = RadixTreeView(), []
+    for record in records:
+        view.read(record)
+        if isinstance(record.event, Audit):
+            num_cached.append(sum(len(node.token_ids) for node in view.nodes.values()))
+            assert num_cached[-1] == record.event.evictable + record.event.protected
+    assert num_cached[-1] > 0
 
 
 @pytest.mark.exhaustive
@@ -80,20 +96,19 @@ def test_without_a_cache_nothing_is_shared(capsys: pytest.CaptureFixture[str]) -
     assert demo.main(["--cache", "chunk", "--num-prompts", "2", "--n", "2"]) == 0
     out = words(capsys.readouterr().out)
     assert out.count(": 0 reused") == 2 + 1 + 4 + 2 and "empty cache: 0 tokens cached" in out
-    assert "Why req-0 skips 0 tokens" in out
+    assert "its way through the trace" not in out and "Nothing is compared: no KV is shared with --cache chunk" in out
+    assert "Each may need up to 160 tokens" in out, "a prompt, and two answers"
 
 
 def test_a_comparison_follows_its_numbers_beside_the_recorded_ones() -> None:
     recorded = {"fast": 0.01, "slow": 0.02}
-    assert compared(
-        {"fast": [0.01, 0.012, 0.011], "slow": [0.04, 0.044, 0.05]}, recorded, "once", demo_tour.RECORDED_ON
-    ) == (
-        "11.0 ms fast and 44.0 ms slow, 4.0 times as long. Recorded once on 2 cores of an AMD EPYC: 10.0 ms fast and "
-        "20.0 ms slow, 2.0 times as long."
+    quiet = {"fast": [0.01, 0.012, 0.011], "slow": [0.04, 0.044, 0.05]}
+    assert beside_recorded(quiet, recorded, "once on a Xeon") == (
+        "11.0 ms fast and 44.0 ms slow, 4.0 times as long. Recorded once on a Xeon: 10.0 ms fast and 20.0 ms slow, 2.0 "
+        "times as long."
     )
-    assert compared({"fast": [0.01, 0.02], "slow": [0.01, 0.01]}, recorded, "once", demo_tour.RECORDED_ON).endswith(
-        "This run was disturbed, its rounds differ by half: take the recorded times."
-    )
+    disturbed = beside_recorded({"fast": [0.01, 0.02], "slow": [0.01, 0.01]}, recorded, "once on a Xeon")
+    assert disturbed.endswith("This run was disturbed, its rounds differ by half: take the recorded times.")
 
 
 def test_the_recorded_numbers_are_those_of_the_benchmark() -> None:
@@ -104,6 +119,10 @@ def test_the_recorded_numbers_are_those_of_the_benchmark() -> None:
     assert [float(seconds[name]) for name in ("tree", "no sharing")] == list(RECORDED.values())
 
 
+def stage(*readers: Any) -> Stage:
+    return Stage({"trace_config": TraceConfig(readers=readers)}, SamplingParams(), {}, Console(file=io.StringIO()))
+
+
 def test_all_subjects_run_in_each_round_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_tour, "ROUNDS", 2)
     calls: list[int] = []
@@ -112,24 +131,23 @@ def test_all_subjects_run_in_each_round_and_the_first_round_does_not_count(monke
         calls.append(subject)
         return len(calls)
 
-    assert take_turns({"a": 1, "b": 2}, run) == {"a": [3, 5], "b": [4, 6]}
+    assert stage().measured({"a": 1, "b": 2}, run) == {"a": [3, 5], "b": [4, 6]}
     assert calls == [1, 2] * 3
 
 
 def test_several_greedy_answers_are_drawn() -> None:
-    params = SamplingParams(max_tokens=9)
-    assert several(params, 1) == params and several(params, 3).temperature == 1.0 and several(params, 3).n == 3
-    drawing = SamplingParams(temperature=0.5, seed=1)
-    assert several(drawing, 2) == SamplingParams(temperature=0.5, seed=1, n=2)
+    one, drawing = SamplingParams(max_tokens=9), SamplingParams(temperature=0.5, seed=1, n=2)
+    assert several(one) == one and several(drawing) == drawing
+    assert several(SamplingParams(max_tokens=9, n=3)).temperature == 1.0
 
 
 def test_a_reader_of_several_engines_is_closed_at_the_end_of_the_tour() -> None:
     calls: list[str] = []
     reader = SimpleNamespace(read=lambda record: calls.append("read"), close=lambda: calls.append("close"))
-    stage = Stage({"trace_config": TraceConfig(readers=(reader,))}, SamplingParams(), {}, Any)  # type: ignore[arg-type]
-    with stage.stack:
+    own = stage(reader)
+    with own.stack:
         for _ in range(2):
-            (shared,) = stage.readers
+            _, shared = own.readers
             shared.read(TraceRecord(1, 0.0, Admit))  # type: ignore[arg-type]
             shared.close()
     assert calls == ["read", "read", "close"]
@@ -208,7 +226,7 @@ def test_each_answer_of_a_chat_has_the_number_of_reused_tokens(
         ("--threads 0", "threads=0"),
         ("--num-prompts 0", "num_prompts=0"),
         ("--page-size 0", "page_size=0"),
-        ("--num-blocks 0", "num_blocks=0"),
+        ("--num-blocks 0", "max_total_tokens=0"),
         ("--num-blocks 9 --max-total-tokens 99", "give one of them"),
         ("--num-blocks 9 --kv-cache-memory-bytes 9", "give one of them"),
         ("--prompt a --kv-cache-memory-bytes 100000", "1,024 tokens, the least that is chosen without max_model_len"),

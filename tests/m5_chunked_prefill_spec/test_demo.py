@@ -13,7 +13,7 @@ from m1_single_request.trace_file import read_trace
 from m4_radix_cache import demo_tour as m4_tour
 from m5_chunked_prefill_spec import LLMEngine, SamplingParams, SpeculativeConfig, TraceConfig, demo, demo_tour
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
-from m5_chunked_prefill_spec.demo_tour import timelines
+from m5_chunked_prefill_spec.demo_tour import timeline
 from m5_chunked_prefill_spec.views.token_origins import Token, TokenOrigins, coloured, legend
 from tests.m5_chunked_prefill_spec.event_examples import VERIFIED
 
@@ -43,7 +43,7 @@ def test_the_tour_cuts_drafts_and_explains(tmp_path: Path, capsys: pytest.Captur
     out, err = capsys.readouterr()
     assert err == "" and "\x1b" not in out and max(map(len, out.splitlines())) <= 80
     for part in (
-        "4 answers being streamed; when each has 6 tokens, a prompt of 510 tokens arrives.",
+        "4 answers being streamed; when they have 6 tokens each, a prompt of 510 tokens arrives.",
         "a step has at most 64 tokens",
         "step 8: Mixed batch: 4 decodes + 60 tokens of 1 prompt = 64 of at most 64 tokens.",
         "step 16: Mixed batch: 4 decodes + 30 tokens of 1 prompt = 34 of at most 64 tokens.",
@@ -59,9 +59,8 @@ def test_the_tour_cuts_drafts_and_explains(tmp_path: Path, capsys: pytest.Captur
     rows = re.findall(r"(no drafts|ngram|draft_model) +(\d+) +(\d+) +(\d+) +[\d,]+ +x [\d.]+ +x [\d.]+", out)
     assert len(rows) == (9 if HAS_DRAFT else 6)
     assert all(int(accepted) <= int(drafts) < 2 * int(tokens) for _, tokens, drafts, accepted in rows)
-    assert {"chunk_cut", "batch", "verified"} <= {
-        record.event.kind for record in read_trace(trace, "m5_chunked_prefill_spec")
-    }
+    kinds = [record.event.kind for record in read_trace(trace, "m5_chunked_prefill_spec")]
+    assert kinds.count("engine_started") == 4 + HAS_DRAFT and {"chunk_cut", "batch", "verified"} <= set(kinds)
 
 
 def test_the_first_part_has_the_steps_and_streams_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +70,20 @@ def test_the_first_part_has_the_steps_and_streams_of_the_flags(capsys: pytest.Ca
     assert "2 answers being streamed" in out and "2. Two ways" not in out
     pieces = re.findall(r"2 decodes \+ (\d+) tokens of 1 prompt", out)
     assert list(map(int, pieces)) == [98, 98, 20] and "3 more steps like these" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--no-chunked-prefill", "Part 1, a long prompt in pieces, is left out: --no-chunked-prefill."),
+        ("--schedule prefill_first", "a step has at most 64 tokens; the streams wait here, too."),
+    ],
+)
+def test_the_description_of_the_first_part_follows_the_flags(
+    flags: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(["--speculative", "none", *flags.split()]) == 0
+    assert expected in words(capsys.readouterr().out)
 
 
 def test_the_recorded_numbers_are_those_of_the_benchmark() -> None:
@@ -88,8 +101,7 @@ def test_the_recorded_numbers_are_those_of_the_benchmark() -> None:
 
 
 def test_a_timeline_has_a_mark_for_each_token_on_one_scale() -> None:
-    table = timelines({"a": [0.0, 0.5, 1.0], "b": [0.25]})
-    lines = [str(cell) for cell in table.columns[1].cells]
+    lines = [timeline(times, 2.0) for times in ([0.0, 1.0, 2.0, 2.5], [0.5])]
     assert [[place for place, mark in enumerate(line) if mark == "|"] for line in lines] == [[0, 30, 60], [15]]
 
 
@@ -197,6 +209,14 @@ def test_a_token_s_origin_is_read_from_the_trace() -> None:
     read(replace(VERIFIED, accepted=2, tokens=(7, 8, 9))), read(result(7))  # a stop came in between
     origins = [token.origin for token in view.tokens["b"]]
     assert origins == ["own", "accepted", "corrected", "accepted", "accepted", "bonus", "accepted"]
+
+
+def test_in_the_trace_of_several_engines_the_origins_are_those_of_the_last_one() -> None:
+    view = TokenOrigins()
+    for num_tokens in (9, 4):
+        with LLMEngine(trace_config=TraceConfig(readers=(view,))) as engine:
+            engine.generate([5, 6, 7], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+    assert [len(tokens) for tokens in view.tokens.values()] == [4]
 
 
 def test_origins_drawn_from_a_file_are_those_of_the_run(tmp_path: Path) -> None:

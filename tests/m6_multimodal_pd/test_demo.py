@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from rich.console import Console
 from rich.style import Style
 
 from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
-from m6_multimodal_pd import MultimodalConfig, SamplingParams, demo, demo_tour, demo_two_engines
+from m6_multimodal_pd import MultimodalConfig, SamplingParams, SpeculativeConfig, TraceConfig, demo, demo_tour
 from m6_multimodal_pd.demo_terminal import HALF, contact_sheet, half_blocks, shown
-from m6_multimodal_pd.demo_tour import PICTURES, READ, SEEN, Tour
+from m6_multimodal_pd.demo_tour import PICTURES, READ, SEEN, Tour, options_for
 from notebooks import shapes
 from notebooks.shapes import Shape
 from tests.m6_multimodal_pd.engines import MakeEngine, setting
@@ -89,7 +90,7 @@ def tour(seeing_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pr
     flags = f"--model {seeing_directory} --device cpu --max-tokens 3 --page-size 1 --threads 1 --transport in_process"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"STREAM_TOKENS": 24, "EVERY": 8, "PROMPT_TOKENS": 64}.items():
-            patch.setattr(demo_two_engines, name, value)
+            patch.setattr(demo_tour, name, value)
         demo.run(demo.make_parser().parse_args([*flags.split(), "--trace-file", str(trace)]), console)
     file: Any = console.file
     return file.getvalue(), events_of(trace)
@@ -103,20 +104,20 @@ def test_the_tour_has_five_parts_on_a_pipe(tour: Printed) -> None:
         "1. Pictures, a clip and texts in one batch",
         "[a big red circle]",
         "req-0: Describe",
-        "2. Where the tokens stand",
+        "2. The positions of the tokens",
         "3. The same picture again",
-        "4. Prefill here, decode there",
+        "4. Prefill in one engine, decode in another",
         "2 engines load the model and join",
         "7 of 7 requests have the same tokens as from one engine",
-        "5. What two engines are for",
+        "5. The longest gap of a stream, with one engine and with two",
         "two engines, recorded",
         "The total:",
     )
     places = [said.index(part) for part in parts]
     assert places == sorted(places)
-    assert {"item_received", "positions_assigned", "encoder_run", "encoder_hit", "batch"} <= {
-        e["event"] for e in events
-    }
+    kinds = {event["event"] for event in events}
+    assert {"item_received", "positions_assigned", "encoder_run", "encoder_hit", "batch"} <= kinds
+    assert {"engine_joined", "request_routed", "reported"} <= kinds, "of the engines that share the work, too"
 
 
 def test_its_numbers_are_those_of_the_trace(tour: Printed) -> None:
@@ -125,8 +126,10 @@ def test_its_numbers_are_those_of_the_trace(tour: Printed) -> None:
     tokens, items = sum(run["num_tokens"] for run in runs), sum(len(run["hashes"]) for run in runs)
     end = next(place for place, event in enumerate(events) if event.get("rid") == "req-7")
     computed = sum(sum(e["extend_lens"][: e["num_prompts"]]) for e in events[:end] if e["event"] == "batch")
-    assert f"made {tokens:,} tokens of {items} items in " in words(out)
-    assert f"the prompts have {computed:,} tokens in all" in words(out)
+    assert (
+        f"The prompts have {computed:,} tokens in all; the vision tower made {tokens:,} tokens of {items} items in "
+        in (words(out))
+    )
     for place, title in ((7, "next question"), (8, "other conversation"), (9, "other star")):
         (admit,) = [e for e in events if e["event"] == "admit" and e["rid"] == f"req-{place}"]
         hits = [e for e in events if e["event"] == "encoder_hit" and e["rid"] == f"req-{place}"]
@@ -141,25 +144,29 @@ def test_its_numbers_are_those_of_the_trace(tour: Printed) -> None:
 def test_a_model_without_a_vision_tower_takes_the_part_with_texts(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--model", str(TEXT_MODEL), "--max-tokens", "3", "--num-prompts", "3", "--threads", "1"]) == 0
     out, err = capsys.readouterr()
-    assert err == "" and "has no vision tower: it takes texts only" in words(out)
-    assert "1. Pictures" in out and "2. Where" not in out and "4. Prefill" not in out
+    assert err == "" and re.search(r"The prompts have \d+ tokens in all\.", words(out))
+    assert "Parts 2 and 3 are left out: " in out and "this model takes texts only." in words(out)
+    assert "1. Pictures" in out and "2. The" not in out and "4. Prefill" not in out
 
 
 def test_on_a_terminal_pictures_are_drawn_above_answers_that_stream(make_engine: MakeEngine) -> None:
     engine, console = make_engine(**setting()), screen(height=60)
-    tour = Tour({}, SamplingParams(max_tokens=2, n=2), lambda prompt: {}, 1, console)
-    outputs = demo_tour.show_batch(tour, engine, {"a": SEEN[3], "b": READ[0]})
+    tour = Tour({"trace_config": TraceConfig()}, SamplingParams(max_tokens=2, n=2), {}, console)
+    outputs = tour.show_batch(engine, {"a": SEEN[3], "b": READ[0]})
     out = printed(console)
     assert HALF in out and "38;2;40;165;70" in out and "What happens in the clip?" in out
     assert [len(output.outputs) for output in outputs.values()] == [2, 1], "the first request has n answers"
 
 
 def test_a_draft_model_drafts_for_texts_only(make_engine: MakeEngine) -> None:
-    prompt = make_engine(**setting()).chat_prompt([SEEN[0].message()])
-    options = {"priority": 1}
-    assert demo.options_by_prompt(options, "draft_model", prompt) == {"priority": 1, "speculate": False}
-    assert demo.options_by_prompt(options, "draft_model", [1, 2]) == options
-    assert demo.options_by_prompt(options, "ngram", prompt) == options
+    prompt = make_engine(**setting()).chat_prompt([{"role": "user", "content": SEEN[0].content}])
+
+    def options(method: str, prompt: list[int]) -> dict[str, Any]:
+        engine: Any = SimpleNamespace(config=SimpleNamespace(speculative=SpeculativeConfig(method=method)))  # type: ignore[arg-type]
+        return options_for(engine, {"priority": 1}, prompt)
+
+    assert options("draft_model", prompt) == {"priority": 1, "speculate": False}
+    assert options("draft_model", [1, 2]) == options("ngram", prompt) == {"priority": 1}
 
 
 # --- pictures of a user -----------------------------------------------------------------------------------------------
@@ -178,7 +185,7 @@ def test_a_picture_and_a_clip_go_with_the_prompt(
     assert run_on(seeing_directory, *media, "--prompt", "What is red?", "--trace-file", str(trace)) == 0
     out, err = capsys.readouterr()
     assert err == "" and "\x1b" not in out
-    assert "picture.png: 96 x 96 pixels]" in words(out) and "clip.gif: 96 x 96 pixels, 4 of 4 frames]" in words(out)
+    assert "picture.png: 96 x 96 pixels]" in words(out) and "clip.gif: 96 x 96 pixels, 4 frames]" in words(out)
     assert [e["modality"] for e in events_of(trace) if e["event"] == "item_received"] == ["image", "video"]
 
 
@@ -205,10 +212,11 @@ def test_pictures_in_a_conversation(
     out = words(out)
     assert err == "" and out.count("it goes with the next question") == 4 and "/image needs a path" in out
     assert "InvalidMediaError: image" in out and "there is /image, /reset, /video and /quit" in out
-    assert "PromptTooLongError" in out, "that question takes its picture with it"
+    assert "PromptTooLongError" in out and "the pictures wait for the next question" in out
     events = events_of(trace)
     brought = [(e["rid"], e["modality"]) for e in events if e["event"] == "item_received"]
-    assert brought == [("req-1", "image"), ("req-2", "image"), ("req-4", "video"), ("req-5", "video")]
+    last = [("req-5", "video"), ("req-5", "image")]
+    assert brought == [("req-1", "image"), ("req-2", "image"), ("req-4", "video"), *last]
     assert len([e for e in events if e["event"] == "encoder_run"]) == 2
 
 
@@ -300,6 +308,7 @@ def test_the_flags_of_pictures_reach_the_engine() -> None:
         ("--model somewhere", "ngram"),
         ("--speculative none", None),
         ("--speculative draft_model", "draft_model"),
+        ("--draft-model somewhere", "draft_model"),
         ("--prompt hello", None),
         ("--chat --speculative ngram", "ngram"),
     ],

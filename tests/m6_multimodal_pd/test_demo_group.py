@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from m6_multimodal_pd import DisaggregationConfig, demo, demo_two_engines
-from m6_multimodal_pd.demo_two_engines import ONE, RECORDED, TWO, conclusions
+from m6_multimodal_pd import DisaggregationConfig, demo, demo_tour
+from m6_multimodal_pd.demo_tour import ONE, RECORDED, TWO, conclusions
 from tests.m6_multimodal_pd.test_demo import run_on, words
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "m6_pd.json"
@@ -86,6 +86,6 @@ def test_the_recorded_numbers_are_those_of_the_benchmark() -> None:
         row = gaps["sides"][side]
         assert RECORDED[name] == pytest.approx((row["longest"], row["mean_ttft"], row["seconds"]), rel=0.01)
     traffic = gaps["traffic"]
-    own = [demo_two_engines.NUM_STREAMS, demo_two_engines.STREAM_TOKENS, demo_two_engines.EVERY]
+    own = [demo_tour.NUM_STREAMS, demo_tour.STREAM_TOKENS, demo_tour.EVERY]
     assert own == [traffic["num_streams"], traffic["stream_tokens"], traffic["every"]]
-    assert traffic["prompt_tokens"] == demo_two_engines.PROMPT_TOKENS
+    assert traffic["prompt_tokens"] == demo_tour.PROMPT_TOKENS
