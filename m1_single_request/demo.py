@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from m1_single_request.config import ModelConfig, TraceConfig
-from m1_single_request.demo_tour import checked, show_answer, tour
-from m1_single_request.errors import EngineError
+from m1_single_request.demo_tour import checked, show_answer, tour, user_prompt
+from m1_single_request.errors import ConfigError, EngineError
 from m1_single_request.flags import add_flags, config_of
 from m1_single_request.input_processor import Message
 from m1_single_request.llm_engine import LLMEngine
@@ -41,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, console: Console) -> None:
     """Run the tour, or answer the prompt or the chat that the flags request."""
     params, trace = config_of(args, SamplingParams), trace_config(args, console, tour="verbose")
+    if is_tour(args):
+        tour(model_config(args), trace, params, console, reader=None if args.trace else trace.readers[0])
+        return
     with LLMEngine(model_config=model_config(args), trace_config=trace) as engine:
-        if is_tour(args):
-            tour(engine, params, console, None if args.trace else trace.readers[0])
-        else:
-            Conversation(engine, params, console).run(args)
+        Conversation(engine, params, console).run(args)
 
 
 # --- what the demos of all milestones have in common ------------------------------------------------------------------
@@ -81,13 +81,12 @@ def exit_status(run: Callable[[argparse.Namespace, Console], None], args: argpar
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows a question mark
             stream.reconfigure(errors="replace")
     try:
+        if args.raw and args.prompt is None:
+            raise ConfigError("raw has no effect without a prompt")
         run(args, Console(highlight=False))
-    except EngineError as error:
+    except (EngineError, OSError) as error:  # OSError: the other end of a pipe is closed, for example
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # the other end of a pipe is closed, or the disk is full
-        print(f"the output cannot be written: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, EngineError) else 1
     except KeyboardInterrupt:
         return 130
     return 0
@@ -113,13 +112,6 @@ def trace_config(args: argparse.Namespace, console: Console, *, tour: str = "off
     return TraceConfig(jsonl=args.trace_file, readers=readers)
 
 
-def as_prompt(engine: LLMEngine, message: Message, *, raw: bool = False) -> str | list[int]:
-    """Return the prompt of a user's message; with `raw`, or without a chat template, its text alone."""
-    if raw or engine.engine_core.input_processor.tokenizer.chat_template is None:
-        return str(message["content"])
-    return engine.chat_prompt([message])
-
-
 class Conversation:
     """Prints the answer to `--prompt`, or the answers to the lines of `--chat`, whose history it keeps.
 
@@ -137,7 +129,8 @@ class Conversation:
         if args.chat:
             self.chat()
         else:
-            *_, output = self.stream(as_prompt(self.engine, self.message(args.prompt), raw=args.raw))
+            message = self.message(args.prompt)["content"]
+            *_, output = self.stream(message if args.raw else user_prompt(self.engine, message))
             show_answer(self.console, output)
 
     def chat(self) -> None:

@@ -4,7 +4,7 @@ Part of `python -m m1_single_request.demo`; no part of the engine depends on it.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,69 +13,64 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from m1_single_request.config import ModelConfig, TraceConfig
 from m1_single_request.errors import EngineError
-from m1_single_request.events import size
+from m1_single_request.events import EngineStarted, size
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import RequestMetrics, RequestOutput
 from m1_single_request.sampling_params import SamplingParams
+from m1_single_request.trace_readers import Records
 
 FULL_STEPS = 2  # at the start of each request
 QUESTION = "What is a KV cache?"
 FACTS = "The code of zebra is 4821. The code of lamp is 0937. The code of otter is 6650."
-
-STATIONS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    (
-        "1. A question, answered greedily",
-        "The prefill takes the whole prompt in one step, every decode step just one token.",
-        QUESTION,
-        {},
-    ),
-    (
-        "2. A fact from the prompt",
-        "A decode step feeds in one token: the fact reaches it only through the KV cache.",
-        f"{FACTS} What is the code of lamp?",
-        {},
-    ),
-    (
-        "3. A vague question, drawn instead of taken",
-        "Many answers are likely here. The one that comes depends on the seed and the place in the answer alone.",
-        "Explain.",
-        {"temperature": 1.0, "top_p": 0.9, "seed": 0, "max_tokens": 48},
-    ),
-    (
-        "4. A stop string",
-        "The text has ' so far' before ' so each': the possible beginning of the stop string is held back until then.",
-        QUESTION,
-        {"stop": " so each", "max_tokens": 64},
-    ),
-)
-"""Title, remark, question, and changes of the sampling parameters."""
+DRAWN = {"temperature": 1.0, "top_p": 0.9, "seed": 0, "max_tokens": 48}
 
 
-def tour(engine: LLMEngine, params: SamplingParams, console: Console, reader: Any) -> None:
-    """Run the stations, then measure question 1 without a trace.
+def tour(model: ModelConfig, trace: TraceConfig, params: SamplingParams, console: Console, *, reader: Any) -> None:
+    """Run four requests; then measure the first one again, without a trace.
 
-    `reader`: a console reader that is to print the first steps of each request in full, the others in a line; or None.
+    `reader`: a console reader that prints the first steps of each request in full, the others in a line; or None.
     """
-    for title, remark, question, changes in STATIONS:
-        headline(console, title, remark)
-        for output in engine.stream(chat_prompt(engine, question), replace(params, **changes)):
-            if reader is not None:
-                reader.verbose = output.finished or len(output.token_ids) < FULL_STEPS
-        show_answer(console, output, question)
-    engine.tracer.close()
-    headline(console, "5. The cost of question 1", f"The fastest of three repeats; in brackets: {RECORDED_ON}.")
-    at_least_two = replace(params, max_tokens=max(2, params.max_tokens), min_tokens=2)
-    runs = [checked(engine.generate(chat_prompt(engine, QUESTION), at_least_two)).metrics for _ in range(3)]
-    bullets(console, costs(engine, sorted(runs, key=lambda run: run.time_per_output_token or 0.0)))
+    records = Records()
+    with LLMEngine(model_config=model, trace_config=replace(trace, readers=(*trace.readers, records))) as engine:
+
+        def show(title: str, remark: str, question: str, **changes: Any) -> None:
+            headline(console, title, remark)
+            for output in engine.stream(user_prompt(engine, question), replace(params, **changes)):
+                if reader is not None:
+                    reader.verbose = output.finished or len(output.token_ids) < FULL_STEPS
+            show_answer(console, output, question)
+
+        remark = "The prefill takes the whole prompt in one step, every decode step just one token."
+        show("1. A question, answered greedily", remark, QUESTION)
+        remark = "A decode step feeds in one token: the fact reaches it only through the KV cache."
+        show("2. A fact from the prompt", remark, f"{FACTS} What is the code of lamp?")
+        remark = (
+            "Many answers are likely here. The one that is drawn depends only on the seed and each token's position."
+        )
+        show("3. A vague question, drawn instead of taken", remark, "Explain.", **DRAWN)
+        remark = "' so far' comes before ' so each': ' so' may begin the stop string, and is held back for a step."
+        show("4. A stop string", remark, QUESTION, stop=" so each", max_tokens=64)
+
+        engine.tracer.close()
+        headline(console, "5. The cost of question 1", f"The fastest of three repeats; in brackets: {RECORDED_ON}.")
+        two_or_more = replace(params, max_tokens=max(2, params.max_tokens), min_tokens=2)
+        outputs = [checked(engine.generate(user_prompt(engine, QUESTION), two_or_more)) for _ in range(3)]
+        ((_, started),) = records.of(EngineStarted)
+        like = torch.empty(0, device=started.device, dtype=getattr(torch, started.dtype))
+        bullets(console, costs(started, [output.metrics for output in outputs], *measure_machine(like)))
 
 
-def chat_prompt(engine: LLMEngine, question: str) -> list[int]:
-    """Return the prompt of a conversation of one question."""
-    return engine.chat_prompt([{"role": "user", "content": question}])
+# --- used by the demos of all milestones ------------------------------------------------------------------------------
 
 
-# --- printed by the demos of all milestones ---------------------------------------------------------------------------
+def user_prompt(engine: LLMEngine, content: Any) -> list[int]:
+    """Return the prompt of a user's message; of a model without a chat template, the text alone."""
+    intake = engine.engine_core.input_processor
+    if intake.tokenizer.chat_template is None:
+        return intake.encode(str(content))
+    return engine.chat_prompt([{"role": "user", "content": content}])
 
 
 def headline(console: Console, title: str, remark: str) -> None:
@@ -118,23 +113,16 @@ RECORDED_ON = "recorded on an AMD EPYC, with tiny-qwen3, a prompt of 16 tokens, 
 """Source of the recorded numbers: `benchmarks/results/m1_single_request.json`."""
 
 
-def costs(engine: LLMEngine, runs: list[RequestMetrics]) -> list[str]:
-    """Return the costs of the first of these runs of one request, and their reason. Measures the machine."""
-    runner, best = engine.engine_core.model_runner, runs[0]
-    parameters = list(runner.model.parameters())
-    kv_bytes = (best.num_prompt_tokens + best.num_output_tokens - 1) * runner.kv_bytes_per_token
-    num_bytes = sum(each.nbytes for each in parameters) + kv_bytes
-    operations = 2 * sum(each.numel() for each in parameters)
-    return reasons(runs, num_bytes, operations, *measure_machine(parameters[0]))
+def costs(started: EngineStarted, runs: Sequence[RequestMetrics], flops: float, bandwidth: float) -> list[str]:
+    """Return the costs of a request and their reason: numbers of this run, and recorded ones in brackets.
 
-
-def reasons(runs: list[RequestMetrics], num_bytes: int, operations: float, flops: float, bandwidth: float) -> list[str]:
-    """Return the costs and their reason in sentences: numbers of this run, and recorded ones in brackets.
-
-    `num_bytes` and `operations` are those of a decode step, `flops` and `bandwidth` those of the machine per second.
+    `runs`: repeats of the request. `flops`, `bandwidth`: operations and bytes per second of this machine.
     """
-    first, step, slowest = runs[0].time_to_first_token or 0.0, *(run.time_per_output_token or 0.0 for run in runs[::2])
-    read, intensity, ridge = num_bytes / bandwidth, operations / num_bytes, flops / bandwidth
+    num_kv_tokens = runs[0].num_prompt_tokens + runs[0].num_output_tokens - 1
+    num_bytes = started.weight_bytes + num_kv_tokens * started.kv_bytes_per_token
+    first = min(run.time_to_first_token or 0.0 for run in runs)
+    step, *_, slowest = sorted(run.time_per_output_token or 0.0 for run in runs)
+    read, intensity, ridge = num_bytes / bandwidth, 2 * started.num_parameters / num_bytes, flops / bandwidth
     numbers = [
         f"The first token (TTFT) took {first * 1e3:.1f} ms [5.9], each later one (TPOT) {step * 1e3:.2f} ms [3.58].",
         f"Such a decode step reads every weight and the KV, {size(num_bytes)} [16.1 MiB]. This machine reads "

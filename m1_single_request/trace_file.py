@@ -37,13 +37,11 @@ def read_trace(path: str | Path, milestone: str) -> Iterator[TraceRecord]:
 def event_classes(milestone: str) -> dict[str, type[Event]]:
     """Return the event class of each kind: the newest one of this milestone and those before it."""
     import_module(milestone)
-    classes, found = [Event], dict[str, type[Event]]()
+    classes = [Event]
     for each in classes:
         classes += each.__subclasses__()
-    for each in sorted(classes, key=package):
-        if package(each) <= milestone:
-            found[each.kind_name()] = each
-    return found
+    own = [each for each in sorted(classes, key=package) if package(each) <= milestone]
+    return {each.kind_name(): each for each in own}
 
 
 def package(event_class: type[Event]) -> str:

@@ -1,4 +1,4 @@
-"""Readers of the trace: the console for people, JSONL for programs, Chrome trace for Perfetto.
+"""Readers of the trace: the console for people, JSONL for programs, Chrome trace for Perfetto, a list for demos.
 
 A reader receives records and never changes the engine. Attach your own with `engine.tracer.attach(reader)`: any object
 with `read(record)` and `close()`. The readers in this file use only the base class `Event`, whose methods return the
@@ -7,7 +7,7 @@ text to show, so every milestone can use them.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.padding import Padding
@@ -17,6 +17,8 @@ from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError, shown_path
 from m1_single_request.trace_event import Event
 from m1_single_request.tracer import TraceReader, TraceRecord
+
+E = TypeVar("E", bound=Event)
 
 
 class TraceConsole(Console):
@@ -77,6 +79,21 @@ class ConsoleReader:
 def at_most(limit: int, texts: list[str]) -> list[str]:
     """Return the first `limit` texts, then one text with the number of the others."""
     return texts if len(texts) <= limit else [*texts[:limit], f"and {len(texts) - limit} more"]
+
+
+class Records(list[TraceRecord]):
+    """Stores all records."""
+
+    def read(self, record: TraceRecord) -> None:
+        """Append a record."""
+        self.append(record)
+
+    def close(self) -> None:
+        """Keep the records, which are read after the run."""
+
+    def of(self, kind: type[E]) -> list[tuple[int, E]]:
+        """Return all events of a kind so far, each with its step."""
+        return [(record.step, record.event) for record in self if isinstance(record.event, kind)]
 
 
 class JsonlReader:

@@ -6,12 +6,11 @@ one group, the same code is continuous batching. So the difference in the number
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from statistics import mean
 from typing import Any
-
-from rich.table import Table
 
 from m1_single_request.demo_tour import checked
 from m1_single_request.events import some
@@ -40,36 +39,31 @@ class Run:
     """The engine's statistics after each step."""
 
     @property
-    def num_tokens(self) -> int:
-        return sum(map(len, self.token_ids))
-
-    @property
     def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
+        return sum(map(len, self.token_ids)) / self.seconds
 
     @property
-    def mean_latency(self) -> float:
-        return sum(self.latencies) / len(self.latencies)
-
-    def mean(self, number: Callable[[Any], float]) -> float:
-        """Return the mean of a number in the statistics over all steps."""
-        return sum(map(number, self.stats)) / len(self.stats)
+    def mean_running(self) -> float:
+        """Mean number of running requests over all steps."""
+        return mean(stats.num_running for stats in self.stats)
 
 
 def make_workload(num_prompts: int, text: Sequence[int], params: SamplingParams, *, longest_prompt: int) -> Workload:
     """Make requests of very different lengths: pieces of `text` as prompts, answers of at most 64 tokens.
 
-    The random seed is fixed, so the workload is always the same. Answers continue after the end of sequence, so that
-    their length is the drawn one. Short answers are more frequent than long ones, as in real traffic.
+    The random seed is fixed, so the workload is always the same; each request has a seed, so that drawn answers can be
+    compared. Answers continue after the end of sequence, so that their length is the drawn one. Short answers are more
+    frequent than long ones, as in real traffic.
     """
     rng, workload = Random(0), Workload()
     longest_prompt, longest = min(longest_prompt, LONGEST_PROMPT), min(params.max_tokens, LONGEST_ANSWER)
     shortest = max(1, longest // ANSWER_RATIO)
-    for _ in range(num_prompts):
+    for number in range(num_prompts):
         begin, length = rng.randrange(len(text)), rng.randint(min(4, longest_prompt), longest_prompt)
         prompt = [text[(begin + i) % len(text)] for i in range(length)]
         max_tokens = round(shortest * (longest / shortest) ** rng.random())
-        workload.append((prompt, replace(params, max_tokens=max_tokens, ignore_eos=True)))
+        seed = number if params.seed is None else params.seed
+        workload.append((prompt, replace(params, max_tokens=max_tokens, ignore_eos=True, seed=seed)))
     return workload
 
 
@@ -98,14 +92,4 @@ def same_answers(runs: dict[str, Run]) -> str:
     differing = sum(len(set(each)) > 1 for each in answers)
     if differing:
         return f"{differing} of {some(len(answers), 'answer')} differ: other batches round differently."
-    return f"The answers are the same in each column, token for token, all {len(answers)} of them."
-
-
-def compared(runs: Mapping[str, Run], rows: Mapping[str, Callable[[Run], str]]) -> Table:
-    """Return a table with a column for each run, and a row for each of their numbers."""
-    table = Table("")
-    for name in runs:
-        table.add_column(name, justify="right")
-    for label, shown in rows.items():
-        table.add_row(label, *map(shown, runs.values()))
-    return table
+    return f"The answers are the same both ways, token for token, all {len(answers)} of them."

@@ -21,13 +21,7 @@ from m1_single_request.output_events import Sampled
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.request import Request
-from m1_single_request.sampler import (
-    SampledTokens,
-    Sampler,
-    impossible_row,
-    not_finite,
-    prompt_logprobs,
-)
+from m1_single_request.sampler import SampledTokens, Sampler, impossible_row, not_finite, prompt_logprobs
 from m1_single_request.sampling_metadata import SamplingMetadata
 from m1_single_request.stop_checker import StopChecker
 from m1_single_request.tracer import Tracer

@@ -189,13 +189,7 @@ class KVUsage(Event):
     @classmethod
     def of(cls, read_usage: Callable[[], BatchUsage]) -> Self:
         """Build the event from the model runner's counts."""
-        usage = read_usage()
-        return cls(
-            useful_tokens=usage.useful_tokens,
-            padded_tokens=usage.padded_tokens,
-            kv_bytes_used=usage.kv_bytes_used,
-            kv_bytes_reserved=usage.kv_bytes_reserved,
-        )
+        return cls(**vars(read_usage()))
 
     def counters(self) -> dict[str, float]:
         return {

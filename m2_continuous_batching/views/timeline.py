@@ -9,21 +9,17 @@ A trace reader, like the console reader: attach it (`engine.tracer.attach(timeli
 during the run or afterwards. It shows which requests were in the batch at each step, and which were not.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import ceil
-from typing import TypeVar
 
 from rich.console import Group
 from rich.text import Text
 
-from m1_single_request.events import Event, RequestAdded
+from m1_single_request.events import RequestAdded
 from m1_single_request.output_events import Finish
 from m1_single_request.tracer import TraceRecord
 from m2_continuous_batching.events import LeftOut
-
-E = TypeVar("E", bound=Event)
 
 GLYPHS = {
     "left out": ("x", "bold white on red"),
@@ -52,19 +48,17 @@ class Lane:
 
 
 class Timeline:
-    """Trace reader that builds the lanes and keeps all records (`of`)."""
+    """Trace reader that builds the lanes."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
         self.steps: list[int] = []  # the engine's number of each completed step
-        self.records: list[TraceRecord] = []
         self._now: dict[str, str] = {}  # states in the current step
         self._ended: list[str] = []  # requests that end in the current step
 
     def read(self, record: TraceRecord) -> None:
         """Add one record."""
         event = record.event
-        self.records.append(record)
         if isinstance(event, RequestAdded):
             self.lanes[event.rid] = Lane(begin=len(self.steps))
         self._now |= dict(event.lanes())  # the lanes of any milestone's `Batch`
@@ -77,12 +71,6 @@ class Timeline:
 
     def close(self) -> None:
         """Keep all data, so that the timeline can be drawn after the run."""
-
-    def of(self, kind: type[E]) -> Iterator[tuple[int, E]]:
-        """Yield all events of a kind so far, each with its step."""
-        for record in self.records:
-            if isinstance(record.event, kind):
-                yield record.step, record.event
 
     def draw(self, width: int, *, latest: bool = False) -> Group:
         """Return the timeline in lines of at most `width` characters, and a legend.

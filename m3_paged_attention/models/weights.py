@@ -110,11 +110,8 @@ def allocate(config: DecoderConfig, dtype: torch.dtype, device: torch.device) ->
 
 def places(config: DecoderConfig, weights: DecoderWeights, prefix: str = PREFIX) -> dict[str, Tensor]:
     """Return the destination of each tensor: its name in the files -> a view of our tensors of the same shape."""
-    query, key_value, inner = (
-        config.num_heads * config.head_dim,
-        config.num_kv_heads * config.head_dim,
-        config.intermediate_size,
-    )
+    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size
     targets = {f"{prefix}embed_tokens.weight": weights.embedding, f"{prefix}norm.weight": weights.norm}
     if weights.head is not weights.embedding:
         targets[HEAD] = weights.head

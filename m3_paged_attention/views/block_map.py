@@ -128,27 +128,18 @@ class BlockMap:
         self._num_kv: dict[str, int] = {}
         self._waiting: dict[str, str] = {}
         self._events: list[Event] = []
-        self._refused: tuple[str, str] | None = None  # request and limit of the last refusal
 
     def read(self, record: TraceRecord) -> None:
-        """Apply one record. The same refusal in the next steps is no news."""
-        event, last = record.event, self._refused
+        """Apply one record."""
+        event = record.event
         self._change(event)
-        if isinstance(event, NotAdmitted):
-            self._refused = (event.rid, event.limit)
-        if isinstance(event, DECISIONS) and not (isinstance(event, NotAdmitted) and self._refused == last):
+        if isinstance(event, DECISIONS):
             self._events.append(event)
         if event.ends_step:
             self._end_step(record.step)
 
     def close(self) -> None:
         """Keep all frames, so that they can be drawn after the run."""
-
-    def of(self, kind: type[E]) -> Iterator[tuple[Frame, E]]:
-        """Yield all decisions of one kind so far, each with the frame of its step."""
-        for frame in self.frames:
-            for event in frame.of(kind):
-                yield frame, event
 
     def _change(self, event: Event) -> None:
         match event:

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from m1_single_request import EngineError, LLMEngine, SamplingParams, demo
-from m1_single_request.demo_tour import reasons, show_answer
+from m1_single_request.demo_tour import costs, show_answer, user_prompt
 from m1_single_request.model_runner import ModelInputs, ModelRunner
 from m1_single_request.outputs import RequestMetrics
 from tests.m1_single_request.engines import MakeEngine, failing_runner, greedy, scripted
@@ -68,14 +69,25 @@ def test_its_trace_is_that_of_the_flags(capsys: pytest.CaptureFixture[str]) -> N
     assert "step    1  prefill" in out and "Prefill of" not in out
 
 
+def test_a_model_without_a_chat_template_gets_the_text_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    tokenizer = engine.engine_core.input_processor.tokenizer
+    assert user_prompt(engine, "one") == engine.chat_prompt([{"role": "user", "content": "one"}])
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    assert user_prompt(engine, "one") == tokenizer.encode("one")
+
+
 def metrics(step: float, first: float = 0.004) -> RequestMetrics:
     """A request of 11 output tokens, which took so many seconds each after the first."""
     return RequestMetrics(0.0, first, first + 10 * step, num_prompt_tokens=5, cached_tokens=0, num_output_tokens=11)
 
 
-def told(*steps: float, num_bytes: int = 20_000_000, flops: float = 200e9, bandwidth: float = 20e9) -> str:
-    """The costs of three runs."""
-    return "\n".join(reasons([*map(metrics, steps)], num_bytes, 10_000_000, flops, bandwidth))
+def told(*steps: float, flops: float = 200e9, bandwidth: float = 20e9) -> str:
+    """The costs of a request of 15 tokens with KV: a step reads 20 million bytes and does 10 million operations."""
+    started: Any = SimpleNamespace(weight_bytes=19_985_000, kv_bytes_per_token=1000, num_parameters=5_000_000)
+    return "\n".join(costs(started, [*map(metrics, steps)], flops, bandwidth))
 
 
 def test_the_costs_are_those_of_this_run_beside_the_recorded_ones() -> None:
@@ -171,6 +183,12 @@ def test_a_bad_value_is_one_clear_line(flags: str, part: str, capsys: pytest.Cap
     assert demo.main(["--prompt", "a", "--trace", "off", *before, name, value]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.strip().splitlines()) == 1 and part in err
+
+
+@pytest.mark.parametrize("flags", ["--raw", "--raw --chat"])
+def test_raw_without_a_prompt_is_an_error(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(flags.split()) == 2
+    assert capsys.readouterr() == ("", "ConfigError: raw has no effect without a prompt\n")
 
 
 @pytest.mark.parametrize("flags", ["--nonsense", "--max-tokens many", "--trace loud", "--prompt a --chat", "stray"])
@@ -276,6 +294,17 @@ def test_ctrl_c_while_an_answer_is_made_ends_the_program(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(LLMEngine, "stream", interrupted)
     assert demo.main(["--prompt", "a", "--trace", "off"]) == 130
+
+
+def test_an_error_of_the_system_is_named_as_what_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: LLMEngine, *args: Any, **options: Any) -> Any:
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(LLMEngine, "stream", fails)
+    assert demo.main(["--prompt", "a", "--trace", "off"]) == 1
+    assert capsys.readouterr().err == "ConnectionError: no route to the hub\n"
 
 
 @pytest.mark.exhaustive

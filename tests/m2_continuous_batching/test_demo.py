@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from m1_single_request import demo as m1_demo
-from m2_continuous_batching import EngineError, SamplingParams, TraceConfig, demo, demo_tour
-from m2_continuous_batching.demo_tour import LATE_AFTER, make_story, run_story, show_timeline
+from m2_continuous_batching import EngineError, LLMEngine, RequestOutput, SamplingParams, TraceConfig, demo, demo_tour
+from m2_continuous_batching.demo_tour import LATE_AFTER, Question, make_story, run_story, tour
 from m2_continuous_batching.views.timeline import Timeline
 from tests.m2_continuous_batching.engines import MakeEngine, greedy, limits
 
@@ -66,6 +66,7 @@ def test_the_tour_draws_explains_and_compares(
         "max_num_seqs = 4 requests run already",
         "Static: 4 are submitted at a time",
         "tokens per second",
+        "places in all steps. Continuous batching gives a place to the next request",
         "token for token",
     ):
         assert part in words(out), part
@@ -95,7 +96,7 @@ def test_the_tour_fits_many_requests_and_a_short_context(
     assert demo.main([*SMALL, "--max-num-seqs", "150", "--execution", "per_request"]) == 0
     assert "with at most 150 new tokens" in words(capsys.readouterr().out), "never less than every request needs"
     assert demo.main([*SMALL, "--max-model-len", "64"]) == 0
-    assert "(4 facts)" in capsys.readouterr().out, "a shorter context holds fewer facts"
+    assert "4 facts. What is the code of zebra?" in capsys.readouterr().out, "a shorter context holds fewer facts"
 
 
 @pytest.mark.exhaustive
@@ -172,14 +173,19 @@ def test_ctrl_c_during_the_comparison_ends_the_program(monkeypatch: pytest.Monke
 # --- the story on a tiny model ----------------------------------------------------------------------------------------
 
 
+def silently(engine: LLMEngine, story: list[Question], params: SamplingParams) -> list[RequestOutput]:
+    """Run a story without a view."""
+    return run_story(engine, story, params, Console(), lambda: "", is_live=False)
+
+
 def test_a_live_timeline_is_drawn_after_every_step_and_whole_at_the_end(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    without_comparison: None, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr(demo_tour.time, "sleep", waits.append)
     engine = make_engine(**limits(4, 128))
     terminal = Console(file=io.StringIO(), force_terminal=True, width=60, height=40, _environ={"TERM": "xterm"})
-    show_timeline(engine, make_story(engine, 128), greedy(6), terminal, is_live=True)
+    tour(engine, greedy(6), terminal, num_prompts=1, is_live=True)
     out = terminal.file.getvalue()  # type: ignore[attr-defined]
     assert waits == [demo_tour.PACE] * engine.stats().num_steps
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
@@ -188,7 +194,9 @@ def test_a_live_timeline_is_drawn_after_every_step_and_whole_at_the_end(
     assert out.index("\x1b[?25h") < out.rindex("step   1"), "the live drawing has ended"
 
 
-def test_without_a_terminal_nothing_is_drawn_live(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_nothing_is_drawn_live(
+    without_comparison: None, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wait(seconds: float) -> None:
         raise AssertionError("no terminal shows this")
 
@@ -198,7 +206,7 @@ def test_without_a_terminal_nothing_is_drawn_live(make_engine: MakeEngine, monke
     for options, is_live in (({}, True), (dumb, True), (terminal, False)):
         engine = make_engine(**limits(4, 128))
         console = Console(file=io.StringIO(), width=60, **options)
-        show_timeline(engine, make_story(engine, 128), greedy(3), console, is_live=is_live)
+        tour(engine, greedy(3), console, num_prompts=1, is_live=is_live)
         assert "The fullest step" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -208,7 +216,7 @@ def test_the_late_questions_come_late_or_when_nothing_else_is_left(
 ) -> None:
     timeline = Timeline()
     engine = make_engine(**limits(8, 256), trace_config=TraceConfig(readers=(timeline,)))
-    outputs = run_story(engine, make_story(engine, 256), greedy(max_tokens), lambda: None)
+    outputs = silently(engine, make_story(engine, 256), greedy(max_tokens))
     assert [output.request_id for output in outputs] == [f"req-{i}" for i in range(8)]
     assert all(len(output.token_ids) == max_tokens for output in outputs)
     assert [lane.begin for lane in timeline.lanes.values()] == [0] * 3 + [arrival] * 5
@@ -218,7 +226,7 @@ def test_the_late_questions_come_late_or_when_nothing_else_is_left(
 def test_the_long_prompt_is_as_long_as_the_budget_allows(budget: int, make_engine: MakeEngine) -> None:
     story = make_story(make_engine(), budget)
     longest = max(story, key=lambda question: len(question.token_ids))
-    assert "facts)" in longest.title and budget / 2 < len(longest.token_ids) <= budget
+    assert "facts. " in longest.title and budget / 2 < len(longest.token_ids) <= budget
 
 
 def test_a_failed_question_is_an_error(make_engine: MakeEngine) -> None:
@@ -230,4 +238,4 @@ def test_a_failed_question_is_an_error(make_engine: MakeEngine) -> None:
 
     engine.engine_core.executor.worker.model_runner.execute_model_batch = broken
     with pytest.raises(EngineError, match="it broke"):
-        run_story(engine, story, SamplingParams(max_tokens=2), lambda: None)
+        silently(engine, story, SamplingParams(max_tokens=2))

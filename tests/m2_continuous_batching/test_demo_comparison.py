@@ -1,15 +1,12 @@
 """The comparison of the demo: static batching takes the steps of the longest answer of each group."""
 
-import io
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
-from rich.console import Console
 
 from m2_continuous_batching import EngineError, SamplingParams
-from m2_continuous_batching.demo_comparison import ROUNDS, Run, compared, fastest, make_workload, run, same_answers
+from m2_continuous_batching.demo_comparison import ROUNDS, Run, fastest, make_workload, run, same_answers
 from m2_continuous_batching.demo_tour import conclusion
 from tests.m2_continuous_batching.engines import EXECUTIONS, MakeEngine, failing_runner, greedy, limits
 
@@ -30,7 +27,8 @@ def test_a_group_lasts_as_long_as_its_longest_answer(execution: str, make_engine
     assert {name: len(each.stats) for name, each in runs.items()} == steps
     assert engine.stats().num_steps == ROUNDS * sum(steps.values()), "each way runs in each round"
     for each in runs.values():
-        assert each.num_tokens == sum(LENGTHS) and each.token_ids == runs["1"].token_ids
+        assert each.token_ids == runs["1"].token_ids and each.tokens_per_second == sum(LENGTHS) / each.seconds
+        assert each.mean_running == sum(stats.num_running for stats in each.stats) / len(each.stats)
         assert len(each.latencies) == 7 and 0 < max(each.latencies) <= each.seconds
         assert max(stats.num_running for stats in each.stats) <= 3
     first, second, last = (runs["3"].latencies[part] for part in (slice(3), slice(3, 6), slice(6, 7)))
@@ -60,6 +58,14 @@ def test_the_workload_is_varied_and_always_the_same() -> None:
     assert all(own == replace(params, max_tokens=own.max_tokens, ignore_eos=True) for _, own in workload)
 
 
+def test_drawn_answers_have_a_seed_so_that_only_rounding_differs(make_engine: MakeEngine) -> None:
+    engine = make_engine(**limits(3))
+    workload = make_workload(7, range(5, 40), SamplingParams(max_tokens=9, temperature=1.0), longest_prompt=4)
+    assert len({own.seed for _, own in workload}) == 7, "no two requests draw the same numbers"
+    runs = {str(size): run(engine, workload, size) for size in (1, 7)}
+    assert "are the same both ways" in same_answers(runs)
+
+
 @pytest.mark.parametrize(("longest_prompt", "max_tokens"), [(1, 1), (2, 3), (400, 1)])
 def test_a_small_workload_keeps_its_limits(longest_prompt: int, max_tokens: int) -> None:
     params = SamplingParams(max_tokens=max_tokens)
@@ -67,26 +73,17 @@ def test_a_small_workload_keeps_its_limits(longest_prompt: int, max_tokens: int)
         assert 1 <= len(prompt) <= longest_prompt and 1 <= own.max_tokens <= max_tokens
 
 
-STATIC, CONTINUOUS = a_run(5, 4.0, (1, 2), (3,)), a_run(4, 2.0, (1, 2), (3,))
-
-
 def test_the_difference_is_put_in_words() -> None:
-    words = conclusion(STATIC, CONTINUOUS, 2)
-    assert "7 of 10 slots stayed empty" in words and "80% of the steps, 2.00 times the tokens per second." in words
-    assert "the tokens per second, because another program disturbed" in conclusion(STATIC, a_run(4, 9.0, (1, 2)), 2)
-    assert conclusion(STATIC, STATIC, 2).startswith("No request waited")
+    static = a_run(7, 4.0, (1, 2), (3,), (1, 2, 3), (4,), (5, 6))  # groups of 2, the last one of one request
+    words = conclusion(static, a_run(5, 2.0, *static.token_ids), 2)
+    assert "the longest of its group has ended: 3 of 12 places" in words
+    assert "71% of the steps, 2.00 times the tokens per second." in words
+    disturbed = conclusion(static, a_run(5, 9.0, *static.token_ids), 2)
+    assert "the tokens per second, because another program disturbed" in disturbed
+    assert conclusion(static, static, 2).startswith("Both take as many steps.")
 
 
 def test_differing_answers_are_counted() -> None:
-    other: dict[str, Any] = {"a": STATIC, "b": a_run(4, 2.0, (1, 2), (4,))}
-    assert same_answers(other) == "1 of 2 answers differ: other batches round differently."
-    assert "the same in each column, token for token, all 2 of them" in same_answers({"a": STATIC, "b": CONTINUOUS})
-
-
-def test_the_table_has_a_column_for_each_run() -> None:
-    console = Console(file=io.StringIO(), width=60)
-    rows = {"speed": lambda own: f"{own.tokens_per_second:.1f}", "wait": lambda own: f"{own.mean_latency}"}
-    console.print(compared({"static": STATIC, "continuous": CONTINUOUS}, rows))
-    out = " ".join(console.file.getvalue().replace("│", " ").split())  # type: ignore[attr-defined]
-    assert "static ┃ continuous" in out and "speed 0.8 1.5" in out and "wait 1.5 1.5" in out
-    assert STATIC.mean(lambda number: number) == 2
+    one, other = a_run(5, 4.0, (1, 2), (3,)), a_run(4, 2.0, (1, 2), (4,))
+    assert same_answers({"a": one, "b": other}) == "1 of 2 answers differ: other batches round differently."
+    assert "the same both ways, token for token, all 2 of them" in same_answers({"a": one, "b": one})

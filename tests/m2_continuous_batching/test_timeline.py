@@ -10,6 +10,7 @@ from rich.console import Console
 
 from m1_single_request.events import RequestAdded, StepDone
 from m1_single_request.output_events import Finish
+from m1_single_request.trace_readers import Records
 from m2_continuous_batching import TraceConfig, TraceRecord, read_trace
 from m2_continuous_batching.demo_tour import facts
 from m2_continuous_batching.events import Batch, LeftOut
@@ -156,8 +157,7 @@ def test_a_reader_that_comes_late_shows_what_it_heard() -> None:
 
 
 def test_nothing_heard_is_nothing_drawn() -> None:
-    timeline = Timeline()
-    assert drawn(timeline) == [] and facts(timeline) == []
+    assert drawn(Timeline()) == []
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 20, 79])
@@ -170,12 +170,14 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 # --- a real run -------------------------------------------------------------------------------------------------------
 
 
+Story = tuple[Timeline, Records, dict[str, int]]
+
+
 @pytest.fixture(params=EXECUTIONS)
-def story(request: pytest.FixtureRequest, make_engine: MakeEngine) -> tuple[Timeline, dict[str, int]]:
-    """Three requests; then four late ones, of which one is as long as the budget; and how many tokens each made."""
-    engine, timeline = make_engine(**limits(3, 24, request.param)), Timeline()
-    engine.tracer.attach(timeline)
-    lengths = {}
+def story(request: pytest.FixtureRequest, make_engine: MakeEngine) -> Story:
+    """Three requests; then three late ones, of which one is as long as the budget; and how many tokens each made."""
+    timeline, records, lengths = Timeline(), Records(), dict[str, int]()
+    engine = make_engine(**limits(3, 24, request.param), trace_config=TraceConfig(readers=(timeline, records)))
 
     def add(prompt_len: int, max_tokens: int) -> None:
         lengths[engine.add_request(list(range(7, 7 + prompt_len)), greedy(max_tokens))] = max_tokens
@@ -188,11 +190,11 @@ def story(request: pytest.FixtureRequest, make_engine: MakeEngine) -> tuple[Time
         add(prompt_len, max_tokens)
     for _ in unfinished(engine):
         engine.step()
-    return timeline, lengths
+    return timeline, records, lengths
 
 
-def test_a_lane_has_a_place_for_every_token_and_no_step_too_many(story: tuple[Timeline, dict[str, int]]) -> None:
-    timeline, lengths = story
+def test_a_lane_has_a_place_for_every_token_and_no_step_too_many(story: Story) -> None:
+    timeline, _, lengths = story
     for request_id, lane in timeline.lanes.items():
         assert lane.finished and lane.states.count("prefill") == 1
         assert lane.states.count("prefill") + lane.states.count("decode") == lengths[request_id]
@@ -202,9 +204,9 @@ def test_a_lane_has_a_place_for_every_token_and_no_step_too_many(story: tuple[Ti
     assert timeline.lanes["req-1"].states.count("left out") == 1
 
 
-def test_the_facts_have_the_numbers_of_the_run(story: tuple[Timeline, dict[str, int]]) -> None:
-    timeline, lengths = story
-    words = "\n".join(facts(timeline))
+def test_the_facts_have_the_numbers_of_the_run(story: Story) -> None:
+    timeline, records, lengths = story
+    words = "\n".join(facts(timeline, records))
     for part in (
         "Step 5: No token for req-1, req-2: the budget of 24 is used up.",
         "req-5 waits longest, 7 steps. Step 9: req-5 must wait: max_num_seqs = 3 requests run already.",
@@ -216,23 +218,25 @@ def test_the_facts_have_the_numbers_of_the_run(story: tuple[Timeline, dict[str, 
 
 
 def test_a_timeline_of_a_file_is_that_of_the_run(make_engine: MakeEngine, tmp_path: Path) -> None:
-    timeline, later = Timeline(), Timeline()
-    engine = make_engine(**limits(2, 12), trace_config=TraceConfig(jsonl=tmp_path / "t.jsonl", readers=(timeline,)))
+    timeline, later, records = Timeline(), Timeline(), Records()
+    trace = TraceConfig(jsonl=tmp_path / "t.jsonl", readers=(timeline, records))
+    engine = make_engine(**limits(2, 12), trace_config=trace)
     engine.generate_batch([[5, 6, 7], [5, 6, 7, 8, 9], [8] * 11], [greedy(9), greedy(4), greedy(2)])
     engine.close()
-    for record in read_trace(tmp_path / "t.jsonl", "m2_continuous_batching"):
+    read = Records(read_trace(tmp_path / "t.jsonl", "m2_continuous_batching"))
+    for record in read:
         later.read(record)
-    assert drawn(later, 40) == drawn(timeline, 40) and facts(later) == facts(timeline)
-    assert later.records == timeline.records
+    assert drawn(later, 40) == drawn(timeline, 40) and facts(later, read) == facts(timeline, records)
+    assert read == records
 
 
 def test_the_facts_say_what_was_padding_and_what_was_reserved(make_engine: MakeEngine) -> None:
     words = {}
     for execution in EXECUTIONS:
-        engine, timeline = make_engine(**limits(2, None, execution)), Timeline()
-        engine.tracer.attach(timeline)
+        timeline, records = Timeline(), Records()
+        engine = make_engine(**limits(2, None, execution), trace_config=TraceConfig(readers=(timeline, records)))
         engine.generate_batch([[5, 6, 7], [5, 6, 7, 8, 9]], [greedy(2), greedy(2)])
-        words[execution] = "\n".join(facts(timeline))
+        words[execution] = "\n".join(facts(timeline, records))
     assert "Step 1: Forward of all prefills: 2 x 5, 2 of 10 places are padding" in words["padded"]
     assert "Padding: 2 of 12 places in the tensors of all steps hold no token (17%)" in words["padded"]
     assert "Padding: 0 of 10 places" in words["per_request"] and "Forward" not in words["per_request"]
