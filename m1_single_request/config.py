@@ -44,12 +44,22 @@ class ModelConfig:
         check_path("model", self.model, "a directory or a hub id", optional=True)
         check_whole_number("max_model_len", self.max_model_len, low=2, optional=True)
         check_whole_number("seed", self.seed)
-        check_dtype(self.dtype)
-        resolve_device(self.device)
+        if not isinstance(self.dtype, str) or self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"dtype={shown(self.dtype)} is unknown: use auto, {', '.join(DTYPES)}")
+        self.torch_device()
 
     def torch_device(self) -> torch.device:
         """Return the torch device that `device` names. Raises `ConfigError` if this machine lacks it."""
-        return resolve_device(self.device)
+        name: Any = self.device
+        try:
+            device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        except (RuntimeError, ValueError, TypeError):  # an unknown name, no valid Unicode, no string
+            device = torch.device("meta")
+        if not isinstance(name, str) or device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device={shown(name)} is not supported: use auto, cpu or cuda")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"device={shown(name)}: torch finds {torch.cuda.device_count()} CUDA devices here")
+        return device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,25 +110,6 @@ def check_whole_number(name: str, value: Any, *, low: int | None = None, optiona
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST_NUMBER:
         bound = "" if low is None else f" of at least {low}"
         raise ConfigError(f"{name}={shown(value)} must be a whole number{bound}, with at most 63 bits")
-
-
-def resolve_device(name: Any) -> torch.device:
-    """Return the torch device `name`; `auto` is CUDA if there is a GPU. Raises `ConfigError` if there is none."""
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    except (RuntimeError, ValueError, TypeError):  # an unknown name, no valid Unicode, no string
-        device = torch.device("meta")
-    if not isinstance(name, str) or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={shown(name)} is not supported: use auto, cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={shown(name)}: torch finds {torch.cuda.device_count()} CUDA devices here")
-    return device
-
-
-def check_dtype(name: Any) -> None:
-    """Raise `ConfigError` for an unknown precision. `auto` is resolved when the model is read (`precision.py`)."""
-    if not isinstance(name, str) or name not in ("auto", *DTYPES):
-        raise ConfigError(f"dtype={shown(name)} is unknown: use auto, {', '.join(DTYPES)}")
 
 
 def assemble_config(config_type: type, default_model: str | Path, model: Any, configs: dict[str, Any]) -> Any:

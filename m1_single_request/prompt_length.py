@@ -10,12 +10,8 @@ from unicodedata import normalize
 
 NFC_SHRINKS_BY = 4
 """Maximum number of characters that NFC composes into one (UAX #15)."""
-PROBE = "".join(
-    map(
-        chr,
-        [*range(0xC0), *range(0xC0, 0x1000, 0x40), *range(0x1000, 0xD000, 0x1000), *range(0xE000, 0x110000, 0x1000)],
-    )
-)
+LOW = (*range(0xC0), *range(0xC0, 0x1000, 0x40), *range(0x1000, 0xD000, 0x1000))  # below the surrogates
+PROBE = "".join(map(chr, (*LOW, *range(0xE000, 0x110000, 0x1000))))
 """Text with every byte that UTF-8 uses."""
 
 

@@ -28,7 +28,6 @@ GLYPHS = {
     "queued": (".", "yellow"),
 }
 """Letter and colour of each state. Where several steps share a column, it shows the first of these that occurs."""
-LEGEND = {"queued": "queued", "prefill": "prefill", "decode": "decode", "left out": "left out by the budget"}
 DONE = ("|", "bold")
 MOST_BLOCKS = 4  # a run that needs more lines of the terminal than this gets several steps in a column
 
@@ -61,7 +60,8 @@ class Timeline:
         event = record.event
         if isinstance(event, RequestAdded):
             self.lanes[event.rid] = Lane(begin=len(self.steps))
-        self._now |= dict(event.lanes())  # the lanes of any milestone's `Batch`
+        for rid, label in event.lanes():  # of any milestone's `Batch`: from m4 on `extend`, from m5 on also `verify 3`
+            self._now[rid] = "prefill" if label in ("prefill", "extend") else "decode"
         if isinstance(event, LeftOut):
             self._now |= dict.fromkeys(event.rids, "left out")
         elif isinstance(event, Finish):
@@ -88,7 +88,7 @@ class Timeline:
             lines.append(Text(""))
         for line in lines:
             line.no_wrap, line.overflow = True, "crop"
-        legend = [Text.assemble(GLYPHS[state], f" {meaning}") for state, meaning in LEGEND.items()]
+        legend = [Text.assemble(glyph, f" {state}") for state, glyph in GLYPHS.items()]
         legend.append(Text.assemble(DONE, " done"))
         if each > 1:
             legend.append(Text(f"a column is {each} steps"))

@@ -61,7 +61,7 @@ def test_the_tour_draws_explains_and_compares(
     assert any("x" in cells for cells in drawn.values()) and any("." in cells for cells in drawn.values())
     for part in (
         f"3 questions at the start, 5 more after step {LATE_AFTER}",
-        ". queued P prefill - decode x left out by the budget | done",
+        "x left out P prefill - decode . queued | done",
         "The code of zebra is 4821.",
         "max_num_seqs = 4 requests run already",
         "Static: 4 are submitted at a time",

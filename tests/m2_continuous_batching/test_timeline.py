@@ -2,19 +2,20 @@
 
 import io
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from m1_single_request.events import RequestAdded, StepDone
+from m1_single_request.events import Event, RequestAdded, StepDone
 from m1_single_request.output_events import Finish
 from m1_single_request.trace_readers import Records
 from m2_continuous_batching import TraceConfig, TraceRecord, read_trace
 from m2_continuous_batching.demo_tour import facts
 from m2_continuous_batching.events import Batch, LeftOut
-from m2_continuous_batching.views.timeline import LEGEND, Timeline
+from m2_continuous_batching.views.timeline import Timeline
 from tests.m2_continuous_batching.engines import EXECUTIONS, MakeEngine, greedy, limits, unfinished
 
 LETTERS = {"P": "prefill", "-": "decode", ".": "queued", "x": "left out"}
@@ -26,7 +27,7 @@ def drawn(timeline: Timeline, width: int = 100, **options: Any) -> list[str]:
     console.print(timeline.draw(width, **options))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(len(line) <= width for line in lines)
-    return lines[: next(i for i, line in enumerate(lines) if line.startswith(". "))]
+    return lines[: next(i for i, line in enumerate(lines) if line.startswith("x left out"))]
 
 
 def added(rid: str) -> RequestAdded:
@@ -135,7 +136,7 @@ def test_every_letter_is_explained() -> None:
     console.print(heard(*STEPS).draw(120))
     legend = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
     for letter, state in LETTERS.items():
-        assert f"{letter} {LEGEND[state]}" in legend
+        assert f"{letter} {state}" in legend
     assert "| done" in legend and "a column" not in legend
 
 
@@ -158,6 +159,22 @@ def test_a_reader_that_comes_late_shows_what_it_heard() -> None:
 
 def test_nothing_heard_is_nothing_drawn() -> None:
     assert drawn(Timeline()) == []
+
+
+@dataclass(frozen=True)
+class LaterBatch(Event):
+    """A batch of m5: its lanes have other labels."""
+
+    labels: tuple[tuple[str, str], ...]
+
+    def lanes(self) -> tuple[tuple[str, str], ...]:
+        return self.labels
+
+
+def test_batches_of_later_milestones_are_drawn_alike() -> None:
+    first, second = LaterBatch((("a", "extend"),)), LaterBatch((("a", "verify 3"), ("b", "extend")))
+    timeline = heard((added("a"), first), (added("b"), second), (LaterBatch((("a", "decode"),)), ended("a")))
+    assert drawn(timeline) == ["step  1", "a     P--|", "b      P.", ""]
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 20, 79])

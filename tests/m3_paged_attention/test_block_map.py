@@ -10,6 +10,7 @@ from rich.console import Console
 from m1_single_request.events import Event, RequestAdded, StepDone
 from m1_single_request.output_events import Finish
 from m2_continuous_batching.events import Batch
+from m2_continuous_batching.views.timeline import Timeline
 from m3_paged_attention import SamplingParams, TraceConfig, TraceRecord, read_trace
 from m3_paged_attention.demo_tour import facts, highlights
 from m3_paged_attention.events import KVSized
@@ -330,6 +331,15 @@ def test_the_map_agrees_with_the_engine_after_every_step(make_engine: MakeEngine
     for kind in (BlocksForked, BlockCopied, Preempted, Admit):
         assert any(frame.of(kind) for frame in block_map.frames), kind
     assert any(frame.of(BlocksSwapped) for frame in block_map.frames) == (mode == "swap")
+
+
+def test_a_timeline_has_a_lane_for_each_of_several_answers(make_engine: MakeEngine) -> None:
+    timeline = Timeline()
+    engine = make_engine(**setting(6, blocks=14), trace_config=TraceConfig(readers=(timeline,)))
+    engine.generate(ids(10), greedy(5, n=3))
+    lanes = {rid: "".join(state[0] for state in lane.states) for rid, lane in timeline.lanes.items()}
+    assert lanes == {"req-0/0": "pdddd", "req-0/1": "qddddd", "req-0/2": "qddddd"}
+    assert all(lane.finished for lane in timeline.lanes.values())
 
 
 def test_a_map_of_a_file_is_that_of_the_run(make_engine: MakeEngine, mode: str, tmp_path: Path) -> None:
