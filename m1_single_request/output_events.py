@@ -177,7 +177,7 @@ class Finish(Event):
     matched: int | str | None
     """The stop token's id, the stop string, or the name of the limit."""
     why: str
-    """The reason in words."""
+    """The reason, as a clause."""
     out_len: int
     """Number of output tokens."""
 
@@ -196,7 +196,7 @@ class Finish(Event):
 
 
 def _cause(reason: BaseFinishReason, request: Request) -> tuple[int | str | None, str]:
-    """Return the token, string or limit that ended a request, or None, and the reason in words."""
+    """Return the token, string or limit that ended a request, or None, and the reason as a clause."""
     if isinstance(reason, FinishMatchedToken):
         kind = "the end-of-sequence token" if reason.is_eos else "the stop token"
         text = request.sequence.detokenizer.token_text(reason.token_id)

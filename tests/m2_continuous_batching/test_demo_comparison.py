@@ -59,7 +59,7 @@ def test_the_workload_is_varied_and_always_the_same() -> None:
 
 
 def test_drawn_answers_have_a_seed_so_that_only_rounding_differs(make_engine: MakeEngine) -> None:
-    engine = make_engine(**limits(3))
+    engine = make_engine(**limits(3, execution="per_request"))
     workload = make_workload(7, range(5, 40), SamplingParams(max_tokens=9, temperature=1.0), longest_prompt=4)
     assert len({own.seed for _, own in workload}) == 7, "no two requests draw the same numbers"
     runs = {str(size): run(engine, workload, size) for size in (1, 7)}
