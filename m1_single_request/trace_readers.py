@@ -72,6 +72,7 @@ class ConsoleReader:
         if event.ends_step:
             texts = [text for briefs in self._briefs.values() for text in at_most(MOST_BRIEFS, briefs)]
             self.console.print(Text("  ".join([f"step {step:>4}", *texts])))
+            self._step = step  # its number is printed, if `verbose` is set now
             self._line = step + 1  # events before the next step begins are part of that step's line
             self._briefs.clear()
 

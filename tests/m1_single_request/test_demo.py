@@ -59,6 +59,8 @@ def test_the_tour_explains_every_station_and_its_cost(
     for part in ("question What is a KV cache?", "stop ' so each'", "(TTFT)", "GB/s", "waits for memory", "of a step"):
         assert part in words(out), part
     assert out.count("Prefill of") == 4, "the costs are measured without a trace"
+    in_full, in_a_line = (re.findall(pattern, out, re.MULTILINE) for pattern in (r"^step (\d+)$", r"^step +(\d+)  "))
+    assert len(in_full) == 2 * 4 and not set(in_full) & set(in_a_line), "no step is announced twice"
 
 
 def test_its_trace_is_that_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:

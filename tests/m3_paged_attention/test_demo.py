@@ -60,12 +60,13 @@ def test_the_tour_maps_explains_and_compares(
         "The code of zebra is 4821.",
         "As many slots of m2 take",
         "Preemptions: 1.",
-        "m2 has 5 slots of 61 tokens",
         "m2 takes 1.",
         "token for token",
         "1 CPU thread",
     ):
         assert part in words(out), part
+    num_slots, num_tokens = map(int, re.findall(r"m2 has (\d+) slots of (\d+) tokens", words(out))[0])
+    assert num_slots == (36 + 1) * 8 // num_tokens, "as many as fit into the memory, with block 0"
     grids = re.findall(r"^ +1  ((?:[A-Z][\d ] |[a-z][\d ] |\.  ){24})", out, re.MULTILINE)
     assert len(grids) == 5, "a map for each highlight"
     assert "A  A  a  B3 B3 b3 E  E" in grids[0], "three of the first blocks have three holders"
