@@ -56,7 +56,7 @@ def test_the_tour_explains_every_station_and_its_cost(
     assert err == "" and max(map(len, out.splitlines())) <= 80
     for part in ("is ready on", "Prefill of", "Decode of", "The model's favourites", "falls on", "holds ' so'"):
         assert part in words(out), part
-    for part in ("question What is a KV cache?", "stop ' so each'", "(TTFT)", "GB/s", "waits for memory", "of a step"):
+    for part in ("question What is a KV cache?", "stop ' so each'", "(TTFT)", "GB/s", "waits for memory"):
         assert part in words(out), part
     assert out.count("Prefill of") == 4, "the costs are measured without a trace"
     in_full, in_a_line = (re.findall(pattern, out, re.MULTILINE) for pattern in (r"^step (\d+)$", r"^step +(\d+)  "))
@@ -86,10 +86,10 @@ def metrics(step: float, first: float = 0.004) -> RequestMetrics:
     return RequestMetrics(0.0, first, first + 10 * step, num_prompt_tokens=5, cached_tokens=0, num_output_tokens=11)
 
 
-def told(*steps: float, flops: float = 200e9, bandwidth: float = 20e9) -> str:
+def told(*steps: float, cpu_share: float = 1.0, flops: float = 200e9, bandwidth: float = 20e9) -> str:
     """The costs of a request of 15 tokens with KV: a step reads 20 million bytes and does 10 million operations."""
     started: Any = SimpleNamespace(weight_bytes=19_985_000, kv_bytes_per_token=1000, num_parameters=5_000_000)
-    return "\n".join(costs(started, [*map(metrics, steps)], flops, bandwidth))
+    return "\n".join(costs(started, [*map(metrics, steps)], cpu_share, flops, bandwidth))
 
 
 def test_the_costs_are_those_of_this_run_beside_the_recorded_ones() -> None:
@@ -103,8 +103,13 @@ def test_the_costs_are_those_of_this_run_beside_the_recorded_ones() -> None:
 
 @pytest.mark.parametrize(
     "run",
-    [told(0.003, 0.003, 0.005), told(0.003, 0.003, 0.003, flops=15e9), told(0.003, 0.003, 0.003, bandwidth=5e9)],
-    ids=["repeats differ", "slow matrix product", "slow read"],
+    [
+        told(0.003, 0.003, 0.005),
+        told(0.003, 0.003, 0.003, cpu_share=0.5),
+        told(0.003, 0.003, 0.003, flops=15e9),
+        told(0.003, 0.003, 0.003, bandwidth=5e9),
+    ],
+    ids=["repeats differ", "other programs", "slow matrix product", "slow read"],
 )
 def test_a_disturbed_run_leads_to_the_recorded_numbers(run: str) -> None:
     assert "This run was disturbed" in run and "The numbers in brackets show it: decode waits for memory" in run
