@@ -1,27 +1,19 @@
-"""What an m4 engine can be told: who goes first, how KV is shared, how much of it there is. Checked when it is said."""
+"""What an m4 engine can be told: who goes first, how KV is shared, how much of it there is. Checked when it is said.
 
-import dataclasses
+What is alike in all milestones is tested in `tests/engine_contract`.
+"""
+
 from typing import Any
 
 import pytest
 
-from m4_radix_cache import (
-    CacheConfig,
-    ConfigError,
-    EngineConfig,
-    LLMEngine,
-    ModelConfig,
-    SchedulerConfig,
-    TraceConfig,
-)
+from m4_radix_cache import CacheConfig, ConfigError, LLMEngine, ModelConfig, SchedulerConfig
 from tests.m4_radix_cache.engines import MakeEngine, setting
-from tests.m4_radix_cache.wrong_values import INFINITE, NAN, Wrong, check_refused, each_of
+from tests.support.wrong_values import INFINITE, NAN, Wrong, check_refused, each_of
 
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "slru", "priority")
 WRONG: Wrong = {
     SchedulerConfig: {
-        "max_num_seqs": (0, True, None),
-        "max_num_batched_tokens": (0, 512.0),
         "schedule_policy": (None, ["lpm"]),
         "schedule_conservativeness": (-0.1, NAN, INFINITE, 10**400, True, "1", None),
     },
@@ -45,7 +37,6 @@ def test_a_wrong_value_is_refused_with_its_name(make: Any, name: str, value: Any
 @pytest.mark.parametrize(
     ("make", "values", "message"),
     [
-        (SchedulerConfig, {"max_num_seqs": 16, "max_num_batched_tokens": 15}, "15 is less than max_num_seqs=16"),
         (
             SchedulerConfig,
             {"schedule_policy": "sjf"},
@@ -79,22 +70,6 @@ def test_what_is_right_is_accepted() -> None:
         assert SchedulerConfig(schedule_conservativeness=conservativeness)
     for eviction in EVICTION_POLICIES:
         assert CacheConfig(eviction_policy=eviction)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"max_total_tokens": 64, "kv_cache_memory_bytes": 2**20},
-        {"max_total_tokens": 64, "gpu_memory_utilization": 0.5},
-        {"kv_cache_memory_bytes": 2**20, "gpu_memory_utilization": 0.5},
-        {"max_total_tokens": 64, "kv_cache_memory_bytes": 2**20, "gpu_memory_utilization": 0.5},
-    ],
-    ids=str,
-)
-def test_only_one_setting_may_say_how_much_memory_there_is(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="both set the size of the KV memory: give one of them") as caught:
-        CacheConfig(**values)
-    assert all(name in str(caught.value) for name in values)
 
 
 @pytest.mark.parametrize(
@@ -140,18 +115,6 @@ def test_all_memory_of_a_budget_is_used_because_the_cache_can_fill_it(make_engin
     assert make_engine(**setting(2, tokens=43)).stats().max_total_tokens == 40, "less what fills no page"
 
 
-@pytest.mark.parametrize(
-    ("seqs", "model_len", "budget"),
-    [(16, 512, 2048), (16, 40_960, 40_960), (5000, 512, 5000)],
-    ids=["a short model", "a long model", "many sequences"],
-)
-def test_without_a_budget_no_prompt_and_no_decode_is_refused_for_it(seqs: int, model_len: int, budget: int) -> None:
-    config = SchedulerConfig(max_num_seqs=seqs, schedule_policy="lof", schedule_conservativeness=0.5)
-    assert config.resolved(model_len) == dataclasses.replace(config, max_num_batched_tokens=budget)
-    assert config.max_num_batched_tokens is None, "the configuration itself stays as it was"
-    assert SchedulerConfig(max_num_batched_tokens=64).resolved(model_len).max_num_batched_tokens == 64
-
-
 def test_what_m3_could_be_told_and_m4_cannot_is_an_error() -> None:
     for make, name, value in (
         (SchedulerConfig, "preemption_mode", "swap"),
@@ -161,24 +124,8 @@ def test_what_m3_could_be_told_and_m4_cannot_is_an_error() -> None:
     ):
         with pytest.raises(TypeError, match=name):
             make(**{name: value})
-    with pytest.raises(ConfigError, match="cache_config"):
-        LLMEngine("/nowhere", cache_config=SchedulerConfig())
-    with pytest.raises(ConfigError, match="speculative_config"):
-        LLMEngine("/nowhere", speculative_config=None)
 
 
-@pytest.mark.parametrize("config", [ModelConfig, SchedulerConfig, CacheConfig, EngineConfig])
-def test_configurations_take_keywords_only_and_are_frozen(config: Any) -> None:
-    with pytest.raises(TypeError):
-        config(4)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(config(), dataclasses.fields(config)[0].name, 3)
-
-
-def test_an_engine_is_told_of_model_scheduler_cache_and_trace() -> None:
-    config = EngineConfig()
-    assert (config.model, config.scheduler) == (ModelConfig(), SchedulerConfig())
-    assert (config.cache, config.trace) == (CacheConfig(), TraceConfig())
-    assert [field.name for field in dataclasses.fields(config)] == ["model", "trace", "scheduler", "cache"]
+def test_by_default_kv_is_shared_in_a_tree() -> None:
     assert (CacheConfig().page_size, CacheConfig().prefix_cache, CacheConfig().eviction_policy) == (16, "radix", "lru")
     assert SchedulerConfig().schedule_policy == "lpm"

@@ -20,9 +20,9 @@ from m5_chunked_prefill_spec import (
 )
 from m5_chunked_prefill_spec.config import MAX_SPECULATIVE_TOKENS, ScheduleName, SpeculativeMethod
 from m5_chunked_prefill_spec.model_runner import ModelRunner
-from tests.m4_radix_cache.wrong_values import INFINITE, NAN, Wrong, check_refused, each_of
 from tests.m5_chunked_prefill_spec.engines import COSTS, MakeEngine, greedy, ids, scheduler_of, setting
 from tests.support.engines import Recorder
+from tests.support.wrong_values import INFINITE, NAN, Wrong, check_refused, each_of
 
 WRONG: Wrong = {
     SchedulerConfig: {
