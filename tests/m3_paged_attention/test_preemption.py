@@ -150,12 +150,6 @@ def test_a_request_that_outgrows_the_pool_alone_fails_and_others_go_on(swap: boo
     )
 
 
-def test_a_prompt_over_the_pool_that_intake_let_pass_fails_alone() -> None:
-    bed = make_paged_bed(num_blocks=2, block_size=4)
-    before, too_long, after = bed.add(3), bed.add(9), bed.add(3)
-    assert bed.drain(limit=50) == {too_long: "error", before: "length", after: "length"}
-
-
 @BOTH_MODES
 def test_the_last_request_waits_for_one_that_is_about_to_end_before_it_fails(swap: bool) -> None:
     bed = make_paged_bed(num_blocks=5, block_size=2, max_num_seqs=2, swap=swap, trace=True)

@@ -10,11 +10,11 @@ from typing import Any
 
 from hypothesis import given, settings, strategies as st
 
-from m3_paged_attention.errors import KVCapacityError
 from tests.support.amounts import examples
 from tests.testbed.fakes import answer
+from tests.testbed.outcomes import check_ends, check_names_do_not_matter, check_progress
 from tests.testbed.paged import PagedBed, Squeezed, make_paged_bed
-from tests.testbed.traffic import STEPS, Traffic, names, plain_trace, play, scheduled_names, traffic_of
+from tests.testbed.traffic import STEPS, Traffic, names, play, traffic_of
 
 MAX_MODEL_LEN = 40
 
@@ -102,46 +102,13 @@ def bed_for(traffic: Traffic, **settings: Any) -> PagedBed:
 @settings(max_examples=examples(150))
 @given(traffic())
 def test_every_request_ends_with_exactly_the_right_tokens(traffic: Traffic) -> None:
-    bed = bed_for(traffic)
-    for _ in play(traffic, bed, names(traffic)):
-        pass
-    ids = scheduled_names(traffic, names(traffic))
-    assert bed.ended.keys() == set(ids)
-    assert sorted(bed.reported_ends) == sorted(names(traffic)), "each end is reported once"
-    aborted = {ids[who] for _, _, who in traffic.aborts}
-    for rid, reason in bed.ended.items():
-        request = bed.requests[rid]
-        params, prompt = request.sampling_params, request.prompt_token_ids
-        most = min(params.max_tokens, MAX_MODEL_LEN - len(prompt))
-        whole = answer(prompt, most, params.stop_token_ids, seed=request.seed)
-        assert bed.said(rid) == whole[: len(bed.said(rid))]
-        if reason == "abort":
-            assert rid in aborted
-        elif reason == "error":
-            error = request.finish_reason.error  # type: ignore[union-attr]
-            assert not isinstance(error, KVCapacityError) or len(prompt) + len(bed.said(rid)) > (
-                traffic.limits.num_blocks * traffic.limits.block_size
-            ), "it could have run alone"
-        else:
-            assert bed.said(rid) == whole
-            asked = params.prompt_logprobs is not None
-            assert (request.sequence.prompt_logprobs is not None) == asked
+    check_ends(traffic, bed_for(traffic), MAX_MODEL_LEN)
 
 
 @settings(max_examples=examples(25))
 @given(traffic(), st.randoms(use_true_random=False))
 def test_the_same_arrivals_give_the_same_trace_whatever_the_requests_are_called(traffic: Traffic, random: Any) -> None:
-    def trace(names: list[str]) -> list[Any]:
-        bed = bed_for(traffic, trace=True)
-        for _ in play(traffic, bed, names):
-            pass
-        return plain_trace(bed, [*scheduled_names(traffic, names), *names])
-
-    first = trace(names(traffic))
-    assert trace(names(traffic)) == first
-    others = names(traffic, prefix="request-")
-    random.shuffle(others)
-    assert trace(others) == first
+    check_names_do_not_matter(traffic, lambda: bed_for(traffic, trace=True), random)
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------
@@ -229,9 +196,7 @@ def test_every_decision_is_the_one_that_the_rules_name(traffic: Traffic) -> None
 @settings(max_examples=examples(40))
 @given(traffic(disturbed=False))
 def test_in_every_step_a_request_goes_on_or_ends(traffic: Traffic) -> None:
-    bed = bed_for(traffic)
-    for step in play(traffic, bed, names(traffic)):
-        assert step.counts or "error" in step.ended.values() or not bed.scheduler.requests
+    check_progress(traffic, bed_for(traffic))
 
 
 @settings(max_examples=examples(25))

@@ -82,22 +82,6 @@ def test_the_ratio_is_measured_anew() -> None:
     assert bed.scheduler.new_token_ratio.value == 0.0, "idle: as at the start"
 
 
-def test_a_resumed_request_alone_may_exceed_the_token_budget() -> None:
-    bed = make_radix_bed(max_num_seqs=3, max_num_batched_tokens=5, prefix_cache="chunk")
-    bed.add(5, max_tokens=9), bed.step()
-    bed.add(5, max_tokens=9), bed.step()
-    for _ in range(4):
-        bed.step()
-    bed.add(3, max_tokens=2)
-    bed.scheduler.batch_is_full = True  # or the newcomer would come before the retraction
-    bed.pools.due = 1
-    bed.step()
-    assert bed.retracted() == ["r1"] and len(bed.said("r1")) == 5
-    assert bed.step().counts == {"r1": 10}, "alone, and whoever is behind it waits"
-    assert bed.step().counts == {"r2": 3}
-    bed.drain()
-
-
 # --- who cannot be helped ---------------------------------------------------------------------------------------------
 
 
@@ -113,13 +97,6 @@ def test_a_request_that_outgrows_the_pool_alone_fails_and_others_go_on(prefix_ca
         f"request 'r0' has grown to 9 tokens, and the KV memory has room for 8, in pages of {page_size}: give it more, "
         "or ask for fewer tokens"
     )
-
-
-def test_a_prompt_over_the_pool_that_intake_let_pass_fails_alone() -> None:
-    bed = make_radix_bed(num_tokens=8)
-    before, too_long, after = bed.add(3), bed.add(9), bed.add(3)
-    assert bed.drain(limit=50) == {too_long: "error", before: "length", after: "length"}
-    assert isinstance(bed.error_of(too_long), KVCapacityError)
 
 
 def test_the_last_one_waits_for_whoever_is_about_to_end_before_it_gives_up() -> None:

@@ -10,14 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from m1_single_request import DuplicateRequestError, SamplingParams
 from m1_single_request.request import FinishAbort
 from m4_radix_cache.errors import PoolError
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
-from m4_radix_cache.request import Req
 from tests.m4_radix_cache.caches import ForgetsSalts
 from tests.support.engines import OnEvent
-from tests.testbed.fakes import make_request
 from tests.testbed.radix import RadixBed, make_radix_bed
 
 # --- one step after the other -----------------------------------------------------------------------------------------
@@ -43,13 +40,6 @@ def test_the_worked_example() -> None:
     step = bed.step()
     assert step.counts == {first: 1, third: 1, newcomer: 1}, "who ran before comes first"
     assert bed.drain() == {second: "length", first: "length", third: "length", newcomer: "length"}
-
-
-def test_an_idle_scheduler_schedules_nothing() -> None:
-    bed = make_radix_bed(trace=True)
-    for _ in range(2):
-        assert bed.step().output.mode == "none"
-    assert bed.events() == []
 
 
 def test_the_ratio_falls_with_every_decode_and_with_nothing_else() -> None:
@@ -109,14 +99,6 @@ def test_whoever_was_refused_and_gives_up_stands_in_nobodys_way() -> None:
     bed.drain()
 
 
-def test_whoever_ends_with_its_first_token_leaves_room_for_those_who_were_refused() -> None:
-    bed = make_radix_bed(num_tokens=20)
-    bed.add(8, max_tokens=1), bed.add(10, max_tokens=6)
-    assert bed.step().ended == {"r0": "length"} and bed.waiting() == ["r1"]
-    assert bed.step().counts == {"r1": 10}
-    bed.drain()
-
-
 def test_places_are_as_many_as_may_run_and_one_is_free_with_the_update_that_ends_its_owner() -> None:
     bed = make_radix_bed(max_num_seqs=2)
     for _ in range(3):
@@ -149,15 +131,6 @@ def test_those_who_wait_join_in_the_order_of_the_policy(schedule_policy: str, or
     assert joined == ["r0", *order]
 
 
-def test_an_id_is_refused_while_it_is_in_use() -> None:
-    bed = make_radix_bed()
-    bed.add(3, max_tokens=2, request_id="same")
-    for face in (bed.scheduler, bed.families):
-        with pytest.raises(DuplicateRequestError, match="'same' is in use"):
-            face.add_request(make_request("same", [1], SamplingParams(), request_class=Req))
-    bed.drain()
-
-
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 
@@ -181,16 +154,6 @@ def test_what_was_in_flight_when_its_request_was_aborted_is_not_shared() -> None
     bed.drain()
 
 
-def test_an_abort_in_the_middle_of_an_update_takes_effect_with_the_next_one() -> None:
-    bed = make_radix_bed(max_num_seqs=1, trace=True, checked=False)  # they know only of marks between the two verbs
-    for _ in range(3):
-        bed.add(3, 2)
-    OnEvent(bed.scheduler.tracer, "result", lambda: bed.abort("r2"))
-    assert bed.step().ended == {}
-    assert bed.step().ended["r2"] == "abort"
-    assert bed.drain() == {"r0": "length", "r1": "length", "r2": "abort"}
-
-
 @pytest.mark.parametrize("kind", ["matched", "locked", "admit", "policy_order", "batch"])
 def test_an_abort_in_the_middle_of_a_decision(kind: str) -> None:
     bed = make_radix_bed(max_num_seqs=2, trace=True, checked=False)
@@ -200,19 +163,6 @@ def test_an_abort_in_the_middle_of_a_decision(kind: str) -> None:
     assert bed.step().ended == {"r1": "abort"} and reader.acted and reader.error is None
     assert bed.drain() == {"r1": "abort", "r0": "length", "r2": "length"}
     assert bed.runner.is_empty()
-
-
-def test_a_model_that_raises_fails_the_requests_of_its_step_and_no_other() -> None:
-    bed = make_radix_bed(max_num_seqs=4)
-    bed.add(2, max_tokens=9), bed.add(2, max_tokens=9), bed.step()
-    bed.add(3)
-    step = bed.step(crash=True)
-    assert step.ended == {"r2": "error"} and bed.running() == ["r0", "r1"], "a prefill, beside those who wait for it"
-    bed.add(4)
-    assert bed.step().counts == {"r3": 4}
-    assert bed.step(crash=True).ended == {"r0": "error", "r1": "error", "r3": "error"}
-    assert bed.pools.tree_cache.evictable_size() == 2 + 2 + 4, "the prompts; what an error touched is not kept"
-    bed.drain()
 
 
 @pytest.mark.parametrize("mode", ["extend", "decode"])

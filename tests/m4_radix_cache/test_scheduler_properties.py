@@ -10,8 +10,8 @@ from typing import Any
 
 from hypothesis import given, settings, strategies as st
 
-from tests.m4_radix_cache.outcomes import answers, check_ends, check_names_do_not_matter, check_progress
 from tests.support.amounts import examples
+from tests.testbed.outcomes import answers, check_ends, check_names_do_not_matter, check_progress
 from tests.testbed.radix import RadixBed, make_radix_bed
 from tests.testbed.radix_traffic import Limits, Traffic, names, play, traffic
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 from m4_radix_cache.config import SchedulePolicyName
 from m5_chunked_prefill_spec import batch_composer
-from tests.m4_radix_cache.outcomes import answers, check_ends, check_names_do_not_matter, check_progress
 from tests.support.amounts import examples
+from tests.testbed.outcomes import answers, check_ends, check_names_do_not_matter, check_progress
 from tests.testbed.pieces import Guesses, PiecesBed, make_pieces_bed
 from tests.testbed.radix_traffic import Traffic, names, play, traffic
 

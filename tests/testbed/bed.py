@@ -12,6 +12,7 @@ differently builds it itself and hands it over, with its own `rows_of` and `Mess
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from m1_single_request import SamplingParams, Tracer
@@ -194,6 +195,18 @@ class SchedulerBed:
     def said(self, request_id: str) -> tuple[int, ...]:
         """The output of a request so far."""
         return tuple(self.requests[request_id].sequence.output_token_ids)
+
+    def error_of(self, request_id: str) -> BaseException:
+        """The error of a failed request."""
+        return self.requests[request_id].finish_reason.error  # type: ignore[union-attr,no-any-return]
+
+    @property
+    def memory(self) -> Any:
+        """What preempts a request if a victim is `due`: m2's memory never does."""
+        return SimpleNamespace(relax=lambda: None)
+
+    def flush(self) -> None:
+        """Forget what is cached, as the engine does when it is idle: m2 and m3 cache nothing."""
 
     def running(self) -> list[str]:
         return [request.request_id for request in self.scheduler.running]

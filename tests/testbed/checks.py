@@ -111,7 +111,10 @@ class Checks:
 
 
 class MessageChecks(Checks):
-    """Raises AssertionError at the first message of m2's scheduler that does not say what it must."""
+    """Raises AssertionError at the first message of m2's scheduler that does not say what it must.
+
+    `PagedChecks` has its own view of a decision and of the memory; the queues and the ends are judged alike.
+    """
 
     def __init__(self, scheduler: Any, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
         super().__init__(scheduler, max_model_len=max_model_len)
@@ -119,14 +122,14 @@ class MessageChecks(Checks):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.running: dict[str, Life] = {}  # in order of admission
         self.unannounced: set[str] = set()
-        self.owned: dict[str, list[int]] = {}  # as of the last decision
+        self._look()
 
     def scheduled(self, output: Any) -> None:
         """A decision was made; None: there is nothing to compute."""
-        self.owned = self._owned()
+        self._look()
         if output is not None:
             self._decided(output)
-        self._memory_belongs_to_the_running()
+        self._memory_is_sound()
 
     def _decided(self, output: Any) -> None:
         new, cached, counts = output.scheduled_new_reqs, output.scheduled_cached_reqs, output.num_scheduled_tokens
@@ -145,7 +148,7 @@ class MessageChecks(Checks):
         """The full data of a request, which must be the oldest that waits."""
         rid = data.req_id
         if rid not in self.running:
-            oldest = next((rid for rid in self._waiting() if not self.lives[rid].marked), None)
+            oldest = next((rid for rid in self._queue() if not self.lives[rid].marked), None)
             assert rid == oldest, f"{rid} overtakes {oldest}"
             self.running[rid] = self.lives[rid]
         life = self.running[rid]
@@ -163,12 +166,16 @@ class MessageChecks(Checks):
         columns = (cached.new_token_ids, cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids)
         for rid, tokens, start, num_output, blocks in zip(cached.req_ids, *columns, strict=True):
             life = self.running[rid]
-            assert life.is_known, f"{rid} was never sent as new"
+            assert life.is_known, f"{rid} must be sent in full"
             assert not life.marked, f"{rid} runs although it is to end"
             assert (tokens, start, num_output) == (life.said[-1:], life.num_kv, len(life.said))
             assert counts[rid] == 1
-            life.blocks += blocks
+            self._got_blocks(life, start, blocks)
             assert life.blocks == self.owned[rid]
+
+    def _got_blocks(self, life: Life, start: int, blocks: list[int]) -> None:
+        """A request that goes on at `start` has more memory."""
+        life.blocks += blocks
 
     def updated(self, sampled: Mapping[str, SampledTokens], changed: Sequence[Request]) -> dict[str, str]:
         """A step was committed. Returns why requests ended in it, by request id."""
@@ -176,12 +183,17 @@ class MessageChecks(Checks):
         reasons = self.ends_of(sampled, changed)
         self.running = {rid: life for rid, life in self.running.items() if rid in self.lives}
         self.unannounced |= reasons.keys()
+        self._who_was_sent_back(sampled)
         scheduler = self.scheduler
-        assert scheduler.requests.keys() == self.lives.keys(), "nothing is lost or kept"
-        assert [request.request_id for request in scheduler.waiting] == self._waiting()
+        assert list(scheduler.requests) == list(self.lives), "nothing is lost or kept"
+        assert [request.request_id for request in scheduler.waiting] == self._queue()
         assert scheduler.finished_req_ids == self.unannounced
-        self._memory_belongs_to_the_running()
+        self._look()
+        self._memory_is_sound()
         return reasons
+
+    def _who_was_sent_back(self, sampled: Mapping[str, SampledTokens]) -> None:
+        """No request is, in m2."""
 
     def nothing_is_freed(self) -> None:
         """Between a decision and its update the memory stays as it is, whatever happens."""
@@ -194,10 +206,15 @@ class MessageChecks(Checks):
         assert (len(scheduler.requests), len(scheduler.waiting), len(scheduler.running)) == (0, 0, 0)
         assert not self._owned()
 
-    def _waiting(self) -> list[str]:
+    def _look(self) -> None:
+        """Note the memory, to see whether it stays as it is."""
+        self.owned = self._owned()
+
+    def _queue(self) -> list[str]:
+        """Who waits, in the order in which they must be let in."""
         return [rid for rid in self.lives if rid not in self.running]
 
-    def _memory_belongs_to_the_running(self) -> None:
+    def _memory_is_sound(self) -> None:
         running = [request.request_id for request in self.scheduler.running]
         assert len(running) <= self.max_num_seqs
         assert running == list(self.running), "in order of admission"

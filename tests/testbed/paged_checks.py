@@ -4,29 +4,23 @@
 KV manager before and after a decision: the rules must allow the difference.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from m1_single_request.sampler import SampledTokens
 from m2_continuous_batching.scheduler_output import CachedRequestData
-from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_output import SchedulerOutput
-from tests.testbed.checks import Checks, Life
+from tests.testbed.checks import Life, MessageChecks
 
 NOTHING = SchedulerOutput([], [], CachedRequestData(), {}, 0, frozenset(), [], [], [])
 
 
-class PagedChecks(Checks):
+class PagedChecks(MessageChecks):
     """Raises AssertionError at the first message that does not say what it must."""
 
-    def __init__(self, scheduler: Any, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
-        super().__init__(scheduler, max_model_len=max_model_len)
+    def __init__(self, scheduler: Any, **limits: int) -> None:
         self.kv = scheduler.kv_manager
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.running: dict[str, Life] = {}  # in order of admission
-        self.unannounced: set[str] = set()
-        self._look()
+        super().__init__(scheduler, **limits)
 
     # --- a decision ---------------------------------------------------------------------------------------------------
 
@@ -47,7 +41,7 @@ class PagedChecks(Checks):
             self._new(data, counts[data.req_id])
         for data in output.scheduled_resumed_reqs:
             self._resumed(data, counts[data.req_id], was_swapped=data.req_id in swapped)
-        self._cached(output.scheduled_cached_reqs, counts)
+        self._cached_requests(output.scheduled_cached_reqs, counts)
         self._who_runs_has_a_reason_to_wait(output, joined)
         self._swaps_are_right(output, owned, swapped)
         self._one_block_each_was_kept(owned, joined)
@@ -110,17 +104,10 @@ class PagedChecks(Checks):
         assert start == life.num_kv if was_swapped or start else start == 0
         self._knows(life, data.block_ids)
 
-    def _cached(self, cached: Any, counts: Mapping[str, int]) -> None:
-        """The differences of the requests that go on."""
-        columns = (cached.new_token_ids, cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids)
-        for rid, tokens, start, num_output, blocks in zip(cached.req_ids, *columns, strict=True):
-            life = self.running[rid]
-            assert life.is_known, f"{rid} must be sent in full"
-            assert not life.marked, f"{rid} runs although it is to end"
-            assert (tokens, start, num_output) == (life.said[-1:], life.num_kv, len(life.said))
-            assert counts[rid] == 1 and len(blocks) <= 1
-            life.blocks[start // self.kv.block_size :] = blocks or life.blocks[start // self.kv.block_size :]
-            assert life.blocks == self.owned[rid]
+    def _got_blocks(self, life: Life, start: int, blocks: list[int]) -> None:
+        """In place of one that it shared, perhaps."""
+        assert len(blocks) <= 1
+        life.blocks[start // self.kv.block_size :] = blocks or life.blocks[start // self.kv.block_size :]
 
     def _knows(self, life: Life, block_ids: list[int]) -> None:
         assert block_ids == self.owned[life.request.request_id]
@@ -155,24 +142,10 @@ class PagedChecks(Checks):
 
     # --- a result -----------------------------------------------------------------------------------------------------
 
-    def updated(self, sampled: Mapping[str, SampledTokens], changed: Sequence[Request]) -> dict[str, str]:
-        """A step was committed. Returns why requests ended in it, by request id."""
-        assert sampled.keys() <= self.running.keys()
-        reasons = self.ends_of(sampled, changed)
-        self.running = {rid: life for rid, life in self.running.items() if rid in self.lives}
-        self.unannounced |= reasons.keys()
-        self._who_was_sent_back(sampled)
-        self._queues_are_right()
-        self._look()
-        self._memory_is_sound()
-        return reasons
-
     def nothing_is_left(self) -> None:
         """After a drain."""
-        scheduler = self.scheduler
-        assert not self.lives and not self.running and not scheduler.requests
-        assert (len(scheduler.requests), len(scheduler.waiting), len(scheduler.running)) == (0, 0, 0)
-        assert not self.kv.owned() and not self.kv.swapped() and self.kv.num_free == self.kv.num_blocks
+        super().nothing_is_left()
+        assert not self.kv.swapped() and self.kv.num_free == self.kv.num_blocks
 
     def _who_was_sent_back(self, sampled: Mapping[str, SampledTokens]) -> None:
         now = self._running_ids()
@@ -181,12 +154,6 @@ class PagedChecks(Checks):
             assert not sampled or not life.said, f"{rid} was sent back after a step that went well"
             life.is_known = False
         assert list(self.running) == now
-
-    def _queues_are_right(self) -> None:
-        scheduler = self.scheduler
-        assert list(scheduler.requests) == list(self.lives)
-        assert [request.request_id for request in scheduler.waiting] == self._queue()
-        assert scheduler.finished_req_ids == self.unannounced
 
     # --- state --------------------------------------------------------------------------------------------------------
 

@@ -25,11 +25,10 @@ from m5_chunked_prefill_spec.schedule_policy import SchedulePolicy
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from m5_chunked_prefill_spec.speculative.speculation import Speculation
 from m5_chunked_prefill_spec.wiring import chunk_alignment, make_composer
-from tests.support.engines import Recorder
 from tests.testbed.fakes import CPU, EOS, VOCAB_SIZE, letter
 from tests.testbed.pieces_checks import PiecesChecks
 from tests.testbed.pieces_runner import PiecesRunner
-from tests.testbed.radix import CACHES, Decision, RadixBed, make_pools
+from tests.testbed.radix import CACHES, Decision, RadixBed, make_pools, on_bed
 from tests.testbed.radix_runner import states_of
 
 
@@ -192,24 +191,14 @@ def make_pieces_bed(
         tracer=tracer,
     )
     pools.running = lambda: running_of(scheduler)
-    bed = PiecesBed(
-        scheduler,
-        checks=None,
-        tensors=tensors,
-        max_model_len=max_model_len,
-        recorder=Recorder(tracer) if trace else None,
+    return on_bed(
+        PiecesBed(scheduler, checks=None, tensors=tensors, max_model_len=max_model_len),
+        PiecesChecks if checked else None,
+        trace=trace,
+        honest_policy=preemption is None,
+        config=config,
+        chunk_alignment=alignment,
     )
-    if checked:
-        checks: Any = PiecesChecks(
-            scheduler,
-            bed.runner,
-            config=config,
-            chunk_alignment=alignment,
-            max_model_len=max_model_len,
-            honest_policy=preemption is None,
-        )
-        bed.checks = checks
-    return bed
 
 
 def speculation_of(guesses: Guesses | None, max_model_len: int) -> Speculation:

@@ -142,10 +142,6 @@ class RadixBed(FamiliesBed):
         """The waiting requests that ran before, the oldest first."""
         return [req.rid for req in self.reqs.values() if req.is_retracted]
 
-    def error_of(self, request_id: str) -> BaseException:
-        """The error of a failed request."""
-        return self.requests[request_id].finish_reason.error  # type: ignore[union-attr,no-any-return]
-
     def flush(self) -> None:
         """Forget what is cached, as the engine does when it is idle."""
         assert not self.scheduler.requests
@@ -178,14 +174,7 @@ class SqueezedPools(Pools):
 
 
 def make_pools(
-    rows: Any,
-    *,
-    num_tokens: int,
-    page_size: int,
-    cache_class: Any,
-    eviction_policy: str,
-    tracer: Tracer,
-    debug: bool,
+    rows: Any, *, num_tokens: int, page_size: int, cache_class: Any, eviction_policy: str, tracer: Tracer, debug: bool
 ) -> SqueezedPools:
     """Memory for so many tokens, less what fills no page, checked at every free."""
     size = num_tokens // page_size * page_size
@@ -246,16 +235,20 @@ def make_radix_bed(
         tracer=tracer,
     )
     pools.running = lambda: scheduler.running_batch.reqs
-    bed = RadixBed(
-        scheduler,
-        checks=None,
-        tensors=tensors,
-        max_model_len=max_model_len,
-        recorder=Recorder(tracer) if trace else None,
+    return on_bed(
+        RadixBed(scheduler, checks=None, tensors=tensors, max_model_len=max_model_len),
+        RadixChecks if checked else None,
+        trace=trace,
+        honest_policy=preemption is None,
     )
-    if checked:
-        checks: Any = RadixChecks(scheduler, bed.runner, max_model_len=max_model_len, honest_policy=preemption is None)
-        bed.checks = checks
+
+
+def on_bed(bed: Any, checks_class: Any, *, trace: bool, **settings: Any) -> Any:
+    """A bed with a trace, if wanted, and a judge of its own."""
+    if trace:
+        bed.recorder = Recorder(bed.scheduler.tracer)
+    if checks_class:
+        bed.checks = checks_class(bed.scheduler, bed.runner, max_model_len=bed.max_model_len, **settings)
     return bed
 
 

@@ -1,38 +1,51 @@
-"""The waiting queue: preempted requests first, by arrival; then the others, by arrival."""
+"""The waiting queues: requests that were preempted come first where there are any; then all by arrival."""
 
 from random import Random
+from typing import Any
 
+import pytest
 from hypothesis import given, strategies as st
 
 from m1_single_request import SamplingParams
 from m1_single_request.request import RequestStatus
+from m2_continuous_batching.request_queue import FCFSRequestQueue
 from m3_paged_attention.request import Request
 from m3_paged_attention.request_queue import PreemptedFirstQueue
 from tests.testbed.fakes import make_request
 
+each_queue = pytest.mark.parametrize("kind", [FCFSRequestQueue, PreemptedFirstQueue], ids=["m2", "m3"])
 
-def request(number: int) -> Request:
-    made = make_request(f"r{number}", [1, 2, 3], SamplingParams(), request_class=Request)
-    assert isinstance(made, Request)
+
+def request(number: int) -> Any:
+    made: Any = make_request(f"r{number}", [1, 2, 3], SamplingParams(), request_class=Request)
     made.number = number
     return made
 
 
-def test_another_request_of_the_same_id_is_not_taken_out() -> None:
-    queue, one = PreemptedFirstQueue(), request(1)
+@each_queue
+def test_requests_are_removed_by_identity_and_not_by_id(kind: Any) -> None:
+    queue, one = kind(), request(1)
     queue.add_request(one)
-    queue.remove_requests([request(1)])
+    queue.remove_requests([request(1), request(2)])
     assert list(queue) == [one]
 
 
+@each_queue
+def test_an_empty_queue_has_no_next(kind: Any) -> None:
+    for call in (kind().pop_request, kind().peek_request):
+        with pytest.raises(IndexError):
+            call()
+
+
+@each_queue
 @given(st.lists(st.sampled_from(["add", "preempt", "pop", "remove"])), st.randoms(use_true_random=False))
-def test_it_behaves_as_a_sorted_list_does(verbs: list[str], random: Random) -> None:
-    queue, model, ran = PreemptedFirstQueue(), list[Request](), list[Request]()
+def test_it_behaves_as_a_sorted_list_does(kind: Any, verbs: list[str], random: Random) -> None:
+    queue, model, ran = kind(), list[Any](), list[Any]()
     for number, verb in enumerate(verbs):
         if verb == "add":
             model.append(request(number))
             queue.add_request(model[-1])
-        elif verb == "preempt" and ran:  # one that left before
+        elif verb == "preempt" and ran and kind is PreemptedFirstQueue:  # one that left before
             back = ran.pop(random.randrange(len(ran)))
             back.status = RequestStatus.PREEMPTED
             queue.add_request(back)
