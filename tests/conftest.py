@@ -215,6 +215,15 @@ def loaded_m1(tiny_directory: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
+def loaded(tiny_directory: Path) -> Any:
+    """The tiny model in the decoder of m3 and later, loaded once for all engines."""
+    from m3_paged_attention import ModelConfig
+    from m3_paged_attention.model_loader import load_model
+
+    return load_model(ModelConfig(model=tiny_directory, device="cpu", dtype="float32"))
+
+
+@pytest.fixture(scope="session")
 def known_answers() -> dict[str, Any]:
     """The answers of m1 so far, by engine: its model and what was changed."""
     return {}

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from m1_single_request import SamplingParams
 from tests.engine_contract.variants import Variant
-from tests.support.engines import drain, greedy
+from tests.support.engines import drain, greedy, ids as ids
 
 Answers = dict[str, tuple[int, ...]]
 
@@ -28,11 +28,6 @@ class MakeEngine(Protocol):
         room: int | None = None,
         **changes: Any,
     ) -> Any: ...
-
-
-def ids(length: int, first: int = 5) -> list[int]:
-    """A prompt of this length."""
-    return list(range(first, first + length))
 
 
 def answers_of(make_m1: Any) -> Answers:

@@ -76,13 +76,7 @@ def test_the_last_waiting_request_ends_in_a_step_that_runs_nothing(variant: Vari
     ],
 )
 def test_an_abort_within_a_step_takes_effect_at_its_update(
-    variant: Variant,
-    make_engine: MakeEngine,
-    expected: Answers,
-    kind: str,
-    nth: int,
-    kept: int,
-    steps: int,
+    variant: Variant, make_engine: MakeEngine, expected: Answers, kind: str, nth: int, kept: int, steps: int
 ) -> None:
     engine = make_engine(seats=3)
     submit(engine)

@@ -10,7 +10,7 @@ import pytest
 
 from m1_single_request import EngineClosedError, PromptTooLongError, SamplingParams
 from tests.engine_contract.crowd import MakeEngine, calls_of, ids, run
-from tests.engine_contract.variants import CUT, WHOLE, Variant
+from tests.engine_contract.variants import CUT, WHOLE, WITH_M1, Variant
 from tests.support.engines import MAX_MODEL_LEN, Recorder, greedy, held, unfinished
 
 pytestmark = pytest.mark.sample(3)
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.sample(3)
 # --- which requests share a step --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("variant", WITH_M1, ids=str)
 def test_with_room_for_one_it_is_m1(make_engine: MakeEngine) -> None:
     engine = make_engine(seats=1)
     for number, rid in enumerate("abc"):

@@ -4,11 +4,14 @@ A forward, a sampler or a preparation that raises ends all requests of its step,
 Logits that are NaN or infinite belong to one row, and fail one request. Waiting requests run on.
 """
 
+import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from m1_single_request import EngineClosedError, EngineDeadError, ForwardError, PartError, RequestOutput
 from m1_single_request.detokenizer import IncrementalDetokenizer
@@ -26,6 +29,10 @@ from tests.engine_contract.crowd import (
     submit,
 )
 from tests.engine_contract.variants import (
+    M3,
+    M4_RADIX,
+    M5_MIXED,
+    M6,
     MOMENTS,
     WITH_M1,
     FailingRunner,
@@ -41,6 +48,10 @@ from tests.support.engines import greedy
 pytestmark = pytest.mark.sample(3)
 
 BOOM = RuntimeError("the forward broke")
+MEMORY = "kv_tokens kv_bytes kv_bytes_reserved num_free_blocks available_size evictable_size protected_size".split()
+"""Of the statistics: what is held, and what is free."""
+each_paged = pytest.mark.parametrize("variant", [M3, M4_RADIX, M5_MIXED, M6], ids=str)
+"""Those whose weights and KV are tensors of their own."""
 
 
 @pytest.fixture(params=WITH_M1, ids=str)
@@ -199,6 +210,28 @@ def test_a_prompt_that_makes_no_numbers_fails_alone_and_cannot_spoil_its_memory(
             weight[poison] = before
 
 
+@pytest.mark.parametrize("variant", [M3, M4_RADIX, M5_MIXED], ids=str)  # guesses have as many rows
+def test_prompt_logprobs_that_are_no_numbers_fail_their_request_alone(
+    variant: Variant, make_engine: MakeEngine, expected: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if those of the next token are: nothing half right is reported."""
+    engine = make_engine(seats=SEATS)
+    model = runner_of(engine).model
+    compute = model.compute_logits
+
+    def spoiled(hidden: Tensor) -> Tensor:
+        logits = compute(hidden)
+        if len(hidden) == len(PROMPTS["b"]) - 1:
+            logits[1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(model, "compute_logits", spoiled)
+    submit(engine, b=greedy(NUM_TOKENS["b"], prompt_logprobs=1))
+    last = run(variant, engine)
+    assert "for the prompt" in str(last["b"].error)
+    check_the_rest(variant, engine, last, expected, {"b": 0}, ForwardError)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "drawn"])
 def test_settings_that_leave_no_token_fail_their_request_alone(
     variant: Variant, make_engine: MakeEngine, expected: Answers, temperature: float
@@ -318,3 +351,47 @@ def test_a_lost_device_fails_every_request_and_then_every_call(
             call()
     assert engine.stats().num_finished == {"error": 6}
     engine.close()
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def storages(engine: Any) -> list[Any]:
+    """Weak references to the memory of the KV and of the largest weights."""
+    runner = runner_of(engine)
+    tensors = [runner.kv.layer(0).key_cache, runner.model.embedding]
+    held = [runner.kv, runner.model, *(tensor.untyped_storage() for tensor in tensors)]
+    return [weakref.ref(each) for each in held]
+
+
+@pytest.mark.sample
+@each_paged
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("state", ["idle", "in the middle", "after a failure"])
+def test_a_closed_engine_holds_neither_kv_nor_weights(
+    variant: Variant, tiny_directory: Path, backend: str, state: str
+) -> None:
+    parts = FailingRunner(variant, BOOM, rid="a", position=0).parts if state == "after a failure" else {}
+    package, limits = variant.package, variant.limits(SEATS, None, 120)
+    config = package.ModelConfig(model=tiny_directory, device="cpu", dtype="float32", attention_backend=backend)
+    engine = package.LLMEngine(model_config=config, parts={**variant.parts(), **parts}, **limits)
+    fresh = engine.stats()
+    submit(engine)
+    outputs = [engine.step() for _ in range(3)]
+    if state == "idle":
+        run(variant, engine)
+    assert any(output.error is BOOM for output in outputs[0].values()) == (state == "after a failure")
+    references, before = storages(engine), engine.stats()
+    engine.close()
+    gc.collect()
+    assert outputs and [reference() for reference in references] == [None] * len(references)
+    stats = engine.stats()
+    assert (stats.num_steps, stats.num_output_tokens) == (before.num_steps, before.num_output_tokens)
+    for name in MEMORY:
+        assert getattr(stats, name, None) == getattr(fresh, name, None), name
+    assert not engine.has_unfinished_requests() and not engine.abort_request("a")
+    engine.close()
+    others = [engine.flush_cache] if hasattr(engine, "flush_cache") else []
+    for call in [*calls_of(engine), lambda: engine.chat_prompt([{"role": "user", "content": "a"}]), *others]:
+        with pytest.raises(EngineClosedError):
+            call()

@@ -11,8 +11,9 @@ import pytest
 
 from m1_single_request import DuplicateRequestError, InvalidParamsError, RequestOutput, SamplingParams
 from tests.engine_contract.crowd import MakeEngine, ids, run
-from tests.engine_contract.variants import VARIANTS, Variant
-from tests.support.engines import OnEvent, greedy
+from tests.engine_contract.variants import M4_CHUNK, VARIANTS, Variant
+from tests.equivalence.answers import assert_same_logprobs
+from tests.support.engines import OnEvent, check_begun, greedy
 from tests.support.families import Singles, check_children, check_without_the_first, drawn
 
 pytestmark = pytest.mark.sample(3)
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.sample(3)
 PROMPT = [31, 32, 33, 34, 35, 36]
 
 
-@pytest.fixture(params=[variant for variant in VARIANTS if variant.has_families], ids=str)
+FAMILIES = [variant for variant in VARIANTS if variant.has_families]
+
+
+@pytest.fixture(params=FAMILIES, ids=str)
 def variant(request: pytest.FixtureRequest) -> Variant:
     """Every milestone with several outputs, in each of its ways to run."""
     return request.param  # type: ignore[no-any-return]
@@ -235,6 +239,33 @@ def test_a_first_child_that_is_aborted_while_the_prompt_is_computed_leaves_the_o
     OnEvent(engine.tracer, "batch", lambda: engine.abort_request("p/0"))
     engine.add_request(PROMPT, drawn(6), request_id="p")
     check_without_the_first(run(variant, engine)["p"], singles(PROMPT, drawn(6)), "abort")
+
+
+@pytest.mark.parametrize("variant", [variant for variant in FAMILIES if variant is not M4_CHUNK], ids=str)
+@pytest.mark.parametrize("when", ["waiting", "admit", "batch", "sampled", "after a step"])
+@pytest.mark.parametrize("given_up", [(0,), (0, 1), (0, 2), (0, 1, 2)], ids=str)
+def test_the_prompt_is_rated_by_another_child_if_the_first_one_is_given_up_before(
+    variant: Variant, make_engine: MakeEngine, singles: Singles, when: str, given_up: tuple[int, ...]
+) -> None:
+    """Where children share nothing, all of them run in the step of the first, which may then be too late."""
+    engine, params = make_engine(), drawn(4, prompt_logprobs=2)
+    engine.add_request(PROMPT, params, request_id="p")
+
+    def give_up() -> None:
+        assert all(engine.abort_request(f"p/{child}") for child in given_up)
+
+    if when == "after a step":
+        engine.step()
+    if when in ("waiting", "after a step"):
+        give_up()
+    else:
+        OnEvent(engine.tracer, when, give_up, rid="p/0")
+    output, expected = run(variant, engine)["p"], singles(PROMPT, params)
+    assert_same_logprobs(output.prompt_logprobs, expected[0].prompt_logprobs, exact_ranks=False)
+    for child, (completion, whole) in enumerate(zip(output.outputs, expected, strict=True)):
+        assert completion.finish_reason == ("abort" if child in given_up else "length")
+        assert when == "after a step" or child not in given_up or not completion.token_ids
+        check_begun(completion, whole)
 
 
 def test_a_closed_stream_ends_its_whole_family(variant: Variant, make_engine: MakeEngine) -> None:

@@ -6,12 +6,12 @@ each time another one. A request that runs alone stays, for no other would gain 
 
 from typing import Any
 
-from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_batch import Pools, ScheduleBatch
 from m4_radix_cache.scheduler import Scheduler
 from m5_chunked_prefill_spec.batch_composer import Work
 from m5_chunked_prefill_spec.scheduler import Scheduler as SchedulerOfPieces
 from m6_multimodal_pd.disaggregation.decode_scheduler import DecodeScheduler
+from tests.support.victims import InTurn as InTurn
 
 EVERY = 3
 
@@ -21,6 +21,10 @@ class ShortPools(Pools):
 
     num_denials = 0
 
+    @classmethod
+    def of(cls, pools: Pools) -> "ShortPools":
+        return cls(pools.req_to_token_pool, pools.token_to_kv_pool_allocator, pools.tree_cache, debug=pools.debug)
+
     def make_room(self, num_tokens: int) -> bool:
         if self.num_denials:
             self.num_denials -= 1
@@ -28,26 +32,12 @@ class ShortPools(Pools):
         return super().make_room(num_tokens)
 
 
-class InTurn:
-    """Chooses another victim each time, so that sooner or later each is hit, in every state."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def choose_victim(self, running: Any) -> Req:
-        self.count += 1
-        return running[self.count % len(running)]
-
-
 class ForcedRetraction(Scheduler):
     """m4's, in less memory than it seems to have."""
 
     def __init__(self, *, pools: Pools, **parts: Any) -> None:
-        short = ShortPools(
-            pools.req_to_token_pool, pools.token_to_kv_pool_allocator, pools.tree_cache, debug=pools.debug
-        )
-        super().__init__(pools=short, **parts | {"preemption": InTurn()})
-        self.short = short
+        self.short = ShortPools.of(pools)
+        super().__init__(pools=self.short, **parts | {"preemption": InTurn()})
         self.num_steps_since = 0
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
@@ -67,11 +57,8 @@ class ForcedRetractionInPieces(SchedulerOfPieces):
     """m5's, likewise; a request in the middle of its prompt may be the victim, too."""
 
     def __init__(self, *, pools: Pools, **parts: Any) -> None:
-        short = ShortPools(
-            pools.req_to_token_pool, pools.token_to_kv_pool_allocator, pools.tree_cache, debug=pools.debug
-        )
-        super().__init__(pools=short, **parts | {"preemption": InTurn()})
-        self.short = short
+        self.short = ShortPools.of(pools)
+        super().__init__(pools=self.short, **parts | {"preemption": InTurn()})
         self.num_steps_since = 0
 
     def get_next_batch_to_run(self) -> Any:

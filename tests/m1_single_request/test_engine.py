@@ -27,10 +27,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "add_request": lambda engine, **options: engine.add_request(PROMPT, greedy(1), **options),
 }
 """Every call that makes a request."""
-ALL_CALLS = CALLS | {
-    "chat_prompt": lambda engine: engine.chat_prompt(MESSAGES),
-    "step": lambda engine: engine.step(),
-}
+ALL_CALLS = CALLS | {"chat_prompt": lambda engine: engine.chat_prompt(MESSAGES), "step": lambda engine: engine.step()}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -97,12 +94,6 @@ def test_every_step_reports_what_changed(engine: LLMEngine) -> None:
     assert [(len(output.token_ids), output.finished) for output in seen] == [(1, False), (2, False), (3, True)]
     assert seen[-1].token_ids == engine.generate(PROMPT, greedy(3)).token_ids
     assert engine.step() == {}
-
-
-def test_requests_run_one_after_the_other_in_order(engine: LLMEngine) -> None:
-    ids = [engine.add_request(prompt, greedy(2)) for prompt in ("a", "b", "c")]
-    order = [rid for _ in range(6) for rid in engine.step()]
-    assert order == [ids[0], ids[0], ids[1], ids[1], ids[2], ids[2]]
 
 
 def test_step_reports_what_ended_while_a_stream_was_read(engine: LLMEngine) -> None:

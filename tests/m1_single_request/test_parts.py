@@ -47,21 +47,15 @@ class SchedulerWithoutTracer(SchedulerWithoutAttributes):
     def __init__(self, *, stop_checker: StopChecker) -> None: ...
 
 
-class SamplerThatCannotBeCalled:
-    """Has no `__call__`."""
-
-
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
         ({"scheduler": SchedulerWithoutUpdate}, r"'scheduler': SchedulerWithoutUpdate has no update_from_output\(\)$"),
-        ({"sampler": SamplerThatCannotBeCalled}, r"SamplerThatCannotBeCalled has no __call__\(\)"),
         ({"scheduler": SchedulerWithoutTracer}, "cannot be called as the default part is: .* 'tracer'"),
         (
             {"scheduler": SchedulerThatUpdatesFromLess},
             r"has a method update_from_output\(\) that cannot be called as that of Scheduler is: too many positional",
         ),
-        ({"scheduler": dict}, r"dict has no add_request\(\), "),
         pytest.param(
             {"sampler": Sampler()}, r"'sampler' must be a class or a function, not <.*Sampler object", id="an object"
         ),

@@ -77,26 +77,6 @@ def test_kv_usage_counts_what_is_reserved_and_what_of_it_is_used(make_engine: Ma
     assert [event.tokens for event in recorder.events("free")] == [2, 9]
 
 
-def test_a_step_emits_its_events_in_order(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine, **limits(2))
-    for rid in ("a", "b"):
-        engine.add_request([5, 6], greedy(1), request_id=rid)
-    engine.step()
-    assert recorder.kinds() == [
-        *["request_added"] * 2,
-        *["admit"] * 2,
-        "batch",
-        "forward",
-        "kv_usage",
-        *["sampled"] * 2,
-        *["result", "finish"] * 2,
-        *["free"] * 2,
-        "step_done",
-    ]
-    done = recorder.records[-1].event
-    assert (done.num_tokens, done.num_running, done.num_waiting, done.kv_tokens) == (4, 0, 0, 0)
-
-
 def test_a_step_that_failed_is_reported_and_names_no_batch_that_was_not(make_engine: MakeEngine) -> None:
     engine, recorder = traced(make_engine)
     engine.engine_core.executor.worker.model_runner.execution.decoder = None

@@ -1,41 +1,26 @@
 """Helpers of m3's engine tests: settings in a line, what blocks must hold, and parts that do what a test tells them."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from m3_paged_attention import CacheConfig, LLMEngine, SchedulerConfig
 from m3_paged_attention.executor import GPUExecutor
-from m3_paged_attention.model_input import ModelInput
 from m3_paged_attention.model_runner import ModelRunner
 from m3_paged_attention.outputs import ModelRunnerOutput
-from m3_paged_attention.request import Request
 from m3_paged_attention.scheduler_output import SchedulerOutput
 from tests.support.engines import (
     MAX_MODEL_LEN as MAX_MODEL_LEN,
+    MakeEngine as MakeEngine,
     OnEvent as OnEvent,
     Recorder as Recorder,
     drain as drain,
     greedy as greedy,
     held as held,
+    ids as ids,
     unfinished as unfinished,
 )
+from tests.support.victims import InTurn as InTurn
 
 MODES = ("recompute", "swap")
-Moment = Literal["before", "forward", "after"]
-
-
-class MakeEngine(Protocol):
-    """Builds an engine on the tiny model; the configs are those of `setting`."""
-
-    def __call__(
-        self,
-        parts: Mapping[str, Any] | None = None,
-        *,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        eos_token_ids: Iterable[int] | None = None,
-        **configs: Any,
-    ) -> LLMEngine: ...
 
 
 def setting(
@@ -54,11 +39,6 @@ def setting(
         ),
         "cache_config": CacheConfig(block_size=block_size, num_blocks=blocks, **cache),
     }
-
-
-def ids(length: int, first: int = 5) -> list[int]:
-    """A prompt of this length."""
-    return list(range(first, first + length))
 
 
 def runner_of(engine: LLMEngine) -> ModelRunner:
@@ -106,12 +86,7 @@ def check_memory(engine: LLMEngine) -> None:
 
 def run(engine: LLMEngine) -> dict[str, Any]:
     """Step until nothing is left, looking at the engine after every step; the last output of every request."""
-    last: dict[str, Any] = {}
-    for _ in unfinished(engine):
-        outputs = engine.step()
-        assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
-        last |= outputs
-        check_step(engine)
+    last = drain(engine, check_step)
     check_drained(engine)
     return last
 
@@ -123,28 +98,6 @@ def starts(decision: SchedulerOutput) -> dict[str, int]:
     return {data.req_id: data.num_computed_tokens for data in full} | dict(
         zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     )
-
-
-def failing_runner(error: BaseException, *, rid: str, position: int, at: Moment = "forward") -> type[ModelRunner]:
-    """A runner that raises once: in the step in which `rid` runs at `position`, before all, in the forward or after."""
-    left, fails = [error], []
-
-    class FailingRunner(ModelRunner):
-        def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-            fails[:] = [at] if left and starts(scheduler_output).get(rid) == position else []
-            if fails == ["before"]:
-                raise left.pop()
-            output = super().execute_model(scheduler_output)
-            if fails == ["after"]:
-                raise left.pop()
-            return output
-
-        def forward(self, model_input: ModelInput) -> Any:
-            if fails == ["forward"]:
-                raise left.pop()
-            return super().forward(model_input)
-
-    return FailingRunner
 
 
 class CheckingExecutor(GPUExecutor):
@@ -163,14 +116,3 @@ class CheckingExecutor(GPUExecutor):
 def of_the_prompt(output: ModelRunnerOutput) -> set[str]:
     """Those whose token is sound, but not what was asked of their prompt."""
     return {rid for rid, error in output.errors.items() if "for the prompt" in str(error)}
-
-
-class InTurn:
-    """A policy that chooses another victim each time, whatever it loses."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def choose_victim(self, running: Any) -> Request:
-        self.count += 1
-        return running[self.count % len(running)]

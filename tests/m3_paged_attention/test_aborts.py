@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from m3_paged_attention import LLMEngine
-from tests.m3_paged_attention.engines import (
-    MODES,
-    MakeEngine,
-    OnEvent,
-    check_step,
-    greedy,
-    run,
-    setting,
-)
+from tests.m3_paged_attention.engines import MODES, MakeEngine, OnEvent, check_step, greedy, run, setting
 
 PROMPTS = {"a": [21, 22, 23], "b": [31, 32, 33, 34], "c": [41], "d": [51, 52]}
 
@@ -92,35 +84,6 @@ def test_an_abort_in_the_step_that_preempts_a_request_or_swaps_it_in(
 
 
 # --- one of several continuations -------------------------------------------------------------------------------------
-
-
-def rows_of(output: Any) -> list[Any]:
-    """The log-probabilities of a prompt, without the last bits."""
-    return [row and {token: round(entry.logprob, 3) for token, entry in row.items()} for row in output.prompt_logprobs]
-
-
-@pytest.mark.parametrize("when", ["waiting", "admit", "batch", "sampled"])
-@pytest.mark.parametrize("given_up", [(0,), (0, 1), (0, 2), (0, 1, 2)], ids=str)
-def test_the_prompts_logprobs_are_another_childs_task_if_the_first_one_is_given_up_before(
-    make_engine: MakeEngine, when: str, given_up: tuple[int, ...]
-) -> None:
-    params = greedy(4, n=4, prompt_logprobs=2, temperature=1.0, seed=7)
-    usual = make_engine(**setting(4)).generate([5, 6, 7, 8, 9], params)
-    engine = make_engine(**setting(4))
-    engine.add_request([5, 6, 7, 8, 9], params, request_id="p")
-
-    def give_up() -> None:
-        assert all(engine.abort_request(f"p/{child}") for child in given_up)
-
-    if when == "waiting":
-        give_up()
-    else:
-        OnEvent(engine.tracer, when, give_up, rid="p/0")
-    output = run(engine)["p"]
-    assert rows_of(output) == rows_of(usual)
-    for child, completion in enumerate(output.outputs):
-        assert completion.finish_reason == ("abort" if child in given_up else "length")
-        assert completion.token_ids == (() if child in given_up else usual.outputs[child].token_ids)
 
 
 def test_the_prompts_logprobs_stay_with_the_child_that_brought_them(make_engine: MakeEngine) -> None:

@@ -10,17 +10,7 @@ import pytest
 from m1_single_request import SamplingParams
 from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.request import ParentRequest, Request
-from tests.m3_paged_attention.engines import (
-    MakeEngine,
-    Recorder,
-    check_drained,
-    greedy,
-    held,
-    ids,
-    run,
-    setting,
-    unfinished,
-)
+from tests.m3_paged_attention.engines import MakeEngine, Recorder, greedy, held, ids, run, setting, unfinished
 from tests.testbed.fakes import answer, make_request
 from tests.testbed.paged import PagedBed, make_paged_bed
 
@@ -126,17 +116,6 @@ def test_the_prompt_is_computed_and_stored_once(make_engine: MakeEngine) -> None
     run(engine)
     assert engine.stats().num_prompt_tokens == 21
     assert [event.block_ids for event in recorder.events("blocks_forked")] == [(1, 2, 3, 4, 5)] * 3
-
-
-def test_more_outputs_than_may_run_start_on_a_sibling_that_runs(make_engine: MakeEngine) -> None:
-    engine = make_engine(**setting(3, blocks=30, block_size=2))
-    recorder = Recorder(engine.tracer)
-    output = engine.generate(ids(6), greedy(5, n=8, temperature=1.0, seed=11), request_id="p")
-    assert [completion.finish_reason for completion in output.outputs] == ["length"] * 8
-    admitted = recorder.events("admit")
-    assert [event.rid for event in admitted] == [f"p/{child}" for child in range(8)]
-    assert admitted[0].how == "prefill" and "fork" in [event.how for event in admitted]
-    check_drained(engine)
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Parts of one's own in m3's roles: what fits is used by this engine alone, what does not fit is a readable error."""
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -8,13 +7,13 @@ import pytest
 
 import m1_single_request
 import m2_continuous_batching
-from m1_single_request.sampler import Sampler
 from m3_paged_attention import PARTS, ConfigError, LLMEngine
 from m3_paged_attention.kv_cache_manager import KVCacheManager
 from m3_paged_attention.output_processor import OutputProcessor
 from m3_paged_attention.scheduler import Scheduler
 from m3_paged_attention.step_plan import StepPlan
-from tests.m3_paged_attention.engines import MakeEngine, Recorder, check_drained, greedy, run, setting
+from tests.m3_paged_attention.engines import MakeEngine, Recorder, check_drained, greedy, setting
+from tests.support.traces import order_of_admission
 
 PROMPTS = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
 
@@ -76,27 +75,10 @@ class NewestFirst(Scheduler):
 
 
 def test_a_scheduler_of_ones_own_decides_the_order(make_engine: MakeEngine) -> None:
-    def admitted(engine: LLMEngine) -> list[str]:
-        recorder = Recorder(engine.tracer)
-        for number, prompt in enumerate(PROMPTS):
-            engine.add_request(prompt, greedy(2), request_id=str(number))
-        run(engine)
-        return [admit.rid for admit in recorder.events("admit")]
-
-    assert admitted(make_engine({"scheduler": NewestFirst}, **setting(2))) == ["3", "2", "1", "0"]
-    assert admitted(make_engine(**setting(2))) == ["0", "1", "2", "3"], "other engines are not affected"
+    own, usual = make_engine({"scheduler": NewestFirst}, **setting(2)), make_engine(**setting(2))
+    assert order_of_admission(own, PROMPTS) == [3, 2, 1, 0]
+    assert order_of_admission(usual, PROMPTS) == [0, 1, 2, 3], "other engines are not affected"
     assert PARTS["scheduler"] is Scheduler
-
-
-def test_a_sampler_of_ones_own_runs_beside_the_model(make_engine: MakeEngine) -> None:
-    class SecondBest(Sampler):
-        def choose(self, logits: Any, metadata: Any) -> Any:
-            return logits.topk(2, dim=-1).indices[:, 1]
-
-    usual = make_engine(**setting(2)).generate([5, 6], greedy(4, logprobs=2))
-    output = make_engine({"sampler": SecondBest}, **setting(2)).generate([5, 6], greedy(4, logprobs=2))
-    first = usual.outputs[0].logprobs[0]
-    assert output.token_ids[0] == next(token for token, entry in first.items() if entry.rank == 2)
 
 
 def test_an_output_processor_of_ones_own_may_merge_otherwise(make_engine: MakeEngine) -> None:
@@ -109,18 +91,6 @@ def test_an_output_processor_of_ones_own_may_merge_otherwise(make_engine: MakeEn
     output = engine.generate([5, 6, 7], greedy(5, n=4, temperature=1.0, seed=1))
     lengths = [len(completion.text) for completion in output.outputs]
     assert lengths == sorted(lengths, reverse=True) and len(lengths) == 4
-
-
-def test_a_function_that_builds_the_part_fits_as_well(make_engine: MakeEngine) -> None:
-    made: list[Any] = []
-
-    def kv_manager(**arguments: Any) -> KVCacheManager:
-        made.append(LastBlockFirst(**arguments))
-        return made[-1]
-
-    engine = make_engine({"kv_manager": kv_manager, "scheduler": functools.partial(NewestFirst)}, **setting(2))
-    assert engine.engine_core.scheduler.kv_manager is made[0]
-    assert len(engine.generate_batch(PROMPTS, greedy(2))) == 4
 
 
 def test_parts_of_before_still_fit_where_m3_changed_nothing() -> None:

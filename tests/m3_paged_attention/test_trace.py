@@ -4,28 +4,20 @@ The trace alone must explain the memory: allocated, shared, copied, moved and fr
 """
 
 import dataclasses
-import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from m3_paged_attention import (
-    ChromeTraceReader,
-    ConsoleReader,
-    LLMEngine,
-    TraceConfig,
-)
+from m3_paged_attention import LLMEngine, TraceConfig
 from m3_paged_attention.kv_events import BlocksForked
-from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, run, setting, unfinished
-from tests.m3_paged_attention.event_examples import USAGE
-from tests.support.traces import chrome_bars, chrome_curves, traced
+from tests.m3_paged_attention.engines import MakeEngine, Recorder, greedy, ids, setting, unfinished
+from tests.m3_paged_attention.event_examples import PREEMPTED, USAGE
+from tests.support.traces import traced
 
 
 def test_events_name_their_requests() -> None:
     forked = BlocksForked(owner="a/1", parent="a/0", block_ids=(3, 4), num_tokens=30)
     assert forked.request_ids() == ("a/0", "a/1")
+    assert PREEMPTED.brief() == "preempted: req-7"
 
 
 def test_usage_draws_curves_and_an_empty_pool_wastes_nothing() -> None:
@@ -44,19 +36,10 @@ def test_usage_draws_curves_and_an_empty_pool_wastes_nothing() -> None:
 
 def sized(make_engine: MakeEngine, **settings: Any) -> tuple[Any, LLMEngine]:
     """The event of the sizing, and the engine."""
-
-    class Reader:
-        found: Any = None
-
-        def read(self, record: Any) -> None:
-            if record.event.kind == "kv_sized":
-                self.found = record.event
-
-        def close(self) -> None: ...
-
-    reader = Reader()
-    engine = make_engine(trace_config=TraceConfig(readers=(reader,)), **settings)
-    return reader.found, engine
+    recorder = Recorder()
+    engine = make_engine(trace_config=TraceConfig(readers=(recorder,)), **settings)
+    (event,) = recorder.events("kv_sized")
+    return event, engine
 
 
 def test_the_sizing_can_be_computed_again_from_its_event(make_engine: MakeEngine) -> None:
@@ -128,25 +111,6 @@ def test_block_tables_made_of_events_are_the_real_ones(make_engine: MakeEngine, 
     assert kinds.keys() >= wanted | ({"blocks_swapped"} if mode == "swap" else set())
 
 
-def test_a_step_tells_its_story_in_order(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine, **setting(2))
-    for rid in ("a", "b"):
-        engine.add_request(ids(2), greedy(1), request_id=rid)
-    engine.step()
-    assert recorder.kinds() == [
-        *["request_added"] * 2,
-        *["blocks_allocated", "admit"] * 2,
-        "batch",
-        *["sampled"] * 2,
-        *["result"] * 2,
-        *["blocks_freed", "finish"] * 2,
-        "blocks_used",
-        "step_done",
-    ]
-    done = recorder.records[-1].event
-    assert (done.num_tokens, done.num_running, done.num_waiting, done.kv_tokens) == (4, 0, 0, 0)
-
-
 def test_a_step_that_failed_says_so_and_shows_no_usage(make_engine: MakeEngine) -> None:
     engine, recorder = traced(make_engine)
     engine.engine_core.executor.worker.model_runner.forward = None
@@ -155,50 +119,3 @@ def test_a_step_that_failed_says_so_and_shows_no_usage(make_engine: MakeEngine) 
     (finish,) = recorder.events("finish")
     assert finish.reason == "error" and "TypeError" in finish.why
     assert recorder.events("blocks_used") == recorder.events("sampled") == []
-
-
-# --- readers ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_consoles_show_blocks(make_engine: MakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    for verbose in (True, False):
-        engine = make_engine(
-            trace_config=TraceConfig(readers=(ConsoleReader(verbose=verbose),)), **setting(4, blocks=6, block_size=2)
-        )
-        for rid in ("a", "b"):
-            engine.add_request(ids(3), greedy(6, n=2), request_id=rid)
-        for _ in unfinished(engine):
-            engine.step()
-        said = re.sub(r"\s+", " ", capsys.readouterr().out)
-        assert "KV memory: num_blocks=6 of 2 tokens was asked for" in said
-        if verbose:
-            assert "a asks for 2 continuations: a/0, a/1" in said
-            assert "a/1 joins on the blocks of a/0; it starts when that prompt is computed" in said
-            assert "is preempted: the next tokens need" in said
-            assert "frees blocks" in said
-        else:
-            assert "preempted: " in said
-            assert len(said.split("step ")) - 1 == engine.stats().num_steps
-
-
-def test_the_chrome_trace_has_a_lane_for_each_child_and_curves_of_blocks(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    path = tmp_path / "trace.json"
-    engine = make_engine(trace_config=TraceConfig(readers=(ChromeTraceReader(path),)), **setting(3))
-    engine.add_request(ids(2), greedy(3), request_id="a")
-    engine.add_request(ids(4), greedy(2, n=2), request_id="p")
-    run(engine)
-    engine.close()
-    assert chrome_bars(path) == [
-        ("a", 1, "prefill"),
-        ("a", 2, "decode"),
-        ("a", 3, "decode"),
-        ("p/0", 1, "prefill"),
-        ("p/0", 2, "decode"),
-        ("p/1", 2, "decode"),
-        ("p/1", 3, "decode"),
-    ]
-    assert chrome_curves(path) >= {
-        *("running", "KV blocks used", "KV blocks free", "KV blocks shared", "KV fragmentation %"),
-    }

@@ -2,47 +2,33 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from math import nan
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 
-from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache import CacheConfig, LLMEngine, SamplingParams, SchedulerConfig
 from m4_radix_cache.forward_batch import ForwardBatch
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 from m4_radix_cache.model_runner import ModelRunner
-from m4_radix_cache.model_worker_batch import ModelWorkerBatch
 from m4_radix_cache.request import Req
 from m4_radix_cache.scheduler import Scheduler
 from tests.support.engines import (
+    MakeEngine as MakeEngine,
     OnEvent as OnEvent,
     Recorder as Recorder,
     Remembered as Remembered,
+    drain,
     greedy as greedy,
     held as held,
+    ids as ids,
     unfinished as unfinished,
 )
 
 CACHES = ("radix", "hash", "chunk")
-Moment = Literal["before", "forward", "after"]
 Asked = Mapping[str, tuple[list[int], SamplingParams]]
 """Requests by their ids: a prompt, and what is asked for."""
-
-
-class MakeEngine(Protocol):
-    """Builds an engine on the tiny model; the configs are those of `setting`."""
-
-    def __call__(
-        self,
-        parts: Mapping[str, Any] | None = None,
-        *,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        eos_token_ids: Iterable[int] | None = None,
-        **configs: Any,
-    ) -> Any: ...
 
 
 def setting(
@@ -72,11 +58,6 @@ def setting(
             page_size=page_size, max_total_tokens=tokens, prefix_cache=cache, debug=debug, **more
         ),
     }
-
-
-def ids(length: int, first: int = 5) -> list[int]:
-    """A prompt of this length."""
-    return list(range(first, first + length))
 
 
 # --- looking inside ---------------------------------------------------------------------------------------------------
@@ -180,42 +161,12 @@ def check_memory(engine: LLMEngine) -> None:
 
 def run(engine: Any, check: Callable[[Any], None] = check_step) -> dict[str, Any]:
     """Step until nothing is left, looking at the engine after every step; the last output of every request."""
-    last: dict[str, Any] = {}
-    for _ in unfinished(engine):
-        outputs = engine.step()
-        assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
-        last |= outputs
-        check(engine)
+    last = drain(engine, check)
     check_drained(engine)
     return last
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
-
-
-def failing_runner(error: BaseException, *, rid: str, position: int, at: Moment = "forward") -> type[ModelRunner]:
-    """A runner that raises once: in the step in which `rid` runs from `position` on, before all, in the forward or
-    after."""
-    left, fails = [error], []
-
-    class FailingRunner(ModelRunner):
-        def execute_model(self, batch: ModelWorkerBatch) -> ModelRunnerOutput:
-            prefix_lens = batch.prefix_lens or (batch.seq_lens - 1).tolist()
-            starts = dict(zip(batch.rids, prefix_lens, strict=True))
-            fails[:] = [at] if left and starts.get(rid) == position else []
-            if fails == ["before"]:
-                raise left.pop()
-            output = super().execute_model(batch)
-            if fails == ["after"]:
-                raise left.pop()
-            return output
-
-        def forward(self, batch: ForwardBatch) -> Any:
-            if fails == ["forward"]:
-                raise left.pop()
-            return super().forward(batch)
-
-    return FailingRunner
 
 
 def no_numbers_for(row: int, in_step: int) -> type[ModelRunner]:

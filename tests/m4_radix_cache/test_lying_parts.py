@@ -16,6 +16,7 @@ from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.prefill_adder import AddReqResult, PrefillAdder
 from m4_radix_cache.schedule_policy import Order, SchedulePolicy
 from tests.m4_radix_cache.engines import MakeEngine, check_drained, greedy, run, setting
+from tests.support.victims import INVALID_VICTIMS
 from tests.testbed.radix import make_radix_bed
 
 PROMPTS = {"a": [31, 32, 33], "b": [41, 42, 43, 44, 45], "c": [51]}
@@ -36,22 +37,14 @@ def submit(engine: LLMEngine) -> None:
 
 # --- a preemption policy ----------------------------------------------------------------------------------------------
 
-CHOICES: dict[str, Callable[[Any], Any]] = {
-    "nobody": lambda running: None,
-    "a stranger": lambda running: SimpleNamespace(request_id="stranger"),
-    "an id": lambda running: running[0].request_id,
-    "raises": lambda running: {}["victim"],
-    "sorts in place": lambda running: running.sort(),
-}
 
-
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", INVALID_VICTIMS)
 def test_a_policy_that_chooses_no_running_request_ends_all_requests_and_the_engine_goes_on(
     make_engine: MakeEngine, expected: dict[str, tuple[int, ...]], cache: str, choice: str
 ) -> None:
     class Liar:
         def choose_victim(self, running: Any) -> Any:
-            return CHOICES[choice](running)
+            return INVALID_VICTIMS[choice](running)
 
     engine = make_engine(
         {"preemption": Liar}, **setting(2, tokens=24, page_size=2, cache=cache, conservativeness=0, policy="fcfs")

@@ -7,7 +7,8 @@ of a caller are tested for all milestones: `tests/engine_contract`.
 
 import pytest
 
-from m4_radix_cache import ForwardError, LLMEngine, RequestOutput, SamplingParams
+from m4_radix_cache import ForwardError, LLMEngine, RequestOutput
+from tests.engine_contract.variants import M4_RADIX, FailingRunner
 from tests.m4_radix_cache.engines import (
     MakeEngine,
     OnEvent,
@@ -16,29 +17,23 @@ from tests.m4_radix_cache.engines import (
     check_drained,
     check_flushed,
     check_step,
-    failing_runner,
     greedy,
     ids,
     no_numbers_for,
     run,
     setting,
 )
+from tests.support.engines import check_begun
+from tests.support.families import drawn
 
 PROMPT = [31, 32, 33, 34, 35, 36]
 SHARING = pytest.mark.parametrize("cache", ["radix", "hash"])
 
 
-def drawn(max_tokens: int = 6, n: int = 4) -> SamplingParams:
-    """Parameters that draw, from seed 11 on."""
-    return greedy(max_tokens, n=n, temperature=1.0, seed=11)
-
-
 def check_children(output: RequestOutput, m1: Remembered, prompt: list[int], num_tokens: int) -> None:
     """Each completion is m1's answer to a request of its own, as far as it got."""
     for seed, completion in enumerate(output.outputs, start=11):
-        alone = m1.generate(prompt, greedy(num_tokens, temperature=1.0, seed=seed))
-        assert completion.token_ids == alone.token_ids[: len(completion.token_ids)]
-        assert (len(completion.token_ids) == num_tokens) == (completion.finish_reason == "length")
+        check_begun(completion, m1.generate(prompt, greedy(num_tokens, temperature=1.0, seed=seed)))
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -130,8 +125,8 @@ def test_a_prompt_whose_forward_failed_takes_only_the_first_child_along(
     make_engine: MakeEngine, m1: Remembered, cache: str
 ) -> None:
     """The others were not in that step. The error reaches the caller with the end of the family."""
-    parts = {"model_runner": failing_runner(RuntimeError("broken"), rid="p/0", position=0)}
-    engine = make_engine(parts, **setting(4, page_size=2, cache=cache))
+    failing = FailingRunner(M4_RADIX, RuntimeError("broken"), rid="p/0", position=0)
+    engine = make_engine(failing.parts, **setting(4, page_size=2, cache=cache))
     engine.add_request(PROMPT, drawn(), request_id="p")
     output = run(engine)["p"]
     assert output.finish_reason == "error" and "broken" in str(output.error)

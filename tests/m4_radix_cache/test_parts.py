@@ -17,16 +17,8 @@ from m4_radix_cache.request import Req
 from m4_radix_cache.schedule_policy import Order, SchedulePolicy
 from m4_radix_cache.scheduler import Scheduler
 from tests.m4_radix_cache.caches import ForgetsSalts
-from tests.m4_radix_cache.engines import (
-    MakeEngine,
-    Recorder,
-    cache_of,
-    cached_len,
-    greedy,
-    ids,
-    run,
-    setting,
-)
+from tests.m4_radix_cache.engines import MakeEngine, Recorder, cache_of, cached_len, greedy, ids, setting
+from tests.support.traces import order_of_admission
 
 PROMPTS = [[5, 6, 7, 8, 9], [8], [9, 10], [11, 12, 13, 14]]
 
@@ -53,10 +45,7 @@ def without(part: Any, verb: str) -> Any:
             r"Without has no alloc_decode\(\)",
         ),
         ({"kv_manager": m3_paged_attention.PARTS["kv_manager"]}, "no role 'kv_manager'.*prefix_cache"),
-        (
-            {"scheduler": m3_paged_attention.PARTS["scheduler"]},
-            "Scheduler has no get_next_batch_to_run",
-        ),
+        ({"scheduler": m3_paged_attention.PARTS["scheduler"]}, "Scheduler has no get_next_batch_to_run"),
         (
             {"model_runner": m3_paged_attention.PARTS["model_runner"]},
             "cannot be called as the default part is: .* 'req_to_token_pool'",
@@ -116,22 +105,10 @@ def test_a_function_that_makes_the_allocator_is_told_what_the_engine_was_told(ma
 
     for page_size, debug in ((1, False), (8, True)):
         make_engine({"token_to_kv_pool_allocator": make}, **setting(2, tokens=64, page_size=page_size, debug=debug))
-    assert made == [
-        {"size": 64, "page_size": 1, "checked": False},
-        {"size": 64, "page_size": 8, "checked": True},
-    ]
+    assert made == [{"size": 64, "page_size": 1, "checked": False}, {"size": 64, "page_size": 8, "checked": True}]
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
-
-
-def admitted(engine: LLMEngine) -> list[str]:
-    """In which order requests that arrive together get in."""
-    recorder = Recorder(engine.tracer)
-    for number, prompt in enumerate(PROMPTS):
-        engine.add_request(prompt, greedy(2), request_id=str(number))
-    run(engine)
-    return [admit.rid for admit in recorder.events("admit")]
 
 
 class NewestFirst(SchedulePolicy):
@@ -150,8 +127,9 @@ class OneAtATime(PrefillAdder):
 
 
 def test_a_policy_of_ones_own_decides_the_order(make_engine: MakeEngine) -> None:
-    assert admitted(make_engine({"schedule_policy": NewestFirst}, **setting(2))) == ["3", "2", "1", "0"]
-    assert admitted(make_engine(**setting(2))) == ["0", "1", "2", "3"]
+    own, usual = make_engine({"schedule_policy": NewestFirst}, **setting(2)), make_engine(**setting(2))
+    assert order_of_admission(own, PROMPTS) == [3, 2, 1, 0]
+    assert order_of_admission(usual, PROMPTS) == [0, 1, 2, 3]
     assert PARTS["schedule_policy"] is SchedulePolicy
 
 

@@ -69,22 +69,6 @@ def test_of_several_outputs_the_first_rates_the_prompt_and_the_others_hit(
 
 
 @SHARING
-@pytest.mark.parametrize("steps", [0, 1])
-def test_if_the_child_that_rates_is_given_up_another_one_does(
-    make_engine: MakeEngine, m1: Any, cache: str, steps: int
-) -> None:
-    params = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=11, prompt_logprobs=2)
-    engine, prompt = make_engine(**setting(cache=cache)), prompt_of(9)
-    engine.add_request(prompt, params, request_id="p")
-    for _ in range(steps):
-        engine.step()
-    engine.abort_request("p/0")
-    output = run(engine)["p"]
-    wanted = m1.generate(prompt, greedy(1, prompt_logprobs=2)).prompt_logprobs
-    assert_same_logprobs(output.prompt_logprobs, wanted, exact_ranks=False)
-
-
-@SHARING
 def test_once_rated_a_retracted_prompt_may_come_from_the_cache(make_engine: MakeEngine, m1: Any, cache: str) -> None:
     engine = make_engine({"scheduler": ForcedRetraction}, **setting(cache=cache))
     recorder = Recorder(engine.tracer)

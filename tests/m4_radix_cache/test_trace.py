@@ -15,31 +15,13 @@ from typing import Any
 import pytest
 
 from m1_single_request.trace_event import Event
-from m4_radix_cache import (
-    ChromeTraceReader,
-    ConsoleReader,
-    JsonlReader,
-    LLMEngine,
-    SamplingParams,
-    TraceConfig,
-    events,
-)
+from m4_radix_cache import ConsoleReader, JsonlReader, LLMEngine, TraceConfig, events
 from m4_radix_cache.invariants import pages_of
 from m4_radix_cache.mem_cache import events as cache_events
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
-from tests.m4_radix_cache.engines import (
-    MakeEngine,
-    cache_of,
-    check_flushed,
-    greedy,
-    ids,
-    run,
-    scheduler_of,
-    setting,
-    unfinished,
-)
+from tests.m4_radix_cache.engines import MakeEngine, check_flushed, greedy, ids, run, scheduler_of, setting, unfinished
 from tests.m4_radix_cache.event_examples import ADMIT, AUDIT, BATCH, EVICTED, MATCHED, ORDER, RETRACT
-from tests.support.traces import chrome_bars, chrome_curves, fields, traced
+from tests.support.traces import fields, traced
 
 HEAD = ids(40)
 """What several prompts have in common: more than is needed to wait for."""
@@ -316,30 +298,6 @@ def test_an_audit_that_fails_tells_the_equation_first(make_engine: MakeEngine) -
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_tells_its_story_in_order(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine, **setting(2))
-    engine.generate(ids(9), greedy(1))
-    recorder.records.clear()
-    for last in (20, 21):
-        engine.add_request([*ids(9), last], greedy(1), request_id=str(last))
-    engine.step()
-    assert recorder.kinds() == [
-        *["request_added"] * 2,
-        "policy_order",
-        *["matched", "locked", "admit"] * 2,
-        "batch",
-        *["sampled"] * 2,
-        *["result"] * 2,
-        *["inserted", "released", "locked", "finish"] * 2,  # the whole pages were there, the rest is free
-        "audit",
-        "step_done",
-    ]
-    done = recorder.records[-1].event
-    assert (done.num_tokens, done.num_running, done.num_waiting, done.kv_tokens) == (4, 0, 0, 0)
-    (batch,) = recorder.events("batch")
-    assert fields([batch], "mode", "prefix_lens", "extend_lens", "left") == [("extend", (8, 8), (2, 2), ("req-0",))]
-
-
 def test_without_debug_nothing_is_audited(make_engine: MakeEngine) -> None:
     engine, recorder = traced(make_engine, **setting(2, debug=False))
     engine.generate(ids(6), greedy(3))
@@ -373,8 +331,7 @@ def test_the_consoles_show_what_is_shared(
     console = TraceConfig(readers=(ConsoleReader(verbose=verbose),))
     engine = make_engine(trace_config=console, **setting(3, **CROWDED))
     crowd(engine)
-    for _ in unfinished(engine):
-        engine.step()
+    run(engine)
     said = re.sub(r"\s+", " ", capsys.readouterr().out)
     for part in (
         [
@@ -406,27 +363,3 @@ def test_a_salt_of_any_characters_is_told(make_engine: MakeEngine, tmp_path: Pat
         assert engine.generate(ids(9), greedy(2), cache_salt=salt).metrics.cached_tokens == (cache != "chunk") * 8
     engine.close()
     assert len(path.read_text(encoding="utf-8").splitlines()) > 20
-
-
-def test_the_chrome_trace_has_a_lane_for_each_request_and_curves_of_slots(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    path = tmp_path / "trace.json"
-    engine = make_engine(trace_config=TraceConfig(readers=(ChromeTraceReader(path),)), **setting(3))
-    engine.add_request(ids(2), greedy(3), request_id="a")
-    engine.step()
-    engine.add_request(ids(6), SamplingParams(max_tokens=2, n=2, seed=1, ignore_eos=True), request_id="p")
-    run(engine)
-    engine.close()
-    assert chrome_bars(path) == [
-        ("a", 1, "extend"),
-        ("a", 4, "decode"),
-        ("a", 5, "decode"),
-        ("p/0", 2, "extend"),
-        ("p/0", 4, "decode"),
-        ("p/1", 3, "extend"),
-        ("p/1", 4, "decode"),
-    ]
-    slots = {"KV slots free", "KV slots evictable", "KV slots protected", "KV slots owned"}
-    assert chrome_curves(path) >= slots | {"running"}
-    assert cache_of(engine).evictable_size() == 0

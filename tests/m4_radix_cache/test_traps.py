@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 
 from m4_radix_cache import ForwardError, SamplingParams
+from tests.engine_contract.variants import M4_RADIX, MOMENTS, FailingRunner, Moment
 from tests.equivalence.traffic import prompt_of
 from tests.m4_radix_cache.engines import (
     MakeEngine,
-    Moment,
     Recorder,
     cached_len,
     check_answers,
     check_drained,
     check_flushed,
     check_step,
-    failing_runner,
     greedy,
     no_numbers_for,
     run,
@@ -39,11 +38,7 @@ def test_two_requests_with_one_prefix_in_one_batch_own_every_page_once(
     """Both compute it, because neither finds it. The second one's copy is freed; it must not read it any more."""
     engine = make_engine(**setting(8, tokens=80, page_size=page_size, cache=cache, policy="fcfs"))
     recorder, common = Recorder(engine.tracer), prompt_of(12)
-    asked = {
-        "a": ([*common, 5, 6], greedy(9)),
-        "b": ([*common, 7, 8], greedy(9)),
-        "c": (common, greedy(12)),
-    }
+    asked = {"a": ([*common, 5, 6], greedy(9)), "b": ([*common, 7, 8], greedy(9)), "c": (common, greedy(12))}
     submit(engine, asked)
     outputs = engine.step()
     check_step(engine)
@@ -156,13 +151,13 @@ def test_a_request_finds_nothing_under_another_salt(make_engine: MakeEngine, m1:
     assert engine.stats().evictable_size == 3 * 14, "each namespace has its own"
 
 
-@pytest.mark.parametrize("moment", ["before", "forward", "after"])
+@pytest.mark.parametrize("moment", MOMENTS)
 @SHARING
 def test_a_prompt_whose_forward_failed_leaves_nothing_in_the_cache(
     make_engine: MakeEngine, m1: Any, cache: str, moment: Moment
 ) -> None:
-    parts = {"model_runner": failing_runner(RuntimeError("broken"), rid="p", position=8, at=moment)}
-    engine = make_engine(parts, **setting(page_size=4, cache=cache))
+    failing = FailingRunner(M4_RADIX, RuntimeError("broken"), rid="p", position=8, at=moment)
+    engine = make_engine(failing.parts, **setting(page_size=4, cache=cache))
     first, params = prompt_of(8), greedy(5)
     engine.generate([*first, 1], greedy(1))
     prompt = [*first, *prompt_of(9, 1)]

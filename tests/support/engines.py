@@ -192,6 +192,11 @@ def greedy(max_tokens: int, **params: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True} | params)
 
 
+def ids(length: int, first: int = 5) -> list[int]:
+    """A prompt of this length."""
+    return list(range(first, first + length))
+
+
 def unfinished(engine: Any) -> Iterator[None]:
     """`for _ in unfinished(engine): engine.step()`, which fails instead of going on for ever."""
     for _ in range(MANY_STEPS):
@@ -215,6 +220,12 @@ def drain(engine: Any, check_step: Callable[[Any], object] = check_queues) -> di
         assert not any(last[rid].finished for rid in outputs.keys() & last.keys()), "reported again after its end"
         last |= outputs
     return last
+
+
+def check_begun(output: Any, whole: RequestOutput) -> None:
+    """The tokens of an output or a completion are the first of `whole`; all, unless it failed or was aborted."""
+    assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+    assert output.finish_reason in ("error", "abort") or output.token_ids == whole.token_ids
 
 
 class Recorder:

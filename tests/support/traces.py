@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.support.engines import Recorder
+from tests.support.engines import Recorder, drain, greedy
 
 
 def traced(make_engine: Callable[..., Any], **settings: Any) -> tuple[Any, Recorder]:
@@ -19,18 +19,17 @@ def fields(found: Iterable[Any], *names: str) -> list[tuple[Any, ...]]:
     return [tuple(getattr(event, name) for name in names) for event in found]
 
 
+def order_of_admission(engine: Any, prompts: Iterable[list[int]]) -> list[int]:
+    """The numbers of prompts that arrive together, in the order in which they get in."""
+    recorder = Recorder(engine.tracer)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(prompt, greedy(2), request_id=str(number))
+    drain(engine)
+    return [int(admit.rid) for admit in recorder.events("admit")]
+
+
 def chrome_bars(path: Path) -> list[tuple[str, int, str]]:
     """The bars of a Chrome trace: the request, the step and what the request did in it."""
-    entries = _entries(path)
+    entries = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     lanes = {entry["tid"]: entry["args"]["name"] for entry in entries if entry["ph"] == "M"}
     return sorted((lanes[e["tid"]], e["args"]["step"], e["name"]) for e in entries if e["ph"] == "X" and e["tid"] != 0)
-
-
-def chrome_curves(path: Path) -> set[str]:
-    """The names of its curves."""
-    return {entry["name"] for entry in _entries(path) if entry["ph"] == "C"}
-
-
-def _entries(path: Path) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return entries
