@@ -14,16 +14,9 @@ import numpy as np
 import pytest
 
 from m1_single_request import EngineError, InvalidParamsError, InvalidRequestError, PromptTooLongError, SamplingParams
+from tests.events.milestones import MILESTONES
 from tests.support.odd_values import LONGEST_SECONDS, ODD, about, answer_to
 
-PACKAGES = [
-    "m1_single_request",
-    "m2_continuous_batching",
-    "m3_paged_attention",
-    "m4_radix_cache",
-    "m5_chunked_prefill_spec",
-    "m6_multimodal_pd",
-]
 REQUIRED = {"num_tokens": (1, 2), "step_ms": (1.0, 2.0)}
 """Of a cost table: fields without a default."""
 
@@ -31,7 +24,7 @@ REQUIRED = {"num_tokens": (1, 2), "step_ms": (1.0, 2.0)}
 def configurations(package: str) -> list[type]:
     """The dataclasses that a user fills in, each of them in the first milestone that has it."""
     found: list[type] = []
-    for name in PACKAGES[: PACKAGES.index(package) + 1]:
+    for name in MILESTONES[: MILESTONES.index(package) + 1]:
         own = [
             value
             for key, value in vars(importlib.import_module(name)).items()
@@ -41,7 +34,7 @@ def configurations(package: str) -> list[type]:
     return found
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", MILESTONES)
 def test_every_field_of_every_configuration_takes_or_refuses_any_value(package: str) -> None:
     for cls in configurations(package):
         needed = {f.name: REQUIRED[f.name] for f in dataclasses.fields(cls) if f.name in REQUIRED}
@@ -144,7 +137,7 @@ def answers_of(engine: Any) -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", MILESTONES)
 def test_every_parameter_of_every_call_takes_or_refuses_any_value(package: str) -> None:
     with engine_of(package) as engine:
         answers_of(engine)

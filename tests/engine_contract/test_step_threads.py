@@ -11,6 +11,7 @@ import torch
 from m3_paged_attention import step_threads
 from m3_paged_attention.attention import native_library
 from m6_multimodal_pd.multimodal.encoder import Encoder
+from tests.events.milestones import MILESTONES
 from tests.support.engines import Recorder, greedy
 
 pytestmark = pytest.mark.skipif(native_library.obstacle() is not None, reason="the native kernels cannot run here")
@@ -34,9 +35,7 @@ def engine_of(milestone: str, backend: str = "native", **parts: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    "milestone", ["m3_paged_attention", "m4_radix_cache", "m5_chunked_prefill_spec", "m6_multimodal_pd"]
-)
+@pytest.mark.parametrize("milestone", MILESTONES[2:])
 def test_a_step_beside_other_programs_has_fewer_threads(milestone: str, busy_machine: None) -> None:
     with engine_of(milestone) as engine:
         recorder = Recorder(engine.tracer)

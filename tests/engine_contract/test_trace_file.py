@@ -11,11 +11,7 @@ import pytest
 from m1_single_request import ConfigError, JsonlReader, TraceRecord, read_trace
 from m1_single_request.trace_event import Event
 from m1_single_request.trace_file import event_classes
-
-MILESTONES = (
-    "m1_single_request", "m2_continuous_batching", "m3_paged_attention", "m4_radix_cache", "m5_chunked_prefill_spec",
-    "m6_multimodal_pd",
-)  # fmt: skip
+from tests.events.milestones import MILESTONES
 
 
 def examples(kind: Any) -> list[Any]:

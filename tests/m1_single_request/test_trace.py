@@ -564,20 +564,10 @@ def test_the_configuration_names_the_readers(tmp_path: Path, capsys: pytest.Capt
 # --- cost -------------------------------------------------------------------------------------------------------------
 
 
-class FailsAtOnce:
-    """Fails at its first record."""
-
-    def read(self, record: TraceRecord) -> None:
-        raise OSError("gone")
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 def test_a_failing_reader_disturbs_nothing_even_where_warnings_are_errors(make_engine: MakeEngine) -> None:
     engine = make_engine()
     expected = engine.generate([5, 6, 7], greedy(3)).token_ids
-    engine.tracer.attach(FailsAtOnce())
+    engine.tracer.attach(Broken())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engine.generate([5, 6, 7], greedy(3)).token_ids == expected

@@ -1,4 +1,4 @@
-"""The trace of a few users of one system prompt in little memory, on the embedded checkpoint, is the stored one.
+"""The trace of users of one system prompt in little memory; `tests/events` compares it with the stored one.
 
 The stored trace (`golden/shared_prefixes.jsonl`) holds no times and no floats computed by the model. When a change of
 the trace is intended, record it again and read the difference before committing it:
@@ -75,19 +75,11 @@ def test_the_stored_trace_shows_every_kind_of_decision() -> None:
     by_kind: dict[str, list[Any]] = defaultdict(list)
     for event in stored:
         by_kind[event["event"]].append(event)
-    assert by_kind.keys() >= {
-        *(
-            "engine_started",
-            "backend_chosen",
-            "kv_sized",
-            "request_added",
-            "request_options",
-            "policy_order",
-            "matched",
-        ),
-        *("admit", "not_admitted", "batch", "sampled", "result", "finish", "abort", "retract", "step_done"),
-        *("inserted", "split", "locked", "duplicates_freed", "released", "evicted", "audit", "cache_flushed"),
-    }
+    assert by_kind.keys() >= set(
+        "engine_started backend_chosen kv_sized request_added request_options policy_order matched admit not_admitted "
+        "batch sampled result finish abort retract step_done inserted split locked duplicates_freed released evicted "
+        "audit cache_flushed".split()
+    )
     assert {event["num_held_back"] for event in by_kind["policy_order"]} == {0, 1}
     assert {event["mode"] for event in by_kind["batch"]} == {"extend", "decode"}
     assert {event["result"] for event in by_kind["admit"]} == {"continue", "no_token"}
@@ -102,6 +94,23 @@ def test_the_stored_trace_shows_every_kind_of_decision() -> None:
     (retract,) = by_kind["retract"]
     back = [event for event in by_kind["admit"] if event["num_output_tokens"]]
     assert [event["rid"] for event in back] == [retract["rid"]] == ["salted"]
+
+
+def test_the_stored_budgets_add_up() -> None:
+    """Whoever is admitted fits in the memory, and takes whole pages of what the step may compute."""
+    for step in GOLDEN.steps("admit", "not_admitted"):
+        left = BUDGET
+        for admit in step["admit"]:
+            assert admit["need"] < admit["rem_total"] <= admit["cur_rem"] <= MAX_TOTAL_TOKENS
+            assert admit["rem_input"] == left
+            left -= whole_pages(admit["extend"])
+        for refused in step["not_admitted"]:
+            assert whole_pages(refused["needed"]) >= refused["available"] <= refused["cur_rem"]
+
+
+def whole_pages(num_tokens: int) -> int:
+    """The tokens of the pages that so many tokens fill or begin."""
+    return -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
 
 
 if __name__ == "__main__":
