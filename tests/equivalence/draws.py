@@ -6,6 +6,7 @@ logits. A random model is unsure among thousands of tokens, and so has thousands
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -42,3 +43,14 @@ class MeasuringSampler(Sampler):
 def gaps_of(margins: Iterable[float]) -> tuple[float, ...]:
     """Noted margins as a `Reference` has them."""
     return tuple(margin * NEAR_TIE for margin in margins)
+
+
+def noting(rows: list[Tensor]) -> type[Sampler]:
+    """A sampler that keeps the logits that it sees."""
+
+    class Noting(Sampler):
+        def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> Any:
+            rows.extend(logits.clone())
+            return super().__call__(logits, metadata)
+
+    return Noting

@@ -36,8 +36,7 @@ References = Callable[[str, str], tuple[list[Prompt], list[Reference]]]
 
 @pytest.fixture(scope="module")
 def singles(
-    references: Callable[[str], tuple[list[Prompt], list[Reference]]],
-    reference_model: Callable[[str], ReferenceModel],
+    references: Callable[[str], tuple[list[Prompt], list[Reference]]], reference_model: Callable[[str], ReferenceModel]
 ) -> Iterator[References]:
     """`singles(model, setting)`: four prompts, and m1's answers to each with four seeds."""
 

@@ -40,7 +40,13 @@ CLEAR_SETTINGS: dict[str, dict[str, Any]] = {
         "min_tokens": 4,
     },
 }
-"""Settings with so few tokens to choose from that it can be measured how clear each choice is."""
+"""Settings with so few tokens to choose from that nearly all choices are clear."""
+WIDE_SETTINGS: dict[str, dict[str, Any]] = {
+    "drawn from all tokens": {"temperature": 1.0, "seed": SEED},
+    "drawn from all tokens with penalties": {"temperature": 0.8, "seed": SEED, "repetition_penalty": 1.2},
+}
+"""Settings with so many that an answer of some length is cut at a choice that is not clear."""
+SETTINGS = CLEAR_SETTINGS | WIDE_SETTINGS
 
 
 def prompt_of(length: int, which: int = 0) -> list[int]:
@@ -75,7 +81,7 @@ class Ask:
 
     @property
     def params(self) -> SamplingParams:
-        values = CLEAR_SETTINGS[self.setting]
+        values = SETTINGS[self.setting]
         least = {"min_tokens": min(values.get("min_tokens", 0), self.max_tokens)}
         return SamplingParams(max_tokens=self.max_tokens, n=self.n, **values | least)
 
@@ -147,7 +153,7 @@ class Alone:
         self.answers: dict[Any, tuple[Reference, str]] = {}
 
     def __call__(self, ask: Ask, child: int) -> tuple[Reference, str]:
-        child = child if "seed" in CLEAR_SETTINGS[ask.setting] else 0
+        child = child if "seed" in SETTINGS[ask.setting] else 0
         key = tuple(ask.prompt), ask.setting, child
         if key not in self.answers:
             self.answers[key] = self._answer(ask, child)
@@ -156,7 +162,7 @@ class Alone:
 
     def _answer(self, ask: Ask, child: int) -> tuple[Reference, str]:
         """As long as any request may want it: a shorter one is its beginning."""
-        values = dict(CLEAR_SETTINGS[ask.setting])
+        values = dict(SETTINGS[ask.setting])
         if "seed" in values:
             values["seed"] += child
         self.sampler.margins.clear()

@@ -9,18 +9,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.equivalence.harness import Reference, check_cuts
-from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, Ask, asks_of, check_ask, serve
+from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, SETTINGS, Alone, Ask, asks_of, check_ask, serve
 from tests.m2_continuous_batching.engines import MakeEngine, check_drained, check_step, limits
 from tests.support.amounts import examples
 
 PROMPT_LENS = (1, 2, 3, 5, 8, 13, 20, 21, 34, 40)
-ASKS = asks_of(
-    PROMPT_LENS,
-    CLEAR_SETTINGS,
-    n=st.just(1),
-    arrival=st.integers(0, 15),
-    patience=st.none() | st.integers(0, 8),
-)
+ASKS = asks_of(PROMPT_LENS, SETTINGS, n=st.just(1), arrival=st.integers(0, 15), patience=st.none() | st.integers(0, 8))
 
 
 @pytest.mark.sample(2)
@@ -29,7 +23,8 @@ ASKS = asks_of(
 def test_any_traffic_gets_the_tokens_of_m1(
     make_engine: MakeEngine, alone: Alone, execution: str, max_num_seqs: int
 ) -> None:
-    references: list[Reference] = []
+    clear: list[Reference] = []
+    others: list[Reference] = []
 
     @settings(max_examples=examples(15 if execution == "per_request" else 30 + 10 * max_num_seqs))
     @given(
@@ -45,7 +40,9 @@ def test_any_traffic_gets_the_tokens_of_m1(
             outputs = serve(engine, asks, check_step)
             check_drained(engine)
         for ask, output in zip(asks, outputs, strict=True):
-            references.extend(check_ask(ask, output, alone))
+            (clear if ask.setting in CLEAR_SETTINGS else others).extend(check_ask(ask, output, alone))
 
     holds()
-    check_cuts(references)
+    check_cuts(clear)
+    num_compared = sum(len(reference.token_ids[: reference.cut]) for reference in others)
+    assert num_compared > 20 or execution == "per_request", "too few draws from all tokens"  # of which few are made

@@ -14,14 +14,13 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from m1_single_request.model_loader import LoadedModel
-from m1_single_request.sampler import Sampler
-from m1_single_request.sampling_metadata import SamplingMetadata
 from m3_paged_attention import KVCapacityError, ModelConfig, SamplingParams, row_sampler
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.model_loader import load_model
 from tests.equivalence import answers
 from tests.equivalence.answers import assert_same_logprobs
+from tests.equivalence.draws import noting
 from tests.equivalence.forced_preemption import ForcedPreemption
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, Ask, asks_of, check_ask, prompt_of, serve
@@ -98,17 +97,6 @@ def test_native_kernels_do_the_work_of_the_native_backend(
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def noting(rows: list[Tensor]) -> type[Sampler]:
-    """A sampler that keeps the logits that it sees."""
-
-    class Noting(Sampler):
-        def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> Any:
-            rows.extend(logits.clone())
-            return super().__call__(logits, metadata)
-
-    return Noting
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 128])
 def test_logits_are_those_of_m1(make_engine: MakeEngine, make_m1: Any, mode: str, block_size: int) -> None:
@@ -166,29 +154,3 @@ def test_prompt_logprobs_of_a_long_prompt_come_in_pieces(make_engine: MakeEngine
         row_sampler.ROWS_AT_A_TIME = at_a_time
     assert seen == [1, 100, 100, 51, 1]
     assert_same_logprobs(output.prompt_logprobs, make_m1().generate(prompt, params).prompt_logprobs, exact_ranks=False)
-
-
-def test_prompt_logprobs_beside_prompts_without_them(make_engine: MakeEngine, make_m1: Any) -> None:
-    prompts = [prompt_of(length) for length in (7, 5, 9, 6)]
-    params = [SamplingParams(max_tokens=2, prompt_logprobs=num_best) for num_best in (None, 2, None, 2)]
-    outputs = list(make_engine(**setting(4, block_size=4)).generate_batch(prompts, params).values())
-    for output, expected in zip(outputs, make_m1().generate_batch(prompts, params).values(), strict=True):
-        if expected.prompt_logprobs is None:
-            assert output.prompt_logprobs is None
-        else:
-            assert_same_logprobs(output.prompt_logprobs, expected.prompt_logprobs, exact_ranks=False)
-
-
-# --- what shares the batch --------------------------------------------------------------------------------------------
-
-
-def test_a_drawn_answer_does_not_depend_on_who_shares_steps_and_memory(
-    make_engine: MakeEngine, make_m1: Any, mode: str
-) -> None:
-    drawn = SamplingParams(max_tokens=10, temperature=1.0, seed=11, top_k=8, ignore_eos=True)
-    limits = setting(8, blocks=20, block_size=4, mode=mode)
-    answers.check_drawn_in_company(lambda: make_engine(**limits), make_m1(), drawn, longest=17)
-
-
-def test_without_a_seed_the_number_of_the_request_decides(make_engine: MakeEngine, make_m1: Any) -> None:
-    answers.check_unseeded(make_engine(seed=4), make_m1(seed=4))

@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from m1_single_request.sampler import Sampler
-from m1_single_request.sampling_metadata import SamplingMetadata
 from m4_radix_cache import KVCapacityError, SamplingParams
+from tests.equivalence.draws import noting
 from tests.equivalence.forced_retraction import ForcedRetraction, InTurn
 from tests.equivalence.harness import Reference, check_cuts
 from tests.equivalence.traffic import CLEAR_SETTINGS, EOS, Alone, SharingAsk, check_ask, prompt_of, serve
@@ -105,17 +104,6 @@ def test_any_traffic_gets_the_tokens_of_m1(make_engine: MakeEngine, alone: Alone
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def noting(rows: list[Tensor]) -> type[Sampler]:
-    """A sampler that keeps the logits that it sees."""
-
-    class Noting(Sampler):
-        def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> Any:
-            rows.extend(logits.clone())
-            return super().__call__(logits, metadata)
-
-    return Noting
 
 
 @pytest.mark.sample(2)
