@@ -19,8 +19,8 @@ GREEDY = Sampled(
 )  # fmt: skip
 DRAWN = dataclasses.replace(GREEDY, greedy=False, settings="temperature 0.7, top_k 5", uniform=0.43219)
 STEP = StepDone(
-    num_tokens=31, num_waiting=2, num_running=1, kv_tokens=64,
-    schedule_ms=0.25, execute_ms=5.5, sample_ms=1.0, update_ms=0.75,
+    num_tokens=31, num_waiting=2, num_running=1, kv_tokens=64, schedule_ms=0.25, execute_ms=5.5, sample_ms=1.0,
+    update_ms=0.75,
 )  # fmt: skip
 
 
@@ -35,39 +35,21 @@ def finish(rid: str) -> Finish:
 EXAMPLES: dict[Event, list[str]] = {
     SHORTENED: ["as float32 (config.json names float16)", "A request has at most 512 tokens, of 40,960"],
     STARTED: [
-        "Qwen3ForCausalLM",
-        "tiny",
-        "cpu",
-        "4.2 M",
-        "16.0 MiB",
-        "float32",
-        "4 layers",
-        "2 KV heads",
-        "64",
-        "4,096 bytes",
-        "x 4 bytes",
+        "Qwen3ForCausalLM", "tiny", "cpu", "4.2 M", "16.0 MiB", "float32", "4 layers", "2 KV heads", "64",
+        "4,096 bytes", "x 4 bytes",
     ],
     RequestAdded(rid="req-7", len=31, max_tokens=16, greedy=False, seed=99, num_waiting=0): [
-        "req-7",
-        "31 prompt tokens",
-        "16",
-        "first in line",
-        "99",
+        "req-7", "31 prompt tokens", "16", "first in line", "99",
     ],
     RequestAdded(rid="req-8", len=1, max_tokens=16, greedy=True, seed=99, num_waiting=3): [
-        "req-8",
-        "1 prompt token,",
-        "behind 3 others",
+        "req-8", "1 prompt token,", "behind 3 others",
     ],
     Admit(rid="req-7", prefix=0, extend=31, num_waiting=0): ["req-7", "31 tokens", "no other waits"],
     Admit(rid="req-7", prefix=0, extend=31, num_waiting=2): ["req-7", "31 tokens", "2 requests must wait"],
     PREFILL: ["Prefill", "req-7", "31 prompt tokens", "0 to 30"],
     DECODE: ["Decode", "req-7", "position 33", "33 tokens"],
     Alloc(owner="req-7", tokens=31, total_tokens=31, total_bytes=126976): [
-        "req-7",
-        "+31 tokens",
-        "31 x 4,096 bytes",
-        "124.0 KiB",
+        "req-7", "+31 tokens", "31 x 4,096 bytes", "124.0 KiB",
     ],
     Free(owner="req-7", tokens=34, bytes=139264): ["req-7", "34 tokens", "136.0 KiB"],
     GREEDY: ["' cat' 62.5%", "' dog' 25.0%", "output 5", "greedy", "token 802"],
@@ -80,4 +62,4 @@ EXAMPLES: dict[Event, list[str]] = {
     finish("req-7"): ["req-7", "16 output tokens", "length", "max_tokens = 16"],
     Abort(rid="req-7", state="running"): ["req-7", "aborted", "running"],
     STEP: ["7.50 ms", "schedule 0.25", "model 5.50", "sample 1.00", "text 0.75"],
-}
+}  # fmt: skip

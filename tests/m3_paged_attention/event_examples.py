@@ -15,47 +15,18 @@ from m3_paged_attention.kv_events import (
 from m3_paged_attention.scheduler_events import Admit, LeftOut, NotAdmitted, ParallelSampling, Preempted
 
 SIZED = KVSized(
-    source="kv_cache_memory_bytes",
-    budget_bytes=512 * 2**20,
-    total_bytes=None,
-    gpu_memory_utilization=None,
-    peak_bytes=None,
-    block_size=16,
-    block_bytes=256 * 2**10,
-    bytes_per_token=16 * 2**10,
-    fitting_blocks=2048,
-    num_blocks=2047,
-    num_host_blocks=0,
-    num_bytes=512 * 2**20,
-    num_host_bytes=0,
-    max_model_len=1024,
-    max_num_seqs=64,
-)
+    source="kv_cache_memory_bytes", budget_bytes=512 * 2**20, total_bytes=None, gpu_memory_utilization=None,
+    peak_bytes=None, block_size=16, block_bytes=256 * 2**10, bytes_per_token=16 * 2**10, fitting_blocks=2048,
+    num_blocks=2047, num_host_blocks=0, num_bytes=512 * 2**20, num_host_bytes=0, max_model_len=1024, max_num_seqs=64,
+)  # fmt: skip
 ADMIT = Admit(
-    rid="req-7",
-    how="prefill",
-    source=None,
-    prefix=0,
-    extend=31,
-    num_output_tokens=0,
-    num_blocks=2,
-    num_free=40,
-    num_running=3,
-    max_num_seqs=16,
-    budget_left=2000,
-    num_waiting=4,
-)
+    rid="req-7", how="prefill", source=None, prefix=0, extend=31, num_output_tokens=0, num_blocks=2, num_free=40,
+    num_running=3, max_num_seqs=16, budget_left=2000, num_waiting=4,
+)  # fmt: skip
 WAITS = NotAdmitted(rid="req-7", limit="blocks", needed=5, available=7, kept_free=4, num_waiting=1)
 PREEMPTED = Preempted(
-    rid="req-7",
-    mode="recompute",
-    num_blocks=5,
-    num_freed=3,
-    needed=2,
-    available=1,
-    num_tokens=70,
-    num_output_tokens=9,
-)
+    rid="req-7", mode="recompute", num_blocks=5, num_freed=3, needed=2, available=1, num_tokens=70, num_output_tokens=9,
+)  # fmt: skip
 USAGE = BlocksUsed(num_used=10, num_free=1000, num_shared=3, num_host_used=0, block_size=16, tokens_held=152)
 
 EXAMPLES: dict[Event, list[str]] = {
@@ -67,77 +38,60 @@ EXAMPLES: dict[Event, list[str]] = {
     dataclasses.replace(SIZED, num_blocks=64, num_bytes=65 * 2**18, max_num_seqs=1): [
         "1 request of 64 blocks at most never fill more than 64, so no more are made",
     ],
-    dataclasses.replace(SIZED, source="num_blocks", budget_bytes=None, num_blocks=7, fitting_blocks=8): [
-        "num_blocks=7 of 16 tokens was asked for, 256.0 KiB each"
-    ],
     dataclasses.replace(
-        SIZED,
-        source="gpu_memory_utilization",
-        total_bytes=80 * 2**30,
-        gpu_memory_utilization=0.9,
-        peak_bytes=20 * 2**30,
-        budget_bytes=52 * 2**30,
+        SIZED, source="num_blocks", budget_bytes=None, num_blocks=7, fitting_blocks=8,
+    ): ["num_blocks=7 of 16 tokens was asked for, 256.0 KiB each"],
+    dataclasses.replace(
+        SIZED, source="gpu_memory_utilization", total_bytes=80 * 2**30, gpu_memory_utilization=0.9,
+        peak_bytes=20 * 2**30, budget_bytes=52 * 2**30,
     ): ["90% of 80.0 GiB, less 20.0 GiB for all else, leave 52.0 GiB"],
     dataclasses.replace(SIZED, num_host_blocks=100, num_host_bytes=100 * 2**18): ["100 more blocks on the host"],
-    BlocksAllocated(owner="a", block_ids=(3, 4, 5, 9), num_tokens=50, num_owned=6, num_free=12): [
-        "a needs room for 50 tokens",
-        "blocks 3-5, 9",
-        "owns 6 now",
-        "12 are free",
-    ],
+    BlocksAllocated(
+        owner="a", block_ids=(3, 4, 5, 9), num_tokens=50, num_owned=6, num_free=12,
+    ): ["a needs room for 50 tokens", "blocks 3-5, 9", "owns 6 now", "12 are free"],
     BlocksFreed(owner="a", block_ids=(3,), num_kept=1, on_host=False, num_free=12): [
-        "a frees block 3",
-        "1 stays in use",
+        "a frees block 3", "1 stays in use",
     ],
     BlocksFreed(owner="a", block_ids=(), num_kept=2, on_host=True, num_free=12): [
-        "frees no block",
-        "2 stay in use",
-        "12 host blocks are free",
+        "frees no block", "2 stay in use", "12 host blocks are free",
     ],
     BlocksForked(owner="a/1", parent="a/0", block_ids=(3, 4), num_tokens=30): [
-        "a/1 shares blocks 3-4 with a/0",
-        "30 tokens",
+        "a/1 shares blocks 3-4 with a/0", "30 tokens",
     ],
     BlockCopied(owner="a/1", source=4, target=9, num_holders=1, num_free=3): [
-        "a/1 is about to write into block 4",
-        "1 other holds",
-        "gets a copy, block 9",
+        "a/1 is about to write into block 4", "1 other holds", "gets a copy, block 9",
     ],
-    BlocksSwapped(owner="a", direction="out", block_ids=(1, 2), host_block_ids=(0, 7), num_free=3, num_host_free=1): [
-        "a is swapped out: blocks 1-2 to host blocks 0, 7"
-    ],
-    BlocksSwapped(owner="a", direction="in", block_ids=(5, 2), host_block_ids=(0, 7), num_free=3, num_host_free=1): [
-        "a is swapped in: host blocks 0, 7 to blocks 5, 2"
-    ],
+    BlocksSwapped(
+        owner="a", direction="out", block_ids=(1, 2), host_block_ids=(0, 7), num_free=3, num_host_free=1,
+    ): ["a is swapped out: blocks 1-2 to host blocks 0, 7"],
+    BlocksSwapped(
+        owner="a", direction="in", block_ids=(5, 2), host_block_ids=(0, 7), num_free=3, num_host_free=1,
+    ): ["a is swapped in: host blocks 0, 7 to blocks 5, 2"],
     USAGE: ["10 of 1,010 blocks in use", "3 of them shared", "152 tokens in 160 slots", "95.0% used, 5.0% reserved"],
     dataclasses.replace(USAGE, num_used=0, num_shared=0, tokens_held=0, num_host_used=2): ["2 blocks on the host"],
     ParallelSampling(rid="a", children=("a/0", "a/1"), seeds=(7, 8)): ["a asks for 2", "a/0, a/1", "7, 8"],
     ADMIT: ["req-7 joins: 31 tokens to compute", "takes 2 free blocks, 40 are left", "3 of at most 16", "4 still wait"],
     dataclasses.replace(ADMIT, num_output_tokens=9): ["9 of them its own output from before it was preempted"],
     dataclasses.replace(ADMIT, how="fork", source="req-7/0", extend=1, num_blocks=1): [
-        "req-7 joins on the blocks of req-7/0",
-        "1 free block,",
+        "req-7 joins on the blocks of req-7/0", "1 free block,",
     ],
     dataclasses.replace(ADMIT, how="fork", source="req-7/0", extend=0, num_blocks=0): [
-        "it starts when that prompt is computed"
+        "it starts when that prompt is computed",
     ],
     dataclasses.replace(ADMIT, how="swap_in", extend=1, prefix=40): [
-        "comes back from host memory with the KV of 40 tokens"
+        "comes back from host memory with the KV of 40 tokens",
     ],
     WAITS: ["req-7 must wait:", "5 blocks of 7 free ones", "4 must stay free"],
     dataclasses.replace(WAITS, limit="max_num_seqs", needed=3, available=2, num_waiting=4): [
-        "req-7 must wait, and 3 others behind it",
-        "max_num_seqs = 2",
+        "req-7 must wait, and 3 others behind it", "max_num_seqs = 2",
     ],
-    dataclasses.replace(WAITS, limit="max_num_batched_tokens", needed=1200, available=1100, num_waiting=2): [
-        "1 other behind it",
-        "1,200 tokens",
-        "1,100",
-    ],
+    dataclasses.replace(
+        WAITS, limit="max_num_batched_tokens", needed=1200, available=1100, num_waiting=2,
+    ): ["1 other behind it", "1,200 tokens", "1,100"],
     LeftOut(rids=("a", "b"), limit="max_num_batched_tokens", available=64): [
         "No token for a, b: the budget of 64 is used up",
     ],
     LeftOut(rids=("a",), limit="blocks", available=0): ["too few blocks are free (0) until the requests that end"],
     PREEMPTED: ["2 new blocks", "1 is free", "frees 3 of its 5 blocks", "70 tokens is dropped", "before new requests"],
     dataclasses.replace(PREEMPTED, mode="swap"): ["70 tokens moves to host memory"],
-}
+}  # fmt: skip

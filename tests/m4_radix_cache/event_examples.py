@@ -4,74 +4,33 @@ from dataclasses import replace
 
 from m1_single_request.trace_event import Event
 from m4_radix_cache.events import Admit, Audit, Batch, Matched, NotAdmitted, PolicyOrder, RequestOptions, Retract
-from m4_radix_cache.mem_cache.events import (
-    CacheFlushed,
-    DuplicatesFreed,
-    Evicted,
-    Inserted,
-    Locked,
-    Released,
-    Split,
-)
+from m4_radix_cache.mem_cache.events import CacheFlushed, DuplicatesFreed, Evicted, Inserted, Locked, Released, Split
 
 MATCHED = Matched(rid="c", query_len=545, limit=544, device_hit=512, host_hit=0)
 INSERTED = Inserted(
-    node=4,
-    parent=2,
-    extra_key=None,
-    insert_len=48,
-    existing=16,
-    token_ids=tuple(range(32)),
-    pages=(7, 9),
-    priority=0,
-    last_access_time=5,
-    evictable=640,
-    protected=1024,
-)
+    node=4, parent=2, extra_key=None, insert_len=48, existing=16, token_ids=tuple(range(32)), pages=(7, 9), priority=0,
+    last_access_time=5, evictable=640, protected=1024,
+)  # fmt: skip
 SPLIT = Split(node=4, upper=9, head=512, tail=32, lock_ref=0, last_access_time=5)
 LOCKED = Locked(node=4, delta=1, num_tokens=512, last_access_time=5, evictable=128, protected=1024)
 EVICTED = Evicted(asked=20, freed=48, nodes=(5, 3), token_counts=(16, 32), strategy="lru", evictable=100, protected=1)
 AUDIT = Audit(available=1000, evictable=500, protected=400, owned=100, total=2000)
 ORDER = PolicyOrder(
-    policy="lpm", active="lpm", rids=("a", "b", "c"), num_held_back=1, num_retracted=1, hits=(0, 1040, 0)
-)
+    policy="lpm", active="lpm", rids=("a", "b", "c"), num_held_back=1, num_retracted=1, hits=(0, 1040, 0),
+)  # fmt: skip
 ADMIT = Admit(
-    rid="a",
-    node=4,
-    prefix=512,
-    extend=32,
-    num_waiting=1,
-    num_output_tokens=0,
-    need=64,
-    rem_total=1000,
-    cur_rem=1200,
-    rem_input=2048,
-    evictable=700,
-    result="continue",
-)
+    rid="a", node=4, prefix=512, extend=32, num_waiting=1, num_output_tokens=0, need=64, rem_total=1000, cur_rem=1200,
+    rem_input=2048, evictable=700, result="continue",
+)  # fmt: skip
 WAITS = NotAdmitted(
-    rid="a",
-    limit="memory",
-    is_locked=False,
-    needed=95,
-    available=90,
-    num_waiting=2,
-    prefix=48,
-    cur_rem=112,
+    rid="a", limit="memory", is_locked=False, needed=95, available=90, num_waiting=2, prefix=48, cur_rem=112,
     evictable=0,
-)
+)  # fmt: skip
 RETRACT = Retract(rid="a", num_tokens=70, num_output_tokens=9, needed=32, available=16, new_token_ratio=0.25)
 BATCH = Batch(
-    mode="extend",
-    rids=("a", "b"),
-    extend_lens=(2, 1),
-    prefix_lens=(512, 15),
-    seq_lens=(514, 16),
-    out_slots=(32, 33, 79),
-    left=("c",),
-    num_running=5,
-    budget=2048,
-)
+    mode="extend", rids=("a", "b"), extend_lens=(2, 1), prefix_lens=(512, 15), seq_lens=(514, 16),
+    out_slots=(32, 33, 79), left=("c",), num_running=5, budget=2048,
+)  # fmt: skip
 
 EXAMPLES: dict[Event, list[str]] = {
     MATCHED: ["c can skip 512 of its 545 tokens, whose KV is in the cache", "544 would be the most", "33 are left"],
@@ -96,14 +55,13 @@ EXAMPLES: dict[Event, list[str]] = {
         "Cached now: 100 tokens evictable, 1 p",
     ],
     replace(EVICTED, asked=50, freed=16, nodes=(5,), token_counts=(16,)): [
-        "50 slots are missing: 1 node with 16 tokens is evicted, chosen by lru, all that no request has locked."
+        "50 slots are missing: 1 node with 16 tokens is evicted, chosen by lru, all that no request has locked.",
     ],
     CacheFlushed(evictable=512, protected=0): ["The cache is flushed: 512 tokens are discarded."],
     CacheFlushed(evictable=0, protected=0): ["The cache is flushed; it was empty."],
     CacheFlushed(evictable=1, protected=32): ["33 tokens are discarded, 32 of them locked."],
     DuplicatesFreed(rid="b", start=16, num_tokens=32): [
-        "b computed its tokens 16 to 47",
-        "its own copy, 32 slots, is freed.",
+        "b computed its tokens 16 to 47", "its own copy, 32 slots, is freed.",
     ],
     Released(rid="b", start=48, num_tokens=3, pages=(9,)): ["b frees 1 page with its last 3 tokens", "keep: 9."],
     Released(rid="b", start=16, num_tokens=35, pages=(4, 9, 3)): ["b frees 3 pages", "keep: 4, 9, 3."],
@@ -121,29 +79,24 @@ EXAMPLES: dict[Event, list[str]] = {
         "could compute 2,048.",
     ],
     replace(ADMIT, prefix=0, num_output_tokens=9, result="no_token"): [
-        "32 tokens to compute; 9 of all are its own output",
-        "No other request fits into the memory.",
+        "32 tokens to compute; 9 of all are its own output", "No other request fits into the memory.",
     ],
     replace(ADMIT, result="other"): ["No other request fits into this step."],
     WAITS: ["a must wait: it may need 95 slots, which is not less than 90 (112 not taken yet, less 22 kept"],
     replace(WAITS, is_locked=True): ["once its 48 cached tokens are locked."],
     replace(WAITS, limit="max_num_seqs", needed=5, available=4): ["this step admits 4 requests, then max_num_seqs run"],
     replace(WAITS, limit="max_num_batched_tokens", needed=31, available=32): [
-        "its 31 tokens, in whole pages",
-        "the 32",
+        "its 31 tokens, in whole pages", "the 32",
     ],
     RETRACT: [
-        "need 32 slots, 16 are free or evictable.",
-        "It keeps its 9 output tokens",
-        "its 70 tokens is freed, except what is cached",
-        "25% of their remaining tokens",
+        "need 32 slots, 16 are free or evictable.", "It keeps its 9 output tokens",
+        "its 70 tokens is freed, except what is cached", "25% of their remaining tokens",
     ],
     BATCH: [
         "Extend batch of 2 requests: 3 tokens to compute, of at most 2,048, and 527 more are read from the cache.",
-        "3 running requests must wait",
-        "left: c.",
+        "3 running requests must wait", "left: c.",
     ],
     replace(BATCH, mode="decode", left=(), extend_lens=(1, 1), num_running=2): [
-        "Decode batch of 2 requests: 1 token each."
+        "Decode batch of 2 requests: 1 token each.",
     ],
-}
+}  # fmt: skip
