@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as hf_logging
 
@@ -26,6 +26,7 @@ from m1_single_request import (
 from m1_single_request.model_loader import SUPPORTED_ARCHITECTURES, LoadedModel, load_model
 from tests.equivalence.models import ARCHITECTURES, save_random_model
 from tests.m1_single_request.engines import MAX_MODEL_LEN, greedy
+from tests.support.checkpoints import edit_json, edit_weights
 
 
 @pytest.fixture
@@ -36,16 +37,6 @@ def directory(tiny_directory: Path, tmp_path: Path) -> Path:
 
 def load(model: Any, **settings: Any) -> LoadedModel:
     return load_model(ModelConfig(**{"model": model, "device": "cpu"} | settings))
-
-
-def edit_json(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def refusal(model: Any, **settings: Any) -> str:

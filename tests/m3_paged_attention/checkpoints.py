@@ -1,16 +1,13 @@
 """A small checkpoint of random weights, and ways to damage a copy of it."""
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.equivalence.models import save_random_model
+from tests.support.checkpoints import edit_json, edit_weights as edit_weights
 
 
 @pytest.fixture(scope="session")
@@ -25,15 +22,6 @@ def directory(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
-def edit_config(directory: Path, *, without: tuple[str, ...] = (), **values: Any) -> None:
-    """Change some values of config.json and remove others."""
-    path = directory / "config.json"
-    config = {key: value for key, value in json.loads(path.read_text()).items() if key not in without}
-    path.write_text(json.dumps(config | values))
-
-
-def edit_weights(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    """Change the tensors of model.safetensors."""
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Change or remove values of config.json, as `edit_json`."""
+    edit_json(directory / "config.json", **changes)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from tests.training.tiny import check_resumes_exactly, tiny_model
 from training import evaluate_draft, tiny_qwen3_draft
 from training.card import sha256
 from training.distillation import Distillation
@@ -21,12 +22,6 @@ from training.recipe import Recipe
 from training.tiny_qwen3_draft import PLAN
 
 FIRST_SPECIAL = 45  # of the 50 tokens of the tiny models below
-
-
-def tiny_model(seed: int, hidden_size: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    sizes = dict(intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=50, hidden_size=hidden_size, tie_word_embeddings=True, **sizes))
 
 
 def opinionated_target() -> Qwen3ForCausalLM:
@@ -108,24 +103,7 @@ def test_distillation_brings_the_draft_closer_to_the_target(tmp_path):
 
 
 def test_a_distillation_that_was_killed_and_resumed_ends_exactly_where_an_uninterrupted_one_does(tmp_path):
-    losses, weights = distil(tmp_path / "whole", dialogues, steps=6)
-
-    def killed(step: int) -> list[Batch]:
-        if step == 3:
-            raise KeyboardInterrupt
-        return dialogues(step)
-
-    with pytest.raises(KeyboardInterrupt):
-        distil(tmp_path / "parts", killed, steps=6)
-    resumed_losses, resumed = distil(tmp_path / "parts", dialogues, steps=6)
-    assert resumed_losses == losses
-    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
-
-
-def test_distillation_refuses_to_overwrite_a_checkpoint(tmp_path, capsys):
-    (tmp_path / "model.safetensors").write_bytes(b"precious")
-    assert tiny_qwen3_draft.main(["--output", str(tmp_path), "--run-dir", str(tmp_path / "run")]) == 2
-    assert "--overwrite" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    check_resumes_exactly(tmp_path, lambda path, batches: distil(path, batches, steps=6), dialogues)
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------

@@ -2,17 +2,11 @@
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from training import tiny_qwen3
+from tests.training.tiny import check_resumes_exactly, tiny_model
+from training import tiny_qwen3, tiny_qwen3_draft
 from training.loop import IGNORE, Batch, LoopConfig, learning_rate, train
 from training.scoring import Score, summary
-
-
-def tiny_model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_key_value_heads=1, tie_word_embeddings=True, **sizes))
 
 
 def batches(step: int) -> list[Batch]:
@@ -31,18 +25,7 @@ def run(path, make_batches) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def test_a_run_that_was_killed_and_resumed_ends_exactly_where_an_uninterrupted_one_does(tmp_path):
-    losses, weights = run(tmp_path / "whole", batches)
-
-    def killed(step: int) -> list[Batch]:
-        if step == 3:
-            raise KeyboardInterrupt
-        return batches(step)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "parts", killed)
-    resumed_losses, resumed = run(tmp_path / "parts", batches)
-    assert resumed_losses == losses
-    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+    check_resumes_exactly(tmp_path, run, batches)
 
 
 def test_a_finished_run_trains_no_further(tmp_path):
@@ -78,9 +61,10 @@ def test_the_learning_rate_warms_up_stays_and_decays(tmp_path):
     assert rates[-1] == pytest.approx(config.final_lr) and rates[300:] == sorted(rates[300:], reverse=True)
 
 
-def test_training_refuses_to_overwrite_a_checkpoint(tmp_path, capsys):
+@pytest.mark.parametrize("recipe", [tiny_qwen3, tiny_qwen3_draft], ids=lambda recipe: recipe.__name__)
+def test_training_refuses_to_overwrite_a_checkpoint(tmp_path, capsys, recipe):
     (tmp_path / "model.safetensors").write_bytes(b"precious")
-    assert tiny_qwen3.main(["--output", str(tmp_path), "--run-dir", str(tmp_path / "run")]) == 2
+    assert recipe.main(["--output", str(tmp_path), "--run-dir", str(tmp_path / "run")]) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert (tmp_path / "model.safetensors").read_bytes() == b"precious" and not (tmp_path / "run").exists()
 

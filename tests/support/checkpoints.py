@@ -1,0 +1,22 @@
+"""Ways to damage a checkpoint."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def edit_json(path: Path, *, without: tuple[str, ...] = (), **values: Any) -> None:
+    """Change some values of a JSON file and remove others."""
+    kept = {key: value for key, value in json.loads(path.read_text()).items() if key not in without}
+    path.write_text(json.dumps(kept | values))
+
+
+def edit_weights(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Change the tensors of model.safetensors."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
