@@ -56,10 +56,7 @@ SHAPES = (
     Shape("Qwen3-0.6B", 16, 8, 128, 1024, 3072),
     Shape("Llama-3-8B", 32, 8, 128, 4096, 14336),
 )
-PADDED_SHAPES = (
-    Shape("heads of 96", 32, 32, 96, 3072, 8192),
-    Shape("heads of 256", 8, 4, 256, 2304, 9216),
-)
+PADDED_SHAPES = (Shape("heads of 96", 32, 32, 96, 3072, 8192), Shape("heads of 256", 8, 4, 256, 2304, 9216))
 PAGE = 16
 NUM_TOKENS, NUM_POSITIONS = 40, 4096
 

@@ -6,7 +6,6 @@ skipped with the reason.
 """
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 from m3_paged_attention.attention import native_library
 from m3_paged_attention.attention.registry import Backend
 from m3_paged_attention.attention.torch_backend import TorchBackend
+from tests.kernels.numbers import same_numbers_and_no_luck as same_numbers_and_no_luck
 
 if importlib.util.find_spec("triton") is None:
     collect_ignore = ["test_interpreter_bf16.py", "test_sm90.py"]  # tests/conftest.py says so in a line
@@ -25,15 +25,6 @@ KINDS = [
     pytest.param("gpu", marks=pytest.mark.gpu),
     pytest.param("torch on a gpu", marks=pytest.mark.gpu),
 ]
-
-
-@pytest.fixture(autouse=True)
-def same_numbers_and_no_luck() -> Iterator[None]:
-    """Random numbers repeat, and `torch.empty` returns NaN, so that a read of unwritten memory shows."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=KINDS)

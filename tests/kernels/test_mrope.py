@@ -14,10 +14,7 @@ SECTIONS = {64: (12, 10, 10), 128: (24, 20, 20), 80: (14, 13, 13), 16: (4, 2, 2)
 
 
 @pytest.fixture(
-    params=[
-        pytest.param("interpreter", marks=pytest.mark.interpreter),
-        pytest.param("gpu", marks=pytest.mark.gpu),
-    ]
+    params=[pytest.param("interpreter", marks=pytest.mark.interpreter), pytest.param("gpu", marks=pytest.mark.gpu)]
 )
 def kind(request: pytest.FixtureRequest) -> str:
     """Native kernels on a CPU have none of this: torch gathers."""
@@ -51,11 +48,12 @@ def test_angles_are_those_of_each_axis(table, device, num_tokens) -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 64])
 def test_the_kernel_reads_what_torch_reads(table, device, num_tokens) -> None:
-    """Bitwise: both are lookups."""
-    positions = positions_of(num_tokens, device)
+    """Bitwise: both are lookups. The last position of the table is there on every axis."""
     plain = MRopeTable(table.table, SECTIONS[2 * table.table.cos.shape[1]], "torch")
-    for found, expected in zip(table(positions), plain(positions), strict=True):
-        assert torch.equal(found, expected)
+    edges = torch.full((3, 3), 0, device=device).fill_diagonal_(LENGTH - 1)
+    for positions in (positions_of(num_tokens, device), edges):
+        for found, expected in zip(table(positions), plain(positions), strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_positions_may_be_a_part_of_longer_rows(table, device) -> None:
@@ -63,10 +61,3 @@ def test_positions_may_be_a_part_of_longer_rows(table, device) -> None:
     whole = table(positions)
     for found, expected in zip(table(positions[:, 11:43]), whole, strict=True):
         assert torch.equal(found, expected[11:43])
-
-
-def test_the_last_position_of_the_table_is_there_on_every_axis(table, device) -> None:
-    positions = torch.full((3, 3), 0, device=device).fill_diagonal_(LENGTH - 1)
-    plain = MRopeTable(table.table, SECTIONS[2 * table.table.cos.shape[1]], "torch")
-    for found, expected in zip(table(positions), plain(positions), strict=True):
-        assert torch.equal(found, expected)

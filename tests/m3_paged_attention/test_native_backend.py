@@ -7,7 +7,7 @@ that the compiler knows, where there are no fused products and no products of bf
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,14 +21,8 @@ from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.kv_storage import KVLayer
 from m3_paged_attention.linear import PlainLinear
 from tests.kernels import references
-from tests.kernels.references import (
-    POINTWISE,
-    PagedBatch,
-    assert_close,
-    causal_attention,
-    decode_row,
-    paged_batch,
-)
+from tests.kernels.numbers import same_numbers_and_no_luck as same_numbers_and_no_luck
+from tests.kernels.references import PagedBatch, assert_close, causal_attention, decode_row, paged_batch
 from tests.support.amounts import examples
 
 if OBSTACLE := native_library.obstacle():
@@ -62,16 +56,6 @@ def backend(request: pytest.FixtureRequest) -> NativeBackend:
 @pytest.fixture(params=[FP32, BF16], ids=["fp32", "bf16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def same_numbers_and_no_luck() -> Iterator[None]:
-    """Random numbers repeat, and `torch.empty` returns NaN."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(1)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -460,16 +444,6 @@ def test_queries_keys_and_values_may_be_views_of_any_kind(backend, dtype) -> Non
         for cache, written in zip(layer, (key, key.flip(0)), strict=True):
             assert torch.equal(cache.view(16, 2, 64)[slots], written)
             assert cache.isnan().sum() == 12 * 2 * 64
-
-
-def test_rotary_works_in_place_beside_what_it_must_not_touch(backend, dtype) -> None:
-    fused = numbers(dtype, 5, 8, 64)
-    before = fused.clone()
-    angles = torch.rand(5, 32)
-    expected = references.rotary(fused[:, 1:7], angles.cos(), angles.sin())
-    backend.rotary(fused[:, 1:7], angles.cos(), angles.sin())
-    assert_close(fused[:, 1:7], expected, POINTWISE)
-    assert torch.equal(fused[:, [0, 7]], before[:, [0, 7]])
 
 
 # --- any shape --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ What it has in common with the other backends is tested in `tests/kernels`. The 
 (`paged_batch`), and so is what `torch.empty` returns: a read of memory that was not written shows.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,17 +13,11 @@ from m3_paged_attention.attention import tiles, torch_backend
 from m3_paged_attention.attention.torch_backend import TorchBackend
 from m3_paged_attention.kv_storage import KVLayer
 from tests.kernels import references
+from tests.kernels.numbers import same_numbers_and_no_luck as same_numbers_and_no_luck
 from tests.kernels.references import NORM, assert_close, attend, check_attention, paged_batch
 
 FP32 = torch.float32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
