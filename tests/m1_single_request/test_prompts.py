@@ -54,31 +54,13 @@ def test_a_token_id_outside_the_vocabulary_is_refused(engine: LLMEngine, token_i
     assert engine.generate([0, 4095], greedy(2)).finished, "these are the ends of it"
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        None,
-        5,
-        2.5,
-        [1.0],
-        [math.nan],
-        [True],
-        [None],
-        ["a"],
-        [[1, 2], [3]],
-        [np.int64(4)],
-        np.array([1, 2]),
-        torch.tensor([1, 2]),
-        {1, 2},
-        {1: 2},
-        iter([1, 2]),
-        b"bytes",
-        bytearray(b"bytes"),
-        memoryview(b"bytes"),
-        object,
-    ],
-    ids=lambda prompt: f"{type(prompt).__name__}-{str(prompt)[:12]}",
-)
+NO_PROMPTS: list[Any] = [
+    None, 5, 2.5, [1.0], [math.nan], [True], [None], ["a"], [[1, 2], [3]], [np.int64(4)], np.array([1, 2]),
+    torch.tensor([1, 2]), {1, 2}, {1: 2}, iter([1, 2]), b"bytes", bytearray(b"bytes"), memoryview(b"bytes"), object,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=lambda prompt: f"{type(prompt).__name__}-{str(prompt)[:12]}")
 def test_what_is_neither_text_nor_token_ids_is_refused(engine: LLMEngine, prompt: Any) -> None:
     with pytest.raises(InvalidPromptError, match="a prompt is a string or a list of token ids"):
         engine.generate(prompt, greedy(3))

@@ -221,21 +221,7 @@ def test_a_row_without_a_single_possible_token_is_named_and_harms_no_other(tempe
     assert (mixed.logprobs[0], mixed.logprobs[2]) == alone.logprobs
 
 
-# --- greedy -----------------------------------------------------------------------------------------------------------
-
-
-def test_temperature_zero_takes_the_best_token_whatever_the_filters_are() -> None:
-    logits = some_logits(200, seed=5)
-    best = tuple(logits.argmax(-1).tolist())
-    some_filters: list[dict[str, Any]] = [{}, {"top_p": 0.3}, {"top_k": 2, "min_p": 0.5}, {"top_p": 0.99, "top_k": 500}]
-    for filters in some_filters:
-        rows = [row(temperature=0.0, seed=i, **filters) for i in range(200)]
-        assert sample(logits, rows).token_ids == best
-    mixed = [row(temperature=0.0 if i % 2 else 5.0, top_p=0.5, seed=i) for i in range(200)]
-    assert sample(logits, mixed).token_ids[1::2] == best[1::2]
-
-
-# --- penalties, bias, min_tokens --------------------------------------------------------------------------------------
+# --- penalties and bias -----------------------------------------------------------------------------------------------
 
 LAST = 0.0  # the last token is in no history: the others are measured against it
 
@@ -268,12 +254,6 @@ def test_penalties_change_the_logits(logits: list[float], settings: dict[str, An
     assert [math.log(share / shares[-1]) for share in shares[:-1]] == pytest.approx(expected, abs=1e-3)
 
 
-def test_penalties_change_the_greedy_choice_too() -> None:
-    assert sample([[2.0, 1.9, 0.0]], [row(output=[0], presence_penalty=0.2)]).token_ids == (1,)
-    assert sample([[2.0, 1.9, 0.0]], [row(prompt=[0], repetition_penalty=1.2)]).token_ids == (1,)
-    assert sample([[2.0, 1.9, 0.0]], [row(prompt=[0], presence_penalty=2.0)]).token_ids == (0,)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_bias_forces_and_bans(temperature: float) -> None:
     logits = some_logits(50, seed=6)
@@ -283,30 +263,9 @@ def test_a_bias_forces_and_bans(temperature: float) -> None:
     assert set(sample(logits, banned).token_ids) == {11}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_stop_ids_are_blocked_for_exactly_min_tokens_steps(temperature: float) -> None:
-    """Tokens 0 and 1 are stop ids and by far the best; token 2 is next."""
-    logits = [[50.0, 49.0, 20.0, 0.0]]
-    chosen = [
-        sample(logits, [row(temperature=temperature, min_tokens=3, stop_ids=[0, 1], output=[2] * done)]).token_ids[0]
-        for done in range(5)
-    ]
-    assert [token in (0, 1) for token in chosen] == [False, False, False, True, True]
-
-
 def test_no_bias_lifts_the_block_of_min_tokens() -> None:
     one = row(min_tokens=2, stop_ids=[0], logit_bias={0: 100.0})
     assert sample([[0.0, 1.0, 2.0]], [one]).token_ids == (2,)
-
-
-def test_min_tokens_blocks_only_the_rows_that_need_it() -> None:
-    rows = [
-        row(min_tokens=1, stop_ids=[0]),
-        row(stop_ids=[0]),
-        row(min_tokens=1, stop_ids=[0], output=[2]),
-        row(min_tokens=5),
-    ]
-    assert sample([[3.0, 2.0, 1.0]] * 4, rows).token_ids == (1, 0, 0, 0)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

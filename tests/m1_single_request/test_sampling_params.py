@@ -40,20 +40,8 @@ REFUSED_FLAGS: dict[str, list[Any]] = {
 REFUSED_STOPS: list[Any] = ["", ["a", ""], ("",), [1], ["a", None], None, 5, b"end", [b"end"], {"a"}, {"a": 1}, object]
 
 REFUSED_STOP_TOKEN_IDS: list[Any] = [
-    None,
-    5,
-    "5",
-    b"ab",
-    bytearray(b"ab"),
-    [-1],
-    [1, -7],
-    [True],
-    [1.0],
-    ["5"],
-    [None],
-    {5},
-    {5: 1},
-]
+    None, 5, "5", b"ab", bytearray(b"ab"), [-1], [1, -7], [True], [1.0], ["5"], [None], {5}, {5: 1},
+]  # fmt: skip
 
 REFUSED_LOGIT_BIAS: list[Any] = [
     5, "5", [5], [(5, 1.0)],

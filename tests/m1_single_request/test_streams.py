@@ -220,10 +220,7 @@ def test_stop_strings_cut_the_text_and_nothing_is_taken_back(shared: LLMEngine, 
 
 @pytest.mark.parametrize(
     ("letters", "shown", "stop_reason"),
-    [
-        ("xSTySTOPz", ["x", "x", "x", "xSTy", "xSTy", "xSTy", "xSTy", "xSTy"], "STOP"),
-        ("xST", ["x", "x", "xST"], None),
-    ],
+    [("xSTySTOPz", ["x", "x", "x", "xSTy", "xSTy", "xSTy", "xSTy", "xSTy"], "STOP"), ("xST", ["x", "x", "xST"], None)],
     ids=["it comes", "it does not come"],
 )
 def test_what_may_become_a_stop_string_is_held_back(

@@ -5,13 +5,9 @@ What all batches have in common is tested in `tests/engine_contract`.
 
 import pytest
 
-from m2_continuous_batching import InvalidParamsError, LLMEngine, PromptTooLongError, SchedulerConfig
-from tests.m2_continuous_batching.engines import MAX_MODEL_LEN, MakeEngine, check_drained, greedy, limits, run
-
-
-def ids(length: int, first: int = 5) -> list[int]:
-    """A prompt of this length."""
-    return list(range(first, first + length))
+from m2_continuous_batching import InvalidParamsError, LLMEngine, PromptTooLongError
+from tests.m2_continuous_batching.engines import MAX_MODEL_LEN, MakeEngine, greedy, limits, run
+from tests.support.engines import ids
 
 
 def test_a_batch_takes_as_many_steps_as_its_longest_answer(make_engine: MakeEngine, execution: str) -> None:
@@ -80,17 +76,3 @@ def test_per_request_execution_wastes_nothing(make_engine: MakeEngine) -> None:
         assert (stats.useful_tokens, stats.padded_tokens, stats.kv_bytes_reserved) == (useful, 0, stats.kv_bytes)
     run(engine)
     assert engine.stats().kv_bytes_reserved == 0
-
-
-def test_the_engine_runs_the_checkpoint_that_ships() -> None:
-    """The default model behind the default configuration."""
-    with LLMEngine(scheduler_config=SchedulerConfig(max_num_seqs=2)) as engine:
-        prompts = [
-            engine.chat_prompt([{"role": "user", "content": text}])
-            for text in ("What is a KV cache?", "What is a token?")
-        ]
-        outputs = engine.generate_batch(prompts)
-        assert [output.finish_reason for output in outputs.values()] == ["stop", "stop"]
-        assert all("token" in output.text for output in outputs.values())
-        assert engine.stats().kv_bytes_reserved > 0, "padded by default"
-        check_drained(engine)

@@ -70,9 +70,7 @@ def test_rows_can_be_selected_in_any_order() -> None:
     assert batch.select([]).batch_size == 0
 
 
-@given(
-    rows=st.lists(st.tuples(st.lists(st.integers(1, 200), min_size=1, max_size=9), st.integers(0, 50)), max_size=6),
-)
+@given(rows=st.lists(st.tuples(st.lists(st.integers(1, 200), min_size=1, max_size=9), st.integers(0, 50)), max_size=6))
 def test_tensors_hold_the_rows_padded_on_the_right(rows: list[tuple[list[int], int]]) -> None:
     lens = [len(tokens) for tokens, _ in rows]
     batch = InputBatch(

@@ -10,15 +10,6 @@ def slots(num: int = 3, *, length: int = 16) -> SlotManager:
     return SlotManager(max_num_seqs=num, max_model_len=length)
 
 
-def test_the_lowest_free_slot_goes_first() -> None:
-    manager = slots()
-    assert [manager.reserve(name, 4) for name in "abc"] == [[0], [1], [2]]
-    manager.release("b")
-    manager.release("a")
-    assert [manager.reserve(name, 4) for name in "ded"] == [[0], [1], []]
-    assert manager.owned() == {"c": [2], "d": [0], "e": [1]}
-
-
 def test_a_request_without_a_slot_has_no_ids() -> None:
     with pytest.raises(KeyError):
         slots().block_ids("stranger")

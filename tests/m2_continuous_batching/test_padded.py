@@ -157,15 +157,6 @@ def test_the_last_token_of_the_longest_request_has_its_place(loaded_m1: LoadedMo
     pair.step({}, {"a": 7, "b": 8, "c": 9})
 
 
-def test_a_row_that_waits_finds_its_kv_as_it_left_it(pair: SideBySide) -> None:
-    """Idle rows write behind their last token; no row may ever read that."""
-    pair.step({rid: (slot, tokens_of(3 + slot)) for slot, rid in enumerate("abc")})
-    for token in range(1, 6):
-        pair.step({}, {"a": token, "c": token})
-    for token in range(6, 9):
-        pair.step({}, {"a": token, "b": token, "c": token})
-
-
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,24 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from m3_paged_attention import (
-    CacheConfig,
-    EngineClosedError,
-    LLMEngine,
-    SamplingParams,
-    SchedulerConfig,
-)
-from tests.m3_paged_attention.engines import (
-    MakeEngine,
-    check_drained,
-    check_memory,
-    check_step,
-    greedy,
-    held,
-    ids,
-    run,
-    setting,
-)
+from m3_paged_attention import EngineClosedError
+from tests.m3_paged_attention.engines import MakeEngine, check_drained, check_memory, greedy, held, ids, run, setting
 
 # --- the worked example -----------------------------------------------------------------------------------------------
 
@@ -69,27 +53,6 @@ def test_blocks_are_moved_before_the_forward_in_their_order(make_engine: MakeEng
 
 
 # --- more runs at once ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(1)
-def test_two_hundred_requests_pass_through_little_memory(make_engine: MakeEngine, make_m1: Any, mode: str) -> None:
-    asks = [
-        (ids(1 + n % 7, first=n), SamplingParams(max_tokens=4 + n % 9, temperature=n % 2, seed=n, ignore_eos=True))
-        for n in range(17)
-    ]
-    engine = make_engine(**setting(6, 40, blocks=12, block_size=2, mode=mode))
-    last: dict[str, Any] = {}
-    for number in range(200):
-        engine.add_request(*asks[number % 17], request_id=str(number))
-        if number % 2:
-            last |= engine.step()
-            check_step(engine)
-    last |= run(engine)
-    assert engine.stats().num_finished == {"length": 200}
-    assert engine.stats().num_preemptions > 10
-    alone = make_m1()
-    answers = [alone.generate(prompt, params).token_ids for prompt, params in asks]
-    assert [last[str(number)].token_ids for number in range(200)] == [answers[number % 17] for number in range(200)]
 
 
 def test_no_token_is_streamed_twice_or_lost_over_preemptions(make_engine: MakeEngine, make_m1: Any, mode: str) -> None:
@@ -143,19 +106,3 @@ def test_closing_releases_all_blocks_here_and_on_the_host(make_engine: MakeEngin
     check_memory(engine)
     with pytest.raises(EngineClosedError):
         engine.step()
-
-
-def test_the_engine_runs_the_checkpoint_that_ships() -> None:
-    """The default model behind the default configuration, and in as little memory as it can work in."""
-    answers = []
-    for cache in (CacheConfig(), CacheConfig(num_blocks=12)):
-        with LLMEngine(scheduler_config=SchedulerConfig(max_num_seqs=3), cache_config=cache) as engine:
-            prompts = [
-                engine.chat_prompt([{"role": "user", "content": text}])
-                for text in ("What is a KV cache?", "What is a token?", "What is a batch?")
-            ]
-            outputs = engine.generate_batch(prompts)
-            assert [output.finish_reason for output in outputs.values()] == ["stop"] * 3
-            answers.append([output.text for output in outputs.values()])
-            check_drained(engine)
-    assert answers[0] == answers[1] and all("token" in text for text in answers[0][:2])

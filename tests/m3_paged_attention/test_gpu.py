@@ -219,22 +219,13 @@ def test_a_share_of_the_device_is_measured_and_kept(directory: Callable[[str], P
 
 
 def test_the_sizing_says_what_the_profile_saw(directory: Callable[[str], Path]) -> None:
-    class Reader:
-        event: Any = None
-
-        def read(self, record: Any) -> None:
-            if record.event.kind == "kv_sized":
-                self.event = record.event
-
-        def close(self) -> None: ...
-
-    reader = Reader()
+    recorder = Recorder()
     with LLMEngine(
         model_config=ModelConfig(model=directory("embedded"), device="cuda"),
         cache_config=CacheConfig(gpu_memory_utilization=0.5),
-        trace_config=m1_single_request.TraceConfig(readers=(reader,)),
+        trace_config=m1_single_request.TraceConfig(readers=(recorder,)),
     ):
-        event = reader.event
+        (event,) = recorder.events("kv_sized")
         assert event.source == "gpu_memory_utilization" and event.gpu_memory_utilization == 0.5
         assert event.total_bytes == torch.cuda.mem_get_info()[1]
         assert 0 < event.peak_bytes < event.total_bytes

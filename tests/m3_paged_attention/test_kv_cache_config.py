@@ -322,10 +322,7 @@ def test_a_share_of_a_gpu_was_measured_and_is_not_doubted(plenty: Callable[[int 
 
 @pytest.mark.parametrize(
     ("cache", "message"),
-    [
-        ({"num_blocks": 10**15}, "Use num_blocks of at most"),
-        ({"swap_space_bytes": 10**18}, "swap_space_bytes"),
-    ],
+    [({"num_blocks": 10**15}, "Use num_blocks of at most"), ({"swap_space_bytes": 10**18}, "swap_space_bytes")],
     ids=str,
 )
 def test_an_engine_refuses_more_memory_than_this_machine_has(

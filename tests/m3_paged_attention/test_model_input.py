@@ -56,8 +56,7 @@ def test_a_step_is_not_changed_by_what_the_runner_learns_later() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=6),
-    st.sampled_from([1, 2, 4, 16]),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=6), st.sampled_from([1, 2, 4, 16])
 )
 def test_every_token_has_the_place_that_a_loop_gives_it(lens: list[tuple[int, int]], block_size: int) -> None:
     lens.sort(key=lambda one: one[1] == 1)

@@ -15,7 +15,7 @@ import pytest
 from m3_paged_attention import CacheConfig, ConfigError, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
 from m3_paged_attention.model_loader import load_model
 from tests.m3_paged_attention.engines import check_drained, greedy
-from tests.support.engines import unfinished
+from tests.support.engines import drain
 
 pytestmark = pytest.mark.interpreter
 if importlib.util.find_spec("triton") is None:
@@ -53,11 +53,8 @@ def test_three_prompts_and_six_tokens_are_those_of_torch(tiny_directory: Path) -
             engine.step()
             for number in (1, 2):  # two prefills beside a decode
                 engine.add_request(PROMPTS[number], greedy(6, logprobs=1), request_id=str(number))
-            last: dict[str, Any] = {}
-            for _ in unfinished(engine):
-                last |= engine.step()
+            answers[backend] = drain(engine)
             check_drained(engine)
-            answers[backend] = last
     for rid, output in answers["torch"].items():
         other = answers["triton"][rid]
         assert (other.token_ids, other.text) == (output.token_ids, output.text)

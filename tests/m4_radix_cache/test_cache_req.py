@@ -208,9 +208,7 @@ VERBS = st.one_of(
 @pytest.mark.parametrize("kind", [*SHARING, "chunk"])
 @settings(max_examples=examples(100))
 @given(
-    page_size=st.sampled_from([1, 2, 4]),
-    num_pages=st.integers(4, 20),
-    verbs=st.lists(VERBS, min_size=5, max_size=40),
+    page_size=st.sampled_from([1, 2, 4]), num_pages=st.integers(4, 20), verbs=st.lists(VERBS, min_size=5, max_size=40)
 )
 def test_everybody_reads_its_own_tokens_and_every_slot_has_one_owner(
     kind: str, page_size: int, num_pages: int, verbs: list[tuple[Any, ...]]

@@ -226,16 +226,6 @@ def test_a_request_alone_at_its_end_may_fill_the_memory(length: int, is_admitted
     assert allocate(cache, adder.can_run_list) == 16 * is_admitted
 
 
-def test_the_last_one_that_fits_ends_the_search() -> None:
-    adder = make_adder(make_cache(page_size=4, num_pages=8))
-    first, last = make_req(1, [7] * 11, max_tokens=5), make_req(2, [8] * 11, max_tokens=3)
-    assert add(adder, first) is CONTINUE
-    assert (adder.cur_rem_tokens, adder.rem_total_tokens) == (20, 15), "prompts are counted in pages, answers in tokens"
-    assert add(adder, last) is NO_TOKEN and adder.budget_state() is NO_TOKEN
-    assert adder.can_run_list == [first, last]
-    assert (adder.cur_rem_tokens, adder.rem_total_tokens) == (8, 0)
-
-
 def test_nobody_is_charged_for_more_than_4096_future_tokens() -> None:
     assert CLIP_MAX_NEW_TOKENS == 4096
     cache = make_cache(num_pages=3 * 4096)

@@ -7,7 +7,7 @@ import pytest
 
 from m1_single_request.errors import shown
 from m4_radix_cache import InvalidRequestError, LLMEngine
-from tests.m4_radix_cache.engines import MakeEngine, Recorder, check_drained, greedy, ids, run, setting, unfinished
+from tests.m4_radix_cache.engines import MakeEngine, Recorder, check_drained, greedy, ids, run, setting
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -85,8 +85,7 @@ def test_every_call_passes_them_on_to_each_request(make_engine: MakeEngine, name
     recorder = Recorder(engine.tracer)
     result = (CALLS | BATCH)[name](engine)(priority=-(2**63) + 1, cache_salt="tenant")
     assert result is not None, "kept: a stream that nobody holds is aborted"
-    for _ in unfinished(engine):
-        engine.step()
+    run(engine)
     passed = [(event.priority, event.extra_key) for event in recorder.events("request_options")]
     assert passed == [(-(2**63) + 1, "tenant")] * (2 if name.endswith("family") or name == "generate_batch" else 1)
     assert recorder.events("inserted")[0].extra_key == "tenant"

@@ -79,12 +79,7 @@ def events_are_built_by_the_tracer(source: Source) -> list[str]:
     return found
 
 
-RULES = (
-    sizes_are_kept,
-    docstrings_are_there,
-    nothing_prints_or_pickles,
-    events_are_built_by_the_tracer,
-)
+RULES = (sizes_are_kept, docstrings_are_there, nothing_prints_or_pickles, events_are_built_by_the_tracer)
 
 
 def _at(module: Module, node: ast.stmt | ast.expr) -> str:
