@@ -16,11 +16,12 @@ from typing import Any, ClassVar, TypeVar
 from rich.console import Console
 from rich.text import Text
 
+from m1_single_request import trace_readers
 from m1_single_request.demo_tour import bullets, checked, headline
 from m1_single_request.events import Event, RequestAdded, some
 from m1_single_request.input_processor import Message
 from m1_single_request.trace_readers import readers_of
-from m1_single_request.tracer import TraceReader, TraceRecord
+from m1_single_request.tracer import TraceReader
 from m4_radix_cache import CacheConfig, LLMEngine, RequestOutput, SamplingParams, TraceConfig
 from m4_radix_cache.events import Admit, Audit, Matched, PolicyOrder, Retract
 from m4_radix_cache.mem_cache.events import Evicted
@@ -46,15 +47,8 @@ DECISIONS = (RequestAdded, PolicyOrder, Matched, Admit)
 T = TypeVar("T")
 
 
-class Records(list[TraceRecord]):
-    """All records of a trace."""
-
-    def read(self, record: TraceRecord) -> None:
-        """Append the record."""
-        self.append(record)
-
-    def close(self) -> None:
-        """Do nothing: the records are read after the run."""
+class Records(trace_readers.Records):
+    """All records of a trace, and their sentences."""
 
     def sentences(self, wanted: Callable[[Any], bool]) -> list[str]:
         """Return the sentences of the wanted events, each with its step."""
