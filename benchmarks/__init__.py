@@ -5,7 +5,9 @@ lesson; code that only one lesson needs is in the folder of its milestone. This 
 process can measure the packages of another checkout (`side.py`).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 RESULTS = HERE / "benchmarks" / "results"
@@ -21,6 +23,16 @@ PACKAGES = {
     "m6": "m6_multimodal_pd",
 }
 
+Row = dict[str, Any]
+"""A row of a table, or a part of a results file, as plain data."""
+
 
 class BenchmarkError(Exception):
     """An argument, a file or a part that cannot be measured."""
+
+
+def check_positive(arguments: Mapping[str, Any], *names: str) -> None:
+    """Raise `BenchmarkError` for an argument that is not greater than 0; None is one that was not given."""
+    for name in names:
+        if arguments[name] is not None and not arguments[name] > 0:
+            raise BenchmarkError(f"--{name} {arguments[name]} must be greater than 0")

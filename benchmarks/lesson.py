@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import ASSETS, OUTPUT, RESULTS, BenchmarkError
+from benchmarks import ASSETS, OUTPUT, RESULTS, BenchmarkError, Row as Row, check_positive
 from benchmarks.engines import TEXT_MODEL
 from benchmarks.machine import LoadMeter, environment
 from benchmarks.report import sections
@@ -69,19 +68,24 @@ def backend(quick: bool = False) -> dict[str, Any]:
     return {"backend": choose("auto", torch.device("cpu"))}
 
 
-def in_folder(run: Callable[[Path], Any]) -> Any:
-    """Call with a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run(Path(folder))
+def drawn(draw: Callable[[], object], console: Console) -> None:
+    """Call something that draws; without matplotlib, print that nothing was drawn."""
+    try:
+        draw()
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        console.print("matplotlib is not installed: nothing was drawn")
 
 
 class Command:
     """The command of one lesson, and the modules beside its own."""
 
     def __init__(self, command: str, module: Any, argv: Sequence[str] | None) -> None:
+        """`command`: the name in its help, such as `python -m benchmarks m1`."""
         self.module, self.lesson = module, module.LESSON
-        self.args = self._parser(command).parse_args(argv)
-        args = self.args
+        self.args = args = self._parser(command).parse_args(argv)
+        check_positive(vars(args), "rounds", "threads")
         if args.record and args.quick:
             raise BenchmarkError("--quick gives no results, so that --record cannot keep them")
         folder = args.output / "quick" if args.quick else args.output
@@ -92,9 +96,7 @@ class Command:
     def _parser(self, command: str) -> argparse.ArgumentParser:
         lesson, summary = self.lesson, self.module.__doc__.splitlines()[0]
         names = ", ".join([*lesson.parts(Size(1, True)), *([TRACE] if self._beside(TRACE) else [])])
-        parser = argparse.ArgumentParser(
-            prog=f"python -m benchmarks {command}", description=f"{summary} Parts: {names}."
-        )
+        parser = argparse.ArgumentParser(prog=command, description=f"{summary} Parts: {names}.")
         parser.add_argument("--only", default="", help="parts, with commas between them; others keep their numbers")
         parser.add_argument("--missing", action="store_true", help="only parts that have no numbers yet")
         parser.add_argument("--rounds", type=int, default=lesson.rounds, help="measurements per number")
@@ -139,16 +141,12 @@ class Command:
         """Write the traced example, and draw its pictures."""
         path = self.texts / f"{self.lesson.name}_trace.txt"
         path.write_text(self._beside(TRACE).traced_steps(), encoding="utf-8")
-        self._draw(lambda: (beside := self._beside("pictures")) and beside.draw_pictures(self.pictures))
+        drawn(self._pictures, self.console)
 
-    def _draw(self, draw: Callable[[], object]) -> None:
-        """Call something that draws; without matplotlib, print that nothing was drawn."""
-        try:
-            draw()
-        except ModuleNotFoundError as error:
-            if error.name != "matplotlib":
-                raise
-            self.console.print("matplotlib is not installed: nothing was drawn")
+    def _pictures(self) -> None:
+        """Draw the pictures of the traced example."""
+        if beside := self._beside("pictures"):
+            beside.draw_pictures(self.pictures)
 
     def _measured(self, todo: Parts) -> dict[str, Any]:
         """Measure parts, and return all results; they are written after each part."""
@@ -189,7 +187,7 @@ class Command:
         template = own.with_name("tables.md.jinja") if own.stem == "__init__" else own.with_suffix(".md.jinja")
         text = sections(template, results)
         (self.texts / f"{self.lesson.name}.md").write_text(text, encoding="utf-8")
-        self._draw(lambda: self._plots(results["parts"]))
+        drawn(lambda: self._plots(results["parts"]), self.console)
         Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _plots(self, parts: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Questions and pictures that the embedded models were trained on, drawn from seeds that training does not use."""
 
+import math
 from random import Random
 from typing import Any
 
@@ -16,22 +17,18 @@ SMALL, LARGE = (96, 96), (256, 256)
 """Width and height in pixels: 9 tokens, and 64, the largest that the model's processor does not resize."""
 
 
-def questions_of(kind: str, number: int, seed: int) -> list[str]:
-    """Draw questions of one kind. The answer to `repeat` stands in the prompt, that to `recall` does in part, that to
-    `explain` only in the weights."""
-    return all_questions(number, seed)[kind]
-
-
 def all_questions(number: int, seed: int) -> dict[str, list[str]]:
-    """Draw questions of every kind."""
+    """Draw questions of every kind. The answer to `repeat` stands in the prompt, that to `recall` does in part, that to
+    `explain` only in the weights; beyond the number of questions to explain, some of them come again."""
     from transformers import AutoTokenizer
 
     from m1_single_request import DEFAULT_MODEL
 
     rng, tokenizer = Random(f"benchmark/{seed}"), AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+    explained = questions() * math.ceil(number / len(questions()))
     asked = {
         "repeat": [skills.repeat_turn(rng, REPEATED[i % len(REPEATED)], tokenizer)[0] for i in range(number)],
-        "explain": [skills.explain_turn(rng, question)[0] for question in rng.sample(questions(), number)],
+        "explain": [skills.explain_turn(rng, question)[0] for question in rng.sample(explained, number)],
         "recall": list[str](),
     }
     for _ in range(number):
@@ -49,17 +46,12 @@ def pixels(number: int, size: tuple[int, int] = LARGE) -> np.ndarray:
     return drawn
 
 
-def image(number: int, size: tuple[int, int] = LARGE) -> dict[str, Any]:
-    """Return a drawn picture as a part of a message."""
-    return {"type": "image", "image": pixels(number, size)}
-
-
-def text(words: str) -> dict[str, Any]:
-    """Return a text as a part of a message."""
-    return {"type": "text", "text": words}
+def message(*parts: Any, role: str = "user") -> dict[str, Any]:
+    """Return a message of texts and pictures, uint8 `[height, width, 3]`; a text alone is its content."""
+    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+    return {"role": role, "content": parts[0] if isinstance(parts[0], str) and len(parts) == 1 else content}
 
 
 def picture_message(number: int, question: str, *, count: int = 1) -> list[dict[str, Any]]:
     """Return a conversation of one question about `count` pictures, of which no two numbers share one."""
-    parts = [image(number * count + place) for place in range(count)]
-    return [{"role": "user", "content": [*parts, text(question)]}]
+    return [message(*[pixels(number * count + place) for place in range(count)], question)]

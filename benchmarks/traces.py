@@ -1,6 +1,7 @@
 """The traced examples of the lessons: what the console shows of a few requests, the same on every machine."""
 
 import io
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,13 @@ class Decisions:
         return "\n".join(line.rstrip() for line in self._buffer.getvalue().strip("\n").splitlines()) + "\n"
 
 
+def written(run: Callable[[Decisions], object], decisions: Decisions | None = None) -> str:
+    """Run an example with a reader of its decisions, and return the text."""
+    decisions = decisions or Decisions()
+    run(decisions)
+    return decisions.text()
+
+
 class Keep:
     """A trace reader that keeps events of some kinds, in their order."""
 
@@ -68,6 +76,12 @@ def watched(engine: Any, call: Callable[[], object], *kinds: type) -> Keep:
     finally:
         engine.tracer.detach(reader)
     return reader
+
+
+def phases(steps: Sequence[StepDone]) -> dict[str, float]:
+    """Return the median seconds of each phase of these steps."""
+    names = ("schedule", "execute", "sample", "update")
+    return {name: statistics.median(getattr(step, f"{name}_ms") for step in steps) / 1e3 for name in names}
 
 
 def stepped(engine: Any, arrivals: Mapping[int, Sequence[tuple[str, Any, Any]]]) -> Iterator[int]:

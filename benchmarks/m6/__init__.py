@@ -1,11 +1,12 @@
-"""The measurements of lesson 6, part 1, images: `python -m benchmarks m6`. Part 2: `pd.py`."""
+"""The measurements of lesson 6, part 1, images: `python -m benchmarks m6`. Part 2: `m6_pd`."""
 
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks import lesson
 from benchmarks.engines import SEEING, SEEING_MODEL, Engines
-from benchmarks.lesson import SEED, Lesson, Parts, Size
+from benchmarks.lesson import Lesson, Parts, Size
+from benchmarks.m3 import on_model
 
 UNLIMITED = 2**20
 NUMBERS, BUDGETS = (1, 2, 4, 8, 16), (64, 128, 256, 512, UNLIMITED)
@@ -16,11 +17,7 @@ def parts(size: Size) -> Parts:
     from benchmarks.m6 import answers, beside
 
     def on(run: Callable[[Engines], Any]) -> Callable[[], Any]:
-        def measure() -> Any:
-            with Engines(SEEING, max_model_len=2048, seed=SEED) as engines:
-                return run(engines)
-
-        return measure
+        return lambda: on_model(run, SEEING, max_model_len=2048)
 
     numbers, budgets = ((1, 4), (64, UNLIMITED)) if size.quick else (NUMBERS, BUDGETS)
     num_requests, num_steps, stream_tokens = (4, 20, 40) if size.quick else (16, 200, 100)

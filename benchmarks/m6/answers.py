@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.engines import Engines
-from benchmarks.texts import LARGE, SMALL, image, picture_message, pixels, text
-from benchmarks.timing import Clocks, interleaved, seconds_of
+from benchmarks.texts import LARGE, SMALL, message, picture_message, pixels
+from benchmarks.timing import Clocks, in_turns, medians, ratio, seconds_of
 from m6_multimodal_pd import SamplingParams
 
 QUESTION = "Describe the picture."
@@ -53,13 +53,13 @@ def first_token(engine: Any, messages: list[Row]) -> tuple[Row, str]:
 def four(engine: Any, number: int) -> dict[str, Row]:
     """Measure the four cases, from a cold start, with pictures that this round alone has."""
     engine.flush_cache()
-    own = image(2 * number)
-    asked = [{"role": "user", "content": [own, text(QUESTION)]}]
+    own = pixels(2 * number)
+    asked = [message(own, QUESTION)]
     found: dict[str, Row] = {}
     found[COLD], answer = first_token(engine, asked)
-    again = [*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": "What is at the center?"}]
+    again = [*asked, message(answer, role="assistant"), message("What is at the center?")]
     found[TURN], _ = first_token(engine, again)
-    found[ELSEWHERE], _ = first_token(engine, [{"role": "user", "content": [text("Look at this. "), own]}])
+    found[ELSEWHERE], _ = first_token(engine, [message("Look at this. ", own)])
     found[OTHER], _ = first_token(engine, picture_message(2 * number + 1, QUESTION))
     return found
 
@@ -71,8 +71,7 @@ def answers(engines: Engines, *, rounds: int) -> Row:
     cases = {}
     for name, last in runs[-1].items():
         cases[name] = last | {key: statistics.median(run[name][key] for run in runs) for key in ("ttft", *PARTS)}
-    for row in cases.values():
-        row["times_cold"] = row["ttft"] / cases[COLD]["ttft"]
+        cases[name]["times_cold"] = ratio([run[name]["ttft"] for run in runs], [run[COLD]["ttft"] for run in runs])
     return {"size": LARGE, "rounds": rounds, "cases": cases}
 
 
@@ -84,7 +83,7 @@ def tower(engines: Engines, numbers: Sequence[int], *, rounds: int) -> Row:
     for size in (SMALL, LARGE):
         items = []
         for number in range(max(numbers)):
-            prompt = engine.chat_prompt([{"role": "user", "content": [image(number, size), text(QUESTION)]}])
+            prompt = engine.chat_prompt([message(pixels(number, size), QUESTION)])
             item = prompt.multimodal_inputs.mm_items[0]
             items.append((torch.from_numpy(item.feature), item.grid_thw))
         rows = []
@@ -94,8 +93,8 @@ def tower(engines: Engines, numbers: Sequence[int], *, rounds: int) -> Row:
                 "one by one": lambda own=own: seconds_of(lambda: [network.encode([item]) for item in own]),
                 "in one pass": lambda own=own: seconds_of(lambda: network.encode(own)),
             }
-            row = interleaved(sides, rounds=rounds)
-            rows.append(row | {"number": count, "times": row["one by one"] / row["in one pass"]})
+            seconds = in_turns(sides, rounds=rounds)
+            rows.append(medians(seconds) | {"number": count, "times": ratio(*seconds.values())})
         found[f"{size[0]} x {size[1]}"] = {"tokens": network.num_tokens(items[0][1]), "numbers": rows}
     return {"sizes": found, "rounds": rounds}
 
@@ -109,7 +108,7 @@ def memory(engines: Engines) -> Row:
     pictures = {}
     for size in (SMALL, LARGE):
         engine.flush_cache()
-        prompt = engine.chat_prompt([{"role": "user", "content": [image(0, size), text(QUESTION)]}])
+        prompt = engine.chat_prompt([message(pixels(0, size), QUESTION)])
         item = prompt.multimodal_inputs.mm_items[0]
         engine.generate(prompt, SamplingParams(max_tokens=1))
         pictures[f"{size[0]} x {size[1]}"] = {

@@ -1,6 +1,5 @@
 """Pictures beside texts: the gaps of streams by the encoder's budget, and the cost of a decode step beside m5's."""
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from random import Random
@@ -8,10 +7,10 @@ from typing import Any
 
 from benchmarks import streams
 from benchmarks.engines import EMBEDDED, Engines
-from benchmarks.lesson import SEED
+from benchmarks.lesson import SEED, Row
 from benchmarks.m6.answers import QUESTION
 from benchmarks.texts import LARGE, picture_message
-from benchmarks.timing import Clocks
+from benchmarks.timing import Clocks, in_turns, medians, ratio
 from benchmarks.workloads import tokens
 from m6_multimodal_pd import SamplingParams
 
@@ -19,7 +18,6 @@ UNLIMITED = 2**20
 NUM_PICTURES = 4  # in each prompt that arrives
 M5, M6, TEXTS, PICTURES = "m5", "m6", "m6 that sees, texts only", "m6 that sees, a picture in each prompt"
 PHASES = ("schedule", "prepare", "forward", "step")
-Row = dict[str, Any]
 
 
 def gaps(engines: Engines, budgets: Sequence[int], *, rounds: int, stream_tokens: int) -> Row:
@@ -79,14 +77,11 @@ def steps(engines: Engines, num_requests: int, num_steps: int) -> Row:
         TEXTS: stepper(seeing, texts, num_steps),
         PICTURES: stepper(other, pictures, num_steps),
     }
-    found: dict[str, list[Row]] = {name: [] for name in sides}
-    for _ in range(num_steps):
-        for name, step in sides.items():
-            found[name].append(step())
-    rows: Row = {
-        name: {phase: statistics.median(row[phase] for row in taken) for phase in PHASES}
-        for name, taken in found.items()
-    }
+    rows: Row = {}
+    for name, taken in in_turns(sides, rounds=num_steps).items():
+        phases = {phase: [step[phase] for step in taken] for phase in PHASES}
+        rows[name] = medians(phases) | {"phases": phases}
+    base = rows[M5]["phases"]
     for row in rows.values():
-        row["times_m5"] = {phase: row[phase] / rows[M5][phase] for phase in PHASES}
+        row["times_m5"] = {phase: ratio(own, base[phase]) for phase, own in row.pop("phases").items()}
     return {"requests": num_requests, "steps": num_steps, "prompt_tokens": len(pictures[0]), "sides": rows}

@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from benchmarks.m6.trace import CONFIGS, PICTURES, message
+from benchmarks.m6.trace import CONFIGS, PICTURES
 from benchmarks.plots import SMALL, arrow, box, panels
+from benchmarks.texts import message
 from m6_multimodal_pd import LLMEngine
 from training.scenes import Thing, draw_scene
 

@@ -1,13 +1,10 @@
 """The plots of lesson 6, part 1."""
 
-from typing import Any
-
 from matplotlib.figure import Figure
 
 from benchmarks.m6.answers import COLD
-from benchmarks.plots import SMALL, bare, gap_panels, lines, panels, ticks
+from benchmarks.plots import SMALL, Row, bare, gap_panels, lines, panels, ticks
 
-Part = dict[str, Any]
 PARTS = {
     "patches": ("C8", "pixels to patches"),
     "tower": ("C4", "vision tower"),
@@ -16,7 +13,7 @@ PARTS = {
 }
 
 
-def answers(part: Part) -> Figure:
+def answers(part: Row) -> Figure:
     """Draw the parts of the time to the first token, for each case."""
     figure, axis = panels(10, 2.9)
     cases = part["cases"]
@@ -35,7 +32,7 @@ def answers(part: Part) -> Figure:
     return figure
 
 
-def tower(part: Part) -> Figure:
+def tower(part: Row) -> Figure:
     """Draw the cost of a picture by the number of pictures that share a pass."""
     figure, axes = panels(10, 3.2, 1, len(part["sizes"]))
     for axis, (name, found) in zip(axes, part["sizes"].items(), strict=True):
@@ -50,7 +47,7 @@ def tower(part: Part) -> Figure:
     return figure
 
 
-def gaps(part: Part) -> Figure:
+def gaps(part: Row) -> Figure:
     """Draw gaps, throughput, and the waiting time of prompts, by the encoder's budget."""
     figure, axes = gap_panels(list(part["budgets"].values()), range(len(part["budgets"])))
     for axis in axes:

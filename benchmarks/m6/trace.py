@@ -11,7 +11,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from benchmarks.traces import Decisions, stepped
+from benchmarks.texts import message
+from benchmarks.traces import Decisions, stepped, written
 from m1_single_request.tracer import TraceReader, TraceRecord
 from m6_multimodal_pd import (
     CacheConfig,
@@ -34,12 +35,6 @@ PICTURES = MultimodalConfig(encoder_budget=12)
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
 STAR = draw_scene(Random(1), [Thing("big", "red", "star", "left")]).pixels
 CIRCLE = draw_scene(Random(2), [Thing("big", "blue", "circle", "right")]).pixels
-
-
-def message(*parts: Any, role: str = "user") -> dict[str, Any]:
-    """Return a message of texts and pictures."""
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
-    return {"role": role, "content": parts[0] if len(parts) == 1 else content}
 
 
 TWO = message(STAR, CIRCLE, "What changed?")
@@ -82,7 +77,4 @@ def steps(*readers: TraceReader) -> Iterator[LLMEngine]:
 
 def traced_steps() -> str:
     """Return the console of the requests."""
-    decisions = SeenDecisions()
-    for _ in steps(decisions):
-        pass
-    return decisions.text()
+    return written(lambda decisions: list(steps(decisions)), SeenDecisions())

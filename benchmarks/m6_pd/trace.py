@@ -7,7 +7,8 @@ the events of the two bobs, without times and without the bookkeeping of the tre
 
 import re
 
-from benchmarks.m6.trace import CONFIGS, PARAMS, STAR, message
+from benchmarks.m6.trace import CONFIGS, PARAMS, STAR
+from benchmarks.texts import message
 from benchmarks.traces import stepped
 from m1_single_request.tracer import TraceRecord
 from m6_multimodal_pd import DisaggregationConfig, LLMEngine, TraceConfig

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.m6_multimodal_pd.engines import setting
 
 LIMIT_S = 60.0
 """Nothing here may take longer, whatever is killed."""
+PROGRAMS = (b"m6_multimodal_pd.disaggregation.runtime.child", b"m6_multimodal_pd.pd")
+"""Of an engine of a group, and of one by hand."""
 
 
 def configs(model: Path) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def is_alive(pid: int) -> bool:
 
 
 def own_engines() -> list[int]:
-    """Processes of engines that this process has started."""
+    """Processes of engines that this process has started, those by hand included."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -72,9 +75,71 @@ def own_engines() -> list[int]:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if parent == os.getpid() and b"m6_multimodal_pd.disaggregation.runtime.child" in command:
+        if parent == os.getpid() and any(program in command for program in PROGRAMS):
             found.append(int(folder.name))
     return found
+
+
+def has_both(engine: Any) -> bool:
+    """Whether a prefill and a decode engine are members of the group, perhaps after a while."""
+    router = engine.engine_core.router
+    return eventually(lambda: router.listen(0.05) or len(router.members) == 2)
+
+
+def left_of(engine: Any) -> dict[str, int]:
+    """What a group without requests still has of them, once its caches are flushed: zeros, unless there is a leak."""
+    router, links = engine.engine_core.router, links_of(engine)
+    stats = engine.engine_core.call_all("stats").values()
+    return {
+        "tokens": sum(own["max_total_tokens"] - own["available_size"] for own in stats),
+        "requests": sum(own["num_running"] + own["num_waiting"] for own in stats),
+        "rooms": len(router.attempts) + sum(len(member.rooms) for member in router.members.values()),
+        "segments": len(segments(links._group)),
+        "processes": len(set(own_engines()) - {child.process.pid for child in links.children.values()}),
+    }
+
+
+class Callers:
+    """Requests of several callers, and every output that each of them got."""
+
+    def __init__(self, engine: Any, asked: Sequence[tuple[Any, Any]], **options: Any) -> None:
+        self.engine = engine
+        self.told: dict[str, list[Any]] = {}
+        for prompt, params in asked:
+            self.told[engine.add_request(engine.chat_prompt(prompt), params, **options)] = []
+
+    def step(self) -> None:
+        for rid, output in self.engine.step().items():
+            self.told[rid].append(output)
+
+    def step_until(self, holds: Callable[[], bool]) -> None:
+        """Fails if it never does."""
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            assert time.monotonic() < deadline, "nobody waits so long"
+            self.step()
+
+    def num_tokens(self) -> int:
+        """Told so far, to all of them."""
+        last = [told[-1] for told in self.told.values() if told]
+        return sum(len(one.token_ids) for output in last for one in output.outputs)
+
+    def num_repeated(self) -> int:
+        """Outputs that follow a final one, or do not go on where the one before has ended."""
+        pairs = [pair for told in self.told.values() for pair in pairwise(told)]
+        return sum(before.finished or not all(map(goes_on, before.outputs, after.outputs)) for before, after in pairs)
+
+    def answers(self) -> list[Any]:
+        """The last word to each; nothing was said twice, or taken back."""
+        self.step_until(lambda: not self.engine.has_unfinished_requests())
+        last = [told[-1] for told in self.told.values()]
+        assert all(output.finished for output in last) and not self.num_repeated()
+        return last
+
+
+def goes_on(before: Any, after: Any) -> bool:
+    """Whether an answer's tokens and text begin with those of an earlier output."""
+    return after.token_ids[: len(before.token_ids)] == before.token_ids and after.text.startswith(before.text)
 
 
 def num_sockets() -> int:

@@ -12,8 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +38,13 @@ from m6_multimodal_pd.wiring import PARTS
 from tests.m6_multimodal_pd.engines import greedy
 from tests.m6_multimodal_pd.processes import (
     LIMIT_S,
+    Callers,
     configs,
     eventually,
     group_of,
+    has_both,
     is_alive,
+    left_of,
     links_of,
     num_sockets,
     own_engines,
@@ -82,43 +84,6 @@ def names_of(engine: Any) -> set[str]:
     return set(engine.engine_core.router.members)
 
 
-class Callers:
-    """Requests of several callers, and all that each of them was told."""
-
-    def __init__(self, engine: Any, asked: Sequence[tuple[Any, Any]]) -> None:
-        self.engine = engine
-        self.told: dict[str, list[Any]] = {}
-        for prompt, params in asked:
-            self.told[engine.add_request(engine.chat_prompt(prompt), params)] = []
-
-    def step(self) -> None:
-        for rid, output in self.engine.step().items():
-            self.told[rid].append(output)
-
-    def step_until(self, holds: Callable[[], bool]) -> None:
-        """Fails if it never does."""
-        deadline = time.monotonic() + LIMIT_S
-        while not holds():
-            assert time.monotonic() < deadline, "nobody waits so long"
-            self.step()
-
-    def num_tokens(self) -> int:
-        """Told so far, to all of them."""
-        last = [told[-1] for told in self.told.values() if told]
-        return sum(len(one.token_ids) for output in last for one in output.outputs)
-
-    def answers(self) -> list[Any]:
-        """The last word to each; nothing was said twice, or taken back."""
-        self.step_until(lambda: not self.engine.has_unfinished_requests())
-        for told in self.told.values():
-            assert [output.finished for output in told] == [False] * (len(told) - 1) + [True]
-            for before, after in pairwise(told):
-                for old, new in zip(before.outputs, after.outputs, strict=True):
-                    assert new.token_ids[: len(old.token_ids)] == old.token_ids
-                    assert new.text.startswith(old.text)
-        return [told[-1] for told in self.told.values()]
-
-
 def told_of(answer: Any) -> Any:
     """What two engines must agree on."""
     said = [(one.token_ids, one.text, one.finish_reason) for one in answer.outputs]
@@ -145,14 +110,11 @@ def group(seeing_directory: Path) -> Iterator[Any]:
 
 def check_is_whole(engine: Any) -> None:
     """Both engines are there, nothing is held on either, and all of it can be forgotten."""
-    router = engine.engine_core.router
-    assert eventually(lambda: router.listen(0.1) or len(router.members) == 2)
-    assert not router.attempts and not any(member.rooms for member in router.members.values())
+    assert has_both(engine)
     assert engine.flush_cache()
-    for said in engine.engine_core.call_all("stats").values():
-        assert (said["kv_tokens"], said["num_running"], said["num_waiting"]) == (0, 0, 0)
-        assert said["available_size"] == said["max_total_tokens"] and said["protected_size"] == 0
+    left = left_of(engine)
     assert eventually(lambda: not segments(links_of(engine)._group))
+    assert not any(left[kind] for kind in ("tokens", "requests", "rooms", "processes"))
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

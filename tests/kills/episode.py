@@ -1,4 +1,4 @@
-"""One random life of an engine, with faults: an episode of `python -m benchmarks soak`.
+"""One random life of an engine, with faults: an episode of `python -m tests.kills.soak`.
 
 An episode builds an engine alone, a group of processes, or a group whose engines are started by hand; submits texts and
 pictures under n-gram speculation; aborts, drops streams, passes invalid values; kills engines, stops them with SIGSTOP,
@@ -10,23 +10,18 @@ import inspect
 import os
 import random
 import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.engines import SEEING_MODEL, TEXT_MODEL
-from benchmarks.processes import children
-from benchmarks.texts import SMALL, image, text
 from m6_multimodal_pd import (
     CacheConfig,
     DisaggregationConfig,
@@ -35,8 +30,13 @@ from m6_multimodal_pd import (
     SamplingParams,
     SpeculativeConfig,
 )
+from m6_multimodal_pd.disaggregation.runtime.credentials import write_keys
+from tests.kills.requests import requests
+from tests.m6_multimodal_pd.processes import by_hand, eventually, free_address, is_alive, own_engines
 
-CALM_S = {"stats": 2.0, "step": 2.0, "submit": 2.0, "abort": 2.0, "invalid": 2.0, "close": 5.0, "drop": 5.0}
+SHORT = ("stats", "step", "submit", "abort")
+"""Calls that take at most 2 seconds, also beside a fault."""
+CALM_S = {"invalid": 2.0} | dict.fromkeys(SHORT, 2.0)
 """Longest time of a call while all engines run, in seconds; 5 for all others."""
 LOADING_S = {"build": 60.0, "update_weights": 15.0, "stop_profile": 15.0}
 """Calls that load a model or write a trace; these are not waits."""
@@ -44,6 +44,9 @@ BESIDE_STOPPED_S = 17.0
 """Longest time of a call beside a stopped process: 15 s until it counts as lost, and a margin."""
 ANSWER_S = 90.0
 """Longest time until a request ends: 15 s to notice a stopped process, then a new one, up to twice."""
+ACTIONS = dict(submit=30, step=60, drop_stream=6, abort=6, invalid=6, stats=4, flush=2, update_weights=1, profile=1)
+FAULTS = {"kill": 1, "stop": 1, "continue": 3}
+"""Actions and their weights; faults are for engines that are processes."""
 
 
 def stop_profile(engine: Any) -> None:
@@ -68,26 +71,6 @@ INVALID: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def questions() -> list[tuple[Any, SamplingParams]]:
-    """Return conversations with their parameters: texts to repeat, pictures, both, greedy and drawn."""
-    first, second = image(0, SMALL), image(1, SMALL)
-    repeat = "Repeat this text:\nsee a green lamp and a green bird"
-    contents: list[Any] = [
-        repeat,
-        [text(repeat), first],
-        [first, second, text("What changed?")],
-        [second, text("Describe the picture.")],
-        "What is a KV cache?",
-        " ".join(["the cache keeps keys and values of tokens"] * 12),
-    ]
-    found = []
-    for number, content in enumerate(contents):
-        drawn = {"temperature": 0.8, "seed": number} if number % 3 == 2 else {}
-        params = SamplingParams(max_tokens=16 + 12 * number, ignore_eos=True, **drawn)
-        found.append(([{"role": "user", "content": content}], params))
-    return found
-
-
 class Episode:
     """One random life of an engine, and its violations."""
 
@@ -97,11 +80,11 @@ class Episode:
         self.actions: Counter[str] = Counter()
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.ends: Counter[str] = Counter()
-        self.stopped: dict[int, float] = {}
+        self.stopped: set[int] = set()
         self.calm_from = 0.0
         self.asked: list[tuple[Any, SamplingParams, tuple[int, ...]]] = []
         self.running: dict[str, tuple[int, float]] = {}
-        self.by_hand: list[subprocess.Popen[bytes]] = []
+        self.by_hand = ExitStack()
         self.may_record = False  # a call that ended in an error may have left some engines recording a profile
 
     def run(self, kind: str) -> None:
@@ -110,17 +93,18 @@ class Episode:
         cache = CacheConfig(page_size=self.random.choice([1, 4, 16]), max_total_tokens=2048, debug=True)
         shared: dict[str, Any] = {"speculative_config": guess, "cache_config": cache}
         with LLMEngine(**shared) as alone:
-            for messages, params in questions():
+            for messages, params in requests():
                 prompt = alone.chat_prompt(messages)
                 self.asked.append((prompt, params, tuple(alone.generate(prompt, params).token_ids)))
         for _ in range(self.random.randint(1, 3)):
             self.may_record = False
             with self.timed("build"):
                 engine = self._built(kind, shared)
-            self._use(engine, self.random.uniform(5, 25), kind)
+            self._use(engine, self.random.uniform(5, 25), ACTIONS if kind == "alone" else ACTIONS | FAULTS)
             self._end(engine)
             del engine
-            self._check_children()
+            if not eventually(lambda: not own_engines(), 5.0):
+                self.violations.append(f"processes left: {own_engines()}")
 
     # --- engines ------------------------------------------------------------------------------------------------------
 
@@ -130,46 +114,26 @@ class Episode:
         sizes = {"prefill": self.random.randint(1, 2), "decode": self.random.randint(1, 2)}
         if kind == "group":
             return LLMEngine(**shared, disaggregation_config=DisaggregationConfig(**sizes, max_restarts=100))
-        folder = Path(tempfile.mkdtemp())
-        program = [sys.executable, "-m", "m6_multimodal_pd.pd"]
-        subprocess.run([*program, "keys", folder / "keys"], check=True, stdout=subprocess.DEVNULL)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-        page = f"--page-size={shared['cache_config'].page_size}"
-        for role, number in sizes.items():
-            for _ in range(number):
-                command = [*program, role, "--join", address, "--keys", folder / "keys", page, "--threads=1"]
-                quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-                self.by_hand.append(subprocess.Popen(command, **quiet, process_group=0))
-        group = DisaggregationConfig(**sizes, address=address, key_file=folder / "keys")
-        return LLMEngine(**shared, disaggregation_config=group)
+        folder = self.by_hand.enter_context(tempfile.TemporaryDirectory())
+        address, keys = free_address(), Path(folder) / "keys"
+        write_keys(keys)
+        limits = (f"--page-size={shared['cache_config'].page_size}", "--max-total-tokens=2048")
+        for role in ("prefill", "decode"):
+            for _ in range(sizes[role]):
+                self.by_hand.enter_context(by_hand(role, address, keys, sizes=limits))
+        return LLMEngine(**shared, disaggregation_config=DisaggregationConfig(**sizes, address=address, key_file=keys))
 
-    def _use(self, engine: Any, seconds: float, kind: str) -> None:
-        actions: dict[Callable[[Any], None], int] = {
-            self._submit: 30,
-            self._step: 60,
-            self._drop_stream: 6,
-            self._abort: 6,
-            self._invalid: 6,
-            self._stats: 4,
-            self._flush: 2,
-            self._update_weights: 1,
-            self._profile: 1,
-        }
-        if kind != "alone":
-            actions |= {self._kill: 1, self._stop: 1, self._continue: 3}
+    def _use(self, engine: Any, seconds: float, actions: dict[str, int]) -> None:
         end = time.monotonic() + seconds
-        while time.monotonic() < end and (kind == "alone" or children()):
+        while time.monotonic() < end and ("kill" not in actions or own_engines()):
             (action,) = self.random.choices(list(actions), list(actions.values()))
-            self.actions[action.__name__.strip("_")] += 1
-            action(engine)
+            self.actions[action] += 1
+            getattr(self, f"_{action}")(engine)
         if self.random.random() < 0.7:
             deadline = time.monotonic() + ANSWER_S
             while engine.has_unfinished_requests() and time.monotonic() < deadline:
                 self._step(engine)
-            for rid in self.running:
-                self.violations.append(f"{rid} has no end after {ANSWER_S:g} s")
+            self.violations += [f"{rid} has no end after {ANSWER_S:g} s" for rid in self.running]
         self.running.clear()
 
     def _end(self, engine: Any) -> None:
@@ -185,18 +149,7 @@ class Episode:
             del self.hold
             gc.collect()
         self._continue(None)
-        for process in self.by_hand:  # engines end by themselves when their router is gone; stopped ones cannot
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-        self.by_hand.clear()
-
-    def _check_children(self) -> None:
-        deadline = time.monotonic() + 5
-        while (left := children()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if left:
-            self.violations.append(f"processes left: {left}")
+        self.by_hand.close()  # engines end by themselves when their router is gone; stopped ones cannot
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -214,15 +167,15 @@ class Episode:
         except Exception as error:
             self.violations.append(f"{name}: {error!r}"[:1000])
         took = time.monotonic() - began
-        calm = not was_stopped and not self.stopped and began > self.calm_from
-        limit = LOADING_S.get(name, CALM_S.get(name, 5.0)) if calm else LOADING_S.get(name, 0.0) + BESIDE_STOPPED_S
-        if name in ("stats", "step", "submit", "abort"):
-            limit = CALM_S[name]
-        self.seconds[name + ("" if calm else ", beside a fault")].append(took)
+        is_calm = not was_stopped and not self.stopped and began > self.calm_from
+        beside = "" if is_calm else ", beside a fault"
+        if is_calm or name in SHORT:
+            limit = LOADING_S.get(name, CALM_S.get(name, 5.0))
+        else:
+            limit = LOADING_S.get(name, 0.0) + BESIDE_STOPPED_S
+        self.seconds[name + beside].append(took)
         if took > limit:
-            self.violations.append(
-                f"{name} took {took:.1f} s; {limit:g} s are allowed{'' if calm else ' beside a fault'}"
-            )
+            self.violations.append(f"{name}{beside} took {took:.1f} s; {limit:g} s are allowed")
 
     def _submit(self, engine: Any) -> None:
         if len(self.running) > 12:
@@ -296,35 +249,34 @@ class Episode:
             for _ in range(5):
                 self._step(engine)
             with self.timed("stop_profile"):
-                for path in engine.stop_profile():
-                    if not path.is_file():
-                        self.violations.append("stop_profile names a file that is not there")
+                if not all(path.is_file() for path in engine.stop_profile()):
+                    self.violations.append("stop_profile names a file that is not there")
                 self.may_record = False
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
     def _kill(self, engine: Any) -> None:
-        self._signal(signal.SIGKILL)
+        self._signal(self._one_of(own_engines()), signal.SIGKILL)
 
     def _stop(self, engine: Any) -> None:
-        self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if found := children():
-            pid = self.random.choice(found)
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-            if number == signal.SIGSTOP:
-                self.stopped[pid] = time.monotonic()
-            self.calm_from = time.monotonic() + 3.0
+        stopped = self._one_of(own_engines())
+        self._signal(stopped, signal.SIGSTOP)
+        self.stopped |= set(stopped)
 
     def _continue(self, engine: Any) -> None:
-        for pid in list(self.stopped):
-            if engine is None or self.random.random() < 0.2 or not Path(f"/proc/{pid}").exists():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-                del self.stopped[pid]
-                self.calm_from = time.monotonic() + 3.0
+        """Continue some of the stopped engines; without an engine, all."""
+        going = [pid for pid in self.stopped if engine is None or self.random.random() < 0.2 or not is_alive(pid)]
+        self._signal(going, signal.SIGCONT)
+        self.stopped -= set(going)
+
+    def _one_of(self, pids: list[int]) -> list[int]:
+        return [self.random.choice(pids)] if pids else []
+
+    def _signal(self, pids: list[int], number: signal.Signals) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+            self.calm_from = time.monotonic() + 3.0
 
     def report(self, kind: str) -> dict[str, Any]:
         """The episode as plain data."""
