@@ -6,24 +6,20 @@ other's.
 """
 
 import argparse
-import hashlib
 import json
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from benchmarks import HERE, OUTPUT, RESULTS, BenchmarkError
-from benchmarks.compare import measure
+from benchmarks import HERE, OUTPUT, RESULTS, BenchmarkError, check_positive
+from benchmarks.compare import measure, paired
 from benchmarks.engines import TEXT_MODEL
-from benchmarks.lesson import SEED
+from benchmarks.lesson import SEED, Row
 from benchmarks.machine import commit_of, environment
 from benchmarks.metrics import ttfts_of
 from benchmarks.report import plain
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,32 +63,15 @@ CASES = {
 }
 
 
-def rounds_of(case: Case, before: Path, rounds: int) -> list[dict[str, Row]]:
-    """Measure both sides in turns."""
+def row_of(name: str, before: Path, rounds: int) -> Row:
+    """Measure a case in turns, and return its row in the table."""
+    case = CASES[name]
     spec = {"milestone": case.milestone, "settings": {"model": {"device": "cpu", "dtype": "float32"}} | case.settings}
     sides = {"before": spec | {"checkout": str(before)}, "now": spec | {"checkout": str(HERE)}}
-    runs = measure(sides, {"drawn": case.work, "times": case.times}, rounds)
-    return [
-        {name: {"speed": case.speed(own[number]), "answers": digest(own[number])} for name, own in runs.items()}
-        for number in range(rounds)
-    ]
-
-
-def digest(run: Row) -> str:
-    """Return a short hash of the answers."""
-    return hashlib.sha256(repr(run["answers"]).encode()).hexdigest()[:16]
-
-
-def row_of(name: str, rounds: Sequence[dict[str, Row]]) -> Row:
-    """Return the row of a case in the table."""
-    ratios = [each["now"]["speed"] / each["before"]["speed"] for each in rounds]
-    return {
-        "case": name,
-        **{key: statistics.median(each[key]["speed"] for each in rounds) for key in ("before", "now")},
-        "ratio": statistics.median(ratios),
-        "ratios": [min(ratios), max(ratios)],
-        "same_answers": len({each[key]["answers"] for each in rounds for key in each}) == 1,
-    }
+    row = paired(measure(sides, {"drawn": case.work, "times": case.times}, rounds), case.speed)
+    ratios = [now / then for then, now in zip(*row["speeds"].values(), strict=True)]
+    commits = {"before": commit_of(before), "now": commit_of(HERE)}
+    return row | {"case": name, "ratios": [min(ratios), max(ratios)], "commits": commits}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help="replace the results of the repository")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of results")
     args = parser.parse_args(argv)
+    check_positive(vars(args), "rounds")
     folder = RESULTS if args.record else args.output
     folder.mkdir(exist_ok=True, parents=True)
     before, path = args.before.resolve(), folder / "against.json"
@@ -112,9 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases: dict[str, Row] = json.loads(path.read_text())["cases"] if args.only and path.exists() else {}
     env = environment(model=TEXT_MODEL, seed=SEED)
     for name in [args.only] if args.only else CASES:
-        measured = rounds_of(CASES[name], before, args.rounds)
-        commits = {"before": commit_of(before), "now": commit_of(HERE)}
-        cases[name] = row_of(name, measured) | {"commits": commits, "rounds": measured}
+        cases[name] = row_of(name, before, args.rounds)
         path.write_text(json.dumps({"environment": env, "cases": cases}, indent=1) + "\n", encoding="utf-8")
     rows = [row | {"of": CASES[row["case"]]} for row in cases.values()]
     sys.stdout.write(plain(Path(__file__).parent / "against.md.jinja", {"rows": rows, "environment": env}))

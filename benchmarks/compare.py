@@ -2,30 +2,30 @@
 
 Each side runs in its own process. In every round both answer the same requests, one after the other, from an empty
 cache, so that a disturbance of the machine meets both; the first round only warms up. Differences are taken round by
-round, with a 95 % confidence interval over the rounds (bootstrap). Other programs beside the measurement make the
-intervals wide, they do not favour a side.
+round, with a 95 % confidence interval over the rounds (Student's t; none below three rounds). Other programs beside the
+measurement make the intervals wide, they do not favour a side.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import OUTPUT, PACKAGES, BenchmarkError, metrics
+from benchmarks import OUTPUT, PACKAGES, BenchmarkError, Row, check_positive, lesson, metrics
 from benchmarks.engines import SEEING_MODEL, TEXT_MODEL, has_settings, merged, parsed_settings
 from benchmarks.machine import environment
 from benchmarks.metrics import METRICS, Goal
 from benchmarks.serving import num_same
-from benchmarks.side import Side, resolved
+from benchmarks.side import SideProcess
+from benchmarks.timing import LEAST_ROUNDS, ratio
 from benchmarks.workloads import WORKLOADS, named
 
-Row = dict[str, Any]
 WORKLOAD_LINES = "\n".join(f"  {name:10}{make.__doc__}" for name, (_, make) in WORKLOADS.items())
 
 
@@ -57,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     work = parser.add_argument_group("work")
     work.add_argument("--workload", default="ragged", metavar="NAME | FILE.jsonl", help="see below")
     work.add_argument("--requests", type=int, help="number of requests; default: the workload's")
-    work.add_argument("--rate", type=float, help="requests per second, at random times; default: all at the start")
-    work.add_argument("--rounds", type=int, default=5)
+    work.add_argument("--rate", type=float, help="requests per second, at random times, also of a file's requests")
+    work.add_argument("--rounds", type=int, default=10)
     work.add_argument("--seed", type=int, default=1)
     work.add_argument("--ttft-ms", type=float, default=500, help="a good request has its first token by then")
     work.add_argument("--gap-ms", type=float, default=50, help="and such a mean gap between tokens, at most")
@@ -71,10 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def sides_of(args: argparse.Namespace) -> dict[str, Row]:
     """Return the specification of each side by its name. Raises `BenchmarkError` for what cannot be a side."""
-    for name in ("rounds", "rate", "requests", "threads"):
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise BenchmarkError(f"--{name} {value} must be greater than 0")
+    check_positive(vars(args), "rounds", "rate", "requests", "threads")
     workload = named(args.workload, number=args.requests, rate=args.rate, seed=args.seed)
     own = {"milestone": args.milestone, "parts": args.parts, "set": args.set}
     model = args.model or str(SEEING_MODEL if args.workload == "pictures" else TEXT_MODEL)
@@ -91,7 +88,7 @@ def sides_of(args: argparse.Namespace) -> dict[str, Row]:
         name = " ".join([milestone, *filter(None, [side["parts"]]), *side["set"]])
         sides[f"{name}, again" if name in sides else name] = {
             "milestone": milestone,
-            "parts": resolved(side["parts"]),
+            "parts": side["parts"],
             "settings": merged(both, settings, parsed_settings(side["set"])),
             "threads": args.threads,
         }
@@ -118,13 +115,27 @@ def measure(sides: dict[str, Row], workload: Row, rounds: int) -> dict[str, list
     found: dict[str, list[Row]] = {name: [] for name in sides}
     console = Console(stderr=True)
     with ExitStack() as stack:
-        running = {name: stack.enter_context(Side(dict(spec))) for name, spec in sides.items()}
+        running = {name: stack.enter_context(SideProcess(dict(spec))) for name, spec in sides.items()}
         for number in track(range(rounds + 1), "rounds", console=console, disable=not console.is_terminal):
             for name in list(running)[:: 1 if number % 2 else -1]:
                 run = running[name](dict(workload))
                 if number:
                     found[name].append(run)
     return found
+
+
+def paired(runs: Mapping[str, Sequence[Row]], speed: Callable[[Row], float]) -> Row:
+    """Return the median speed of each of two sides, the ratio of the second to the first, and whether all answers are
+    the same."""
+    speeds = {name: [speed(run) for run in own] for name, own in runs.items()}
+    first, second = speeds.values()
+    answers = [run["answers"] for own in runs.values() for run in own]
+    return {name: statistics.median(own) for name, own in speeds.items()} | {
+        "ratio": ratio(second, first),
+        "speeds": speeds,
+        "same_answers": all(own == answers[0] for own in answers),
+        "load": {name: [run["load"] for run in own] for name, own in runs.items()},
+    }
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -138,19 +149,16 @@ def report_of(runs: dict[str, list[Row]], goal: Goal) -> Row:
             name: {metric: metrics.summary(rounds) | {"rounds": rounds} for metric, rounds in own.items()}
             for name, own in values.items()
         },
-        "comparison": {},
         "load": {name: [run["load"] for run in own] for name, own in runs.items()},
         "gaps": {name: metrics.gaps_of(own[-1]) for name, own in runs.items()},
     }
-    first, *others = values
-    for other in others:
-        common = [metric for metric in values[first] if metric in values[other]]
-        report["comparison"] = {
-            metric: metrics.compared(METRICS[metric], values[first][metric], values[other][metric]) for metric in common
-        }
-        answers = [run["answers"] for run in runs[first]], [run["answers"] for run in runs[other]]
-        report["same_tokens"] = min(num_same(*pair) for pair in zip(*answers, strict=True))
-    report["num_requests"] = len(runs[first][0]["answers"])
+    own, other = values.values()
+    report["comparison"] = {
+        metric: metrics.compared(METRICS[metric], own[metric], other[metric]) for metric in own if metric in other
+    }
+    answers = [[run["answers"] for run in rounds] for rounds in runs.values()]
+    report["same_tokens"] = min(num_same(*pair) for pair in zip(*answers, strict=True))
+    report["num_requests"], report["num_rounds"] = len(answers[0][0]), len(answers[0])
     return report
 
 
@@ -158,7 +166,7 @@ def table(report: Row) -> Table:
     """Return the report as a table for the terminal."""
     shown = Table(title="mean over the rounds [95 % confidence interval]", title_justify="left")
     shown.add_column("")
-    for name in (*report["sides"], *(["first against second"] if report["comparison"] else [])):
+    for name in (*report["sides"], "first against second"):
         shown.add_column(name, justify="right", overflow="fold")
     for name, metric in METRICS.items():
         cells = [metrics.formatted(metric, own[name]) if name in own else "-" for own in report["sides"].values()]
@@ -171,13 +179,13 @@ def table(report: Row) -> Table:
 
 def conclusion(report: Row) -> str:
     """Return whether the tokens are the same, and whether other programs disturbed the measurement."""
-    lines = []
-    if "same_tokens" in report:
-        same, number = report["same_tokens"], report["num_requests"]
-        end = "The tokens are the same." if same == number else "The sides do NOT give the same tokens."
-        lines.append(f"{same} of {number} answers are equal in every round. {end}")
+    same, number = report["same_tokens"], report["num_requests"]
+    end = "The tokens are the same." if same == number else "The sides do NOT give the same tokens."
+    lines = [f"{same} of {number} answers are equal in every round. {end}"]
     if any(load["disturbed"] for loads in report["load"].values() for load in loads):
         lines.append("Other programs took more than a tenth of a core in some rounds.")
+    if report["num_rounds"] < LEAST_ROUNDS:
+        lines.append(f"Fewer than {LEAST_ROUNDS} rounds give no confidence interval.")
     return " ".join(lines)
 
 
@@ -185,29 +193,24 @@ def run(args: argparse.Namespace, console: Console) -> None:
     """Measure, print the table, and write JSON and plot."""
     sides = sides_of(args)
     workload = {"name": args.workload, "number": args.requests, "rate": args.rate, "seed": args.seed}
-    if args.workload.endswith(".jsonl"):
-        workload["name"] = str(Path(args.workload).resolve())
     runs = measure(sides, workload, args.rounds)
     report = report_of(runs, Goal(args.ttft_ms / 1e3, args.gap_ms / 1e3))
     console.print(table(report))
     console.print(conclusion(report), highlight=False)
     model = Path(next(iter(sides.values()))["settings"]["model"]["model"])
-    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    results = {"environment": environment(model=model, seed=args.seed), "arguments": arguments} | report
+    results = {"environment": environment(model=model, seed=args.seed), "arguments": vars(args)} | report
     args.output.mkdir(exist_ok=True, parents=True)
     path = args.output / "run.json"
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    console.print(f"written: {path}{draw(report, args.output)}", highlight=False)
+    path.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
+    console.print(f"written to {args.output}", highlight=False)
+    lesson.drawn(lambda: draw(report, args.output / "run.png"), console)
 
 
-def draw(report: Row, folder: Path) -> str:
-    """Draw ratios and gaps, and return the file's name for the message; without matplotlib, draw nothing."""
-    try:
-        from benchmarks.plots import comparison
-    except ImportError:
-        return ", without a plot: matplotlib is not installed"
-    comparison(report).savefig(folder / "run.png", dpi=110)
-    return f", {folder / 'run.png'}"
+def draw(report: Row, path: Path) -> None:
+    """Draw ratios and gaps."""
+    from benchmarks.plots import comparison
+
+    comparison(report).savefig(path, dpi=110)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

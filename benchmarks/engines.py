@@ -39,18 +39,21 @@ def build(milestone: str, *, parts: Mapping[str, Any] | None = None, **settings:
         if config is None:
             raise BenchmarkError(f"{milestone} has no {name} settings")
         try:
-            configs[f"{name}_config"] = config(**_in_its_words(milestone, fields))
+            configs[f"{name}_config"] = config(**_in_its_words(milestone, config, fields))
         except TypeError as error:
             raise BenchmarkError(f"{milestone}: {error}") from error
     return package.LLMEngine(parts=parts, **configs)
 
 
-def _in_its_words(milestone: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _in_its_words(milestone: str, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Replace `kv_tokens`, the size of the KV memory in tokens, by the milestone's own field."""
     own = dict(fields)
     if "kv_tokens" in own:
         num_tokens = own.pop("kv_tokens")
-        own |= {"num_blocks": num_tokens // 16} if milestone == "m3" else {"max_total_tokens": num_tokens}
+        if milestone == "m3":
+            own["num_blocks"] = num_tokens // own.get("block_size", config().block_size)
+        else:
+            own["max_total_tokens"] = num_tokens
     return own
 
 

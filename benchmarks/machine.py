@@ -54,11 +54,9 @@ def commit_of(checkout: Path) -> str:
 
 
 def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()
 
 
@@ -108,18 +106,17 @@ def best_seconds(call: Callable[[], Any], *, repeats: int = 5) -> float:
 class LoadMeter:
     """Load of other processes during a `with` block, in cores, time stolen by a virtual machine's host included.
 
-    `other_cores` is None where /proc does not exist. Children that this process started and that have ended count as
-    its own.
+    `other_cores` is None where /proc does not exist. Processes that this one has started, and theirs, count as its own.
     """
 
     other_cores: float | None = None
 
     def __enter__(self) -> Self:
-        self._wall, self._own, self._busy = time.perf_counter(), _own_seconds(), _busy_seconds()
+        self._wall, self._own, self._busy = time.perf_counter(), own_seconds(), _busy_seconds()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.seconds, own, busy = time.perf_counter() - self._wall, _own_seconds() - self._own, _busy_seconds()
+        self.seconds, own, busy = time.perf_counter() - self._wall, own_seconds() - self._own, _busy_seconds()
         if self._busy is not None and busy is not None:
             self.other_cores = max(0.0, (busy - self._busy - own) / self.seconds)
 
@@ -129,9 +126,17 @@ class LoadMeter:
         return {"seconds": self.seconds, "other_cores": self.other_cores, "disturbed": disturbed}
 
 
-def _own_seconds() -> float:
-    times = os.times()
-    return time.process_time() + times.children_user + times.children_system
+def own_seconds() -> float:
+    """Return the seconds that this process and all that it started have worked, those that have ended included."""
+    ticks: dict[int, tuple[int, int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            ticks[int(path.parent.name)] = int(fields[1]), sum(map(int, fields[11:15]))  # parent; own, ended children's
+    family = [os.getpid()]
+    for pid in family:  # grows on the way
+        family += [child for child, (parent, _) in ticks.items() if parent == pid]
+    return sum(ticks[pid][1] for pid in family if pid in ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _busy_seconds() -> float | None:

@@ -10,7 +10,6 @@ from typing import Any
 from benchmarks.timing import interval, quantile
 
 Row = dict[str, Any]
-SEED = 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,8 @@ METRICS: dict[str, Metric] = {
     ),
     "acceptance": Metric(lambda run, _: acceptance(run), "{:.1f} %", 100, is_share=True),
 }
+"""Of one round each. The longest gap is that of the round: two engines have different steps, so that their gaps cannot
+be paired as those of one engine's rounds are (`streams.median_gaps`)."""
 
 
 def measured(runs: Sequence[Row], goal: Goal) -> dict[str, list[float]]:
@@ -80,8 +81,8 @@ def measured(runs: Sequence[Row], goal: Goal) -> dict[str, list[float]]:
 
 
 def summary(values: Sequence[float]) -> Row:
-    """Return the mean over the rounds and its confidence interval."""
-    return {"mean": statistics.fmean(values), "interval": interval(values, seed=SEED)}
+    """Return the mean over the rounds and its confidence interval, which is None for too few rounds."""
+    return {"mean": statistics.fmean(values), "interval": interval(values)}
 
 
 def compared(metric: Metric, own: Sequence[float], other: Sequence[float]) -> Row:
@@ -90,20 +91,22 @@ def compared(metric: Metric, own: Sequence[float], other: Sequence[float]) -> Ro
     if metric.is_share or min(*own, *other) <= 0:
         return {"kind": "difference"} | summary([a - b for a, b in zip(own, other, strict=True)])
     found = summary([math.log(a / b) for a, b in zip(own, other, strict=True)])
-    low, high = found["interval"]
-    return {"kind": "ratio", "mean": math.exp(found["mean"]), "interval": (math.exp(low), math.exp(high))}
+    bounds = found["interval"] and tuple(map(math.exp, found["interval"]))
+    return {"kind": "ratio", "mean": math.exp(found["mean"]), "interval": bounds}
 
 
 def formatted(metric: Metric, found: Row) -> str:
     """Return a value and its interval as text."""
-    low, high = (metric.factor * value for value in found["interval"])
-    return f"{metric.form.format(metric.factor * found['mean'])} [{low:,.4g}, {high:,.4g}]"
+    return f"{metric.form.format(metric.factor * found['mean'])} {_bounds(found, '{:,.4g}', metric.factor)}"
 
 
 def formatted_comparison(metric: Metric, found: Row) -> str:
     """Return a ratio or a difference and its interval as text."""
     if found["kind"] == "ratio":
-        low, high = found["interval"]
-        return f"x {found['mean']:.3f} [{low:.3f}, {high:.3f}]"
-    low, high = (metric.factor * value for value in found["interval"])
-    return f"{metric.factor * found['mean']:+,.3g} [{low:+,.3g}, {high:+,.3g}]"
+        return f"x {found['mean']:.3f} {_bounds(found, '{:.3f}')}"
+    return f"{metric.factor * found['mean']:+,.3g} {_bounds(found, '{:+,.3g}', metric.factor)}"
+
+
+def _bounds(found: Row, form: str, factor: float = 1) -> str:
+    """Return an interval as text, and a dash where too few rounds give none."""
+    return f"[{', '.join(form.format(factor * value) for value in found['interval'] or ()) or '-'}]"

@@ -9,8 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-Row = Mapping[str, Any]
+from benchmarks import Row
+
 SMALL: dict[str, Any] = {"fontsize": 8}
+Kinds = Mapping[str, tuple[str, str, str]]
+"""Mark, color and label of each kind of forward."""
 GAPS = {"longest": ("C3", "longest"), "p95": ("C1", "p95"), "p50": ("C0", "median")}
 
 
@@ -91,11 +94,7 @@ def gap_panels(
     """Draw gaps, throughput, and the prompts' time to the first token, by a setting; dashed: those of `base`."""
     figure, axes = panels(10, 3.6, 1, 3, width_ratios=[1.5, 1, 1])
     labels = ("gap between tokens of a stream, ms", "tokens/s, prompts and answers", "mean time to a first token, ms")
-    shown: Sequence[Mapping[str, tuple[str, str]]] = (
-        GAPS,
-        {"tokens_per_second": ("C0", "")},
-        {"mean_ttft": ("C2", "")},
-    )
+    shown = (GAPS, {"tokens_per_second": ("C0", "")}, {"mean_ttft": ("C2", "")})
     for axis, series, label in zip(axes, shown, labels, strict=True):
         for key, (color, name) in series.items():
             factor = 1 if key == "tokens_per_second" else 1e3
@@ -115,14 +114,9 @@ def gap_panels(
 
 
 def roof(
-    axis: Axes,
-    part: Row,
-    kinds: Mapping[str, tuple[str, str, str]],
-    ends: tuple[float, float] = (0.25, 1000),
-    *,
-    numbered: bool = True,
+    axis: Axes, part: Row, kinds: Kinds, ends: tuple[float, float] = (0.25, 1000), *, numbered: bool = True
 ) -> None:
-    """Draw the roof of a machine, and below it the forwards of each kind (mark, color, label), `numbered` by size."""
+    """Draw the roof of a machine, and below it the forwards of each kind, `numbered` by size."""
     ridge, flops, bandwidth = part["ridge"], part["flops"], part["bandwidth"]
     places = [ends[0], ridge, max(ends[1], 3 * ridge)]
     axis.plot(places, [min(flops, x * bandwidth) / 1e9 for x in places], "k-", lw=1)
@@ -179,7 +173,7 @@ def comparison(report: Row) -> Figure:
     figure, (left, right) = panels(10, 4, 1, 2)
     ratios = {name: row for name, row in report["comparison"].items() if row["kind"] == "ratio"}
     for place, row in enumerate(ratios.values()):
-        low, high = row["interval"]
+        low, high = row["interval"] or [row["mean"]] * 2
         left.plot([low, high], [place, place], color="C0", lw=2)
         left.plot([row["mean"]], [place], "o", color="C0")
     left.axvline(1, color="0.5", lw=1, ls="--")

@@ -1,7 +1,7 @@
 """Tables and notes of all lessons, made from stored results by the templates `tables.md.jinja` in their folders.
 
 A macro of a template is a section that a page includes; those that begin with an underscore help the others. A filter
-formats a number: `{{ row.ttft | ms(1) }}`.
+formats a number: `{{ row.ttft | ms(1) }}`; `times` compares two sides by the seconds of their rounds.
 """
 
 import re
@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 
+from benchmarks.timing import ratio
 from m1_single_request.trace_event import size
 
 Row = Mapping[str, Any]
@@ -22,6 +23,7 @@ FILTERS = {
     "ms": lambda value, digits=1: f"{value * 1e3:,.{digits}f} ms",
     "us": lambda value, digits=2: f"{value * 1e6:,.{digits}f} us",
     "size": lambda value: size(int(value)),
+    "times": lambda above, below: f"{ratio(above, below):.2f}",
     "thousands": lambda value: f"{value // 1024}k",
 }
 
@@ -45,18 +47,14 @@ def sections(template: Path, results: Row) -> str:
     found = []
     for name in re.findall(r"{% macro ([a-z]\w*)\(\) %}", text):
         with suppress(UndefinedError):  # of a part that was not measured
-            found.append(section(name, str(getattr(module, name)()).strip()))
+            text = str(getattr(module, name)()).strip()
+            found.append(f"<!-- --8<-- [start:{name}] -->\n{text}\n<!-- --8<-- [end:{name}] -->\n")
     return "\n".join(found)
 
 
 def plain(template: Path, results: Row) -> str:
     """Return a template without sections, filled with results."""
     return templates(template.parent).get_template(template.name).render(results) + "\n"
-
-
-def section(name: str, text: str) -> str:
-    """Return a text between the marks of its name."""
-    return f"<!-- --8<-- [start:{name}] -->\n{text}\n<!-- --8<-- [end:{name}] -->\n"
 
 
 def describe(env: Row) -> str:

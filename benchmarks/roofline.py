@@ -6,18 +6,21 @@ attention, and the KV that is read and written. Activations are left out: they s
 
 import statistics
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import torch
 
+from benchmarks.engines import Model
+from benchmarks.lesson import SEED, Row
 from benchmarks.machine import peak_flops, read_bandwidth
-from benchmarks.serving import answer
+from benchmarks.reference import decoder_shape
+from benchmarks.serving import answer, serve
 from benchmarks.traces import watched
-from benchmarks.workloads import drawn, tokens
+from benchmarks.workloads import Request, Workload, drawn, tokens
 from m1_single_request.events import Batch, StepDone
 
 BUDGET = 1024
-Row = dict[str, Any]
 Lengths = Sequence[int]
 Step = tuple[Any, float]
 """The batch of a step, and the seconds of its forward."""
@@ -50,43 +53,32 @@ def _head(shape: Any) -> int:
 class Forwards:
     """Forwards of an engine of m3 or later, and their costs."""
 
-    def __init__(self, engine: Any, shape: Any, dtype: str, seed: int) -> None:
-        self.engine, self.shape, self.dtype, self.seed = engine, shape, dtype, seed
+    def __init__(self, engine: Any, model: Model) -> None:
+        """`engine`: None where forwards are measured elsewhere, and only their costs are counted."""
+        self.engine, self.shape, self.dtype = engine, decoder_shape(model), model.dtype
 
     def prefill(self, length: int, *, repeats: int = 3) -> Row:
         """Measure one prompt of `length` tokens."""
-        work = drawn(1, prompts=(length, length), outputs=(1, 1), seed=self.seed)
+        work = drawn(1, prompts=(length, length), outputs=(1, 1), seed=SEED)
         steps = [self._steps(lambda: answer(self.engine, work))[0] for _ in range(repeats)]
         return self._point("prefill", length, steps)
 
     def decode(self, batch: int, context: int, num_steps: int) -> Row:
         """Measure decode steps of `batch` requests that have about `context` tokens each."""
         length = num_steps + 1 + batch * context // BUDGET  # the first request answers until the last one has started
-        work = drawn(batch, prompts=(context, context), outputs=(length, length), seed=self.seed)
+        work = drawn(batch, prompts=(context, context), outputs=(length, length), seed=SEED)
         steps = self._steps(lambda: answer(self.engine, work))
         full = [step for step in steps if step[0].mode == "decode" and len(step[0].rids) == batch]
         return self._point("decode", batch, full) | {"context": context}
 
-    def both(self, batch: int, context: int, piece: int, params: Callable[[int], Any], *, repeats: int = 3) -> Row:
+    def both(self, batch: int, context: int, piece: int, *, repeats: int = 3) -> Row:
         """Measure decode steps of `batch` requests that a prompt of `piece` tokens joins (m5 and later)."""
-        engine, own = self.engine, drawn(batch, prompts=(context, context), outputs=(1, 1), seed=self.seed)
-        from random import Random
-
-        rng = Random(self.seed + 1)
-
-        def run() -> None:
-            for request in own.requests:
-                engine.add_request(request.prompt, params(batch + 3 * repeats))
-            for _ in own.requests:  # a step takes in at least one of them
-                engine.step()
-            for _ in range(repeats):
-                engine.add_request(tokens(rng, piece), params(1))
-                engine.step()
-                engine.step()
-            while engine.has_unfinished_requests():
-                engine.step()
-
-        steps = [step for step in self._steps(run) if step[0].mode == "mixed" and step[0].num_prompt_tokens == piece]
+        length, rng = batch + 3 * repeats, Random(SEED + 1)
+        own = drawn(batch, prompts=(context, context), outputs=(length, length), seed=SEED).requests
+        pieces = [Request(tokens(rng, piece), 1, batch + 2 * number) for number in range(repeats)]  # all decode by then
+        work = Workload([*own, *pieces], "steps")
+        steps = self._steps(lambda: serve(self.engine, work))
+        steps = [step for step in steps if step[0].mode == "mixed" and step[0].num_prompt_tokens == piece]
         assert len(steps) == repeats, f"{len(steps)} steps of both"
         return self._point("both", piece, steps) | {"decodes": batch}
 
@@ -109,12 +101,17 @@ class Forwards:
         return {"kind": kind, "tokens": size, "seconds": seconds} | costs | speeds
 
 
+def roof_bandwidth(points: Sequence[Row]) -> float:
+    """Return the bytes per second that a read of this machine, or the best of these forwards, has reached."""
+    return max([read_bandwidth(), *(point["bandwidth"] for point in points)])
+
+
 def under_roof(points: Sequence[Row], dtype: str) -> Row:
     """Return the roof of this machine, and the points with their bounds in seconds.
 
     The roof is what torch reaches alone, or the best forward if that is more: kernels may do better than torch.
     """
     flops = max([peak_flops(getattr(torch, dtype)), *(point["flops"] for point in points)])
-    bandwidth = max([read_bandwidth(), *(point["bandwidth"] for point in points)])
+    bandwidth = roof_bandwidth(points)
     bound = [point | {"bound": max(point["flop"] / flops, point["bytes"] / bandwidth)} for point in points]
     return {"flops": flops, "bandwidth": bandwidth, "ridge": flops / bandwidth, "points": bound}

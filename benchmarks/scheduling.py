@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.engines import EMBEDDED, Engines
 from benchmarks.serving import request_params
-from benchmarks.timing import Clocks
+from benchmarks.timing import Clocks, in_turns
 from benchmarks.workloads import Request
 from m3_paged_attention.outputs import ModelRunnerOutput
 from m4_radix_cache.forward_batch import ForwardBatch
@@ -71,11 +71,8 @@ class WithoutModel:
 
 def scheduling(sides: Mapping[str, Callable[[], Row]], *, num_steps: int) -> Row:
     """Return medians over the decode steps, which the sides take in turn, in seconds per sequence."""
-    steps: dict[str, list[Row]] = {name: [] for name in sides}
-    for _ in range(num_steps):
-        for name, step in sides.items():
-            steps[name].append(step())
-    found = {name: _medians(own[1:]) for name, own in steps.items()}  # the first step has the prompts
+    steps = in_turns(sides, rounds=num_steps - 1)  # without the first one, which has the prompts
+    found = {name: _medians(own) for name, own in steps.items()}
     return {"sequences": NUM_SEQUENCES, "steps": num_steps - 1, "sides": found}
 
 

@@ -56,10 +56,14 @@ def request_params(engine: Any, request: Request) -> Any:
     return package.SamplingParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
 
 
-def encoded(engine: Any, prompt: Any) -> Any:
-    """Return a prompt as the engine takes it: messages become token ids, with their pictures."""
-    is_conversation = isinstance(prompt, list) and isinstance(prompt[0], dict)
-    return engine.chat_prompt(prompt) if is_conversation else prompt
+def encoded(engine: Any, prompt: Any, *, continues: bool = False) -> Any:
+    """Return a prompt as the engine takes it: messages become token ids, with their pictures; so does a text that
+    `continues` other tokens, without special tokens before it."""
+    if isinstance(prompt, list) and isinstance(prompt[0], dict):
+        return engine.chat_prompt(prompt)
+    if continues and isinstance(prompt, str):
+        return engine.engine_core.input_processor.encode(prompt, add_special_tokens=False)
+    return prompt
 
 
 def totals(engine: Any) -> dict[str, int | float]:
@@ -106,7 +110,7 @@ class Service:
 
     def __init__(self, engine: Any, work: Workload) -> None:
         self.engine, self.work = engine, work
-        self.prompts = [encoded(engine, request.prompt) for request in work.requests]
+        self.prompts = [encoded(engine, r.prompt, continues=r.after is not None) for r in work.requests]
         self.params = [request_params(engine, request) for request in work.requests]
         number = len(work.requests)
         self.served = Served([0.0] * number, [[] for _ in range(number)], [None] * number)

@@ -10,16 +10,15 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Self
 
-from benchmarks import HERE, BenchmarkError
+from benchmarks import HERE, BenchmarkError, Row
 
-Row = dict[str, Any]
 SPIN = "print(flush=True)\nwhile True: pass"
+CLOSE_S = 10.0
 
 
-class Side:
+class SideProcess:
     """A process with one engine; calling it measures a workload once."""
 
     def __init__(self, spec: Row) -> None:
@@ -54,9 +53,12 @@ class Side:
         return found
 
     def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.communicate()
+        """End the process; it closes its engine first, so that the processes of a group end with it."""
+        try:
+            self.process.communicate(timeout=CLOSE_S)
+        except subprocess.TimeoutExpired:  # it measures
+            self.process.kill()
+            self.process.communicate()
 
     def __enter__(self) -> Self:
         return self
@@ -94,10 +96,8 @@ class Measured:
         from benchmarks.machine import LoadMeter
         from benchmarks.serving import serve
 
-        times, length = workload.pop("times", 1), workload.pop("shortened", None)
+        times = workload.pop("times", 1)
         work = workloads.drawn(**workload["drawn"]) if "drawn" in workload else workloads.named(**workload)
-        if length:
-            work = work.shortened(length)
         other = subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE) if self.beside_busy else None
         try:
             if other is not None and other.stdout is not None:
@@ -139,11 +139,5 @@ def main() -> None:
             answer = {"error": f"{name}{error}"}
         out.write(json.dumps(answer) + "\n")
         out.flush()
-
-
-def resolved(parts: str | None) -> str | None:
-    """Return a reference to parts with an absolute path."""
-    if parts is None:
-        return None
-    path, colon, name = parts.rpartition(":")
-    return f"{Path(path).resolve()}:{name}" if colon and path else parts
+    if measured is not None:
+        measured.engine.close()

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from benchmarks import Row
 from benchmarks.serving import Served, serve
 from benchmarks.timing import in_turns, quantile
 from benchmarks.workloads import Request, Workload, streams_beside, tokens
 
 ANSWER = 8  # tokens of every request but the streams
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,8 @@ def measured(sides: Mapping[str, Any], work: Workload, num_streams: int, rounds:
 
 
 def summary(runs: Sequence[Served], num_streams: int, total_tokens: int) -> Row:
-    """Return medians over the rounds, in seconds, and the last round in detail.
-
-    All rounds of a side have the same steps. So each gap is the median of the same gap in every round, and a
-    disturbance in one of them is not the longest gap.
-    """
-    last, seconds = runs[-1], statistics.median(run.seconds for run in runs)
-    gaps = [statistics.median(same) for same in zip(*(run.gaps(num_streams) for run in runs), strict=True)]
+    """Return medians over the rounds, in seconds, and the last round in detail."""
+    last, seconds, gaps = runs[-1], statistics.median(run.seconds for run in runs), median_gaps(runs, num_streams)
     return {
         "p50": quantile(gaps, 0.5),
         "p95": quantile(gaps, 0.95),
@@ -78,6 +73,14 @@ def summary(runs: Sequence[Served], num_streams: int, total_tokens: int) -> Row:
         "stream": [round(at, 6) for at in last.times[0]],
         "arrived": [round(at, 6) for at in last.arrived[num_streams:]],
     }
+
+
+def median_gaps(runs: Sequence[Served], number: int | None = None) -> list[float]:
+    """Return the gaps of the first `number` requests, or of all: each is the median of the same gap in every round.
+
+    All rounds of a side have the same steps; so a disturbance in one of them is not the longest gap.
+    """
+    return [statistics.median(same) for same in zip(*(run.gaps(number) for run in runs), strict=True)]
 
 
 def compare(rows: Mapping[str, Row], base: Row) -> None:

@@ -4,12 +4,13 @@ Prompts are random ordinary tokens where their content does not matter, so that 
 every engine. `WORKLOADS` has those of `python -m benchmarks run`.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from benchmarks import BenchmarkError
 
@@ -100,10 +101,11 @@ def streams_beside(
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Arguments:
     """Arguments of a named workload."""
 
-    number: int
+    number: Any
+    """Number of requests; of a file, None is all of them."""
     rate: float | None
     """Requests per second, at random times (Poisson); None: all are there at the start."""
     seed: int
@@ -116,27 +118,27 @@ class Traffic:
             at += rng.expovariate(self.rate) if self.rate else 0.0
 
 
-def ragged(traffic: Traffic) -> Workload:
+def ragged(args: Arguments) -> Workload:
     """Prompts of 16 to 256 tokens, answers of 16 to 96, nothing in common."""
-    work = drawn(traffic.number, prompts=(16, 256), outputs=(16, 96), seed=traffic.seed)
-    return replace(work, requests=[replace(r, at=at) for r, at in zip(work.requests, traffic.arrivals(), strict=False)])
+    work = drawn(args.number, prompts=(16, 256), outputs=(16, 96), seed=args.seed)
+    return replace(work, requests=[replace(r, at=at) for r, at in zip(work.requests, args.arrivals(), strict=False)])
 
 
-def shared(traffic: Traffic) -> Workload:
+def shared(args: Arguments) -> Workload:
     """A common prefix of 384 tokens for every eight requests, 32 own tokens and 24 output tokens for each of them."""
-    rng = Random(traffic.seed)
-    prefixes = [tokens(rng, 384) for _ in range(traffic.number // 8 + 1)]
-    arrivals = traffic.arrivals()
+    rng = Random(args.seed)
+    prefixes = [tokens(rng, 384) for _ in range(args.number // 8 + 1)]
+    arrivals = args.arrivals()
     return Workload(
-        [Request(prefixes[number // 8] + tokens(rng, 32), 24, next(arrivals)) for number in range(traffic.number)]
+        [Request(prefixes[number // 8] + tokens(rng, 32), 24, next(arrivals)) for number in range(args.number)]
     )
 
 
-def chat(traffic: Traffic) -> Workload:
+def chat(args: Arguments) -> Workload:
     """Conversations of three turns behind one system prompt of 128 tokens: a turn begins with all turns before it."""
-    rng, arrivals, requests = Random(traffic.seed), traffic.arrivals(), list[Request]()
+    rng, arrivals, requests = Random(args.seed), args.arrivals(), list[Request]()
     system = tokens(rng, 128)
-    for number in range(traffic.number):
+    for number in range(args.number):
         is_first = number % 3 == 0
         own = tokens(rng, rng.randint(16, 64))
         at = next(arrivals) if is_first else 0.0
@@ -144,40 +146,40 @@ def chat(traffic: Traffic) -> Workload:
     return Workload(requests)
 
 
-def streams(traffic: Traffic) -> Workload:
+def streams(args: Arguments) -> Workload:
     """Four streams of 128 tokens, and prompts of 512 tokens while they run: every 12 tokens of a stream, or by rate."""
-    rng, arrivals = Random(traffic.seed), traffic.arrivals()
-    places = [next(arrivals) if traffic.rate else 12.0 * (i + 1) for i in range(traffic.number)]
+    rng, arrivals = Random(args.seed), args.arrivals()
+    places = [next(arrivals) if args.rate else 12.0 * (i + 1) for i in range(args.number)]
     prompts = [Request(tokens(rng, 512), 8, at) for at in places]
     return streams_beside(
-        prompts, number=4, num_tokens=128, clock="seconds" if traffic.rate else "tokens", seed=traffic.seed + 1
+        prompts, number=4, num_tokens=128, clock="seconds" if args.rate else "tokens", seed=args.seed + 1
     )
 
 
-def memory(traffic: Traffic) -> Workload:
+def memory(args: Arguments) -> Workload:
     """Twelve conversations, the first ones more often than the last, in a KV memory of 1,280 tokens: too few for all.
     A turn arrives every eight steps, or by rate."""
-    rng, arrivals, requests = Random(traffic.seed), traffic.arrivals(), list[Request]()
+    rng, arrivals, requests = Random(args.seed), args.arrivals(), list[Request]()
     system, last = tokens(rng, 128), dict[int, int]()
     ranks = range(12)
-    for number in range(traffic.number):
+    for number in range(args.number):
         (rank,) = rng.choices(ranks, [1 / (rank + 1) for rank in ranks])
         own, after = tokens(rng, rng.randint(16, 48)), last.get(rank)
-        at = 8.0 * number if traffic.rate is None else next(arrivals) if after is None else len(ranks) / traffic.rate
+        at = 8.0 * number if args.rate is None else next(arrivals) if after is None else len(ranks) / args.rate
         requests.append(Request(own if rank in last else system + own, 16, at, after))
         last[rank] = number
-    clock: Clock = "seconds" if traffic.rate else "steps"
+    clock: Clock = "seconds" if args.rate else "steps"
     return Workload(requests, clock, {"cache": {"kv_tokens": 1280}})
 
 
-def text(kind: str) -> Callable[[Traffic], Workload]:
+def text(kind: str) -> Callable[[Arguments], Workload]:
     """Return the maker of questions of one kind, answered to their end, with n-gram drafts where the engine has any."""
 
-    def make(traffic: Traffic) -> Workload:
-        from benchmarks.texts import questions_of
+    def make(args: Arguments) -> Workload:
+        from benchmarks.texts import all_questions, message
 
-        arrivals = traffic.arrivals()
-        asked = [[{"role": "user", "content": text}] for text in questions_of(kind, traffic.number, traffic.seed)]
+        arrivals = args.arrivals()
+        asked = [[message(text)] for text in all_questions(args.number, args.seed)[kind]]
         requests = [Request(messages, 160, next(arrivals), ignore_eos=False) for messages in asked]
         return Workload(requests, settings={"speculative": {"method": "ngram"}})
 
@@ -189,19 +191,19 @@ def text(kind: str) -> Callable[[Traffic], Workload]:
     return make
 
 
-def pictures(traffic: Traffic) -> Workload:
+def pictures(args: Arguments) -> Workload:
     """Questions about pictures of 256 x 256 pixels, two questions for each picture. m6 only."""
     from benchmarks.texts import picture_message
 
-    arrivals = traffic.arrivals()
+    first, questions = 10_000 * args.seed, ("Describe the picture.", "What is at the center?")
     requests = [
-        Request(picture_message(number // 2, ("Describe the picture.", "What is at the center?")[number % 2]), 24, at)
-        for number, at in zip(range(traffic.number), arrivals, strict=False)
+        Request(picture_message(first + number // 2, questions[number % 2]), 24, at)
+        for number, at in zip(range(args.number), args.arrivals(), strict=False)
     ]
     return Workload(requests)
 
 
-WORKLOADS: dict[str, tuple[int, Callable[[Traffic], Workload]]] = {
+WORKLOADS: dict[str, tuple[int, Callable[[Arguments], Workload]]] = {
     "ragged": (32, ragged),
     "shared": (32, shared),
     "chat": (36, chat),
@@ -218,44 +220,54 @@ WORKLOADS: dict[str, tuple[int, Callable[[Traffic], Workload]]] = {
 def named(name: str, *, number: int | None, rate: float | None, seed: int) -> Workload:
     """Return the workload of this name, or of this JSONL file. Raises `BenchmarkError` for neither."""
     if name.endswith(".jsonl"):
-        return from_file(Path(name), number)
+        return from_file(Path(name), Arguments(number, rate, seed))
     if name not in WORKLOADS:
         raise BenchmarkError(f"there is no workload {name!r}: use {', '.join(WORKLOADS)}, or a file FILE.jsonl")
     default, make = WORKLOADS[name]
-    return make(Traffic(number or default, rate, seed))
+    return make(Arguments(number or default, rate, seed))
 
 
 # --- from a file ------------------------------------------------------------------------------------------------------
 
 
-KEYS = {"prompt", "messages", "max_tokens", "at", "after", "ignore_eos"}
+class Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A request in a file."""
+
+    prompt: str | list[int] | None = None
+    """A text or token ids; or `messages`, a conversation."""
+    messages: list[dict[str, Any]] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 32
+    at: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Seconds since the start; with `after`, since the end of that request."""
+    after: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Number of an earlier request, from 0, which this one continues."""
+    ignore_eos: bool = False
 
 
-def from_file(path: Path, number: int | None = None) -> Workload:
-    """Read one request a line: `prompt` (text or token ids) or `messages`, `max_tokens`, and optionally `at` (seconds
-    since the start), `after` (number of an earlier line, from 0) and `ignore_eos`."""
+def from_file(path: Path, args: Arguments) -> Workload:
+    """Read a `Line` of JSON for each request; empty lines do not count. With a rate, requests without `after` arrive at
+    its random times in place of `at`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BenchmarkError(f"the workload {path} cannot be read: {error}") from error
-    requests = [_request(f"{path}, line {i + 1}", line, i) for i, line in enumerate(lines) if line.strip()][:number]
+    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()][: args.number]
+    requests = [_request(f"{path}, line {number}", line, index) for index, (number, line) in enumerate(filled)]
     if not requests:
         raise BenchmarkError(f"the workload {path} has no requests")
+    if args.rate:
+        arrivals = args.arrivals()
+        requests = [replace(r, at=next(arrivals)) if r.after is None else r for r in requests]
     return Workload(sorted(requests, key=lambda r: r.at) if all(r.after is None for r in requests) else requests)
 
 
 def _request(place: str, line: str, index: int) -> Request:
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise BenchmarkError(f"{place} is no JSON: {error}") from error
-    if not isinstance(row, dict) or set(row) - KEYS or len({"prompt", "messages"} & set(row)) != 1:
-        raise BenchmarkError(f"{place} must be an object with prompt or messages, and no keys but {', '.join(KEYS)}")
-    prompt = row.pop("messages", None) or row.pop("prompt", None)
-    request = Request(prompt, **{"max_tokens": 32, "ignore_eos": False} | row)
-    is_number = isinstance(request.max_tokens, int) and isinstance(request.at, int | float)
-    if not prompt or not isinstance(prompt, str | list) or not is_number or request.max_tokens < 1 or request.at < 0:
-        raise BenchmarkError(f"{place}: the prompt is empty or no text, or max_tokens or at is no positive number")
-    if request.after is not None and not (isinstance(request.after, int) and 0 <= request.after < index):
-        raise BenchmarkError(f"{place}: after={request.after!r} is not the number of an earlier line")
-    return request
+        row = msgspec.json.decode(line, type=Line)
+    except msgspec.MsgspecError as error:
+        raise BenchmarkError(f"{place}: {error}") from error
+    if (row.prompt is None) == (row.messages is None) or not (row.prompt or row.messages):
+        raise BenchmarkError(f"{place} must have either a prompt or messages, and they must not be empty")
+    if row.after is not None and row.after >= index:
+        raise BenchmarkError(f"{place}: after={row.after} is not the number of an earlier request")
+    return Request(row.prompt or row.messages, row.max_tokens, row.at, row.after, row.ignore_eos)

@@ -1,6 +1,5 @@
 """m1: the same model without a cache and with one, one request, and several in a queue."""
 
-import statistics
 from functools import cached_property
 from random import Random
 from typing import Any
@@ -9,11 +8,10 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.engines import EMBEDDED
-from benchmarks.lesson import SEED
-from benchmarks.reference import decoder_shape
+from benchmarks.lesson import SEED, Row
 from benchmarks.roofline import Forwards, under_roof
-from benchmarks.timing import interleaved, seconds_of
-from benchmarks.traces import watched
+from benchmarks.timing import in_turns, interleaved, medians, ratio, seconds_of
+from benchmarks.traces import phases, watched
 from benchmarks.workloads import tokens
 from m1_single_request import LLMEngine, SamplingParams
 from m1_single_request.events import StepDone
@@ -21,7 +19,6 @@ from m1_single_request.events import StepDone
 LENGTHS = (16, 64, 256, 512, 1024, 2048)
 PAIRS = ((256, 1), (16, 32), (256, 32), (1024, 32))
 NUM_QUEUED = 8
-Row = dict[str, Any]
 
 
 class Bench:
@@ -62,7 +59,8 @@ class Bench:
             cache.crop(-1)
             return seconds
 
-        return {"tokens": length} | interleaved({"recompute": recompute, "cache": remember}, rounds=self.rounds)
+        seconds = in_turns({"recompute": recompute, "cache": remember}, rounds=self.rounds)
+        return {"tokens": length, "times": ratio(*seconds.values())} | medians(seconds)
 
     @torch.inference_mode()
     def answer(self, prompt_len: int, output_len: int) -> Row:
@@ -82,9 +80,9 @@ class Bench:
             made["cache"] = list(self.engine.generate(prompt, params).token_ids)
 
         sides = {"recompute": lambda: seconds_of(recompute), "cache": lambda: seconds_of(remember)}
-        row: Row = {"prompt": prompt_len, "output": output_len}
-        row |= interleaved(sides, rounds=min(self.rounds, 3))
-        return row | {"same_tokens": float(made["recompute"] == made["cache"])}
+        seconds = in_turns(sides, rounds=min(self.rounds, 3))
+        row: Row = {"prompt": prompt_len, "output": output_len, "times": ratio(*seconds.values())}
+        return row | medians(seconds) | {"same_tokens": float(made["recompute"] == made["cache"])}
 
     def first_token(self, length: int) -> Row:
         """Measure the time to the first token of a prompt of `length` tokens."""
@@ -110,13 +108,11 @@ class Bench:
         formula = context * runner.kv_bytes_per_token
         return {"tokens": context, "tpot": tpot, "kv_formula": formula, "kv_measured": held[-1]}
 
-    def step_phases(self, context: int) -> Row:
+    def step_phases(self, context: int) -> dict[str, float]:
         """Return the median seconds of each phase of a decode step, from the trace."""
         params = SamplingParams(max_tokens=33, ignore_eos=True)
         seen = watched(self.engine, lambda: self.engine.generate(self.prompt(context), params), StepDone)
-        decodes = seen.of(StepDone)[1:]
-        phases = ("schedule", "execute", "sample", "update")
-        return {p: statistics.median(getattr(step, f"{p}_ms") for step in decodes) / 1e3 for p in phases}
+        return phases(seen.of(StepDone)[1:])
 
     def queue(self) -> list[Row]:
         """Measure requests that arrive together and are answered one after another: the first token of each."""
@@ -133,7 +129,7 @@ class Bench:
 
     def roofline(self, lengths: tuple[int, ...]) -> Row:
         """Measure prefill and decode below the roof of the machine."""
-        forwards = Forwards(None, decoder_shape(EMBEDDED), "float32", SEED)
+        forwards = Forwards(None, EMBEDDED)
         prefills = [(n, self.first_token(n)["ttft"]) for n in lengths]
         decodes = [(n, self.next_token(n)["tpot"]) for n in lengths]
         points = [forwards.point("prefill", n, seconds, [n], [0]) for n, seconds in prefills]

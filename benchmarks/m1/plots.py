@@ -1,15 +1,11 @@
 """The plots of lesson 1."""
 
-from typing import Any
-
 from matplotlib.figure import Figure
 
-from benchmarks.plots import lines, panels, roof
-
-Rows = list[dict[str, Any]]
+from benchmarks.plots import Row, lines, panels, roof
 
 
-def walls(token_at: Rows, queue: Rows) -> Figure:
+def walls(token_at: list[Row], queue: list[Row]) -> Figure:
     """Draw the next token with and without a cache, and the waiting time of queued requests."""
     figure, (left, right) = panels(9, 3.4, 1, 2)
     series = {"read all again": "recompute", "KV cache": "cache"}
@@ -26,7 +22,7 @@ def walls(token_at: Rows, queue: Rows) -> Figure:
     return figure
 
 
-def measured(first: Rows, following: Rows, part: dict[str, Any]) -> Figure:
+def measured(first: list[Row], following: list[Row], part: Row) -> Figure:
     """Draw prefill and decode by length, and the roofline."""
     figure, (left, right) = panels(9, 3.6, 1, 2)
     series = {

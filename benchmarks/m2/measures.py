@@ -4,18 +4,20 @@ Everything that is counted (steps, tokens, bytes) is the same on every machine.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import reference
+from benchmarks import reference, traces
 from benchmarks.engines import EMBEDDED, Engines
-from benchmarks.lesson import SEED
-from benchmarks.serving import Served, Side, answer, num_same
+from benchmarks.lesson import SEED, Row
+from benchmarks.serving import Served, Side, answer, num_same, serve
+from benchmarks.streams import median_gaps
 from benchmarks.timing import interleaved, quantile, ratio
-from benchmarks.traces import Keep, watched
+from benchmarks.traces import watched
 from benchmarks.workloads import Request, Workload, drawn
 from m1_single_request.events import StepDone
 from m2_continuous_batching.events import Batch, Forward, KVUsage
+from m2_continuous_batching.views.timeline import Timeline
 
 NUM_REQUESTS, NUM_QUEUED = 64, 16
 SEQS = (1, 2, 4, 8, 16, 32, 64)
@@ -23,7 +25,6 @@ BUDGETS = (256, 512, 1024, 4096)
 MAX_MODEL_LEN = 4096
 FIVE = ((6, 4), (4, 14), (8, 3), (5, 8), (3, 5))
 """Prompt and output tokens of the five requests of the picture."""
-Row = dict[str, Any]
 
 
 def workload(number: int) -> Workload:
@@ -82,9 +83,7 @@ def phases(work: Workload) -> dict[str, float]:
         seen = watched(engine := made("m2"), lambda: answer(engine, work), Batch, StepDone)
     most = max(len(batch.rids) for batch in seen.of(Batch))
     modes = zip(seen.of(Batch), seen.of(StepDone), strict=True)
-    full = [step for batch, step in modes if batch.mode == "decode" and len(batch.rids) == most]
-    names = ("schedule", "execute", "sample", "update")
-    return {name: statistics.median(getattr(step, f"{name}_ms") for step in full) / 1e3 for name in names}
+    return traces.phases([step for batch, step in modes if batch.mode == "decode" and len(batch.rids) == most])
 
 
 def limits(work: Workload, rounds: int) -> dict[str, list[Row]]:
@@ -100,7 +99,7 @@ def limits(work: Workload, rounds: int) -> dict[str, list[Row]]:
 def limited(work: Workload, rounds: int, settings: Sequence[dict[str, int]]) -> list[Row]:
     """Measure engines with these limits in turns."""
     with engines() as made:
-        sides = {str(setting): Side(made("m2", scheduler=setting), work) for setting in settings}
+        sides = {str(setting): Side(made("m2", scheduler=setting), work, serve) for setting in settings}
         seconds = interleaved(sides, rounds=rounds)
         return [
             setting
@@ -111,17 +110,10 @@ def limited(work: Workload, rounds: int, settings: Sequence[dict[str, int]]) -> 
                 "mean_ttft": side.median(lambda served: mean_of(served, "time_to_first_token")),
                 "mean_tpot": side.median(lambda served: mean_of(served, "time_per_output_token")),
                 "mean_latency": side.median(lambda served: mean_of(served, "latency")),
-                "longest_gap": longest_gap(side),
+                "longest_gap": max(median_gaps(side.runs)),
             }
             for setting, (name, side) in zip(settings, sides.items(), strict=True)
         ]
-
-
-def longest_gap(side: Side) -> float:
-    """Return the longest step with prefills and decodes: the longest stop of a running answer, in seconds."""
-    seen = watched(side.engine, lambda: answer(side.engine, side.work), Batch, StepDone)
-    steps = zip(seen.of(Batch), seen.of(StepDone), strict=True)
-    return max((step.total_ms for batch, step in steps if batch.mode == "mixed"), default=0.0) / 1e3
 
 
 def padding(work: Workload) -> list[Row]:
@@ -175,16 +167,14 @@ def timeline() -> Row:
 
 
 def _lanes(engine: Any, batches: Sequence[Workload]) -> Row:
-    run: Callable[[], object] = lambda: [answer(engine, batch) for batch in batches]  # noqa: E731
-    seen: Keep = watched(engine, run, Batch)
-    first = seen.records[0].step
-    numbers = {rid: None for batch in seen.of(Batch) for rid in batch.rids}
-    cells: dict[str, list[str]] = {rid: [] for rid in numbers}
-    for record in seen.records:
-        batch: Any = record.event
-        for rid, prefix in zip(batch.rids, batch.prefix_lens, strict=True):
-            lane = cells[rid]
-            lane += ["wait"] * (record.step - first - len(lane)) + ["decode" if prefix else "prefill"]
-    steps = seen.records[-1].step - first + 1
-    used = sum(length for _, length in FIVE) / (3 * steps)
-    return {"steps": steps, "cells": list(cells.values()), "rows_used": used}
+    timeline = Timeline()
+    engine.tracer.attach(timeline)
+    for batch in batches:
+        answer(engine, batch)
+    engine.tracer.detach(timeline)
+    cells = [
+        ["wait"] * lane.begin + ["wait" if state == "queued" else state for state in lane.states]
+        for lane in timeline.lanes.values()
+    ]
+    steps = len(timeline.steps)
+    return {"steps": steps, "cells": cells, "rows_used": sum(length for _, length in FIVE) / (3 * steps)}

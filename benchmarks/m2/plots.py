@@ -1,18 +1,14 @@
 """The plots of lesson 2."""
 
-from typing import Any
-
 from matplotlib.figure import Figure
 
-from benchmarks.plots import grouped_bars, legend, panels, ticks
+from benchmarks.plots import Row, grouped_bars, legend, panels, ticks
 
-Part = dict[str, Any]
-Rows = list[Part]
 COLORS = {"prefill": "C1", "decode": "C0", "held": "0.8"}
 SIDES = {"per_request": "one by one", "static": "transformers, static", "padded": "padded"}
 
 
-def timeline(lanes: Part) -> Figure:
+def timeline(lanes: Row) -> Figure:
     """Draw five requests in three places, step by step."""
     figure, axes = panels(9, 3.8, 2, 1, sharex=True)
     for axis, (kind, lane) in zip(axes, lanes.items(), strict=True):
@@ -35,7 +31,7 @@ def timeline(lanes: Part) -> Figure:
     return figure
 
 
-def throughput(part: Part) -> Figure:
+def throughput(part: Row) -> Figure:
     """Draw tokens per second of the three sides, and the share of rows that gave a token."""
     figure, (left, right) = panels(9, 3.4, 1, 2)
     own = {label: [row for row in part["rows"] if row["side"] == side] for side, label in SIDES.items()}
@@ -51,7 +47,7 @@ def throughput(part: Part) -> Figure:
     return figure
 
 
-def limits(part: Part) -> Figure:
+def limits(part: Row) -> Figure:
     """Draw throughput and waiting by the two limits."""
     figure, (left, right) = panels(9, 3.4, 1, 2)
     numbers = [row["max_num_seqs"] for row in part["max_num_seqs"]]
@@ -70,7 +66,7 @@ def limits(part: Part) -> Figure:
     return figure
 
 
-def padding(rows: Rows) -> Figure:
+def padding(rows: list[Row]) -> Figure:
     """Draw useful and padded tokens, and KV used and reserved, over the steps of the run with 16 places."""
     figure, (left, right) = panels(9, 3.4, 1, 2)
     row = next(row for row in rows if "per_step" in row)
@@ -87,7 +83,7 @@ def padding(rows: Rows) -> Figure:
     return figure
 
 
-def walls(rows: Rows) -> Figure:
+def walls(rows: list[Row]) -> Figure:
     """Draw first token and end of each request, in m1 and in m2."""
     figure, axes = panels(9, 3.4, 1, 2, sharey=True)
     titles = {"m1": "m1: one after the other", "m2": "m2: together"}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.engines import MAX_MODEL_LEN, Engines
-from benchmarks.lesson import SEED
+from benchmarks.lesson import SEED, Row
 from benchmarks.serving import Side, answer, num_same
 from benchmarks.timing import interleaved, seconds_of
 from benchmarks.traces import watched
@@ -21,7 +21,6 @@ from m3_paged_attention.scheduler_events import Preempted
 BLOCK_SIZES = (1, 4, 16, 64, 128)
 NUM_CONTINUATIONS = 4
 POOL_SHARE = 3  # the small pool holds so many times less than the batch takes at most
-Row = dict[str, Any]
 Steps = list[dict[str, int]]
 
 

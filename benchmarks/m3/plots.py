@@ -1,12 +1,9 @@
 """The plots of lesson 3."""
 
-from typing import Any
-
 from matplotlib.figure import Figure
 
-from benchmarks.plots import named_bars, panels, roof
+from benchmarks.plots import Row, named_bars, panels, roof
 
-Part = dict[str, Any]
 COLORS = {"transformers": "0.6", "m2": "C1", "m3": "C0"}
 KINDS = {"prefill": ("o", "C1", "prefill of so many tokens"), "decode": ("s", "C0", "decode of so many requests")}
 TITLES = (
@@ -17,7 +14,7 @@ TITLES = (
 )
 
 
-def throughput(*parts: Part) -> Figure:
+def throughput(*parts: Row) -> Figure:
     """Draw tokens per second of all sides, a panel for each part."""
     figure, axes = panels(9, 5.6, 2, 2)
     for axis, part, title in zip(axes.flat, parts, TITLES, strict=True):
@@ -34,7 +31,7 @@ def color_of(side: str) -> tuple[str, float]:
     return COLORS[side.split(",")[0].split()[0]], 0.5 if "on torch" in side else 1
 
 
-def fragmentation(part: Part) -> Figure:
+def fragmentation(part: Row) -> Figure:
     """Draw reserved and held tokens, step by step, on one scale: m2's slots and m3's blocks for the same requests."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     grid = figure.add_gridspec(1, 3, width_ratios=[1, 1, 0.9])
@@ -59,7 +56,7 @@ def fragmentation(part: Part) -> Figure:
     return figure
 
 
-def roofline(random: Part, embedded: Part) -> Figure:
+def roofline(random: Row, embedded: Row) -> Figure:
     """Draw the roof of the machine in each precision, and prefills and decodes below it, on one scale."""
     figure, axes = panels(9, 4.4, 1, 2, sharex=True, sharey=True)
     for axis, part, title in zip(axes, (random, embedded), ("0.6B, bfloat16", "embedded, float32"), strict=True):
@@ -69,7 +66,7 @@ def roofline(random: Part, embedded: Part) -> Figure:
     return figure
 
 
-def sharing(part: Part) -> Figure:
+def sharing(part: Row) -> Figure:
     """Draw blocks in use, step by step: four continuations of one prompt, forked and as requests of their own."""
     figure, axes = panels(9, 3.2, 1, 2, sharey=True)
     titles = {"separate": f"{part['continuations']} requests", "forked": f"One request, n = {part['continuations']}"}
@@ -84,7 +81,7 @@ def sharing(part: Part) -> Figure:
     return figure
 
 
-def preemption(part: Part) -> Figure:
+def preemption(part: Row) -> Figure:
     """Draw speed and moved tokens in a pool with room for all, and in one that is too small."""
     figure, (left, right) = panels(9, 3.2, 1, 2)
     sides = part["sides"]

@@ -1,11 +1,10 @@
-"""m3 against transformers, on the same machine in the same minutes: one stream, and ragged batches.
+"""m3 against transformers, on the same machine in the same minutes: one stream, and ragged batches; and m3's forwards.
 
 Both sides get the same prompts and make outputs of the same length; the end of sequence is ignored.
 """
 
 import statistics
 import time
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from benchmarks import reference
 from benchmarks.engines import Engines
-from benchmarks.lesson import SEED
-from benchmarks.machine import READ_BYTES, read_bandwidth
-from benchmarks.roofline import forward_bytes
+from benchmarks.lesson import SEED, Row
+from benchmarks.roofline import Forwards, roof_bandwidth, under_roof
 from benchmarks.serving import Side, num_same
-from benchmarks.timing import interleaved, ratio
+from benchmarks.timing import in_turns, interleaved, medians, ratio
 from benchmarks.workloads import Workload, drawn
 from m3_paged_attention import SamplingParams
 
@@ -30,7 +28,8 @@ QUESTIONS = (
 )
 BACKENDS = {"m3 on torch": "torch", "m3": "auto"}
 """What every machine can run, and what this one runs best."""
-Row = dict[str, Any]
+PREFILLS, BATCHES = (16, 64, 256, 512), (1, 16, 64)
+"""Tokens of a prefill and requests of a decode below the roof."""
 
 
 class Clock(BaseStreamer):
@@ -61,38 +60,36 @@ def single_stream(engines: Engines, *, prompt_len: int, num_tokens: int, rounds:
     """Measure the decode of one request: tokens per second, and the share of the memory's bandwidth that it uses."""
     prompt = drawn(1, prompts=(prompt_len, prompt_len), outputs=(1, 1), seed=SEED).requests[0].prompt
     theirs, params = reference.load(engines.model, SEED), SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    totals: dict[str, list[float]] = defaultdict(list)
     tokens: dict[str, list[int]] = {}
 
     def transformers() -> float:
-        clock, begin = Clock(), time.perf_counter()
+        clock = Clock()
         (tokens["transformers"],) = reference.generate(theirs, [prompt], num_tokens, streamer=clock)
-        totals["transformers"].append(time.perf_counter() - begin)
         return clock.seconds_per_token
 
     def ours(side: str) -> float:
         output = on_backend(engines, side).generate(prompt, params)
-        totals[side].append(output.metrics.latency)
         tokens[side] = list(output.token_ids)
         return output.metrics.time_per_output_token or 0.0
 
     sides = {"transformers": transformers} | {side: lambda side=side: ours(side) for side in BACKENDS}
-    seconds = interleaved(sides | {"read": lambda: READ_BYTES / read_bandwidth()}, rounds=rounds)
-    bandwidth, shape = READ_BYTES / seconds["read"], reference.decoder_shape(engines.model)
-    moved = forward_bytes(shape, engines.model.dtype, [1], [prompt_len + num_tokens // 2])
+    rounds_of = in_turns(sides, rounds=rounds)
+    forwards = Forwards(None, engines.model)
+    context = prompt_len + num_tokens // 2
+    points = [forwards.point("decode", 1, own, [1], [context]) for own in medians(rounds_of).values()]
+    bandwidth = roof_bandwidth(points)
     return {
         "prompt": prompt_len,
         "output": num_tokens,
         "sides": {
             name: {
-                "tokens_per_second": 1 / seconds[name],
-                "seconds_per_answer": statistics.median(totals[name][1:]),
-                "bandwidth_share": moved / seconds[name] / bandwidth,
+                "tokens_per_second": 1 / point["seconds"],
+                "times_transformers": ratio(rounds_of["transformers"], rounds_of[name]),
+                "bandwidth_share": point["bandwidth"] / bandwidth,
             }
-            for name in sides
+            for name, point in zip(sides, points, strict=True)
         },
-        "times_transformers": seconds["transformers"] / seconds["m3"],
-        "bytes_per_token": moved,
+        "bytes_per_token": points[0]["bytes"],
         "bandwidth": bandwidth,
         "same_tokens": tokens["m3"] == tokens["transformers"],
     }
@@ -117,15 +114,26 @@ def single_text(engines: Engines, *, num_tokens: int, rounds: int) -> Row:
         texts[side] = [answers[side](question) for question in QUESTIONS]
         return time.perf_counter() - begin
 
-    seconds = interleaved({side: lambda side=side: all_questions(side) for side in answers}, rounds=rounds)
+    seconds = in_turns({side: lambda side=side: all_questions(side) for side in answers}, rounds=rounds)
     total = num_tokens * len(QUESTIONS)
     return {
         "questions": len(QUESTIONS),
         "output": num_tokens,
-        "sides": {name: {"tokens_per_second": total / seconds[name]} for name in seconds},
-        "times_transformers": seconds["transformers"] / seconds["m3"],
+        "sides": {
+            name: {
+                "tokens_per_second": total / statistics.median(own),
+                "times_transformers": ratio(seconds["transformers"], own),
+            }
+            for name, own in seconds.items()
+        },
         "same_texts": num_same(texts["m3"], texts["transformers"]),
     }
+
+
+def lengths(number: int, quick: bool) -> Workload:
+    """Return requests of very different lengths."""
+    prompts, outputs = ((32, 64), (4, 16)) if quick else ((32, 512), (16, 256))
+    return drawn(number, prompts=prompts, outputs=outputs, seed=SEED)
 
 
 def ragged_16(engines: Engines, work: Workload, *, rounds: int) -> Row:
@@ -169,3 +177,12 @@ def ragged(engines: Engines, work: Workload, engine_of: Row, rounds: int) -> Row
             for name, side in sides.items()
         },
     }
+
+
+def roofline(engines: Engines, *, context: int, num_decodes: int) -> Row:
+    """Measure prefills and decode steps of different sizes below the roof of the machine."""
+    engine = engines("m3", scheduler={"max_num_seqs": max(BATCHES)})
+    forwards = Forwards(engine, engines.model)
+    points = [forwards.prefill(length) for length in PREFILLS]
+    points += [forwards.decode(size, context, num_decodes) for size in BATCHES]
+    return under_roof(points, engines.model.dtype)

@@ -5,7 +5,7 @@ two part a copy on write. In step 5 two requests need a new block and one is fre
 back in step 7. Times, probabilities and the choice of kernels are left out.
 """
 
-from benchmarks.traces import Decisions, stepped
+from benchmarks.traces import stepped, written
 from m1_single_request.tracer import TraceReader
 from m3_paged_attention import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, TraceConfig
 
@@ -32,6 +32,4 @@ def run(*readers: TraceReader) -> None:
 
 def traced_steps() -> str:
     """Return the console of the two requests."""
-    decisions = Decisions()
-    run(decisions)
-    return decisions.text()
+    return written(run)

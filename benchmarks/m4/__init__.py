@@ -1,7 +1,7 @@
 """The measurements of lesson 4: `python -m benchmarks m4`."""
 
 from benchmarks.lesson import Lesson, Parts, Size
-from benchmarks.m3 import on_embedded_model, on_random_model, shape
+from benchmarks.m3 import on_model, on_random_model, shape
 
 KV_BYTES = 9 * 2**28  # the 0.6B shape: 21,000 tokens, a little more than the requests need without sharing
 LONG_MODEL_LEN = 4096
@@ -21,12 +21,12 @@ def parts(size: Size) -> Parts:
         "reuse_0_6b": lambda: on_random_model(
             lambda e: measures.reuse(e, work, rounds=min(size.rounds, 2)), quick, kv_bytes=KV_BYTES
         ),
-        "reuse_embedded": lambda: on_embedded_model(lambda e: measures.reuse(e, work, rounds=size.rounds)),
+        "reuse_embedded": lambda: on_model(lambda e: measures.reuse(e, work, rounds=size.rounds)),
         "control_plane": lambda: caches.control_plane(200 if quick else 2000, rounds=3 * size.rounds),
         "scheduling": lambda: scheduling.milestones("m3", "m4", num_steps=50 if quick else 400),
         "eviction": lambda: eviction.eviction(requests),
         "designs": lambda: eviction.designs(CAPACITY, size.few, requests),
-        "decode_gaps": lambda: on_embedded_model(
+        "decode_gaps": lambda: on_model(
             lambda e: measures.gaps(e, 120 if quick else 300, lengths, counts, size.few), max_model_len=LONG_MODEL_LEN
         ),
     }

@@ -7,16 +7,16 @@ unlock. The forward between them costs nothing here, so this is the cache alone.
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.lesson import SEED
-from benchmarks.timing import in_turns, ratio
+from benchmarks.lesson import SEED, Row
+from benchmarks.timing import in_turns, medians, ratio
 from m1_single_request.tracer import Tracer
 from m4_radix_cache.mem_cache.allocator import TokenToKVPoolAllocator
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
-from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.eviction import EvictionHeap
 from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.radix_key import RadixKey
@@ -27,11 +27,6 @@ BRANCHES = (8, 64, 512)
 SEGMENT_LENS = (50, 140)  # of each branch
 SEQUENCE_LENS = (200, 2000)
 VOCABULARY = 150_000
-Row = dict[str, Any]
-
-
-class NoRoom(Exception):
-    """A request is longer than all the memory."""
 
 
 class Server:
@@ -52,7 +47,7 @@ class Server:
     def serve(self, key: RadixKey, num_prompt_tokens: int, priority: int = 0) -> int:
         """Pass one request through the cache, from arrival to end; return the number of cached prompt tokens.
 
-        `key` has its prompt and its outputs. Raises `NoRoom` if it can never run.
+        `key` has its prompt and its outputs; the memory has room for it.
         """
         cache, allocator = self.cache, self.allocator
         match = cache.match_prefix(key, num_prompt_tokens - 1)
@@ -64,9 +59,7 @@ class Server:
         if allocator.available_size() < need:
             cache.evict(need - allocator.available_size())
         slots = allocator.alloc(need)
-        if slots is None:
-            cache.dec_lock_ref(node)
-            raise NoRoom(f"{len(key)} tokens in {allocator.size}")
+        assert slots is not None, f"{len(key)} tokens in {allocator.size}"
         existing = cache.insert(key, np.concatenate((found, slots)), priority)
         if existing > hit:  # the whole prompt was there: its last page was computed again
             allocator.free(slots[: existing - hit])
@@ -76,11 +69,8 @@ class Server:
 
 def num_entries(server: Server) -> int:
     """Return the number of nodes of the tree, or of blocks of the table."""
-    cache = server.cache
-    if isinstance(cache, RadixCache):
-        return len(list(cache.nodes()))
-    assert isinstance(cache, BlockHashCache)
-    return len(cache._blocks)
+    cache: Any = server.cache
+    return len(list(cache.nodes() if isinstance(cache, RadixCache) else cache._blocks))
 
 
 # --- its cost ---------------------------------------------------------------------------------------------------------
@@ -132,21 +122,23 @@ def branching(number: int) -> list[list[int]]:
     return sequences
 
 
-class Passing:
-    """A cache class that all sequences pass through whenever it is called; returns seconds."""
-
-    def __init__(self, cache_class: type[RadixCache], sequences: list[list[int]], capacity: int, encodes: bool) -> None:
-        self.cache_class, self.sequences, self.capacity, self.encodes = cache_class, sequences, capacity, encodes
-        self.hit_tokens = 0
-
-    def __call__(self) -> float:
-        self.server = Server(self.cache_class, num_tokens=self.capacity, page_size=PAGE_SIZE)
-        keys = [] if self.encodes else [RadixKey(ids) for ids in self.sequences]
-        gc.collect()
-        begin = time.perf_counter()
-        keys = keys or [RadixKey(ids) for ids in self.sequences]
-        self.hit_tokens = sum([self.server.serve(key, len(key)) for key in keys])
-        return time.perf_counter() - begin
+def passed(cache_class: type[RadixCache], sequences: list[list[int]], capacity: int, *, encodes: bool = False) -> Row:
+    """Pass all sequences through a new cache. The seconds include the encoding of their keys if `encodes`."""
+    server = Server(cache_class, num_tokens=capacity, page_size=PAGE_SIZE)
+    keys = [] if encodes else [RadixKey(ids) for ids in sequences]
+    gc.collect()
+    begin = time.perf_counter()
+    keys = keys or [RadixKey(ids) for ids in sequences]
+    hit_tokens = sum([server.serve(key, len(key)) for key in keys])
+    seconds = time.perf_counter() - begin
+    return {
+        "seconds": seconds,
+        "capacity": server.allocator.size,
+        "hit_tokens": hit_tokens,
+        "evicted_tokens": server.cache.num_evicted_tokens,
+        "nodes": num_entries(server),
+        "cached_tokens": server.cache.evictable_size(),
+    }
 
 
 def control_plane(num_sequences: int, *, rounds: int) -> Row:
@@ -156,29 +148,23 @@ def control_plane(num_sequences: int, *, rounds: int) -> Row:
     """
     sequences = branching(num_sequences)
     num_tokens = sum(map(len, sequences))
-    roomy = Passing(RadixCache, sequences, 2 * num_tokens, encodes=False)
-    roomy()
-    unique = roomy.server.cache.evictable_size()
+    unique = passed(RadixCache, sequences, 2 * num_tokens)["cached_tokens"]
     classes = {"candidates kept": RadixCache, "whole tree walked": WalkingRadixCache}
     sides = {
-        name + ", encoding included" * encodes: Passing(cache_class, sequences, unique // 2, encodes)
+        name + ", encoding included" * encodes: partial(passed, cache_class, sequences, unique // 2, encodes=encodes)
         for encodes in (False, True)
         for name, cache_class in classes.items()
     }
-    seconds = in_turns(sides, rounds=rounds)
-    kept, walked = (sides[name] for name in classes)
-    evicted = kept.server.cache.num_evicted_tokens
-    assert (kept.hit_tokens, evicted) == (walked.hit_tokens, walked.server.cache.num_evicted_tokens), "same work"
-    medians = {name: sorted(own)[len(own) // 2] for name, own in seconds.items()}
+    runs = in_turns(sides, rounds=rounds)
+    seconds = {name: [run.pop("seconds") for run in own] for name, own in runs.items()}
+    kept, walked = (runs[name][-1] for name in classes)
+    assert kept == walked, "the same work"
     return {
         "sequences": num_sequences,
         "tokens": num_tokens,
         "unique_tokens": unique,
-        "capacity": kept.server.allocator.size,
         "page_size": PAGE_SIZE,
-        "hit_tokens": kept.hit_tokens,
-        "evicted_tokens": evicted,
-        "nodes": num_entries(kept.server),
+        **kept,
         "sides": {
             name: {
                 "seconds": median,
@@ -186,7 +172,7 @@ def control_plane(num_sequences: int, *, rounds: int) -> Row:
                 "us_per_sequence": median / num_sequences * 1e6,
                 "all_seconds": seconds[name],
             }
-            for name, median in medians.items()
+            for name, median in medians(seconds).items()
         },
         "times_walked": ratio(*(seconds[name] for name in reversed(classes))),
     }

@@ -8,13 +8,15 @@ import gc
 import statistics
 import tracemalloc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.m4.caches import BlockHashCache, RadixCache, Server, num_entries
+from benchmarks.m4.caches import Row, Server, num_entries
 from benchmarks.m4.traffic import TracedRequest, describe, recorded
 from benchmarks.timing import Clocks, in_turns
 from m4_radix_cache.mem_cache.base_prefix_cache import BasePrefixCache
+from m4_radix_cache.mem_cache.block_hash_cache import BlockHashCache
 from m4_radix_cache.mem_cache.eviction import STRATEGIES
+from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.mem_cache.radix_key import RadixKey
 
 PAGE_SIZE = 16
@@ -27,7 +29,6 @@ OPERATIONS = {
     "evict": ("evict",),
     "lock": ("inc_lock_ref", "dec_lock_ref"),
 }
-Row = dict[str, Any]
 
 
 class HitRate(NamedTuple):

@@ -4,13 +4,13 @@ In m4 a step runs prompts or decodes, and prompts go first: a stream gets no tok
 one step: every step gives a token, and takes as long as the prompts in it.
 """
 
+import functools
 import statistics
 from random import Random
-from typing import Any
 
 from benchmarks import streams
 from benchmarks.engines import Engines
-from benchmarks.lesson import SEED
+from benchmarks.lesson import SEED, Row
 from benchmarks.serving import Side, num_same
 from benchmarks.timing import interleaved
 from benchmarks.workloads import ORDINARY_TOKENS, Request, Workload, streams_beside, tokens
@@ -19,7 +19,6 @@ PAGE_SIZE = 16
 CACHES = {"m4, no sharing": "chunk", "m4, hashes": "hash", "m4, tree": "radix"}
 ANSWER = 8  # tokens of every request but the stream
 FIRST_STEP = 20  # when the first prompt arrives; before that the stream runs alone
-Row = dict[str, Any]
 
 
 # --- reuse ------------------------------------------------------------------------------------------------------------
@@ -86,16 +85,20 @@ def stream_beside(arrivals: dict[int, int], num_tokens: int) -> Workload:
     return streams_beside(prompts, number=1, num_tokens=num_tokens, clock="steps", seed=SEED + 1)
 
 
+def row_of(length: int, number: int) -> dict[int, int]:
+    """Return the arrivals of prompts of this length, step after step."""
+    return dict.fromkeys(range(FIRST_STEP, FIRST_STEP + number), length)
+
+
 def gaps(engines: Engines, num_tokens: int, lengths: list[int], counts: list[int], rounds: int) -> Row:
     """Measure the gaps of a stream in four situations, and the longest one by length and by number of prompts."""
     middle, longest = lengths[len(lengths) // 2], lengths[-1]
     every = {n: range(FIRST_STEP, num_tokens, n) for n in (10, 50)}
-    in_a_row = {n: range(FIRST_STEP, FIRST_STEP + n) for n in (1, *counts)}
     situations = {
         "alone": {},
         f"a prompt of {middle:,} tokens every 10 steps": dict.fromkeys(every[10], middle),
         f"a prompt of {longest:,} tokens every 50 steps": dict.fromkeys(every[50], longest),
-        f"{counts[-1]} prompts of {middle:,} tokens, step after step": dict.fromkeys(in_a_row[counts[-1]], middle),
+        f"{counts[-1]} prompts of {middle:,} tokens, step after step": row_of(middle, counts[-1]),
     }
     short = FIRST_STEP + max(counts) + 10
 
@@ -103,11 +106,15 @@ def gaps(engines: Engines, num_tokens: int, lengths: list[int], counts: list[int
         sides = {name: engines(name, scheduler={"max_num_seqs": 64}) for name in ("m3", "m4")}
         return streams.measured(sides, stream_beside(arrivals, number), 1, rounds)
 
+    @functools.cache
+    def in_a_row(length: int, number: int) -> Row:
+        return measured(row_of(length, number), short)
+
     return {
         "stream": num_tokens,
         "answer": ANSWER,
         "situations": {name: measured(arrivals, num_tokens) for name, arrivals in situations.items()},
-        "by_length": {str(n): measured(dict.fromkeys(in_a_row[1], n), short) for n in lengths},
-        "by_count": {str(n): measured(dict.fromkeys(in_a_row[n], middle), short) for n in counts},
+        "by_length": {str(length): in_a_row(length, 1) for length in lengths},
+        "by_count": {str(number): in_a_row(middle, number) for number in counts},
         "by_count_length": middle,
     }

@@ -1,18 +1,15 @@
 """The plots of lesson 4."""
 
-from typing import Any
-
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.plots import SMALL, bare, gaps_over_time, lines, panels, ticks
+from benchmarks.plots import SMALL, Row, bare, gaps_over_time, lines, panels, ticks
 
-Part = dict[str, Any]
 COLORS = {"m3": "C1", "m4, no sharing": "0.6", "m4, hashes": "C2", "m4, tree": "C0", "m4": "C0"}
 STRATEGIES = {"lru": "C0", "fifo": "C9", "lfu": "C1", "slru": "C4", "priority": "C3"}
 
 
-def hit_rate(part: Part) -> Figure:
+def hit_rate(part: Row) -> Figure:
     """Draw the hit rate against the capacity: of all tenants, and of those with priority."""
     figure, axes = panels(10, 4.2, 1, 2, sharey=True)
     sizes = part["capacities"]
@@ -22,7 +19,7 @@ def hit_rate(part: Part) -> Figure:
         text = f"room for all: {part[ceiling]:.1%}"
         axis.annotate(text, (sizes[0], 100 * part[ceiling]), (0, 4), textcoords="offset points", color="0.4", **SMALL)
         for name, rates in part["strategies"].items():
-            style: Part = {"lw": 4, "alpha": 0.45} if name == "lru" else {}  # others lie on it
+            style: Row = {"lw": 4, "alpha": 0.45} if name == "lru" else {}  # others lie on it
             own = [100 * rate for rate in rates[tenants]]
             axis.plot(sizes, own, "o-", color=STRATEGIES.get(name, "C5"), ms=4, label=f"tree, {name}", **style)
         hashes = [100 * rate for rate in part["hashes"][tenants]]
@@ -37,7 +34,7 @@ def hit_rate(part: Part) -> Figure:
     return figure
 
 
-def decode_gaps(part: Part) -> Figure:
+def decode_gaps(part: Row) -> Figure:
     """Draw the gaps of one stream over time in every situation, and the longest one by length and number of prompts."""
     figure = Figure(figsize=(10, 6.2), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[1.25, 1])

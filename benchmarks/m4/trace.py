@@ -6,7 +6,7 @@ shares nothing: there is too little room, so a leaf of the tree is evicted. Page
 probabilities and the choice of kernels are left out.
 """
 
-from benchmarks.traces import Decisions
+from benchmarks.traces import written
 from m1_single_request.tracer import TraceReader
 from m4_radix_cache import CacheConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig, TraceConfig
 
@@ -44,6 +44,4 @@ def run(*readers: TraceReader) -> None:
 
 def traced_steps() -> str:
     """Return the console of the requests."""
-    decisions = Decisions()
-    run(decisions)
-    return decisions.text()
+    return written(run)

@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks import lesson
 from benchmarks.engines import Engines
 from benchmarks.lesson import Lesson, Parts, Size
-from benchmarks.m3 import on_embedded_model
+from benchmarks.m3 import on_model
 
 MAX_MODEL_LEN = 2048
 BUDGETS, TARGETS_MS = (32, 64, 92, 96, 128, 256, 512, 1024), (6.0, 8.0, 9.0, 10.0, 11.0, 12.0, 24.0)
@@ -18,7 +18,7 @@ def parts(size: Size) -> Parts:
     from benchmarks.streams import Traffic
 
     def on(run: Callable[[Engines], Any]) -> Callable[[], Any]:
-        return lambda: on_embedded_model(run, max_model_len=MAX_MODEL_LEN)
+        return lambda: on_model(run, max_model_len=MAX_MODEL_LEN)
 
     traffic = Traffic(stream_tokens=36, prompt_tokens=200) if size.quick else Traffic()
     budgets, targets = ((32, 128), (12.0,)) if size.quick else (BUDGETS, TARGETS_MS)

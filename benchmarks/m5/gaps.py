@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.engines import Engines
-from benchmarks.streams import Traffic, compare, measured
+from benchmarks.streams import Row, Traffic, compare, measured
 
 WHOLE, PIECES, M4 = "prefill_first, whole prompts", "prefill_first, pieces of 256", "m4"
 LEAST_THROUGHPUT, LATEST_FIRST_TOKEN = 0.9, 2.0
 """What short gaps may cost: a share of the throughput, and times the first token, of those with whole prompts first."""
-Row = dict[str, Any]
 
 
 def by_budget(engines: Engines, traffic: Traffic, budgets: Sequence[int], targets: Sequence[float], rounds: int) -> Row:

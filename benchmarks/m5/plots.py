@@ -1,15 +1,12 @@
 """The plots of lesson 5."""
 
-from typing import Any
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.m5.gaps import WHOLE
-from benchmarks.plots import SMALL, bare, box, gap_panels, gaps_over_time, panels, ticks
+from benchmarks.plots import SMALL, Row, bare, box, gap_panels, gaps_over_time, panels, ticks
 
-Part = dict[str, Any]
 FILLS = {"decodes": ("C0", "decodes"), "guesses": ("C9", "guesses"), "prompt": ("C1", "pieces of prompts")}
 ORIGINS = {
     "plain": ("0.88", "no guess was made"),
@@ -21,7 +18,7 @@ METHODS = {"ngram": "C2", "draft_model": "C4"}
 LINE = 92  # characters of an answer in one line
 
 
-def budget(part: Part) -> Figure:
+def budget(part: Row) -> Figure:
     """Draw the tokens in every step, under both schedules."""
     figure, axes = panels(10, 4.8, 2, 1, sharex=True, sharey=True)
     longest = max(map(len, part["schedules"].values()))
@@ -45,7 +42,7 @@ def budget(part: Part) -> Figure:
     return figure
 
 
-def gaps(part: Part) -> Figure:
+def gaps(part: Row) -> Figure:
     """Draw gaps, throughput, and the waiting time of prompts, by the budget of a step; dashed: whole prompts first."""
     rows, base = list(part["budgets"].values()), part["references"][WHOLE]
     sizes = [row["tokens"] for row in rows]
@@ -59,7 +56,7 @@ def gaps(part: Part) -> Figure:
     return figure
 
 
-def stream(part: Part) -> Figure:
+def stream(part: Row) -> Figure:
     """Draw the gaps of one stream over time, whole prompts first and decodes first."""
     figure, axes = panels(10, 3.4, 1, 2, sharey=True, sharex=True)
     best, rows = part["best"]["side"], part["budgets"] | part["targets"]
@@ -72,7 +69,7 @@ def stream(part: Part) -> Figure:
     return figure
 
 
-def speculation(part: Part) -> Figure:
+def speculation(part: Row) -> Figure:
     """Draw tokens/s as times those without guesses, by text and method; above a bar: tokens of a verification."""
     batches = list(next(iter(part["kinds"].values())))
     figure, grid = panels(10, 2.9 * len(batches), len(batches), len(part["kinds"]), sharey=True, squeeze=False)
@@ -86,7 +83,7 @@ def speculation(part: Part) -> Figure:
     return figure
 
 
-def _guesses(axis: Axes, sides: Part) -> None:
+def _guesses(axis: Axes, sides: Row) -> None:
     colors = [METHODS[name.split(",")[0]] for name in sides]
     bars = axis.bar(range(len(sides)), [row["times_none"] for row in sides.values()], 0.6, color=colors)
     labels = [f"{row['accept_length']:.1f}" if row["drafted"] else "" for row in sides.values()]
@@ -98,7 +95,7 @@ def _guesses(axis: Axes, sides: Part) -> None:
     bare(axis)
 
 
-def origins(part: Part) -> Figure:
+def origins(part: Row) -> Figure:
     """Draw one answer of each kind by each method, its tokens colored by their origin."""
     answers = [(kind, method, answer) for kind, sides in part.items() for method, answer in sides.items()]
     laid_out = [lines_of(answer["tokens"]) for _, _, answer in answers]

@@ -8,18 +8,17 @@ from typing import Any
 from benchmarks.engines import Engines
 from benchmarks.m5.speculation import METHODS, requests
 from benchmarks.serving import encoded, request_params, serve
-from benchmarks.streams import Traffic
+from benchmarks.streams import Row, Traffic
 from benchmarks.texts import KINDS
 from benchmarks.traces import watched
 from benchmarks.workloads import Request, Workload
-from m1_single_request.output_events import Result
-from m5_chunked_prefill_spec.events import Batch, Verified
+from m5_chunked_prefill_spec.events import Batch
+from m5_chunked_prefill_spec.views.token_origins import TokenOrigins
 
 BUDGET = 64
 FILLED = Traffic(num_streams=8, stream_tokens=40, prompt_tokens=250, every=10)
 """Short enough to show single steps."""
 ORIGINS = {"ngram": "ngram, k = 4", "draft_model": "draft_model, k = 4"}
-Row = dict[str, Any]
 
 
 def steps(engines: Engines) -> Row:
@@ -60,16 +59,10 @@ def origins(engines: Engines) -> Row:
 
 def answer_of(engine: Any, request: Request, tokenizer: Any) -> Row:
     """Return the texts and origins of an answer's tokens, and the number of its steps."""
-    prompt, params = encoded(engine, request.prompt), request_params(engine, request)
-    seen = watched(engine, lambda: engine.generate(prompt, params), Batch, Verified, Result)
-    tokens, verified = [], None
-    for record in seen.records:
-        event: Any = record.event
-        if isinstance(event, Verified):
-            verified = event
-        elif isinstance(event, Result):
-            for place, token_id in enumerate(event.tokens):
-                origin = "plain" if verified is None else verified.origin(place)
-                tokens.append([tokenizer.decode([token_id]), origin])
-            verified = None
-    return {"tokens": tokens, "steps": len(seen.of(Batch))}
+    prompt, params, origins = encoded(engine, request.prompt), request_params(engine, request), TokenOrigins()
+    engine.tracer.attach(origins)
+    steps = watched(engine, lambda: engine.generate(prompt, params), Batch).of(Batch)
+    engine.tracer.detach(origins)
+    (found,) = origins.tokens.values()
+    tokens = [[tokenizer.decode([token_id]), "plain" if origin == "own" else origin] for token_id, origin in found]
+    return {"tokens": tokens, "steps": len(steps)}

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from benchmarks.engines import Engines
-from benchmarks.lesson import SEED
+from benchmarks.lesson import SEED, Row
 from benchmarks.serving import Served, num_same, serve
-from benchmarks.texts import KINDS, all_questions
-from benchmarks.timing import in_turns
-from benchmarks.workloads import Request, Workload
+from benchmarks.texts import KINDS
+from benchmarks.timing import in_turns, ratio
+from benchmarks.workloads import Request, Workload, named
 from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
 from training.draft_cost import measure_cost
 
@@ -25,16 +25,11 @@ METHODS = {
     "draft_model, k = 2": {"method": "draft_model", "num_speculative_tokens": 2, "model": DEFAULT_DRAFT_MODEL},
     "draft_model, k = 4": {"method": "draft_model", "num_speculative_tokens": 4, "model": DEFAULT_DRAFT_MODEL},
 }
-MAX_TOKENS = 160
-Row = dict[str, Any]
 
 
-def requests(number: int) -> dict[str, list[Request]]:
+def requests(number: int) -> dict[str, Sequence[Request]]:
     """Return questions of every kind, each answered to its end."""
-    return {
-        kind: [Request([{"role": "user", "content": text}], MAX_TOKENS, ignore_eos=False) for text in texts]
-        for kind, texts in all_questions(number, SEED).items()
-    }
+    return {kind: named(kind, number=number, rate=None, seed=SEED).requests for kind in KINDS}
 
 
 def answers(engine: Any, asked: Sequence[Request], batch: int) -> list[Served]:
@@ -47,9 +42,10 @@ def measured(sides: Mapping[str, Any], asked: Sequence[Request], batch: int, rou
     calls = {name: lambda engine=engine: answers(engine, asked, batch) for name, engine in sides.items()}
     runs = in_turns(calls, rounds=rounds)
     rows = {name: _row(own) for name, own in runs.items()}
-    none, expected = rows[NONE], [served.answers for served in runs[NONE][-1]]
+    seconds = {name: [sum(served.seconds for served in one) for one in own] for name, own in runs.items()}
+    none, expected = seconds[NONE], [served.answers for served in runs[NONE][-1]]
     for name, row in rows.items():
-        row["times_none"] = row["tokens_per_second"] / none["tokens_per_second"]
+        row["times_none"] = ratio(none, seconds[name])
         found = [served.answers for served in runs[name][-1]]
         row["same_answers"] = sum(num_same(*pair) for pair in zip(found, expected, strict=True))
     return rows

@@ -7,7 +7,7 @@ Pages have 4 tokens. Times, probabilities and the choice of kernels are left out
 
 from collections.abc import Iterator
 
-from benchmarks.traces import Decisions, stepped
+from benchmarks.traces import stepped, written
 from m1_single_request.tracer import TraceReader
 from m5_chunked_prefill_spec import (
     CacheConfig,
@@ -47,7 +47,4 @@ def steps(*readers: TraceReader) -> Iterator[LLMEngine]:
 
 def traced_steps() -> str:
     """Return the console of the requests."""
-    decisions = Decisions()
-    for _ in steps(decisions):
-        pass
-    return decisions.text()
+    return written(lambda decisions: list(steps(decisions)))

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 
 from benchmarks.engines import EMBEDDED, Engines
-from benchmarks.lesson import SEED
+from benchmarks.lesson import SEED, Row
 from benchmarks.streams import Traffic, compare, measured
 from benchmarks.timing import in_turns, interleaved, seconds_of
 from m6_multimodal_pd import LLMEngine, SamplingParams
 
 ALONE, BOTH_CORES, GROUP = "one engine, 1 thread", "one engine, 2 threads", "prefill + decode, 1 thread each"
 PAGE_SIZE = 16
-Row = dict[str, Any]
 
 
-class Side:
+class WithThreads:
     """An engine that has so many threads in this process, from the next `flush_cache` on."""
 
     def __init__(self, engine: LLMEngine, threads: int) -> None:
@@ -40,14 +39,14 @@ class Side:
 
 
 @contextmanager
-def all_sides() -> Iterator[dict[str, Side]]:
+def all_sides() -> Iterator[dict[str, WithThreads]]:
     """Yield one engine with one and with two threads, and a group whose processes have one each."""
     torch.set_num_threads(1)  # the processes of the group get the same number
     with Engines(EMBEDDED, max_model_len=2048, seed=SEED) as engines:
         settings = {"scheduler": {"max_num_seqs": 32}}
         group = engines("m6", disaggregation={}, **settings)
         alone = engines("m6", **settings)
-        yield {ALONE: Side(alone, 1), BOTH_CORES: Side(alone, 2), GROUP: Side(group, 1)}
+        yield {ALONE: WithThreads(alone, 1), BOTH_CORES: WithThreads(alone, 2), GROUP: WithThreads(group, 1)}
 
 
 def prompt_of(length: int, number: int) -> list[int]:
@@ -124,7 +123,7 @@ def overhead(lengths: Sequence[int], rounds: int) -> Row:
     """Measure one request at a time: its first token, and each further one."""
     params, found = SamplingParams(max_tokens=32, ignore_eos=True), dict[str, Row]()
 
-    def answered(side: Side, length: int) -> tuple[float, float]:
+    def answered(side: WithThreads, length: int) -> tuple[float, float]:
         side.flush_cache()
         metrics = side.engine.generate(prompt_of(length, 0), params).metrics
         return metrics.time_to_first_token or 0.0, metrics.time_per_output_token or 0.0
@@ -156,17 +155,14 @@ def roofline(
     tokens of a prompt in one step.
     """
     from benchmarks.m3 import on_random_model
-    from benchmarks.reference import decoder_shape
     from benchmarks.roofline import BUDGET, Forwards, under_roof
 
     def measure(engines: Engines) -> Row:
         engine = engines("m6", scheduler={"max_num_seqs": max(batches) + 1, "max_num_batched_tokens": BUDGET})
-        forwards = Forwards(engine, decoder_shape(engines.model), engines.model.dtype, SEED)
+        forwards = Forwards(engine, engines.model)
         points = [forwards.prefill(length) for length in prefills]
         points += [forwards.decode(batch, context, num_steps=8) for batch in batches]
-        points.append(
-            forwards.both(mixed[0], context, mixed[1], lambda n: SamplingParams(max_tokens=n, ignore_eos=True))
-        )
+        points.append(forwards.both(mixed[0], context, mixed[1]))
         return under_roof(points, engines.model.dtype) | {"context": context, "mixed": list(mixed)}
 
     return on_random_model(measure, quick, kv_bytes=2 * 2**30)

@@ -1,12 +1,9 @@
 """The plots of lesson 6, part 2."""
 
-from typing import Any
-
 from matplotlib.figure import Figure
 
-from benchmarks.plots import SMALL, bare, grouped_bars, lines, panels, roof, ticks
+from benchmarks.plots import SMALL, Row, bare, grouped_bars, lines, panels, roof, ticks
 
-Part = dict[str, Any]
 KINDS = {
     "prefill": ("o", "C1", "a prompt of so many tokens"),
     "decode": ("s", "C0", "so many requests decode"),
@@ -16,7 +13,7 @@ COLORS = ("C1", "0.7", "C0")
 """Of the sides: one engine with one thread, with two threads, and the group."""
 
 
-def roofline(part: Part) -> Figure:
+def roofline(part: Row) -> Figure:
     """Draw steps below the roof; and the time of a step, of each kind and with both in it."""
     figure, (left, right) = panels(10, 4, 1, 2, width_ratios=[1.6, 1])
     roof(left, part, KINDS, (0.6, 900))
@@ -38,7 +35,7 @@ def roofline(part: Part) -> Figure:
     return figure
 
 
-def gaps(part: Part) -> Figure:
+def gaps(part: Row) -> Figure:
     """Draw one stream's tokens over time, while prompts arrive; and the gaps, throughput and waits of all."""
     figure = Figure(figsize=(10, 5.4), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1.15])
@@ -70,7 +67,7 @@ def gaps(part: Part) -> Figure:
     return figure
 
 
-def overhead(part: Part) -> Figure:
+def overhead(part: Row) -> Figure:
     """Draw the first token of a prompt by its length, and each further one, of a request alone."""
     figure, (first, further) = panels(10, 3, 1, 2)
     lengths, (alone, _, group) = [int(length) for length in part], next(iter(part.values()))

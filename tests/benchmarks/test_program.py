@@ -52,14 +52,40 @@ def test_an_unknown_command_is_an_error_in_one_line_that_names_the_others(capsys
     assert capsys.readouterr().err.startswith("BenchmarkError: there is no command 'm7'; there are run, m1, m2")
 
 
+@pytest.mark.parametrize(
+    "arguments", [("m1", "--rounds", "0"), ("m1", "--threads", "0"), ("against", ".", "--rounds", "0")]
+)
+def test_numbers_that_measure_nothing_are_an_error(arguments, capsys):
+    assert main(arguments) == 2
+    assert re.match(r"BenchmarkError: --(rounds|threads) 0 must be greater than 0\n$", capsys.readouterr().err)
+
+
+@pytest.mark.exhaustive
+def test_a_checkout_is_compared_with_itself(tmp_path, capsys):
+    assert main(["against", str(HERE), "--only", "m1", "--rounds", "2", "--output", str(tmp_path)]) == 0
+    case = json.loads((tmp_path / "against.json").read_text("utf-8"))["cases"]["m1"]
+    assert case["same_answers"] and 0 < case["ratios"][0] <= case["ratio"] <= case["ratios"][1]
+    assert [len(case["speeds"][side]) for side in ("before", "now")] == [2, 2]
+    assert all("disturbed" in load for loads in case["load"].values() for load in loads)
+    assert "| m1 | 1 | tok/s |" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_beside_a_busy_program_the_answers_are_the_same(tmp_path):
+    assert main(["busy", "--quick", "--only", "embedded", "--threads", "1", "--output", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "quick" / "m3_busy.json").read_text("utf-8"))
+    assert [row["streams"] for row in results["parts"]["embedded"]["rows"]] == ["1", "16"]
+    assert all(row["same_answers"] and row["busy_ratio"] > 0 for row in results["parts"]["embedded"]["rows"])
+
+
 def test_an_unknown_part_of_a_lesson_is_an_error_that_names_the_others(tmp_path, capsys):
     assert main(["m4", "--only", "evictions", "--output", str(tmp_path)]) == 2
     assert "unknown parts evictions; there are reuse_0_6b" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [*LESSONS, "busy", "kill_matrix"])
+@pytest.mark.parametrize("name", [*LESSONS, "busy"])
 def test_the_tables_of_a_lesson_are_those_of_the_stored_numbers(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(lesson.Command, "_draw", lambda *_: None)
+    monkeypatch.setattr(lesson, "drawn", lambda *_: None)
     main([name, "--redraw", "--output", str(tmp_path)])
     (drawn,) = tmp_path.glob("*.md")
     assert drawn.read_text("utf-8") == (RESULTS / drawn.name).read_text("utf-8")
