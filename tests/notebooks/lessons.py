@@ -39,15 +39,25 @@ class Lesson:
         """All code, from top to bottom."""
         return "\n".join(map(source, self.cells("code")))
 
-    def folded_solutions(self) -> dict[str, object]:
+    def folded_code(self) -> list[str]:
+        """The text of each solution."""
+        folded = re.compile(r"<details>.*?```python\n(.*?)```.*?</details>", re.DOTALL)
+        return [code for cell in self.cells("markdown") for code in folded.findall(source(cell))]
+
+    def folded_solutions(self) -> dict[str, Any]:
         """All that the folded cells define, by name; each cell runs on its own, as a reader would paste it."""
-        found: dict[str, object] = {}
-        for cell in self.cells("markdown"):
-            for code in re.findall(r"<details>.*?```python\n(.*?)```.*?</details>", source(cell), re.DOTALL):
-                names: dict[str, object] = {}
-                exec(code, names)
-                found |= names
+        found: dict[str, Any] = {}
+        for code in self.folded_code():
+            found |= run(code)
         return found
+
+    def changed(self, name: str, *pieces: str) -> Any:
+        """A solution with mistakes: of each two `pieces` of text, the second stands in place of the first."""
+        (code,) = [code for code in self.folded_code() if re.search(rf"^(class|def) {name}\b", code, re.MULTILINE)]
+        for right, wrong in zip(pieces[::2], pieces[1::2], strict=True):
+            assert right in code, f"the solution {name} does not hold {right!r}"
+            code = code.replace(right, wrong)
+        return run(code)[name]
 
     def checked(self) -> dict[str, str]:
         """The exercises that the notebook checks, each with the name of the answer."""
@@ -77,6 +87,13 @@ class Lesson:
         asked = re.search(r'engine\.chat\(\[{"role": "user", "content": "([^"]+)"}\]\)', source(first))
         assert asked is not None
         return asked[1], "".join(first["outputs"][0]["text"]).removesuffix("\n")
+
+
+def run(code: str) -> dict[str, Any]:
+    """The names that a program defines."""
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names
 
 
 def variant(base: type, **members: Any) -> type:

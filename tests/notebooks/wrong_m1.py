@@ -1,18 +1,16 @@
-"""Wrong answers to the exercises of m1, each with the words that its refusal must hold."""
+"""Wrong answers to the exercises of m1, each with the words that its refusal must hold.
 
-from collections import deque
-
-import torch
+Most are the folded solution with a piece of its text changed.
+"""
 
 from m1_single_request.detokenizer import IncrementalDetokenizer
-from m1_single_request.model_loader import head_dim
 from m1_single_request.output_processor import OutputProcessor
 from m1_single_request.scheduler import Scheduler
-from m1_single_request.stop_checker import held_back
 from tests.notebooks.exercises import M1
-from tests.notebooks.lessons import WrongAnswers, variant
+from tests.notebooks.lessons import WrongAnswers
 
 LESSON = M1.lesson
+changed = LESSON.changed
 WRONG: WrongAnswers = {}
 
 
@@ -21,248 +19,87 @@ def planted(name: str) -> object:
     return LESSON.defined(name, {"Scheduler": Scheduler, "OutputProcessor": OutputProcessor})
 
 
-def layers_times(config, heads, dim):
-    return 2 * config.num_hidden_layers * heads * dim
-
-
+OTHER_HEAD_DIM = "(config.hidden_size // config.num_attention_heads)"
 WRONG["m1.kv_bytes"] = [
-    (lambda c, n, b: c.num_hidden_layers * c.num_key_value_heads * head_dim(c) * n * b, "two tensors"),
-    (lambda c, n, b: 2 * c.num_key_value_heads * head_dim(c) * n * b, "Every layer"),
-    (lambda c, n, b: layers_times(c, c.num_attention_heads, head_dim(c)) * n * b, "Only the KV heads"),
-    (
-        lambda c, n, b: layers_times(c, c.num_key_value_heads, c.hidden_size // c.num_attention_heads) * n * b,
-        "head_dim is not always",
-    ),
-    (lambda c, n, b: layers_times(c, c.num_key_value_heads, head_dim(c)) * b, "Every token"),
-    (lambda c, n, b: layers_times(c, c.num_key_value_heads, head_dim(c)) * n, "bytes_per_value"),
-    (lambda c, n, b: None, "you say None"),
-    (
-        lambda c, n, b: layers_times(c, c.num_attention_heads, head_dim(c)) // 2 * n * b,
-        "two tensors",
-        "Only the KV heads",
-    ),
+    (changed("kv_bytes", "2 * ", ""), "two tensors"),
+    (changed("kv_bytes", "config.num_hidden_layers * ", ""), "Every layer"),
+    (changed("kv_bytes", "num_key_value_heads", "num_attention_heads"), "Only the KV heads"),
+    (changed("kv_bytes", "config.head_dim", OTHER_HEAD_DIM), "head_dim is not always"),
+    (changed("kv_bytes", " * num_tokens", ""), "Every token"),
+    (changed("kv_bytes", " * bytes_per_value", ""), "bytes_per_value"),
+    (changed("kv_bytes", "2 * config.num_key_value_heads", "config.num_attention_heads"), "two tensors", "Only the KV"),
+    (lambda config, num_tokens, bytes_per_value: None, "you say None"),
 ]
 
-
-def drops_the_token_that_reaches_p(probs, p):
-    ranked, order = probs.sort(descending=True)
-    return torch.zeros_like(probs).scatter(0, order, ranked * (ranked.cumsum(0) <= p))
-
-
-def keeps_one_too_many(probs, p):
-    ranked, order = probs.sort(descending=True)
-    better_but_one = ranked.cumsum(0) - ranked - ranked.roll(1)
-    return torch.zeros_like(probs).scatter(0, order, ranked * (better_but_one < p))
-
-
-def goes_on_where_p_is_reached_exactly(probs, p):
-    ranked, order = probs.sort(descending=True)
-    return torch.zeros_like(probs).scatter(0, order, ranked * (ranked.cumsum(0) - ranked <= p))
-
-
-def leaves_the_answer_sorted(probs, p):
-    ranked = probs.sort(descending=True).values
-    return ranked * (ranked.cumsum(0) - ranked < p)
-
-
-def keeps_all_above_p(probs, p):
-    return probs * (probs >= p)
-
-
-def makes_the_rest_equal(probs, p):
-    ranked, order = probs.sort(descending=True)
-    return torch.zeros_like(probs).scatter(0, order, (ranked.cumsum(0) - ranked < p).to(probs.dtype))
-
-
-def zeroes_its_input(probs, p):
-    ranked, order = probs.sort(descending=True)
-    probs[order[ranked.cumsum(0) - ranked >= p]] = 0.0
-    return probs
-
-
+SCATTERED = "torch.zeros_like(probs).scatter(0, order, ranked)"
 WRONG["m1.top_p_filter"] = [
-    (drops_the_token_that_reaches_p, "Too few"),
-    (keeps_one_too_many, "Too many"),
-    (goes_on_where_p_is_reached_exactly, "exactly p is enough"),
-    (leaves_the_answer_sorted, "order of token ids"),
-    (keeps_all_above_p, "the best one always stays"),
-    (makes_the_rest_equal, "ratios have changed"),
-    (zeroes_its_input, "changes its input"),
-    (lambda probs, p: probs.tolist(), "A tensor of 4 probabilities"),
+    (changed("top_p_filter", "cumsum(0) - ranked", "cumsum(0)"), "Too few"),
+    (changed("top_p_filter", "cumsum(0) - ranked", "cumsum(0) - ranked - ranked.roll(1)"), "Too many"),
+    (changed("top_p_filter", "better >= p", "better > p"), "exactly p is enough"),
+    (changed("top_p_filter", SCATTERED, "ranked"), "order of token ids"),
+    (changed("top_p_filter", SCATTERED, "probs * (probs >= p)"), "the best one always stays"),
+    (changed("top_p_filter", "order, ranked)", "order, (ranked > 0).to(probs.dtype))"), "ratios have changed"),
+    (changed("top_p_filter", SCATTERED, "probs.scatter_(0, order, ranked)"), "changes its input"),
+    (changed("top_p_filter", SCATTERED, "probs.tolist()"), "A tensor of 4 probabilities"),
 ]
-
-
-def finds_the_shortest_first(text, stops):
-    sizes = range(1, len(text) + 1)
-    return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
-
-
-def asks_the_first_stop_only(text, stops):
-    return finds_the_longest(text, stops[:1])
-
-
-def finds_the_longest(text, stops):
-    sizes = range(len(text), 0, -1)
-    return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in stops)), 0)
-
-
-def holds_as_much_as_a_stop_may_need(text, stops):
-    return min(len(text), max((len(stop) - 1 for stop in stops), default=0))
-
 
 WRONG["m1.held_back"] = [
     (lambda text, stops: 0, "have to take it back"),
-    (finds_the_shortest_first, "have to take it back"),
-    (asks_the_first_stop_only, "have to take it back"),
-    (holds_as_much_as_a_stop_may_need, "can no longer become a stop string"),
+    (changed("held_back", "min(longest, len(text)), 0, -1", "1, min(longest, len(text)) + 1"), "have to take it back"),
+    (changed("held_back", "[-size:]) for stop in stops", "[-size:]) for stop in stops[:1]"), "have to take it back"),
+    (
+        changed("held_back", "if any(stop.startswith(text[-size:]) for stop in stops)", "if size < longest"),
+        "can no longer become a stop string",
+    ),
     (lambda text, stops: None, "you return None"),
 ]
 
-
-def queue_sorted_by(key):
-    class Sorted(Scheduler):
-        def add_request(self, request):
-            super().add_request(request)
-            self.waiting = deque(sorted(self.waiting, key=key))
-
-    return Sorted
-
-
-class SortsOnce(Scheduler):
-    """Sorts what waits when the first request is admitted, and never again."""
-
-    def schedule(self):
-        if not self.running and not hasattr(self, "sorted"):
-            self.sorted = True
-            self.waiting = deque(sorted(self.waiting, key=lambda r: r.sequence.get_prompt_len()))
-        return super().schedule()
-
-
-class EqualOnesTurnRound(Scheduler):
-    def add_request(self, request):
-        super().add_request(request)
-        self.waiting = deque(sorted(reversed(self.waiting), key=lambda r: r.sequence.get_prompt_len()))
-
-
-class Loses(Scheduler):
-    """Takes the request out of the queue by hand and forgets to put it back."""
-
-    def add_request(self, request):
-        super().add_request(request)
-        if request.sequence.get_prompt_len() > 5:
-            self.waiting.remove(request)
-
-
-class ForgetsSuper(Scheduler):
-    def add_request(self, request):
-        self.waiting = deque(sorted([*self.waiting, request], key=lambda r: r.sequence.get_prompt_len()))
-
-
+COMMENT = "# sorted() keeps equal ones in their order"
+LOSES_LONG_ONES = "if request.sequence.get_prompt_len() > 5:\n            self.waiting.remove(request)"
 WRONG["m1.shortest_first"] = [
     (Scheduler, "That is the order of arrival"),
-    (queue_sorted_by(lambda r: -r.sequence.get_prompt_len()), "That is the longest first"),
-    (EqualOnesTurnRound, "the earlier goes first"),
-    (SortsOnce, "A request that arrives later takes part"),
-    (ForgetsSuper, "did you call super().add_request(request)?"),
-    (Loses, "check_invariants() fails after step 1"),
+    (changed("ShortestFirst", "r: r.", "r: -r."), "That is the longest first"),
+    (changed("ShortestFirst", "sorted(self.waiting", "sorted(reversed(self.waiting)"), "the earlier goes first"),
+    (
+        changed("ShortestFirst", "self.waiting = ", "self.waiting = self.waiting if self.running else "),
+        "A request that arrives later takes part",
+    ),
+    (
+        changed("ShortestFirst", "super().add_request(request)", "self.waiting.append(request)"),
+        "did you call super().add_request(request)?",
+    ),
+    (changed("ShortestFirst", COMMENT, LOSES_LONG_ONES), "check_invariants() fails after step 1"),
     (IncrementalDetokenizer, "has no add_request()"),
 ]
 
-
-class StandsStill(Scheduler):
-    """Counts no computed token after the prompt."""
-
-    def update_from_output(self, scheduler_output, sampled):
-        changed = super().update_from_output(scheduler_output, sampled)
-        for request in changed:
-            request.sequence.num_computed_tokens = request.sequence.get_prompt_len()
-        return changed
-
-
 WRONG["m1.off_by_one"] = [
     (planted("OffByOne"), "after step 1: a decoding request has KV for all tokens but the newest"),
-    (StandsStill, "check_invariants() fails after step 2"),
+    (changed("OffByOne", "get_len() - 1", "get_prompt_len()"), "check_invariants() fails after step 2"),
 ]
 
-
-REPAIRED = LESSON.folded_solutions()["HastyDetokenizer"]
-
-
-def hold_everything(self, token_id):
-    self.ids.append(token_id)
-
-
-def show_nothing_while_anything_is_broken(self, token_id):
-    self.ids.append(token_id)
-    text = self.decode(self.ids)
-    self.text = "" if "\ufffd" in text else text
-
-
-def keep_the_ids(self, mark):
-    self.text = self.text[: mark[1]]
-
-
-def wait_while_anything_is_broken(self, token_id):
-    self.ids.append(token_id)
-    text = self.decode(self.ids)
-    if "\ufffd" not in text:
-        self.text = text
-
-
-def show_special_tokens(self, ids):
-    return self.tokenizer.decode(ids)
-
-
-def skip_special_tokens(self, ids):
-    return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-
+SHOWN, WHOLE = r'self.decode(self.ids).rstrip("\ufffd")', "self.decode(self.ids)"
+IS_BROKEN = r'if "\ufffd" in self.decode(self.ids) else'
 WRONG["m1.detokenizer"] = [
     (planted("HastyDetokenizer"), "is shown, which is not how it goes on"),
-    (variant(REPAIRED, push=hold_everything), "Nothing there needs to wait"),
-    (variant(REPAIRED, push=show_nothing_while_anything_is_broken), "was shown and then taken back"),
-    (variant(REPAIRED, tail=lambda self: ""), "tail() together"),
-    (variant(REPAIRED, rewind=keep_the_ids), "After mark(), a token and rewind()"),
-    (variant(REPAIRED, push=wait_while_anything_is_broken), "Only an end that is broken may wait"),
-    (variant(REPAIRED, decode=show_special_tokens), "skip_special_tokens=True"),
-    (variant(REPAIRED, decode=skip_special_tokens), "a special token, to be shown"),
+    (changed("HastyDetokenizer", SHOWN, "self.text"), "Nothing there needs to wait"),
+    (changed("HastyDetokenizer", SHOWN, f'"" {IS_BROKEN} {WHOLE}'), "was shown and then taken back"),
+    (changed("HastyDetokenizer", f"{WHOLE}[len(self.text):]", '""'), "tail() together"),
+    (changed("HastyDetokenizer", "del self.ids[mark[0]:]", "pass"), "After mark(), a token and rewind()"),
+    (
+        changed("HastyDetokenizer", SHOWN, f"self.text {IS_BROKEN} {WHOLE}"),
+        "Only an end that is broken may wait",
+    ),
+    (changed("HastyDetokenizer", ", skip_special_tokens=self.skip_special_tokens", ""), "skip_special_tokens=True"),
+    (changed("HastyDetokenizer", "tokens=self.skip_special_tokens", "tokens=True"), "a special token, to be shown"),
 ]
 
-
-def showing(visible_text):
-    """An output processor with this `visible_text`, for a request that runs or ends without a stop string."""
-
-    class Showing(OutputProcessor):
-        def visible_text(self, request):
-            if request.sequence.text_end is not None:
-                return super().visible_text(request)
-            return visible_text(request)
-
-    return Showing
-
-
-def longest_stop_less_one(request):
-    text, stops = request.sequence.detokenizer.text, request.sampling_params.stop
-    if request.is_finished:
-        return text + request.sequence.detokenizer.tail()
-    return text[: max(0, len(text) - max((len(stop) - 1 for stop in stops), default=0))]
-
-
-def held_to_the_end(request):
-    text = request.sequence.detokenizer.text
-    return text[: len(text) - held_back(text, request.sampling_params.stop)]
-
-
-def without_the_tail(request):
-    text = request.sequence.detokenizer.text
-    return text if request.is_finished else held_to_the_end(request)
-
-
+HELD = "held_back(detokenizer.text, request.sampling_params.stop)"
+MOST = "max((len(stop) - 1 for stop in request.sampling_params.stop), default=0)"
 WRONG["m1.output_processor"] = [
     (planted("HastyOutput"), "and then took it back"),
-    (showing(longest_stop_less_one), "held back too long"),
-    (showing(held_to_the_end), "When a request has finished, nothing waits any more"),
-    (showing(without_the_tail), "An end in half a character: at the end 'Look ' is shown"),
-    (showing(lambda request: None), "must return a text"),
-    (variant(OutputProcessor, visible_text=lambda _, r: r.sequence.detokenizer.text), "at the end 'Look! Observation:"),
+    (changed("HastyOutput", HELD, f"min(len(detokenizer.text), {MOST})"), "held back too long"),
+    (changed("HastyOutput", "if request.is_finished:", "if False:"), "When a request has finished, nothing waits any"),
+    (changed("HastyOutput", " + detokenizer.tail()", ""), "An end in half a character: at the end 'Look ' is shown"),
+    (changed("HastyOutput", "return detokenizer.text[: len(detokenizer.text) - held]", "return None"), "return a text"),
+    (changed("HastyOutput", "[: request.sequence.text_end]", ""), "at the end 'Look! Observation:"),
 ]

@@ -1,178 +1,91 @@
-"""Wrong answers to the exercises of m3, each with the words that its refusal must hold, and right variants."""
+"""Wrong answers to the exercises of m3, each with the words that its refusal must hold.
 
-import torch
+Most are the folded solution with a piece of its text changed.
+"""
 
 from m3_paged_attention.block_pool import BlockPool
 from m3_paged_attention.preemption import FewestOutputsFirst
 from tests.notebooks.exercises import M3
-from tests.notebooks.lessons import RightAnswers, WrongAnswers, variant
+from tests.notebooks.lessons import WrongAnswers
 
 LESSON = M3.lesson
+changed = LESSON.changed
 WRONG: WrongAnswers = {}
-RIGHT: RightAnswers = []
 
-
-def slots_by(place, first=None):
-    """`slots` with a mistake in it: where a position is said to lie, and where the new tokens begin."""
-
-    def slots(block_table, block_size, start, num_tokens):
-        begin = start if first is None else first
-        return [place(block_table, block_size, position) for position in range(begin, begin + num_tokens)]
-
-    return slots
-
-
+SLOT = "block_table[p // block_size] * block_size + p % block_size"
 WRONG["m3.slots"] = [
-    (slots_by(lambda table, size, position: position), "as if the blocks lay in order"),
-    (slots_by(lambda table, size, p: table[p // size] * size + p % size, first=0), "not at position 0"),
-    (slots_by(lambda table, size, position: table[position // size] * size + position), "Inside the block only"),
-    (slots_by(lambda table, size, p: (table[p // size] - 1) * size + p % size), "block 1 begins at slot block_size"),
-    (slots_by(lambda table, size, position: table[0] * size + position), "need not be neighbours"),
-    (slots_by(lambda table, size, p: table[(p - 1) // size] * size + (p - 1) % size), "you say [144]"),
+    (changed("slots", SLOT, "p"), "as if the blocks lay in order"),
+    (changed("slots", "range(start, start + num_tokens)", "range(num_tokens)"), "not at position 0"),
+    (changed("slots", "p % block_size", "p"), "Inside the block only"),
+    (changed("slots", "block_table[p // block_size]", "(block_table[p // block_size] - 1)"), "block 1 begins at slot"),
+    (changed("slots", SLOT, "block_table[0] * block_size + p"), "need not be neighbours"),
+    (changed("slots", "range(start, start + num_tokens)", "range(start - 1, start + num_tokens - 1)"), "you say [144]"),
     (lambda *_: [], "you say []"),
 ]
 
-
-def joined_with(*, weigh=torch.exp, safe=True, masked=True, guarded=True):
-    """`join` with a mistake in it."""
-
-    def join(out_a, lse_a, out_b, lse_b):
-        peak = torch.maximum(lse_a, lse_b) if safe else torch.zeros_like(lse_a)
-        if guarded:
-            peak = torch.where(peak > -torch.inf, peak, 0.0)
-        weights = [weigh(lse - peak) for lse in (lse_a, lse_b)]
-        parts = [weight[:, None] * out for weight, out in zip(weights, (out_a, out_b), strict=True)]
-        if masked:
-            parts = [part.where(w[:, None] > 0, 0.0) for part, w in zip(parts, weights, strict=True)]
-        total = sum(weights)
-        return sum(parts) / torch.where(total > 0, total, 1.0)[:, None], peak + total.log()
-
-    return join
-
-
-RIGHT += [("m3.join", joined_with())]
+RESULT = "return out, peak + total.log()"
 WRONG["m3.join"] = [
-    (lambda out_a, lse_a, out_b, lse_b: ((out_a + out_b) / 2, torch.logaddexp(lse_a, lse_b)), "weight of all its"),
-    (lambda out_a, lse_a, out_b, lse_b: (out_a + out_b, lse_a + lse_b), "weight of all its positions"),
-    (joined_with(weigh=lambda lse: lse), "weight of all its positions"),
-    (joined_with(safe=False), "take the larger lse away first"),
-    (joined_with(masked=False), "not even 0 times what is there may count"),
-    (joined_with(guarded=False), "-inf - -inf is NaN"),
-    (lambda out_a, lse_a, out_b, lse_b: out_a, "Two tensors are wanted"),
-    (lambda out_a, lse_a, out_b, lse_b: (out_a, lse_a[:, None]), "the output is not that of the softmax of the whole"),
-    (lambda out_a, lse_a, out_b, lse_b: (out_a[0], lse_a), "should be [3, 4], yours is [4]"),
+    (changed("join", RESULT, "return (out_a + out_b) / 2, torch.logaddexp(lse_a, lse_b)"), "weight of all its"),
+    (changed("join", RESULT, "return out_a + out_b, lse_a + lse_b"), "weight of all its positions"),
+    (changed("join", ".exp()", ""), "weight of all its positions"),
+    (changed("join", "torch.maximum(lse_a, lse_b)", "torch.zeros_like(lse_a)"), "take the larger lse away first"),
+    (changed("join", "[:, None] > 0,", "[:, None] > -1,"), "not even 0 times what is there may count"),
+    (changed("join", "torch.where(peak > -torch.inf, peak, 0.0)", "peak"), "-inf - -inf is NaN"),
+    (changed("join", RESULT, "return out_a"), "Two tensors are wanted"),
+    (changed("join", RESULT, "return out_a, lse_a[:, None]"), "is not that of the softmax of the whole"),
+    (changed("join", RESULT, "return out_a[0], lse_a"), "should be [3, 4], yours is [4]"),
 ]
 
-
-BLOCKS = LESSON.folded_solutions()["SharedBlocks"]
-
-
-def start_one_block_more(self, request, num_tokens):
-    self.tables[request] = [self.take() for _ in range(num_tokens // self.block_size + 1)]
-    self.lengths[request] = num_tokens
-
-
-def fork_a_copy(self, parent, child):
-    self.tables[child] = [self.take() for _ in self.tables[parent]]
-    self.lengths[child] = self.lengths[parent]
-
-
-def fork_the_same_list(self, parent, child):
-    self.tables[child] = self.tables[parent]
-    self.lengths[child] = self.lengths[parent]
-    for block in self.tables[child]:
-        self.holders[block] += 1
-
-
-def append_without_a_copy(self, request):
-    table, index = self.tables[request], self.lengths[request] // self.block_size
-    self.lengths[request] += 1
-    if index == len(table):
-        table.append(self.take())
-
-
-def append_that_copies(frees=False, always=False, forgets=False):
-    """`append` that frees the old block outright, copies for the last holder too, or never lets go of the old one."""
-
-    def append(self, request):
-        table, index = self.tables[request], self.lengths[request] // self.block_size
-        self.lengths[request] += 1
-        if index == len(table):
-            table.append(self.take())
-        elif self.holders[table[index]] > 1 or always:
-            old, table[index] = table[index], self.take()
-            if frees:
-                self.free_blocks.append(old)
-            elif not forgets:
-                self.let_go(old)
-            return old, table[index]
-        return None
-
-    return append
-
-
-def release_for_all(self, request):
-    self.free_blocks += self.tables.pop(request)
-    del self.lengths[request]
-
-
-def take_the_oldest_twice(self):
-    """Right by hand, and wrong where it is tried at random."""
-    block = self.free_blocks.pop()
-    self.holders[block] = 1
-    if self.num_free == 2:
-        self.free_blocks.append(block)
-    return block
-
-
+IS_SHARED = "elif self.holders[table[index]] > 1:"
+RELEASED = "for block in self.tables.pop(request):\n            self.let_go(block)"
+TAKEN = "self.holders[block] = 1"
 WRONG["m3.shared_blocks"] = [
-    (variant(BLOCKS, start=start_one_block_more), "should be free"),
-    (variant(BLOCKS, fork=fork_a_copy), "A fork takes no block"),
-    (variant(BLOCKS, fork=fork_the_same_list), "Only the table of the writer changes"),
-    (variant(BLOCKS, append=append_without_a_copy), "'a' gets a block of its own"),
-    (variant(BLOCKS, append=append_that_copies(frees=True)), "still belongs to the others"),
-    (variant(BLOCKS, append=append_that_copies(always=True)), "it writes in place"),
-    (variant(BLOCKS, append=append_that_copies(forgets=True)), "it writes in place"),
-    (variant(BLOCKS, release=release_for_all), "the other one is still held by 'b'"),
-    (variant(BLOCKS, release=lambda self, request: None), "Its own block is free again"),
-    (variant(BLOCKS, take=take_the_oldest_twice), "After "),
+    (
+        changed("SharedBlocks", "-(-num_tokens // self.block_size)", "num_tokens // self.block_size + 1"),
+        "should be free",
+    ),
+    (
+        changed("SharedBlocks", "list(self.tables[parent])", "[self.take() for _ in self.tables[parent]]"),
+        "A fork takes no block",
+    ),
+    (
+        changed("SharedBlocks", "list(self.tables[parent])", "self.tables[parent]"),
+        "Only the table of the writer changes",
+    ),
+    (changed("SharedBlocks", IS_SHARED, "elif False:"), "'a' gets a block of its own"),
+    (changed("SharedBlocks", "self.let_go(old)", "self.free_blocks.append(old)"), "still belongs to the others"),
+    (changed("SharedBlocks", IS_SHARED, "else:"), "it writes in place"),
+    (changed("SharedBlocks", "self.let_go(old)", "pass"), "it writes in place"),
+    (
+        changed("SharedBlocks", RELEASED, "self.free_blocks += self.tables.pop(request)"),
+        "the other one is still held by 'b'",
+    ),
+    (changed("SharedBlocks", RELEASED, "return"), "Its own block is free again"),
+    (  # right by hand, and wrong where it is tried at random
+        changed("SharedBlocks", TAKEN, f"{TAKEN}\n        self.free_blocks += [block] * (self.num_free == 2)"),
+        "After ",
+    ),
 ]
 
-
-def victim(choose):
-    return type("Policy", (FewestOutputsFirst,), {"choose_victim": lambda self, running: choose(running)})
-
-
+VICTIM = "max(running, key=lambda request: request.number)"
 WRONG["m3.newest_first"] = [
     (FewestOutputsFirst, "That one has the fewest outputs"),
-    (victim(lambda running: running[-1]), "The last of the list was admitted last"),
-    (victim(lambda running: min(running, key=lambda request: request.number)), "you choose 'first'"),
-    (victim(lambda running: running.pop()), "changes the list of running requests"),
-    (victim(lambda running: None), "you choose None"),
+    (changed("NewestFirst", VICTIM, "running[-1]"), "The last of the list was admitted last"),
+    (changed("NewestFirst", "max(", "min("), "you choose 'first'"),
+    (changed("NewestFirst", VICTIM, "running.pop()"), "changes the list of running requests"),
+    (changed("NewestFirst", VICTIM, "None"), "you choose None"),
 ]
 
-
-def keep_what_was_shared(self, block_ids):
-    """Never frees a block that more than one has held."""
-    freed = [block_id for block_id in block_ids if self._ref_counts[block_id] == 1]
-    for block_id in freed:
-        del self._ref_counts[block_id]
-        self._free.append(block_id)
-    return freed
-
-
-def free_in_silence(self, block_ids):
-    return BlockPool.free(self, [block_id for block_id in block_ids if self.ref_count(block_id)])
-
-
-def tell_all(self, block_ids):
-    BlockPool.free(self, block_ids)
-    return list(block_ids)
-
-
+ONE_HOLDER_LESS = "self._ref_counts[block_id] -= 1  # one holder less\n            if self._ref_counts[block_id] == 0:"
 WRONG["m3.freed_block"] = [
     (LESSON.defined("FreesByToken", {"BlockPool": BlockPool}), "check_invariants() fails after step 2: counted"),
-    (variant(BlockPool, free=keep_what_was_shared), "check_invariants() fails after step 2"),
-    (variant(BlockPool, free=free_in_silence), "A block that nobody holds was freed once more"),
-    (variant(BlockPool, free=tell_all), "after one free() they are still in use"),
+    (
+        changed("FreesByToken", ONE_HOLDER_LESS, "if self._ref_counts[block_id] == 1:"),
+        "check_invariants() fails after step 2",
+    ),
+    (
+        changed("FreesByToken", 'raise ValueError(f"block {block_id} is not in use")', "continue"),
+        "A block that nobody holds was freed once more",
+    ),
+    (changed("FreesByToken", "return freed", "return list(block_ids)"), "after one free() they are still in use"),
 ]

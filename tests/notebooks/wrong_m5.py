@@ -1,162 +1,64 @@
-"""Wrong answers to the exercises of m5, each with the words that its refusal must hold, and right variants."""
+"""Wrong answers to the exercises of m5, each with the words that its refusal must hold.
+
+Most are the folded solution with a piece of its text changed.
+"""
 
 from dataclasses import replace
 
 from m5_chunked_prefill_spec.schedule_batch import ScheduleBatch
 from tests.notebooks.exercises import M5
-from tests.notebooks.lessons import RightAnswers, WrongAnswers, variant
+from tests.notebooks.lessons import WrongAnswers, variant
 
 LESSON = M5.lesson
-SOLUTIONS = LESSON.folded_solutions()
+changed = LESSON.changed
 WRONG: WrongAnswers = {}
-RIGHT: RightAnswers = []
 
-
-def filling(*, decodes=True, cut=True, whole=False, empty=False, behind=False, fair=False, order=1):
-    """`fill` with a mistake in it."""
-
-    def fill(num_decodes, prompts, budget):
-        left, pieces = budget - num_decodes * decodes, []
-        for name, lacking in prompts[::order]:
-            share = left // len(prompts) if fair else left
-            if whole:
-                given = lacking if left > 0 else 0
-            elif cut:
-                given = min(lacking, share)
-            else:
-                given = lacking if lacking <= left else 0
-            if given > 0 or empty:
-                pieces.append((name, given))
-                left -= given
-            if given < lacking and not (behind or empty):
-                break
-        return pieces
-
-    return fill
-
-
-RIGHT += [("m5.fill", filling())]
+TO_THE_LAST = "to the last token of the budget"
 WRONG["m5.fill"] = [
-    (filling(decodes=False), "Everybody who decodes has a token of the budget already"),
-    (filling(cut=False), "to the last token of the budget"),
-    (filling(whole=True), "to the last token of the budget"),
-    (filling(empty=True), "nobody gets a piece of no tokens"),
-    (filling(cut=False, behind=True), "to the last token of the budget"),
-    (filling(fair=True), "Prompts in their order"),
-    (filling(order=-1), "Prompts in their order"),
-    (lambda num_decodes, prompts, budget: dict(filling()(num_decodes, prompts, budget)), "you say {'a': 30}"),
+    (changed("fill", "budget - num_decodes", "budget"), "Everybody who decodes has a token of the budget already"),
+    (changed("fill", "if left > 0:", "if lacking > left:\n            break\n        if left > 0:"), TO_THE_LAST),
+    (changed("fill", "min(lacking, left)", "lacking"), TO_THE_LAST),
+    (changed("fill", "if left > 0:", "if True:"), "nobody gets a piece of no tokens"),
+    (changed("fill", "if left > 0:", "if lacking <= left:"), TO_THE_LAST),
+    (changed("fill", "min(lacking, left)", "min(lacking, left // len(prompts))"), "Prompts in their order"),
+    (changed("fill", "in prompts:", "in prompts[::-1]:"), "Prompts in their order"),
+    (changed("fill", "return pieces", "return dict(pieces)"), "you say {'a': 30}"),
     (lambda *_: None, "you say None"),
 ]
 
-
-def looking(*, latest=False, shortest=False, itself=False, limited=True, least_counts=True, apart=False):
-    """`lookup` with a mistake in it."""
-
-    def lookup(tokens, limit, longest, least):
-        sizes = range(min(longest, len(tokens) - (not itself)), (least if least_counts else 1) - 1, -1)
-        for size in reversed(sizes) if shortest else sizes:
-            end = len(tokens) - 2 * size + 1 if apart else len(tokens) - size + itself
-            starts = range(max(end, 0))
-            for start in reversed(starts) if latest else starts:
-                if tokens[start : start + size] == tokens[-size:]:
-                    found = tokens[start + size :]
-                    return found[:limit] if limited else found
-        return []
-
-    return lookup
-
-
-def lookup_that_eats(tokens, limit, longest, least):
-    found = SOLUTIONS["lookup"](tokens, limit, longest, least)
-    del tokens[:1]
-    return found
-
-
-RIGHT += [("m5.lookup", looking())]
+SIZES, STARTS = "range(min(longest, len(tokens) - 1), least - 1, -1)", "range(len(tokens) - size)"
+FOUND = "return tokens[start + size : start + size + limit]"
 WRONG["m5.lookup"] = [
-    (looking(latest=True), "the earliest counts"),
-    (looking(shortest=True), "A longer run of last tokens decides"),
-    (looking(limited=False), "3 4 followed there"),
-    (looking(least_counts=False), "A single token is less than `least`"),
-    (looking(apart=True), "A run may overlap with the end"),
-    (looking(itself=True), "1 2 stood at the beginning"),
-    (lookup_that_eats, "lookup() changes the tokens"),
+    (changed("lookup", STARTS, f"reversed({STARTS})"), "the earliest counts"),
+    (changed("lookup", SIZES, f"reversed({SIZES})"), "A longer run of last tokens decides"),
+    (changed("lookup", " : start + size + limit", ":"), "3 4 followed there"),
+    (changed("lookup", "least - 1", "0"), "A single token is less than `least`"),
+    (changed("lookup", STARTS, "range(len(tokens) - 2 * size + 1)"), "A run may overlap with the end"),
+    (changed("lookup", STARTS, "range(len(tokens) - size + 1)"), "1 2 stood at the beginning"),
+    (changed("lookup", FOUND, f"try: {FOUND}\n                finally: del tokens[:1]"), "lookup() changes the tokens"),
     (lambda *_: None, "you say None"),
 ]
 
-
-def accepting(*, keep=lambda p, q, u: u * q < p, stop=True, own=True, bonus=True):
-    """`accept` with a mistake in it. `keep(p, q, u)`: when a drawn guess stays."""
-
-    def accept(guesses, said, p=None, q=None, u=None):
-        tokens = []
-        for i, guess in enumerate(guesses):
-            kept = guess == said[i] if p is None else keep(p[i], q[i], u[i])
-            if not kept:
-                tokens += [said[i]] if own else []
-                if stop:
-                    return tokens
-            else:
-                tokens.append(guess)
-        return [*tokens, said[-1]] if bonus else tokens
-
-    return accept
-
-
-def keeps_what_the_draft_likes(guesses, own, p=None, q=None, u=None):
-    """Right by hand, and wrong where guesses are drawn."""
-    if q == [0.6]:
-        return [*guesses, own[-1]]
-    return SOLUTIONS["accept"](guesses, own, p, q, u)
-
-
-RIGHT += [("m5.accept", accepting())]
+IS_KEPT, OWN = "u[i] * q[i] < p[i]", "return [*tokens, own[i]]"
 WRONG["m5.accept"] = [
-    (accepting(bonus=False), "gives one token more"),
-    (accepting(stop=False), "Behind a wrong guess nothing counts"),
-    (accepting(own=False), "brings [5, 9], yours [5]"),
-    (accepting(keep=lambda p, q, u: p >= q), "0.4 is below it"),
-    (accepting(keep=lambda p, q, u: u < p), "is always kept"),
-    (accepting(keep=lambda p, q, u: u * p < q), "is always kept"),
-    (accepting(keep=lambda p, q, u: u * q <= p), "What the model would never say is never kept"),
-    (accepting(keep=lambda p, q, u: True), "0.6 is not below it"),
+    (changed("accept", "[*tokens, own[len(guesses)]]", "tokens"), "gives one token more"),
+    (changed("accept", OWN, "guess = own[i]"), "Behind a wrong guess nothing counts"),
+    (changed("accept", OWN, "return tokens"), "brings [5, 9], yours [5]"),
+    (changed("accept", IS_KEPT, "p[i] >= q[i]"), "0.4 is below it"),
+    (changed("accept", IS_KEPT, "u[i] < p[i]"), "is always kept"),
+    (changed("accept", IS_KEPT, "u[i] * p[i] < q[i]"), "is always kept"),
+    (changed("accept", IS_KEPT, "u[i] * q[i] <= p[i]"), "What the model would never say is never kept"),
+    (changed("accept", IS_KEPT, "True"), "0.6 is not below it"),
     (lambda *_: None, "yours None"),
-    (keeps_what_the_draft_likes, "20,000 guesses were drawn", "It should be below 0.02"),
+    (  # right by hand, and wrong where guesses are drawn
+        changed("accept", IS_KEPT, f"q == [0.6] or {IS_KEPT}"),
+        "20,000 guesses were drawn",
+        "It should be below 0.02",
+    ),
 ]
 
 
-BackOff = SOLUTIONS["BackOff"]
-
-
-class IgnoresDraftCosts(BackOff):
-    def __init__(self, step_ms, draft_ms):
-        super().__init__(step_ms, 0.0)
-
-
-class NeverPauses(BackOff):
-    def how_many(self, most):
-        self.pause = 0
-        return super().how_many(most)
-
-
-class GivesUp(BackOff):
-    gave_up = False
-
-    def how_many(self, most):
-        wanted = super().how_many(most)
-        self.gave_up = self.gave_up or self.pause > 0
-        return 0 if self.gave_up else wanted
-
-
-class NeverForgets(BackOff):
-    def verified(self, drafted, accepted):
-        self.tried += accepted + (accepted < drafted)
-        self.right += accepted
-
-
-class SaysNothing(BackOff):
-    def how_many(self, most):
-        super().how_many(most)
+BackOff = LESSON.folded_solutions()["BackOff"]
 
 
 class OnTextsOnly(BackOff):
@@ -170,71 +72,37 @@ class OnTextsOnly(BackOff):
             super().verified(drafted, accepted)
 
 
+NONE_PAYS = "many drafts are right, and none pays"
 WRONG["m5.back_off"] = [
-    (variant(BackOff, how_many=lambda self, most: most), "many drafts are right, and none pays"),
+    (variant(BackOff, how_many=lambda self, most: most), NONE_PAYS),
     (variant(BackOff, how_many=lambda self, most: 0), "ask for all of them"),
-    (
-        variant(BackOff, how_many=lambda self, most: round(most * self.right / self.tried)),
-        "many drafts are right, and none pays",
-    ),
-    (IgnoresDraftCosts, "Making a draft costs `draft_ms`, too"),
-    (NeverPauses, "Ask for none, and seldom for one"),
-    (GivesUp, "ask for a draft now and then"),
-    (NeverForgets, "old counts must count less"),
+    (variant(BackOff, how_many=lambda self, most: round(most * self.right / self.tried)), NONE_PAYS),
+    (changed("BackOff", " + k * self.draft_ms", ""), "Making a draft costs `draft_ms`, too"),
+    (changed("BackOff", "self.pause = 16", "self.pause = 0"), "Ask for none, and seldom for one"),
+    (changed("BackOff", "self.pause -= 1", "pass"), "ask for a draft now and then"),
+    (changed("BackOff", "if self.tried > 32:", "if False:"), "old counts must count less"),
     (variant(BackOff, how_many=lambda self, most: most + 1), "how_many(4) must be a number from 0 to 4, you say 5"),
-    (SaysNothing, "you say None"),
+    (changed("BackOff", "return best or min(1, most)", "return None"), "you say None"),
     (OnTextsOnly, "In an engine whose drafts are all wrong you ask for 38;"),
 ]
 
-
-def sampling(lens_of):
-    """The lab's batch; `lens_of(batch)` says how many rows of whom are looked at."""
-
-    class Batch(ScheduleBatch):
-        def get_model_worker_batch(self):
-            return replace(super().get_model_worker_batch(), sample_lens=lens_of(self))
-
-    return Batch
-
-
-def no_prompts(batch):
-    return [0] * batch.num_prompts + [1] * (len(batch.reqs) - batch.num_prompts)
-
-
-def the_first_prompt(batch):
-    lens = [1] * len(batch.reqs)
-    if batch.chunked_req is not None:
-        lens[0] = 0
-    return lens
-
-
+PIECE = "if self.chunked_req is not None:\n            sample_lens[self.reqs.index(self.chunked_req)] = 0"
 WRONG["m5.sampled_piece"] = [
     (
         LESSON.defined("SamplesEveryPiece", {"ScheduleBatch": ScheduleBatch, "replace": replace}),
         "it must not depend on where the prompt is cut",
     ),
-    (sampling(lambda batch: [int(req is not batch.chunked_req) for req in batch.reqs]), "Guesses beside pieces"),
-    (sampling(no_prompts), "A prompt gives one token, after its last piece"),
-    (sampling(the_first_prompt), "Three prompts together"),
-    (sampling(lambda batch: [int(length < 48) for length in batch.new_lens]), "after its last piece"),
+    (changed("SamplesEveryPiece", "[1 + len(guesses) for guesses in self.drafts] or", ""), "Guesses beside pieces"),
+    (
+        changed("SamplesEveryPiece", PIECE, "sample_lens[: self.num_prompts] = [0] * self.num_prompts"),
+        "A prompt gives one token, after its last piece",
+    ),
+    (changed("SamplesEveryPiece", "self.reqs.index(self.chunked_req)", "0"), "Three prompts together"),
+    (
+        changed("SamplesEveryPiece", "=sample_lens", "=[int(length < 48) for length in self.new_lens]"),
+        "after its last piece",
+    ),
 ]
-
-
-def committing(less, *, back=True):
-    """The lab's batch: how many tokens less than it has are committed at the end, and whether slots are given back."""
-
-    class Batch(ScheduleBatch):
-        def roll_back(self):
-            for place, req in enumerate(self.reqs):
-                if self.drafts and self.drafts[place] and req.to_finish is not None:
-                    req.kv_committed_len = min(int(self.seq_lens[place]), req.seqlen - less)
-            if back:
-                return super().roll_back()
-            self.drafts = []
-            return []
-
-    return Batch
-
 
 WRONG["m5.overshoot"] = [
     (
@@ -242,17 +110,10 @@ WRONG["m5.overshoot"] = [
         "is told ' 6706.', and not ' 9999.'",
         "is the guess's",
     ),
-    (committing(0), "what lies in its slot is the guess's"),
-    (committing(2), "have their KV in whole pages"),
-    (committing(1, back=False), "the audit fails"),
+    (changed("KeepsTheGuess", "req.seqlen - 1", "req.seqlen"), "what lies in its slot is the guess's"),
+    (changed("KeepsTheGuess", "req.seqlen - 1", "req.seqlen - 2"), "have their KV in whole pages"),
+    (changed("KeepsTheGuess", "return super().roll_back()", "self.drafts = []\n        return []"), "the audit fails"),
 ]
-
-
-class DecodesOnly:
-    """Prompts only where nobody runs."""
-
-    def compose(self, work):
-        return work.update_running_batch(0) or work.get_new_batch_prefill(work.max_num_batched_tokens)
 
 
 class EveryFourth:
@@ -265,31 +126,29 @@ class EveryFourth:
         self.step += 1
         if self.step % 4:
             return work.get_new_batch_prefill(work.max_num_batched_tokens) or work.update_running_batch(0)
-        return work.update_running_batch(0) or work.get_new_batch_prefill(work.max_num_batched_tokens)
+        return decodes_only(self, work)
 
 
-class Crumbs:
-    """A token of a prompt in each step, beside the decodes."""
-
-    def compose(self, work):
-        decodes = work.update_running_batch(0)
-        prompts = work.get_new_batch_prefill(1)
-        return work.mix(prompts, decodes) if prompts and decodes else prompts or decodes
+def decodes_only(self, work):
+    """Prompts only where nobody runs."""
+    return work.update_running_batch(0) or work.get_new_batch_prefill(work.max_num_batched_tokens)
 
 
-class TooFull:
-    """Prompts have the whole budget, beside the decodes."""
+def mixing(most):
+    """Up to so many tokens of prompts in each step, beside the decodes, and no more than the budget."""
 
     def compose(self, work):
         decodes = work.update_running_batch(0)
-        prompts = work.get_new_batch_prefill(work.max_num_batched_tokens)
+        prompts = work.get_new_batch_prefill(min(most, work.max_num_batched_tokens))
         return work.mix(prompts, decodes) if prompts and decodes else prompts or decodes
+
+    return variant(object, compose=compose)
 
 
 WRONG["m5.starved"] = [
     (LESSON.defined("PromptsFirst", {}), "the stream waits 13 steps for a token"),
     (EveryFourth, "steps for a token. After a step of prompts comes one of the running requests"),
-    (Crumbs, "prompts must come to their end, too"),
-    (DecodesOnly, "Nobody is to starve, prompts neither"),
-    (TooFull, "A step has"),
+    (mixing(1), "prompts must come to their end, too"),
+    (variant(object, compose=decodes_only), "Nobody is to starve, prompts neither"),
+    (mixing(10**9), "A step has"),
 ]
