@@ -114,7 +114,7 @@ class Matrix:
     def __init__(self) -> None:
         self.num_rounds = 0
         with LLMEngine(**CONFIGS) as alone:
-            self.expected = [answer.token_ids for answer in Callers(alone, [*requests(), LAST]).answers()]
+            self.expected = [answer.token_ids for answer in Callers(alone, [*requests(), LAST]).answers().values()]
         self.engine = self._start()
 
     def _start(self) -> Any:

@@ -1,9 +1,9 @@
 """Helpers of m6's engine tests: m5's, with pictures."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from m6_multimodal_pd import LLMEngine, MultimodalConfig
+from m6_multimodal_pd import MultimodalConfig
 from tests.m5_chunked_prefill_spec.engines import (
     Guessing as Guessing,
     check_drained as check_drained,
@@ -13,21 +13,13 @@ from tests.m5_chunked_prefill_spec.engines import (
     scheduler_of as scheduler_of,
     setting as m5_setting,
 )
-from tests.support.engines import OnEvent as OnEvent, Recorder as Recorder, drain as drain, greedy as greedy
-
-
-class MakeEngine(Protocol):
-    """Builds an engine on the tiny model; the configs are those of `setting`."""
-
-    def __call__(
-        self,
-        parts: Mapping[str, Any] | None = None,
-        *,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        eos_token_ids: Iterable[int] | None = None,
-        **configs: Any,
-    ) -> LLMEngine: ...
+from tests.support.engines import (
+    MakeEngine as MakeEngine,
+    OnEvent as OnEvent,
+    Recorder as Recorder,
+    drain as drain,
+    greedy as greedy,
+)
 
 
 def setting(*args: Any, multimodal: Mapping[str, Any] | None = None, **limits: Any) -> dict[str, Any]:
@@ -39,6 +31,13 @@ def check_step(engine: Any) -> None:
     """What must hold after every step that was not interrupted."""
     check_m5_step(engine)
     engine.engine_core.encoder.cache.check_invariants()
+
+
+def finish(engine: Any) -> dict[str, Any]:
+    """Step to the end, the engine looked at after each step and at the end; the last output of everybody."""
+    last = drain(engine, check_step)
+    check_drained(engine)
+    return last
 
 
 def check_flushed(engine: Any) -> None:

@@ -129,11 +129,11 @@ class Callers:
         pairs = [pair for told in self.told.values() for pair in pairwise(told)]
         return sum(before.finished or not all(map(goes_on, before.outputs, after.outputs)) for before, after in pairs)
 
-    def answers(self) -> list[Any]:
-        """The last word to each; nothing was said twice, or taken back."""
+    def answers(self) -> dict[str, Any]:
+        """The last word to each, by its number; nothing was said twice, or taken back."""
         self.step_until(lambda: not self.engine.has_unfinished_requests())
-        last = [told[-1] for told in self.told.values()]
-        assert all(output.finished for output in last) and not self.num_repeated()
+        last = {str(number): told[-1] for number, told in enumerate(self.told.values())}
+        assert all(output.finished for output in last.values()) and not self.num_repeated()
         return last
 
 

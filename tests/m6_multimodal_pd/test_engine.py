@@ -7,7 +7,7 @@ import pytest
 from m6_multimodal_pd import SamplingParams
 from m6_multimodal_pd.multimodal.prompt import ChatPrompt
 from tests.equivalence.harness import check_answer, check_cuts
-from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, setting
+from tests.m6_multimodal_pd.engines import MakeEngine, Recorder, counts, finish, setting
 from tests.m6_multimodal_pd.seeing import MOST_TOKENS, Theirs, asking
 
 PARAMS = SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True)
@@ -67,10 +67,7 @@ def test_all_ways_of_asking_give_the_same_answer(engine: Any, their_model: Their
     assert next(iter(engine.generate_batch([messages, "text"], PARAMS).values())).token_ids == wanted
     assert [output.token_ids for output in engine.stream(messages, PARAMS)][-1] == wanted
     rid = engine.add_request(engine.chat_prompt(messages), PARAMS)
-    last = {}
-    while engine.has_unfinished_requests():
-        last |= engine.step()
-    assert last[rid].token_ids == wanted
+    assert finish(engine)[rid].token_ids == wanted
 
 
 def test_pictures_clips_and_texts_run_in_one_batch(engine: Any, their_model: Theirs) -> None:

@@ -28,6 +28,7 @@ from tests.m6_multimodal_pd.engines import (
     check_flushed,
     check_step,
     counts,
+    finish,
     greedy,
     setting,
 )
@@ -79,29 +80,27 @@ def serve(engine: Any, asked: Mapping[str, tuple[str | int, ...]] = ASKED) -> di
     """Ask all at once and step to the end; the last output of everybody."""
     for rid, conversation in asked.items():
         engine.add_request(asking(*conversation), greedy(NUM_TOKENS), request_id=rid)
-    last: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        last |= engine.step()
-        check_step(engine)
-    check_drained(engine)
-    return last
+    return finish(engine)
+
+
+def said(engine: Any, theirs: Theirs, *conversation: str | int) -> tuple[int, ...]:
+    """transformers' answer to a question."""
+    return theirs.answer(engine.chat_prompt(asking(*conversation))).token_ids[:NUM_TOKENS]
 
 
 def check_the_rest(engine: Any, last: dict[str, Any], theirs: Theirs, failed: set[str], error: Any) -> None:
     """Those who failed say why, the others and whoever asks again have transformers' tokens; then nothing is held."""
     assert last.keys() == ASKED.keys()
     for rid, output in last.items():
-        wanted = theirs.answer(engine.chat_prompt(asking(*ASKED[rid]))).token_ids[:NUM_TOKENS]
+        wanted = said(engine, theirs, *ASKED[rid])
         if rid in failed:
             assert output.finish_reason == "error" and output.error is error, rid
             assert output.token_ids == wanted[: len(output.token_ids)], rid
         else:
             assert (output.error, output.token_ids) == (None, wanted), rid
     assert engine.stats().num_finished["error"] == len(failed)
-    again = serve(engine)
-    for rid, output in again.items():
-        wanted = theirs.answer(engine.chat_prompt(asking(*ASKED[rid]))).token_ids[:NUM_TOKENS]
-        assert (output.error, output.token_ids) == (None, wanted), f"{rid}, again"
+    for rid, output in serve(engine).items():
+        assert (output.error, output.token_ids) == (None, said(engine, theirs, *ASKED[rid])), f"{rid}, again"
     check_flushed(engine)
 
 
@@ -163,29 +162,29 @@ def test_embeddings_that_are_no_numbers_fail_their_request_alone_and_are_not_kep
     """Of two pictures that are encoded in one pass the second is spoilt."""
     tower = Tower(lambda made: [made[0], made[1] * torch.nan], call=1)
     engine: Any = make_engine(tower.parts, **setting(8, 200, page_size=1))
-    asked = {"well": ("a", 1), "ill": (2, "b"), "text": (3,)}
+    asked: dict[str, tuple[str | int, ...]] = {"well": ("a", 1), "ill": (2, "b"), "text": (3,)}
     last = serve(engine, asked)
     assert isinstance(last["ill"].error, ForwardError) and "NaN or infinite logits" in str(last["ill"].error)
     assert last["well"].error is last["text"].error is None
-    again = serve(engine, asked)
-    for rid, output in again.items():
-        assert output.token_ids == their_model.answer(engine.chat_prompt(asking(*asked[rid]))).token_ids[:NUM_TOKENS]
+    for rid, output in serve(engine, asked).items():
+        assert output.token_ids == said(engine, their_model, *asked[rid])
     assert tower.calls == [2, 1], "the good one was kept"
     check_flushed(engine)
 
 
-@pytest.mark.parametrize("lie", ["an item too few", "a row too few", "rows too narrow"])
+LIES: dict[str, Callable[[Sequence[Tensor]], Sequence[Tensor]]] = {
+    "an item too few": lambda made: made[:-1],
+    "a row too few": lambda made: [rows[:-1] for rows in made],
+    "rows too narrow": lambda made: [rows[:, :-1] for rows in made],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
 def test_a_tower_that_makes_too_little_fails_its_step(make_engine: MakeEngine, their_model: Theirs, lie: str) -> None:
-    lies: dict[str, Callable[[Sequence[Tensor]], Sequence[Tensor]]] = {
-        "an item too few": lambda made: made[:-1],
-        "a row too few": lambda made: [rows[:-1] for rows in made],
-        "rows too narrow": lambda made: [rows[:, :-1] for rows in made],
-    }
-    engine: Any = make_engine(Tower(lies[lie], call=1).parts, **setting())
+    engine: Any = make_engine(Tower(LIES[lie], call=1).parts, **setting())
     assert engine.chat(asking("a", 1), greedy(4)).finish_reason == "error"
     engine.flush_cache()
-    prompt = engine.chat_prompt(asking("a", 1))
-    assert engine.generate(prompt, greedy(4)).token_ids == their_model.answer(prompt).token_ids[:4]
+    assert engine.chat(asking("a", 1), greedy(NUM_TOKENS)).token_ids == said(engine, their_model, "a", 1)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +273,7 @@ def test_an_error_in_an_update_ends_all_requests_and_forgets_all_pictures(
             return changed
 
     engine: Any = make_engine({"scheduler": Fails}, **setting(8, 9, multimodal={"encoder_budget": 20}))
-    asked = {"long": ("c", 2), "waits": ("b", 1), "text": (3,)}
+    asked: dict[str, tuple[str | int, ...]] = {"long": ("c", 2), "waits": ("b", 1), "text": (3,)}
     assert engine.chat(asking("a", 1), greedy(2)).error is None
     for rid, conversation in asked.items():
         engine.add_request(asking(*conversation), greedy(NUM_TOKENS), request_id=rid)
@@ -287,10 +286,9 @@ def test_an_error_in_an_update_ends_all_requests_and_forgets_all_pictures(
     check_step(engine)
     check_drained(engine)
     assert engine.stats().embedding_cache_bytes == 0
-    again = serve(engine, {"kept": ("a", 1), **asked})
-    for rid, output in again.items():
-        prompt = engine.chat_prompt(asking(*{"kept": ("a", 1), **asked}[rid]))
-        assert output.token_ids == their_model.answer(prompt).token_ids[:NUM_TOKENS], rid
+    asked["kept"] = ("a", 1)
+    for rid, output in serve(engine, asked).items():
+        assert output.token_ids == said(engine, their_model, *asked[rid]), rid
 
 
 # --- the reader of media ----------------------------------------------------------------------------------------------
@@ -324,9 +322,7 @@ def test_a_reader_that_breaks_takes_nobody_along(
     with pytest.raises(type(error)):
         engine.generate_batch([prompt, asking("b"), prompt], greedy(3))
     broken[0] = False
-    last: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        last |= engine.step()
+    last = finish(engine)
     assert last.keys() == {rid} and last[rid].token_ids == wanted, "those of the batch that broke are nobody's"
     assert engine.generate(asking("a", 1), greedy(NUM_TOKENS)).token_ids == wanted
     check_drained(engine)
@@ -371,16 +367,11 @@ def test_an_abort_in_any_state_leaves_nothing_behind(
         last |= engine.step()
         check_step(engine)
     assert engine.abort_request("gone")
-    while engine.has_unfinished_requests():
-        last |= engine.step()
-        check_step(engine)
+    last |= finish(engine)
     assert last["gone"].finish_reason == "abort"
     whole = their_model.answer(engine.chat_prompt(asking("c", 2))).token_ids
     assert last["gone"].token_ids == whole[: len(last["gone"].token_ids)]
     for rid, conversation in {"stays": ("a", 1), "same": ("c", 3)}.items():
-        assert (
-            last[rid].token_ids == their_model.answer(engine.chat_prompt(asking(*conversation))).token_ids[:NUM_TOKENS]
-        )
-    check_drained(engine)
+        assert last[rid].token_ids == said(engine, their_model, *conversation)
     assert engine.generate(asking("c", 2), greedy(NUM_TOKENS)).token_ids == whole[:NUM_TOKENS]
     check_flushed(engine)

@@ -8,7 +8,7 @@ from typing import Any
 
 from m6_multimodal_pd import LLMEngine, input_processor
 from m6_multimodal_pd.multimodal import inputs, prompt
-from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, greedy, setting
+from tests.m6_multimodal_pd.engines import MakeEngine, check_drained, finish, greedy, setting
 from tests.m6_multimodal_pd.seeing import Theirs, asking, picture, text
 from tests.testbed.interrupts import interrupted
 
@@ -34,14 +34,7 @@ def test_an_interrupt_before_any_line_of_an_arrival_gives_no_number_twice(make_e
         if interrupt.where is None:
             break
     assert line > 20 and min(known) >= 4096
-    end(engine)
-
-
-def end(engine: Any) -> None:
-    """Whoever is left ends."""
-    while engine.has_unfinished_requests():
-        engine.step()
-    check_drained(engine)
+    finish(engine)
 
 
 def test_an_interrupted_arrival_is_nobody_s(make_engine: MakeEngine, their_model: Theirs) -> None:

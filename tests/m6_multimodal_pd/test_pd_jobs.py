@@ -1,19 +1,12 @@
 """Requests, log-probabilities and errors as messages, and back: what another engine makes of them is the same."""
 
 import importlib
-import pkgutil
 from dataclasses import replace
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-import m1_single_request
-import m2_continuous_batching
-import m3_paged_attention
-import m4_radix_cache
-import m5_chunked_prefill_spec
-import m6_multimodal_pd
 from m1_single_request import SamplingParams
 from m1_single_request.errors import EngineError, InvalidPromptError
 from m1_single_request.outputs import Logprob
@@ -115,25 +108,12 @@ def test_no_log_probabilities_stay_none() -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def modules() -> list[ModuleType]:
-    found = []
-    for package in (
-        m1_single_request,
-        m2_continuous_batching,
-        m3_paged_attention,
-        m4_radix_cache,
-        m5_chunked_prefill_spec,
-        m6_multimodal_pd,
-    ):
-        for own in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            if own.name.endswith("errors"):
-                found.append(importlib.import_module(own.name))
-    return found
+for path in Path(__file__).parents[2].glob("m[1-6]_*/*errors.py"):
+    importlib.import_module(f"{path.parent.name}.{path.stem}")
 
 
 def all_errors(kind: type[EngineError] = EngineError) -> set[type[EngineError]]:
     """Every error of the milestones: of their modules of errors, and any other that was loaded."""
-    modules()
     own = {kind} if kind.__module__.split(".")[0][:1] == "m" and kind.__module__[1:2].isdigit() else set()
     return own.union(*map(all_errors, kind.__subclasses__()))
 

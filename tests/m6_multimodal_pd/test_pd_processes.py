@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from m6_multimodal_pd.disaggregation.runtime.processes import RESTART_WINDOW_S, 
 from m6_multimodal_pd.errors import EngineLostError
 from m6_multimodal_pd.wiring import PARTS
 from tests.m6_multimodal_pd.engines import greedy
+from tests.m6_multimodal_pd.pd_engines import check_alike
 from tests.m6_multimodal_pd.processes import (
     LIMIT_S,
     Callers,
@@ -84,17 +86,8 @@ def names_of(engine: Any) -> set[str]:
     return set(engine.engine_core.router.members)
 
 
-def told_of(answer: Any) -> Any:
-    """What two engines must agree on."""
-    said = [(one.token_ids, one.text, one.finish_reason) for one in answer.outputs]
-    rows = [row for output in [answer.outputs[0]] for row in output.logprobs or []]
-    rows += [row for row in answer.prompt_logprobs or [] if row is not None]
-    logprobs = [(token, pytest.approx(one.logprob, abs=1e-4)) for row in rows for token, one in row.items()]
-    return answer.error, said, logprobs
-
-
 @pytest.fixture(scope="module")
-def expected(seeing_directory: Path) -> list[Any]:
+def expected(seeing_directory: Path) -> dict[str, Any]:
     """What one engine alone says."""
     with LLMEngine(**configs(seeing_directory)) as engine:
         return Callers(engine, ASKED).answers()
@@ -120,10 +113,10 @@ def check_is_whole(engine: Any) -> None:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_processes_answer_as_one_engine_does(group: Any, expected: list[Any]) -> None:
+def test_processes_answer_as_one_engine_does(group: Any, expected: dict[str, Any]) -> None:
     answers = Callers(group, ASKED).answers()
-    assert list(map(told_of, answers)) == list(map(told_of, expected))
-    assert answers[4].prompt_logprobs and answers[1].outputs[0].logprobs and len(answers[3].outputs) == 2
+    check_alike(answers, expected)
+    assert answers["4"].prompt_logprobs and answers["1"].outputs[0].logprobs and len(answers["3"].outputs) == 2
     check_is_whole(group)
 
 
@@ -134,7 +127,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 @pytest.mark.exhaustive
-def test_an_engine_without_requests_sleeps_and_wakes_at_once(group: Any, expected: list[Any]) -> None:
+def test_an_engine_without_requests_sleeps_and_wakes_at_once(group: Any, expected: dict[str, Any]) -> None:
     check_is_whole(group)
     pids = [pid_of(group, "prefill"), pid_of(group, "decode")]
     links = links_of(group)
@@ -147,7 +140,7 @@ def test_an_engine_without_requests_sleeps_and_wakes_at_once(group: Any, expecte
     seconds = []
     for _ in range(3):
         began = time.monotonic()
-        assert group.generate(group.chat_prompt(ASKED[0][0]), greedy(1)).token_ids == expected[0].token_ids[:1]
+        assert group.generate(group.chat_prompt(ASKED[0][0]), greedy(1)).token_ids == expected["0"].token_ids[:1]
         seconds.append(time.monotonic() - began)
     assert min(seconds) < 0.3, "it does not sleep to the end of its second"
 
@@ -192,7 +185,7 @@ def test_a_forked_process_gets_an_error_at_once_and_leaves_the_group_as_it_was(g
     ("role", "number"), [("prefill", signal.SIGKILL), ("decode", signal.SIGKILL), ("decode", signal.SIGSTOP)]
 )
 def test_where_a_process_is_killed_or_stopped_another_one_goes_on_without_a_token_lost(
-    group: Any, expected: list[Any], role: str, number: int
+    group: Any, expected: dict[str, Any], role: str, number: int
 ) -> None:
     check_is_whole(group)
     pid, names = pid_of(group, role), names_of(group)
@@ -203,14 +196,14 @@ def test_where_a_process_is_killed_or_stopped_another_one_goes_on_without_a_toke
     callers.step_until(lambda: role == "prefill" or callers.num_tokens() > 20)
     assert callers.num_tokens() < 200, "there is more to come"
     os.kill(pid, number)
-    assert list(map(told_of, callers.answers())) == list(map(told_of, expected))
+    check_alike(callers.answers(), expected)
     assert not is_alive(pid)
     assert len(names - names_of(group)) == len(names_of(group) - names) == 1, "another one, under another name"
     check_is_whole(group)
 
 
 @pytest.mark.exhaustive
-def test_one_that_stands_still_without_requests_is_replaced_too(group: Any, expected: list[Any]) -> None:
+def test_one_that_stands_still_without_requests_is_replaced_too(group: Any, expected: dict[str, Any]) -> None:
     check_is_whole(group)
     pid = pid_of(group, "decode")
     before = group.stats()
@@ -223,7 +216,7 @@ def test_one_that_stands_still_without_requests_is_replaced_too(group: Any, expe
     assert time.monotonic() - began < SILENT_S + 10.0
     assert eventually(lambda: group.stats() and not is_alive(pid))
     check_is_whole(group)
-    assert told_of(Callers(group, ASKED[:1]).answers()[0]) == told_of(expected[0])
+    check_alike(Callers(group, ASKED[:1]).answers(), {"0": expected["0"]})
 
 
 @pytest.mark.exhaustive
@@ -256,7 +249,7 @@ def test_where_nobody_is_left_all_callers_are_told_and_nothing_is_left(make_grou
     callers = Callers(engine, ASKED)
     callers.step_until(lambda: callers.num_tokens() > 5)
     decode.process.send_signal(signal.SIGTERM)
-    answers = callers.answers()
+    answers = callers.answers().values()
     assert decode.process.wait(LIMIT_S) == 0, "told to end, it ends in good order"
     assert [type(answer.error) for answer in answers] == [EngineLostError] * len(ASKED)
     assert engine.generate([5, 6, 7], greedy(3)).finish_reason == "error"
@@ -301,26 +294,22 @@ def while_it_starts(monkeypatch: pytest.MonkeyPatch, act: Callable[[ProcessLinks
 
 
 @pytest.mark.parametrize(
-    ("act", "error", "message"),
+    ("number", "error", "message"),
     [
-        (lambda links: links.children["decode-0"].process.kill(), EngineLostError, "decode-0.*killed by signal 9"),
-        (
-            lambda links: links.children["decode-0"].process.send_signal(signal.SIGSTOP),
-            EngineLostError,
-            "decode-0.*was stopped for 0.5 s while it started",
-        ),
-        (lambda links: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, "^$"),
+        (signal.SIGKILL, EngineLostError, "decode-0.*killed by signal 9"),
+        (signal.SIGSTOP, EngineLostError, "decode-0.*was stopped for 0.5 s while it started"),
+        (signal.SIGINT, KeyboardInterrupt, "^$"),
     ],
     ids=["killed", "stopped", "Ctrl-C"],
 )
 def test_what_ends_a_start_is_noticed_at_once_and_leaves_no_engine(
-    make_group: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    act: Callable[[ProcessLinks], None],
-    error: type[BaseException],
-    message: str,
+    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, number: int, error: type, message: str
 ) -> None:
-    """And not only after `start_timeout_s`."""
+    """And not only after `start_timeout_s`. Ctrl-C reaches the parent."""
+
+    def act(links: ProcessLinks) -> None:
+        os.kill(os.getpid() if number == signal.SIGINT else links.children["decode-0"].process.pid, number)
+
     while_it_starts(monkeypatch, act)
     before = own_engines()
     with pytest.raises(error, match=message):
@@ -328,34 +317,31 @@ def test_what_ends_a_start_is_noticed_at_once_and_leaves_no_engine(
     assert own_engines() == before
 
 
+@contextmanager
+def started_prefill(model: Path, **settings: Any) -> Iterator[ProcessLinks]:
+    """Links to one prefill engine, which has just been started."""
+    config = EngineConfig(model=configs(model)["model_config"], disaggregation=DisaggregationConfig(**settings))
+    with closing(ProcessLinks(config, is_traced=False)) as links:
+        links.start("prefill-0", "prefill")
+        yield links
+
+
 @pytest.mark.exhaustive
 def test_one_that_was_started_anew_and_does_not_join_is_given_up(seeing_directory: Path) -> None:
-    settings = DisaggregationConfig(start_timeout_s=0.1, max_restarts=1)
-    config = EngineConfig(model=configs(seeing_directory)["model_config"], disaggregation=settings)
-    links = ProcessLinks(config, is_traced=False)
-    try:
-        links.start("prefill-0", "prefill")
+    with started_prefill(seeing_directory, start_timeout_s=0.1, max_restarts=1) as links:
         lost: list[Lost] = []
         assert links.coming("prefill")
         assert eventually(lambda: lost.extend(links.lost()) or not links.coming("prefill"), 15.0)
         assert [one.name for one in lost] == ["prefill-0", "prefill-0_1"]
         assert all("did not start within start_timeout_s=0.1" in one.why for one in lost)
-    finally:
-        links.close()
 
 
 def test_one_that_has_no_room_is_started_anew_as_often_as_one_that_died(seeing_directory: Path) -> None:
-    settings = DisaggregationConfig(max_restarts=1)
-    config = EngineConfig(model=configs(seeing_directory)["model_config"], disaggregation=settings)
-    links = ProcessLinks(config, is_traced=False)
-    try:
-        links.start("prefill-0", "prefill")
+    with started_prefill(seeing_directory, max_restarts=1) as links:
         for name, others in (("prefill-0", ["prefill-0_1"]), ("prefill-0_1", [])):
             links.refuse(name, "it has no room")
             assert list(links.lost()) == [Lost(name, "it has no room", Fault("ConfigError", "it has no room"))]
             assert list(links.children) == others
-    finally:
-        links.close()
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -75,6 +77,21 @@ class Site:
         self.opened.append(engine)
         return engine
 
+    def pair(self, name: str = "decode-0") -> tuple[Router, Engine]:
+        """A router and an engine, which hear each other."""
+        router = self.router()
+        engine = self.engine(router, name)
+        greeted(router, engine)
+        return router, engine
+
+    def impostor(self, keys: CurveKeys | None) -> tuple["zmq.Socket[bytes]", Engine]:
+        """A socket without manners with a router's keys, or with none, and an engine that connects to it."""
+        impostor = self.raw(zmq.ROUTER)
+        if keys is not None:
+            impostor.curve_server = 1
+            impostor.curve_publickey, impostor.curve_secretkey = keys.public.encode(), keys.secret.encode()
+        return impostor, self.engine(f"tcp://127.0.0.1:{impostor.bind_to_random_port('tcp://127.0.0.1')}")
+
     def raw(self, kind: int = zmq.DEALER, identity: bytes | None = None) -> "zmq.Socket[bytes]":
         """A socket without manners, for strangers."""
         stranger = self.context.socket(kind)
@@ -132,9 +149,30 @@ def until(condition: Callable[[], Any]) -> Any:
 def greeted(router: Router, engine: Engine) -> None:
     """`engine` and `router` hear each other."""
     engine.send(Text("to the router"))
-    assert until(lambda: list(router.receive(0.01))) == [(engine.name, Text("to the router"))]
+    assert heard(router) == [(engine.name, Text("to the router"))]
     router.send(engine.name, Text("to the engine"))
-    assert until(lambda: engine.receive(0.01)) == [Text("to the engine")]
+    assert heard(engine) == [Text("to the engine")]
+
+
+def heard(peer: Router | Engine, number: int = 1) -> list[Any]:
+    """What `peer` receives, until it is so much."""
+    received: list[Any] = []
+    until(lambda: received.extend(peer.receive(0.01)) or len(received) >= number)
+    return received
+
+
+def loss(peer: Router | Engine, send: Callable[[], None]) -> str:
+    """The error that `send` raises when `peer` has noticed that the other side is gone."""
+
+    def noticed() -> str:
+        try:
+            send()
+        except PeerLostError as error:
+            return str(error)
+        list(peer.receive(0.01))
+        return ""
+
+    return str(until(noticed))
 
 
 def refusals(site: Site, router: Router, number: int = 1) -> list[tuple[str, Any]]:
@@ -160,8 +198,7 @@ def test_messages_go_both_ways_in_order(site: Site) -> None:
     assert all(engine.joined for engine in engines)
     for number in range(600):
         engines[0].send(Text(str(number)))
-    received: list[Any] = []
-    until(lambda: received.extend(router.receive(0.01)) or len(received) == 600)
+    received = heard(router, 600)
     assert received == [("prefill-0", Text(str(number))) for number in range(600)]
 
 
@@ -193,9 +230,7 @@ def test_a_peer_that_sends_no_hello_is_refused_and_an_engine_is_served(
     site: Site, identity: bytes | None, frames: list[bytes]
 ) -> None:
     """It has the engines' keys: a program of another version, say."""
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
+    router, engine = site.pair()
     stranger = site.stranger(router, identity)
     stranger.send_multipart(frames)
     assert refusals(site, router) == []
@@ -226,9 +261,7 @@ def test_nothing_of_a_stranger_gets_through_and_an_engine_is_served(
     site: Site, identity: bytes | None, frames: list[bytes], keys: CurveKeys | str | None
 ) -> None:
     """It knows all but the keys: how messages look, and a name that is free."""
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
+    router, engine = site.pair()
     stranger = site.raw(identity=identity)
     if isinstance(keys, str):
         stranger.plain_username, stranger.plain_password = b"decode-0", keys.encode()
@@ -257,14 +290,7 @@ def joined_raw(site: Site, router: Router) -> "zmq.Socket[bytes]":
 
 @pytest.mark.parametrize(
     "frames",
-    [
-        [HELLO],
-        [JUNK],
-        [b""],
-        [GOOD, b""],
-        [GOOD] * 300,
-        [bytes(MAX_BYTES // 2)] * 3,
-    ],
+    [[HELLO], [JUNK], [b""], [GOOD, b""], [GOOD] * 300, [bytes(MAX_BYTES // 2)] * 3],
     ids="hello-twice junk empty frame-too-many many-frames over-the-limit".split(),
 )
 def test_an_engine_that_sends_junk_is_heard_when_it_makes_sense_again(site: Site, frames: list[bytes]) -> None:
@@ -273,7 +299,7 @@ def test_an_engine_that_sends_junk_is_heard_when_it_makes_sense_again(site: Site
     peer.send_multipart(frames)
     peer.send_multipart([GOOD])
     received = refusals(site, router)
-    assert (received or until(lambda: list(router.receive(0.01)))) == [("decode-0", Text("let me in"))]
+    assert (received or heard(router)) == [("decode-0", Text("let me in"))]
     assert router.names == ("decode-0",)
 
 
@@ -306,9 +332,7 @@ def test_noise_that_is_no_protocol_is_survived(site: Site) -> None:
 
 def test_a_flood_delays_nobody(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "MAX_PER_CALL", 50)
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
+    router, engine = site.pair()
     stranger = site.stranger(router)
     for _ in range(500):
         stranger.send(JUNK)
@@ -419,31 +443,13 @@ def test_a_connection_that_was_recorded_and_is_replayed_gets_nothing_through(sit
     assert router.names == ("friend",)
 
 
-class Asked:
-    """A socket for the doorkeeper, with what it would receive from ZeroMQ."""
-
-    def __init__(self, *messages: Any) -> None:
-        self.messages, self.sent, self.closed = list(messages), list[Any](), False
-
-    def poll(self, timeout_ms: int) -> bool:
-        return bool(self.messages)
-
-    def recv_multipart(self) -> Any:
-        return self.messages.pop(0)
-
-    def send_multipart(self, frames: list[bytes]) -> None:
-        self.sent.append(frames)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def keeper_of(monitor: Asked, zap: Asked, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A doorkeeper without its thread."""
+def keeper_of(monkeypatch: pytest.MonkeyPatch, events: list[Any], zap: Any = None) -> Any:
+    """A doorkeeper without its thread: its monitor has these events, and `zap` asks of keys."""
     keeper: Any = object.__new__(door.Doorkeeper)
-    keeper._monitor, keeper._zap, keeper._unadmitted = monitor, zap, {}
-    keeper._trusted = b"key"
-    monkeypatch.setattr(door, "recv_monitor_message", Asked.recv_multipart)
+    keeper._trusted, keeper._unadmitted = b"key", {}
+    keeper._monitor = SimpleNamespace(closed=False, poll=lambda timeout_ms: bool(events))
+    keeper._zap = zap or SimpleNamespace(poll=lambda timeout_ms: False)
+    monkeypatch.setattr(door, "recv_monitor_message", lambda monitor: events.pop(0))
     return keeper
 
 
@@ -469,11 +475,11 @@ def test_connections_are_counted_before_a_key_is_checked_and_the_oldest_is_close
 ) -> None:
     """The hello may come as soon as the key is checked: an engine that is counted later would count for ever."""
     address, made = pairs
-    monitor = Asked(*(accepted(ours, address) for ours, _ in made))
-    zap = Asked([b"1.0", b"7", b"", b"127.0.0.1", b"", b"CURVE", b"key"])
-    keeper = keeper_of(monitor, zap, monkeypatch)
+    zap = Mock()
+    zap.recv_multipart.return_value = [b"1.0", b"7", b"", b"127.0.0.1", b"", b"CURVE", b"key"]
+    keeper = keeper_of(monkeypatch, [accepted(ours, address) for ours, _ in made], zap)
     keeper._answer()
-    assert zap.sent == [[b"1.0", b"7", b"200", b"OK", b"", b""]]
+    zap.send_multipart.assert_called_once_with([b"1.0", b"7", b"200", b"OK", b"", b""])
     assert list(keeper._unadmitted) == [ours.fileno() for ours, _ in made[1:]]
     assert [is_closed(theirs) for _, theirs in made] == [True] + [False] * door.MAX_UNADMITTED
     for ours, _ in made:
@@ -489,7 +495,7 @@ def test_a_connection_of_the_program_is_not_closed_for_one_that_had_its_descript
     events = [accepted(theirs, address) for _, theirs in made[:3]] + [accepted(ours, address) for ours, _ in made[1:]]
     with open(os.devnull) as file:
         events.append({**events[0], "value": file.fileno()})
-        keeper = keeper_of(Asked(*events), Asked(), monkeypatch)
+        keeper = keeper_of(monkeypatch, events)
         keeper._answer()
     assert len(keeper._unadmitted) == door.MAX_UNADMITTED
     assert not any(is_closed(ours) for ours, _ in made), "nor any connection of the router: these are as many as may be"
@@ -532,28 +538,17 @@ def test_an_identity_that_lives_cannot_be_taken_over(site: Site) -> None:
     assert peer.recv_multipart() == CODEC.encode(Text("for the first"))
     assert not thief.poll(0)
     peer.send_multipart([GOOD])
-    assert until(lambda: list(router.receive(0.01))) == [("decode-0", Text("let me in"))]
+    assert heard(router) == [("decode-0", Text("let me in"))]
 
 
 def test_an_engine_that_is_gone_is_noticed_and_its_name_is_free_again(site: Site) -> None:
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
+    router, engine = site.pair()
     too_early = site.engine(router)
     refusals(site, router)
     assert "another engine 'decode-0'" in site.said[0]
     assert too_early.receive() == [] and not too_early.joined
     engine.close()
-
-    def noticed() -> str:
-        try:
-            router.send("decode-0", Text("are you there?"))
-        except PeerLostError as error:
-            return str(error)
-        list(router.receive(0.01))
-        return ""
-
-    assert until(noticed) == "engine 'decode-0' is gone"
+    assert loss(router, lambda: router.send("decode-0", Text("are you there?"))) == "engine 'decode-0' is gone"
     assert router.names == ()
     greeted(router, site.engine(router))
     too_early.send(Text("late"))
@@ -561,9 +556,7 @@ def test_an_engine_that_is_gone_is_noticed_and_its_name_is_free_again(site: Site
 
 
 def test_a_forgotten_engine_is_believed_no_more(site: Site) -> None:
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
+    router, engine = site.pair()
     router.forget("decode-0")
     router.forget("nobody")
     engine.send(Text("a late message"))
@@ -575,9 +568,7 @@ def test_a_forgotten_engine_is_believed_no_more(site: Site) -> None:
 
 
 def test_a_message_over_the_limit_is_refused_before_it_leaves(site: Site) -> None:
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
+    router, engine = site.pair()
     large = Picture(np.zeros(MAX_BYTES, np.uint8))
     with pytest.raises(WireError):
         router.send("decode-0", large)
@@ -607,8 +598,7 @@ def test_an_engine_that_never_reads_blocks_nobody(site: Site, monkeypatch: pytes
     assert sent >= 2  # the welcome has taken a place
     greeted(router, engine)
     assert "stuck" in router.names  # it may come to itself
-    received: list[Any] = []
-    until(lambda: received.extend(stuck.receive(0.01)) or len(received) == sent)
+    heard(stuck, sent)
 
 
 def test_a_stopped_engine_is_missed_while_a_large_message_is_on_its_way(site: Site) -> None:
@@ -622,8 +612,7 @@ def test_a_stopped_engine_is_missed_while_a_large_message_is_on_its_way(site: Si
         stopped.send_signal(signal.SIGSTOP)
         router.send("decode-0", Picture(np.zeros(2**25, np.uint8)))
         began = monotonic()
-        with pytest.raises(PeerLostError, match="is gone"):
-            until(lambda: router.send("decode-0", Text("are you there?")) or list(router.receive(0.01)))
+        assert "is gone" in loss(router, lambda: router.send("decode-0", Text("are you there?")))
         assert monotonic() - began < 5.0
 
 
@@ -645,22 +634,13 @@ def test_an_engine_that_finds_no_router_can_leave(site: Site) -> None:
 
 @pytest.mark.parametrize("keys", [None, OTHERS.router, KEYS.engines], ids="none another-group an-engine".split())
 def test_an_engine_sends_nothing_to_another_than_its_router(site: Site, keys: CurveKeys | None) -> None:
-    impostor = site.raw(zmq.ROUTER)
-    if keys is not None:
-        impostor.curve_server = 1
-        impostor.curve_publickey, impostor.curve_secretkey = keys.public.encode(), keys.secret.encode()
-    port = impostor.bind_to_random_port("tcp://127.0.0.1")
-    engine = site.engine(f"tcp://127.0.0.1:{port}")
+    impostor, engine = site.impostor(keys)
     until(lambda: engine.receive(0.01) or engine.was_cut())
     assert not engine.joined and not impostor.poll(0)
 
 
 def test_an_engine_reads_nothing_before_the_welcome(site: Site) -> None:
-    router = site.raw(zmq.ROUTER)
-    router.curve_server = 1
-    router.curve_publickey, router.curve_secretkey = KEYS.router.public.encode(), KEYS.router.secret.encode()
-    port = router.bind_to_random_port("tcp://127.0.0.1")
-    engine = site.engine(f"tcp://127.0.0.1:{port}")
+    router, engine = site.impostor(KEYS.router)
     identity, *hello = router.recv_multipart()
     assert hello == [HELLO]
     for frames in ([GOOD], [WELCOME, b""], [HELLO], [JUNK]):
@@ -671,26 +651,15 @@ def test_an_engine_reads_nothing_before_the_welcome(site: Site) -> None:
     router.send_multipart([identity, WELCOME])
     router.send_multipart([identity, JUNK])
     router.send_multipart([identity, GOOD])
-    assert until(lambda: engine.receive(0.01)) == [Text("let me in")]
+    assert heard(engine) == [Text("let me in")]
     assert engine.joined and len(site.said) == 5
 
 
 def test_an_engine_does_not_talk_to_whoever_comes_after_its_router(site: Site) -> None:
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
+    router, engine = site.pair()
     address = router.address
     router.close()
-
-    def noticed() -> bool:
-        try:
-            engine.send(Text("are you there?"))
-        except PeerLostError:
-            return True
-        engine.receive(0.01)
-        return False
-
-    until(noticed)
+    loss(engine, lambda: engine.send(Text("are you there?")))
     successor = site.router(address)
     greeted(successor, site.engine(successor, "other"))
     with pytest.raises(PeerLostError):
@@ -699,19 +668,15 @@ def test_an_engine_does_not_talk_to_whoever_comes_after_its_router(site: Site) -
 
 
 def test_the_largest_message_fits_with_its_encryption(site: Site) -> None:
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
+    router, engine = site.pair()
     largest = Text("x" * (MAX_BYTES - len(CODEC.encode(Text("x" * 70_000))[0]) + 70_000))
     engine.send(largest)
-    assert until(lambda: list(router.receive(0.01))) == [("decode-0", largest)]
+    assert heard(router) == [("decode-0", largest)]
     assert not site.said
 
 
 def test_an_engine_with_an_unknown_key_is_reported_and_learns_that_it_is_cut_off(site: Site) -> None:
-    router = site.router()
-    friend = site.engine(router, "friend")
-    greeted(router, friend)
+    router, friend = site.pair("friend")
     locked_out = site.engine(router, keys=msgspec.structs.replace(OTHERS.engines, trusted=KEYS.engines.trusted))
     until(locked_out.was_cut)
     assert refusals(site, router) == []
@@ -737,17 +702,10 @@ def test_what_is_no_address_is_refused(site: Site, address: Any) -> None:
         site.router(address)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"name": "decode.0"}, "name="),
-        ({"name": "x" * 65}, "name="),
-        ({"name": "a\n"}, "name="),
-    ],
-)
-def test_what_an_engine_cannot_be_is_refused(site: Site, options: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        site.engine("tcp://127.0.0.1:5555", **options)
+@pytest.mark.parametrize("name", ["decode.0", "x" * 65, "a\n"])
+def test_what_an_engine_cannot_be_called_is_refused(site: Site, name: str) -> None:
+    with pytest.raises(ConfigError, match="name="):
+        site.engine("tcp://127.0.0.1:5555", name)
 
 
 @pytest.mark.parametrize("key", ["", "x" * 39, "~" * 40, "#" * 40, "é" * 40, b"x" * 40, 5])
@@ -765,9 +723,7 @@ def test_what_is_no_key_is_refused(key: Any) -> None:
 
 
 def test_a_wait_ends_at_once_when_something_arrives(site: Site) -> None:
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
+    router, engine = site.pair()
     assert list(router.receive(0)) == []
     engine.send(Text("wake up"))
     started = monotonic()
@@ -775,13 +731,6 @@ def test_a_wait_ends_at_once_when_something_arrives(site: Site) -> None:
     router.send("decode-0", Text("wake up"))
     assert engine.receive(30) == [Text("wake up")]
     assert monotonic() - started < 5
-
-
-def a_pair(address: str) -> tuple[Router, Engine]:
-    """A router's and an engine's socket, to be closed by the test."""
-    router: Router = RouterSocket(address, codec=CODEC, keys=KEYS.router, heartbeat_timeout_s=15.0)
-    own: dict[str, Any] = {"codec": CODEC, "keys": KEYS.engines, "heartbeat_timeout_s": 15.0}
-    return router, EngineSocket(router.address, name="decode-0", **own)
 
 
 def open_files() -> int:
@@ -793,11 +742,12 @@ def threads() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads and files as Linux shows them")
-def test_closed_sockets_leave_nothing(tmp_path: Path) -> None:
+def test_closed_sockets_leave_nothing(site: Site, tmp_path: Path) -> None:
     before = open_files(), threads()
     path = tmp_path / "router"
     for address in ("tcp://127.0.0.1:*", f"ipc://{path}", "ipc://*"):
-        router, engine = a_pair(address)
+        router = site.router(address)
+        engine = site.engine(router)
         greeted(router, engine)
         assert threads() > before[1]
         router.send("decode-0", Text("never read"))
@@ -827,9 +777,7 @@ def test_a_file_that_is_there_is_not_taken_away(site: Site, tmp_path: Path) -> N
 
 def test_a_closed_socket_raises(site: Site) -> None:
     """The engine that has it raises `EngineClosedError` before."""
-    router = site.router()
-    engine = site.engine(router)
-    greeted(router, engine)
+    router, engine = site.pair()
     router.close()
     engine.close()
     for use in (
@@ -842,19 +790,18 @@ def test_a_closed_socket_raises(site: Site) -> None:
             use()
 
 
-def test_sockets_that_the_collector_finds_leave_nothing_and_wait_for_nobody(tmp_path: Path) -> None:
+def test_sockets_that_the_collector_finds_leave_nothing_and_wait_for_nobody(site: Site, tmp_path: Path) -> None:
     before = num_sockets()
-    address = f"ipc://{tmp_path / 'router'}"
 
     def drop() -> None:
-        router: Any
-        engine: Any
-        router, engine = a_pair(address)
+        router = site.router(f"ipc://{tmp_path / 'router'}")
+        engine = site.engine(router)
         greeted(router, engine)
         for number in range(100):
             router.send("decode-0", Text(f"{number} is never read"))
         Loop([router]), Loop([engine])
         del router, engine
+        site.opened.clear()
         gc.collect()
 
     in_a_thread(drop, 20.0)

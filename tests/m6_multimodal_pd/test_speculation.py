@@ -20,8 +20,8 @@ from tests.m6_multimodal_pd.engines import (
     Recorder,
     check_drained,
     check_flushed,
-    check_step,
     counts,
+    finish,
     greedy,
     setting,
 )
@@ -35,12 +35,7 @@ def serve(engine: Any, asked: dict[str, tuple[Any, dict[str, Any]]], params: Sam
     """Ask all at once and step to the end; the last output of everybody."""
     for rid, (conversation, options) in asked.items():
         engine.add_request(conversation, params, request_id=rid, **options)
-    last: dict[str, Any] = {}
-    while engine.has_unfinished_requests():
-        last |= engine.step()
-        check_step(engine)
-    check_drained(engine)
-    return last
+    return finish(engine)
 
 
 # --- guesses that need no eyes ----------------------------------------------------------------------------------------
