@@ -140,6 +140,12 @@ def test_engines_join_answer_and_end_when_they_are_told_or_their_router_does(key
     assert {path.name for path in segment_directory().glob("stepwise-hand*")} <= before
 
 
+def await_decode(engine: Any) -> None:
+    """Listen until a decode engine has joined."""
+    while not engine.engine_core.router.of_role("decode"):
+        engine.engine_core.router.listen(0.1)
+
+
 @pytest.mark.exhaustive
 def test_engines_that_are_killed_or_stopped_are_replaced_and_one_that_goes_on_ends(keys: Path) -> None:
     """Stopped for longer than `heartbeat_timeout_s`: it finds no connection then, and is not half a member."""
@@ -162,15 +168,13 @@ def test_engines_that_are_killed_or_stopped_are_replaced_and_one_that_goes_on_en
         killed.kill()
         assert lost_within(10.0)
         with by_hand("decode", address, keys) as stopped:
-            while not core.router.of_role("decode"):
-                core.router.listen(0.1)
+            await_decode(engine)
             assert engine.chat(QUESTION, PARAMS).text == expected
             stopped.send_signal(signal.SIGSTOP)
             assert lost_within(15.0)
             stopped.send_signal(signal.SIGCONT)
             with by_hand("decode", address, keys):
-                while not core.router.of_role("decode"):
-                    core.router.listen(0.1)
+                await_decode(engine)
                 assert stopped.wait(60) == 0
                 assert len(core.router.of_role("decode")) == 1
                 assert engine.chat(QUESTION, PARAMS).text == expected

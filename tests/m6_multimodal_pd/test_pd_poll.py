@@ -150,14 +150,6 @@ def test_nothing_that_comes_late_changes_a_final_state(state: KVPoll) -> None:
     unchanged(d, d.complete)
 
 
-@pytest.mark.parametrize("state", [WAITING, TRANSFERRING])
-@pytest.mark.parametrize("make", [sender, receiver])
-def test_room_is_taken_once(make: Any, state: KVPoll) -> None:
-    end = make(state)
-    unchanged(end, lambda: end.preallocated(0))
-    unchanged(end, lambda: end.preallocated(PAGE_SIZE))
-
-
 @pytest.mark.parametrize("start", [-PAGE_SIZE, 1, PAGE_SIZE + 1, TOKENS, 3 * PAGE_SIZE, 2**31 - 1])
 @pytest.mark.parametrize("make", [sender, receiver])
 def test_a_start_that_is_no_whole_page_of_the_prompt_is_refused(make: Any, start: int) -> None:
@@ -203,47 +195,19 @@ def test_the_first_token_counts_once() -> None:
     unchanged(end, lambda: end.first_token_arrived(2))
 
 
-@pytest.mark.parametrize(
-    ("state", "start", "number", "pages"),
-    [
-        (WAITING, 0, 1, range(1, 2)),
-        (WAITING, 0, 1, range(2, 3)),
-        (WAITING, 0, 2, range(1)),
-        (WAITING, 0, 0, range(1, 2)),
-        (WAITING, 0, 0, range(0, 0)),
-        (WAITING, 0, 0, range(4)),
-        (WAITING, 0, 99, range(99)),
-        (WAITING, 8, 0, range(3)),
-        (WAITING, 8, 0, range(1, 3)),
-        (BOOTSTRAPPING, 0, 0, range(1)),
-    ],
-    ids="skips-one leaves-a-hole starts-late begins-late empty too-long absurd cached half-cached no-room".split(),
-)
-def test_a_chunk_out_of_turn_or_with_pages_not_its_own_is_refused(
-    state: KVPoll, start: int, number: int, pages: range
-) -> None:
-    end = receiver(state, start=start)
-    expected = f"expected was chunk 0 from page {start // PAGE_SIZE} on, of 3"
-    assert expected in refused(end, lambda: end.expects(number, pages))
-    assert state is BOOTSTRAPPING or take(end, 0, range(start // PAGE_SIZE, PAGES)), "the right one is taken"
-
-
-@pytest.mark.parametrize(
-    ("came", "num_chunks"), [(0, 0), (0, 4), (0, 2**31 - 1), (1, 0), (1, 1), (1, 4), (2, 1), (3, 2), (3, 4)]
-)
-def test_a_number_of_chunks_that_cannot_bring_the_missing_pages_is_refused(came: int, num_chunks: int) -> None:
-    """A page each has come: what is missing takes one chunk at least, and one a page at most."""
-    end = receiver(WAITING)
-    for number in range(came):
-        take(end, number, range(number, number + 1))
-    assert "are announced" in refused(end, lambda: end.first_token_arrived(num_chunks))
-    assert end.first_token_arrived(3)
-
-
-def test_no_first_token_comes_before_there_is_room() -> None:
+def test_neither_a_chunk_nor_a_first_token_comes_before_there_is_room() -> None:
     end = receiver()
+    assert "expected was chunk 0 from page 0 on, of 3" in refused(end, lambda: end.expects(0, range(1)))
     refused(end, lambda: end.first_token_arrived(1))
     unchanged(end, end.complete)
+
+
+def test_a_refusal_names_what_was_expected() -> None:
+    """What is refused: `test_whatever_a_sender_claims_the_receiver_takes_each_page_once_or_refuses`."""
+    end = receiver(WAITING, start=8)
+    assert "expected was chunk 0 from page 2 on, of 3" in refused(end, lambda: end.expects(0, range(1, 3)))
+    assert "are announced" in refused(end, lambda: end.first_token_arrived(2))
+    assert end.first_token_arrived(1) and take(end, 0, range(2, PAGES)), "the right ones are taken"
 
 
 def could_be_complete(end: KVReceiver) -> bool:

@@ -178,9 +178,9 @@ def test_nobody_has_its_own_prefix_evicted() -> None:
 # --- no room ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cached", [0, 8])
-def test_without_room_nothing_changes(cached: int) -> None:
-    bed, prompt = Bed(num_pages=8), list(range(20))
+@pytest.mark.parametrize(("cached", "num_rows"), [(0, 4), (8, 4), (0, 1)], ids=["memory", "cached", "rows"])
+def test_without_room_nothing_changes(cached: int, num_rows: int) -> None:
+    bed, prompt = Bed(num_pages=8 if num_rows > 1 else 99, num_rows=num_rows), list(range(20))
     fill(bed.cache, prompt[:cached])
     other = bed.expect(16, max_tokens=8)
     assert bed.preallocate() == [other.rid]
@@ -192,16 +192,6 @@ def test_without_room_nothing_changes(cached: int) -> None:
     assert bed.scheduler.prealloc_queue == {req.rid: req} and req.to_finish is None
     bed.end(other)
     assert bed.preallocate() == [req.rid], "when there is room"
-
-
-def test_without_a_row_nothing_changes() -> None:
-    bed = Bed(num_rows=1)
-    first, second = bed.expect(2), bed.expect(2)
-    assert bed.preallocate() == [first.rid]
-    before = bed.state(second)
-    assert bed.preallocate() == [] and bed.state(second) == before
-    bed.end(first)
-    assert bed.preallocate() == [second.rid]
 
 
 def test_the_oldest_goes_first_and_nobody_overtakes_it() -> None:
@@ -242,10 +232,8 @@ def test_room_is_kept_for_the_answers_of_all(free_tokens: int, others: list[int]
 
 def test_room_is_kept_for_those_whose_kv_is_coming() -> None:
     bed = Bed(num_pages=19, page_size=1)
-    first, second = bed.expect(4, max_tokens=5), bed.expect(4, max_tokens=7)
+    first, _ = bed.expect(4, max_tokens=5), bed.expect(4, max_tokens=7)
     assert bed.preallocate() == [first.rid], "the second lacks one: 19 - 4 < 4 + 5 + 7"
-    bed.end(first)
-    assert bed.preallocate() == [second.rid]
 
 
 def test_what_was_said_needs_no_room_any_more() -> None:
@@ -410,6 +398,12 @@ def prefill() -> PrefillScheduler:
     return scheduler
 
 
+def hand_on(scheduler: PrefillScheduler, batch: Any) -> None:
+    """`r1` of the batch has its first token."""
+    scheduler.finish_requests(["r1"], HANDED_ON)
+    scheduler.update_from_output(batch, None)
+
+
 def mark_and_update(scheduler: PrefillScheduler, req: Req, reason: BaseFinishReason) -> None:
     scheduler.finish_requests([req.rid], reason)
     scheduler.update_from_output(None, None)
@@ -431,9 +425,7 @@ def test_all_requests_wait_for_room_elsewhere_first(prefill: PrefillScheduler) -
 def test_a_request_with_its_first_token_stays_until_it_is_taken_over(prefill: PrefillScheduler) -> None:
     req = make_req(1, [1])
     prefill.add_request(req), prefill.bootstrapped("r1")
-    batch = prefill.schedule()
-    prefill.finish_requests(["r1"], HANDED_ON)
-    prefill.update_from_output(batch, None)
+    hand_on(prefill, prefill.schedule())
     assert req.to_finish is None and req.status is RequestStatus.TRANSFERRING and prefill.elsewhere == [req]
     assert not prefill.running and not prefill.waiting and prefill.schedule() is None and req.req_pool_idx is not None
     mark_and_update(prefill, req, TAKEN_OVER)
@@ -451,8 +443,7 @@ def test_an_abort_or_an_error_ends_a_request_in_any_queue(
         prefill.bootstrapped("r1")
         batch = prefill.schedule()
     if queue == "inflight":
-        prefill.finish_requests(["r1"], HANDED_ON)
-        prefill.update_from_output(batch, None)
+        hand_on(prefill, batch)
     mark_and_update(prefill, req, reason)
     assert req.finish_reason is reason and not prefill.elsewhere and not prefill.requests
     assert not prefill.pools.req_to_token_pool.num_used
@@ -463,9 +454,7 @@ def test_a_reset_empties_both_queues(prefill: PrefillScheduler) -> None:
     for req in reqs:
         prefill.add_request(req)
     prefill.bootstrapped("r1"), prefill.bootstrapped("r2")
-    batch = prefill.schedule()
-    prefill.finish_requests(["r1"], HANDED_ON)
-    prefill.update_from_output(batch, None)
+    hand_on(prefill, prefill.schedule())
     prefill.reset(FinishAbort())
     assert not prefill.elsewhere and all(req.is_finished for req in reqs)
     prefill.check_invariants()

