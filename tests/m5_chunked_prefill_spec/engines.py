@@ -20,8 +20,6 @@ from m5_chunked_prefill_spec import (
 from m5_chunked_prefill_spec.scheduler import Scheduler
 from tests.m4_radix_cache.engines import (
     CACHES as CACHES,
-    MakeEngine as MakeEngine,
-    Remembered as Remembered,
     check_answers as check_answers,
     check_drained as check_drained,
     check_flushed as check_flushed,
@@ -34,7 +32,9 @@ from tests.m4_radix_cache.engines import (
     submit as submit,
 )
 from tests.support.engines import (
+    MakeEngine as MakeEngine,
     Recorder as Recorder,
+    Remembered as Remembered,
     greedy as greedy,
 )
 
@@ -157,4 +157,15 @@ def ask_all(engine: LLMEngine, asked: Iterable[tuple[list[int], SamplingParams]]
     """The answers to all of these at once, in their order."""
     rids = [engine.add_request(prompt, params) for prompt, params in asked]
     outputs = run(engine)
+    return [outputs[rid] for rid in rids]
+
+
+def ask_in_turn(engine: LLMEngine, asked: Iterable[tuple[list[int], SamplingParams]]) -> list[Any]:
+    """The same, if one more comes before each step."""
+    rids, outputs = [], {}
+    for prompt, params in asked:
+        rids.append(engine.add_request(prompt, params))
+        outputs |= engine.step()
+        check_step(engine)
+    outputs |= run(engine)
     return [outputs[rid] for rid in rids]

@@ -15,8 +15,8 @@ from tests.m5_chunked_prefill_spec.engines import (
     Recorder,
     Remembered,
     ask_all,
+    ask_in_turn,
     check_flushed,
-    check_step,
     greedy,
     guessing_engine,
     run,
@@ -81,14 +81,8 @@ def test_all_of_it_at_once_in_mixed_steps_and_pieces(
     ]
     wanted = [m1.generate(*one) for one in asked]
     engine = guessing_engine(make_engine, known_of(wanted), max_num_batched_tokens=budget, schedule=schedule)
-    outputs = {}
-    for i, (prompt, params) in enumerate(asked):
-        engine.add_request(prompt, params, request_id=str(i))
-        outputs |= engine.step()
-        check_step(engine)
-    outputs |= run(engine)
-    for i, right in enumerate(wanted):
-        check_same(outputs[str(i)], right)
+    for output, right in zip(ask_in_turn(engine, asked), wanted, strict=True):
+        check_same(output, right)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -94,6 +94,13 @@ def check_plain(outputs: dict[str, RequestOutput], m1: Remembered, rids: Sequenc
         assert outputs[rid].token_ids == m1.generate(PROMPTS[rid], greedy(NUM_TOKENS)).token_ids, rid
 
 
+def check_failed(output: RequestOutput, m1: Remembered, rid: str) -> None:
+    """It ended with the proposer's error, behind the right tokens."""
+    assert output.finish_reason == "error" and isinstance(output.error, PartError)
+    assert "the part 'proposer' (Liar)" in str(output.error) and len(str(output.error)) < 300
+    assert output.token_ids == m1.generate(PROMPTS[rid], greedy(NUM_TOKENS)).token_ids[: len(output.token_ids)]
+
+
 @pytest.mark.sample(14)
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize(("method", "lie"), [(m, lie) for m in METHODS for lie in LIES if (m, lie) not in TRUE])
@@ -106,11 +113,8 @@ def test_a_proposer_that_returns_no_rows_ends_all_requests_and_one_with_invalid_
     if lie in ROWS:
         check_plain(outputs, m1, ["plain"])
     for rid in "ab" if lie in ROWS else PROMPTS:
-        output = outputs[rid]
-        assert output.finish_reason == "error" and isinstance(output.error, PartError)
-        assert "the part 'proposer' (Liar)" in str(output.error) and len(str(output.error)) < 300
-        wanted = m1.generate(PROMPTS[rid], greedy(NUM_TOKENS)).token_ids
-        assert output.token_ids == wanted[: len(output.token_ids)] and len(output.token_ids) > after
+        check_failed(outputs[rid], m1, rid)
+        assert len(outputs[rid].token_ids) > after
     assert engine.generate(PROMPTS["plain"], greedy(3), speculate=False).finish_reason == "length"
     check_flushed(engine)
 
@@ -129,10 +133,7 @@ def test_an_invalid_draft_ends_its_own_request_only(
     submit(engine)
     outputs = run(engine)
     check_plain(outputs, m1, ["b", "plain"])
-    output = outputs["a"]
-    assert output.finish_reason == "error" and isinstance(output.error, PartError)
-    assert "the part 'proposer' (Liar)" in str(output.error) and len(str(output.error)) < 300
-    assert output.token_ids == m1.generate(PROMPTS["a"], greedy(NUM_TOKENS)).token_ids[: len(output.token_ids)]
+    check_failed(outputs["a"], m1, "a")
     assert engine.stats().num_finished == {"length": 2, "error": 1}
     check_flushed(engine)
 

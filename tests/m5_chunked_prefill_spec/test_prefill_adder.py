@@ -188,17 +188,7 @@ def use_up(cache: BasePrefixCache, cached: set[Any], num_pages: int) -> None:
     allocator.alloc(max(allocator.available_size() - num_pages * cache.page_size, 0))
 
 
-# --- the first piece --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("align", "first"), [(16, 96), (1, 100)])
-def test_of_a_chunk_of_100_tokens_in_pages_of_16_a_piece_takes_96_if_it_is_aligned(align: int, first: int) -> None:
-    adder = make_adder(make_cache(page_size=16, num_pages=60), chunk=100, align=align)
-    req = make_req(1, [7] * 300, max_tokens=5)
-    assert add(adder, req) is OTHER
-    assert adder.can_run_list == [req] and adder.new_chunked_req is req
-    assert (req.extend_input_len, len(req.fill_ids)) == (first, 300)
-    assert (adder.rem_input_tokens, adder.cur_rem_tokens) == (100 - first, 60 * 16 - -(-first // 16) * 16)
+# --- whole prompts ----------------------------------------------------------------------------------------------------
 
 
 def test_without_chunks_prompts_are_counted_whole_as_in_m4() -> None:
@@ -230,39 +220,6 @@ def test_without_chunks_whoever_came_back_longer_than_a_step_waits_for_one_witho
         assert add(adder, grown) is OTHER and adder.can_run_list == [grown] * has_whole_step
 
 
-# --- the next pieces --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("page_size", "num_free_pages", "num_computed", "given", "result"),
-    [
-        (1, 12, 8, 10, OTHER),  # a slot stays for each of the two that run
-        (1, 3, 8, 1, OTHER),
-        (1, 2, 8, 0, NO_TOKEN),
-        (1, 0, 8, 0, NO_TOKEN),
-        (4, 4, 8, 8, OTHER),
-        (4, 4, 7, 9, OTHER),  # what is left of its last page is its own
-        (4, 2, 7, 1, OTHER),
-        (4, 1, 7, 1, OTHER),
-        (4, 2, 8, 0, NO_TOKEN),
-    ],
-)
-def test_a_piece_is_as_large_as_memory_allows(
-    page_size: int, num_free_pages: int, num_computed: int, given: int, result: AddReqResult
-) -> None:
-    """Nothing is asked of what the rest will need: it was admitted once, and must come to an end."""
-    num_pages = 2 + -(-num_computed // page_size) + num_free_pages
-    cache, tracer = make_cache(page_size=page_size, num_pages=num_pages), Tracer()
-    recorder = Recorder(tracer)
-    running = running_reqs(cache, (1, 100), (1, 100))
-    req = begun(cache, 1, num_computed + 30, num_computed, max_tokens=5)
-    assert allocator_of(cache).available_size() == num_free_pages * page_size
-    adder = make_adder(cache, running, ratio=1.0, tokens=20, tracer=tracer)
-    assert adder.add_chunked_req(req) is result
-    assert adder.can_run_list == [req] * bool(given) and req.extend_input_len == (given or 30)
-    assert [cut.bound_by for cut in recorder.events("chunk_cut")] == ["memory"] * bool(given)
-
-
 # --- the trace --------------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +243,18 @@ def test_the_trace_says_which_limit_cut_a_prompt(limits: dict[str, Any], bound_b
         {"rid": "r1", "asked": 100, "given": 32, "start": 0, "total": 100, "bound_by": bound_by},
         {"rid": "r2", "asked": 50, "given": 32, "start": 40, "total": 90, "bound_by": bound_by},
     ]
+
+
+@pytest.mark.parametrize(("page_size", "num_free_pages", "given"), [(1, 3, 1), (4, 4, 8), (4, 2, 0)])
+def test_the_trace_says_that_memory_cut_a_prompt(page_size: int, num_free_pages: int, given: int) -> None:
+    """A page stays for each of the two that run. Nothing is kept for what the rest will need: it must end."""
+    cache, tracer = make_cache(page_size=page_size, num_pages=2 + 8 // page_size + num_free_pages), Tracer()
+    recorder = Recorder(tracer)
+    running = running_reqs(cache, (1, 100), (1, 100))
+    req = begun(cache, 1, 38, 8, max_tokens=5)
+    adder = make_adder(cache, running, ratio=1.0, tokens=20, tracer=tracer)
+    assert adder.add_chunked_req(req) is (OTHER if given else NO_TOKEN)
+    assert [(cut.given, cut.bound_by) for cut in recorder.events("chunk_cut")] == [(given, "memory")] * bool(given)
 
 
 def test_the_trace_has_the_budget_by_which_whoever_was_cut_was_let_in() -> None:

@@ -14,7 +14,7 @@ from tests.equivalence.answers import assert_same_logprobs
 from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.equivalence.traffic import prompt_of
 from tests.m4_radix_cache.logprobs import RATED, check_rated
-from tests.m5_chunked_prefill_spec.engines import MakeEngine, Recorder, greedy, run, scheduler_of, setting
+from tests.m5_chunked_prefill_spec.engines import MakeEngine, Recorder, ask_in_turn, greedy, run, scheduler_of, setting
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
 
@@ -54,14 +54,9 @@ def test_rated_prompts_run_in_pieces_beside_others(
     make_engine: MakeEngine, m1: Any, schedule: str, method: Any
 ) -> None:
     engine = make_engine(**setting(8, 16, schedule=schedule, method=method))
-    asked = {f"r{n}": (prompt_of(20 + 7 * n, n % 2), RATED if n % 2 else greedy(9)) for n in range(6)}
-    outputs: dict[str, Any] = {}
-    for rid, (prompt, params) in asked.items():
-        engine.add_request(prompt, params, request_id=rid)
-        outputs |= engine.step()
-    outputs |= run(engine)
-    for rid, (prompt, params) in asked.items():
-        check_rated(outputs[rid], m1.generate(prompt, params))
+    asked = [(prompt_of(20 + 7 * n, n % 2), RATED if n % 2 else greedy(9)) for n in range(6)]
+    for output, (prompt, params) in zip(ask_in_turn(engine, asked), asked, strict=True):
+        check_rated(output, m1.generate(prompt, params))
 
 
 def test_whoever_loses_its_place_between_two_pieces_rates_its_prompt_from_the_beginning(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import example, given, strategies as st
 
 from m4_radix_cache.mem_cache.radix_key import RadixKey
@@ -21,11 +20,6 @@ def brute_force(tokens: Sequence[int], shortest: int, longest: int, limit: int) 
     return []
 
 
-def lookup(tokens: Sequence[int], shortest: int = 2, longest: int = 4, limit: int = 4) -> list[int]:
-    """The real one."""
-    return NgramProposer(prompt_lookup_min=shortest, prompt_lookup_max=longest).lookup(RadixKey(tokens), limit)
-
-
 # Ids of which one is bytes of another, shifted: 0x01000000 holds 1 at its end.
 LOOK_ALIKES = [0, 1, 256, 65536, 1 << 24, 257, 0x01010101 & 0x7FFFFFFF]
 few_ids = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -42,34 +36,15 @@ repeated = st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.int
 @example(tokens=[7], sizes=[1, 4], limit=3)
 @example(tokens=[7, 7], sizes=[1, 4], limit=3)
 @example(tokens=[7, 7], sizes=[2, 2], limit=3)
+@example(tokens=[1, 2, 6, 5, 1, 2, 7, 5, 1, 2], sizes=[2, 4], limit=4)  # three tokens beat two, however late they stood
+@example(
+    tokens=[0x00010000, 0x00020000, 0, 8, 1, 2], sizes=[2, 4], limit=4
+)  # the bytes of 1, 2 stand across two tokens
+@example(tokens=[0x00010000, 0x00020000, 0, 8, 1, 2, 5, 1, 2], sizes=[2, 4], limit=4)
 def test_it_finds_what_a_search_token_by_token_finds(tokens: list[int], sizes: list[int], limit: int) -> None:
     shortest, longest = sizes
-    assert lookup(tokens, shortest, longest, limit) == brute_force(tokens, shortest, longest, limit)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([1, 2, 3, 4, 5, 9, 1, 2, 3], [4, 5, 9, 1]),
-        ([1, 2, 7, 8, 1, 2, 3, 8, 9, 2, 3], [8, 9, 2, 3]),  # two tokens: 1, 2 or 2, 3
-        ([5, 1, 2, 8, 1, 2, 9, 1, 2], [8, 1, 2, 9]),  # the first place, not the last
-        ([1, 2, 6, 5, 1, 2, 7, 5, 1, 2], [7, 5, 1, 2]),  # three tokens beat two, however late they stood
-        ([1, 2, 3, 1, 2], [3, 1, 2]),  # the end of the sequence is the end of the guess
-        ([4, 4, 4, 4], [4]),  # the copy may lie across the last tokens
-        ([1, 2, 3, 4], []),
-        ([1], []),
-    ],
-)
-def test_examples(tokens: list[int], expected: list[int]) -> None:
-    assert lookup(tokens, 2, 4, 4) == expected
-
-
-def test_bytes_that_match_across_two_tokens_do_not_count() -> None:
-    """1, 2 begins in the middle of the first of these tokens, byte for byte."""
-    tokens = [0x00010000, 0x00020000, 0, 8, 1, 2]
-    assert RadixKey(tokens).data.find(RadixKey([1, 2]).data) == 2, "the bytes are there, in the middle of a token"
-    assert lookup(tokens) == []
-    assert lookup([*tokens[:-2], 1, 2, 5, 1, 2]) == [5, 1, 2], "and a true copy behind them is still found"
+    proposer = NgramProposer(prompt_lookup_min=shortest, prompt_lookup_max=longest)
+    assert proposer.lookup(RadixKey(tokens), limit) == brute_force(tokens, shortest, longest, limit)
 
 
 def test_what_a_request_has_said_counts_as_its_prompt_does() -> None:

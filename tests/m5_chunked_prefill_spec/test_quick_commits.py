@@ -51,19 +51,17 @@ def test_a_run_that_ends_nothing_is_appended_at_once_as_it_would_be_one_by_one(t
 @pytest.mark.parametrize(
     ("settings", "run"),
     [
-        ({"max_tokens": 20}, [11, EOS, 12]),
-        ({"max_tokens": 20, "stop_token_ids": [STOP]}, [11, 12, STOP]),
+        ({}, [11, EOS, 12]),
+        ({"stop_token_ids": [STOP]}, [11, 12, STOP]),
         ({"max_tokens": 4}, [11, 12, 13]),
         ({"max_tokens": 4}, [11, 12, 13, 14, 15]),
-        ({"max_tokens": 20, "stop": ["x"]}, [11, 12]),
-        ({"max_tokens": 20, "logprobs": 2}, [11, 12]),
-        ({"max_tokens": 20, "min_tokens": 6}, [11, 12]),
+        *(({name: value}, [11, 12]) for name, value in (("stop", ["x"]), ("logprobs", 2), ("min_tokens", 6))),
     ],
 )
 def test_a_run_in_which_the_request_may_end_is_left_to_the_stop_checker(
     tokenizer: Any, settings: dict[str, Any], run: list[int]
 ) -> None:
-    updater, request = begun(tokenizer, **settings)
+    updater, request = begun(tokenizer, **{"max_tokens": 20} | settings)
     before = ([8], 3, None)
     assert not commit_run_simply(updater, request, run)
     assert state(request) == before

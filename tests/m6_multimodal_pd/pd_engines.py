@@ -30,6 +30,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
 from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.wiring import PARTS, prepare
 from tests.m6_multimodal_pd.engines import setting as m6_setting
+from tests.support.engines import Recorder
 
 MANY_STEPS = 2000
 Asked = Mapping[str, tuple[Any, SamplingParams, Mapping[str, Any]]]
@@ -41,25 +42,12 @@ def setting(*args: Any, **limits: Any) -> dict[str, Any]:
     return m6_setting(*args, **{"tokens": 512} | limits)
 
 
-class Listener:
-    """A trace reader that keeps the events, those of the engine's start, too."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def read(self, record: Any) -> None:
-        self.events.append(record.event)
-
-    def close(self) -> None:
-        """Nothing to do."""
+class Listener(Recorder):
+    """A trace reader that keeps the events of a group: `events(kind)` are the router's own."""
 
     def told(self, kind: str) -> list[Any]:
         """Of the engines' own events those of one kind, as the router passes them on."""
-        return [event for event in self.events if event.kind == "reported" and event.what == kind]
-
-    def own(self, kind: str) -> list[Any]:
-        """The router's events of one kind."""
-        return [event for event in self.events if event.kind == kind]
+        return [event for event in self.events("reported") if event.what == kind]
 
 
 class Wire:
@@ -163,7 +151,7 @@ class Group:
     @property
     def num_retries(self) -> int:
         """Attempts after the first one, of all requests."""
-        return sum(event.attempt > 1 for event in self.routed.own("request_routed"))
+        return sum(event.attempt > 1 for event in self.routed.events("request_routed"))
 
     def states(self, rid: str) -> set[str]:
         """Where a request is, in words: on the prefill side, and on the decode side."""
@@ -405,10 +393,8 @@ def check_rows(own: Sequence[Any] | None, other: Sequence[Any] | None, what: str
             assert one.keys() == two.keys(), what
             for token_id in one:
                 assert one[token_id].logprob == pytest.approx(two[token_id].logprob, abs=1e-3), what
-                assert (one[token_id].rank, one[token_id].decoded_token) == (
-                    two[token_id].rank,
-                    two[token_id].decoded_token,
-                ), what
+                assert one[token_id].rank == two[token_id].rank, what
+                assert one[token_id].decoded_token == two[token_id].decoded_token, what
 
 
 def engine_of(role: Any, config: Any, shared: Any, send: Any) -> Engine:

@@ -73,14 +73,3 @@ def test_positions_and_delta_are_those_of_transformers(runs):
     wanted, delta = of_transformers(separated(runs))
     positions, own_delta = of_ours(separated(runs))
     assert positions.tolist() == wanted.tolist() and own_delta == delta
-
-
-def test_a_picture_shares_its_time_and_text_goes_on_behind_its_longer_side():
-    """Two tokens of text, 2 rows of 3, two tokens of text."""
-    positions, delta = get_rope_index(10, [Block(2, 2, 3)])
-    assert positions.tolist() == [
-        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
-        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
-        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
-    ]
-    assert delta == 7 - 10

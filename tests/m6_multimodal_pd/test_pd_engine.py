@@ -15,14 +15,7 @@ from m6_multimodal_pd import ConfigError, RequestOutput, SamplingParams
 from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, Preallocated, Prefill
 from tests.equivalence.forced_retraction import ForcedRetractionAfterTransfer
 from tests.m6_multimodal_pd.engines import Guessing, greedy
-from tests.m6_multimodal_pd.pd_engines import (
-    Asked,
-    Group,
-    aggregated,
-    check_alike,
-    setting,
-    tokens_told,
-)
+from tests.m6_multimodal_pd.pd_engines import Asked, Group, aggregated, check_alike, setting, tokens_told
 from tests.m6_multimodal_pd.seeing import asking, messages
 from tests.support.engines import Remembered
 
@@ -95,13 +88,7 @@ GRID = [
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("page_size", "budget", "cache", "shape"), GRID, ids=str)
 def test_everybody_gets_the_answer_of_one_engine_that_does_everything(
-    seeing_directory: Path,
-    wanted: Answers,
-    stops: Questions,
-    page_size: int,
-    budget: int,
-    cache: str,
-    shape: tuple[int, int],
+    seeing_directory: Path, wanted: Answers, stops: Questions, page_size: int, budget: int, cache: str, shape: Any
 ) -> None:
     limits = setting(8, budget, page_size=page_size, cache=cache)
     with Group(seeing_directory, *shape, **limits) as group:
@@ -161,11 +148,8 @@ def test_the_draft_models_kv_comes_along(seeing_directory: Path, loaded_reader: 
         check_alike(found, wanted)
         for rid in ("t0", "t1", "t2"):
             own, other = found[rid].metrics, wanted[rid].metrics
-            assert (own.num_draft_tokens, own.num_accepted_tokens) == (
-                other.num_draft_tokens,
-                other.num_accepted_tokens,
-            )
-            assert own.num_accepted_tokens > 3
+            assert own.num_draft_tokens == other.num_draft_tokens
+            assert own.num_accepted_tokens == other.num_accepted_tokens > 3
         assert not found["s"].metrics.num_draft_tokens and not found["u"].metrics.num_draft_tokens
         assert not any(engine.core.stats().num_draft_tokens for engine in group.of_role("prefill"))
 
@@ -176,12 +160,7 @@ def test_the_draft_models_kv_comes_along(seeing_directory: Path, loaded_reader: 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "cache"), [((1, 1), "radix"), ((2, 2), "chunk")], ids=str)
 def test_answers_survive_retraction_every_three_steps(
-    seeing_directory: Path,
-    wanted: Answers,
-    stops: Questions,
-    shape: tuple[int, int],
-    cache: str,
-    monkeypatch: pytest.MonkeyPatch,
+    seeing_directory: Path, wanted: Answers, stops: Questions, shape: Any, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("m6_multimodal_pd.disaggregation.engine.DecodeScheduler", ForcedRetractionAfterTransfer)
     with Group(seeing_directory, *shape, **setting(8, 16, cache=cache)) as group:
@@ -305,8 +284,8 @@ def test_the_trace_tells_of_every_page_and_of_every_first_token_once(seeing_dire
         assert sum(int(words.split()[0]) for words in sent) == sum(chunk.num_pages for chunk in chunks)
         assert sum("the last ones" in words for words in sent) == len(group.wire.commands(Prefill))
         told = tokens_told(group)
-        assert len(told) == len(group.wire.commands(Prefill)) == len(group.listener.own("request_routed"))
-        joined = [event.name for event in group.listener.own("engine_joined")]
+        assert len(told) == len(group.wire.commands(Prefill)) == len(group.listener.events("request_routed"))
+        joined = [event.name for event in group.listener.events("engine_joined")]
         assert joined == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
         finals = [event.text for event in group.listener.told("kv_poll_changed")]
         assert sum("-> success" in words for words in finals) == 2 * len(told)
@@ -323,23 +302,17 @@ def test_pages_carry_checksums_where_errors_are_looked_for(seeing_directory: Pat
 # --- totals and the cache ---------------------------------------------------------------------------------------------
 
 
+SUMS = """num_steps num_prompt_tokens available_size evictable_size max_total_tokens num_cached_tokens
+num_encoder_runs num_encoded_items embedding_cache_bytes"""
+
+
 def test_stats_are_the_sums_of_all_engines(seeing_directory: Path) -> None:
     with Group(seeing_directory, 2, 2, **setting(8, 32)) as group:
         asked = crowd()
         group.run(asked)
         stats = group.engine.stats()
         own = [engine.core.stats() for engine in group.engines.values()]
-        for name in (
-            "num_steps",
-            "num_prompt_tokens",
-            "available_size",
-            "evictable_size",
-            "max_total_tokens",
-            "num_cached_tokens",
-            "num_encoder_runs",
-            "num_encoded_items",
-            "embedding_cache_bytes",
-        ):
+        for name in SUMS.split():
             assert getattr(stats, name) == sum(getattr(one, name) for one in own) > 0, name
         assert (stats.kv_tokens, stats.kv_bytes, stats.num_waiting, stats.num_running) == (0, 0, 0, 0)
         assert stats.num_finished == Counter(output.finish_reason for output in group.last.values())

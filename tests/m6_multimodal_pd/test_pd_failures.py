@@ -55,8 +55,13 @@ def wanted(seeing_directory: Path) -> Answers:
     return aggregated(seeing_directory, ASKED)
 
 
-def without(answers: Mapping[str, RequestOutput], *rids: str) -> Answers:
+def without(answers: Mapping[str, Any], *rids: str) -> dict[str, Any]:
     return {rid: output for rid, output in answers.items() if rid not in rids}
+
+
+def failed_in(group: Group) -> set[str]:
+    """The requests that have ended with an error."""
+    return {rid for rid, output in group.last.items() if output.finish_reason == "error"}
 
 
 # --- aborts -----------------------------------------------------------------------------------------------------------
@@ -78,15 +83,9 @@ ON_THE_WAY = {"bootstrap queue", "in pieces", "inflight", "transfer queue", "run
 @pytest.mark.parametrize(
     ("shape", "rid", "stride", "states"),
     [
-        pytest.param(
-            (1, 1),
-            "c",
-            1,
-            ON_THE_WAY | {"at the router", "prealloc queue", "arrivals, aborted"},
-            marks=pytest.mark.exhaustive,
-        ),
+        ((1, 1), "c", 1, ON_THE_WAY | {"at the router", "prealloc queue", "arrivals, aborted"}),
         ((1, 1), "b", 2, {"waiting on prefill"}),
-        pytest.param((2, 2), "c", 5, {"transfer queue"}, marks=pytest.mark.exhaustive),
+        ((2, 2), "c", 5, {"transfer queue"}),
     ],
     ids=["the last", "the second", "with four engines"],
 )
@@ -122,6 +121,31 @@ def watch_arrivals(group: Group, seen: set[str]) -> None:
             return get_next()
 
         scheduler.get_next_batch_to_run = noted
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("way", ["a family is aborted", "a stream is closed"])
+def test_a_family_that_is_aborted_and_a_stream_that_is_closed_leave_nothing(
+    seeing_directory: Path, wanted: Answers, way: str
+) -> None:
+    for number in range(0, 100, 3):
+        with Group(seeing_directory, 1, 2, **LIMITS) as group:
+            if way == "a stream is closed":
+                stream = group.engine.stream(*ASKED[VICTIM][:2], request_id=VICTIM)
+            else:
+                group.add({VICTIM: (asking("c", 4), greedy(6, n=3, temperature=1.0), {})})
+            group.add(without(ASKED, VICTIM), num_steps=number)
+            if VICTIM not in group.router.requests and f"{VICTIM}/0" not in group.router.requests:
+                assert number > 8
+                break
+            if way == "a stream is closed":
+                stream.close()
+            else:
+                assert group.engine.abort_request(VICTIM)
+            group.run()
+            assert way == "a stream is closed" or group.last[VICTIM].finish_reason == "abort"
+            check_alike(group.last, without(wanted, VICTIM))
+            group.check_flushed()
 
 
 @pytest.mark.exhaustive
@@ -175,9 +199,9 @@ def test_a_request_goes_on_behind_what_it_has_said(seeing_directory: Path, wante
         group.lose("decode-0")
         group.run()
         check_alike(group.last, {"b": wanted["b"]})
-        routed = [(e.attempt, e.num_output_tokens, e.decode) for e in group.listener.own("request_routed")]
+        routed = [(e.attempt, e.num_output_tokens, e.decode) for e in group.listener.events("request_routed")]
         assert routed == [(1, 0, "decode-0"), (2, 4, "decode-1")]
-        (lost,) = group.listener.own("engine_lost")
+        (lost,) = group.listener.events("engine_lost")
         assert (lost.name, lost.rids) == ("decode-0", ("b",)) and "pulled out" in lost.why
 
 
@@ -219,7 +243,7 @@ def test_without_an_engine_of_a_role_requests_end_with_an_error_and_so_do_later_
         ended = {rid for rid, output in group.last.items() if output.finished}
         group.lose(f"{role}-0")
         group.run()
-        failed = {rid for rid, output in group.last.items() if output.finish_reason == "error"}
+        failed = failed_in(group)
         assert failed and group.last.keys() == ASKED.keys() and not failed & ended
         for rid in failed:
             error = group.last[rid].error
@@ -436,7 +460,7 @@ def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(
     with Group(seeing_directory, 1, 1, parts=parts, **LIMITS) as group:
         name_runners(group)
         group.run(ASKED)
-        failed = {rid for rid, output in group.last.items() if output.finish_reason == "error"}
+        failed = failed_in(group)
         assert failed and len(failed) < len(ASKED)
         for rid in failed:
             output = group.last[rid]
@@ -484,7 +508,7 @@ def test_memory_that_runs_out_while_a_step_is_decided_costs_its_requests_at_most
 
             monkeypatch.setattr(scheduler, "get_next_batch_to_run", failing)
             group.run(ASKED)
-            failed = {rid for rid, output in group.last.items() if output.finish_reason == "error"}
+            failed = failed_in(group)
             for rid in failed:
                 error = group.last[rid].error
                 assert isinstance(error, PartError | RemoteError | TransferError), repr(error)

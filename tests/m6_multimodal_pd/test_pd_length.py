@@ -60,7 +60,7 @@ def test_the_shortest_length_that_an_engine_has_room_for_is_that_of_all(
         trace_config=TraceConfig(readers=(listener,)),
     ) as engine:
         assert engine.stats().max_model_len == 7008, "512 MiB, and half of the next 512: of a quarter of 4 GiB"
-        assert [event.max_model_len for event in listener.own("engine_joined")] == [7008, 7008]
+        assert [event.max_model_len for event in listener.events("engine_joined")] == [7008, 7008]
         told = [dict(event.facts)["max_model_len"] for event in listener.told("engine_started")]
         assert told == [7008, 7008], "before any of them joined, and so of all its parts"
         with pytest.raises(InvalidRequestError, match="max_model_len is 7008"):
@@ -99,7 +99,7 @@ def test_an_engine_that_comes_later_takes_the_length_or_is_refused_with_the_reas
             )
             add(router.links, f"decode-{number}", partial(engine_of, "decode", own, shared))
             router.receive(0)
-        refused = {event.name: event.why for event in listener.own("engine_refused")}
+        refused = {event.name: event.why for event in listener.events("engine_refused")}
         assert set(router.members) == {"prefill-0", "decode-0", "decode-1"} and set(refused) == {"decode-2", "decode-3"}
         assert refused["decode-2"] == "it has room for requests of 1,024 tokens, and max_model_len is 2,048 here"
         assert refused["decode-3"] == "its max_model_len is 3,000, as named, and 2,048 here"

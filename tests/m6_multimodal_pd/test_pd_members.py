@@ -99,9 +99,9 @@ def test_an_engine_that_comes_late_and_does_not_fit_is_refused_and_nobody_is_dis
         add(group.links, "decode-1", partial(engine_of, "decode", config, shared))
         group.run()
         assert set(group.router.members) == set(group.engines) == {"prefill-0", "decode-0"}
-        (refused,) = group.listener.own("engine_refused")
+        (refused,) = group.listener.events("engine_refused")
         assert (refused.name, refused.role) == ("decode-1", "decode") and reason in refused.why
-        assert not group.listener.own("engine_lost") and not group.num_retries
+        assert not group.listener.events("engine_lost") and not group.num_retries
         assert group.last["r"].finish_reason == "length"
         add(group.links, "decode-1", partial(engine_of, "decode", group.engine.config, shared))
         for _ in range(2):  # it reports its length, then joins

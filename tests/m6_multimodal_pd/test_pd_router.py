@@ -37,12 +37,7 @@ class Site:
         self.listener = Listener()
         tracer = Tracer()
         tracer.attach(self.listener)
-        self.router = Router(
-            links=self.links,
-            config=config,
-            vocabulary=VOCABULARY,
-            tracer=tracer,
-        )
+        self.router = Router(links=self.links, config=config, vocabulary=VOCABULARY, tracer=tracer)
         self.engines: dict[str, EngineSocket[Any]] = {}
         self.heard: dict[str, list[Any]] = {}
 
@@ -60,11 +55,12 @@ class Site:
             self.router.fix_length(2**20, StopChecker(eos_token_ids=(), max_model_len=2**20))
         engine = self.connect(name, max_queued)
         engine.send(messages.Joined(role, 16, 2**20, 2**20, "float32[2, 16]", "tiny", VOCABULARY))
-        for _ in range(1000):
-            self.router.receive(0.01)
-            if name in self.router.members:
-                return
-        raise AssertionError(f"{name} did not join")
+        self.listen_until(lambda: name in self.router.members, self.router.receive)
+
+    def join_both(self) -> None:
+        """A decode engine and a prefill engine join."""
+        self.join("decode-0", "decode")
+        self.join("prefill-0", "prefill")
 
     def connect(self, name: str, max_queued: int = 100_000) -> EngineSocket[Any]:
         """An engine that has said nothing yet."""
@@ -79,26 +75,26 @@ class Site:
         self.engines[name], self.heard[name] = engine, []
         return engine
 
-    def listen_until(self, happens: Callable[[], object]) -> None:
-        for _ in range(300):
+    def listen_until(self, happens: Callable[[], object], listen: Callable[[float], object] | None = None) -> None:
+        for _ in range(1000):
             if happens():
                 return
-            self.router.listen(0.01)
+            (listen or self.router.listen)(0.01)
         raise AssertionError("it did not happen")
 
     def ask(self, number: int, prompt: Sequence[int] = (5, 6, 7)) -> int:
         """A request comes; returns its room, or the one that it would have had."""
         self.router.add_request(make_req(number, prompt))
         self.router.update(0.0)
-        return max(event.room for event in self.listener.own("request_routed") if event.rid == f"r{number}")
+        return max(event.room for event in self.listener.events("request_routed") if event.rid == f"r{number}")
 
     def read_until(self, kind: type, room: int, name: str) -> None:
         """Let an engine read until it has heard of a room."""
-        for _ in range(1000):
-            if any(isinstance(message, kind) and message.room == room for message in self.heard[name]):
-                return
-            self.heard[name] += self.engines[name].receive(0.01)
-        raise AssertionError(f"{name} has not heard of room {room}")
+        heard, receive = self.heard[name], self.engines[name].receive
+        self.listen_until(
+            lambda: any(isinstance(message, kind) and message.room == room for message in heard),
+            lambda timeout_s: heard.extend(receive(timeout_s)),
+        )
 
     def close(self) -> None:
         for engine in self.engines.values():
@@ -129,7 +125,7 @@ def test_an_engine_that_reads_nothing_is_lost_when_no_more_can_wait_for_it(site:
         site.read_until(messages.Prefill, room, "prefill-0")
         site.router.finish_requests([f"r{number}"], FinishAbort())
         site.router.update(0.0)
-    (lost,) = site.listener.own("engine_lost")
+    (lost,) = site.listener.events("engine_lost")
     assert lost.name == "decode-0" and lost.why == "engine 'decode-0' does not read its messages"
     assert "r0" in lost.rids and "r1" not in lost.rids
     site.router.update(0.0)
@@ -144,8 +140,7 @@ def test_an_engine_that_reads_nothing_is_lost_when_no_more_can_wait_for_it(site:
 @pytest.mark.exhaustive
 def test_an_engine_with_thousands_of_requests_may_be_lost_and_the_others_stay(site: Site) -> None:
     """All that is said at once then, to cancel and to begin anew, waits for them to read it."""
-    site.join("decode-0", "decode")
-    site.join("prefill-0", "prefill")
+    site.join_both()
     for number in range(3000):
         site.router.add_request(make_req(number, [5, 6, 7]))
     site.router.update(0.0)
@@ -157,16 +152,13 @@ def test_an_engine_with_thousands_of_requests_may_be_lost_and_the_others_stay(si
 
 
 def test_a_request_whose_tokens_have_a_gap_is_tried_anew_behind_those_that_came(site: Site) -> None:
-    site.join("decode-0", "decode")
-    site.join("prefill-0", "prefill")
+    site.join_both()
     room = site.ask(0)
     for first in (0, 3):
         site.engines["decode-0"].send(messages.Tokens(room, first, (7,), (None,), None, 0, 0, 0))
     site.read_until(messages.Decode, room, "decode-0")
-    for _ in range(1000):
-        site.router.update(0.01)
-        if room not in site.router.attempts and site.router.attempts:
-            break
+    site.listen_until(lambda: room not in site.router.attempts)
+    site.router.update(0.0)
     (attempt,) = site.router.attempts.values()
     site.read_until(messages.Decode, attempt.room, "decode-0")
     assert [m.job.output_token_ids for m in site.heard["decode-0"] if isinstance(m, messages.Decode)] == [(), (7,)]
@@ -175,43 +167,37 @@ def test_a_request_whose_tokens_have_a_gap_is_tried_anew_behind_those_that_came(
 
 def test_what_the_router_fails_at_costs_the_engine_that_said_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not handed out again and again, with everybody else's words behind it."""
-    site.join("decode-0", "decode")
-    site.join("prefill-0", "prefill")
+    site.join_both()
 
     def broken(name: str, told: Any) -> None:
         raise ZeroDivisionError("a bug of ours")
 
     monkeypatch.setattr(site.router, "_pass_on", broken)
     site.engines["prefill-0"].send(messages.StepEvents(1, ()))
-    before = site.router.members["decode-0"].last_heard
+    decode = site.router.members["decode-0"]
+    before = decode.last_heard
     site.engines["decode-0"].send(messages.Heartbeat())
-    for _ in range(1000):
-        site.router.update(0.01)
-        if site.router.members["decode-0"].last_heard > before and len(site.router.members) == 1:
-            break
-    (lost,) = site.listener.own("engine_lost")
+    site.listen_until(lambda: decode.last_heard > before and list(site.router.members) == ["decode-0"])
+    (lost,) = site.listener.events("engine_lost")
     assert lost.name == "prefill-0" and "a bug of ours" in lost.why
-    assert site.router.members["decode-0"].last_heard > before
 
 
 @pytest.mark.parametrize("has_request", [True, False])
 def test_an_engine_with_a_request_that_sends_nothing_for_long_is_lost(site: Site, has_request: bool) -> None:
     """Its watchdog should have ended it. Without requests it has nothing to send."""
-    site.join("decode-0", "decode")
-    site.join("prefill-0", "prefill")
+    site.join_both()
     if has_request:
         site.ask(0)
     for member in site.router.members.values():
         member.last_heard -= site.router.config.step_timeout_s + WATCHDOG_GRACE_S + 1.0
     site.router.listen(0.0)
-    lost = [event.name for event in site.listener.own("engine_lost")]
+    lost = [event.name for event in site.listener.events("engine_lost")]
     assert lost == (["decode-0", "prefill-0"] if has_request else [])
 
 
 def test_tokens_that_arrive_between_two_steps_are_reported_by_the_next_one(site: Site) -> None:
     """A call such as `stats` listens, too."""
-    site.join("decode-0", "decode")
-    site.join("prefill-0", "prefill")
+    site.join_both()
     room = site.ask(0)
     site.engines["decode-0"].send(messages.Tokens(room, 0, (7,), (None,), None, 0, 0, 0))
     req = site.router.requests["r0"]

@@ -70,52 +70,23 @@ class Exercises:
         return next(iter(self.answers)).partition(".")[0] + "."
 
 
-M1 = Exercises(
-    m1_single_request,
-    checks.check,
-    {
-        "m1.off_by_one": SchedulerOfM1,
-        "m1.detokenizer": IncrementalDetokenizer,
-        "m1.output_processor": OutputProcessor,
-    },
-)
-M2 = Exercises(
-    m2_continuous_batching,
-    checks_m2.check,
-    {"m2.slot_manager": SlotManager, "m2.starved_decode": SchedulerOfM2},
-    m2_trace.traced_steps,
-)
-M3 = Exercises(
-    m3_paged_attention,
-    checks_m3.check,
-    {"m3.freed_block": BlockPool},
-    m3_trace.traced_steps,
-)
-M4 = Exercises(
-    m4_radix_cache,
-    checks_m4.check,
-    {"m4.freed_while_mapped": RadixCache, "m4.whole_hit": Req},
-    m4_trace.traced_steps,
-)
-M5 = Exercises(
-    m5_chunked_prefill_spec,
-    checks_m5.check,
-    {"m5.sampled_piece": ScheduleBatch, "m5.overshoot": ScheduleBatch, "m5.starved": DecodeFirst},
-    m5_trace.traced_steps,
-)
-M6 = Exercises(
-    m6_multimodal_pd,
-    checks_m6.check,
-    {"m6.swapped": get_rope_index, "m6.layout": axes_of_pairs, "m6.content": content_hash},
-    m6_trace.traced_steps,
-    notebook="m6_multimodal",
-)
+M1_CODE = {
+    "m1.off_by_one": SchedulerOfM1,
+    "m1.detokenizer": IncrementalDetokenizer,
+    "m1.output_processor": OutputProcessor,
+}
+M2_CODE = {"m2.slot_manager": SlotManager, "m2.starved_decode": SchedulerOfM2}
+M4_CODE = {"m4.freed_while_mapped": RadixCache, "m4.whole_hit": Req}
+M5_CODE = {"m5.sampled_piece": ScheduleBatch, "m5.overshoot": ScheduleBatch, "m5.starved": DecodeFirst}
+M6_CODE = {"m6.swapped": get_rope_index, "m6.layout": axes_of_pairs, "m6.content": content_hash}
+M1 = Exercises(m1_single_request, checks.check, M1_CODE)
+M2 = Exercises(m2_continuous_batching, checks_m2.check, M2_CODE, m2_trace.traced_steps)
+M3 = Exercises(m3_paged_attention, checks_m3.check, {"m3.freed_block": BlockPool}, m3_trace.traced_steps)
+M4 = Exercises(m4_radix_cache, checks_m4.check, M4_CODE, m4_trace.traced_steps)
+M5 = Exercises(m5_chunked_prefill_spec, checks_m5.check, M5_CODE, m5_trace.traced_steps)
+M6 = Exercises(m6_multimodal_pd, checks_m6.check, M6_CODE, m6_trace.traced_steps, "m6_multimodal")
 M6_PD = Exercises(
-    m6_multimodal_pd,
-    checks_m6_pd.check,
-    {"m6_pd.frames": StagedSource},
-    m6_pd_trace.traced_steps,
-    notebook="m6_pd",
+    m6_multimodal_pd, checks_m6_pd.check, {"m6_pd.frames": StagedSource}, m6_pd_trace.traced_steps, "m6_pd"
 )
 TAUGHT = [M1, M2, M3, M4, M5, M6, M6_PD]
 
