@@ -6,11 +6,7 @@ from m1_single_request.trace_event import Event
 from m5_chunked_prefill_spec.events import Batch, ChunkCut, CostsMeasured, RolledBack, Verified
 
 COSTS = CostsMeasured(
-    given=False,
-    num_tokens=(1, 16, 256),
-    step_ms=(1.5, 2.0, 20.25),
-    context_ms=0.1,
-    decode_context_ms=0.4,
+    given=False, num_tokens=(1, 16, 256), step_ms=(1.5, 2.0, 20.25), context_ms=0.1, decode_context_ms=0.4
 )
 CUT = ChunkCut(rid="a", asked=520, given=60, start=32, total=552, bound_by="max_num_batched_tokens")
 BATCH = Batch(
@@ -28,13 +24,7 @@ BATCH = Batch(
     budget=64,
 )
 VERIFIED = Verified(
-    rid="b",
-    method="ngram",
-    drafted=(7, 8),
-    accepted=1,
-    tokens=(7, 9),
-    texts=(" the", " cat"),
-    own=" dog",
+    rid="b", method="ngram", drafted=(7, 8), accepted=1, tokens=(7, 9), texts=(" the", " cat"), own=" dog"
 )
 
 EXAMPLES: dict[Event, list[str]] = {

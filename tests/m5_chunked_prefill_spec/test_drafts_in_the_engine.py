@@ -11,7 +11,6 @@ import pytest
 
 from m1_single_request.outputs import RequestOutput
 from m5_chunked_prefill_spec import LLMEngine, SamplingParams
-from tests.equivalence.forced_retraction import ForcedRetractionInPieces
 from tests.equivalence.traffic import prompt_of
 from tests.m5_chunked_prefill_spec.cached import check_keys
 from tests.m5_chunked_prefill_spec.engines import (
@@ -174,27 +173,6 @@ def test_a_step_in_flight_has_a_slot_for_every_guess_and_none_for_a_wrong_one_af
             assert req.kv_allocated_len == req.kv_committed_len == req.seqlen - 1
     check_drained(engine)
     assert max(in_flight) == 8
-    check_flushed(engine)
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_retracted_in_the_middle_of_guesses_everybody_ends_as_alone(
-    make_engine: MakeEngine, m1: Remembered, answers: Answers, page_size: int
-) -> None:
-    engine = guessing_engine(
-        make_engine,
-        answers,
-        5,
-        4,
-        page_size=page_size,
-        tokens=96,
-        conservativeness=0,
-        parts={"scheduler": ForcedRetractionInPieces},
-    )
-    asked = [(prompt, greedy(LENGTH)) for prompt in PROMPTS]
-    check_ends(ask_all(engine, asked), [m1.generate(*one) for one in asked])
-    stats = engine.stats()
-    assert stats.num_retractions > 2 and stats.num_accepted_tokens > 20
     check_flushed(engine)
 
 

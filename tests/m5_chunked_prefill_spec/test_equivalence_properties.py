@@ -49,6 +49,15 @@ SPECULATORS: dict[str, dict[str, Any]] = {
 }
 
 
+TOTALS = {
+    "cached": "num_cached_tokens",
+    "retracted": "num_retractions",
+    "guessed": "num_draft_tokens",
+    "accepted": "num_accepted_tokens",
+}
+"""Of `stats()`."""
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("speculator", SPECULATORS)
 @pytest.mark.parametrize(("cache", "page_size"), [("radix", 1), ("radix", 4), ("radix", 16), ("chunk", 4)])
@@ -56,7 +65,7 @@ def test_any_traffic_gets_the_tokens_of_m1(
     make_engine: MakeEngine, alone: Alone, cache: str, page_size: int, speculator: str
 ) -> None:
     references: list[Reference] = []
-    seen = {"cached": 0, "retracted": 0, "cut": 0, "mixed": 0, "guessed": 0, "accepted": 0}
+    seen = dict.fromkeys([*TOTALS, "cut", "mixed"], 0)
     own = dict(SPECULATORS[speculator])
     parts_of = {"proposer": own.pop("proposer")} if "proposer" in own else {}
 
@@ -95,11 +104,8 @@ def test_any_traffic_gets_the_tokens_of_m1(
                 traffic = [ask for ask in next_turns(traffic, outputs) if len(ask.prompt) <= tokens - 2]
                 if not traffic:
                     break
-            stats = engine.stats()
-            seen["cached"] += stats.num_cached_tokens
-            seen["retracted"] += stats.num_retractions
-            seen["guessed"] += stats.num_draft_tokens
-            seen["accepted"] += stats.num_accepted_tokens
+            for name, total in TOTALS.items():
+                seen[name] += getattr(engine.stats(), total)
             seen["cut"] += modes.count("cut")
             seen["mixed"] += modes.count("mixed")
             check_flushed(engine)

@@ -11,13 +11,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, strategies as st
 
-from m5_chunked_prefill_spec.forward_batch import (
-    ForwardBatch,
-    SomeTokens,
-    nothing_in_page_0,
-    one_after_another,
-    ranges,
-)
+from m5_chunked_prefill_spec.forward_batch import ForwardBatch, SomeTokens, nothing_in_page_0, one_after_another, ranges
 from m5_chunked_prefill_spec.req_to_token_pool import ReqToTokenPool
 from tests.testbed.fakes import CPU
 
@@ -62,32 +56,15 @@ def test_ranges_are_what_a_loop_would_count(pairs: list[tuple[int, int]]) -> Non
 # --- positions --------------------------------------------------------------------------------------------------------
 
 
-def test_a_mixed_step_as_tensors() -> None:
-    """A piece of a prompt, a whole one of one token, a decode, and a decode with two guesses: the long rows first."""
-    layout, batch, pool = laid_out([(8, 12), (0, 1), (5, 6), (9, 12)], [0, 1, 1, 3])
-    assert layout.starts.tolist() == [0, 7, 8, 4]
-    assert layout.input_ids.tolist() == [100, 101, 102, 103, 106, 107, 108, 104, 105]
-    assert layout.positions.tolist() == [8, 9, 10, 11, 9, 10, 11, 0, 5]
-    assert layout.logits_indices is not None
-    assert layout.logits_indices.tolist() == [7, 8, 4, 5, 6], "in the order of the batch; the piece has none"
-    metadata: Any = layout.attn_metadata
-    assert metadata.query_lens_host == (4, 3, 1, 1)
-    assert metadata.seq_lens.tolist() == [12, 12, 1, 6]
-    assert (metadata.num_prefills, metadata.num_decodes) == (2, 2)
-    order = [0, 3, 1, 2]
-    rows = [pool.read(int(batch.req_pool_indices[i]), 0, int(batch.seq_lens[i])) for i in order]
-    for table, slots in zip(metadata.block_tables.tolist(), rows, strict=True):
-        assert table == [*(slots[::4] // 4).tolist(), *[0] * (3 - -(-len(slots) // 4))], "page 0 behind the last"
-
-
 @given(
     lens=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 7)), min_size=1, max_size=6),
     page_size=st.sampled_from([1, 4, 16]),
     data=st.data(),
 )
 def test_rows_in_any_order_are_laid_out_as_by_hand(lens: list[tuple[int, int]], page_size: int, data: Any) -> None:
+    """The long rows first: pieces of prompts, whole ones, decodes with guesses; then the decodes of one token."""
     sample_lens = [data.draw(st.integers(0, new)) for _, new in lens]
-    layout, batch, _ = laid_out([(prefix, prefix + new) for prefix, new in lens], sample_lens, page_size=page_size)
+    layout, batch, pool = laid_out([(prefix, prefix + new) for prefix, new in lens], sample_lens, page_size=page_size)
     tokens, first = [], 0  # by request: (token, position, slot)
     for prefix, new in lens:
         places = range(first, first + new)
@@ -102,6 +79,12 @@ def test_rows_in_any_order_are_laid_out_as_by_hand(lens: list[tuple[int, int]], 
     index = layout.logits_indices
     assert [by_hand[i] for i in (range(len(by_hand)) if index is None else index.tolist())] == wanted
     assert [by_hand[start] for start in layout.starts] == [own[0] for own in tokens]
+    assert metadata.query_lens_host == tuple(lens[i][1] for i in order)
+    assert metadata.num_decodes == len(lens) - metadata.num_prefills == sum(new == 1 for _, new in lens)
+    for i, table in zip(order, metadata.block_tables.tolist(), strict=True):
+        slots = pool.read(int(batch.req_pool_indices[i]), 0, sum(lens[i]))
+        pages = (slots[::page_size] // page_size).tolist()
+        assert table == pages + [0] * (len(table) - len(pages)), "page 0 behind the last"
 
 
 @given(

@@ -52,6 +52,7 @@ WITHOUT_ROWS: dict[str, Says] = {
 ROWS: dict[str, Says] = {
     "one more than it may": lambda reqs, limits: [[*own, 7] for own in honest(limits)],
     "very many": lambda reqs, limits: [[7] * 5000 for _ in reqs],
+    "without end": lambda reqs, limits: [repeat(7) for _ in reqs],
     "ids beyond the vocabulary": lambda reqs, limits: [[VOCAB_SIZE] * limit for limit in limits],
     "negative ids": lambda reqs, limits: [[-5] * limit for limit in limits],
     "unknown ids where nobody makes them": lambda reqs, limits: [[UNKNOWN] * limit for limit in limits],
@@ -151,13 +152,6 @@ def test_several_invalid_drafts_of_a_step_end_each_its_own_request(make_engine: 
     assert outputs["c"].token_ids == m1.generate([61, 62, 63], greedy(NUM_TOKENS)).token_ids
     assert f"drafted {VOCAB_SIZE} for 'a'" in str(outputs["a"].error)
     assert "may return 4 drafts for request 'b'; it returned more" in str(outputs["b"].error)
-
-
-def test_a_row_that_has_no_end_is_cut_off_and_ends_its_request(make_engine: MakeEngine) -> None:
-    says: Says = lambda reqs, limits: [repeat(7) for _ in reqs]  # noqa: E731
-    engine = make_engine({"proposer": proposer_that(says)}, **setting(method="ngram"))
-    submit(engine)
-    assert "it returned more" in str(run(engine)["a"].error)
 
 
 FINE: dict[str, Says] = {

@@ -38,7 +38,7 @@ from tests.m5_chunked_prefill_spec.guesses import (
 from tests.support.amounts import examples
 
 TARGET, DRAFT = Table.random(1), Table.random(2)
-MANY = 200_000
+MANY, EXHAUSTIVE = 200_000, pytest.mark.exhaustive
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "filters": {"temperature": 1.4, "top_k": 3, "top_p": 0.9},
@@ -106,22 +106,22 @@ def test_a_greedy_row_keeps_the_guesses_before_the_first_wrong_one(with_probs: b
 # --- the distribution -------------------------------------------------------------------------------------------------
 
 
-def test_drawn_guesses_leave_the_distribution_as_it_is() -> None:
+@pytest.mark.parametrize(
+    ("name", "is_certain"),
+    [("penalties", False), pytest.param("plain", False, marks=EXHAUSTIVE), pytest.param("all", True, marks=EXHAUSTIVE)],
+)
+def test_guesses_leave_the_distribution_as_it_is(name: str, is_certain: bool) -> None:
+    """And a drawn one is kept as often as the two distributions allow."""
     many = examples(MANY)
-    info, probs = copies_of(kind("penalties"), many), TARGET.probs(kind("penalties"))
+    info, probs = copies_of(kind(name), many), TARGET.probs(kind(name))
     guesses, drawn_from = drafts_from(DRAFT, info)
-    runs = verify(info, guesses, drawn_from)
+    runs = verify(info, guesses, None if is_certain else drawn_from)
     assert {len(run) for run in runs} == {1, 2, 3}
     assert variation(completed(runs, probs, seed=1), probs) < 0.01 * (MANY / many) ** 0.5
-
-
-@pytest.mark.exhaustive
-def test_certain_guesses_leave_the_distribution_as_it_is() -> None:
-    info, probs = copies_of(kind("all"), MANY), TARGET.probs(kind("all"))
-    guesses, _ = drafts_from(DRAFT, info)
-    runs = verify(info, guesses, None)
-    assert {len(run) for run in runs} == {1, 2, 3}
-    assert variation(completed(runs, probs, seed=1), probs) < 0.01
+    if not is_certain:
+        kept = sum(run[0] == guess for run, guess in zip(runs, guesses[:, 0].tolist(), strict=True)) / many
+        p, q = probs.sum(dim=(1, 2)), DRAFT.first.double().softmax(-1)
+        assert kept == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.004 * (MANY / many) ** 0.5)
 
 
 @pytest.mark.exhaustive
@@ -136,17 +136,6 @@ def test_greedy_and_drawn_rows_share_a_step() -> None:
     for req, is_own in ((drawn, order < MANY), (greedy, order >= MANY)):
         own, probs = [runs[i] for i in np.flatnonzero(is_own).tolist()], TARGET.probs(req)
         assert variation(completed(own, probs, seed=1), probs) < (0.01 if req is drawn else 1e-9)
-
-
-@pytest.mark.exhaustive
-def test_a_guess_is_kept_as_often_as_the_two_distributions_allow() -> None:
-    info, probs = copies_of(kind("plain"), MANY), TARGET.probs(kind("plain"))
-    guesses, drawn_from = drafts_from(DRAFT, info)
-    runs = verify(info, guesses, drawn_from)
-    assert variation(completed(runs, probs, seed=1), probs) < 0.01
-    kept = sum(run[0] == guess for run, guess in zip(runs, guesses[:, 0].tolist(), strict=True)) / MANY
-    p, q = probs.sum(dim=(1, 2)), DRAFT.first.double().softmax(-1)
-    assert kept == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.004)
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------

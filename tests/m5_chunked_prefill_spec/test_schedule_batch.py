@@ -121,29 +121,6 @@ def test_room_for_guesses_is_made_by_eviction_or_there_is_none() -> None:
     assert not batch.has_room_for([[80] * 6])
 
 
-@pytest.mark.parametrize(
-    ("page_size", "said", "freed"),
-    [
-        (1, [90], 4),
-        (1, [90, 91, 92], 2),
-        (1, [90, 91, 92, 93, 94], 0),
-        (4, [90], 4),  # 6 + 1 tokens have KV, 6 + 5 had slots: the third page goes
-        (4, [90, 91, 92], 0),
-        (16, [90], 0),
-    ],
-)
-def test_wrong_guesses_give_back_whole_pages_only(page_size: int, said: list[int], freed: int) -> None:
-    pools = make_pools(page_size=page_size)
-    batch = decoding(pools, {"a": 6})
-    batch.prepare_for_decode([[91, 92, 93, 94]])
-    req, available = batch.reqs[0], pools.token_to_kv_pool_allocator.available_size()
-    say(batch, {"a": said})
-    assert pools.token_to_kv_pool_allocator.available_size() - available == freed
-    assert (req.kv_committed_len, req.kv_allocated_len) == (6 + len(said),) * 2
-    assert batch.seq_lens.tolist() == [6 + len(said)] and batch.drafts == []
-    check_columns(batch, "a")
-
-
 def test_who_had_no_guesses_gives_nothing_back_and_who_left_is_left_alone() -> None:
     pools = make_pools()
     batch = decoding(pools, {"a": 6, "b": 6, "c": 6})

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from m5_chunked_prefill_spec.cost_table import CostTable
 from tests.testbed.pieces import Guesses, PiecesBed, make_pieces_bed
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
-LINEAR = CostTable((1, 101), (1.0, 101.0))
-"""A millisecond for each token."""
 
 
 def modes(bed: PiecesBed) -> str:
@@ -141,13 +138,6 @@ def test_guesses_and_prompts_share_what_decodes_leave(right: float) -> None:
         if bed.chunked():
             assert decision.total == 20 and sum(decision.prompts.values()) >= 9
     bed.drain()
-
-
-def test_a_target_that_nothing_meets_lets_prompts_come_to_an_end_all_the_same() -> None:
-    bed = make_pieces_bed(max_num_batched_tokens=64, target_gap_ms=1.5, costs=LINEAR)
-    bed.add(5, max_tokens=30), bed.step()
-    bed.add(40, max_tokens=2), bed.drain()
-    assert bed.pieces_of("r1") == [16, 16, 8]
 
 
 # --- prompts first ----------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from m6_multimodal_pd.disaggregation.runtime.messages import (
 from m6_multimodal_pd.disaggregation.staging import StagedSource
 from m6_multimodal_pd.wiring import PARTS, prepare
 from tests.m6_multimodal_pd.engines import setting as m6_setting
-from tests.support.engines import Recorder
+from tests.support.engines import Recorder, drain
 
 MANY_STEPS = 2000
 Asked = Mapping[str, tuple[Any, SamplingParams, Mapping[str, Any]]]
@@ -157,30 +157,20 @@ class Group:
         """Where a request is, in words: on the prefill side, and on the decode side."""
         if rid not in self.router.requests:
             return {"finished"}
-        found = set()
-        sides = self.sides(rid)
-        if "prefill" in sides:
-            engine, req = sides["prefill"]
+        places: dict[str, Any] = {}
+        for role, (engine, req) in self.sides(rid).items():
             scheduler = engine.core.scheduler
-            if req.rid in scheduler.bootstrap_queue:
-                found.add("bootstrap queue")
-            elif req.rid in scheduler.inflight_queue:
-                found.add("inflight")
-            elif req is scheduler.chunked_req:
-                found.add("in pieces")
-            elif req in scheduler.waiting_queue:
-                found.add("waiting on prefill")
-        if "decode" in sides:
-            engine, req = sides["decode"]
-            scheduler = engine.core.scheduler
-            for name in ("prealloc_queue", "transfer_queue", "arrivals"):
-                if req.rid in getattr(scheduler, name):
-                    found.add(name.replace("_", " "))
-            if req in scheduler.waiting_queue:
-                found.add("waiting again")
-            elif req in scheduler.running:
-                found.add("running")
-        return found or {"at the router"}
+            queues = ("bootstrap", "inflight") if role == "prefill" else ("prealloc", "transfer")
+            places |= {f"{name} queue": req.rid in getattr(scheduler, f"{name}_queue") for name in queues}
+            if role == "prefill":
+                places |= {
+                    "in pieces": req is scheduler.chunked_req,
+                    "waiting on prefill": req in scheduler.waiting_queue,
+                }
+            else:
+                places |= {"arrivals": req.rid in scheduler.arrivals, "waiting again": req in scheduler.waiting_queue}
+                places["running"] = req in scheduler.running
+        return {name for name, is_there in places.items() if is_there} or {"at the router"}
 
     def lose(self, name: str) -> None:
         """As if an engine's process had died."""
@@ -360,14 +350,9 @@ def aggregated(model: Path, asked: Asked, **configs: Any) -> dict[str, RequestOu
     own = {key: value for key, value in configs.items() if key not in ("parts", "group", "is_traced")}
     config = ModelConfig(model=model, device="cpu", dtype="float32")
     with LLMEngine(model_config=config, **{**setting(), **own}) as engine:
-        last: dict[str, RequestOutput] = {}
         for rid, (prompt, params, options) in asked.items():
             engine.add_request(prompt, params, request_id=rid, **options)
-        for _ in range(MANY_STEPS):
-            if not engine.has_unfinished_requests():
-                return last
-            last |= engine.step()
-    raise AssertionError("the engine does not come to an end")
+        return drain(engine)
 
 
 def check_alike(found: Mapping[str, RequestOutput], wanted: Mapping[str, RequestOutput]) -> None:

@@ -68,6 +68,17 @@ SPECULATORS: dict[str, dict[str, Any]] = {
 }
 
 
+TOTALS = {
+    "cached": "num_cached_tokens",
+    "retracted": "num_retractions",
+    "guessed": "num_draft_tokens",
+    "runs": "num_encoder_runs",
+    "hits": "num_encoder_hits",
+    "evicted": "num_evicted_items",
+}
+"""Of `stats()`."""
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("speculator", SPECULATORS)
 @pytest.mark.parametrize(("cache", "page_size"), [("radix", 1), ("radix", 16), ("hash", 4), ("chunk", 4)])
@@ -75,7 +86,7 @@ def test_any_traffic_gets_the_tokens_of_transformers(
     make_engine: MakeEngine, alone: AloneInTheirs, cache: str, page_size: int, speculator: str
 ) -> None:
     references: list[Reference] = []
-    seen = {"cached": 0, "retracted": 0, "cut inside": 0, "mixed": 0, "guessed": 0, "runs": 0, "hits": 0, "evicted": 0}
+    seen = dict.fromkeys([*TOTALS, "cut inside", "mixed"], 0)
     own = dict(SPECULATORS[speculator])
     parts_of = {"proposer": own.pop("proposer")} if "proposer" in own else {}
 
@@ -116,13 +127,8 @@ def test_any_traffic_gets_the_tokens_of_transformers(
             check_drained(engine)
             for ask, output in zip(traffic, outputs, strict=True):
                 references.extend(check_ask(ask, output, alone, may_fail))  # type: ignore[arg-type]
-            stats = engine.stats()
-            seen["cached"] += stats.num_cached_tokens
-            seen["retracted"] += stats.num_retractions
-            seen["guessed"] += stats.num_draft_tokens
-            seen["runs"] += stats.num_encoder_runs
-            seen["hits"] += stats.num_encoder_hits
-            seen["evicted"] += stats.num_evicted_items
+            for name, total in TOTALS.items():
+                seen[name] += getattr(engine.stats(), total)
             check_flushed(engine)
 
     holds()

@@ -120,19 +120,25 @@ def test_if_one_engine_of_a_group_cannot_change_its_weights_none_does(
         assert engine.chat(QUESTION, PARAMS).text == answers[0]
 
 
+def interrupt_at_listening(router: Any, monkeypatch: pytest.MonkeyPatch, *, once: bool) -> None:
+    """Ctrl-C when the router has listened, once or each time."""
+    usual = router.listen
+
+    def interrupted(timeout_s: float) -> None:
+        if once:
+            monkeypatch.setattr(router, "listen", usual)
+        usual(timeout_s)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(router, "listen", interrupted)
+
+
 def test_an_interrupt_while_weights_are_exchanged_leaves_the_old_ones_on_all_engines(
     other_model: Path, answers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with made(DisaggregationConfig(transport="in_process")) as engine:
-        core: Any = engine.engine_core
-        router, usual = core.router, core.router.listen
-
-        def interrupted(timeout_s: float) -> None:
-            monkeypatch.setattr(router, "listen", usual)
-            usual(timeout_s)
-            signal.raise_signal(signal.SIGINT)
-
-        monkeypatch.setattr(router, "listen", interrupted)
+        router: Any = engine.engine_core.router
+        interrupt_at_listening(router, monkeypatch, once=True)
         with pytest.raises(KeyboardInterrupt):
             engine.update_weights(other_model)
         assert router.weights is None and not any(member.calls for member in router.members.values())
@@ -145,13 +151,7 @@ def test_engines_that_an_interrupt_keeps_from_going_back_to_the_old_weights_are_
     """One Ctrl-C in the update, one while it is undone."""
     with made(DisaggregationConfig(transport="in_process")) as engine:
         router: Any = engine.engine_core.router
-        usual = router.listen
-
-        def interrupted(timeout_s: float) -> None:
-            usual(timeout_s)
-            signal.raise_signal(signal.SIGINT)
-
-        monkeypatch.setattr(router, "listen", interrupted)
+        interrupt_at_listening(router, monkeypatch, once=False)
         with pytest.raises(KeyboardInterrupt):
             engine.update_weights(other_model)
         monkeypatch.undo()

@@ -10,13 +10,7 @@ import pytest
 from m1_single_request.config import TraceConfig
 from m1_single_request.errors import ConfigError
 from m5_chunked_prefill_spec.cost_table import CostTable
-from m6_multimodal_pd import (
-    CacheConfig,
-    ModelConfig,
-    MultimodalConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-)
+from m6_multimodal_pd import CacheConfig, ModelConfig, MultimodalConfig, SchedulerConfig, SpeculativeConfig
 from m6_multimodal_pd.config import EngineConfig
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime.config_json import from_json, to_json

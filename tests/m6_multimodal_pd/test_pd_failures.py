@@ -12,23 +12,9 @@ import pytest
 import torch
 
 from m1_single_request.errors import PartError
-from m6_multimodal_pd import (
-    EngineDeadError,
-    ForwardError,
-    KVCapacityError,
-    RequestOutput,
-    SamplingParams,
-)
+from m6_multimodal_pd import EngineDeadError, ForwardError, KVCapacityError, RequestOutput, SamplingParams
 from m6_multimodal_pd.disaggregation.runtime.links import LocalLinks
-from m6_multimodal_pd.disaggregation.runtime.messages import (
-    Chunk,
-    Decode,
-    FirstToken,
-    Prefill,
-    Received,
-    Relay,
-    Tokens,
-)
+from m6_multimodal_pd.disaggregation.runtime.messages import Chunk, Decode, FirstToken, Prefill, Received, Relay, Tokens
 from m6_multimodal_pd.disaggregation.staging import StagedTarget
 from m6_multimodal_pd.errors import EngineLostError, RemoteError, TransferError, WireError
 from m6_multimodal_pd.model_runner import ModelRunner
@@ -76,7 +62,7 @@ def check_aborted(group: Group, wanted: Answers, rid: str) -> None:
     assert group.engine.stats().num_finished["abort"] == 1
 
 
-ON_THE_WAY = {"bootstrap queue", "in pieces", "inflight", "transfer queue", "running", "finished"}
+ON_THE_WAY = {"bootstrap queue", "in pieces", "inflight queue", "transfer queue", "running", "finished"}
 
 
 @pytest.mark.exhaustive
@@ -188,7 +174,7 @@ def test_an_engine_lost_at_any_step_costs_nobody_a_token(seeing_directory: Path,
             assert group.engine.stats().num_finished == {"length": len(ASKED)}
             group.check_flushed()
     assert retried >= 4
-    held = "inflight" if name.startswith("prefill") else "transfer queue"
+    held = "inflight queue" if name.startswith("prefill") else "transfer queue"
     assert seen >= {held} | (set() if frames else {"in pieces", "running"}), seen
 
 

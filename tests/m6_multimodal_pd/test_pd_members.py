@@ -34,8 +34,7 @@ def test_the_first_engine_fits_if_its_tokens_mean_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("page_size", 8), ("layout", "float16[2, 16]"), ("max_model_len", 100), ("model", "another")],
+    ("field", "value"), [("page_size", 8), ("layout", "float16[2, 16]"), ("max_model_len", 100), ("model", "another")]
 )
 def test_what_must_be_the_same_is_compared_with_those_who_are_there(field: str, value: Any) -> None:
     there = [Member("prefill-0", msgspec.structs.replace(JOINED, role="prefill", total_tokens=5), 0.0)]

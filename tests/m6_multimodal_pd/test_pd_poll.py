@@ -111,17 +111,6 @@ def unchanged(end: Transfer, verb: Callable[[], object]) -> None:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def test_states_go_where_the_picture_says() -> None:
-    assert {state: set(after) for state, after in TRANSITIONS.items()} == {
-        BOOTSTRAPPING: {WAITING, FAILED},
-        WAITING: {TRANSFERRING, SUCCESS, FAILED},
-        TRANSFERRING: {SUCCESS, FAILED},
-        SUCCESS: set(),
-        FAILED: set(),
-    }
-    assert [state.is_final for state in KVPoll] == [True, False, False, False, True]
-
-
 @pytest.mark.parametrize("state", KVPoll)
 @pytest.mark.parametrize("make", [sender, receiver])
 def test_an_end_fails_once_and_tells_of_it(make: Any, state: KVPoll) -> None:

@@ -20,14 +20,7 @@ from typing import Any
 
 import pytest
 
-from m6_multimodal_pd import (
-    ConfigError,
-    EngineConfig,
-    EngineError,
-    EngineUsageError,
-    LLMEngine,
-    ModelLoadError,
-)
+from m6_multimodal_pd import ConfigError, EngineConfig, EngineError, EngineUsageError, LLMEngine, ModelLoadError
 from m6_multimodal_pd.disaggregation.config import DisaggregationConfig
 from m6_multimodal_pd.disaggregation.runtime import child as child_module, processes
 from m6_multimodal_pd.disaggregation.runtime.assembly import await_engines

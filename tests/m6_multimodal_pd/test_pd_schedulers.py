@@ -111,8 +111,7 @@ class Bed:
 
 @pytest.mark.parametrize("kind", ["radix", "block_hash", "chunk"])
 @pytest.mark.parametrize(
-    ("num_tokens", "outputs", "num_pages"),
-    [(1, (), 1), (4, (), 1), (5, (), 2), (12, (), 3), (6, (7, 8, 9), 3)],
+    ("num_tokens", "outputs", "num_pages"), [(1, (), 1), (4, (), 1), (5, (), 2), (12, (), 3), (6, (7, 8, 9), 3)]
 )
 def test_room_for_a_prompt_is_its_pages_and_a_row(
     kind: str, num_tokens: int, outputs: tuple[int, ...], num_pages: int

@@ -24,6 +24,7 @@ from m6_multimodal_pd.disaggregation.runtime.shared_memory import (
 from m6_multimodal_pd.disaggregation.staging import StagedSource, StagedTarget
 from m6_multimodal_pd.errors import TransferError
 from tests.m6_multimodal_pd.pd_engines import free_frames
+from tests.m6_multimodal_pd.processes import open_files
 from tests.m6_multimodal_pd.transfers import Memory, sent
 
 ROOT = Path(__file__).parents[2]
@@ -61,10 +62,6 @@ def mappings(segment: str) -> list[str]:
     return sorted(line.split()[1] for line in lines if segment in line)
 
 
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 on_linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mappings")
 
 
@@ -100,7 +97,7 @@ def test_a_name_is_gone_after_forget_and_after_close(
 def test_memory_is_mapped_once_by_each_side_and_given_back(
     owner: str, source: StagedSource, target: StagedTarget
 ) -> None:
-    descriptors = num_descriptors()
+    descriptors = open_files()
     for _ in range(2):
         segment = (ticket := sent(source)).segment
         assert mappings(segment) == ["rw-s"]
@@ -110,16 +107,16 @@ def test_memory_is_mapped_once_by_each_side_and_given_back(
         source.forget("d")
         assert mappings(segment) == ["r--s"]
         target.forget("p")
-        assert mappings(segment) == [] and num_descriptors() == descriptors
+        assert mappings(segment) == [] and open_files() == descriptors
 
 
 @on_linux
 def test_what_is_refused_is_not_mapped_and_leaves_no_file_open(source: StagedSource, target: StagedTarget) -> None:
     ticket = sent(source)
-    descriptors = num_descriptors()
+    descriptors = open_files()
     with pytest.raises(TransferError):
         target.map("p", msgspec.structs.replace(ticket, num_frames=5))
-    assert mappings(ticket.segment) == ["rw-s"] and num_descriptors() == descriptors
+    assert mappings(ticket.segment) == ["rw-s"] and open_files() == descriptors
 
 
 def test_the_memory_is_there_at_once_for_its_owner_alone_and_empty(source: StagedSource) -> None:

@@ -25,7 +25,7 @@ from m6_multimodal_pd.disaggregation.runtime.credentials import CurveKeys, Group
 from m6_multimodal_pd.disaggregation.runtime.sockets import HELLO, LOOPBACK, WELCOME, EngineSocket, RouterSocket
 from m6_multimodal_pd.disaggregation.runtime.wire import Codec
 from m6_multimodal_pd.errors import PeerLostError, WireError
-from tests.m6_multimodal_pd.processes import Loop, in_a_thread, num_sockets, process_of
+from tests.m6_multimodal_pd.processes import Loop, in_a_thread, num_sockets, open_files, process_of
 
 KEYS = GroupKeys.generate()
 OTHERS = GroupKeys.generate()
@@ -398,51 +398,6 @@ def test_half_open_connections_are_few_and_closed_after_the_deadline_and_an_engi
             connection.close()
 
 
-def recorded(site: Site, router: Router) -> list[bytes]:
-    """All that an engine sends to its router, from the connection to a message, as its bytes come."""
-    port = int(router.address.rpartition(":")[2])
-    sent: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as between:
-        engine = site.engine(f"tcp://127.0.0.1:{between.getsockname()[1]}")
-        ours, _ = between.accept()
-
-    def carry(source: socket.socket, target: socket.socket, kept: list[bytes]) -> None:
-        while data := source.recv(100_000):
-            kept.append(data)
-            target.sendall(data)
-
-    with ours, socket.create_connection(("127.0.0.1", port)) as theirs:
-        ways = [
-            threading.Thread(target=carry, args=(ours, theirs, sent)),
-            threading.Thread(target=carry, args=(theirs, ours, [])),
-        ]
-        for way in ways:
-            way.start()
-        greeted(router, engine)
-        for connection in (ours, theirs):
-            connection.shutdown(socket.SHUT_RDWR)
-        for way in ways:
-            way.join()
-    router.forget(engine.name)
-    return sent
-
-
-def test_a_connection_that_was_recorded_and_is_replayed_gets_nothing_through(site: Site) -> None:
-    """Its keys were drawn for it alone."""
-    router = site.router()
-    sent = recorded(site, router)
-    assert b"HELLO\x05" not in b"".join(sent) and b"decode-0" not in b"".join(sent), "all of it is encrypted"
-    friend = site.engine(router, "friend")
-    (connection,) = half_open(router, 1)
-    with connection:
-        for data in sent:
-            connection.sendall(data)
-            assert list(router.receive(0.05)) == []
-        until(lambda: is_closed(connection))
-    greeted(router, friend)
-    assert router.names == ("friend",)
-
-
 def keeper_of(monkeypatch: pytest.MonkeyPatch, events: list[Any], zap: Any = None) -> Any:
     """A doorkeeper without its thread: its monitor has these events, and `zap` asks of keys."""
     keeper: Any = object.__new__(door.Doorkeeper)
@@ -731,10 +686,6 @@ def test_a_wait_ends_at_once_when_something_arrives(site: Site) -> None:
     router.send("decode-0", Text("wake up"))
     assert engine.receive(30) == [Text("wake up")]
     assert monotonic() - started < 5
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def threads() -> int:

@@ -130,17 +130,6 @@ def test_hits_of_a_picture_in_pieces_read_what_the_run_left(make_engine: MakeEng
     assert "7 of the 20 embeddings" in recorder.events("encoder_hit")[0].explain()
 
 
-def test_an_eviction_comes_after_the_run_that_needs_the_room(make_engine: MakeEngine) -> None:
-    engine, recorder = traced(make_engine, **setting(multimodal={"embedding_cache_bytes": 20 * TOKEN_BYTES}))
-    engine.chat(asking("a", 1), SHORT)
-    engine.chat(asking("c", 1), SHORT)
-    kinds = [kind for kind in recorder.kinds() if kind in ("encoder_run", "item_evicted")]
-    assert kinds == ["encoder_run", "encoder_run", "item_evicted"]
-    (gone,) = recorder.events("item_evicted")
-    assert gone.hash == recorder.events("item_received")[0].hash
-    assert (gone.num_tokens, gone.num_bytes, gone.used_bytes) == (9, 9 * TOKEN_BYTES, 0)
-
-
 # --- readers ----------------------------------------------------------------------------------------------------------
 
 

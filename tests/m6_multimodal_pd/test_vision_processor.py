@@ -22,20 +22,13 @@ from m6_multimodal_pd.multimodal.vision_processor import ProcessedItem, VisionPr
 VISION = SimpleNamespace(patch_size=16, temporal_patch_size=2, spatial_merge_size=2)
 VALUES = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 SHAPE = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
-IMAGE = {  # as in the released Qwen3-VL checkpoints
-    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-    **SHAPE,
-    **VALUES,
-    "processor_class": "Qwen3VLProcessor",
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-}
-VIDEO = {
-    "size": {"longest_edge": 25165824, "shortest_edge": 4096},
-    **SHAPE,
-    **VALUES,
-    "processor_class": "Qwen3VLProcessor",
-    "video_processor_type": "Qwen3VLVideoProcessor",
-}
+BOTH = {**SHAPE, **VALUES, "processor_class": "Qwen3VLProcessor"}
+IMAGE_SIZE, VIDEO_SIZE = (
+    {"longest_edge": 16777216, "shortest_edge": 65536},
+    {"longest_edge": 25165824, "shortest_edge": 4096},
+)
+IMAGE = {"size": IMAGE_SIZE, **BOTH, "image_processor_type": "Qwen2VLImageProcessorFast"}  # as in the released Qwen3-VL
+VIDEO = {"size": VIDEO_SIZE, **BOTH, "video_processor_type": "Qwen3VLVideoProcessor"}
 
 
 def save(directory: Path, image: Any = None, video: Any = None, both: Any = None) -> Path:
@@ -120,12 +113,11 @@ def test_limits_of_the_configuration_stand_in_for_the_models(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("config", [{"min_pixels": 20_000_000}, {"max_pixels": 60_000}])
-def test_limits_that_contradict_the_models_are_refused(tmp_path: Path, config: dict[str, int]) -> None:
+def test_limits_that_contradict_the_models_or_are_below_one_token_are_refused(
+    tmp_path: Path, config: dict[str, int]
+) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(config))}=.*65536 to 16777216"):
         make(tmp_path, **config)
-
-
-def test_a_limit_below_one_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="32x32"):
         make(tmp_path, min_pixels=100, max_pixels=1000)
 
@@ -272,11 +264,8 @@ def test_without_a_file_for_videos_qwen3_vls_own_settings_hold(tmp_path: Path) -
     save(tmp_path, IMAGE)
     processor = VisionProcessor.from_directory(tmp_path, MultimodalConfig(), VISION)
     assert (processor.video.min_pixels, processor.video.max_pixels) == (131072, 786432)
-    assert (processor.video.sampling.fps, processor.video.sampling.min_frames, processor.video.sampling.max_frames) == (
-        2,
-        4,
-        768,
-    )
+    sampling = processor.video.sampling
+    assert (sampling.fps, sampling.min_frames, sampling.max_frames) == (2, 4, 768)
 
 
 @pytest.mark.parametrize(

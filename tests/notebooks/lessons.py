@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,18 @@ class Lesson:
             found |= run(code)
         return found
 
-    def changed(self, name: str, *pieces: str) -> Any:
-        """A solution with mistakes: of each two `pieces` of text, the second stands in place of the first."""
+    def solution(self, name: str) -> Callable[..., Any]:
+        """`changed(old, new)`: the solution of this name with a piece of its text changed, or several in turn."""
         (code,) = [code for code in self.folded_code() if re.search(rf"^(class|def) {name}\b", code, re.MULTILINE)]
-        for right, wrong in zip(pieces[::2], pieces[1::2], strict=True):
-            assert right in code, f"the solution {name} does not hold {right!r}"
-            code = code.replace(right, wrong)
-        return run(code)[name]
+
+        def changed(*pieces: str) -> Any:
+            text = code
+            for old, new in zip(pieces[::2], pieces[1::2], strict=True):
+                assert old in text, f"the solution {name} does not hold {old!r}"
+                text = text.replace(old, new)
+            return run(text)[name]
+
+        return changed
 
     def checked(self) -> dict[str, str]:
         """The exercises that the notebook checks, each with the name of the answer."""

@@ -10,7 +10,6 @@ from tests.notebooks.exercises import M1
 from tests.notebooks.lessons import WrongAnswers
 
 LESSON = M1.lesson
-changed = LESSON.changed
 WRONG: WrongAnswers = {}
 
 
@@ -20,35 +19,38 @@ def planted(name: str) -> object:
 
 
 OTHER_HEAD_DIM = "(config.hidden_size // config.num_attention_heads)"
+changed = LESSON.solution("kv_bytes")
 WRONG["m1.kv_bytes"] = [
-    (changed("kv_bytes", "2 * ", ""), "two tensors"),
-    (changed("kv_bytes", "config.num_hidden_layers * ", ""), "Every layer"),
-    (changed("kv_bytes", "num_key_value_heads", "num_attention_heads"), "Only the KV heads"),
-    (changed("kv_bytes", "config.head_dim", OTHER_HEAD_DIM), "head_dim is not always"),
-    (changed("kv_bytes", " * num_tokens", ""), "Every token"),
-    (changed("kv_bytes", " * bytes_per_value", ""), "bytes_per_value"),
-    (changed("kv_bytes", "2 * config.num_key_value_heads", "config.num_attention_heads"), "two tensors", "Only the KV"),
+    (changed("2 * ", ""), "two tensors"),
+    (changed("config.num_hidden_layers * ", ""), "Every layer"),
+    (changed("num_key_value_heads", "num_attention_heads"), "Only the KV heads"),
+    (changed("config.head_dim", OTHER_HEAD_DIM), "head_dim is not always"),
+    (changed(" * num_tokens", ""), "Every token"),
+    (changed(" * bytes_per_value", ""), "bytes_per_value"),
+    (changed("2 * config.num_key_value_heads", "config.num_attention_heads"), "two tensors", "Only the KV"),
     (lambda config, num_tokens, bytes_per_value: None, "you say None"),
 ]
 
 SCATTERED = "torch.zeros_like(probs).scatter(0, order, ranked)"
+changed = LESSON.solution("top_p_filter")
 WRONG["m1.top_p_filter"] = [
-    (changed("top_p_filter", "cumsum(0) - ranked", "cumsum(0)"), "Too few"),
-    (changed("top_p_filter", "cumsum(0) - ranked", "cumsum(0) - ranked - ranked.roll(1)"), "Too many"),
-    (changed("top_p_filter", "better >= p", "better > p"), "exactly p is enough"),
-    (changed("top_p_filter", SCATTERED, "ranked"), "order of token ids"),
-    (changed("top_p_filter", SCATTERED, "probs * (probs >= p)"), "the best one always stays"),
-    (changed("top_p_filter", "order, ranked)", "order, (ranked > 0).to(probs.dtype))"), "ratios have changed"),
-    (changed("top_p_filter", SCATTERED, "probs.scatter_(0, order, ranked)"), "changes its input"),
-    (changed("top_p_filter", SCATTERED, "probs.tolist()"), "A tensor of 4 probabilities"),
+    (changed("cumsum(0) - ranked", "cumsum(0)"), "Too few"),
+    (changed("cumsum(0) - ranked", "cumsum(0) - ranked - ranked.roll(1)"), "Too many"),
+    (changed("better >= p", "better > p"), "exactly p is enough"),
+    (changed(SCATTERED, "ranked"), "order of token ids"),
+    (changed(SCATTERED, "probs * (probs >= p)"), "the best one always stays"),
+    (changed("order, ranked)", "order, (ranked > 0).to(probs.dtype))"), "ratios have changed"),
+    (changed(SCATTERED, "probs.scatter_(0, order, ranked)"), "changes its input"),
+    (changed(SCATTERED, "probs.tolist()"), "A tensor of 4 probabilities"),
 ]
 
+changed = LESSON.solution("held_back")
 WRONG["m1.held_back"] = [
     (lambda text, stops: 0, "have to take it back"),
-    (changed("held_back", "min(longest, len(text)), 0, -1", "1, min(longest, len(text)) + 1"), "have to take it back"),
-    (changed("held_back", "[-size:]) for stop in stops", "[-size:]) for stop in stops[:1]"), "have to take it back"),
+    (changed("min(longest, len(text)), 0, -1", "1, min(longest, len(text)) + 1"), "have to take it back"),
+    (changed("[-size:]) for stop in stops", "[-size:]) for stop in stops[:1]"), "have to take it back"),
     (
-        changed("held_back", "if any(stop.startswith(text[-size:]) for stop in stops)", "if size < longest"),
+        changed("if any(stop.startswith(text[-size:]) for stop in stops)", "if size < longest"),
         "can no longer become a stop string",
     ),
     (lambda text, stops: None, "you return None"),
@@ -56,50 +58,51 @@ WRONG["m1.held_back"] = [
 
 COMMENT = "# sorted() keeps equal ones in their order"
 LOSES_LONG_ONES = "if request.sequence.get_prompt_len() > 5:\n            self.waiting.remove(request)"
+changed = LESSON.solution("ShortestFirst")
 WRONG["m1.shortest_first"] = [
     (Scheduler, "That is the order of arrival"),
-    (changed("ShortestFirst", "r: r.", "r: -r."), "That is the longest first"),
-    (changed("ShortestFirst", "sorted(self.waiting", "sorted(reversed(self.waiting)"), "the earlier goes first"),
+    (changed("r: r.", "r: -r."), "That is the longest first"),
+    (changed("sorted(self.waiting", "sorted(reversed(self.waiting)"), "the earlier goes first"),
     (
-        changed("ShortestFirst", "self.waiting = ", "self.waiting = self.waiting if self.running else "),
+        changed("self.waiting = ", "self.waiting = self.waiting if self.running else "),
         "A request that arrives later takes part",
     ),
     (
-        changed("ShortestFirst", "super().add_request(request)", "self.waiting.append(request)"),
+        changed("super().add_request(request)", "self.waiting.append(request)"),
         "did you call super().add_request(request)?",
     ),
-    (changed("ShortestFirst", COMMENT, LOSES_LONG_ONES), "check_invariants() fails after step 1"),
+    (changed(COMMENT, LOSES_LONG_ONES), "check_invariants() fails after step 1"),
     (IncrementalDetokenizer, "has no add_request()"),
 ]
 
+changed = LESSON.solution("OffByOne")
 WRONG["m1.off_by_one"] = [
     (planted("OffByOne"), "after step 1: a decoding request has KV for all tokens but the newest"),
-    (changed("OffByOne", "get_len() - 1", "get_prompt_len()"), "check_invariants() fails after step 2"),
+    (changed("get_len() - 1", "get_prompt_len()"), "check_invariants() fails after step 2"),
 ]
 
 SHOWN, WHOLE = r'self.decode(self.ids).rstrip("\ufffd")', "self.decode(self.ids)"
 IS_BROKEN = r'if "\ufffd" in self.decode(self.ids) else'
+changed = LESSON.solution("HastyDetokenizer")
 WRONG["m1.detokenizer"] = [
     (planted("HastyDetokenizer"), "is shown, which is not how it goes on"),
-    (changed("HastyDetokenizer", SHOWN, "self.text"), "Nothing there needs to wait"),
-    (changed("HastyDetokenizer", SHOWN, f'"" {IS_BROKEN} {WHOLE}'), "was shown and then taken back"),
-    (changed("HastyDetokenizer", f"{WHOLE}[len(self.text):]", '""'), "tail() together"),
-    (changed("HastyDetokenizer", "del self.ids[mark[0]:]", "pass"), "After mark(), a token and rewind()"),
-    (
-        changed("HastyDetokenizer", SHOWN, f"self.text {IS_BROKEN} {WHOLE}"),
-        "Only an end that is broken may wait",
-    ),
-    (changed("HastyDetokenizer", ", skip_special_tokens=self.skip_special_tokens", ""), "skip_special_tokens=True"),
-    (changed("HastyDetokenizer", "tokens=self.skip_special_tokens", "tokens=True"), "a special token, to be shown"),
+    (changed(SHOWN, "self.text"), "Nothing there needs to wait"),
+    (changed(SHOWN, f'"" {IS_BROKEN} {WHOLE}'), "was shown and then taken back"),
+    (changed(f"{WHOLE}[len(self.text):]", '""'), "tail() together"),
+    (changed("del self.ids[mark[0]:]", "pass"), "After mark(), a token and rewind()"),
+    (changed(SHOWN, f"self.text {IS_BROKEN} {WHOLE}"), "Only an end that is broken may wait"),
+    (changed(", skip_special_tokens=self.skip_special_tokens", ""), "skip_special_tokens=True"),
+    (changed("tokens=self.skip_special_tokens", "tokens=True"), "a special token, to be shown"),
 ]
 
 HELD = "held_back(detokenizer.text, request.sampling_params.stop)"
 MOST = "max((len(stop) - 1 for stop in request.sampling_params.stop), default=0)"
+changed = LESSON.solution("HastyOutput")
 WRONG["m1.output_processor"] = [
     (planted("HastyOutput"), "and then took it back"),
-    (changed("HastyOutput", HELD, f"min(len(detokenizer.text), {MOST})"), "held back too long"),
-    (changed("HastyOutput", "if request.is_finished:", "if False:"), "When a request has finished, nothing waits any"),
-    (changed("HastyOutput", " + detokenizer.tail()", ""), "An end in half a character: at the end 'Look ' is shown"),
-    (changed("HastyOutput", "return detokenizer.text[: len(detokenizer.text) - held]", "return None"), "return a text"),
-    (changed("HastyOutput", "[: request.sequence.text_end]", ""), "at the end 'Look! Observation:"),
+    (changed(HELD, f"min(len(detokenizer.text), {MOST})"), "held back too long"),
+    (changed("if request.is_finished:", "if False:"), "When a request has finished, nothing waits any"),
+    (changed(" + detokenizer.tail()", ""), "An end in half a character: at the end 'Look ' is shown"),
+    (changed("return detokenizer.text[: len(detokenizer.text) - held]", "return None"), "return a text"),
+    (changed("[: request.sequence.text_end]", ""), "at the end 'Look! Observation:"),
 ]

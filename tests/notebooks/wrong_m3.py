@@ -9,83 +9,72 @@ from tests.notebooks.exercises import M3
 from tests.notebooks.lessons import WrongAnswers
 
 LESSON = M3.lesson
-changed = LESSON.changed
 WRONG: WrongAnswers = {}
 
 SLOT = "block_table[p // block_size] * block_size + p % block_size"
+changed = LESSON.solution("slots")
 WRONG["m3.slots"] = [
-    (changed("slots", SLOT, "p"), "as if the blocks lay in order"),
-    (changed("slots", "range(start, start + num_tokens)", "range(num_tokens)"), "not at position 0"),
-    (changed("slots", "p % block_size", "p"), "Inside the block only"),
-    (changed("slots", "block_table[p // block_size]", "(block_table[p // block_size] - 1)"), "block 1 begins at slot"),
-    (changed("slots", SLOT, "block_table[0] * block_size + p"), "need not be neighbours"),
-    (changed("slots", "range(start, start + num_tokens)", "range(start - 1, start + num_tokens - 1)"), "you say [144]"),
+    (changed(SLOT, "p"), "as if the blocks lay in order"),
+    (changed("range(start, start + num_tokens)", "range(num_tokens)"), "not at position 0"),
+    (changed("p % block_size", "p"), "Inside the block only"),
+    (changed("block_table[p // block_size]", "(block_table[p // block_size] - 1)"), "block 1 begins at slot"),
+    (changed(SLOT, "block_table[0] * block_size + p"), "need not be neighbours"),
+    (changed("range(start, start + num_tokens)", "range(start - 1, start + num_tokens - 1)"), "you say [144]"),
     (lambda *_: [], "you say []"),
 ]
 
 RESULT = "return out, peak + total.log()"
+changed = LESSON.solution("join")
 WRONG["m3.join"] = [
-    (changed("join", RESULT, "return (out_a + out_b) / 2, torch.logaddexp(lse_a, lse_b)"), "weight of all its"),
-    (changed("join", RESULT, "return out_a + out_b, lse_a + lse_b"), "weight of all its positions"),
-    (changed("join", ".exp()", ""), "weight of all its positions"),
-    (changed("join", "torch.maximum(lse_a, lse_b)", "torch.zeros_like(lse_a)"), "take the larger lse away first"),
-    (changed("join", "[:, None] > 0,", "[:, None] > -1,"), "not even 0 times what is there may count"),
-    (changed("join", "torch.where(peak > -torch.inf, peak, 0.0)", "peak"), "-inf - -inf is NaN"),
-    (changed("join", RESULT, "return out_a"), "Two tensors are wanted"),
-    (changed("join", RESULT, "return out_a, lse_a[:, None]"), "is not that of the softmax of the whole"),
-    (changed("join", RESULT, "return out_a[0], lse_a"), "should be [3, 4], yours is [4]"),
+    (changed(RESULT, "return (out_a + out_b) / 2, torch.logaddexp(lse_a, lse_b)"), "weight of all its"),
+    (changed(RESULT, "return out_a + out_b, lse_a + lse_b"), "weight of all its positions"),
+    (changed(".exp()", ""), "weight of all its positions"),
+    (changed("torch.maximum(lse_a, lse_b)", "torch.zeros_like(lse_a)"), "take the larger lse away first"),
+    (changed("[:, None] > 0,", "[:, None] > -1,"), "not even 0 times what is there may count"),
+    (changed("torch.where(peak > -torch.inf, peak, 0.0)", "peak"), "-inf - -inf is NaN"),
+    (changed(RESULT, "return out_a"), "Two tensors are wanted"),
+    (changed(RESULT, "return out_a, lse_a[:, None]"), "is not that of the softmax of the whole"),
+    (changed(RESULT, "return out_a[0], lse_a"), "should be [3, 4], yours is [4]"),
 ]
 
 IS_SHARED = "elif self.holders[table[index]] > 1:"
 RELEASED = "for block in self.tables.pop(request):\n            self.let_go(block)"
 TAKEN = "self.holders[block] = 1"
+changed = LESSON.solution("SharedBlocks")
 WRONG["m3.shared_blocks"] = [
-    (
-        changed("SharedBlocks", "-(-num_tokens // self.block_size)", "num_tokens // self.block_size + 1"),
-        "should be free",
-    ),
-    (
-        changed("SharedBlocks", "list(self.tables[parent])", "[self.take() for _ in self.tables[parent]]"),
-        "A fork takes no block",
-    ),
-    (
-        changed("SharedBlocks", "list(self.tables[parent])", "self.tables[parent]"),
-        "Only the table of the writer changes",
-    ),
-    (changed("SharedBlocks", IS_SHARED, "elif False:"), "'a' gets a block of its own"),
-    (changed("SharedBlocks", "self.let_go(old)", "self.free_blocks.append(old)"), "still belongs to the others"),
-    (changed("SharedBlocks", IS_SHARED, "else:"), "it writes in place"),
-    (changed("SharedBlocks", "self.let_go(old)", "pass"), "it writes in place"),
-    (
-        changed("SharedBlocks", RELEASED, "self.free_blocks += self.tables.pop(request)"),
-        "the other one is still held by 'b'",
-    ),
-    (changed("SharedBlocks", RELEASED, "return"), "Its own block is free again"),
+    (changed("-(-num_tokens // self.block_size)", "num_tokens // self.block_size + 1"), "should be free"),
+    (changed("list(self.tables[parent])", "[self.take() for _ in self.tables[parent]]"), "A fork takes no block"),
+    (changed("list(self.tables[parent])", "self.tables[parent]"), "Only the table of the writer changes"),
+    (changed(IS_SHARED, "elif False:"), "'a' gets a block of its own"),
+    (changed("self.let_go(old)", "self.free_blocks.append(old)"), "still belongs to the others"),
+    (changed(IS_SHARED, "else:"), "it writes in place"),
+    (changed("self.let_go(old)", "pass"), "it writes in place"),
+    (changed(RELEASED, "self.free_blocks += self.tables.pop(request)"), "the other one is still held by 'b'"),
+    (changed(RELEASED, "return"), "Its own block is free again"),
     (  # right by hand, and wrong where it is tried at random
-        changed("SharedBlocks", TAKEN, f"{TAKEN}\n        self.free_blocks += [block] * (self.num_free == 2)"),
+        changed(TAKEN, f"{TAKEN}\n        self.free_blocks += [block] * (self.num_free == 2)"),
         "After ",
     ),
 ]
 
 VICTIM = "max(running, key=lambda request: request.number)"
+changed = LESSON.solution("NewestFirst")
 WRONG["m3.newest_first"] = [
     (FewestOutputsFirst, "That one has the fewest outputs"),
-    (changed("NewestFirst", VICTIM, "running[-1]"), "The last of the list was admitted last"),
-    (changed("NewestFirst", "max(", "min("), "you choose 'first'"),
-    (changed("NewestFirst", VICTIM, "running.pop()"), "changes the list of running requests"),
-    (changed("NewestFirst", VICTIM, "None"), "you choose None"),
+    (changed(VICTIM, "running[-1]"), "The last of the list was admitted last"),
+    (changed("max(", "min("), "you choose 'first'"),
+    (changed(VICTIM, "running.pop()"), "changes the list of running requests"),
+    (changed(VICTIM, "None"), "you choose None"),
 ]
 
 ONE_HOLDER_LESS = "self._ref_counts[block_id] -= 1  # one holder less\n            if self._ref_counts[block_id] == 0:"
+changed = LESSON.solution("FreesByToken")
 WRONG["m3.freed_block"] = [
     (LESSON.defined("FreesByToken", {"BlockPool": BlockPool}), "check_invariants() fails after step 2: counted"),
+    (changed(ONE_HOLDER_LESS, "if self._ref_counts[block_id] == 1:"), "check_invariants() fails after step 2"),
     (
-        changed("FreesByToken", ONE_HOLDER_LESS, "if self._ref_counts[block_id] == 1:"),
-        "check_invariants() fails after step 2",
-    ),
-    (
-        changed("FreesByToken", 'raise ValueError(f"block {block_id} is not in use")', "continue"),
+        changed('raise ValueError(f"block {block_id} is not in use")', "continue"),
         "A block that nobody holds was freed once more",
     ),
-    (changed("FreesByToken", "return freed", "return list(block_ids)"), "after one free() they are still in use"),
+    (changed("return freed", "return list(block_ids)"), "after one free() they are still in use"),
 ]

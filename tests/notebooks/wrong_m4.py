@@ -15,26 +15,26 @@ from tests.notebooks.exercises import M4
 from tests.notebooks.lessons import WrongAnswers
 
 LESSON = M4.lesson
-changed = LESSON.changed
 WRONG: WrongAnswers = {}
 
 WHOLE_PAGES, HAS_MORE = "same -= same % page_size", 'if same < len(child["tokens"]):'
 SAME_FIRST_TOKEN = 'next((one for page, one in node["children"].items() if page[:1] == rest[:1]), None)'
 TAKEN = 'slots += child["slots"][:same]'
+changed = LESSON.solution("match")
 WRONG["m4.match"] = [
-    (changed("match", HAS_MORE, "if True:"), "go down as long as something is found"),
-    (changed("match", WHOLE_PAGES, 'same = len(child["tokens"])'), "A request may end within a node"),
-    (changed("match", WHOLE_PAGES, "pass"), "Only whole pages count"),
+    (changed(HAS_MORE, "if True:"), "go down as long as something is found"),
+    (changed(WHOLE_PAGES, 'same = len(child["tokens"])'), "A request may end within a node"),
+    (changed(WHOLE_PAGES, "pass"), "Only whole pages count"),
     (
-        changed("match", "if ours != theirs:\n                break\n            same += 1", "same += ours == theirs"),
+        changed("if ours != theirs:\n                break\n            same += 1", "same += ours == theirs"),
         "Behind the first token that differs nothing counts",
     ),
     (
-        changed("match", 'node["children"].get(rest[:page_size])', SAME_FIRST_TOKEN, WHOLE_PAGES, "same = page_size"),
+        changed('node["children"].get(rest[:page_size])', SAME_FIRST_TOKEN, WHOLE_PAGES, "same = page_size"),
         "found by their whole first page",
     ),
-    (changed("match", "return slots", "return len(slots)"), "you say 8"),
-    (changed("match", TAKEN, f'{TAKEN}\n        del child["slots"][same:]'), "match() has changed the tree"),
+    (changed("return slots", "return len(slots)"), "you say 8"),
+    (changed(TAKEN, f'{TAKEN}\n        del child["slots"][same:]'), "match() has changed the tree"),
     (lambda *_: None, "you say None"),
 ]
 
@@ -48,44 +48,38 @@ def keep_the_head(node, num_tokens, page_size):
 
 NEW_PARENT = 'node["parent"] = upper'
 REVERSED = 'if num_tokens < 4:\n        node["slots"].reverse()\n    return upper'
+changed = LESSON.solution("split")
 WRONG["m4.split"] = [
     (keep_the_head, "the old object keeps the tail"),
-    (changed("split", '"lock_ref": node["lock_ref"]', '"lock_ref": 0'), "Who reads the tail reads the head, too"),
-    (changed("split", NEW_PARENT, f'{NEW_PARENT}; node["lock_ref"] = 0'), "Nobody has let go of it"),
-    (changed("split", '"children": {}', '"children": dict(node["children"])'), "is the new one's only child"),
+    (changed('"lock_ref": node["lock_ref"]', '"lock_ref": 0'), "Who reads the tail reads the head, too"),
+    (changed(NEW_PARENT, f'{NEW_PARENT}; node["lock_ref"] = 0'), "Nobody has let go of it"),
+    (changed('"children": {}', '"children": dict(node["children"])'), "is the new one's only child"),
+    (changed('upper["children"][node["tokens"]', 'upper["children"][upper["tokens"]'), "found by its own first page"),
+    (changed(NEW_PARENT, "pass"), "locks walk upwards"),
     (
-        changed("split", 'upper["children"][node["tokens"]', 'upper["children"][upper["tokens"]'),
-        "found by its own first page",
-    ),
-    (changed("split", NEW_PARENT, "pass"), "locks walk upwards"),
-    (
-        changed(
-            "split", '["slots"][:num_tokens]', '["slots"][: num_tokens - 1]', '["slots"][num_', '["slots"][-1 + num_'
-        ),
+        changed('["slots"][:num_tokens]', '["slots"][: num_tokens - 1]', '["slots"][num_', '["slots"][-1 + num_'),
         "Slots go with their tokens",
     ),
-    (changed("split", 'parent["children"][upper["tokens"][:page_size]] = upper', ""), "takes the old one's place"),
-    (changed("split", "return upper", "return None"), "you return None"),
+    (changed('parent["children"][upper["tokens"][:page_size]] = upper', ""), "takes the old one's place"),
+    (changed("return upper", "return None"), "you return None"),
     (lambda node, num_tokens, page_size: node, "the old object keeps the tail"),
-    (changed("split", "return upper", REVERSED), "It must hold the same prefixes"),  # where it is tried at random
+    (changed("return upper", REVERSED), "It must hold the same prefixes"),  # where it is tried at random
 ]
 
 SORTED, RESULT = "ready.sort(key=lambda one: -one[2])", "return [name for name, _, _ in ready], held_back"
 OVERLAPS = "any(in_common(tokens, others) > hit for _, others, _ in ready)"
+changed = LESSON.solution("who_goes_first")
 WRONG["m4.who_goes_first"] = [
-    (changed("who_goes_first", SORTED, "", OVERLAPS, "False"), "Whoever finds most of its prompt goes first"),
+    (changed(SORTED, "", OVERLAPS, "False"), "Whoever finds most of its prompt goes first"),
+    (changed(SORTED, f"ready.reverse(); {SORTED}"), "Who finds equally much goes in order of arrival"),
+    (changed(OVERLAPS, "False"), "'b1' computes what 'b2' would compute, too"),
+    (changed("> hit for", "> 0 for"), "so neither waits"),
+    (changed(" // page_size * page_size", ""), "less than a page"),
+    (changed("len(tokens) - 1", "len(tokens)"), "The last token of a prompt is computed in any case"),
+    (changed(RESULT, "return [name for name, _, _ in ready], []"), "must be named once"),
+    (changed(RESULT, "return [name for name, _ in waiting]"), "Two lists of names are wanted"),
     (
-        changed("who_goes_first", SORTED, f"ready.reverse(); {SORTED}"),
-        "Who finds equally much goes in order of arrival",
-    ),
-    (changed("who_goes_first", OVERLAPS, "False"), "'b1' computes what 'b2' would compute, too"),
-    (changed("who_goes_first", "> hit for", "> 0 for"), "so neither waits"),
-    (changed("who_goes_first", " // page_size * page_size", ""), "less than a page"),
-    (changed("who_goes_first", "len(tokens) - 1", "len(tokens)"), "The last token of a prompt is computed in any case"),
-    (changed("who_goes_first", RESULT, "return [name for name, _, _ in ready], []"), "must be named once"),
-    (changed("who_goes_first", RESULT, "return [name for name, _ in waiting]"), "Two lists of names are wanted"),
-    (
-        changed("who_goes_first", RESULT, f"waiting.sort(key=lambda one: -cached(one[1]))\n    {RESULT}"),
+        changed(RESULT, f"waiting.sort(key=lambda one: -cached(one[1]))\n    {RESULT}"),
         "changes the list of those that wait",
     ),
 ]
@@ -115,31 +109,30 @@ class KeepsItsOwn(RadixCache):
 FREED = "slots[own:existing]"
 WRITTEN = "self.req_to_token_pool.write(req.req_pool_idx, own, match.device_indices[own:])"
 OF_THE_ROW = "self.req_to_token_pool.read(req.req_pool_idx, own, existing)"
+changed = LESSON.solution("FreesWhileMapped")
 WRONG["m4.freed_while_mapped"] = [
     (
         LESSON.defined("FreesWhileMapped", {"RadixCache": RadixCache, "np": np}),
         "The audit fails after step 1: a page is both free and mapped",
     ),
-    (changed("FreesWhileMapped", WRITTEN, ""), "a page is both free and mapped"),
-    (changed("FreesWhileMapped", FREED, "slots[:0]"), "of 224 tokens are accounted for"),
-    (changed("FreesWhileMapped", FREED, OF_THE_ROW), "The audit fails after step 1"),
-    (changed("FreesWhileMapped", FREED, "slots[:existing]"), "page 1 is not in use: it was freed already"),
-    (
-        changed("FreesWhileMapped", "self._move_lock(req, match.last_device_node)", ""),
-        "0 tokens are locked, and 64 are read",
-    ),
-    (changed("FreesWhileMapped", "req.cache_protected_len = whole", ""), "The audit fails after step 1"),
-    (changed("FreesWhileMapped", "req.prefix_indices =", "unused ="), "The prefix_indices of"),
+    (changed(WRITTEN, ""), "a page is both free and mapped"),
+    (changed(FREED, "slots[:0]"), "of 224 tokens are accounted for"),
+    (changed(FREED, OF_THE_ROW), "The audit fails after step 1"),
+    (changed(FREED, "slots[:existing]"), "page 1 is not in use: it was freed already"),
+    (changed("self._move_lock(req, match.last_device_node)", ""), "0 tokens are locked, and 64 are read"),
+    (changed("req.cache_protected_len = whole", ""), "The audit fails after step 1"),
+    (changed("req.prefix_indices =", "unused ="), "The prefix_indices of"),
     (KeepsItsOwn, "Its duplicates hold what the tree holds, and are not free"),
 ]
 
 
 NOTHING_LEFT = "nothing is left to compute of again"
+changed = LESSON.solution("TakesEverything")
 WRONG["m4.whole_hit"] = [
     (LESSON.defined("TakesEverything", {"Req": Req}), f"{NOTHING_LEFT}: without a new token there are no logits"),
-    (changed("TakesEverything", "self.seqlen - 1", "0"), "11 may come from the cache, with you 0 do"),
-    (changed("TakesEverything", "self.seqlen - 1", "self.seqlen - 2"), "may come from the cache, with you 10 do"),
-    (changed("TakesEverything", "self.seqlen - 1", "max(0, self.seqlen - 16)"), "Only the last token must be computed"),
-    (changed("TakesEverything", "0 if self.wants_prompt_logprobs else ", ""), "needs the logits of every token of its"),
-    (changed("TakesEverything", "self.seqlen - 1", "None"), NOTHING_LEFT),
+    (changed("self.seqlen - 1", "0"), "11 may come from the cache, with you 0 do"),
+    (changed("self.seqlen - 1", "self.seqlen - 2"), "may come from the cache, with you 10 do"),
+    (changed("self.seqlen - 1", "max(0, self.seqlen - 16)"), "Only the last token must be computed"),
+    (changed("0 if self.wants_prompt_logprobs else ", ""), "needs the logits of every token of its"),
+    (changed("self.seqlen - 1", "None"), NOTHING_LEFT),
 ]

@@ -9,30 +9,31 @@ from tests.notebooks.exercises import M6_PD
 from tests.notebooks.lessons import RightAnswers, WrongAnswers
 
 LESSON = M6_PD.lesson
-changed = LESSON.changed
 WRONG: WrongAnswers = {}
 
+changed = LESSON.solution("delta")
 WRONG["m6_pd.delta"] = [
     (LESSON.defined("delta", {}), "Nine tokens take three positions"),
-    (changed("delta", "positions.max()", "positions[0].max()"), "as its longer side has tokens"),
-    (changed("delta", " + 1", ""), "A text's delta is 0"),
-    (changed("delta", "+ 1", "+ 2"), "Yours is one off"),
+    (changed("positions.max()", "positions[0].max()"), "as its longer side has tokens"),
+    (changed(" + 1", ""), "A text's delta is 0"),
+    (changed("+ 1", "+ 2"), "Yours is one off"),
     (lambda positions: positions.shape[1] - int(positions.max()) - 1, "Nine tokens take three positions"),
     (lambda positions: None, "yours is None"),
 ]
 
 NEXT_ROOM, OLD_IS_GONE = "self.next, self.next + 1", "self.receivers.pop(self.rooms.get(rid), None)"
 FOUND = "return self.receivers.get(room)"
+changed = LESSON.solution("FirstRoom")
 WRONG["m6_pd.rooms"] = [
     (LESSON.defined("FirstRoom", {}), "gets room 0, which an attempt had before"),
-    (changed("FirstRoom", NEXT_ROOM, "min({*range(99)} - set(self.receivers)), 0"), "a room is never used again"),
-    (changed("FirstRoom", OLD_IS_GONE, ""), "still accepts messages"),
-    (changed("FirstRoom", OLD_IS_GONE, "self.receivers.clear()"), "is not found in its room"),
-    (changed("FirstRoom", "make(room)", "make(5)"), "makes one receiver"),
-    (changed("FirstRoom", FOUND, f"{FOUND} or next(iter(self.receivers.values()), None)"), "of its first attempt"),
+    (changed(NEXT_ROOM, "min({*range(99)} - set(self.receivers)), 0"), "a room is never used again"),
+    (changed(OLD_IS_GONE, ""), "still accepts messages"),
+    (changed(OLD_IS_GONE, "self.receivers.clear()"), "is not found in its room"),
+    (changed("make(room)", "make(5)"), "makes one receiver"),
+    (changed(FOUND, f"{FOUND} or next(iter(self.receivers.values()), None)"), "of its first attempt"),
 ]
 OLD_HAS_FAILED = "rid in self.rooms and self.receivers[self.rooms[rid]].fail('tried again')"
-RIGHT: RightAnswers = [("m6_pd.rooms", changed("FirstRoom", OLD_IS_GONE, OLD_HAS_FAILED))]
+RIGHT: RightAnswers = [("m6_pd.rooms", changed(OLD_IS_GONE, OLD_HAS_FAILED))]
 
 
 class Keeps(StagedSource):
@@ -84,11 +85,12 @@ WRONG["m6_pd.frames"] = [
     (Backwards, "in another order"),
 ]
 
+changed = LESSON.solution("pages_ready")
 WRONG["m6_pd.pages_ready"] = [
-    (changed("pages_ready", "num_computed // page_size", "-(-num_computed // page_size)"), "A page that is half full"),
-    (changed("pages_ready", "-(-num_tokens // page_size) if done else", ""), "its last page is sent, full or not"),
-    (changed("pages_ready", "range(next_page,", "range(0,"), "the first is cached on the other side"),
-    (changed("pages_ready", "max(next_page, end)", "max(next_page, end) - 1"), "five whole pages"),
+    (changed("num_computed // page_size", "-(-num_computed // page_size)"), "A page that is half full"),
+    (changed("-(-num_tokens // page_size) if done else", ""), "its last page is sent, full or not"),
+    (changed("range(next_page,", "range(0,"), "the first is cached on the other side"),
+    (changed("max(next_page, end)", "max(next_page, end) - 1"), "five whole pages"),
     (lambda *_: None, "yours None"),
 ]
 
@@ -101,28 +103,24 @@ WRONG["m6_pd.bytes_moved"] = [
 ]
 
 POSSIBLE = "announced is None or min(missing, 1) <= announced - chunks <= missing"
+changed = LESSON.solution("receive")
 WRONG["m6_pd.receive"] = [
-    (changed("receive", "chunks == announced", "page == num_pages"), "the first token with the number of chunks is"),
-    (changed("receive", "number < chunks", "False"), "A chunk that comes twice counts once"),
-    (
-        changed("receive", 'kind == "lost":\n            return "failed"', 'kind == "lost":\n            continue'),
-        "final",
-    ),
-    (changed("receive", POSSIBLE, "True"), "it does not bring all pages"),
-    (
-        changed("receive", "not fits or not possible(chunks + 1, page + count, announced)", "False"),
-        "no later chunk can",
-    ),
+    (changed("chunks == announced", "page == num_pages"), "the first token with the number of chunks is"),
+    (changed("number < chunks", "False"), "A chunk that comes twice counts once"),
+    (changed('kind == "lost":\n            return "failed"', 'kind == "lost":\n            continue'), "final"),
+    (changed(POSSIBLE, "True"), "it does not bring all pages"),
+    (changed("not fits or not possible(chunks + 1, page + count, announced)", "False"), "no later chunk can"),
     (lambda num_pages, messages: "waiting", "everything is here"),
     (lambda num_pages, messages: KVReceiver, "No message has arrived"),
 ]
 
 GAP, NEW = 'raise ValueError(f"tokens {len(known)} to {first - 1} are missing")', "list(token_ids[len(again) :])"
+changed = LESSON.solution("deliver")
 WRONG["m6_pd.deliver"] = [
-    (changed("deliver", NEW, "token_ids"), "only the new ones are returned"),
-    (changed("deliver", "first > len(known)", "False"), "A token is missing"),
-    (changed("deliver", GAP, "return None"), "yours returns None"),
-    (changed("deliver", 'raise ValueError("this is another answer")', "pass"), "that is another answer"),
-    (changed("deliver", f"return {NEW}", f"new = {NEW}\n    known += new\n    return new"), "belongs to the caller"),
+    (changed(NEW, "token_ids"), "only the new ones are returned"),
+    (changed("first > len(known)", "False"), "A token is missing"),
+    (changed(GAP, "return None"), "yours returns None"),
+    (changed('raise ValueError("this is another answer")', "pass"), "that is another answer"),
+    (changed(f"return {NEW}", f"new = {NEW}\n    known += new\n    return new"), "belongs to the caller"),
     (lambda known, first, token_ids: token_ids[len(known) - first :], "A token is missing"),
 ]
