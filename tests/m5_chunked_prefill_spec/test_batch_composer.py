@@ -91,9 +91,7 @@ def test_decodes_that_fill_the_budget_leave_prompts_nothing() -> None:
 
 
 @pytest.mark.parametrize(("running", "drafts", "size"), [(1, 0, 39), (10, 0, 30), (10, 5, 25)])
-def test_a_piece_is_so_large_that_the_step_takes_no_longer_than_the_target(
-    running: int, drafts: int, size: int
-) -> None:
+def test_a_piece_is_as_large_as_the_target_allows(running: int, drafts: int, size: int) -> None:
     work = FakeWork(budget=200, running=running, drafts=drafts, prompt=300)
     composed(DecodeFirst(target_gap_ms=40.0, cost_table=LINEAR), work)
     assert work.asked[1] == ("prompts", size, "target_gap_ms")

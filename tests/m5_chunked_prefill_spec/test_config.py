@@ -127,7 +127,7 @@ def test_defaults() -> None:
     ],
     ids=str,
 )
-def test_without_a_budget_a_step_is_short_or_where_prompts_are_whole_long_enough(
+def test_a_budget_by_default_is_short_or_fits_whole_prompts(
     values: dict[str, Any], model_len: int, budget: int
 ) -> None:
     config = SchedulerConfig(**values)
@@ -162,9 +162,7 @@ def test_configurations_take_keywords_only_and_are_frozen(config: Any) -> None:
     ],
     ids=str,
 )
-def test_prompts_that_are_cut_at_pages_need_a_step_with_room_for_a_page(
-    make_engine: MakeEngine, limits: dict[str, Any], name: str
-) -> None:
+def test_prompts_cut_at_pages_need_a_step_of_a_page(make_engine: MakeEngine, limits: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is less than a page of page_size=16 tokens"):
         make_engine(**setting(page_size=16, schedule="prefill_first", **limits))
     make_engine(**setting(page_size=16, schedule="decode_first", **limits)).close()
@@ -172,7 +170,7 @@ def test_prompts_that_are_cut_at_pages_need_a_step_with_room_for_a_page(
 
 
 @pytest.mark.parametrize("more", [{}, {"method": "ngram"}, {"method": "draft_model"}], ids=str)
-def test_steps_are_not_measured_without_a_target_or_with_a_table(
+def test_steps_are_measured_if_needed(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(ModelRunner, "measure_costs", None)

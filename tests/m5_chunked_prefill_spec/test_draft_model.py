@@ -193,7 +193,7 @@ def test_drawn_guesses_are_in_step_as_well(make_engine: MakeEngine, fresh: Fresh
     check_flushed(engine)
 
 
-def test_what_was_decided_is_not_changed_by_whoever_runs_it(
+def test_what_was_decided_is_not_changed_by_the_runner(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The arrays of a step are the scheduler's own: the guesses go into a copy."""
@@ -232,7 +232,7 @@ def test_behind_a_hit_the_guesses_are_as_good_as_without(make_engine: MakeEngine
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_model_that_is_the_target_is_always_right_whoever_has_most_guesses(
+def test_a_draft_that_is_the_target_is_always_right(
     make_engine: MakeEngine, tiny_directory: Path, temperature: float
 ) -> None:
     """The request with most guesses is not the first one: guesses, and what they were drawn from, must not change

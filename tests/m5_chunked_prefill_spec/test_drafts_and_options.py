@@ -72,7 +72,7 @@ def test_whatever_is_asked_for_comes_as_without_guesses(
 
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("schedule", ["decode_first", "prefill_first"])
-def test_all_of_it_at_once_in_mixed_steps_and_pieces(
+def test_all_of_it_in_mixed_steps_and_pieces(
     make_engine: MakeEngine, m1: Remembered, budget: int, schedule: str
 ) -> None:
     asked = [
@@ -135,9 +135,7 @@ def test_speculate_is_true_or_false(make_engine: MakeEngine, value: Any) -> None
 
 
 @pytest.mark.parametrize("wrong_every", [0, 1, 3])
-def test_metrics_of_requests_sum_up_to_those_of_the_engine(
-    make_engine: MakeEngine, m1: Remembered, wrong_every: int
-) -> None:
+def test_metrics_of_requests_add_up_to_the_engine_s(make_engine: MakeEngine, m1: Remembered, wrong_every: int) -> None:
     wanted = [m1.generate(prompt, greedy(LENGTH)) for prompt in PROMPTS]
     engine = guessing_engine(make_engine, known_of(wanted), wrong_every=wrong_every)
     recorder = Recorder(engine.tracer)

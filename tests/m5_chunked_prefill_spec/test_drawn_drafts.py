@@ -67,9 +67,7 @@ def test_the_draft_model_that_ships_does_not_guess_for_another_model(loaded: Loa
 
 
 @pytest.mark.parametrize("what", ["fewer ids", "another tokenizer"])
-def test_a_draft_model_of_another_vocabulary_is_refused(
-    loaded: LoadedModel, loaded_draft: LoadedModel, what: str
-) -> None:
+def test_a_draft_of_another_vocabulary_is_refused(loaded: LoadedModel, loaded_draft: LoadedModel, what: str) -> None:
     if what == "fewer ids":
         config = copy.deepcopy(loaded_draft.config)
         config.vocab_size = 100

@@ -92,9 +92,7 @@ def test_rows_in_any_order_are_laid_out_as_by_hand(lens: list[tuple[int, int]], 
     page_size=st.sampled_from([1, 4, 16]),
     data=st.data(),
 )
-def test_tokens_one_after_another_are_laid_out_as_each_alone(
-    lens: list[tuple[int, int]], page_size: int, data: Any
-) -> None:
+def test_tokens_in_turn_are_laid_out_as_each_alone(lens: list[tuple[int, int]], page_size: int, data: Any) -> None:
     """Some rows, each from one of its new tokens on, over some of those behind it; most first."""
     _, batch, pool = laid_out([(before, before + new) for before, new in lens], [0] * len(lens), page_size=page_size)
     runner: Any = SimpleNamespace(device=CPU, page_size=page_size, req_to_token_pool=pool)

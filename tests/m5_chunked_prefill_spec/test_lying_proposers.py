@@ -121,9 +121,7 @@ def test_a_proposer_that_returns_no_rows_ends_all_requests_and_one_with_invalid_
 
 
 @pytest.mark.parametrize(("method", "lie"), [(m, lie) for m in METHODS for lie in ROWS if (m, lie) not in TRUE])
-def test_an_invalid_draft_ends_its_own_request_only(
-    make_engine: MakeEngine, m1: Remembered, lie: str, method: str
-) -> None:
+def test_an_invalid_draft_ends_its_request_only(make_engine: MakeEngine, m1: Remembered, lie: str, method: str) -> None:
     def says(reqs: Sequence[Req], limits: Sequence[int]) -> Any:
         lies = ROWS[lie](reqs, limits)
         return [
@@ -188,9 +186,7 @@ def test_a_proposer_that_takes_its_lists_apart_harms_nobody(make_engine: MakeEng
     check_plain(run(engine), m1, list(PROMPTS))
 
 
-def test_a_proposer_that_lies_once_is_asked_again_for_those_who_come_later(
-    make_engine: MakeEngine, m1: Remembered
-) -> None:
+def test_a_proposer_that_lies_once_is_asked_again_for_later_ones(make_engine: MakeEngine, m1: Remembered) -> None:
     count = 0
 
     def says(reqs: Sequence[Req], limits: Sequence[int]) -> Any:

@@ -59,7 +59,7 @@ def test_rated_prompts_run_in_pieces_beside_others(
         check_rated(output, m1.generate(prompt, params))
 
 
-def test_whoever_loses_its_place_between_two_pieces_rates_its_prompt_from_the_beginning(
+def test_a_prompt_retracted_between_pieces_is_rated_from_the_start(
     make_engine: MakeEngine, m1: Any, cache: str
 ) -> None:
     engine = make_engine({"scheduler": ForcedRetractionInPieces}, **setting(4, 16, cache=cache))
@@ -93,9 +93,7 @@ def test_an_abort_between_two_pieces_reports_none(make_engine: MakeEngine, steps
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_if_the_child_that_rates_is_given_up_between_two_pieces_another_one_does(
-    make_engine: MakeEngine, m1: Any, steps: int
-) -> None:
+def test_if_the_child_that_rates_is_aborted_another_one_does(make_engine: MakeEngine, m1: Any, steps: int) -> None:
     engine = make_engine(**setting(4, 16))
     params = greedy(3, n=2, prompt_logprobs=2)
     engine.add_request(prompt_of(60), params, request_id="p")

@@ -58,9 +58,7 @@ def test_a_run_that_ends_nothing_is_appended_at_once_as_it_would_be_one_by_one(t
         *(({name: value}, [11, 12]) for name, value in (("stop", ["x"]), ("logprobs", 2), ("min_tokens", 6))),
     ],
 )
-def test_a_run_in_which_the_request_may_end_is_left_to_the_stop_checker(
-    tokenizer: Any, settings: dict[str, Any], run: list[int]
-) -> None:
+def test_a_run_that_may_end_is_left_to_the_checker(tokenizer: Any, settings: dict[str, Any], run: list[int]) -> None:
     updater, request = begun(tokenizer, **{"max_tokens": 20} | settings)
     before = ([8], 3, None)
     assert not commit_run_simply(updater, request, run)

@@ -125,9 +125,7 @@ def test_a_tower_on_a_gpu_may_do_more_in_a_step_unless_it_is_told_otherwise() ->
     ],
     ids=lambda limits: next(iter(limits)),
 )
-def test_what_is_said_of_pictures_to_a_model_that_takes_texts_is_refused(
-    tiny_directory: Path, limits: dict[str, Any]
-) -> None:
+def test_limits_of_pictures_are_refused_where_a_model_reads_only(tiny_directory: Path, limits: dict[str, Any]) -> None:
     model = ModelConfig(model=tiny_directory, device="cpu", dtype="float32")
     name = next(iter(limits))
     with pytest.raises(ConfigError, match=f"^{name}=.* has no effect: .* takes texts only"):

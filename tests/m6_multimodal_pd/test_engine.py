@@ -26,9 +26,7 @@ QUESTIONS: dict[str, tuple[str | int, ...]] = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_greedy_answers_and_prompt_logits_are_those_of_transformers(
-    engine: Any, their_model: Theirs, name: str
-) -> None:
+def test_answers_and_prompt_logits_are_those_of_transformers(engine: Any, their_model: Theirs, name: str) -> None:
     prompt = engine.chat_prompt(asking(*QUESTIONS[name]))
     reference = their_model.answer(prompt)
     params = SamplingParams(max_tokens=MOST_TOKENS, ignore_eos=True, logprobs=5, prompt_logprobs=1)

@@ -110,7 +110,7 @@ def check_the_rest(engine: Any, last: dict[str, Any], theirs: Theirs, failed: se
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("call", [1, 2, 3])
 @pytest.mark.parametrize("error", [BOOM, torch.OutOfMemoryError("out of memory"), MemoryError()], ids=repr)
-def test_a_tower_that_breaks_fails_the_requests_of_its_step_and_no_others(
+def test_a_tower_that_breaks_fails_its_step(
     make_engine: MakeEngine, their_model: Theirs, error: Exception, call: int
 ) -> None:
     tower = failing(error, call=call)
@@ -134,9 +134,7 @@ def test_a_run_that_failed_counts_for_nothing_and_leaves_nothing(make_engine: Ma
     assert counts(engine) == (1, 2, 0)
 
 
-def test_what_was_encoded_in_a_step_that_fails_later_may_be_kept_and_is_right(
-    make_engine: MakeEngine, their_model: Theirs
-) -> None:
+def test_what_a_failed_step_has_encoded_may_be_kept_and_is_right(make_engine: MakeEngine, their_model: Theirs) -> None:
     """The model breaks after the tower has done its work."""
 
     class Breaks(ModelRunner):
@@ -156,9 +154,7 @@ def test_what_was_encoded_in_a_step_that_fails_later_may_be_kept_and_is_right(
     assert counts(engine) == (1, 1, 1)
 
 
-def test_embeddings_that_are_no_numbers_fail_their_request_alone_and_are_not_kept(
-    make_engine: MakeEngine, their_model: Theirs
-) -> None:
+def test_embeddings_of_nan_fail_their_request_and_are_not_kept(make_engine: MakeEngine, their_model: Theirs) -> None:
     """Of two pictures that are encoded in one pass the second is spoilt."""
     tower = Tower(lambda made: [made[0], made[1] * torch.nan], call=1)
     engine: Any = make_engine(tower.parts, **setting(8, 200, page_size=1))
@@ -192,9 +188,7 @@ def test_a_tower_that_makes_too_little_fails_its_step(make_engine: MakeEngine, t
     [EngineDeadError("the device is gone"), torch.AcceleratorError("CUDA error: an illegal memory access", 700)],
     ids=["encoder", "torch"],
 )
-def test_a_device_that_is_lost_in_the_tower_fails_every_request_and_then_every_call(
-    make_engine: MakeEngine, error: Exception
-) -> None:
+def test_a_device_lost_in_the_tower_fails_every_request_and_call(make_engine: MakeEngine, error: Exception) -> None:
     engine: Any = make_engine(failing(error, call=2).parts, **setting(8, 32, multimodal={"encoder_budget": 10}))
     last = serve(engine)
     assert {type(output.error) for output in last.values()} == {EngineDeadError}
@@ -208,9 +202,7 @@ def test_a_device_that_is_lost_in_the_tower_fails_every_request_and_then_every_c
     assert engine.engine_core.encoder.cache.used_bytes == 0
 
 
-def test_a_dead_engine_has_no_embeddings_and_counts_nothing_of_the_step_that_was_stopped(
-    make_engine: MakeEngine,
-) -> None:
+def test_a_dead_engine_has_no_embeddings_and_counts_nothing_of_its_last_step(make_engine: MakeEngine) -> None:
     class Interrupted(Encoder):
         def embed(self, seen: Any) -> list[Tensor]:
             embeddings = super().embed(seen)
@@ -259,9 +251,7 @@ def test_a_closed_engine_holds_neither_tower_nor_embeddings(seeing_directory: Pa
 # --- the update -------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_in_an_update_ends_all_requests_and_forgets_all_pictures(
-    make_engine: MakeEngine, their_model: Theirs
-) -> None:
+def test_an_error_in_an_update_ends_all_and_forgets_all_pictures(make_engine: MakeEngine, their_model: Theirs) -> None:
     """With a picture in pieces, and another one that is kept."""
     due: list[Exception] = []
 
@@ -295,9 +285,7 @@ def test_an_error_in_an_update_ends_all_requests_and_forgets_all_pictures(
 
 
 @pytest.mark.parametrize("error", [BOOM, MemoryError("no room for pixels"), KeyboardInterrupt()], ids=repr)
-def test_a_reader_that_breaks_takes_nobody_along(
-    make_engine: MakeEngine, their_model: Theirs, error: BaseException
-) -> None:
+def test_a_reader_that_breaks_harms_nobody(make_engine: MakeEngine, their_model: Theirs, error: BaseException) -> None:
     """What it raises comes out of the call as it is, before anything was queued."""
     broken: list[bool] = [False]
 
@@ -355,7 +343,7 @@ STATES: dict[str, Callable[[Any, str], bool]] = {
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("cache", ["radix", "chunk"])
-def test_an_abort_in_any_state_leaves_nothing_behind(
+def test_an_abort_in_any_state_leaves_nothing(
     make_engine: MakeEngine, their_model: Theirs, cache: str, state: str
 ) -> None:
     limits = setting(8, 9, cache=cache, multimodal={"encoder_budget": 20, "embedding_cache_bytes": 30 * 768})

@@ -73,7 +73,7 @@ WRONG: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("file", "field", "value", "said"), WRONG, ids=lambda value: str(value)[:30])
-def test_a_value_of_another_kind_is_named_with_its_file_and_field(
+def test_another_kind_is_named_with_file_and_field(
     tmp_path: Path, file: str, field: str, value: Any, said: str
 ) -> None:
     directory = copied(DEFAULT_MODEL, tmp_path)

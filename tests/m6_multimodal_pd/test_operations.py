@@ -65,7 +65,7 @@ def answers(other_model: Path) -> tuple[str, str]:
 
 @pytest.mark.sample(1)
 @each_group
-def test_new_weights_answer_from_the_next_request_on_and_no_old_kv_is_used(
+def test_new_weights_answer_at_once_and_no_old_kv_is_used(
     group: Any, other_model: Path, answers: tuple[str, str]
 ) -> None:
     with made(group) as engine:
@@ -101,9 +101,7 @@ def test_weights_that_do_not_fit_change_nothing(group: Any, model: Any, answers:
         assert engine.chat(QUESTION, PARAMS).text == answers[0]
 
 
-def test_if_one_engine_of_a_group_cannot_change_its_weights_none_does(
-    other_model: Path, answers: tuple[str, str]
-) -> None:
+def test_if_one_engine_cannot_change_its_weights_none_does(other_model: Path, answers: tuple[str, str]) -> None:
     with made(DisaggregationConfig(transport="in_process")) as engine:
         core: Any = engine.engine_core
         decode = core.router.links.engines["decode-0"].core
@@ -160,9 +158,7 @@ def test_engines_that_an_interrupt_keeps_from_going_back_to_the_old_weights_are_
 
 
 @each_group
-def test_weights_may_be_exchanged_at_once_after_the_last_request_was_aborted(
-    group: Any, other_model: Path, answers: tuple[str, str]
-) -> None:
+def test_weights_may_be_exchanged_right_after_an_abort(group: Any, other_model: Path, answers: tuple[str, str]) -> None:
     with made(group) as engine:
         for num_steps, model, answer in ((1, other_model, 1), (2, DEFAULT_MODEL, 0), (4, other_model, 1)):
             rid = engine.add_request(engine.chat_prompt(QUESTION), PARAMS)
@@ -175,7 +171,7 @@ def test_weights_may_be_exchanged_at_once_after_the_last_request_was_aborted(
             assert engine.chat(QUESTION, PARAMS).text == answers[answer]
 
 
-def test_an_engine_that_joins_after_weights_were_exchanged_has_the_new_ones(
+def test_an_engine_that_joins_after_an_exchange_has_the_new_weights(
     other_model: Path, answers: tuple[str, str]
 ) -> None:
     with made(DisaggregationConfig(transport="in_process")) as engine:
@@ -234,7 +230,7 @@ def test_a_profile_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("error", [KeyError("no such file"), RuntimeError("out of memory"), TypeError("no model")])
-def test_whatever_an_operation_of_a_group_raises_is_its_answer_and_the_group_goes_on(
+def test_what_an_operation_raises_is_its_answer_and_the_group_goes_on(
     error: Exception, answers: tuple[str, str]
 ) -> None:
     class Loader:

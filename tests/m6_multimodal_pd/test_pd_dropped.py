@@ -59,9 +59,7 @@ def test_processes_that_have_not_joined_end_when_the_collector_finds_their_group
 
 
 @pytest.mark.exhaustive
-def test_a_group_that_a_second_interrupt_killed_ends_its_processes_at_close(
-    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_killed_by_interrupts_ends_at_close(seeing_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = own_engines(), num_sockets()
     with group_of(seeing_directory) as engine:
         router = engine.engine_core.router

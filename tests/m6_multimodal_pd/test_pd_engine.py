@@ -118,9 +118,7 @@ def test_texts_get_the_answers_of_m1(tiny_directory: Path, m1: Remembered, shape
 
 
 @pytest.mark.parametrize("proposer", ["its own", "random"])
-def test_guesses_on_the_side_that_answers_change_no_answer(
-    seeing_directory: Path, wanted: Answers, stops: Questions, proposer: str
-) -> None:
+def test_guesses_change_no_answer(seeing_directory: Path, wanted: Answers, stops: Questions, proposer: str) -> None:
     parts = {"proposer": Guessing} if proposer == "random" else {}
     with Group(seeing_directory, 1, 2, parts=parts, **setting(8, 32, method="ngram", drafts=3)) as group:
         check_alike(group.run(crowd(stops)), wanted)
@@ -227,9 +225,7 @@ def test_a_prompt_that_is_there_as_a_whole_needs_no_page(seeing_directory: Path,
 
 
 @pytest.mark.parametrize(("shape", "cached_on"), [((1, 2), "prefill"), ((2, 1), "decode")], ids=str)
-def test_each_side_uses_what_it_has_cached_itself(
-    seeing_directory: Path, shape: tuple[int, int], cached_on: str
-) -> None:
+def test_each_side_uses_what_it_has_cached(seeing_directory: Path, shape: tuple[int, int], cached_on: str) -> None:
     """The second turn goes to the other one of two, because the first has something else to do."""
     first, second = messages((("a", 1),)), messages((("a", 1), (2,)))
     with Group(seeing_directory, *shape, **setting(8, 32)) as group:
@@ -347,9 +343,7 @@ def test_the_cache_is_flushed_on_both_sides_if_nobody_is_there(seeing_directory:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_flush_right_after_the_last_output_reaches_everybody(
-    seeing_directory: Path, max_tokens: int, is_aborted: bool
-) -> None:
+def test_a_flush_after_the_last_output_reaches_all(seeing_directory: Path, max_tokens: int, is_aborted: bool) -> None:
     """The engines may not have heard yet that it is over."""
     with Group(seeing_directory, 2, 2, **setting()) as group:
         group.add({"r": (asking("a", 1), greedy(max_tokens + 5 * is_aborted), {})})

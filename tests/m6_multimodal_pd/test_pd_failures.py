@@ -111,9 +111,7 @@ def watch_arrivals(group: Group, seen: set[str]) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["a family is aborted", "a stream is closed"])
-def test_a_family_that_is_aborted_and_a_stream_that_is_closed_leave_nothing(
-    seeing_directory: Path, wanted: Answers, way: str
-) -> None:
+def test_a_family_aborted_and_a_stream_closed_leave_nothing(seeing_directory: Path, wanted: Answers, way: str) -> None:
     for number in range(0, 100, 3):
         with Group(seeing_directory, 1, 2, **LIMITS) as group:
             if way == "a stream is closed":
@@ -221,9 +219,7 @@ def test_a_second_attempt_ends_where_the_first_would_have(seeing_directory: Path
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("number", [0, 2, 5, 9])
-def test_without_an_engine_of_a_role_requests_end_with_an_error_and_so_do_later_ones(
-    seeing_directory: Path, role: str, number: int
-) -> None:
+def test_without_an_engine_of_a_role_requests_end_with_an_error(seeing_directory: Path, role: str, number: int) -> None:
     with Group(seeing_directory, 1, 1, **LIMITS) as group:
         group.add(ASKED, num_steps=number)
         ended = {rid for rid, output in group.last.items() if output.finished}
@@ -260,9 +256,7 @@ def test_a_request_is_tried_as_often_as_it_may_be(seeing_directory: Path, max_re
         assert group.engine.generate(asking(1), greedy(3)).finish_reason == "length", "the others still work"
 
 
-def test_a_segment_that_cannot_be_mapped_once_is_replaced(
-    seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_that_cannot_be_mapped_is_replaced(seeing_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine had no memory at that moment. The error names the cause, and the pair of engines works again."""
     with Group(seeing_directory, 1, 1, **LIMITS, group={"max_retries": 0}) as group:
         wanted = aggregated(seeing_directory, ASKED, **LIMITS)
@@ -357,9 +351,7 @@ def test_engines_may_go_one_after_the_other_while_requests_come(seeing_directory
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_one_frame_between_two_engines_is_enough(
-    seeing_directory: Path, wanted: Answers, page_size: int, shape: tuple[int, int]
-) -> None:
+def test_one_frame_is_enough(seeing_directory: Path, wanted: Answers, page_size: int, shape: tuple[int, int]) -> None:
     limits = setting(8, 32, page_size=page_size)
     with Group(seeing_directory, *shape, **limits, group={"transfer_buffer_bytes": 1}) as group:
         group.run(ASKED)
@@ -386,9 +378,7 @@ def test_who_has_no_room_on_the_decode_side_waits_and_is_not_computed(seeing_dir
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("page_size", "prompt_len"), [(1, 62), (4, 60), (4, 62), (16, 50), (16, 62)])
-def test_a_prompt_that_fills_the_memory_is_answered_as_far_as_it_goes(
-    tiny_directory: Path, page_size: int, prompt_len: int
-) -> None:
+def test_a_prompt_that_fills_memory_is_answered_so_far(tiny_directory: Path, page_size: int, prompt_len: int) -> None:
     limits = setting(8, 32, tokens=64, page_size=page_size)
     prompt = list(range(5, 5 + prompt_len))
     asked: dict[str, Any] = {
@@ -461,7 +451,7 @@ def test_a_forward_that_fails_ends_the_requests_of_its_step_and_no_others(
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_whose_device_is_gone_is_lost_and_the_others_go_on(
+def test_an_engine_without_its_device_is_lost_and_others_go_on(
     seeing_directory: Path, wanted: Answers, role: str
 ) -> None:
     for call in (1, 2, 4):
@@ -535,7 +525,7 @@ def test_a_chunk_that_was_spoilt_on_its_way_is_noticed_and_the_request_is_tried_
         group.check_flushed()
 
 
-def test_a_request_whose_chunks_are_always_spoilt_ends_with_an_error(
+def test_a_request_of_corrupt_chunks_ends_with_an_error(
     seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corrupting(monkeypatch, chunks=lambda n: True)
@@ -558,7 +548,7 @@ def body_of(message: Any) -> Any:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [Chunk, FirstToken, Received, Prefill, Decode])
-def test_a_message_that_comes_twice_changes_nothing(
+def test_a_message_may_come_twice(
     seeing_directory: Path, wanted: Answers, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = LocalLinks.send

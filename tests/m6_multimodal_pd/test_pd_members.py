@@ -87,7 +87,7 @@ def other_tokenizer(config: EngineConfig, directory: Path) -> EngineConfig:
     ("change", "reason"),
     [(other_page_size, "its page_size is 8, and that of"), (other_tokenizer, "it has another tokenizer")],
 )
-def test_an_engine_that_comes_late_and_does_not_fit_is_refused_and_nobody_is_disturbed(
+def test_a_late_engine_that_does_not_fit_is_refused(
     seeing_directory: Path, tmp_path: Path, change: Any, reason: str
 ) -> None:
     with Group(seeing_directory, is_traced=True, **setting(page_size=4)) as group:
@@ -155,7 +155,7 @@ def test_the_length_may_be_told_twice_and_the_engine_goes_on(seeing_directory: P
         assert group.engine.generate(PROMPT, greedy(3)).error is None
 
 
-def test_an_engine_that_fails_while_it_starts_leaves_nothing_open(
+def test_an_engine_that_fails_at_its_start_leaves_nothing(
     seeing_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[Any] = []

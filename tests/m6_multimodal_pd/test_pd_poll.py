@@ -192,7 +192,7 @@ def test_neither_a_chunk_nor_a_first_token_comes_before_there_is_room() -> None:
 
 
 def test_a_refusal_names_what_was_expected() -> None:
-    """What is refused: `test_whatever_a_sender_claims_the_receiver_takes_each_page_once_or_refuses`."""
+    """What is refused: `test_a_receiver_takes_each_page_once_or_refuses`."""
     end = receiver(WAITING, start=8)
     assert "expected was chunk 0 from page 2 on, of 3" in refused(end, lambda: end.expects(0, range(1, 3)))
     assert "are announced" in refused(end, lambda: end.first_token_arrived(2))
@@ -217,9 +217,7 @@ CLAIMS = st.one_of(
 
 
 @given(num_tokens=st.integers(1, 20), start=st.integers(0, 4), claims=st.lists(CLAIMS, max_size=20))
-def test_whatever_a_sender_claims_the_receiver_takes_each_page_once_or_refuses(
-    num_tokens: int, start: int, claims: list[Any]
-) -> None:
+def test_a_receiver_takes_each_page_once_or_refuses(num_tokens: int, start: int, claims: list[Any]) -> None:
     end = receiver(num_tokens=num_tokens)
     start = min(start, num_tokens // PAGE_SIZE) * PAGE_SIZE
     end.preallocated(start)

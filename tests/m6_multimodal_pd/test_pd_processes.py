@@ -261,7 +261,7 @@ def test_where_nobody_is_left_all_callers_are_told_and_nothing_is_left(make_grou
 
 
 @pytest.mark.exhaustive
-def test_an_engine_that_cannot_be_built_says_why_and_leaves_nothing(
+def test_an_engine_that_is_not_built_says_why(
     make_group: Callable[..., Any], seeing_directory: Path, tmp_path: Path
 ) -> None:
     model = shutil.copytree(seeing_directory, tmp_path / "model")
@@ -373,9 +373,7 @@ class Unbuilt(LocalLinks):
         (None, EngineLostError),
     ],
 )
-def test_the_error_of_an_engine_that_cannot_be_built_keeps_its_type(
-    fault: Fault | None, error: type[EngineError]
-) -> None:
+def test_the_error_of_an_engine_that_is_not_built_keeps_its_type(fault: Fault | None, error: type[EngineError]) -> None:
     nobody: Any = SimpleNamespace(links=Unbuilt(fault), config=DisaggregationConfig())
     with pytest.raises(error, match="prefill-0"):
         await_engines(nobody, {}, time.monotonic() + 1.0)

@@ -113,7 +113,7 @@ class Bed:
 @pytest.mark.parametrize(
     ("num_tokens", "outputs", "num_pages"), [(1, (), 1), (4, (), 1), (5, (), 2), (12, (), 3), (6, (7, 8, 9), 3)]
 )
-def test_room_for_a_prompt_is_its_pages_and_a_row(
+def test_room_is_the_pages_of_a_prompt_and_a_row(
     kind: str, num_tokens: int, outputs: tuple[int, ...], num_pages: int
 ) -> None:
     """And for what an earlier attempt has produced."""
@@ -254,9 +254,7 @@ def test_alone_a_request_is_let_in_if_its_next_token_has_room(num_tokens: int, m
 @pytest.mark.parametrize(
     ("num_tokens", "max_tokens", "outputs"), [(17, 1, ()), (16, 2, ()), (100, 9, ()), (10, 9, (7, 7, 7, 7, 7, 7))]
 )
-def test_alone_a_request_that_has_outgrown_the_memory_ends(
-    num_tokens: int, max_tokens: int, outputs: tuple[int, ...]
-) -> None:
+def test_alone_a_request_that_outgrew_memory_ends(num_tokens: int, max_tokens: int, outputs: tuple[int, ...]) -> None:
     bed = Bed(num_pages=4)
     fill(bed.cache, range(500, 508))
     req = bed.expect(num_tokens, max_tokens=max_tokens, outputs=outputs)
@@ -290,9 +288,7 @@ def test_a_request_that_is_too_large_beside_others_waits(who: str) -> None:
     num_tokens=st.integers(1, 40),
     more=st.integers(1, 60),
 )
-def test_whatever_intake_lets_in_gets_room_when_it_is_alone(
-    num_pages: int, page_size: int, num_tokens: int, more: int
-) -> None:
+def test_whatever_intake_admits_gets_room_if_alone(num_pages: int, page_size: int, num_tokens: int, more: int) -> None:
     """Intake lets prompt and answer fill all tokens but one."""
     size = num_pages * page_size
     bed = Bed(num_pages=num_pages, page_size=page_size)
@@ -308,7 +304,7 @@ def test_whatever_intake_lets_in_gets_room_when_it_is_alone(
     actions=st.lists(st.tuples(st.sampled_from(["take", "end", "complete"]), st.integers(0, 7)), max_size=20),
     page_size=st.sampled_from([1, 4]),
 )
-def test_memory_is_held_by_those_in_the_queues_and_by_nobody_else(
+def test_memory_is_held_by_requests_in_queues(
     lengths: list[int], actions: list[tuple[str, int]], page_size: int
 ) -> None:
     bed = Bed(num_pages=48 // page_size, page_size=page_size)
@@ -433,9 +429,7 @@ def test_a_request_with_its_first_token_stays_until_it_is_taken_over(prefill: Pr
 
 @pytest.mark.parametrize("reason", [FinishAbort(), FinishError(ValueError())], ids=["abort", "error"])
 @pytest.mark.parametrize("queue", ["bootstrap", "running", "inflight"])
-def test_an_abort_or_an_error_ends_a_request_in_any_queue(
-    prefill: PrefillScheduler, queue: str, reason: BaseFinishReason
-) -> None:
+def test_an_end_ends_a_request_in_any_queue(prefill: PrefillScheduler, queue: str, reason: BaseFinishReason) -> None:
     req = make_req(1, [1])
     prefill.add_request(req)
     if queue != "bootstrap":

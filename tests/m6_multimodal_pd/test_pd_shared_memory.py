@@ -68,9 +68,7 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_segment_has_its_name_until_a_ticket_is_released(
-    owner: str, source: StagedSource, target: StagedTarget
-) -> None:
+def test_a_segment_has_a_name_until_a_ticket_returns(owner: str, source: StagedSource, target: StagedTarget) -> None:
     ticket = sent(source)
     assert leftovers(owner) == [ticket.segment] and (segment_directory() / ticket.segment).exists()
     target.receive("p", ticket, [1])
@@ -94,9 +92,7 @@ def test_a_name_is_gone_after_forget_and_after_close(
 
 
 @on_linux
-def test_memory_is_mapped_once_by_each_side_and_given_back(
-    owner: str, source: StagedSource, target: StagedTarget
-) -> None:
+def test_memory_is_mapped_once_by_each_side_and_freed(owner: str, source: StagedSource, target: StagedTarget) -> None:
     descriptors = open_files()
     for _ in range(2):
         segment = (ticket := sent(source)).segment
@@ -261,7 +257,7 @@ def test_a_name_that_stands_for_something_else_is_refused(
     target.map("p", ticket)
 
 
-def test_a_file_of_another_user_is_refused(
+def test_another_user_s_file_is_refused(
     source: StagedSource, target: StagedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticket, user = sent(source), os.geteuid()

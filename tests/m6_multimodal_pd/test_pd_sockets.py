@@ -226,9 +226,7 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize(("identity", "frames"), ATTACKS)
-def test_a_peer_that_sends_no_hello_is_refused_and_an_engine_is_served(
-    site: Site, identity: bytes | None, frames: list[bytes]
-) -> None:
+def test_a_peer_without_a_hello_is_refused_alone(site: Site, identity: bytes | None, frames: list[bytes]) -> None:
     """It has the engines' keys: a program of another version, say."""
     router, engine = site.pair()
     stranger = site.stranger(router, identity)
@@ -371,9 +369,7 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_half_open_connections_are_few_and_closed_after_the_deadline_and_an_engine_gets_in(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_open_connections_are_few_and_an_engine_gets_in(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "HANDSHAKE_TIMEOUT_S", 2.0)
     before = open_files()
     router = site.router()
@@ -425,9 +421,7 @@ def pairs() -> Iterator[tuple[str, list[tuple[socket.socket, socket.socket]]]]:
         yield f"tcp://127.0.0.1:{server.getsockname()[1]}", made
 
 
-def test_connections_are_counted_before_a_key_is_checked_and_the_oldest_is_closed(
-    pairs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_are_counted_before_keys_and_the_oldest_closed(pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hello may come as soon as the key is checked: an engine that is counted later would count for ever."""
     address, made = pairs
     zap = Mock()
@@ -442,9 +436,7 @@ def test_connections_are_counted_before_a_key_is_checked_and_the_oldest_is_close
     assert not keeper._unadmitted and not is_closed(made[1][1])
 
 
-def test_a_connection_of_the_program_is_not_closed_for_one_that_had_its_descriptor(
-    pairs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_descriptor_that_is_reused_is_not_closed_for_the_old_one(pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ may have closed a descriptor before its event is read."""
     address, made = pairs
     events = [accepted(theirs, address) for _, theirs in made[:3]] + [accepted(ours, address) for ours, _ in made[1:]]
@@ -458,7 +450,7 @@ def test_a_connection_of_the_program_is_not_closed_for_one_that_had_its_descript
         keeper.admit(ours.fileno())
 
 
-def test_a_doorkeeper_that_fails_leaves_no_socket_open_for_which_a_close_would_wait(
+def test_a_doorkeeper_that_fails_leaves_nothing_to_wait_for_at_close(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door.Doorkeeper, "_answer", lambda keeper: 1 / 0)

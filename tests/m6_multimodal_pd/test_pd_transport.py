@@ -46,9 +46,7 @@ def pair(transport: str) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("models", MODELS.values(), ids=MODELS)
-def test_every_page_arrives_bit_by_bit_at_another_number_and_no_other_page_changes(
-    transport: str, models: list[dict[str, Any]]
-) -> None:
+def test_every_page_arrives_bit_by_bit_and_no_other_page_changes(transport: str, models: list[dict[str, Any]]) -> None:
     pair = Pair(transport, models, checksums=True)
     expected = pair.theirs.pages()
     moves = [([7, 2, 12], [1, 9, 4]), ([1], [3]), ([5, 11, 3, 4], [8, 2, 5, 7])]
@@ -247,9 +245,7 @@ TestAgainstPlainCopies.settings = settings(max_examples=examples(40), stateful_s
 
 
 @pytest.mark.parametrize("pages", [[0], [1, 0], [13], [7, 8, 13], [-1], [2, 3, 2], [10**30]], ids=str)
-def test_pages_that_cannot_be_moved_are_refused_by_both_ends_before_any_is_written(
-    transport: str, pages: list[int]
-) -> None:
+def test_pages_that_cannot_be_moved_are_refused_before_any_is_written(transport: str, pages: list[int]) -> None:
     """Page 0 is nobody's. One page more than there are, at the end that has most of them."""
     pair = Pair(transport)
     with pytest.raises(TransferError, match=r"there are no pages|named twice"):
@@ -331,9 +327,7 @@ SEGMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", SEGMENTS.values(), ids=SEGMENTS)
-def test_a_segment_that_does_not_fit_is_refused_and_the_true_one_is_still_mapped(
-    transport: str, changes: dict[str, Any]
-) -> None:
+def test_a_segment_that_does_not_fit_is_refused_and_the_true_one_works(transport: str, changes: dict[str, Any]) -> None:
     segments = segments_of(transport)
     ours, theirs = Memory(num_pages=5, seed=1), Memory(num_pages=5, seed=2)
     source = StagedSource(ours.store, segments, num_frames=4)

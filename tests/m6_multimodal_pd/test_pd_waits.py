@@ -162,7 +162,7 @@ def test_one_that_was_stopped_for_a_shorter_time_is_still_there(made: MakeGroup)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("verb", ["start_profile", "update_weights"])
-def test_operations_beside_stopped_engines_wait_no_longer_than_for_the_silence(
+def test_operations_beside_stopped_engines_wait_for_the_silence_only(
     made: MakeGroup, tmp_path: Path, verb: str
 ) -> None:
     engine, engines = made(SILENT_S, process_of)

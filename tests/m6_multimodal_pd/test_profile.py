@@ -31,7 +31,7 @@ def watched(call: Callable[..., Any], held: list[int], calls: list[Any] | None =
     return watching
 
 
-def test_the_largest_step_has_a_full_cache_the_embeddings_and_a_run_of_the_tower_beside_the_kv(
+def test_the_largest_step_holds_embeddings_and_a_run_of_the_tower(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = setting(multimodal={"encoder_budget": BUDGET, "embedding_cache_bytes": CACHE_BYTES})

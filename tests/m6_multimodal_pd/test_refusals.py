@@ -120,7 +120,7 @@ PROMPTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_a_prompt_whose_placeholders_are_not_those_of_its_pictures_is_refused(
+def test_placeholders_that_are_not_those_of_the_pictures_are_refused(
     strict: Any, their_model: Theirs, name: str
 ) -> None:
     make, message = PROMPTS[name]
@@ -137,9 +137,7 @@ def test_text_behind_the_last_picture_may_be_put_on_and_taken_off(strict: Any, t
     assert strict.generate(prompt, PARAMS).token_ids == their_model.answer(prompt).token_ids[:4]
 
 
-def test_a_prompt_of_an_engine_with_another_processor_is_refused(
-    make_engine: MakeEngine, strict: Any, their_model: Theirs
-) -> None:
+def test_a_prompt_of_another_processor_is_refused(make_engine: MakeEngine, strict: Any, their_model: Theirs) -> None:
     other = make_engine(**setting(multimodal={"max_pixels": 576}))
     made = other.chat_prompt(asking("a", 1))
     ask_all(
@@ -151,7 +149,7 @@ def test_a_prompt_of_an_engine_with_another_processor_is_refused(
     check_good(strict, their_model)
 
 
-def test_a_prompt_of_an_engine_with_other_limits_is_taken(
+def test_a_prompt_of_an_engine_with_other_limits_fits(
     make_engine: MakeEngine, strict: Any, their_model: Theirs
 ) -> None:
     made = make_engine(**setting()).chat_prompt(GOOD)
@@ -177,9 +175,7 @@ def test_a_prompt_that_is_too_long_by_its_picture_is_refused(make_engine: MakeEn
     assert engine.generate(prompt, PARAMS).token_ids == their_model.answer(prompt).token_ids[:4]
 
 
-def test_pictures_that_are_too_long_together_are_refused_before_the_rest_is_made(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_too_long_together_are_refused_early(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = make_engine(**setting(), max_model_len=64)
     reader = engine.engine_core.input_processor.prompts.media
     made: list[str] = []

@@ -120,9 +120,7 @@ def test_a_picture_that_comes_again_behind_another_text_is_not_encoded_again(eng
     assert counts(engine) == (1, 1, 1) and output.metrics.cached_tokens < start_of(engine, asking(7, 8, "a"))
 
 
-def test_embeddings_leave_when_others_need_the_room_and_come_again_when_they_are_needed(
-    make_engine: MakeEngine, their_model: Theirs
-) -> None:
+def test_embeddings_leave_for_others_and_come_again_when_needed(make_engine: MakeEngine, their_model: Theirs) -> None:
     row = 3 * 64 * 4  # bytes of a token of the tiny model
     engine = make_engine(**setting(page_size=1, cache="chunk", multimodal={"embedding_cache_bytes": 25 * row}))
     recorder = Recorder(engine.tracer)

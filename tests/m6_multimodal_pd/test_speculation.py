@@ -43,7 +43,7 @@ def serve(engine: Any, asked: dict[str, tuple[Any, dict[str, Any]]], params: Sam
 
 @pytest.mark.parametrize("wrong_every", [0, 3])
 @pytest.mark.parametrize("budget", [64, 12], ids=["whole", "in pieces"])
-def test_right_guesses_are_kept_behind_pictures_and_wrong_ones_rolled_back(
+def test_guesses_behind_pictures_are_verified(
     make_engine: MakeEngine, their_model: Theirs, budget: int, wrong_every: int
 ) -> None:
     plain: Any = make_engine(**setting())
@@ -63,9 +63,7 @@ def test_right_guesses_are_kept_behind_pictures_and_wrong_ones_rolled_back(
     check_flushed(engine)
 
 
-def test_requests_that_differ_in_their_picture_only_have_guesses_of_their_own(
-    make_engine: MakeEngine, their_model: Theirs
-) -> None:
+def test_requests_with_other_pictures_have_guesses_of_their_own(make_engine: MakeEngine, their_model: Theirs) -> None:
     """They have the same token ids: whoever guesses by them alone errs for one of them."""
     first = asking("a", 1)
     other = [{"role": "user", "content": [{"type": "image", "image": first[0]["content"][0]["image"].rotate(180)}]}]
@@ -99,7 +97,7 @@ SEEN: dict[str, Sequence[str | int]] = {"s0": ("a", 1), "s1": ("v", "b", 2)}
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("budget", [96, 13], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_texts_are_guessed_for_in_one_batch_with_pictures(
+def test_texts_beside_pictures_are_guessed(
     make_drafting: Any, their_model: Theirs, page_size: int, budget: int
 ) -> None:
     limits = setting(8, budget, page_size=page_size, method="draft_model", drafts=3)
@@ -115,9 +113,7 @@ def test_texts_are_guessed_for_in_one_batch_with_pictures(
     check_flushed(engine)
 
 
-def test_a_prefix_that_texts_and_pictures_share_is_right_for_both_models(
-    make_drafting: Any, their_model: Theirs
-) -> None:
+def test_a_prefix_of_texts_and_pictures_is_right_for_both_models(make_drafting: Any, their_model: Theirs) -> None:
     """The draft model has read it whoever brought it, so its guesses are as good as without sharing."""
     alone: Any = make_drafting(**setting(page_size=1, cache="chunk", method="draft_model", drafts=3))
     engine: Any = make_drafting(**setting(page_size=1, method="draft_model", drafts=3))
@@ -139,7 +135,7 @@ def test_a_prefix_that_texts_and_pictures_share_is_right_for_both_models(
 
 
 @pytest.mark.parametrize("options", [{}, {"speculate": True}], ids=str)
-def test_whoever_brings_pictures_must_want_no_guesses_of_a_draft_model(
+def test_pictures_want_no_guesses_of_a_draft_model(
     make_drafting: Any, their_model: Theirs, options: dict[str, bool]
 ) -> None:
     engine: Any = make_drafting(**setting(method="draft_model", drafts=3))

@@ -133,9 +133,7 @@ def test_hits_of_a_picture_in_pieces_read_what_the_run_left(make_engine: MakeEng
 # --- readers ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_chrome_trace_has_marks_for_pictures_in_the_lanes_of_their_requests(
-    make_engine: MakeEngine, tmp_path: Path
-) -> None:
+def test_the_chrome_trace_has_marks_for_pictures_of_their_requests(make_engine: MakeEngine, tmp_path: Path) -> None:
     engine, recorder = traced(make_engine, **setting(max_num_batched_tokens=16, multimodal={"encoder_budget": 20}))
     path = tmp_path / "trace.json"
     engine.tracer.attach(ChromeTraceReader(path))

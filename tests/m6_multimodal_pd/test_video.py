@@ -63,9 +63,7 @@ def shades(frames: Frames) -> list[int]:
         (2, 24, {}, [0, 1]),  # fewer than the least
     ],
 )
-def test_frames_are_sampled_evenly_from_first_to_last(
-    total: int, video_fps: float, options: dict[str, Any], indices: list[int]
-) -> None:
+def test_frames_are_sampled_evenly(total: int, video_fps: float, options: dict[str, Any], indices: list[int]) -> None:
     media = load(np.zeros((total, 2, 2, 3), np.uint8), video_fps=video_fps, **options)
     assert list(media.indices) == indices
     assert (media.video_fps, media.total) == (video_fps, total)

@@ -113,9 +113,7 @@ def test_limits_of_the_configuration_stand_in_for_the_models(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("config", [{"min_pixels": 20_000_000}, {"max_pixels": 60_000}])
-def test_limits_that_contradict_the_models_or_are_below_one_token_are_refused(
-    tmp_path: Path, config: dict[str, int]
-) -> None:
+def test_limits_below_a_token_or_beside_the_model_s_are_refused(tmp_path: Path, config: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(config))}=.*65536 to 16777216"):
         make(tmp_path, **config)
     with pytest.raises(ConfigError, match="32x32"):
@@ -214,7 +212,7 @@ def test_frames_are_resized_in_whole_numbers() -> None:
         ((0, 4, 8), 1, ["2.0", "8.0"]),
     ],
 )
-def test_a_layer_of_patches_was_taken_between_its_frames(
+def test_patches_were_taken_between_their_frames(
     indices: tuple[int, ...], video_fps: float, seconds: list[str]
 ) -> None:
     assert [f"{second:.1f}" for second in timestamps(indices, video_fps, 2)] == seconds
