@@ -11,19 +11,11 @@ from random import Random
 import numpy as np
 from PIL import Image, ImageDraw
 
-COLORS = {
-    "red": (220, 40, 40),
-    "green": (40, 165, 70),
-    "blue": (45, 80, 220),
-    "yellow": (245, 215, 50),
-    "purple": (145, 60, 180),
-    "orange": (245, 140, 35),
-    "black": (25, 25, 25),
-    "white": (248, 248, 248),
-}
+from notebooks import shapes
+
+COLORS, CELLS = shapes.COLOURS, shapes.CELLS
 SHAPES = ("circle", "square", "triangle", "diamond", "cross", "star")
 SIZES = {"small": (0.29, 0.33), "big": (0.45, 0.50)}  # radius, as a share of the shorter side of a cell
-CELLS = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
 MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "still": (0, 0)}
 BACKGROUNDS = ((200, 200, 200), (172, 190, 210), (216, 205, 184), (190, 208, 190))
 PICTURE_SIZES = ((96, 96),) * 6 + ((128, 96), (96, 128), (128, 128))  # width, height
