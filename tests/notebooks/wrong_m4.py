@@ -19,7 +19,7 @@ WRONG: WrongAnswers = {}
 
 WHOLE_PAGES, HAS_MORE = "same -= same % page_size", 'if same < len(child["tokens"]):'
 SAME_FIRST_TOKEN = 'next((one for page, one in node["children"].items() if page[:1] == rest[:1]), None)'
-TAKEN = 'slots += child["slots"][:same]'
+AT_LEAST_ONE = f"{WHOLE_PAGES}; same = max(same, page_size)"
 changed = LESSON.solution("match")
 WRONG["m4.match"] = [
     (changed(HAS_MORE, "if True:"), "go down as long as something is found"),
@@ -30,11 +30,11 @@ WRONG["m4.match"] = [
         "Behind the first token that differs nothing counts",
     ),
     (
-        changed('node["children"].get(rest[:page_size])', SAME_FIRST_TOKEN, WHOLE_PAGES, "same = page_size"),
+        changed('node["children"].get(rest[:page_size])', SAME_FIRST_TOKEN, WHOLE_PAGES, AT_LEAST_ONE),
         "found by their whole first page",
     ),
     (changed("return slots", "return len(slots)"), "you say 8"),
-    (changed(TAKEN, f'{TAKEN}\n        del child["slots"][same:]'), "match() has changed the tree"),
+    (changed("return slots", 'root["children"].clear()\n    return slots'), "match() has changed the tree"),
     (lambda *_: None, "you say None"),
 ]
 
