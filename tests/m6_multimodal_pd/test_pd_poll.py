@@ -191,10 +191,24 @@ def test_neither_a_chunk_nor_a_first_token_comes_before_there_is_room() -> None:
     unchanged(end, end.complete)
 
 
-def test_a_refusal_names_what_was_expected() -> None:
-    """What is refused: `test_a_receiver_takes_each_page_once_or_refuses`."""
+@pytest.mark.parametrize(
+    ("start", "number", "pages"),
+    [
+        *((0, 1, range(1, 2)), (0, 1, range(2, 3)), (0, 2, range(1)), (0, 0, range(1, 2))),
+        *((0, 0, range(0, 0)), (0, 0, range(4)), (0, 99, range(99)), (8, 0, range(3)), (8, 0, range(1, 3))),
+    ],
+    ids="skips-one leaves-a-hole starts-late begins-late empty too-long absurd cached half-cached".split(),
+)
+def test_a_chunk_out_of_turn_or_with_pages_not_its_own_is_refused(start: int, number: int, pages: range) -> None:
+    end = receiver(WAITING, start=start)
+    expected = f"expected was chunk 0 from page {start // PAGE_SIZE} on, of 3"
+    assert expected in refused(end, lambda: end.expects(number, pages))
+    assert take(end, 0, range(start // PAGE_SIZE, PAGES)), "the right one is taken"
+
+
+def test_a_number_of_chunks_that_cannot_bring_the_missing_pages_is_refused() -> None:
+    """Which ones: `test_a_receiver_takes_each_page_once_or_refuses`."""
     end = receiver(WAITING, start=8)
-    assert "expected was chunk 0 from page 2 on, of 3" in refused(end, lambda: end.expects(0, range(1, 3)))
     assert "are announced" in refused(end, lambda: end.first_token_arrived(2))
     assert end.first_token_arrived(1) and take(end, 0, range(2, PAGES)), "the right ones are taken"
 
