@@ -81,8 +81,6 @@ def exit_status(run: Callable[[argparse.Namespace, Console], None], args: argpar
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows a question mark
             stream.reconfigure(errors="replace")
     try:
-        if args.raw and args.prompt is None:
-            raise ConfigError("raw has no effect without a prompt")
         run(args, Console(highlight=False))
     except (EngineError, OSError) as error:  # OSError: the other end of a pipe is closed, for example
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -106,7 +104,12 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 
 
 def trace_config(args: argparse.Namespace, console: Console, *, tour: str = "off") -> TraceConfig:
-    """Return the trace of the flags: on this console, and in the trace file. `tour`: the default of a tour."""
+    """Return the trace of the flags: on this console, and in the trace file. `tour`: the default of a tour.
+
+    Raises `ConfigError` for a flag that would have no effect, before anything is loaded.
+    """
+    if args.raw and args.prompt is None:
+        raise ConfigError("raw has no effect without a prompt")
     level = args.trace or ("verbose" if args.prompt is not None else tour if is_tour(args) else "off")
     readers = () if level == "off" else (ConsoleReader(verbose=level == "verbose", console=console),)
     return TraceConfig(jsonl=args.trace_file, readers=readers)

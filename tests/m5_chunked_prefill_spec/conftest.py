@@ -39,12 +39,6 @@ def save_noisy(model: Any, tokenizer: Any, directory: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def loaded(tiny_directory: Path) -> LoadedModel:
-    """The tiny model, loaded once for all engines."""
-    return load_model(m5_chunked_prefill_spec.ModelConfig(model=tiny_directory, device="cpu", dtype="float32"))
-
-
-@pytest.fixture(scope="session")
 def loaded_draft(draft_directory: Path) -> LoadedModel:
     """The draft model, loaded once."""
     return load_model(m5_chunked_prefill_spec.ModelConfig(model=draft_directory, device="cpu", dtype="float32"))
