@@ -41,7 +41,7 @@ def throughput(part: Row) -> Figure:
     used = {label: [row["rows_used"] * 100 for row in rows] for label, rows in own.items()}
     grouped_bars(right, groups, used, ("C0", "C1", "C2"))
     left.set(ylabel="output tokens per second", title="Throughput of the same requests")
-    left.set_ylim(top=1.35 * max(map(max, speeds.values())))  # room for the legend
+    left.set_ylim(top=1.6 * max(map(max, speeds.values())))  # room for the legend
     right.set(ylabel="%", title="Row-steps that gave a token")
     left.legend(loc="upper left")
     return figure
@@ -62,7 +62,8 @@ def limits(part: Row) -> Figure:
     times = {label: [row[key] * 1e3 for row in budgets] for label, key in series.items()}
     grouped_bars(right, [f"{row['max_num_batched_tokens']:,}" for row in budgets], times, ("C0", "C1"))
     right.set(xlabel="max_num_batched_tokens", ylabel="ms", title="More in a step")
-    right.legend()
+    right.set_ylim(top=1.3 * right.get_ylim()[1])  # room for the legend
+    right.legend(loc="upper left", ncols=2)
     return figure
 
 

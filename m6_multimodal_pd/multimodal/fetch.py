@@ -11,6 +11,7 @@ import base64
 import http.client
 import re
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import SplitResult, urlsplit
@@ -128,20 +129,20 @@ def _file_of(parts: SplitResult, what: str) -> str:
 
 
 def _read_http(url: str, config: MultimodalConfig, what: str) -> bytes:
-    deadline = Deadline(config.url_timeout_s)
-    try:
-        with _opener(config, what, deadline).open(Request(url), timeout=deadline.left()) as response:
-            if response.length is not None:
-                check_bytes(response.length, config, what)
-            content = _read_at_most(response, config.max_file_bytes + 1)
-            if response.length and len(content) <= config.max_file_bytes:
-                raise EOFError(f"its last {response.length:,} bytes are missing")
-    except (OSError, EOFError, ValueError, http.client.HTTPException) as error:
-        if isinstance(error, InvalidMediaError):
-            raise
-        if hasattr(error, "close"):  # an HTTP error is still an open connection
-            error.close()
-        raise InvalidMediaError(f"{what}: {shown(url)} cannot be read: {_why(error, config)}") from error
+    with closing(Deadline(config.url_timeout_s)) as deadline:
+        try:
+            with _opener(config, what, deadline).open(Request(url), timeout=deadline.left()) as response:
+                if response.length is not None:
+                    check_bytes(response.length, config, what)
+                content = _read_at_most(response, config.max_file_bytes + 1)
+                if response.length and len(content) <= config.max_file_bytes:
+                    raise EOFError(f"its last {response.length:,} bytes are missing")
+        except (OSError, EOFError, ValueError, http.client.HTTPException) as error:
+            if isinstance(error, InvalidMediaError):
+                raise
+            if hasattr(error, "close"):  # an HTTP error is still an open connection
+                error.close()
+            raise InvalidMediaError(f"{what}: {shown(url)} cannot be read: {_why(error, config)}") from error
     check_bytes(len(content), config, what)
     return content
 

@@ -17,10 +17,16 @@ LONGEST_S = 1e6  # a socket's timeout is a C integer of nanoseconds
 
 
 class Deadline:
-    """A point in time."""
+    """A point in time, and the streams that are read until then."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
+        self.streams: list[io.RawIOBase] = []
+
+    def close(self) -> None:
+        """Close the streams: a caller that keeps an error would keep them, and so the connection, open."""
+        for stream in self.streams:
+            stream.close()
 
     def left(self) -> float:
         """Return the seconds until then. Raises `TimeoutError` if there are none."""
@@ -36,6 +42,7 @@ class _Reader(io.RawIOBase):
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         self._sock, self._deadline = sock, deadline
         self._raw = sock.makefile("rb", buffering=0)
+        deadline.streams.append(self)
 
     def readable(self) -> bool:
         return True

@@ -113,7 +113,7 @@ def test_any_traffic_gets_the_tokens_of_m1(
     holds()
     check_cuts(references)
     assert min(seen["retracted"], seen["cut"], seen["mixed"]) >= 3, seen
-    assert (seen["guessed"] >= 10) == (speculator != "none"), seen
+    assert (seen["guessed"] >= 3) == (speculator != "none"), seen
     assert seen["accepted"] > 10 or speculator != "draft_model", seen
 
 

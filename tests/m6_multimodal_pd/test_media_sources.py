@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from m6_multimodal_pd import InvalidMediaError
 from m6_multimodal_pd.multimodal.decode_image import Picture
 from m6_multimodal_pd.multimodal.fetch import scheme_of
 from tests.m6_multimodal_pd import media_files
@@ -256,10 +257,13 @@ def test_headers_that_come_drop_by_drop_are_not_waited_for(site: str) -> None:
 
 
 def test_the_deadline_is_that_of_a_proxys_answer_too(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the connection ends with it, although the caller keeps the error."""
     monkeypatch.setenv("https_proxy", site)
-    assert "url_timeout_s=0.1" in refused("https://host/x", allowed_url_schemes=("https",), url_timeout_s=0.1)
+    with pytest.raises(InvalidMediaError, match=r"url_timeout_s=0\.1") as kept:
+        load("https://host/x", allowed_url_schemes=("https",), url_timeout_s=0.1)
     load(f"{site}/picture", allowed_url_schemes=("http",))  # one after the other: now the first is over
     assert Site.asked == ["host:443", "hung up", "/picture"]
+    assert kept.value.__cause__ is not None, "with all that it refers to"
 
 
 def test_what_comes_with_a_redirect_is_not_read(site: str) -> None:
