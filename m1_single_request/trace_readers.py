@@ -32,7 +32,7 @@ class TraceConsole(Console):
 MOST_BRIEFS = 4  # events of one kind that a summary line lists; it counts the others
 
 
-class ConsoleReader:
+class ConsoleReader(TraceReader):
     """Prints the trace: with `verbose` every decision in a sentence, otherwise one line per step."""
 
     def __init__(self, *, verbose: bool = True, console: Console | None = None) -> None:
@@ -50,9 +50,6 @@ class ConsoleReader:
             self.console.print(Text(record.event.explain(), style=record.event.style))
         else:
             self._summarise(record.event, record.step)
-
-    def close(self) -> None:
-        """Do nothing: no text is kept after the end of a step."""
 
     def _print_event(self, record: TraceRecord) -> None:
         event = record.event
@@ -82,15 +79,12 @@ def at_most(limit: int, texts: list[str]) -> list[str]:
     return texts if len(texts) <= limit else [*texts[:limit], f"and {len(texts) - limit} more"]
 
 
-class Records(list[TraceRecord]):
+class Records(list[TraceRecord], TraceReader):
     """Stores all records."""
 
     def read(self, record: TraceRecord) -> None:
         """Append a record."""
         self.append(record)
-
-    def close(self) -> None:
-        """Keep the records, which are read after the run."""
 
     def of(self, kind: type[E]) -> list[tuple[int, E]]:
         """Return all events of a kind so far, each with its step."""

@@ -37,7 +37,8 @@ class TraceReader(Protocol):
         """Process one record. An exception detaches the reader with a warning; the engine goes on."""
 
     def close(self) -> None:
-        """Write out what is left; no record comes after this call."""
+        """Write out what is left; no record comes after this call. A subclass that keeps nothing inherits this."""
+        return
 
 
 class Tracer:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from m1_single_request.events import RequestAdded
 from m1_single_request.output_events import Finish
-from m1_single_request.tracer import TraceRecord
+from m1_single_request.tracer import TraceReader, TraceRecord
 from m2_continuous_batching.events import LeftOut
 
 GLYPHS = {
@@ -46,7 +46,7 @@ class Lane:
         return next((state for state in GLYPHS if state in here), None)
 
 
-class Timeline:
+class Timeline(TraceReader):
     """Trace reader that builds the lanes."""
 
     def __init__(self) -> None:
@@ -68,9 +68,6 @@ class Timeline:
             self._ended.append(event.rid)
         elif event.ends_step:
             self._end_step(record.step)
-
-    def close(self) -> None:
-        """Keep all data, so that the timeline can be drawn after the run."""
 
     def draw(self, width: int, *, latest: bool = False) -> Group:
         """Return the timeline in lines of at most `width` characters, and a legend.

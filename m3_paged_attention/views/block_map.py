@@ -10,7 +10,8 @@ names; `draw` shows it on a console, in letters and colours with the same meanin
 used blocks, without owners.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -22,7 +23,7 @@ from rich.text import Text
 
 from m1_single_request.events import Event, RequestAdded, some
 from m1_single_request.output_events import Finish
-from m1_single_request.tracer import TraceRecord
+from m1_single_request.tracer import TraceReader, TraceRecord
 from m2_continuous_batching.events import Batch
 from m3_paged_attention.events import KVSized
 from m3_paged_attention.kv_events import (
@@ -36,7 +37,7 @@ from m3_paged_attention.kv_events import (
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, ParallelSampling, Preempted
 
 E = TypeVar("E", bound=Event)
-Tables = Mapping[str, tuple[int, ...]]
+Tables = dict[str, tuple[int, ...]]
 """Block tables by request id."""
 
 DECISIONS = (
@@ -62,26 +63,26 @@ class Block:
     """Number of its slots that hold the KV of a token."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Frame:
     """The map at the end of one step."""
 
-    step: int
-    num_blocks: int
+    step: int = 0
+    num_blocks: int = 0
     """Blocks that can be allocated; their ids are 1 to `num_blocks`."""
-    block_size: int
+    block_size: int = 1
     """Tokens per block."""
-    requests: tuple[str, ...]
+    requests: tuple[str, ...] = ()
     """All requests so far, in the order of arrival. The index of a request never changes, so it can select a colour."""
-    tables: Tables
+    tables: Tables = field(default_factory=dict)
     """Device blocks by request id, in the order of the request's tokens."""
-    num_kv: Mapping[str, int]
-    """Number of tokens with KV, for each request in `tables`."""
+    num_kv: dict[str, int] = field(default_factory=dict)
+    """Number of tokens with KV, at least for each request in `tables`."""
     host_tables: Tables = field(default_factory=dict)
     """Host blocks of swapped-out requests by request id."""
-    waiting: Mapping[str, str] = field(default_factory=dict)
+    waiting: dict[str, str] = field(default_factory=dict)
     """Unfinished requests that do not run, in their order: `waits` or `preempted`."""
-    events: tuple[Event, ...] = ()
+    events: list[Event] = field(default_factory=list)
     """Events of this step of the kinds in `DECISIONS`, in the order of the trace."""
 
     @cached_property
@@ -114,86 +115,68 @@ class Frame:
         return sorted(self.events, key=lambda event: DECISIONS.index(type(event)))
 
 
-class BlockMap:
+class BlockMap(TraceReader):
     """Trace reader that stores a frame of every step."""
 
     def __init__(self) -> None:
         self.sized: KVSized | None = None
         """The event of the memory's size; None if the reader was attached later."""
         self.frames: list[Frame] = []
-        self._shape = (0, 1)  # number of blocks, tokens per block
-        self._requests: dict[str, None] = {}
-        self._tables: dict[str, tuple[int, ...]] = {}
-        self._host_tables: dict[str, tuple[int, ...]] = {}
-        self._num_kv: dict[str, int] = {}
-        self._waiting: dict[str, str] = {}
-        self._events: list[Event] = []
+        self._now = Frame()
 
     def read(self, record: TraceRecord) -> None:
         """Apply one record."""
-        event = record.event
-        self._change(event)
+        event, now = record.event, self._now
+        self._change(event, now)
         if isinstance(event, DECISIONS):
-            self._events.append(event)
+            now.events.append(event)
         if event.ends_step:
-            self._end_step(record.step)
+            now.step, now.requests = record.step, _joined(now.requests, now.tables)  # tables: older than this reader
+            self.frames.append(Frame(**{name: copy(value) for name, value in vars(now).items()}))
+            now.events.clear()
 
-    def close(self) -> None:
-        """Keep all frames, so that they can be drawn after the run."""
-
-    def _change(self, event: Event) -> None:
+    def _change(self, event: Event, now: Frame) -> None:
         match event:
             case KVSized():
-                self.sized, self._shape = event, (event.num_blocks, event.block_size)
+                self.sized, now.num_blocks, now.block_size = event, event.num_blocks, event.block_size
             case BlocksUsed():
-                self._shape = (event.num_used + event.num_free, event.block_size)
+                now.num_blocks, now.block_size = event.num_used + event.num_free, event.block_size
             case RequestAdded():
-                self._requests[event.rid], self._waiting[event.rid] = None, "waits"
+                now.requests, now.waiting[event.rid] = _joined(now.requests, [event.rid]), "waits"
             case Admit():
-                self._waiting.pop(event.rid, None)
+                now.waiting.pop(event.rid, None)
             case BlocksAllocated():
-                self._tables[event.owner] = (*self._tables.get(event.owner, ()), *event.block_ids)
+                now.tables[event.owner] = (*now.tables.get(event.owner, ()), *event.block_ids)
             case BlocksForked():
-                self._tables[event.owner], self._num_kv[event.owner] = event.block_ids, event.num_tokens
+                now.tables[event.owner], now.num_kv[event.owner] = event.block_ids, event.num_tokens
             case BlockCopied():
-                table = self._tables.get(event.owner, ())
-                self._tables[event.owner] = tuple(event.target if b == event.source else b for b in table)
+                table = now.tables.get(event.owner, ())
+                now.tables[event.owner] = tuple(event.target if b == event.source else b for b in table)
             case BlocksSwapped():
                 self._drop(event.owner)
-                here, blocks = (self._host_tables, event.host_block_ids), (self._tables, event.block_ids)
+                here, blocks = (now.host_tables, event.host_block_ids), (now.tables, event.block_ids)
                 tables, block_ids = here if event.direction == "out" else blocks
                 tables[event.owner] = block_ids
             case Batch():
-                self._num_kv |= dict(zip(event.rids, event.seq_lens, strict=True))
+                now.num_kv |= dict(zip(event.rids, event.seq_lens, strict=True))
             case Preempted():
-                self._waiting = {event.rid: "preempted"} | self._waiting
+                now.waiting = {event.rid: "preempted"} | now.waiting
             case BlocksFreed():
                 self._drop(event.owner)
-                self._num_kv.pop(event.owner, None)
+                now.num_kv.pop(event.owner, None)
             case Finish():
                 self._drop(event.rid)
-                self._waiting.pop(event.rid, None)
+                now.waiting.pop(event.rid, None)
 
     def _drop(self, request_id: str) -> None:
         """Remove the blocks of a request, on the device and on the host."""
-        self._tables.pop(request_id, None)
-        self._host_tables.pop(request_id, None)
+        self._now.tables.pop(request_id, None)
+        self._now.host_tables.pop(request_id, None)
 
-    def _end_step(self, step: int) -> None:
-        self._requests |= dict.fromkeys(self._tables)  # one that arrived before the reader
-        self.frames.append(
-            Frame(
-                step,
-                *self._shape,
-                requests=tuple(self._requests),
-                tables=dict(self._tables),
-                num_kv={request_id: self._num_kv.get(request_id, 0) for request_id in self._tables},
-                host_tables=dict(self._host_tables),
-                waiting=dict(self._waiting),
-                events=tuple(self._events),
-            )
-        )
-        self._events.clear()
+
+def _joined(requests: Iterable[str], more: Iterable[str]) -> tuple[str, ...]:
+    """Return all requests once, those of `more` that are new at the end."""
+    return tuple(dict.fromkeys([*requests, *more]))
 
 
 # --- on a console -----------------------------------------------------------------------------------------------------

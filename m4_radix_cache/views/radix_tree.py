@@ -25,7 +25,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from m1_single_request.events import EngineStarted, StepDone, some
-from m1_single_request.tracer import TraceRecord
+from m1_single_request.tracer import TraceReader, TraceRecord
 from m3_paged_attention.events import KVSized
 from m4_radix_cache.events import Admit
 from m4_radix_cache.mem_cache.events import CacheFlushed, Evicted, Inserted, Locked, Split
@@ -77,7 +77,7 @@ class Node:
             node = node.parent
 
 
-class RadixTreeView:
+class RadixTreeView(TraceReader):
     """Keeps the cache as a tree of nodes. Attach it before the first request; it needs the whole trace.
 
     A trace may have several engines, one after the other: the tree is that of the last one.
@@ -122,9 +122,6 @@ class RadixTreeView:
                 self._num_slots = event.num_blocks * event.block_size
             case StepDone() as event:
                 self._num_held = event.kv_tokens
-
-    def close(self) -> None:
-        """Do nothing: the view can be drawn after the run."""
 
     def _insert(self, event: Inserted) -> None:
         """Add one node in a tree, or one for each page in a table."""

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from m1_single_request.events import EngineStarted
 from m1_single_request.output_events import Result
-from m1_single_request.tracer import TraceRecord
+from m1_single_request.tracer import TraceReader, TraceRecord
 from m5_chunked_prefill_spec.events import Verified
 
 STYLES = {"accepted": "green", "corrected": "bold red", "bonus": "bold cyan", "own": "default"}
@@ -37,7 +37,7 @@ class Token(NamedTuple):
     """As returned by `Verified.origin`; `own`: without any draft."""
 
 
-class TokenOrigins:
+class TokenOrigins(TraceReader):
     """Keeps the tokens of each request with their origins; of several engines in a trace, those of the last one."""
 
     def __init__(self) -> None:
@@ -56,9 +56,6 @@ class TokenOrigins:
                 verified = self._verified.pop(event.rid, None)
                 for place, token_id in enumerate(event.tokens):
                     self.tokens[event.rid].append(Token(token_id, verified.origin(place) if verified else "own"))
-
-    def close(self) -> None:
-        """Do nothing: the tokens can be drawn after the run."""
 
 
 def coloured(tokens: Sequence[Token], text_of: Callable[[list[int]], str], *, with_marks: bool) -> Text:

@@ -17,7 +17,7 @@ from itertools import product
 import numpy as np
 from rich.text import Text
 
-from m1_single_request.tracer import TraceRecord
+from m1_single_request.tracer import TraceReader, TraceRecord
 from m6_multimodal_pd.events import PositionsAssigned
 
 AROUND = 4
@@ -27,7 +27,7 @@ MOST_TOKENS = 72
 KEY = "#: a token of a picture, .: a token of text"
 
 
-class PositionsView:
+class PositionsView(TraceReader):
     """Keeps the positions of each prompt with pictures."""
 
     def __init__(self) -> None:
@@ -38,9 +38,6 @@ class PositionsView:
         """Keep the positions of a prompt."""
         if isinstance(record.event, PositionsAssigned):
             self.assigned[record.event.rid.partition("/")[0]] = record.event
-
-    def close(self) -> None:
-        """Do nothing: the view can be drawn after the run."""
 
     def draw(self, rid: str, width: int = 80) -> Text:
         """Return the pictures of a prompt and some text around them: a column for each token, in lines of `width`."""

@@ -26,7 +26,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from m1_single_request.events import size
-from m1_single_request.tracer import TraceRecord
+from m1_single_request.tracer import TraceReader, TraceRecord
 from m6_multimodal_pd.disaggregation.events import EngineJoined, EngineLost, Reported, RequestRouted
 
 REPLAY_S = 8.0
@@ -35,7 +35,7 @@ STYLES = {START: "dim", "WAITING_FOR_INPUT": "yellow", "TRANSFERRING": "cyan", "
 """Colours of the states of a transfer."""
 
 
-class TwoEnginesView:
+class TwoEnginesView(TraceReader):
     """Keeps the last reports of all engines of a group, and the transfers of the last requests.
 
     Of a request with several attempts only the last transfer is kept.
@@ -65,9 +65,6 @@ class TwoEnginesView:
             case Reported() as event:
                 self.latest[event.engine, event.what] = event
                 self.transfers.get(dict(event.facts).get("room"), []).append(event)
-
-    def close(self) -> None:
-        """Do nothing: the view can be drawn after the run."""
 
     def _begin(self, rid: str, room: int) -> None:
         """Begin a transfer; forget the one of an earlier attempt, and those of the oldest requests."""
