@@ -12,8 +12,11 @@ from random import Random
 from statistics import mean
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from m1_single_request.demo_tour import checked
-from m1_single_request.events import some
+from m1_single_request.events import size, some
 from m1_single_request.llm_engine import LLMEngine
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
@@ -84,6 +87,20 @@ def fastest(ways: dict[str, Callable[[], Run]]) -> dict[str, Run]:
     """Run each way several times, in turn, so that a slow period of the machine meets all; return the fastest runs."""
     rounds = [{name: way() for name, way in ways.items()} for _ in range(ROUNDS)]
     return {name: min((each[name] for each in rounds), key=lambda run: run.seconds) for name in ways}
+
+
+def compare(ways: dict[str, Callable[[], Run]], console: Console) -> dict[str, Run]:
+    """Measure each way in several rounds; print a table of the fastest runs, and return them."""
+    with console.status("measuring", refresh_per_second=2):
+        runs = fastest(ways)
+    columns = ("steps", "running, at most", "mean", "mean KV", "tokens/s", "latency")
+    table = Table("", *columns, box=None, padding=(0, 2, 0, 0))
+    for name, own in runs.items():
+        most, held = max(each.num_running for each in own.stats), mean(each.kv_bytes for each in own.stats)
+        numbers = f"{len(own.stats):,}", str(most), f"{own.mean_running:.1f}", size(round(held))
+        table.add_row(name, *numbers, f"{own.tokens_per_second:,.0f}", f"{mean(own.latencies):.2f} s")
+    console.print(table, "")
+    return runs
 
 
 def same_answers(runs: dict[str, Run]) -> str:

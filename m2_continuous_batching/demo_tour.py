@@ -8,11 +8,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from statistics import mean
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from m1_single_request.demo_tour import bullets, checked, headline, user_prompt
@@ -22,7 +20,7 @@ from m1_single_request.output_events import Finish
 from m1_single_request.outputs import RequestOutput
 from m1_single_request.sampling_params import SamplingParams
 from m1_single_request.trace_readers import Records
-from m2_continuous_batching.demo_comparison import Run, Workload, fastest, make_workload, run, same_answers
+from m2_continuous_batching.demo_comparison import Run, Workload, compare, make_workload, run, same_answers
 from m2_continuous_batching.events import Forward, KVUsage, LeftOut, NotAdmitted
 from m2_continuous_batching.views.timeline import Timeline
 
@@ -32,6 +30,9 @@ LATE = ("What is a KV cache?", "What is padding waste?", "Thank you!", RECALL, "
 LATE_AFTER = 4  # steps
 NOUNS = ("zebra", "otter", "lamp", "eagle", "candle", "goat", "kite")
 PACE = 0.05  # minimum time of a step in the live view, in seconds
+
+Draw = Callable[[], RenderableType]
+"""Returns a view of the run until now."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def tour(engine: LLMEngine, params: SamplingParams, console: Console, *, num_pro
     )
     engine.tracer.attach(timeline)
     engine.tracer.attach(records)
-    latest = partial(timeline.draw, console.width, latest=True)
-    outputs = run_story(engine, story, params, console, latest, is_live=is_live)
+    draw = partial(timeline.draw, console.width, latest=True) if is_live else None
+    outputs = run_story(engine, story, params, console, draw)
     engine.tracer.close()
     console.print(timeline.draw(console.width))
     show_answers(console, story, outputs)
@@ -89,19 +90,13 @@ def make_story(engine: LLMEngine, budget: int) -> list[Question]:
 
 
 def run_story(
-    engine: LLMEngine,
-    story: list[Question],
-    params: SamplingParams,
-    console: Console,
-    draw: Callable[[], RenderableType],
-    *,
-    is_live: bool,
+    engine: LLMEngine, story: list[Question], params: SamplingParams, console: Console, draw: Draw | None
 ) -> list[RequestOutput]:
     """Run steps until all questions are answered. Late ones arrive earlier if the engine is idle before.
 
-    On a terminal, if `is_live`, a view is drawn after each step, and erased in the end.
+    On a terminal, what `draw` returns is drawn after each step, and erased in the end.
     """
-    is_live = is_live and console.is_terminal and not console.is_dumb_terminal
+    is_live = draw is not None and console.is_terminal and not console.is_dumb_terminal
     coming, outputs, num_steps = list(story), dict[str, RequestOutput | None](), 0
     with Live(console=console, auto_refresh=False, transient=True) if is_live else nullcontext() as live:
         while coming or engine.has_unfinished_requests():
@@ -111,7 +106,7 @@ def run_story(
                 outputs[engine.add_request(question.token_ids, question.params or params)] = None
             outputs |= engine.step()
             num_steps += 1
-            if live is not None:
+            if live is not None and draw is not None:
                 live.update(draw(), refresh=True)
                 time.sleep(PACE)
     return [checked(output) for output in outputs.values() if output]
@@ -160,14 +155,8 @@ def show_comparison(engine: LLMEngine, workload: Workload, console: Console) -> 
         f"wait from the start. Static: {size} are submitted at a time, the next {size} when all of these have ended. "
         f"Continuous: all at once. Latency is the mean time from the start to the end of a request.",
     )
-    with console.status("measuring", refresh_per_second=2):
-        groups = {"static": size, "continuous": len(workload)}
-        runs = fastest({name: partial(run, engine, workload, count) for name, count in groups.items()})
-    table = Table("", "steps", "requests in a step", "wall time", "tokens per second", "latency")
-    for name, own in runs.items():
-        speed, latency = f"{own.tokens_per_second:,.0f}", f"{mean(own.latencies):.2f} s"
-        table.add_row(name, f"{len(own.stats):,}", f"{own.mean_running:.1f}", f"{own.seconds:.2f} s", speed, latency)
-    console.print(table)
+    groups = {"static": size, "continuous": len(workload)}
+    runs = compare({name: partial(run, engine, workload, count) for name, count in groups.items()}, console)
     bullets(console, [conclusion(runs["static"], runs["continuous"], size), same_answers(runs)])
 
 

@@ -5,12 +5,10 @@ Part of `python -m m3_paged_attention.demo`; no part of the engine depends on it
 
 from dataclasses import replace
 from functools import partial
-from statistics import mean
 from typing import Any
 
 import torch
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from m1_single_request.config import ModelConfig as FileModelConfig, TraceConfig
@@ -18,7 +16,7 @@ from m1_single_request.demo_tour import bullets, headline
 from m1_single_request.events import size, some
 from m1_single_request.sampling_params import SamplingParams
 from m2_continuous_batching import LLMEngine as SlotEngine, SchedulerConfig as SlotSchedulerConfig
-from m2_continuous_batching.demo_comparison import Run, Workload, fastest, make_workload, run, same_answers
+from m2_continuous_batching.demo_comparison import Run, Workload, compare, make_workload, run, same_answers
 from m2_continuous_batching.demo_tour import FIRST, LATE, LATE_AFTER, make_story, run_story, show_answers
 from m3_paged_attention.events import KVSized
 from m3_paged_attention.kv_events import BlockCopied, BlocksForked
@@ -62,7 +60,7 @@ def tour(
         longest = min(sized.num_blocks * sized.block_size, budget)
         story = make_story(engine, longest)
         story = [replace(each, params=several(params)) if each.title == FORKED else each for each in story]
-        outputs = run_story(engine, story, single, console, latest, is_live=not trace.readers)
+        outputs = run_story(engine, story, single, console, None if trace.readers else latest)
         engine.tracer.close()
         for title, frame in highlights(block_map.frames):
             console.print(Text(title, style="bold"), draw(frame, console.width), Text(""), sep="\n")
@@ -136,15 +134,9 @@ def show_comparison(engine: LLMEngine, sized: KVSized, workload: Workload, conso
         model=model.model, device=model.device, dtype=model.dtype, seed=model.seed, max_model_len=num_tokens
     )
     limits = SlotSchedulerConfig(max_num_seqs=num_slots)
-    with SlotEngine(model_config=config, scheduler_config=limits) as m2, console.status("measuring"):
+    with SlotEngine(model_config=config, scheduler_config=limits) as m2:
         ways = {"m2": m2, "m3": engine}
-        runs = fastest({name: partial(run, each, workload, len(workload)) for name, each in ways.items()})
-    table = Table("", "in flight, at most", "on average", "KV, on average", "steps", "tokens per second")
-    for name, own in runs.items():
-        most, held = max(each.num_running for each in own.stats), mean(each.kv_bytes for each in own.stats)
-        flight = str(most), f"{own.mean_running:.1f}"
-        table.add_row(name, *flight, size(round(held)), f"{len(own.stats):,}", f"{own.tokens_per_second:,.0f}")
-    console.print(table)
+        runs = compare({name: partial(run, each, workload, len(workload)) for name, each in ways.items()}, console)
     bullets(console, [*conclusions(runs["m2"], runs["m3"]), same_answers(runs)])
 
 

@@ -77,8 +77,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 
 def request_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of every request."""
-    config = config_of(args, RequestConfig)
-    return {"priority": config.priority, "cache_salt": config.cache_salt}
+    return vars(config_of(args, RequestConfig))
 
 
 def cache_config(args: argparse.Namespace) -> CacheConfig:

@@ -22,6 +22,7 @@ from m1_single_request.events import Event, RequestAdded, some
 from m1_single_request.input_processor import Message
 from m1_single_request.trace_readers import readers_of
 from m1_single_request.tracer import TraceReader
+from m3_paged_attention.demo_tour import several
 from m4_radix_cache import CacheConfig, LLMEngine, RequestOutput, SamplingParams, TraceConfig
 from m4_radix_cache.events import Admit, Audit, Matched, PolicyOrder, Retract
 from m4_radix_cache.mem_cache.events import Evicted
@@ -262,11 +263,6 @@ def prompt_of(engine: Any, content: Any, past: Sequence[Message] = ()) -> list[i
     if tokenizer.chat_template is not None:
         return engine.chat_prompt(messages)
     return list(tokenizer.encode("".join(f"{message['content']}\n" for message in messages)))
-
-
-def several(params: SamplingParams) -> SamplingParams:
-    """Return parameters that draw if they ask for several answers: greedy ones would all be the same."""
-    return replace(params, temperature=1.0, top_p=0.95, seed=6) if params.n > 1 and params.is_greedy else params
 
 
 def sized(config: CacheConfig, num_tokens: int) -> CacheConfig:

@@ -23,7 +23,8 @@ from rich.text import Text
 from m1_single_request.demo_tour import QUESTION, bullets, checked
 from m1_single_request.errors import InvalidPromptError
 from m1_single_request.events import some
-from m4_radix_cache.demo_tour import NOUNS, Stage, codes, prompt_of, several
+from m3_paged_attention.demo_tour import several
+from m4_radix_cache.demo_tour import NOUNS, Stage, codes, prompt_of
 from m5_chunked_prefill_spec.demo_tour import TEXT, run_streams, timelines
 from m6_multimodal_pd import DisaggregationConfig, LLMEngine, RequestOutput, SamplingParams
 from m6_multimodal_pd.demo_terminal import shown
@@ -194,7 +195,7 @@ class Tour(Stage):
             engine: LLMEngine = self.engine(disaggregation_config=group, parts=None)
             *_, together = self.steps(engine, batch)
         replay(self.records[start:], self.console)
-        same = sum(tokens_of(alone[rid]) == tokens_of(together[rid]) for rid in batch)
+        same = sum(alone[rid].outputs == together[rid].outputs for rid in batch)
         self.console.print(f"\n{same} of {len(batch)} requests have the same tokens as from one engine, in part 1.")
         return engine
 
@@ -265,11 +266,6 @@ def card(rid: str, ask: Ask, outputs: Outputs) -> Text:
     question = line if len(line) < 72 else f"{line[:28]} ... {line[-36:]}"
     answers = [" ".join(answer.text.split()) for answer in outputs[rid].outputs] if rid in outputs else []
     return Text.assemble((f"{rid}: {question}\n", "bold"), ("\n".join(answers), "green"), "\n")
-
-
-def tokens_of(output: Any) -> list[Any]:
-    """Return the tokens of all answers."""
-    return [answer.token_ids for answer in output.outputs]
 
 
 def conclusions(here: Mapping[str, Sequence[float]]) -> Iterator[str]:

@@ -15,7 +15,16 @@ import pytest
 from rich.console import Console
 
 from m1_single_request import demo as m1_demo
-from m2_continuous_batching import EngineError, LLMEngine, RequestOutput, SamplingParams, TraceConfig, demo, demo_tour
+from m2_continuous_batching import (
+    EngineError,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+    TraceConfig,
+    demo,
+    demo_comparison,
+    demo_tour,
+)
 from m2_continuous_batching.demo_tour import LATE_AFTER, Question, make_story, run_story, tour
 from m2_continuous_batching.views.timeline import Timeline
 from tests.m2_continuous_batching.engines import MakeEngine, greedy, limits
@@ -166,7 +175,7 @@ def test_ctrl_c_during_the_comparison_ends_the_program(monkeypatch: pytest.Monke
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo_tour, "fastest", interrupted)
+    monkeypatch.setattr(demo_comparison, "fastest", interrupted)
     assert demo.main([*SMALL]) == 130
 
 
@@ -175,7 +184,7 @@ def test_ctrl_c_during_the_comparison_ends_the_program(monkeypatch: pytest.Monke
 
 def silently(engine: LLMEngine, story: list[Question], params: SamplingParams) -> list[RequestOutput]:
     """Run a story without a view."""
-    return run_story(engine, story, params, Console(), lambda: "", is_live=False)
+    return run_story(engine, story, params, Console(), None)
 
 
 def test_a_live_timeline_is_drawn_after_every_step_and_whole_at_the_end(
