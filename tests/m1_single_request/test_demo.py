@@ -23,14 +23,10 @@ from m1_single_request.demo_tour import costs, show_answer, user_prompt
 from m1_single_request.model_runner import ModelInputs, ModelRunner
 from m1_single_request.outputs import RequestMetrics
 from tests.m1_single_request.engines import MakeEngine, failing_runner, greedy, scripted
+from tests.support.demos import events_of, words
 
 ROOT = Path(__file__).parents[2]
 TALK = "What is a KV cache?\n/reset\n/nonsense\n\nWhat is prefill?\n"
-
-
-def words(text: str) -> str:
-    """A text without its line breaks: the console makes them anywhere."""
-    return " ".join(text.split())
 
 
 def start(*flags: str, **options: Any) -> subprocess.Popen[bytes]:
@@ -140,7 +136,7 @@ def test_a_prompt_is_answered_with_the_flags(tmp_path: Path, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert err == "" and "answer" in out and "5 tokens" in out
     assert "step    1  prefill" in out and "step    2  decode" in out
-    events = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+    events = events_of(trace)
     assert (events[0]["event"], events[0]["dtype"], events[0]["max_model_len"]) == ("engine_started", "bfloat16", 64)
     added = next(event for event in events if event["event"] == "request_added")
     assert (added["max_tokens"], added["seed"]) == (5, 3)
@@ -167,42 +163,6 @@ def test_a_failed_answer_is_an_error(make_engine: MakeEngine) -> None:
     engine = make_engine({"model_runner": failing_runner(RuntimeError("it broke"), rid="req-0", position=0)})
     with pytest.raises(EngineError, match="it broke"):
         show_answer(Console(), engine.generate("a", greedy(3)))
-
-
-@pytest.mark.parametrize(
-    ("flags", "part"),
-    [
-        ("--max-tokens 0", "max_tokens=0"),
-        ("--top-p 0", "top_p=0.0"),
-        ("--device toaster", "device='toaster'"),
-        ("--dtype float8", "dtype='float8'"),
-        ("--max-model-len 9000", "9000"),
-        ("--stop ", "stop="),
-        ("--trace-file /nowhere/at/all/trace.jsonl", "/nowhere/at/all/trace.jsonl"),
-        ("--model /nowhere/at/all", "/nowhere/at/all does not exist"),
-        ("--raw --prompt ", "empty"),
-        (f"--prompt {'a ' * 5000}", "max_model_len"),
-    ],
-    ids=lambda value: value[:30],
-)
-def test_a_bad_value_is_one_clear_line(flags: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    *before, name, value = flags.split(" ", maxsplit=flags.startswith("--raw") + 1)
-    assert demo.main(["--prompt", "a", "--trace", "off", *before, name, value]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.strip().splitlines()) == 1 and part in err
-
-
-@pytest.mark.parametrize("flags", ["--raw", "--raw --chat"])
-def test_raw_without_a_prompt_is_an_error(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(flags.split()) == 2
-    assert capsys.readouterr() == ("", "ConfigError: raw has no effect without a prompt\n")
-
-
-@pytest.mark.parametrize("flags", ["--nonsense", "--max-tokens many", "--trace loud", "--prompt a --chat", "stray"])
-def test_a_bad_flag_is_refused_with_the_usage(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        demo.main(flags.split())
-    assert caught.value.code == 2 and "usage:" in capsys.readouterr().err
 
 
 # --- a chat -----------------------------------------------------------------------------------------------------------

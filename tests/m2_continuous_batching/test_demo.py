@@ -1,7 +1,6 @@
 """The demo: the tour on a terminal and in a file, m1's flags, and no traceback in any way out."""
 
 import io
-import json
 import os
 import pty
 import re
@@ -28,6 +27,7 @@ from m2_continuous_batching import (
 from m2_continuous_batching.demo_tour import LATE_AFTER, Question, make_story, run_story, tour
 from m2_continuous_batching.views.timeline import Timeline
 from tests.m2_continuous_batching.engines import MakeEngine, greedy, limits
+from tests.support.demos import events_of, words
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--num-prompts", "5", "--max-tokens", "16")
@@ -39,11 +39,6 @@ def lanes(out: str) -> dict[str, str]:
     for rid, cells in re.findall(r"^(req-\d+)  ([ .P\-x|]+)$", out, re.MULTILINE):
         found[rid] = found.get(rid, "") + cells
     return found
-
-
-def words(text: str) -> str:
-    """A text without its line breaks: the console makes them anywhere."""
-    return " ".join(text.split())
 
 
 @pytest.fixture
@@ -79,8 +74,7 @@ def test_the_tour_draws_explains_and_compares(
         "token for token",
     ):
         assert part in words(out), part
-    events = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
-    assert sum(event["event"] == "finish" for event in events) == 8, "the comparison runs without a trace"
+    assert len(events_of(trace, "finish")) == 8, "the comparison runs without a trace"
 
 
 def test_the_limits_are_those_of_the_flags(
@@ -92,9 +86,8 @@ def test_the_limits_are_those_of_the_flags(
     out, err = capsys.readouterr()
     assert err == "" and "At most 2 requests run at a time (max_num_seqs), with at most 60 new" in words(out)
     assert out.index("step    1  prefill") < out.index("\nstep   1  "), "the trace comes before the timeline"
-    events = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
-    batches = [event for event in events if event["event"] == "batch"]
-    assert not any(event["event"] == "forward" for event in events)
+    batches = events_of(trace, "batch")
+    assert not events_of(trace, "forward")
     assert max(len(batch["rids"]) for batch in batches) == 2 and {batch["budget"] for batch in batches} == {60}
 
 
@@ -152,23 +145,6 @@ def test_the_budget_of_a_conversation_fits_its_prompts(
     assert demo.main(["--chat", "--max-tokens", "4"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and out.count("model  >") == 2 and "Error" not in out
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--max-num-batched-tokens 2", "max_num_batched_tokens=2 is less than max_num_seqs=4"),
-        ("--max-num-batched-tokens 10", "max_num_batched_tokens is 10"),
-        ("--max-num-seqs 0", "max_num_seqs=0"),
-        ("--num-prompts 0", "num_prompts=0"),
-        ("--max-num-seqs 100000000", "max_num_seqs of at most"),
-        ("--trace-file /nowhere/at/all/trace.jsonl", "/nowhere/at/all/trace.jsonl"),
-    ],
-)
-def test_a_bad_value_is_one_clear_line(flags: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(flags.split()) == 2
-    err = capsys.readouterr().err
-    assert len(err.strip().splitlines()) == 1 and named in err
 
 
 def test_ctrl_c_during_the_comparison_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The demo: the tour on a terminal and in a file, m1's and m2's flags, and no traceback in any way out."""
 
 import io
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,13 @@ from m2_continuous_batching.demo_tour import LATE_AFTER
 from m3_paged_attention import DEFAULT_MODEL, CacheConfig, SamplingParams, TraceConfig, demo, demo_tour
 from m3_paged_attention.demo_tour import conclusions, several, tour
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting
-
-
-def words(text: str) -> str:
-    """A text without its line breaks: the console makes them anywhere."""
-    return " ".join(text.replace("\N{NO-BREAK SPACE}", " ").split())
+from tests.support.demos import events_of, words
 
 
 @pytest.fixture
 def without_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second part of the tour is left out."""
     monkeypatch.setattr(demo_tour, "show_comparison", lambda *args: None)
-
-
-def events_of(trace: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
 
 
 # --- the tour ---------------------------------------------------------------------------------------------------------
@@ -70,9 +61,8 @@ def test_the_tour_maps_explains_and_compares(
     grids = re.findall(r"^ +1  ((?:[A-Z][\d ] |[a-z][\d ] |\.  ){24})", out, re.MULTILINE)
     assert len(grids) == 5, "a map for each highlight"
     assert "A  A  a  B3 B3 b3 E  E" in grids[0], "three of the first blocks have three holders"
-    events = events_of(trace)
-    assert any(event["event"] == "admit" and event["num_output_tokens"] for event in events), "a request came back"
-    assert sum(event["event"] == "finish" for event in events) == 10, "the comparison runs without a trace"
+    assert any(admit["num_output_tokens"] for admit in events_of(trace, "admit")), "a request came back"
+    assert len(events_of(trace, "finish")) == 10, "the comparison runs without a trace"
 
 
 def test_the_memory_is_that_of_the_flags(
@@ -83,10 +73,10 @@ def test_the_memory_is_that_of_the_flags(
     assert demo.main([*flags.split(), str(trace)]) == 0
     out, err = capsys.readouterr()
     assert err == "" and "with 4 answers to" in words(out) and "18 blocks of 16 tokens" in words(out)
-    (sized,) = (event for event in events_of(trace) if event["event"] == "kv_sized")
+    (sized,) = events_of(trace, "kv_sized")
     assert (sized["block_size"], sized["num_blocks"], sized["num_host_blocks"]) == (16, 18, 18)
-    assert max(len(event["rids"]) for event in events_of(trace) if event["event"] == "batch") == 6
-    assert {event["mode"] for event in events_of(trace) if event["event"] == "preempted"} <= {"swap"}
+    assert max(len(event["rids"]) for event in events_of(trace, "batch")) == 6
+    assert {event["mode"] for event in events_of(trace, "preempted")} <= {"swap"}
 
 
 @pytest.mark.parametrize(
@@ -151,33 +141,6 @@ def test_a_conversation_is_that_of_m1(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert demo.main(["--chat", "--max-tokens", "4", "--num-blocks", "8"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and out.count("model  >") == 2 and "Error" not in out
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--n 0", "n=0"),
-        ("--chat --n 2", "n=2"),
-        ("--threads 0", "threads=0"),
-        ("--num-prompts 0", "num_prompts=0"),
-        ("--block-size 0", "block_size=0"),
-        ("--num-blocks 9 --kv-cache-memory-bytes 9", "give one of them"),
-        ("--kv-cache-memory-bytes 100000", "max_model_len of at most"),
-        ("--num-blocks 1", "the whole KV memory has 1"),
-        ("--max-num-batched-tokens 2", "max_num_batched_tokens=2 is less than max_num_seqs=16"),
-        ("--trace-file /nowhere/at/all/trace.jsonl", "/nowhere/at/all/trace.jsonl"),
-    ],
-)
-def test_a_bad_value_is_one_clear_line(flags: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(flags.split()) == 2
-    err = capsys.readouterr().err
-    assert len(err.strip().splitlines()) == 1 and named in err
-
-
-def test_the_execution_of_m2_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        demo.main(["--execution", "padded"])
-    assert caught.value.code == 2 and "unrecognized arguments: --execution" in capsys.readouterr().err
 
 
 def test_a_live_map_is_drawn_after_every_step_and_leaves_nothing_behind(

@@ -1,7 +1,6 @@
 """The demo: right numbers in the sentences of its tour, the flags of all milestones, and no traceback in any end."""
 
 import io
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,16 +22,12 @@ from m4_radix_cache import (
     demo,
     demo_tour,
 )
-from m4_radix_cache.demo_tour import RECORDED, Stage, beside_recorded, several, sized
+from m4_radix_cache.demo_tour import RECORDED, Stage, beside_recorded, sized
 from m4_radix_cache.events import Admit, Audit
 from m4_radix_cache.views.radix_tree import RadixTreeView
+from tests.support.demos import events_of, words
 
 ROOT = Path(__file__).parents[2]
-
-
-def words(text: str) -> str:
-    """A text without its line breaks: the console makes them anywhere."""
-    return " ".join(text.split())
 
 
 @pytest.fixture(autouse=True)
@@ -135,12 +130,6 @@ def test_all_subjects_run_in_each_round_and_the_first_round_does_not_count(monke
     assert calls == [1, 2] * 3
 
 
-def test_several_greedy_answers_are_drawn() -> None:
-    one, drawing = SamplingParams(max_tokens=9), SamplingParams(temperature=0.5, seed=1, n=2)
-    assert several(one) == one and several(drawing) == drawing
-    assert several(SamplingParams(max_tokens=9, n=3)).temperature == 1.0
-
-
 def test_a_reader_of_several_engines_is_closed_at_the_end_of_the_tour() -> None:
     calls: list[str] = []
     reader = SimpleNamespace(read=lambda record: calls.append("read"), close=lambda: calls.append("close"))
@@ -183,11 +172,6 @@ def test_the_flags_reach_the_engine() -> None:
     assert demo.request_options(args) == {"priority": -3, "cache_salt": None}
 
 
-def events(trace: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, trace.read_text(encoding="utf-8").splitlines())
-    return [event for event in lines if event["event"] == kind]
-
-
 def test_the_answers_to_a_prompt_share_it_under_the_salt_of_the_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,8 +180,8 @@ def test_the_answers_to_a_prompt_share_it_under_the_salt_of_the_flags(
     assert demo.main([*flags.split(), "--trace-file", str(trace)]) == 0
     out, err = capsys.readouterr()
     assert err == "" and re.findall(r"^answer (\d)  ", out, re.MULTILINE) == ["0", "1", "2"]
-    assert [admit["prefix"] > 0 for admit in events(trace, "admit")] == [False, True, True]
-    assert {event["extra_key"] for event in events(trace, "inserted")} == {"mine"}
+    assert [admit["prefix"] > 0 for admit in events_of(trace, "admit")] == [False, True, True]
+    assert {event["extra_key"] for event in events_of(trace, "inserted")} == {"mine"}
 
 
 def test_a_prompt_has_a_verbose_trace_and_the_number_of_reused_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,34 +202,16 @@ def test_each_answer_of_a_chat_has_the_number_of_reused_tokens(
     assert reuse == [("18", "0", "18"), ("69", "48", "21"), ("18", "16", "2")]
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--prompt a --n 0", "n=0"),
-        ("--chat --n 2", "n=2"),
-        ("--threads 0", "threads=0"),
-        ("--num-prompts 0", "num_prompts=0"),
-        ("--page-size 0", "page_size=0"),
-        ("--num-blocks 0", "max_total_tokens=0"),
-        ("--num-blocks 9 --max-total-tokens 99", "give one of them"),
-        ("--num-blocks 9 --kv-cache-memory-bytes 9", "give one of them"),
-        ("--prompt a --kv-cache-memory-bytes 100000", "1,024 tokens, the least that is chosen without max_model_len"),
-        ("--prompt a --num-blocks 1", "the KV memory has room for 16"),
-        ("--max-total-tokens 8", "max_total_tokens=8"),
-        ("--max-num-batched-tokens 2", "max_num_batched_tokens=2 is less than max_num_seqs=16"),
-        ("--cache hash --eviction-policy lfu", "eviction_policy='lfu'"),
-        ("--eviction-policy x", "eviction_policy='x'"),
-        ("--prompt a --cache-salt=", "cache_salt=''"),
-        ("--prompt a --priority 99999999999999999999", "priority=99999999999999999999"),
-        ("--schedule-conservativeness=-1", "schedule_conservativeness=-1.0"),
-        ("--trace-file /nowhere/at/all/trace.jsonl", "/nowhere/at/all/trace.jsonl"),
-        ("--model /nowhere/at/all", "/nowhere/at/all"),
-    ],
-)
-def test_a_bad_value_is_one_clear_line(flags: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(flags.split()) == 2
+def test_a_conversation_that_becomes_too_long_is_an_error_and_may_be_reset(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = "What is a KV cache?\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question * 3}/reset\n{question}/quit\n"))
+    assert demo.main(["--chat", "--max-model-len", "64", "--max-tokens", "12"]) == 0
     out, err = capsys.readouterr()
-    assert len(err.strip().splitlines()) == 1 and named in err and "1. Many users" not in out
+    before, after = out.split("forgotten")
+    assert err == "" and before.count("PromptTooLongError") == 1 and "max_model_len is 64" in " ".join(before.split())
+    assert "18 prompt tokens: " in after and "Error" not in after
 
 
 def test_an_interrupt_and_a_failed_request_end_the_demo(
@@ -261,24 +227,3 @@ def test_an_interrupt_and_a_failed_request_end_the_demo(
         monkeypatch.setattr(LLMEngine, "_advance", fail(error))
         assert demo.main([]) == status
     assert "no memory left" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", ["--preemption swap", "--schedule-policy foo", "--cache tree"])
-def test_a_flag_or_choice_that_does_not_exist_is_rejected(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        demo.main(flags.split())
-    assert caught.value.code == 2 and flags.split()[0] in capsys.readouterr().err
-
-
-def test_every_flag_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        demo.main(["--help"])
-    out = capsys.readouterr().out
-    assert caught.value.code == 0 and "m4_radix_cache.demo" in words(out)
-    for flag in (
-        *("prompt", "chat", "model", "trace-file", "temperature", "n", "load-format", "attention-backend", "threads"),
-        *("cache", "eviction-policy", "schedule-policy", "schedule-conservativeness", "cache-salt", "priority"),
-        *("max-num-seqs", "max-num-batched-tokens", "num-prompts", "page-size", "block-size", "num-blocks"),
-        *("max-total-tokens", "kv-cache-memory-bytes", "gpu-memory-utilization"),
-    ):
-        assert f"--{flag} " in out or f"--{flag}\n" in out, flag

@@ -16,14 +16,10 @@ from m5_chunked_prefill_spec.config import DEFAULT_DRAFT_MODEL
 from m5_chunked_prefill_spec.demo_tour import timeline
 from m5_chunked_prefill_spec.views.token_origins import Token, TokenOrigins, coloured, legend
 from tests.m5_chunked_prefill_spec.event_examples import VERIFIED
+from tests.support.demos import words
 
 ROOT = Path(__file__).parents[2]
 HAS_DRAFT = DEFAULT_DRAFT_MODEL.exists()
-
-
-def words(text: str) -> str:
-    """A text without its line breaks: the console makes them anywhere."""
-    return " ".join(text.split())
 
 
 @pytest.fixture(autouse=True)
@@ -133,25 +129,6 @@ def test_the_flags_of_a_step_change_no_answer(argv: list[str], capsys: pytest.Ca
     assert "Prefill is the first phase of generation" in words(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--num-speculative-tokens", "0", "--speculative", "ngram"], "num_speculative_tokens=0"),
-        (["--prompt", "x", "--draft-model", "somewhere"], "has no effect with method=None"),
-        (["--schedule", "prefill_first", "--target-gap-ms", "3"], "target_gap_ms has no effect"),
-        (["--no-chunked-prefill", "--chunked-prefill-size", "8"], "chunked_prefill_size has no effect"),
-        (["--max-num-batched-tokens", "3"], "max_num_batched_tokens=3 is less than max_num_seqs=16"),
-        (["--prompt", "x", "--speculative", "draft_model", "--draft-model", "/nowhere"], "nowhere"),
-        (["--prompt", "x", "--priority", str(2**70)], "priority"),
-    ],
-    ids=lambda value: value[-2] if isinstance(value, list) else None,
-)
-def test_a_bad_value_is_one_clear_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(argv) == 2
-    out, err = capsys.readouterr()
-    assert message in err and len(err.splitlines()) == 1 and "Traceback" not in out + err
-
-
 def sources(flags: str) -> dict[str, Any]:
     args = demo.m1.make_parser("m5", demo.__doc__, demo.FLAGS, demo.SPELLED).parse_args(flags.split())
     return demo.speculative_configs(args)
@@ -163,18 +140,6 @@ def test_a_tour_drafts_in_all_ways_for_which_there_is_a_model_and_a_prompt_as_re
     assert sources("--model other --draft-model small")["draft_model"].model == "small"
     assert sources("--prompt a") == {} and list(sources("--prompt a --speculative ngram")) == ["ngram"]
     assert all(own.num_speculative_tokens == 2 for own in sources("--num-speculative-tokens 2").values())
-
-
-def test_every_flag_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        demo.main(["--help"])
-    out = capsys.readouterr().out
-    for flag in (
-        *("schedule", "no-chunked-prefill", "chunked-prefill-size", "target-gap-ms", "speculative"),
-        *("num-speculative-tokens", "draft-model", "cache", "num-blocks", "max-num-batched-tokens", "priority", "n"),
-    ):
-        assert f"--{flag} " in out or f"--{flag}\n" in out, flag
-    assert "Number of streams in part 1 of the tour. Default: 4." in words(out) and "128 on a CPU" in words(out)
 
 
 # --- the view of origins ----------------------------------------------------------------------------------------------

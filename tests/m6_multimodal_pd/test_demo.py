@@ -4,7 +4,6 @@ The model is random and tiny, so its answers mean nothing: the tests check pictu
 """
 
 import io
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +24,10 @@ from m6_multimodal_pd.demo_tour import PICTURES, READ, SEEN, Tour, options_for
 from notebooks import shapes
 from notebooks.shapes import Shape
 from tests.m6_multimodal_pd.engines import MakeEngine, setting
+from tests.support.demos import events_of, words
 
 GREY, RED, BLUE, GREEN = (200, 200, 200), (255, 0, 0), (0, 0, 255), (0, 255, 0)
 Printed = tuple[str, list[dict[str, Any]]]
-
-
-def words(text: str) -> str:
-    """A text without line breaks: the console puts them anywhere."""
-    return " ".join(text.split())
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +68,6 @@ def printed(console: Console) -> str:
     file: Any = console.file
     file.flush()
     return file.buffer.getvalue().decode()
-
-
-def events_of(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 # --- the tour ---------------------------------------------------------------------------------------------------------
@@ -186,7 +176,7 @@ def test_a_picture_and_a_clip_go_with_the_prompt(
     out, err = capsys.readouterr()
     assert err == "" and "\x1b" not in out
     assert "picture.png: 96 x 96 pixels]" in words(out) and "clip.gif: 96 x 96 pixels, 4 frames]" in words(out)
-    assert [e["modality"] for e in events_of(trace) if e["event"] == "item_received"] == ["image", "video"]
+    assert [e["modality"] for e in events_of(trace, "item_received")] == ["image", "video"]
 
 
 def test_a_clip_without_a_question_is_asked_about(
@@ -213,11 +203,10 @@ def test_pictures_in_a_conversation(
     assert err == "" and out.count("it goes with the next question") == 4 and "/image needs a path" in out
     assert "InvalidMediaError: image" in out and "there is /image, /reset, /video and /quit" in out
     assert "PromptTooLongError" in out and "the pictures wait for the next question" in out
-    events = events_of(trace)
-    brought = [(e["rid"], e["modality"]) for e in events if e["event"] == "item_received"]
+    brought = [(e["rid"], e["modality"]) for e in events_of(trace, "item_received")]
     last = [("req-5", "video"), ("req-5", "image")]
     assert brought == [("req-1", "image"), ("req-2", "image"), ("req-4", "video"), *last]
-    assert len([e for e in events if e["event"] == "encoder_run"]) == 2
+    assert len(events_of(trace, "encoder_run")) == 2
 
 
 @pytest.mark.sample(2)
@@ -244,50 +233,6 @@ def test_a_picture_or_prompt_that_cannot_be_taken_is_one_clear_line(
     assert run_on(seeing_directory, "--trace", "off", *paths) == 2
     out, err = capsys.readouterr()
     assert message in err and len(err.splitlines()) == 1 and "Traceback" not in out + err
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--model", "/nowhere"], "/nowhere does not exist"),
-        (["--model", str(TEXT_MODEL), "--image", "picture.png"], "takes texts only"),
-        (["--raw", "--prompt", "x", "--image", "picture.png"], "raw"),
-        (["--prompt", "x", "--video-fps", "2"], "video_fps=2.0 has no effect"),
-        (["--encoder-budget", "0"], "encoder_budget=0"),
-        (["--min-pixels", "9", "--max-pixels", "3"], "min_pixels=9"),
-        (["--allow-url", "gopher"], "'gopher' is not one of file, http, https"),
-        (["--num-prompts", "0"], "num_prompts=0"),
-        (["--chat", "--n", "2"], "n=2"),
-        (["--prompt", "x", "--num-speculative-tokens", "3"], "num_speculative_tokens"),
-        (["--max-num-batched-tokens", "3"], "max_num_batched_tokens=3 is less than"),
-        (["--prefill", "0"], "prefill=0"),
-        (["--decode", "65"], "decode=65 engines are too many"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_a_wrong_flag_is_one_clear_line(
-    files: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
-) -> None:
-    assert demo.main([str(files / flag) if flag == "picture.png" else flag for flag in argv]) == 2
-    out, err = capsys.readouterr()
-    assert message in err and len(err.splitlines()) == 1 and "Traceback" not in out + err
-
-
-FLAGS = """prompt chat raw model device dtype max-model-len trace trace-file max-tokens temperature top-k top-p min-p
-presence-penalty frequency-penalty repetition-penalty stop seed n load-format attention-backend threads cache
-eviction-policy cache-salt priority schedule-policy schedule-conservativeness max-num-seqs max-num-batched-tokens
-num-prompts page-size block-size max-total-tokens num-blocks kv-cache-memory-bytes gpu-memory-utilization schedule
-no-chunked-prefill chunked-prefill-size target-gap-ms speculative num-speculative-tokens draft-model image video
-video-fps allow-url min-pixels max-pixels encoder-budget embedding-cache-bytes pd prefill decode transport"""
-
-
-def test_every_flag_has_a_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        demo.main(["--help"])
-    out = capsys.readouterr().out
-    assert caught.value.code == 0 and "Number of requests without a picture" in words(out)
-    missing = [flag for flag in FLAGS.split() if not re.search(rf"^  .*--{flag}[ ,\n]", out, re.M)]
-    assert missing == []
 
 
 def test_the_flags_of_pictures_reach_the_engine() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from m6_multimodal_pd import DisaggregationConfig, demo, demo_tour
 from m6_multimodal_pd.demo_tour import ONE, RECORDED, TWO, conclusions
-from tests.m6_multimodal_pd.test_demo import run_on, words
+from tests.m6_multimodal_pd.test_demo import run_on
+from tests.support.demos import words
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "m6_pd.json"
 

@@ -1,0 +1,156 @@
+"""The flags of the demos of all milestones: each has a help, and a wrong one is one clear line."""
+
+import importlib
+import re
+from typing import Any
+
+import pytest
+
+from m1_single_request import DEFAULT_MODEL as TEXT_MODEL
+from m6_multimodal_pd.demo_tour import PICTURES
+from tests.events.milestones import MILESTONES
+from tests.support.demos import words
+
+PICTURE = PICTURES / "a_big_red_circle.png"
+HELP = [
+    (
+        "m1",
+        """prompt chat raw trace trace-file model device dtype max-model-len max-tokens temperature top-k top-p min-p
+        presence-penalty frequency-penalty repetition-penalty stop seed""",
+        "four requests on the checkpoint that ships",
+    ),
+    ("m2", "max-num-seqs max-num-batched-tokens num-prompts", "Number of requests in the comparison. Default: 24."),
+    (
+        "m3",
+        "n load-format attention-backend threads block-size num-blocks kv-cache-memory-bytes gpu-memory-utilization",
+        "Number of CPU threads. Default: 1",
+    ),
+    (
+        "m4",
+        """cache eviction-policy cache-salt priority schedule-policy schedule-conservativeness page-size
+        max-total-tokens""",
+        "Size of the KV memory in pages, in place of",
+    ),
+    (
+        "m5",
+        """schedule no-chunked-prefill chunked-prefill-size target-gap-ms speculative num-speculative-tokens
+        draft-model""",
+        "Number of streams in part 1 of the tour. Default: 4.",
+    ),
+    (
+        "m6",
+        """image video video-fps allow-url min-pixels max-pixels encoder-budget embedding-cache-bytes pd prefill decode
+        transport""",
+        "Number of requests without a picture",
+    ),
+]
+"""Milestones, the flags that each adds, and a text of its help."""
+
+
+def demo_of(milestone: str) -> Any:
+    """The demo of `m3`, for example."""
+    return importlib.import_module(f"{next(name for name in MILESTONES if name.startswith(milestone))}.demo")
+
+
+@pytest.mark.parametrize("number", range(len(HELP)), ids=[milestone for milestone, _, _ in HELP])
+def test_every_flag_of_a_milestone_and_of_those_before_it_has_a_help(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    milestone, _, text = HELP[number]
+    with pytest.raises(SystemExit) as caught:
+        demo_of(milestone).main(["--help"])
+    out = capsys.readouterr().out
+    assert caught.value.code == 0 and f"usage: python -m {milestone}" in out and text in words(out)
+    flags = [flag for _, added, _ in HELP[: number + 1] for flag in added.split()]
+    assert [flag for flag in flags if not re.search(rf"^  .*--{flag}[ ,\n]", out, re.M)] == []
+
+
+@pytest.mark.parametrize(
+    ("milestone", "flags"),
+    [
+        *(("m1", flags) for flags in ("--nonsense", "--max-tokens many", "--trace loud", "--prompt a --chat", "stray")),
+        ("m3", "--execution padded"),
+        *(("m4", flags) for flags in ("--preemption swap", "--schedule-policy foo", "--cache tree")),
+    ],
+)
+def test_a_flag_or_choice_that_does_not_exist_is_refused_with_the_usage(
+    milestone: str, flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        demo_of(milestone).main(flags.split())
+    err = capsys.readouterr().err
+    assert caught.value.code == 2 and "usage:" in err and flags.split()[0] in err
+
+
+@pytest.mark.parametrize("flags", ["--raw", "--raw --chat"])
+def test_raw_without_a_prompt_is_an_error(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo_of("m1").main(flags.split()) == 2
+    assert capsys.readouterr() == ("", "ConfigError: raw has no effect without a prompt\n")
+
+
+WRONG = [
+    ("m1", "--max-tokens 0", "max_tokens=0"),
+    ("m1", "--top-p 0", "top_p=0.0"),
+    ("m1", "--device toaster", "device='toaster'"),
+    ("m1", "--dtype float8", "dtype='float8'"),
+    ("m1", "--prompt a --max-model-len 9000", "9000"),
+    ("m1", f"--prompt {'a,' * 5000}", "max_model_len"),
+    ("m1", "--stop ", "stop="),
+    ("m1 m2 m3 m4", "--trace-file /nowhere/at/all/trace.jsonl", "/nowhere/at/all/trace.jsonl"),
+    ("m1 m4 m6", "--model /nowhere/at/all", "/nowhere/at/all does not exist"),
+    ("m1", "--prompt  --raw", "empty"),
+    ("m2 m3 m4 m6", "--num-prompts 0", "num_prompts=0"),
+    ("m2 m3 m4 m5 m6", "--max-num-batched-tokens 2", "max_num_batched_tokens=2 is less than max_num_seqs="),
+    ("m2", "--max-num-batched-tokens 10", "max_num_batched_tokens is 10"),
+    ("m2", "--max-num-seqs 0", "max_num_seqs=0"),
+    ("m2", "--max-num-seqs 100000000", "max_num_seqs of at most"),
+    ("m3 m4", "--n 0", "n=0"),
+    ("m3 m4 m6", "--chat --n 2", "n=2"),
+    ("m3 m4", "--threads 0", "threads=0"),
+    ("m3", "--block-size 0", "block_size=0"),
+    ("m3 m4", "--num-blocks 9 --kv-cache-memory-bytes 9", "give one of them"),
+    ("m3", "--kv-cache-memory-bytes 100000", "max_model_len of at most"),
+    ("m3", "--num-blocks 1", "the whole KV memory has 1"),
+    ("m4", "--page-size 0", "page_size=0"),
+    ("m4", "--num-blocks 0", "max_total_tokens=0"),
+    ("m4", "--num-blocks 9 --max-total-tokens 99", "give one of them"),
+    ("m4", "--prompt a --kv-cache-memory-bytes 100000", "1,024 tokens, the least that is chosen without max_model_len"),
+    ("m4", "--prompt a --num-blocks 1", "the KV memory has room for 16"),
+    ("m4", "--max-total-tokens 8", "max_total_tokens=8"),
+    ("m4", "--cache hash --eviction-policy lfu", "eviction_policy='lfu'"),
+    ("m4", "--eviction-policy x", "eviction_policy='x'"),
+    ("m4", "--prompt a --cache-salt=", "cache_salt=''"),
+    ("m4 m5", "--prompt a --priority 99999999999999999999", "priority=99999999999999999999"),
+    ("m4", "--schedule-conservativeness=-1", "schedule_conservativeness=-1.0"),
+    ("m5", "--num-speculative-tokens 0 --speculative ngram", "num_speculative_tokens=0"),
+    ("m5", "--prompt x --draft-model somewhere", "has no effect with method=None"),
+    ("m5", "--schedule prefill_first --target-gap-ms 3", "target_gap_ms has no effect"),
+    ("m5", "--no-chunked-prefill --chunked-prefill-size 8", "chunked_prefill_size has no effect"),
+    ("m5", "--prompt x --speculative draft_model --draft-model /nowhere", "nowhere"),
+    ("m6", f"--model {TEXT_MODEL} --image {PICTURE}", "takes texts only"),
+    ("m6", f"--raw --prompt x --image {PICTURE}", "raw"),
+    ("m6", "--trace off --image /nowhere/at/all.gif", "No such file"),
+    ("m6", "--trace off --video /nowhere/at/all.gif", "No such file"),
+    ("m6", "--prompt x --video-fps 2", "video_fps=2.0 has no effect"),
+    ("m6", "--encoder-budget 0", "encoder_budget=0"),
+    ("m6", "--min-pixels 9 --max-pixels 3", "min_pixels=9"),
+    ("m6", "--allow-url gopher", "'gopher' is not one of file, http, https"),
+    ("m6", "--prompt x --num-speculative-tokens 3", "num_speculative_tokens"),
+    ("m6", "--prefill 0", "prefill=0"),
+    ("m6", "--decode 65", "decode=65 engines are too many"),
+]
+"""Milestones, flags of their demos, and what the error names."""
+
+
+@pytest.mark.parametrize(
+    ("milestone", "flags", "named"),
+    [(milestone, flags, named) for milestones, flags, named in WRONG for milestone in milestones.split()],
+    ids=lambda value: value[:50],
+)
+def test_a_wrong_value_is_one_clear_line(
+    milestone: str, flags: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo_of(milestone).main(flags.split(" ")) == 2
+    out, err = capsys.readouterr()
+    assert named in err and len(err.strip().splitlines()) == 1 and "Traceback" not in err
+    assert out == "" or not err.startswith("ConfigError"), "it is found before the tour begins"
