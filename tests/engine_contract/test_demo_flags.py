@@ -37,6 +37,7 @@ HELP = [
         draft-model""",
         "Number of streams in part 1 of the tour. Default: 4.",
     ),
+    ("m5", "", "128 on a CPU"),
     (
         "m6",
         """image video video-fps allow-url min-pixels max-pixels encoder-budget embedding-cache-bytes pd prefill decode

@@ -1,41 +1,28 @@
 """The timeline: lanes and columns of a trace at any width, and the facts of a run; the same from a file."""
 
-import io
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from m1_single_request.events import Event, RequestAdded, StepDone
-from m1_single_request.output_events import Finish
+from m1_single_request.events import Event
 from m1_single_request.trace_readers import Records
-from m2_continuous_batching import TraceConfig, TraceRecord, read_trace
+from m2_continuous_batching import TraceConfig, read_trace
 from m2_continuous_batching.demo_tour import facts
 from m2_continuous_batching.events import Batch, LeftOut
 from m2_continuous_batching.views.timeline import Timeline
 from tests.m2_continuous_batching.engines import EXECUTIONS, MakeEngine, greedy, limits, unfinished
+from tests.support.views import added, ended, fed, text_of
 
 LETTERS = {"P": "prefill", "-": "decode", ".": "queued", "x": "left out"}
 
 
 def drawn(timeline: Timeline, width: int = 100, **options: Any) -> list[str]:
     """The lines of a timeline on a console of this width, without the legend."""
-    console = Console(file=io.StringIO(), width=width)
-    console.print(timeline.draw(width, **options))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = text_of(timeline.draw(width, **options), width).splitlines()
     assert all(len(line) <= width for line in lines)
     return lines[: next(i for i, line in enumerate(lines) if line.startswith("x left out"))]
-
-
-def added(rid: str) -> RequestAdded:
-    return RequestAdded(rid=rid, len=3, max_tokens=9, greedy=True, seed=0, num_waiting=0)
-
-
-def ended(rid: str) -> Finish:
-    return Finish(rid=rid, reason="length", matched="max_tokens", why="enough", out_len=1)
 
 
 def batch(prefills: str = "", decodes: str = "") -> Batch:
@@ -54,23 +41,6 @@ def batch(prefills: str = "", decodes: str = "") -> Batch:
     )
 
 
-def done() -> StepDone:
-    return StepDone(
-        num_tokens=1, num_waiting=0, num_running=0, kv_tokens=0,
-        schedule_ms=0.0, execute_ms=0.0, sample_ms=0.0, update_ms=0.0,
-    )  # fmt: skip
-
-
-def heard(*steps: Iterable[Any], first_step: int = 1) -> Timeline:
-    """A timeline that heard these events, step by step."""
-    timeline = Timeline()
-    for number, events in enumerate(steps, first_step):
-        for event in (*events, done()):
-            timeline.read(TraceRecord(number, 0.0, event))
-    timeline.close()
-    return timeline
-
-
 STEPS = (
     (added("a"), added("b"), batch("ab")),
     (added("c"), added("d"), LeftOut(rids=("b",), available=8), batch("c", "a")),
@@ -81,7 +51,7 @@ STEPS = (
 
 
 def test_every_request_has_a_lane_and_every_step_a_column() -> None:
-    assert drawn(heard(*STEPS)) == [
+    assert drawn(fed(Timeline(), *STEPS)) == [
         "step  1",
         "a     P--|",
         "b     Px--|",
@@ -92,7 +62,7 @@ def test_every_request_has_a_lane_and_every_step_a_column() -> None:
 
 
 def test_a_full_line_goes_on_below_with_the_lanes_that_are_left() -> None:
-    assert drawn(heard(*STEPS), width=10) == [
+    assert drawn(fed(Timeline(), *STEPS), width=10) == [
         "step  1",
         "a     P--|",
         "b     Px-",
@@ -108,7 +78,7 @@ def test_a_full_line_goes_on_below_with_the_lanes_that_are_left() -> None:
 
 
 def test_a_live_view_shows_the_latest_steps_of_every_lane() -> None:
-    assert drawn(heard(*STEPS), width=10, latest=True) == [
+    assert drawn(fed(Timeline(), *STEPS), width=10, latest=True) == [
         "step  3",
         "a     -|",
         "b     --|",
@@ -120,28 +90,27 @@ def test_a_live_view_shows_the_latest_steps_of_every_lane() -> None:
 
 def test_a_long_run_has_several_steps_in_a_column_and_hides_no_prefill() -> None:
     decodes = [(batch("", "a"),)] * 40
-    timeline = heard((added("a"), batch("a")), *decodes, (added("b"), batch("b", "a")), *decodes, (ended("a"),))
+    timeline = fed(
+        Timeline(), (added("a"), batch("a")), *decodes, (added("b"), batch("b", "a")), *decodes, (ended("a"),)
+    )
     lines = drawn(timeline, width=27)
     lane = "".join(line[6:] for line in lines if line.startswith("a"))
     assert len(timeline.steps) == 83 and 42 <= len(lane) < 80 and lane == f"P{'-' * (len(lane) - 2)}|"
     (late,) = ("".join(line[6:] for line in lines if line.startswith("b")),)
     assert late.strip().startswith("P")
-    console = Console(file=io.StringIO(), width=120)
-    console.print(timeline.draw(27))
-    assert "a column is 2 steps" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "a column is 2 steps" in text_of(timeline.draw(27))
 
 
 def test_every_letter_is_explained() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(heard(*STEPS).draw(120))
-    legend = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
+    legend = text_of(fed(Timeline(), *STEPS).draw(100)).splitlines()[-1]
     for letter, state in LETTERS.items():
         assert f"{letter} {state}" in legend
     assert "| done" in legend and "a column" not in legend
 
 
 def test_an_aborted_request_ends_where_it_is() -> None:
-    timeline = heard(
+    timeline = fed(
+        Timeline(),
         (added("a"), added("b"), batch("a")),
         (batch("", "a"),),
         (ended("a"), ended("b")),
@@ -150,9 +119,9 @@ def test_an_aborted_request_ends_where_it_is() -> None:
     assert drawn(timeline) == ["step  1", "a     P-|", "b     ..|", "c        P|", ""]
 
 
-def test_a_reader_that_comes_late_shows_what_it_heard() -> None:
-    timeline = heard(
-        (batch("", "a"),), (added("b"), batch("b", "a"), ended("a"), ended("never heard of")), first_step=9
+def test_a_reader_that_comes_late_shows_what_it_has_read() -> None:
+    timeline = fed(
+        Timeline(), (batch("", "a"),), (added("b"), batch("b", "a"), ended("a"), ended("never heard of")), first_step=9
     )
     assert drawn(timeline) == ["step  9", "a     --|", "b      P", ""]
 
@@ -173,15 +142,13 @@ class LaterBatch(Event):
 
 def test_batches_of_later_milestones_are_drawn_alike() -> None:
     first, second = LaterBatch((("a", "extend"),)), LaterBatch((("a", "verify 3"), ("b", "extend")))
-    timeline = heard((added("a"), first), (added("b"), second), (LaterBatch((("a", "decode"),)), ended("a")))
+    timeline = fed(Timeline(), (added("a"), first), (added("b"), second), (LaterBatch((("a", "decode"),)), ended("a")))
     assert drawn(timeline) == ["step  1", "a     P--|", "b      P.", ""]
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 20, 79])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(heard(*STEPS * 30).draw(width))
-    assert max(map(len, console.file.getvalue().splitlines())) <= width  # type: ignore[attr-defined]
+    assert max(map(len, text_of(fed(Timeline(), *STEPS * 30).draw(width), width).splitlines())) <= width
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """The block map: what it makes of a trace, how it is drawn, and what is said of it. A real engine's trace agrees."""
 
-import io
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from m1_single_request.events import Event, RequestAdded, StepDone
+from m1_single_request.events import Event
 from m1_single_request.output_events import Finish
 from m2_continuous_batching.events import Batch
 from m2_continuous_batching.views.timeline import Timeline
@@ -25,6 +23,7 @@ from m3_paged_attention.kv_events import (
 from m3_paged_attention.scheduler_events import Admit, NotAdmitted, Preempted
 from m3_paged_attention.views.block_map import KEY, Block, BlockMap, Frame, draw
 from tests.m3_paged_attention.engines import MakeEngine, greedy, ids, setting, unfinished
+from tests.support.views import added, ended, fed, text_of
 
 
 def sized(num_blocks: int = 8, block_size: int = 4) -> KVSized:
@@ -34,10 +33,6 @@ def sized(num_blocks: int = 8, block_size: int = 4) -> KVSized:
         num_blocks=num_blocks, num_host_blocks=num_blocks, num_bytes=40 * (num_blocks + 1), num_host_bytes=0,
         max_model_len=100, max_num_seqs=4,
     )  # fmt: skip
-
-
-def added(rid: str, prompt_len: int = 6) -> RequestAdded:
-    return RequestAdded(rid=rid, len=prompt_len, max_tokens=9, greedy=True, seed=0, num_waiting=0)
 
 
 def admit(rid: str, how: str = "prefill", *, said: int = 0, extend: int = 6, prefix: int = 0) -> Admit:
@@ -79,10 +74,6 @@ def refused(rid: str, limit: str = "blocks") -> NotAdmitted:
     return NotAdmitted(rid=rid, limit=limit, needed=2, available=1, kept_free=2, num_waiting=1)
 
 
-def ended(rid: str, out_len: int = 2) -> Finish:
-    return Finish(rid=rid, reason="length", matched="max_tokens", why="enough", out_len=out_len)
-
-
 def batch(**seq_lens: int) -> Batch:
     return Batch(
         mode="mixed", rids=tuple(seq_lens), extend_lens=(1,) * len(seq_lens),
@@ -98,21 +89,12 @@ def usage(num_used: int, tokens_held: int, num_blocks: int = 8) -> BlocksUsed:
     )  # fmt: skip
 
 
-def done() -> StepDone:
-    return StepDone(
-        num_tokens=1, num_waiting=0, num_running=0, kv_tokens=0,
-        schedule_ms=0.0, execute_ms=0.0, sample_ms=0.0, update_ms=0.0,
-    )  # fmt: skip
-
-
 def heard(*steps: Iterable[Event], head: Iterable[Event] = (sized(),)) -> BlockMap:
     """A map of these events, step by step."""
     block_map = BlockMap()
-    for number, events in enumerate((head, *steps)):
-        for event in (*events, *([done()] if number else [])):
-            block_map.read(TraceRecord(number, 0.0, event))
-    block_map.close()
-    return block_map
+    for event in head:
+        block_map.read(TraceRecord(0, 0.0, event))
+    return fed(block_map, *steps)
 
 
 START = (added("a"), added("b"), admit("a"), got("a", 1, 2), admit("b"), got("b", 3, 4), batch(a=6, b=6))
@@ -205,8 +187,7 @@ def test_a_map_that_came_late_learns_the_size_from_the_first_step() -> None:
 def test_frames_do_not_change_when_the_run_goes_on() -> None:
     block_map = heard(START)
     kept = block_map.frames[0]
-    for event in (copied("a", 2, 7), freed("b", 3, 4), ended("b"), added("c"), batch(a=7), done()):
-        block_map.read(TraceRecord(2, 0.0, event))
+    fed(block_map, (copied("a", 2, 7), freed("b", 3, 4), ended("b"), added("c"), batch(a=7)), first_step=2)
     assert kept.tables == {"a": (1, 2), "b": (3, 4)} and kept.num_kv == {"a": 6, "b": 6} and kept.waiting == {}
 
 
@@ -215,9 +196,7 @@ def test_frames_do_not_change_when_the_run_goes_on() -> None:
 
 def drawn(frame: Frame, width: int = 100, most: int = 3) -> list[str]:
     """The lines of a frame on a console without colours."""
-    console = Console(file=io.StringIO(), width=width)
-    console.print(draw(frame, width, most=most))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = text_of(draw(frame, width, most=most), width).splitlines()
     assert all(len(line) <= width for line in lines)
     return [line.replace("\N{NO-BREAK SPACE}", " ").rstrip() for line in lines]
 

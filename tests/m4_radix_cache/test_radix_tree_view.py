@@ -19,6 +19,7 @@ from m4_radix_cache.mem_cache.radix_cache import RadixCache
 from m4_radix_cache.views.radix_tree import RadixTreeView
 from tests.m4_radix_cache.caches import find, make_cache, put
 from tests.m4_radix_cache.engines import MakeEngine, cache_of, greedy, ids, setting
+from tests.support.views import text_of
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEFAULT_MODEL)
 
@@ -40,9 +41,7 @@ def reuse(cache: BasePrefixCache, token_ids: Sequence[int]) -> None:
 
 
 def printed(picture: Any, width: int = 100) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(picture)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    return [line.rstrip() for line in text_of(picture, width).splitlines()]
 
 
 def drawn(view: RadixTreeView, width: int = 100) -> list[str]:

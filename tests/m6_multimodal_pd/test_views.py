@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from m1_single_request.trace_file import read_trace
 from m1_single_request.tracer import TraceRecord
@@ -18,15 +18,7 @@ from m6_multimodal_pd.views.positions import PositionsView, positions_of
 from m6_multimodal_pd.views.two_engines import TwoEnginesView, replay
 from tests.m6_multimodal_pd.engines import MakeEngine, setting
 from tests.m6_multimodal_pd.seeing import SHOWN, asking
-
-
-def text_of(drawn: RenderableType, width: int = 100) -> str:
-    """A drawing as text."""
-    console = Console(file=io.StringIO(), width=width)
-    console.print(drawn)
-    file: Any = console.file
-    return str(file.getvalue())
-
+from tests.support.views import text_of
 
 # --- positions --------------------------------------------------------------------------------------------------------
 
